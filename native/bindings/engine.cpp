@@ -1,4 +1,5 @@
 // Bindings of the mesh, host groups and shared tensors for paceline.engine.
+#include <fcntl.h>
 #include <nanobind/ndarray.h>
 
 #include <algorithm>
@@ -25,7 +26,6 @@ class HostGroup {
   public:
     HostGroup(std::shared_ptr<shm::Mesh> mesh, std::unique_ptr<host::Group> group, std::size_t slot_bytes)
         : mesh_(std::move(mesh)),
-          peers_(group->peers_of_mesh()),
           // The mesh must outlive a call that still runs on another thread.
           queue_(new CallQueue(std::move(group)), [held = mesh_](CallQueue* queue) { delete queue; }),
           slot_bytes_(slot_bytes) {}
@@ -83,9 +83,9 @@ class HostGroup {
     PreparedCall* prepare(const nb::tuple& fields) const {
         Call call = to_call(fields);
         if (!may_be_shared(call)) return new PreparedCall(queue(), std::move(call), true);
-        const auto find = [mesh = std::weak_ptr(mesh_), peers = peers_](Call& again) {
+        const auto find = [mesh = std::weak_ptr(mesh_)](Call& again) {
             again.region = 0;
-            if (const auto held = mesh.lock()) host::locate(again, held, peers);
+            if (const auto held = mesh.lock()) host::locate(again, held);
         };
         return new PreparedCall(queue(), std::move(call), true, find);
     }
@@ -109,7 +109,7 @@ class HostGroup {
     }
 
     void find_region(Call& call) const {
-        if (may_be_shared(call)) host::locate(call, mesh_, peers_);
+        if (may_be_shared(call)) host::locate(call, mesh_);
     }
 
     static Call on_one_tensor(Operation operation, std::uint64_t address, std::uint64_t count, int dtype,
@@ -138,7 +138,6 @@ class HostGroup {
     }
 
     std::shared_ptr<shm::Mesh> mesh_;
-    std::uint64_t peers_;
     std::shared_ptr<CallQueue> queue_;
     std::size_t slot_bytes_;
 };
@@ -152,6 +151,30 @@ HostGroup* create_group(std::shared_ptr<shm::Mesh> mesh, std::vector<int> member
         group = host::Group::create(*mesh, std::move(members), id, slot_bytes, deadline, threads);
     }
     return group ? new HostGroup(std::move(mesh), std::move(group), slot_bytes) : nullptr;
+}
+
+// Makes the board of a host of `size` ranks; returns its descriptor, which the caller closes.
+int create_board(int size) {
+    const auto board = shm::Board::create(size);
+    const int fd = board ? fcntl(board->descriptor(), F_DUPFD_CLOEXEC, 0) : -1;
+    if (fd < 0) throw std::system_error(errno, std::generic_category(), "memfd_create");
+    return fd;
+}
+
+// Takes over `fd`, a board's descriptor, or makes a board if it is negative.
+std::shared_ptr<shm::Mesh> join_mesh(int rank, int size, int fd, std::vector<int> names) {
+    errno = EBADMSG;  // what is no board
+    auto board = fd < 0 ? shm::Board::create(size) : shm::Board::adopt(fd, size);
+    if (!board) throw std::system_error(errno, std::generic_category(), "the board of the host's ranks");
+    board->close_descriptor();
+    return std::make_shared<shm::Mesh>(rank, std::move(board), std::move(names));
+}
+
+std::vector<int> lost(const shm::Mesh& mesh) {
+    std::vector<int> ranks;
+    for (int r = 0; r < mesh.size(); ++r)
+        if (mesh.has_died(r)) ranks.push_back(r);
+    return ranks;
 }
 
 nb::object wait(const Work& work, std::int64_t timeout_ns) {
@@ -255,10 +278,17 @@ void register_engine(nb::module_& module) {
         nb::arg("seen"), nb::arg("timeout_ns"), nb::call_guard<nb::gil_scoped_release>());
 
     nb::class_<shm::Mesh>(module, "Mesh")
-        .def(nb::init<int, std::vector<int>, std::vector<int>>(), nb::arg("rank"), nb::arg("sockets"),
-             nb::arg("names") = std::vector<int>{})
-        .def("lost", [](const shm::Mesh& mesh) { return mesh.liveness().lost.load(std::memory_order_acquire); })
+        .def_static("join", &join_mesh, nb::arg("rank"), nb::arg("size"), nb::arg("board") = -1,
+                    nb::arg("names") = std::vector<int>{}, nb::call_guard<nb::gil_scoped_release>())
+        .def("lost", &lost)
+        .def(
+            "absent",
+            [](const shm::Mesh& mesh, double timeout_s) {
+                return mesh.board().absent(std::chrono::milliseconds(static_cast<std::int64_t>(timeout_s * 1000)));
+            },
+            nb::arg("timeout_s"), nb::call_guard<nb::gil_scoped_release>())
         .def("close", &shm::Mesh::close, nb::call_guard<nb::gil_scoped_release>());
+    module.def("create_board", &create_board, nb::arg("size"));
 
     nb::class_<HostGroup>(module, "HostGroup")
         .def_static("create", &create_group, nb::arg("mesh"), nb::arg("members"), nb::arg("id"), nb::arg("slot_bytes"),

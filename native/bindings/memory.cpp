@@ -35,20 +35,19 @@ class SharedMemory {
     std::shared_ptr<shm::Segment> segment_;
 };
 
-std::pair<SharedMemory, shm::RegionId> share_memory(shm::Mesh& mesh, std::uint64_t peers, std::size_t nbytes) {
-    host::SharedMemory shared = host::share(mesh, peers, nbytes);
+std::pair<SharedMemory, shm::RegionId> share_memory(shm::Mesh& mesh, std::size_t nbytes) {
+    host::SharedMemory shared = host::share(mesh, nbytes);
     if (!shared.segment) throw std::system_error(errno, std::generic_category(), "memfd_create");
     return {SharedMemory(std::move(shared.segment)), shared.id};
 }
 
 std::optional<SharedMemory> find_memory(shm::Mesh& mesh, int owner, shm::RegionId id, std::size_t nbytes,
                                         double timeout_s) {
-    const auto segment = mesh.region(owner, id, deadline_in(timeout_s));
-    if (const int why = segment ? 0 : mesh.shortage(owner, id))
-        throw std::system_error(why, std::generic_category(), "the memory of another rank");
-    if (!segment || segment->size() < nbytes) return std::nullopt;
-    segment->close_descriptor();  // nobody gets the memory from this rank
-    return SharedMemory(segment);
+    const shm::Found found = mesh.fetch(owner, id, deadline_in(timeout_s));
+    if (found.shortage != 0)
+        throw std::system_error(found.shortage, std::generic_category(), "the memory of another rank");
+    if (!found.segment || found.segment->size() < nbytes) return std::nullopt;
+    return SharedMemory(found.segment);
 }
 
 }  // namespace
@@ -56,13 +55,12 @@ std::optional<SharedMemory> find_memory(shm::Mesh& mesh, int owner, shm::RegionI
 void register_memory(nb::module_& module) {
     nb::class_<SharedMemory>(module, "SharedMemory")
         .def("tensor", &SharedMemory::tensor, nb::arg("offset"), nb::arg("nbytes"));
-    module.def("share_memory", &share_memory, nb::arg("mesh"), nb::arg("peers"), nb::arg("nbytes"),
+    module.def("share_memory", &share_memory, nb::arg("mesh"), nb::arg("nbytes"),
                nb::call_guard<nb::gil_scoped_release>());
     module.def("find_memory", &find_memory, nb::arg("mesh"), nb::arg("owner"), nb::arg("id"), nb::arg("nbytes"),
                nb::arg("timeout_s"), nb::call_guard<nb::gil_scoped_release>());
-    module.def(
-        "withdraw_memory", [](shm::Mesh& mesh, std::uint64_t peers, shm::RegionId id) { mesh.withdraw(id, peers); },
-        nb::arg("mesh"), nb::arg("peers"), nb::arg("id"), nb::call_guard<nb::gil_scoped_release>());
+    module.def("withdraw_memory", &host::end_sharing, nb::arg("mesh"), nb::arg("id"),
+               nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace paceline::bindings

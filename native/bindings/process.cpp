@@ -1,9 +1,12 @@
 // Bindings of what the kernel lets this process use, for the launcher and for modules that choose by it.
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include "bindings/bindings.hpp"
+#include "process/cgroups.hpp"
 #include "process/cores.hpp"
+#include "process/domain.hpp"
 
 namespace paceline::bindings {
 
@@ -14,6 +17,20 @@ void register_process(nanobind::module_& module) {
         [](const std::string& root) {
             const Quota quota = cpu_quota(root);
             return std::pair(quota.cores, quota.cgroup);
+        },
+        nanobind::arg("root") = "");
+    module.def(
+        "cgroups",
+        [](const std::string& controller, const std::string& root) {
+            Cgroups found = cgroups_of_this_process(controller, root);
+            return std::pair(std::move(found.directories), found.is_mounted_so);
+        },
+        nanobind::arg("controller"), nanobind::arg("root") = "");
+    module.def(
+        "domain",
+        [](const std::string& root) {
+            const Domain mine = domain_of(usable_cores(), root);
+            return std::pair(mine.node, mine.cache);
         },
         nanobind::arg("root") = "");
 }

@@ -1,5 +1,7 @@
 #include "call/recorded_call.hpp"
 
+#include <algorithm>
+
 namespace paceline {
 namespace {
 
@@ -66,8 +68,12 @@ void RecordedCall::end(const Observed& observed, const Outcome& outcome) {
     fields_.last_arrived = observed.last_arrived;
     // A call that is over in the round in which all have come needs no other time for that.
     if (observed.last_arrived >= 0) fields_.complete = observed.complete != 0 ? observed.complete : fields_.ended;
-    for (const int rank : outcome.missing)
-        if (rank < kMostMissing) fields_.missing |= std::uint64_t{1} << rank;
+    if (const auto first = std::min_element(outcome.missing.begin(), outcome.missing.end());
+        first != outcome.missing.end()) {
+        fields_.first_missing = static_cast<std::uint32_t>(*first);
+        for (const int rank : outcome.missing)
+            if (rank - *first < kMostMissing) fields_.missing |= std::uint64_t{1} << (rank - *first);
+    }
     recorder->change(written_, fields_, true);
 }
 

@@ -33,7 +33,7 @@ Code Group::failure() {
         if (const Code code = code_of(control(r).gave_up.load(std::memory_order_acquire)); code != Code::ok)
             return code;
     if (aborted_by() >= 0) return Code::aborted;
-    return members_of(mesh_.liveness().lost.load(std::memory_order_acquire)) != 0 ? Code::peer_lost : Code::ok;
+    return lost().empty() ? Code::ok : Code::peer_lost;
 }
 
 }  // namespace paceline::host

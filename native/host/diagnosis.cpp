@@ -1,6 +1,5 @@
 // Why a call on one host fails: mismatches, ranks that have gone, time-outs and interrupts.
 #include <algorithm>
-#include <bit>
 
 #include "call/turns.hpp"
 #include "host/group.hpp"
@@ -11,67 +10,64 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-std::vector<int> ranks_of(std::uint64_t mask) {
-    std::vector<int> ranks;
-    for (; mask != 0; mask &= mask - 1) ranks.push_back(std::countr_zero(mask));
-    return ranks;
-}
-
 }  // namespace
 
 // Looks, after a turn of waiting since `since`, for a reason to end the wait, in this order: the verdict of another
 // rank, an abort, ranks that have gone, the deadline and an interrupt. The order matters: a verdict names the first
 // cause, and a rank that gave up because of a dead one, or aborted the group, also leaves. `missing` returns the ranks
-// that have not come, or 0 when the wait is over. False when this rank gave up or adopted a verdict.
-bool Group::look_around(int turn, Clock::time_point since, const std::function<std::uint64_t()>& missing) {
-    const std::uint64_t lost = members_of(mesh_.liveness().lost.load(std::memory_order_acquire));
-    const std::uint64_t left = members_of(mesh_.liveness().left.load(std::memory_order_acquire)) | left_group();
+// that have not come, none when the wait is over. False when this rank gave up or adopted a verdict.
+bool Group::look_around(int turn, Clock::time_point since, const std::function<RankSet()>& missing) {
+    const RankSet lost = this->lost();
+    const RankSet left = this->left();
     const std::int64_t waited_ns = std::chrono::nanoseconds(Clock::now() - since).count();
     // Read after the masks of the lost and the left, whose acquire makes visible whatever a peer published before it
     // went. Otherwise a peer that completed the round and then left would be reported as missing.
-    const std::uint64_t ranks = missing();
+    const RankSet ranks = missing();
     // Read last, so that a rank that has given up, and then taken back its marks or left, is not reported as missing.
     for (int other = 0; other < size_; ++other)
         if (other != rank_ && adopt_verdict(other)) return false;
-    if (ranks == 0) return true;
-    if (aborted_by() >= 0) return missing() == 0 || adopt_abort();  // it may have published the round before
-    if ((ranks & (lost | left)) != 0) return give_up_without(ranks, ranks & lost, ranks & left, waited_ns);
-    if (waited_ns > timeout_ns_) return give_up(GaveUp::timed_out, ranks, 0, 0, waited_ns, {}, have_begun(ranks));
-    if (turn % kTurnsPerInterruptCheck == 0 && *interrupted_ && (*interrupted_)())
-        return give_up(GaveUp::interrupted, ranks, 0, 0, waited_ns, {}, have_begun(ranks));
+    if (ranks.empty()) return true;
+    if (aborted_by() >= 0) return missing().empty() || adopt_abort();  // it may have published the round before
+    if (!(ranks & (lost | left)).empty()) return give_up_without(ranks, ranks & lost, ranks & left, waited_ns);
+    if (waited_ns > timeout_ns_) return give_up(GaveUp::timed_out, ranks, {}, {}, waited_ns, {}, have_begun(ranks));
+    if (turn % std::max(1, kTurnsPerInterruptCheck / turn_length_) == 0 && *interrupted_ && (*interrupted_)())
+        return give_up(GaveUp::interrupted, ranks, {}, {}, waited_ns, {}, have_begun(ranks));
     return true;
 }
 
-std::uint64_t Group::members_of(std::uint64_t mesh_mask) const {
-    std::uint64_t mask = 0;
+// The members that died.
+RankSet Group::lost() const {
+    RankSet ranks;
     for (int r = 0; r < size_; ++r)
-        if (mesh_mask & bit(members_[static_cast<std::size_t>(r)])) mask |= bit(r);
-    return mask;
+        if (mesh_.has_died(members_[static_cast<std::size_t>(r)])) ranks.add(r);
+    return ranks;
 }
 
-std::uint64_t Group::missing_in(std::uint32_t round) const {
-    std::uint64_t mask = 0;
+// The members that left the job, or destroyed this group.
+RankSet Group::left() const {
+    RankSet ranks;
     for (int r = 0; r < size_; ++r)
-        if (r != rank_ && cell(r, round).round.load(std::memory_order_acquire) != round) mask |= bit(r);
-    return mask;
+        if (r != rank_ && (mesh_.has_left(members_[static_cast<std::size_t>(r)]) ||
+                           control(r).gave_up.load(std::memory_order_acquire) == GaveUp::left))
+            ranks.add(r);
+    return ranks;
+}
+
+RankSet Group::missing_in(std::uint32_t round) const {
+    RankSet ranks;
+    for (int r = 0; r < size_; ++r)
+        if (r != rank_ && cell(r, round).round.load(std::memory_order_acquire) != round) ranks.add(r);
+    return ranks;
 }
 
 // Whether all of `ranks` have begun this rank's call.
-bool Group::have_begun(std::uint64_t ranks) const {
+bool Group::have_begun(const RankSet& ranks) const {
     const auto has_begun = [this](int rank) {
         return std::any_of(std::begin(control(rank).cells), std::end(control(rank).cells),
                            [this](const Cell& cell) { return cell.header.sequence >= sequence_; });
     };
-    const std::vector<int> all = ranks_of(ranks);
+    const std::vector<int> all = ranks.ranks();
     return std::all_of(all.begin(), all.end(), has_begun);
-}
-
-// The members that destroyed this group.
-std::uint64_t Group::left_group() const {
-    std::uint64_t mask = 0;
-    for (int r = 0; r < size_; ++r)
-        if (r != rank_ && control(r).gave_up.load(std::memory_order_acquire) == GaveUp::left) mask |= bit(r);
-    return mask;
 }
 
 // Why `rank` left, if it said so in this group or to the mesh.
@@ -84,22 +80,22 @@ Cause Group::cause_of(int rank) const {
 
 // Blames the ranks that went first: dead ranks before those that left, and those without a cause of their own before
 // those that gave up because of another rank.
-bool Group::give_up_without(std::uint64_t missing, std::uint64_t lost, std::uint64_t left, std::int64_t waited_ns) {
-    const std::uint64_t gone = lost != 0 ? lost : left;
-    std::uint64_t first = 0;
-    for (const int r : ranks_of(gone))
-        if (!cause_of(r).known()) first |= bit(r);
-    const std::uint64_t named = first != 0 ? first : gone;
-    const Cause cause = first != 0 ? Cause{} : cause_of(std::countr_zero(gone));
-    return give_up(GaveUp::peer_lost, missing, named, lost != 0 ? 0 : named, waited_ns, cause);
+bool Group::give_up_without(const RankSet& missing, const RankSet& lost, const RankSet& left, std::int64_t waited_ns) {
+    const RankSet& gone = lost.empty() ? left : lost;
+    RankSet first;
+    for (const int r : gone.ranks())
+        if (!cause_of(r).known()) first.add(r);
+    const RankSet& named = first.empty() ? gone : first;
+    const Cause cause = first.empty() ? cause_of(gone.first()) : Cause{};
+    return give_up(GaveUp::peer_lost, missing, named, lost.empty() ? named : RankSet{}, waited_ns, cause);
 }
 
-bool Group::give_up(GaveUp reason, std::uint64_t missing, std::uint64_t gone, std::uint64_t left,
+bool Group::give_up(GaveUp reason, const RankSet& missing, const RankSet& gone, const RankSet& left,
                     std::int64_t waited_ns, Cause cause, bool came) {
     outcome_.code = code_of(reason);
-    outcome_.missing = ranks_of(missing);
-    outcome_.gone = ranks_of(gone);
-    outcome_.left = ranks_of(left);
+    outcome_.missing = missing.ranks();
+    outcome_.gone = gone.ranks();
+    outcome_.left = left.ranks();
     outcome_.cause = cause;
     outcome_.waited_ns = waited_ns;
     // The latest call of a missing rank shows what it did instead.
@@ -122,9 +118,9 @@ bool Group::give_up(GaveUp reason, std::uint64_t missing, std::uint64_t gone, st
     mine.cause = cause.pack();
     mine.gave_up.store(reason, std::memory_order_release);
     take_marks_back();
-    if (reason == GaveUp::peer_lost && gone != 0) {
-        const int first = std::countr_zero(gone);
-        mesh_.blame(cause.known() ? cause : Cause{mesh_.name(members_[static_cast<std::size_t>(first)]), left != 0});
+    if (reason == GaveUp::peer_lost && !gone.empty()) {
+        const auto first = static_cast<std::size_t>(gone.first());
+        mesh_.blame(cause.known() ? cause : Cause{mesh_.name(members_[first]), !left.empty()});
     }
     return false;
 }

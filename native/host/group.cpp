@@ -2,9 +2,8 @@
 
 #include <sched.h>
 
-#include <cerrno>
+#include <algorithm>
 #include <new>
-#include <system_error>
 
 #include "call/turns.hpp"
 #include "host/regions.hpp"
@@ -24,6 +23,9 @@ constexpr int kSpins = 4000;
 constexpr int kBackgroundSpins = 100;
 constexpr int kMoment = 50;  // spins, which take a microsecond or two
 constexpr int kYields = 20;
+constexpr double kManyYielding = 4;  // ranks to a core; a round of yields through more of them costs more than a sleep
+constexpr double kManyLooking = 8;   // likewise, looking around
+constexpr int kLongestTurn = 10;     // usual turns
 // A yield that took this long gave the core to a thread that computes. To yield again would cost another of its time
 // slices, whereas the scheduler soon runs a thread that is woken from its sleep.
 constexpr auto kLongYield = std::chrono::microseconds(500);
@@ -40,59 +42,55 @@ std::uint64_t total_nbytes(const std::vector<Stream>& streams) {
 Group::Group(shm::Mesh& mesh, std::vector<int> members, std::uint64_t id, std::size_t slot_bytes)
     : mesh_(mesh), members_(std::move(members)), id_(id), slot_bytes_(slot_bytes), sleeper_(mesh.news()) {
     size_ = static_cast<int>(members_.size());
-    for (int r = 0; r < size_; ++r) {
-        if (members_[static_cast<std::size_t>(r)] == mesh.rank())
-            rank_ = r;
-        else
-            peer_mask_ |= bit(members_[static_cast<std::size_t>(r)]);
-    }
-    segments_.resize(members_.size());
-    controls_.resize(members_.size());
+    rank_ = static_cast<int>(std::find(members_.begin(), members_.end(), mesh.rank()) - members_.begin());
     sources_.resize(members_.size());
 }
 
 std::unique_ptr<Group> Group::create(shm::Mesh& mesh, std::vector<int> members, std::uint64_t id,
-                                     std::size_t slot_bytes, Clock::time_point deadline, int threads) {
+                                     std::size_t slot_bytes, Clock::time_point deadline, int threads,
+                                     std::optional<Domain> domain) {
     std::unique_ptr<Group> group(new Group(mesh, std::move(members), id, slot_bytes));
-    const std::size_t nbytes = kControlBytes + kSlots * slot_bytes;
-    for (int r = 0; r < group->size_; ++r) {
-        auto& segment = group->segments_[static_cast<std::size_t>(r)];
-        if (r == group->rank_) {
-            segment = shm::Segment::create(nbytes);
-            if (!segment) throw std::system_error(errno, std::generic_category(), "memfd_create");
-            auto* const mine = new (segment->data()) Control;
-            mine->cores = usable_cores();
-            mine->cores.threads = threads;
-            mesh.offer(id, *segment, group->peer_mask_);
-        }
-    }
-    for (int r = 0; r < group->size_; ++r) {
-        auto& segment = group->segments_[static_cast<std::size_t>(r)];
-        const int member = group->members_[static_cast<std::size_t>(r)];
-        if (r != group->rank_) segment = mesh.region(member, id, deadline);
-        if (const int why = segment ? 0 : mesh.shortage(member, id))
-            throw std::system_error(why, std::generic_category(), "a segment of another rank");
-        if (!segment || segment->size() < nbytes) return nullptr;
-        group->controls_[static_cast<std::size_t>(r)] = reinterpret_cast<Control*>(segment->data());
-    }
-    std::vector<Cores> everyones;
-    for (const Control* each : group->controls_) everyones.push_back(each->cores);
-    const auto mine = static_cast<std::size_t>(group->rank_);
-    group->crowded_ = is_crowded(everyones, mine);
-    const auto absent = static_cast<std::size_t>(mesh.size() - group->size_);
-    group->has_spare_core_ = paceline::has_spare_core(everyones, mine, absent);
+    const auto ranks = static_cast<std::size_t>(group->size_);
+    const std::size_t nbytes = ranks * (kControlBytes + kSlots * slot_bytes);
+    auto commons = shm::Commons::open(mesh, group->members_, id, nbytes, deadline);
+    if (!commons) return nullptr;
+    group->controls_ = commons->data();
+    group->slots_ = group->controls_ + ranks * kControlBytes;
+    Control* const mine = new (&group->control(group->rank_)) Control;
+    mine->cores = usable_cores();
+    mine->cores.threads = threads;
+    mine->domain = domain ? *domain : domain_of(mine->cores);
+    if (!commons->meet(deadline)) return nullptr;
+    group->commons_ = std::move(commons);
+    group->learn_of_cores();
     return group;
+}
+
+// Decides how to wait, and in which order to reduce, by where all ranks run.
+void Group::learn_of_cores() {
+    std::vector<Cores> everyones;
+    std::vector<Domain> domains;
+    for (int r = 0; r < size_; ++r) {
+        everyones.push_back(control(r).cores);
+        domains.push_back(control(r).domain);
+    }
+    const auto mine = static_cast<std::size_t>(rank_);
+    const double crowd = crowding(everyones, mine);
+    crowded_ = crowd > 1;
+    yields_ = std::max(1, static_cast<int>(kYields * std::min(1.0, kManyYielding / crowd)));
+    turn_length_ = static_cast<int>(std::clamp(crowd / kManyLooking, 1.0, static_cast<double>(kLongestTurn)));
+    has_spare_core_ = paceline::has_spare_core(everyones, mine, static_cast<std::size_t>(mesh_.size() - size_));
+    block_ = block_of(domains);
 }
 
 Group::~Group() {
     if (forked_from_member()) return;
-    if (controls_[static_cast<std::size_t>(rank_)] != nullptr && !broken_) {
+    if (commons_ && !broken_) {
         Control& mine = control(rank_);
         mine.cause = mesh_.blamed().pack();
         mine.gave_up.store(GaveUp::left, std::memory_order_release);
         for (Cell& each : mine.cells) shm::futex_wake_all(each.round);
     }
-    mesh_.withdraw(id_, peer_mask_);
 }
 
 void Group::publish(std::uint32_t round) {
@@ -119,7 +117,7 @@ bool Group::await_slowly(int peer, std::uint32_t round) {
     if (crowded_) {
         will_wait(*call_);
         auto before = Clock::now();
-        for (int i = 0; i < kYields; ++i) {
+        for (int i = 0; i < yields_; ++i) {
             sched_yield();
             if (word.load(std::memory_order_acquire) == round) return true;
             const auto now = Clock::now();
@@ -140,15 +138,15 @@ bool Group::await_slowly(int peer, std::uint32_t round) {
     }
     std::atomic<std::uint32_t>& sleepers = control(peer).sleepers;
     const auto missing = [&] {
-        const std::uint64_t ranks = missing_in(round);
-        return (ranks & bit(peer)) != 0 ? ranks : 0;
+        const RankSet ranks = missing_in(round);
+        return ranks.has(peer) ? ranks : RankSet{};
     };
     // A group that has been aborted already has nobody left who would wake this thread.
     if (aborted_by() >= 0 && !look_around(1, started_, missing)) return false;
     for (int turn = 1;; ++turn) {
         sleepers.fetch_add(1, std::memory_order_seq_cst);
         const std::uint32_t seen = word.load(std::memory_order_seq_cst);
-        if (seen != round) sleeper_.sleep(word, seen, kTurnNs);
+        if (seen != round) sleeper_.sleep(word, seen, turn_length_ * kTurnNs);
         sleepers.fetch_sub(1, std::memory_order_relaxed);
         if (word.load(std::memory_order_acquire) == round) return true;
         if (!look_around(turn, started_, missing)) return false;

@@ -7,29 +7,30 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <new>
+#include <optional>
 #include <vector>
 
 #include "host/layout.hpp"
+#include "shm/commons.hpp"
 #include "shm/mesh.hpp"
 
 namespace paceline::host {
 
-using shm::bit;
+using shm::RankSet;
 
 class Group final : public Collectives {
   public:
     // `members[r]` is the mesh rank of group rank r; `id` is the same on every member and new for each group.
-    // `threads`: how many this process computes with. nullptr when a member does not show its segment until `deadline`.
-    // Throws std::system_error when descriptors or memory are short.
+    // `threads`: how many this process computes with. `domain` is where this rank runs, if it is not what the machine
+    // says (tests make up machines). Returns nullptr when a member does not come until `deadline`. Throws
+    // std::system_error when descriptors or memory are short.
     static std::unique_ptr<Group> create(shm::Mesh& mesh, std::vector<int> members, std::uint64_t id,
                                          std::size_t slot_bytes, std::chrono::steady_clock::time_point deadline,
-                                         int threads = 1);
+                                         int threads = 1, std::optional<Domain> domain = std::nullopt);
     Group(const Group&) = delete;
     Group& operator=(const Group&) = delete;
     ~Group() override;
-
-    std::uint64_t peers_of_mesh() const { return peer_mask_; }
-    shm::Mesh& mesh() const { return mesh_; }
 
     Outcome run(Call& call, const Interrupted& interrupted, bool background) override;
     void abort() override;
@@ -39,20 +40,22 @@ class Group final : public Collectives {
   private:
     Group(shm::Mesh& mesh, std::vector<int> members, std::uint64_t id, std::size_t slot_bytes);
 
-    Control& control(int rank) const { return *controls_[static_cast<std::size_t>(rank)]; }
+    void learn_of_cores();
+    Control& control(int rank) const {
+        return *std::launder(reinterpret_cast<Control*>(controls_ + static_cast<std::size_t>(rank) * kControlBytes));
+    }
     Cell& cell(int rank, std::uint32_t round) const { return control(rank).cells[round % kSlots]; }
     std::uint8_t* slot(int rank, std::uint32_t round) const {
-        return reinterpret_cast<std::uint8_t*>(&control(rank)) + kControlBytes + (round % kSlots) * slot_bytes_;
+        return slots_ + (static_cast<std::size_t>(rank) * kSlots + round % kSlots) * slot_bytes_;
     }
 
     void publish(std::uint32_t round);
     bool await(std::uint32_t round);
     bool await_slowly(int peer, std::uint32_t round);
-    bool look_around(int turn, std::chrono::steady_clock::time_point since,
-                     const std::function<std::uint64_t()>& missing);
-    bool give_up(GaveUp reason, std::uint64_t missing, std::uint64_t gone, std::uint64_t left, std::int64_t waited_ns,
-                 Cause cause = {}, bool came = false);
-    bool give_up_without(std::uint64_t missing, std::uint64_t lost, std::uint64_t left, std::int64_t waited_ns);
+    bool look_around(int turn, std::chrono::steady_clock::time_point since, const std::function<RankSet()>& missing);
+    bool give_up(GaveUp reason, const RankSet& missing, const RankSet& gone, const RankSet& left,
+                 std::int64_t waited_ns, Cause cause = {}, bool came = false);
+    bool give_up_without(const RankSet& missing, const RankSet& lost, const RankSet& left, std::int64_t waited_ns);
     void take_marks_back();
     Cause cause_of(int rank) const;
     bool adopt_verdict(int peer);
@@ -61,10 +64,10 @@ class Group final : public Collectives {
     bool begin(Call& call, const void* payload, std::size_t payload_bytes);
     bool mismatch(std::uint32_t round);
     std::uint64_t sent_nbytes(const Call& call) const;
-    std::uint64_t members_of(std::uint64_t mesh_mask) const;
-    std::uint64_t left_group() const;
-    std::uint64_t missing_in(std::uint32_t round) const;
-    bool have_begun(std::uint64_t ranks) const;
+    RankSet lost() const;
+    RankSet left() const;
+    RankSet missing_in(std::uint32_t round) const;
+    bool have_begun(const RankSet& ranks) const;
 
     template <class Stage, class Consume>
     bool pipeline(std::size_t rounds, Stage stage, Consume consume);
@@ -77,7 +80,9 @@ class Group final : public Collectives {
     bool reduce(Call& call);
     void reduce_out_of_slots(const Call& call, Stream& tensor, std::size_t nbytes, std::uint32_t round);
     bool reduce_flat(Call& call, bool receives_result);
+    bool reduce_large(Call& call, bool receives_result);
     bool reduce_in_slices(Call& call, bool receives_result);
+    bool reduce_in_blocks(Call& call, bool receives_result);
     bool broadcast(Call& call);
     bool gather(Call& call, bool receives_result);
     bool reduce_scatter(Call& call);
@@ -90,9 +95,9 @@ class Group final : public Collectives {
     std::size_t slot_bytes_;
     int rank_ = 0;
     int size_ = 0;
-    std::uint64_t peer_mask_ = 0;  // bits of the mesh
-    std::vector<std::shared_ptr<shm::Segment>> segments_;
-    std::vector<Control*> controls_;
+    std::unique_ptr<shm::Commons> commons_;
+    std::uint8_t* controls_ = nullptr;  // in the commons, like the slots
+    std::uint8_t* slots_ = nullptr;
     std::vector<const void*> sources_;
     shm::News::Sleeper sleeper_;
 
@@ -102,7 +107,10 @@ class Group final : public Collectives {
     CallHeader header_{};
     Outcome outcome_;
     bool broken_ = false;
-    bool crowded_ = false;  // a rank that waits may take time from another one
+    std::size_t block_ = 0;  // see `block_of`
+    bool crowded_ = false;   // a rank that waits may take time from another one
+    int yields_ = 0;         // if it does
+    int turn_length_ = 1;    // in usual turns: many ranks that look around leave a core no time for anything else
     bool has_spare_core_ = false;
 
     Call* call_ = nullptr;  // the one that runs

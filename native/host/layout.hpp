@@ -1,9 +1,10 @@
-// The layout of the segment that one rank of a group shares with the others: a control page and four slots.
+// What one rank of a group shares with the others: a control page and four slots. The pages of all ranks come first in
+// the group's memory, and then the slots.
 //
 // Work proceeds in rounds, numbered from 1 alike on every rank. A rank *publishes* round r by filling cell and slot
 // r mod 4 and then releasing r into the cell's `round`; it *awaits* round r by acquiring r from every peer's cell.
 // It publishes r only after it has read everything that its peers published for r - 2, so a slot is not overwritten
-// before every rank has read it. Only the owner writes to its segment, except for `sleepers`. A rank that gives up
+// before every rank has read it. Only the owner writes to its part, except for `sleepers`. A rank that gives up
 // takes back its marks of the rounds of the call that failed.
 #pragma once
 
@@ -14,6 +15,8 @@
 
 #include "call/call.hpp"
 #include "process/cores.hpp"
+#include "process/domain.hpp"
+#include "shm/rank_set.hpp"
 
 namespace paceline::host {
 
@@ -55,16 +58,17 @@ struct Control {
     Cell cells[kSlots];
     alignas(128) std::atomic<std::uint32_t> sleepers{0};   // peers asleep on one of the cells
     alignas(128) std::atomic<GaveUp> gave_up{GaveUp::no};  // released after the fields below
-    std::uint64_t missing = 0;                             // group ranks that did not arrive
-    std::uint64_t gone = 0;                                // the ranks in `missing` that died or left
-    std::uint64_t left = 0;                                // the ranks in `missing` that left
+    shm::RankSet missing;                                  // group ranks that did not arrive
+    shm::RankSet gone;                                     // the ranks in `missing` that died or left
+    shm::RankSet left;                                     // the ranks in `missing` that left
     std::uint32_t cause = 0;                               // a packed `Cause`: why those ranks, or this one, gave up
     std::int64_t waited_ns = 0;
     bool came = false;  // the ranks in `missing` have begun the call
     // Not 0 once the rank has aborted the group. A word of its own, because any thread of the rank may set it while the
     // thread that runs a call writes the fields above.
     alignas(128) std::atomic<std::uint32_t> aborted{0};
-    Cores cores;  // those of the rank, from the beginning
+    Cores cores;    // those of the rank, from the beginning
+    Domain domain;  // likewise
 };
 static_assert(std::is_standard_layout_v<Control>);
 

@@ -2,7 +2,8 @@
 //
 // Small tensors travel in the cells. Otherwise every rank stages as much as fits in a slot at a time. With two ranks,
 // both reduce all of it ("flat"); with more, each rank reduces one slice and collects the other slices one round later
-// ("in slices"). An all_reduce with an input leaves it unchanged: what a rank contributes is then its staged copy.
+// ("in slices"); where ranks are in several parts of the machine, those of each part reduce among themselves first ("in
+// blocks"). An all_reduce with an input leaves it unchanged: what a rank contributes is then its staged copy.
 #include <algorithm>
 
 #include "call/turns.hpp"
@@ -19,6 +20,33 @@ constexpr std::size_t kUpdateTile = 8 << 10;   // bytes of results that are kept
 constexpr std::size_t align(std::size_t nbytes, std::size_t to) {
     return (nbytes + to - 1) / to * to;
 }
+
+struct Slice {
+    std::size_t from = 0, nbytes = 0;
+};
+
+// A tensor cut into parts, of which each fits into a slot together with `extra` slices of another part, and each part
+// cut into `count` slices.
+struct Slices {
+    Slices(std::size_t nbytes, std::size_t slot_bytes, std::size_t count, std::size_t extra)
+        : slices(count),
+          parts{nbytes,
+                (slot_bytes - extra * kSliceAlignment) / (count + extra) * count / kSliceAlignment * kSliceAlignment} {}
+
+    Slice of(std::size_t part, std::size_t slice) const {
+        const std::size_t nbytes = parts.size(part);
+        const std::size_t each = align((nbytes + slices - 1) / slices, kSliceAlignment);
+        const std::size_t from = each * slice < nbytes ? each * slice : nbytes;
+        return {from, nbytes - from < each ? nbytes - from : each};
+    }
+    // Where the slot's first or second slice of another part begins.
+    std::size_t after(std::size_t number) const {
+        return parts.part_bytes + number * align((parts.part_bytes + slices - 1) / slices, kSliceAlignment);
+    }
+
+    std::size_t slices;
+    Parts parts;
+};
 
 // Returns what this rank contributes to a reduction with one output.
 const Stream& contribution(const Call& call) {
@@ -42,7 +70,7 @@ bool Group::all_reduce(Call& call) {
         for (int r = 0; r < size_; ++r) all_shared = all_shared && cell(r, first).header.shared != 0;
         if (all_shared) return all_reduce_shared(call, first);
     }
-    return size_ > 2 && nbytes >= kSlicesFrom ? reduce_in_slices(call, true) : reduce_flat(call, true);
+    return size_ > 2 && nbytes >= kSlicesFrom ? reduce_large(call, true) : reduce_flat(call, true);
 }
 
 bool Group::all_reduce_inline(Call& call) {
@@ -88,7 +116,7 @@ bool Group::reduce(Call& call) {
     if (!begin(call, nullptr, 0)) return false;
     if (size_ == 1) return true;
     const bool receives_result = rank_ == call.root;
-    return size_ > 2 && nbytes >= kSlicesFrom ? reduce_in_slices(call, receives_result)
+    return size_ > 2 && nbytes >= kSlicesFrom ? reduce_large(call, receives_result)
                                               : reduce_flat(call, receives_result);
 }
 
@@ -107,41 +135,72 @@ bool Group::reduce_flat(Call& call, bool receives_result) {
         });
 }
 
+bool Group::reduce_large(Call& call, bool receives_result) {
+    // These types are rounded once only (reduce.hpp), which the sums of a block would be, too.
+    const bool in_blocks = block_ != 0 && call.dtype != DType::f16 && call.dtype != DType::bf16;
+    return in_blocks ? reduce_in_blocks(call, receives_result) : reduce_in_slices(call, receives_result);
+}
+
 // A slot holds part j followed by this rank's reduced slice of part j - 1.
 bool Group::reduce_in_slices(Call& call, bool receives_result) {
     Stream& tensor = call.outputs[0];
     Stream input = contribution(call);
-    const auto ranks = static_cast<std::size_t>(size_);
-    const std::size_t part_bytes =
-        (slot_bytes_ - kSliceAlignment) / (ranks + 1) * ranks / kSliceAlignment * kSliceAlignment;
-    const Parts parts{tensor.nbytes(), part_bytes};
+    const Slices slices(tensor.nbytes(), slot_bytes_, static_cast<std::size_t>(size_), 1);
     const std::size_t item = item_size(call.dtype);
     const ReduceFn kernel = find_reduction(call.dtype, call.reduce_op);
-
-    struct Slice {
-        std::size_t from, nbytes;
-    };
-    const auto slice_of = [&](std::size_t part, int r) {
-        const std::size_t nbytes = parts.size(part);
-        const std::size_t each = align((nbytes + ranks - 1) / ranks, kSliceAlignment);
-        const std::size_t from =
-            each * static_cast<std::size_t>(r) < nbytes ? each * static_cast<std::size_t>(r) : nbytes;
-        return Slice{from, nbytes - from < each ? nbytes - from : each};
-    };
-
-    for (std::size_t part = 0; part <= parts.count(); ++part) {
+    for (std::size_t part = 0; part <= slices.parts.count(); ++part) {
         const std::uint32_t round = round_++;
-        if (part < parts.count()) input.copy_to(slot(rank_, round), parts.size(part));
+        if (part < slices.parts.count()) input.copy_to(slot(rank_, round), slices.parts.size(part));
         publish(round);
         if (!await(round)) return false;
-        if (part < parts.count()) {
-            const Slice mine = slice_of(part, rank_);
+        if (part < slices.parts.count()) {
+            const Slice mine = slices.of(part, static_cast<std::size_t>(rank_));
             for (int r = 0; r < size_; ++r) sources_[static_cast<std::size_t>(r)] = slot(r, round) + mine.from;
             if (mine.nbytes != 0)
-                kernel(slot(rank_, round + 1) + part_bytes, sources_.data(), size_, mine.nbytes / item, size_);
+                kernel(slot(rank_, round + 1) + slices.after(0), sources_.data(), size_, mine.nbytes / item, size_);
         }
         if (part > 0 && receives_result)
-            for (int r = 0; r < size_; ++r) tensor.copy_from(slot(r, round) + part_bytes, slice_of(part - 1, r).nbytes);
+            for (int r = 0; r < size_; ++r)
+                tensor.copy_from(slot(r, round) + slices.after(0),
+                                 slices.of(part - 1, static_cast<std::size_t>(r)).nbytes);
+    }
+    return true;
+}
+
+// A slot holds part j, this rank's slice of part j - 1 reduced over its block, and its slice of part j - 2 reduced over
+// all blocks. Only the slices that ranks with the same place in their blocks exchange go between parts of the machine.
+// schedule/within_host.py has the same as a schedule.
+bool Group::reduce_in_blocks(Call& call, bool receives_result) {
+    Stream& tensor = call.outputs[0];
+    Stream input = contribution(call);
+    const Slices slices(tensor.nbytes(), slot_bytes_, block_, 2);
+    const std::size_t parts = slices.parts.count();
+    const std::size_t item = item_size(call.dtype);
+    const ReduceFn last = find_reduction(call.dtype, call.reduce_op);
+    const ReduceFn first = call.reduce_op == ReduceOp::avg ? find_reduction(call.dtype, ReduceOp::sum) : last;
+    const auto rank = static_cast<std::size_t>(rank_);
+    const std::size_t place = rank % block_;
+    const auto at = [&](std::size_t block, std::size_t in_block, std::uint32_t round) {
+        return slot(static_cast<int>(block * block_ + in_block), round);
+    };
+    const std::size_t blocks = static_cast<std::size_t>(size_) / block_;
+    for (std::size_t part = 0; part < parts + 2; ++part) {
+        const std::uint32_t round = round_++;
+        if (part < parts) input.copy_to(slot(rank_, round), slices.parts.size(part));
+        publish(round);
+        if (!await(round)) return false;
+        std::uint8_t* const next = slot(rank_, round + 1);
+        if (const Slice mine = part < parts ? slices.of(part, place) : Slice{}; mine.nbytes != 0) {
+            for (std::size_t i = 0; i < block_; ++i) sources_[i] = at(rank / block_, i, round) + mine.from;
+            first(next + slices.after(0), sources_.data(), static_cast<int>(block_), mine.nbytes / item, size_);
+        }
+        if (const Slice mine = part >= 1 && part <= parts ? slices.of(part - 1, place) : Slice{}; mine.nbytes != 0) {
+            for (std::size_t i = 0; i < blocks; ++i) sources_[i] = at(i, place, round) + slices.after(0);
+            last(next + slices.after(1), sources_.data(), static_cast<int>(blocks), mine.nbytes / item, size_);
+        }
+        if (part >= 2 && receives_result)
+            for (std::size_t i = 0; i < block_; ++i)
+                tensor.copy_from(at(rank / block_, i, round) + slices.after(1), slices.of(part - 2, i).nbytes);
     }
     return true;
 }
@@ -153,12 +212,14 @@ std::shared_ptr<shm::Segment> Group::region_of(int rank, shm::RegionId id) {
     const int member = members_[static_cast<std::size_t>(rank)];
     const auto started = Clock::now();
     for (int turn = 1;; ++turn) {
-        if (auto region = mesh_.region(member, id, Clock::now() + kTurn)) return region;
-        if (mesh_.shortage(member, id) != 0) {
-            give_up(GaveUp::starved, bit(rank_), 0, 0, std::chrono::nanoseconds(Clock::now() - started).count());
+        shm::Found found = mesh_.region(member, id, Clock::now() + kTurn);
+        if (found.segment) return std::move(found.segment);
+        if (found.shortage != 0) {
+            const std::int64_t waited_ns = std::chrono::nanoseconds(Clock::now() - started).count();
+            give_up(GaveUp::starved, RankSet::of(rank_), {}, {}, waited_ns);
             return nullptr;
         }
-        if (!look_around(turn, started, [rank] { return bit(rank); })) return nullptr;
+        if (!look_around(turn, started, [rank] { return RankSet::of(rank); })) return nullptr;
     }
 }
 
@@ -179,7 +240,7 @@ bool Group::all_reduce_shared(Call& call, std::uint32_t first) {
         regions[at] = region_of(r, header.region);
         if (!regions[at]) return false;
         if (header.offset > regions[at]->size() || nbytes > regions[at]->size() - header.offset)
-            return give_up(GaveUp::peer_lost, bit(r), bit(r), 0, 0);
+            return give_up(GaveUp::peer_lost, RankSet::of(r), RankSet::of(r), {}, 0);
         tensors[at] = regions[at]->data() + header.offset;
     }
 

@@ -1,5 +1,6 @@
 #include "host/regions.hpp"
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <vector>
@@ -9,15 +10,10 @@ namespace {
 
 constexpr shm::RegionId kTensorRegion = shm::RegionId{1} << 63;  // keeps them distinct from the ids of groups
 
-struct Offer {
-    std::weak_ptr<shm::Mesh> mesh;
-    std::uint64_t peers;
-};
-
 struct Region {
     shm::RegionId id;
     std::shared_ptr<shm::Segment> segment;
-    std::vector<Offer> offers;
+    std::vector<std::weak_ptr<shm::Mesh>> offered_to;
     bool is_isolated = false;  // or a part of it
 };
 
@@ -58,12 +54,12 @@ void forget_region(const shm::Segment& segment) {
     const std::lock_guard hold(all.mutex);
     const auto found = all.by_address.find(segment.data());
     if (found == all.by_address.end()) return;
-    for (const Offer& offer : found->second.offers)
-        if (const auto mesh = offer.mesh.lock()) mesh->withdraw(found->second.id, offer.peers);
+    for (const std::weak_ptr<shm::Mesh>& each : found->second.offered_to)
+        if (const auto mesh = each.lock()) mesh->withdraw(found->second.id);
     all.by_address.erase(found);
 }
 
-SharedMemory share(shm::Mesh& mesh, std::uint64_t peers, std::size_t nbytes) {
+SharedMemory share(shm::Mesh& mesh, std::size_t nbytes) {
     auto segment = shm::Segment::create(nbytes);
     if (!segment) return {nullptr, 0};
     Registry& all = registry();
@@ -72,12 +68,15 @@ SharedMemory share(shm::Mesh& mesh, std::uint64_t peers, std::size_t nbytes) {
         const std::lock_guard hold(all.mutex);
         id = all.next++;
     }
-    mesh.offer(id, *segment, peers);
-    segment->close_descriptor();  // the peers have descriptors of their own
+    mesh.offer(id, segment);
     return {std::move(segment), id};
 }
 
-void locate(Call& call, const std::shared_ptr<shm::Mesh>& mesh, std::uint64_t peers) {
+void end_sharing(shm::Mesh& mesh, shm::RegionId id) {
+    if (const auto segment = mesh.withdraw(id)) segment->close_descriptor();  // nobody gets it any more
+}
+
+void locate(Call& call, const std::shared_ptr<shm::Mesh>& mesh) {
     if (call.outputs[0].pieces().size() != 1) return;
     const Piece& tensor = call.outputs[0].pieces()[0];
     Registry& all = registry();
@@ -86,13 +85,10 @@ void locate(Call& call, const std::shared_ptr<shm::Mesh>& mesh, std::uint64_t pe
     if (found == nullptr || found->is_isolated) return;
     Region& region = *found;
 
-    Offer* known = nullptr;
-    for (Offer& offer : region.offers)
-        if (offer.mesh.lock() == mesh) known = &offer;
-    if (known == nullptr) known = &region.offers.emplace_back(Offer{mesh, 0});
-    if (const std::uint64_t fresh = peers & ~known->peers; fresh != 0) {
-        mesh->offer(region.id, *region.segment, fresh);
-        known->peers |= fresh;
+    const auto is_this = [&](const std::weak_ptr<shm::Mesh>& each) { return each.lock() == mesh; };
+    if (std::none_of(region.offered_to.begin(), region.offered_to.end(), is_this)) {
+        mesh->offer(region.id, region.segment);
+        region.offered_to.emplace_back(mesh);
     }
     call.region = region.id;
     call.offset = static_cast<std::size_t>(tensor.data - region.segment->data());

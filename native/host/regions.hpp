@@ -24,11 +24,12 @@ struct SharedMemory {
     shm::RegionId id;                       // with which the peers find it in `Mesh::region`
 };
 
-// Creates memory of `nbytes` zeros and offers it to `peers`, until `mesh` withdraws it from them.
-SharedMemory share(shm::Mesh& mesh, std::uint64_t peers, std::size_t nbytes);
+// Creates memory of `nbytes` zeros and offers it to the ranks of `mesh`, until `end_sharing`.
+SharedMemory share(shm::Mesh& mesh, std::size_t nbytes);
+void end_sharing(shm::Mesh& mesh, shm::RegionId id);
 
-// Sets call.region and call.offset if the call's only tensor lies in a region, and offers the region to the peers.
-void locate(Call& call, const std::shared_ptr<shm::Mesh>& mesh, std::uint64_t peers);
+// Sets call.region and call.offset if the call's only tensor lies in a region, and offers the region to the mesh.
+void locate(Call& call, const std::shared_ptr<shm::Mesh>& mesh);
 
 // Gives the tensor of a call that has failed memory that no other rank has, with the same contents and at the same
 // address: peers that are still in that call, or are stopped in it, may write to the shared memory at any later time.

@@ -1,21 +1,42 @@
 #include "link/lane_set.hpp"
 
-#include <bit>
-#include <cerrno>
 #include <new>
-#include <system_error>
 
 #include "link/encrypted_lane.hpp"
 
 namespace paceline::link {
 namespace {
 
-constexpr int kLanesOfAPair = 2;  // rings: control and bulk
+constexpr std::size_t kLanesOfAPair = 2;  // rings: control and bulk
+constexpr std::size_t kMostRingBytes = 256 << 10;
+constexpr std::size_t kLeastRingBytes = 4 << 10;
+constexpr std::size_t kAllRingsBytes = std::size_t{2} << 30;  // of a group, most of which is never touched
 
-// Returns the ring of lane `lane` whose reader is at `place`; it lies in its writer's segment.
-Ring& ring_at(shm::Segment& segment, int place, int lane) {
-    return *std::launder(reinterpret_cast<Ring*>(segment.data()) + place * kLanesOfAPair + lane);
-}
+// The rings between the ranks of one host: the marks of all, and then the bytes of all. Those with one reader lie next
+// to each other.
+class Rings {
+  public:
+    explicit Rings(std::size_t ranks) : ranks_(ranks) {
+        while (ring_bytes_ > kLeastRingBytes && ring_bytes_ * count() > kAllRingsBytes) ring_bytes_ /= 2;
+    }
+
+    std::size_t nbytes() const { return count() * ring_bytes_ + marks_nbytes(); }
+
+    Ring at(std::uint8_t* memory, std::size_t writer, std::size_t reader, std::size_t lane) const {
+        const std::size_t number = (reader * kLanesOfAPair + lane) * ranks_ + writer;
+        return {std::launder(reinterpret_cast<RingMarks*>(memory)) + number,
+                memory + marks_nbytes() + number * ring_bytes_, ring_bytes_};
+    }
+
+  private:
+    static constexpr std::size_t kPage = 4096;
+
+    std::size_t count() const { return ranks_ * ranks_ * kLanesOfAPair; }
+    std::size_t marks_nbytes() const { return (count() * sizeof(RingMarks) + kPage - 1) / kPage * kPage; }
+
+    std::size_t ranks_;
+    std::size_t ring_bytes_ = kMostRingBytes;
+};
 
 }  // namespace
 
@@ -25,7 +46,6 @@ std::unique_ptr<LaneSet> LaneSet::create(std::shared_ptr<shm::Mesh> mesh, std::u
                                          std::chrono::steady_clock::time_point deadline, std::vector<int> names) {
     std::unique_ptr<LaneSet> lanes(new LaneSet(std::move(mesh)));
     lanes->names_ = std::move(names);
-    lanes->id_ = id;
     lanes->rank_ = rank;
     lanes->peers_.resize(mesh_ranks.size());
     for (std::size_t r = 0; r < sockets.size(); ++r) {
@@ -41,56 +61,44 @@ std::unique_ptr<LaneSet> LaneSet::create(std::shared_ptr<shm::Mesh> mesh, std::u
         }
         if (!connections.empty()) lanes->meter_.watch(lanes->name(static_cast<int>(r)), std::move(connections));
     }
-    if (!lanes->share_rings(mesh_ranks, deadline)) return nullptr;
+    if (!lanes->share_rings(id, mesh_ranks, deadline)) return nullptr;
     return lanes;
 }
 
-// Every rank's segment holds the rings that it writes to, in the order in which the host's ranks appear in the group.
-bool LaneSet::share_rings(const std::vector<int>& mesh_ranks, std::chrono::steady_clock::time_point deadline) {
-    std::vector<int> locals;  // group ranks
-    int my_place = 0;
+bool LaneSet::share_rings(std::uint64_t id, const std::vector<int>& mesh_ranks,
+                          std::chrono::steady_clock::time_point deadline) {
+    std::vector<int> places;  // in the mesh
+    std::vector<int> locals;  // the group ranks there
+    std::size_t mine = 0;
     for (int r = 0; r < size(); ++r) {
-        if (mesh_ranks[static_cast<std::size_t>(r)] < 0) continue;
-        if (r == rank_) my_place = static_cast<int>(locals.size());
+        const int place = mesh_ranks[static_cast<std::size_t>(r)];
+        if (place < 0) continue;
+        if (r == rank_) mine = locals.size();
+        places.push_back(place);
         locals.push_back(r);
     }
     if (locals.size() < 2) return true;
-    const std::size_t rings = locals.size() * kLanesOfAPair;
-    auto mine = shm::Segment::create(rings * sizeof(Ring));
-    if (!mine) throw std::system_error(errno, std::generic_category(), "memfd_create");
-    for (std::size_t i = 0; i < rings; ++i) new (mine->data() + i * sizeof(Ring)) Ring;
-    segments_.push_back(mine);
-    for (const int r : locals)
-        if (r != rank_) local_peers_ |= shm::bit(mesh_ranks[static_cast<std::size_t>(r)]);
-    mesh_->offer(id_, *mine, local_peers_);
-    for (std::size_t place = 0; place < locals.size(); ++place) {
-        const int r = locals[place];
-        if (r == rank_) continue;
-        Peer& peer = peers_[static_cast<std::size_t>(r)];
-        peer.mesh_rank = mesh_ranks[static_cast<std::size_t>(r)];
-        const auto theirs = mesh_->region(peer.mesh_rank, id_, deadline);
-        if (const int why = theirs ? 0 : mesh_->shortage(peer.mesh_rank, id_))
-            throw std::system_error(why, std::generic_category(), "the rings of another rank");
-        if (!theirs || theirs->size() < rings * sizeof(Ring)) return false;
-        segments_.push_back(theirs);
-        for (int lane = 0; lane < kLanesOfAPair; ++lane) {
-            const std::uint64_t mask = shm::bit(peer.mesh_rank);
+    const Rings rings(locals.size());
+    rings_ = shm::Commons::open(*mesh_, places, id, rings.nbytes(), deadline);
+    if (!rings_) return false;
+    for (std::size_t at = 0; at < locals.size(); ++at) {
+        if (at == mine) continue;
+        Peer& peer = peers_[static_cast<std::size_t>(locals[at])];
+        peer.mesh_rank = places[at];
+        for (std::size_t lane = 0; lane < kLanesOfAPair; ++lane) {
+            const Ring outgoing = rings.at(rings_->data(), mine, at, lane);
+            const Ring incoming = rings.at(rings_->data(), at, mine, lane);
+            new (incoming.marks) RingMarks;
             auto rings_of_pair = std::make_unique<RingLane>(
-                ring_at(*mine, static_cast<int>(place), lane), ring_at(*theirs, my_place, lane),
-                [mesh = mesh_.get(), to = peer.mesh_rank] { mesh->wake_peer(to); },
-                [mesh = mesh_.get(), mask] {
-                    const auto& liveness = mesh->liveness();
-                    return ((liveness.lost.load(std::memory_order_acquire) |
-                             liveness.left.load(std::memory_order_acquire)) &
-                            mask) != 0;
-                });
+                outgoing, incoming, [mesh = mesh_.get(), to = peer.mesh_rank] { mesh->wake_peer(to); },
+                [mesh = mesh_.get(), to = peer.mesh_rank] { return mesh->is_gone(to); });
             if (lane == 0)
                 peer.control = std::move(rings_of_pair);
             else
                 peer.bulk.push_back(std::move(rings_of_pair));
         }
     }
-    return true;
+    return rings_->meet(deadline);
 }
 
 Cause LaneSet::blamed_by(int rank) const {
@@ -105,13 +113,12 @@ int LaneSet::name(int rank) const {
 LaneSet::~LaneSet() {
     meter_.close();
     peers_.clear();
-    if (local_peers_ != 0) mesh_->withdraw(id_, local_peers_);
 }
 
 void LaneSet::watch_control(Waiter& waiter) const {
     for (const Peer& peer : peers_)
         if (peer.control && peer.control->descriptor() >= 0) waiter.watch(peer.control->descriptor());
-    if (local_peers_ != 0) waiter.watch(mesh_->doorbell());
+    if (rings_) waiter.watch_doorbell(mesh_->doorbell());
 }
 
 void LaneSet::watch_bulk(Waiter& waiter) const {
@@ -120,7 +127,7 @@ void LaneSet::watch_bulk(Waiter& waiter) const {
             if (lane->descriptor() >= 0) waiter.watch(lane->descriptor());
     for (const Peer& peer : peers_)
         if (peer.control && peer.control->descriptor() >= 0) waiter.watch_for_alerts(peer.control->descriptor());
-    if (local_peers_ != 0) waiter.watch(mesh_->doorbell());
+    if (rings_) waiter.watch_doorbell(mesh_->doorbell());
 }
 
 }  // namespace paceline::link

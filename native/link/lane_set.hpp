@@ -10,6 +10,7 @@
 #include "link/link_meter.hpp"
 #include "link/ring_lane.hpp"
 #include "link/waiter.hpp"
+#include "shm/commons.hpp"
 #include "shm/mesh.hpp"
 #include "tls/socket.hpp"
 
@@ -59,15 +60,14 @@ class LaneSet {
   private:
     explicit LaneSet(std::shared_ptr<shm::Mesh> mesh) : mesh_(std::move(mesh)) {}
 
-    bool share_rings(const std::vector<int>& mesh_ranks, std::chrono::steady_clock::time_point deadline);
+    bool share_rings(std::uint64_t id, const std::vector<int>& mesh_ranks,
+                     std::chrono::steady_clock::time_point deadline);
 
     std::shared_ptr<shm::Mesh> mesh_;
-    std::uint64_t id_ = 0;
     int rank_ = 0;
-    std::uint64_t local_peers_ = 0;  // one bit per mesh rank
     std::vector<Peer> peers_;
     std::vector<int> names_;
-    std::vector<std::shared_ptr<shm::Segment>> segments_;
+    std::unique_ptr<shm::Commons> rings_;  // nullptr if no other rank is on this host
     LinkMeter meter_;
 };
 

@@ -10,35 +10,35 @@ constexpr std::size_t kShowEvery = 32 << 10;  // bytes; the reader can start whi
 }  // namespace
 
 std::ptrdiff_t RingLane::write(std::span<const Piece> pieces) {
-    std::uint64_t head = out_.head.load(std::memory_order_relaxed);
-    std::uint64_t room = kRingBytes - (head - out_.tail.load(std::memory_order_acquire));
+    std::uint64_t head = out_.marks->head.load(std::memory_order_relaxed);
+    std::uint64_t room = out_.nbytes - (head - out_.marks->tail.load(std::memory_order_acquire));
     std::size_t written = 0;
     std::size_t wanted = 0;
     for (const Piece& piece : pieces) {
         wanted += piece.nbytes;
         for (std::size_t at = 0; at < piece.nbytes && room != 0;) {
-            const std::size_t to = head % kRingBytes;
-            const std::size_t n = std::min({piece.nbytes - at, std::size_t{room}, kRingBytes - to, kShowEvery});
+            const std::size_t to = head & (out_.nbytes - 1);
+            const std::size_t n = std::min({piece.nbytes - at, std::size_t{room}, out_.nbytes - to, kShowEvery});
             std::memcpy(out_.bytes + to, piece.data + at, n);
             at += n;
             written += n;
             head += n;
             room -= n;
-            if (written % kShowEvery == 0 || n == kShowEvery) out_.head.store(head, std::memory_order_release);
+            if (written % kShowEvery == 0 || n == kShowEvery) out_.marks->head.store(head, std::memory_order_release);
         }
         if (room == 0) break;
     }
     full_ = written < wanted;
     if (written != 0) {
         // This is seq_cst and pairs with the reader's store and second check in arm(): one of the two sees the other.
-        out_.head.store(head, std::memory_order_seq_cst);
-        if (out_.reader_waits.load(std::memory_order_seq_cst) != 0 &&
-            out_.reader_waits.exchange(0, std::memory_order_relaxed) != 0)
+        out_.marks->head.store(head, std::memory_order_seq_cst);
+        if (out_.marks->reader_waits.load(std::memory_order_seq_cst) != 0 &&
+            out_.marks->reader_waits.exchange(0, std::memory_order_relaxed) != 0)
             wake_peer_();
         return static_cast<std::ptrdiff_t>(written);
     }
     // A peer that has finished writing does not read any more either.
-    const bool over = in_.finished.load(std::memory_order_acquire) != 0 || gone_();
+    const bool over = in_.marks->finished.load(std::memory_order_acquire) != 0 || gone_();
     return wanted != 0 && over ? kClosed : 0;
 }
 
@@ -61,39 +61,42 @@ std::ptrdiff_t RingLane::read(std::span<const Piece> pieces) {
 
 // Returns kClosed if the stream has ended, and 0 otherwise; called when there was nothing to read.
 std::ptrdiff_t RingLane::nothing_more() const {
-    const bool over = in_.finished.load(std::memory_order_acquire) != 0 || gone_();
+    const bool over = in_.marks->finished.load(std::memory_order_acquire) != 0 || gone_();
     // Everything written before the end is visible by now.
-    const bool empty = in_.head.load(std::memory_order_acquire) == in_.tail.load(std::memory_order_relaxed);
+    const bool empty =
+        in_.marks->head.load(std::memory_order_acquire) == in_.marks->tail.load(std::memory_order_relaxed);
     return over && empty ? kClosed : 0;
 }
 
 std::span<const std::uint8_t> RingLane::peek() {
-    const std::uint64_t tail = in_.tail.load(std::memory_order_relaxed);
-    const std::uint64_t there = std::min<std::uint64_t>(in_.head.load(std::memory_order_acquire) - tail, kRingBytes);
-    const std::size_t from = tail % kRingBytes;
-    return {in_.bytes + from, std::min<std::size_t>(there, kRingBytes - from)};
+    const std::uint64_t tail = in_.marks->tail.load(std::memory_order_relaxed);
+    const std::uint64_t there =
+        std::min<std::uint64_t>(in_.marks->head.load(std::memory_order_acquire) - tail, in_.nbytes);
+    const std::size_t from = tail & (in_.nbytes - 1);
+    return {in_.bytes + from, std::min<std::size_t>(there, in_.nbytes - from)};
 }
 
 void RingLane::consume(std::size_t nbytes) {
-    const std::uint64_t tail = in_.tail.load(std::memory_order_relaxed) + nbytes;
+    const std::uint64_t tail = in_.marks->tail.load(std::memory_order_relaxed) + nbytes;
     // This is seq_cst and pairs with the writer's store and second check in arm().
-    in_.tail.store(tail, std::memory_order_seq_cst);
-    if (in_.writer_waits.load(std::memory_order_seq_cst) != 0 &&
-        in_.writer_waits.exchange(0, std::memory_order_relaxed) != 0)
+    in_.marks->tail.store(tail, std::memory_order_seq_cst);
+    if (in_.marks->writer_waits.load(std::memory_order_seq_cst) != 0 &&
+        in_.marks->writer_waits.exchange(0, std::memory_order_relaxed) != 0)
         wake_peer_();
 }
 
 bool RingLane::arm() {
-    in_.reader_waits.store(1, std::memory_order_seq_cst);
-    if (in_.head.load(std::memory_order_seq_cst) != in_.tail.load(std::memory_order_relaxed)) return true;
+    in_.marks->reader_waits.store(1, std::memory_order_seq_cst);
+    if (in_.marks->head.load(std::memory_order_seq_cst) != in_.marks->tail.load(std::memory_order_relaxed)) return true;
     if (!full_) return false;
-    out_.writer_waits.store(1, std::memory_order_seq_cst);
-    const std::uint64_t used = out_.head.load(std::memory_order_relaxed) - out_.tail.load(std::memory_order_seq_cst);
-    return used < kRingBytes;
+    out_.marks->writer_waits.store(1, std::memory_order_seq_cst);
+    const std::uint64_t used =
+        out_.marks->head.load(std::memory_order_relaxed) - out_.marks->tail.load(std::memory_order_seq_cst);
+    return used < out_.nbytes;
 }
 
 void RingLane::finish() {
-    out_.finished.store(1, std::memory_order_release);
+    out_.marks->finished.store(1, std::memory_order_release);
     wake_peer_();
 }
 

@@ -13,22 +13,26 @@
 
 namespace paceline::link {
 
-constexpr std::size_t kRingBytes = 256 << 10;
-
-struct Ring {
+// The marks of a ring, apart from its bytes, so that a rank that looks at many rings touches few pages.
+struct RingMarks {
     alignas(128) std::atomic<std::uint64_t> head{0};
     alignas(128) std::atomic<std::uint64_t> tail{0};
     alignas(128) std::atomic<std::uint32_t> reader_waits{0};
     std::atomic<std::uint32_t> writer_waits{0};
     std::atomic<std::uint32_t> finished{0};  // released after the last `head`
-    alignas(128) std::uint8_t bytes[kRingBytes];
+};
+
+struct Ring {
+    RingMarks* marks;
+    std::uint8_t* bytes;
+    std::size_t nbytes;  // a power of two
 };
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 
 class RingLane final : public Lane {
   public:
     // `wake_peer` ends its sleep; `gone` returns whether it died or left.
-    RingLane(Ring& outgoing, Ring& incoming, std::function<void()> wake_peer, std::function<bool()> gone)
+    RingLane(Ring outgoing, Ring incoming, std::function<void()> wake_peer, std::function<bool()> gone)
         : out_(outgoing), in_(incoming), wake_peer_(std::move(wake_peer)), gone_(std::move(gone)) {}
 
     std::ptrdiff_t write(std::span<const Piece> pieces) override;
@@ -42,8 +46,8 @@ class RingLane final : public Lane {
   private:
     std::ptrdiff_t nothing_more() const;
 
-    Ring& out_;
-    Ring& in_;
+    Ring out_;
+    Ring in_;
     std::function<void()> wake_peer_;
     std::function<bool()> gone_;
     bool full_ = false;  // the last write found no room

@@ -2,6 +2,7 @@
 
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,7 +13,7 @@
 namespace paceline::link {
 namespace {
 
-enum class Sign : std::uint32_t { data, alert };
+enum class Sign : std::uint32_t { data, alert, doorbell };
 
 void add(int epoll, int descriptor, std::uint32_t events, Sign sign) {
     epoll_event event{};
@@ -48,12 +49,26 @@ void Waiter::watch_for_alerts(int descriptor) {
     add(epoll_, descriptor, EPOLLIN, Sign::alert);
 }
 
+// Room to write stays an event even after another waiter has taken the datagrams, so that each waiter hears each ring.
+void Waiter::watch_doorbell(int descriptor) {
+    add(epoll_, descriptor, EPOLLIN | EPOLLOUT, Sign::doorbell);
+    doorbell_ = descriptor;
+}
+
 bool Waiter::sleep(std::chrono::milliseconds timeout) {
     std::array<epoll_event, 16> events;
     const int n = epoll_wait(epoll_, events.data(), static_cast<int>(events.size()), static_cast<int>(timeout.count()));
-    return std::any_of(events.data(), events.data() + std::max(n, 0), [](const epoll_event& event) {
-        return event.data.u32 == static_cast<std::uint32_t>(Sign::alert);
-    });
+    const auto any = [&](Sign sign) {
+        return std::any_of(events.data(), events.data() + std::max(n, 0), [sign](const epoll_event& event) {
+            return event.data.u32 == static_cast<std::uint32_t>(sign);
+        });
+    };
+    // A doorbell that is full takes no more, and then nobody would be woken.
+    char nothing = 0;
+    if (any(Sign::doorbell))
+        while (recv(doorbell_, &nothing, sizeof nothing, MSG_DONTWAIT) >= 0) {
+        }
+    return any(Sign::alert);
 }
 
 void Waiter::wake() {

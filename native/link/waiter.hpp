@@ -18,6 +18,8 @@ class Waiter {
     void watch(int descriptor);
     // Input on `descriptor` alerts the sleeper, which does not read it.
     void watch_for_alerts(int descriptor);
+    // Likewise for a socket of datagrams that say nothing; they are taken as they come.
+    void watch_doorbell(int descriptor);
     // Returns after `timeout` at the latest; true when a descriptor alerted the sleeper, or `wake` did.
     bool sleep(std::chrono::milliseconds timeout);
     // Wakes the sleeper, or the next thread to sleep if there is none. May be called from any thread.
@@ -26,6 +28,7 @@ class Waiter {
   private:
     int epoll_;
     int wake_ = -1;
+    int doorbell_ = -1;
 };
 
 }  // namespace paceline::link

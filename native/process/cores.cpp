@@ -7,37 +7,12 @@
 #include <bit>
 #include <cmath>
 #include <fstream>
-#include <optional>
-#include <sstream>
 #include <thread>
 
+#include "process/cgroups.hpp"
+
 namespace paceline {
-
 namespace {
-
-// The path of this process's cgroup that has the controller of CPU time, below `base`.
-struct Place {
-    std::string base;
-    std::string path;
-};
-
-std::optional<Place> place_of_this_process(const std::string& root) {
-    std::ifstream file(root + "/proc/self/cgroup");
-    std::optional<Place> unified;
-    for (std::string line; std::getline(file, line);) {
-        std::istringstream fields(line);
-        std::string number, controllers, path;
-        if (!std::getline(fields, number, ':') || !std::getline(fields, controllers, ':') ||
-            !std::getline(fields, path))
-            continue;
-        if (path == "/") path.clear();
-        std::istringstream names(controllers);
-        for (std::string name; std::getline(names, name, ',');)
-            if (name == "cpu") return Place{root + "/sys/fs/cgroup/cpu", path};
-        if (number == "0" && controllers.empty()) unified = Place{root + "/sys/fs/cgroup", path};
-    }
-    return unified;
-}
 
 double quota_in(const std::string& directory) {
     double quota = 0, period = 0;
@@ -65,8 +40,9 @@ struct Contest {
     std::size_t processes = 0;  // on those cores
     Cores together;             // the cores of all of them
 
-    bool has_room(const Cores& me) const {
-        return busy <= together.count() && (me.quota.cores <= 0 || busy_in_cgroup <= me.quota.cores);
+    double crowding(const Cores& me) const {
+        const double on_cores = busy / together.count();
+        return me.quota.cores > 0 ? std::max(on_cores, busy_in_cgroup / me.quota.cores) : on_cores;
     }
 };
 
@@ -88,15 +64,11 @@ Contest contest_of(std::span<const Cores> ranks, const Cores& me, BusyIn busy_in
 
 Quota cpu_quota(const std::string& root) {
     Quota smallest;
-    const std::optional<Place> place = place_of_this_process(root);
-    if (!place) return smallest;
-    // In a container the path may be one of the host's, of which only the part below the container's own is visible.
-    for (std::string path = place->path;; path.erase(path.rfind('/'))) {
-        const std::string directory = place->base + path;
+    for (const std::string& directory : cgroups_of_this_process("cpu", root).directories) {
         const double cores = quota_in(directory);
         if (cores > 0 && (smallest.cores == 0 || cores < smallest.cores)) smallest = {cores, inode(directory)};
-        if (path.empty()) return smallest;
     }
+    return smallest;
 }
 
 int Cores::count() const {
@@ -119,9 +91,9 @@ Cores usable_cores() {
     return mine;
 }
 
-bool is_crowded(std::span<const Cores> ranks, std::size_t mine) {
+double crowding(std::span<const Cores> ranks, std::size_t mine) {
     const auto one_each = [](const Cores&) { return 1.0; };
-    return !contest_of(ranks, ranks[mine], one_each).has_room(ranks[mine]);
+    return contest_of(ranks, ranks[mine], one_each).crowding(ranks[mine]);
 }
 
 bool has_spare_core(std::span<const Cores> ranks, std::size_t mine, std::size_t absent) {
@@ -131,7 +103,7 @@ bool has_spare_core(std::span<const Cores> ranks, std::size_t mine, std::size_t 
     const double elsewhere = static_cast<double>(absent) * one_more(me);
     if (contest.processes == ranks.size()) contest.busy += elsewhere;
     contest.busy_in_cgroup += elsewhere;
-    return contest.has_room(me);
+    return contest.crowding(me) <= 1;
 }
 
 }  // namespace paceline

@@ -30,9 +30,10 @@ struct Cores {
 
 Cores usable_cores();
 
-// Whether `ranks[mine]`, when it waits with its core busy, takes time from another of these processes, which compete
-// for cores that their affinities share and for a quota that their cgroup has.
-bool is_crowded(std::span<const Cores> ranks, std::size_t mine);
+// How many of these processes there are for each core that `ranks[mine]` may use: they compete for cores that their
+// affinities share and for a quota that their cgroup has. If it is more than 1, a process that waits with its core busy
+// takes time from another one.
+double crowding(std::span<const Cores> ranks, std::size_t mine);
 
 // Whether each of these processes has a core for one more thread besides those that it computes on. The host has
 // `absent` more of their kind; if all of `ranks` share their cores, so do the absent ones.

@@ -125,12 +125,12 @@ struct CallFields {
     std::uint64_t shm_nbytes = 0;
     std::uint64_t tcp_nbytes = 0;
     std::int32_t last_arrived = -1;
-    std::uint32_t spare_too = 0;
+    std::uint32_t first_missing = 0;
     std::uint32_t step = 0;
     std::uint32_t thread = 0;
     std::int64_t tag = -1;
     std::uint64_t complete = 0;
-    std::uint64_t missing = 0;
+    std::uint64_t missing = 0;      // bits: the ranks from `first_missing` on
     std::int64_t predicted_ns = 0;  // 0: nobody has predicted it
 };
 

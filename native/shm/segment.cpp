@@ -13,20 +13,20 @@ namespace {
 
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 
-std::uint8_t* map(int fd, std::size_t size) {
-    void* address = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    if (address == MAP_FAILED) return nullptr;
-    if (size >= kHugePage) madvise(address, size, MADV_HUGEPAGE);
-    return static_cast<std::uint8_t*>(address);
-}
-
 }  // namespace
 
-std::shared_ptr<Segment> Segment::create(std::size_t size) {
+std::shared_ptr<Segment> Segment::map(int fd, std::size_t size, Pages pages) {
+    void* address = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (address == MAP_FAILED) return nullptr;
+    if (size >= kHugePage && pages == Pages::huge_if_large) madvise(address, size, MADV_HUGEPAGE);
+    return std::shared_ptr<Segment>(new Segment(fd, static_cast<std::uint8_t*>(address), size, pages));
+}
+
+std::shared_ptr<Segment> Segment::create(std::size_t size, Pages pages) {
     const int fd = memfd_create("paceline", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (fd < 0) return nullptr;
     if (ftruncate(fd, static_cast<off_t>(size)) == 0 && fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) == 0) {
-        if (std::uint8_t* data = map(fd, size)) return std::shared_ptr<Segment>(new Segment(fd, data, size));
+        if (auto segment = map(fd, size, pages)) return segment;
     }
     const int why = errno;
     close(fd);
@@ -34,14 +34,14 @@ std::shared_ptr<Segment> Segment::create(std::size_t size) {
     return nullptr;
 }
 
-std::shared_ptr<Segment> Segment::adopt(int fd, std::size_t size) {
+std::shared_ptr<Segment> Segment::adopt(int fd, std::size_t size, Pages pages) {
     struct stat status{};
     const int seals = fcntl(fd, F_GET_SEALS);
     const bool sound = fstat(fd, &status) == 0 && status.st_size >= 0 &&
                        static_cast<std::size_t>(status.st_size) >= size && size > 0 && seals >= 0 &&
                        (seals & F_SEAL_SHRINK) != 0;
     if (sound) {
-        if (std::uint8_t* data = map(fd, size)) return std::shared_ptr<Segment>(new Segment(fd, data, size));
+        if (auto segment = map(fd, size, pages)) return segment;
     }
     close(fd);
     return nullptr;

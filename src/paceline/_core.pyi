@@ -16,6 +16,16 @@ def cpu_quota(root: str = "") -> tuple[float, int]:
     `root` stands before /proc and /sys.
     """
 
+def cgroups(controller: str, root: str = "") -> tuple[list[str], bool]:
+    """Returns the directories of this process's cgroup that has the controller, and of those around it.
+
+    They go from the inner to the outer one; without a name, they are those of version 2. The flag says whether the
+    table of mounts has them; otherwise they are where they usually are, and may be incomplete.
+    """
+
+def domain(root: str = "") -> tuple[int, int]:
+    """Returns the NUMA node and the cache of the third level that have all cores of this process, -1 for none."""
+
 class Outcome:
     """Why a collective call failed."""
 
@@ -50,9 +60,22 @@ def announce_ending() -> None:
 def await_ending(seen: int, timeout_ns: int) -> None:
     """Sleeps without the interpreter lock while `endings` is `seen`; it may return early."""
 
+def create_board(size: int) -> int:
+    """Makes the memory by which a host's ranks find each other; returns its descriptor, which the caller closes."""
+
 class Mesh:
-    def __init__(self, rank: int, sockets: Sequence[int], names: Sequence[int] = ()) -> None: ...
-    def lost(self) -> int: ...
+    """The ranks of this host. Its own ranks are numbered as the board numbers them."""
+
+    @staticmethod
+    def join(rank: int, size: int, board: int = -1, names: Sequence[int] = ()) -> Mesh:
+        """Takes over the descriptor of a board, or makes one, and appears there; `names` are the ranks' names."""
+
+    def absent(self, timeout_s: float) -> list[int]:
+        """Waits until all ranks have appeared; returns those that have not appeared by then."""
+
+    def lost(self) -> list[int]:
+        """Returns the ranks that have died."""
+
     def close(self) -> None: ...
 
 def wire_levels() -> list[str]:
@@ -152,14 +175,14 @@ class SharedMemory:
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """Returns those bytes as a one-dimensional uint8 tensor with a storage of its own."""
 
-def share_memory(mesh: Mesh, peers: int, nbytes: int) -> tuple[SharedMemory, int]:
-    """Creates memory of zeros for the mesh ranks whose bits are in `peers`; returns it and its id."""
+def share_memory(mesh: Mesh, nbytes: int) -> tuple[SharedMemory, int]:
+    """Creates memory of zeros for the ranks of the mesh; returns it and its id."""
 
 def find_memory(mesh: Mesh, owner: int, id: int, nbytes: int, timeout_s: float) -> SharedMemory | None:
     """Returns the memory that mesh rank `owner` created, None if it did not come in time or its owner has gone."""
 
-def withdraw_memory(mesh: Mesh, peers: int, id: int) -> None:
-    """Makes the peers forget the id, once they have found the memory."""
+def withdraw_memory(mesh: Mesh, id: int) -> None:
+    """Ends the offer, once the others have found the memory."""
 
 def shared_tensor(nbytes: int) -> torch.Tensor: ...
 def simd_level() -> str: ...

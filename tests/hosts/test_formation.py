@@ -64,7 +64,7 @@ def die(*_: object, **__: object) -> None:
 
 INSTANTS: dict[str, Callable[[], None]] = {
     "before it says where it is": lambda: setattr(bootstrap, "host_id", die),
-    "before its host is joined": lambda: setattr(bootstrap, "_connect", die),
+    "before its host is joined": lambda: setattr(bootstrap, "meet_on_host", die),
     "before it listens to other hosts": lambda: setattr(engine, "own_address", die),
     "before it connects to them": lambda: setattr(connections, "_dial", die),
     "while costs are measured": lambda: [setattr(costs, name, die) for name in ("measure", "answer")],

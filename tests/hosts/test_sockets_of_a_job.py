@@ -39,7 +39,7 @@ def test_a_job_of_one_machine_listens_on_no_network(script, tmp_path):
     try:
         wait_until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)))
         found = listeners_of(processes_with(mark))
-        assert {each.kind for each in found} == {"unix"}  # the store; ranks stop listening once they have met
+        assert {each.kind for each in found} == {"unix"}  # the store, and the ranks for each other
         for listener in found:
             assert len(try_each_way(listener)) == len(ATTEMPTS)
         doctor = [*command()[:-1], "doctor", "--security"]

@@ -1,11 +1,10 @@
-// Tests the host collectives with threads as ranks, each with its own mesh, group and segments.
+// Tests the host collectives with threads as ranks, each with its own mesh and group.
 #include "host/group.hpp"
-
-#include <sys/socket.h>
 
 #include <algorithm>
 #include <atomic>
 #include <functional>
+#include <optional>
 #include <thread>
 
 #include "call/call_queue.hpp"
@@ -31,24 +30,19 @@ void pause(int ms) {
     std::this_thread::sleep_for(std::chrono::milliseconds(ms));
 }
 
-void with_ranks(int n, const std::function<void(Rank)>& body) {
-    std::vector<std::vector<int>> sockets(static_cast<std::size_t>(n),
-                                          std::vector<int>(static_cast<std::size_t>(n), -1));
-    for (std::size_t i = 0; i < sockets.size(); ++i)
-        for (std::size_t j = i + 1; j < sockets.size(); ++j) {
-            int pair[2];
-            CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) == 0);
-            sockets[i][j] = pair[0];
-            sockets[j][i] = pair[1];
-        }
+using Where = std::function<std::optional<Domain>(int rank)>;
+
+void with_ranks(int n, const std::function<void(Rank)>& body, const Where& where = [](int) { return std::nullopt; }) {
+    const auto board = shm::Board::create(n);
+    CHECK(board != nullptr);
     std::vector<std::thread> threads;
     for (int r = 0; r < n; ++r)
         threads.emplace_back([&, r] {
-            shm::Mesh mesh(r, sockets[static_cast<std::size_t>(r)]);
+            shm::Mesh mesh(r, board);
             std::vector<int> members;
             for (int m = 0; m < n; ++m) members.push_back(m);
             const auto deadline = std::chrono::steady_clock::now() + std::chrono::nanoseconds(kHung);
-            const auto group = Group::create(mesh, members, 1, kSlot, deadline);
+            const auto group = Group::create(mesh, members, 1, kSlot, deadline, 1, where(r));
             CHECK(group != nullptr);
             body({r, mesh, *group});
             mesh.close();
@@ -110,6 +104,36 @@ void a_sum_out_of_place_follows_the_tree_and_leaves_its_input() {
                 for (const float value : output) CHECK(value == in_the_order_of_the_tree(0, n));
             }
         });
+}
+
+// On a made-up machine with several nodes, whose ranks reduce in blocks.
+void sums_in_blocks_have_the_bits_of_those_without() {
+    for (const auto& [n, in_node] : {std::pair{8, 4}, {12, 4}, {16, 8}})
+        with_ranks(
+            n,
+            [n = n](Rank at) {
+                for (const std::size_t count : {8192, 8193, 50'000}) {
+                    std::vector<float> values(count, at.rank == 0 ? 16777216.0f : 1.0f);
+                    Call sum = sum_of(values);
+                    CHECK(at.group.run(sum, nullptr, false).code == Code::ok);
+                    for (const float value : values) CHECK(value == in_the_order_of_the_tree(0, n));
+
+                    std::vector<float> means(count, static_cast<float>(at.rank));
+                    Call mean = sum_of(means);
+                    mean.reduce_op = ReduceOp::avg;
+                    CHECK(at.group.run(mean, nullptr, false).code == Code::ok);
+                    for (const float value : means) CHECK(value == static_cast<float>(n - 1) / 2);
+
+                    std::vector<float> to_one(count, static_cast<float>(at.rank + 1));
+                    Call reduce = sum_of(to_one);
+                    reduce.operation = Operation::reduce;
+                    reduce.root = n - 1;
+                    CHECK(at.group.run(reduce, nullptr, false).code == Code::ok);
+                    const int wanted = at.rank == n - 1 ? n * (n + 1) / 2 : at.rank + 1;
+                    for (const float value : to_one) CHECK(value == static_cast<float>(wanted));
+                }
+            },
+            [in_node = in_node](int rank) { return Domain{rank / in_node, -1}; });
 }
 
 void a_call_is_made_again_from_the_front() {
@@ -314,32 +338,12 @@ void an_abort_on_another_thread_ends_the_own_call() {
     });
 }
 
-// A rank that comes late to a group that another rank has given up must not wait for it.
-void what_was_withdrawn_is_not_waited_for() {
-    with_ranks(2, [](Rank rank) {
-        const auto started = std::chrono::steady_clock::now();
-        const auto deadline = started + std::chrono::nanoseconds(kHung);
-        constexpr shm::RegionId kGivenUp = 7, kKept = 8;
-        const auto given_up = shm::Segment::create(64), kept = shm::Segment::create(128);
-        if (rank.rank == 0) {
-            rank.mesh.offer(kGivenUp, *given_up, 2);
-            rank.mesh.withdraw(kGivenUp, 2);
-            rank.mesh.offer(kKept, *kept, 2);
-            CHECK(rank.mesh.region(1, kKept, deadline) != nullptr);
-        } else {
-            CHECK(rank.mesh.region(0, kKept, deadline) != nullptr);
-            CHECK(rank.mesh.region(0, kGivenUp, deadline) == nullptr);
-            CHECK(std::chrono::steady_clock::now() - started < std::chrono::nanoseconds(kHung / 2));
-            rank.mesh.offer(kKept, *kept, 1);
-        }
-    });
-}
-
 }  // namespace
 
 int main() {
     sums_are_right_for_every_size();
     a_sum_out_of_place_follows_the_tree_and_leaves_its_input();
+    sums_in_blocks_have_the_bits_of_those_without();
     a_call_is_made_again_from_the_front();
     a_thread_says_once_that_it_will_wait();
     a_mismatch_fails_alike_and_leaves_the_group_usable();
@@ -348,7 +352,6 @@ int main() {
     a_call_that_others_completed_is_completed_after_they_failed();
     a_rank_that_stops_in_a_call_has_come();
     a_rank_that_left_is_named();
-    what_was_withdrawn_is_not_waited_for();
     every_rank_receives_its_parts();
     an_abort_ends_the_calls_of_every_rank();
     an_abort_on_another_thread_ends_the_own_call();

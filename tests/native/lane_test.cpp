@@ -58,13 +58,23 @@ struct EncryptedSockets final : Ends {
     }
 };
 
+constexpr std::size_t kRingBytes = 256 << 10;
+
+struct OwnRing {
+    RingMarks marks;
+    Bytes bytes = Bytes(kRingBytes);
+    Ring ring() { return {&marks, bytes.data(), bytes.size()}; }
+};
+
 // Two rings between a and b; each end wakes the other's waiter.
 struct Rings final : Ends {
     Rings() {
-        a = std::make_unique<RingLane>(there, back, [this] { of_b.wake(); }, [this] { return a_sees_b_gone.load(); });
-        b = std::make_unique<RingLane>(back, there, [this] { of_a.wake(); }, [this] { return b_sees_a_gone.load(); });
+        a = std::make_unique<RingLane>(
+            there.ring(), back.ring(), [this] { of_b.wake(); }, [this] { return a_sees_b_gone.load(); });
+        b = std::make_unique<RingLane>(
+            back.ring(), there.ring(), [this] { of_a.wake(); }, [this] { return b_sees_a_gone.load(); });
     }
-    Ring there, back;
+    OwnRing there, back;
     Waiter of_a, of_b;
     std::atomic<bool> a_sees_b_gone{false}, b_sees_a_gone{false};
     ~Rings() override {
@@ -322,9 +332,9 @@ void corrupt_counts_in_a_ring_do_no_harm() {
         auto pair = std::make_unique<Rings>();
         Bytes bytes(600'000);
         const Piece all = piece(bytes, 0, bytes.size());
-        pair->there.tail.store(sense);
+        pair->there.marks.tail.store(sense);
         static_cast<void>(pair->a->write({&all, 1}));
-        pair->there.head.store(sense * 7);
+        pair->there.marks.head.store(sense * 7);
         static_cast<void>(pair->b->read({&all, 1}));
         static_cast<void>(pair->b->peek());
         static_cast<void>(pair->a->arm());

@@ -63,23 +63,19 @@ inline void with_ranks(int n, int streams, Over over, const std::function<void(R
     const auto size = static_cast<std::size_t>(n);
     std::vector<std::vector<std::vector<tls::Socket>>> sockets(size);
     for (auto& row : sockets) row.resize(size);
-    std::vector<std::vector<int>> of_mesh(size, std::vector<int>(size, -1));
     for (std::size_t i = 0; i < size; ++i)
-        for (std::size_t j = i + 1; j < size; ++j) {
-            if (over == Over::rings) {
-                std::tie(of_mesh[i][j], of_mesh[j][i]) = joined();
-                continue;
-            }
+        for (std::size_t j = i + 1; j < size && over == Over::sockets; ++j)
             for (int lane = 0; lane < 1 + streams; ++lane) {
                 auto [a, b] = encrypts ? encrypted::joined() : std::pair<tls::Socket, tls::Socket>(joined());
                 sockets[i][j].push_back(std::move(a));
                 sockets[j][i].push_back(std::move(b));
             }
-        }
+    const auto board = shm::Board::create(n);
+    CHECK(board != nullptr);
     std::vector<std::thread> threads;
     for (std::size_t r = 0; r < size; ++r)
         threads.emplace_back([&, r] {
-            const auto mesh = std::make_shared<shm::Mesh>(static_cast<int>(r), of_mesh[r]);
+            const auto mesh = std::make_shared<shm::Mesh>(static_cast<int>(r), board);
             std::vector<int> places;
             for (std::size_t p = 0; p < size; ++p)
                 places.push_back(over == Over::rings || p == r ? static_cast<int>(p) : -1);

@@ -64,7 +64,6 @@ def _mode(path: str) -> int:
 
 
 # A process that dies closes its sockets last, after its memory was freed. Here they stay open for good.
-@pytest.mark.skipif(tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < (5, 16), reason="needs Linux 5.16")
 @pytest.mark.parametrize("algorithm", [None, "ring"])
 def test_a_death_is_known_before_the_sockets_close(ranks, algorithm):
     with ranks(3).start(die_with_open_sockets, algorithm) as world:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from paceline import _core
 from paceline.checkpoint.captured import Held
 from paceline.checkpoint.element_types import type_of
 from paceline.checkpoint.format.direct import ALIGNMENT
@@ -73,4 +74,4 @@ def _copy_all(pairs: Sequence[tuple[torch.Tensor, Held]]) -> None:
 
 def _cores_to_spare() -> int:
     """Returns how many cores this rank may use while the others of its host do the same."""
-    return len(os.sched_getaffinity(0)) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return _core.usable_cores() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

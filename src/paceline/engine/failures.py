@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -86,6 +86,7 @@ MESSAGES_LOST = (
     "No further messages can be sent or received in this group; its collective calls still work. For messages, "
     "destroy it and make a new one"
 )
+_MOST_SAID = 8  # different calls in a message
 _LEFT = "left the group (its script ended, or it destroyed the process group)"
 
 
@@ -159,7 +160,8 @@ def to_error(
         return _held_up(outcome, members, me, call, lost)
     if outcome.code == Code.TIMED_OUT:
         known = [at for at in outcome.missing if at < len(outcome.calls) and at != group_rank]
-        absent = "; ".join(f"{members[at]}: latest {describe_call(outcome.calls[at])}" for at in known)
+        latest = {at: f"latest {describe_call(outcome.calls[at])}" for at in known}
+        absent = _by_what(latest, members, "{}: {}")
         return CollectiveTimeoutError(
             f"{me}: {call} timed out after {outcome.waited_ns / 1e9:.1f} s"
             f"{'' if reporter is me else f' on {reporter}'}{_absence(missing, absent, me)}. "
@@ -258,12 +260,12 @@ def _mismatch(outcome: Outcome, members: Sequence[Member], me: Member) -> Collec
             f"to {members[outcome.split_to]}, which expects {outcome.split_expected}. {advice}"
         )
     latest = max((call[0] for call in outcome.calls), default=0)
-    by_call: dict[str, list[Member]] = {}
-    for member, header, algorithm in zip(members, outcome.calls, outcome.algorithms, strict=False):
+    calls: dict[int, str] = {}
+    for at, (header, algorithm) in enumerate(zip(outcome.calls, outcome.algorithms, strict=False)):
         if outcome.reporter >= 0 and header[0] != latest:
             continue  # an earlier call of a rank says nothing about the mismatch
-        by_call.setdefault(f"{describe_call(header)}{_way(algorithm)}", []).append(member)
-    told = "; ".join(f"{_names(ranks)} called {call}" for call, ranks in by_call.items())
+        calls[at] = f"{describe_call(header)}{_way(algorithm)}"
+    told = _by_what(calls, members, "{} called {}")
     return CollectiveMismatchError(f"{me}: the ranks' calls do not fit together: {told}. {advice}")
 
 
@@ -286,6 +288,16 @@ def _message_mismatch(outcome: Outcome, members: Sequence[Member], me: Member) -
 
 def _select(members: Sequence[Member], group_ranks: Sequence[int]) -> list[Member]:
     return [members[at] for at in group_ranks]
+
+
+def _by_what(what: Mapping[int, str], members: Sequence[Member], form: str) -> str:
+    """Says what is known of each rank, by its group rank; ranks of which the same is known are named together."""
+    alike: dict[str, list[Member]] = {}
+    for at, said in what.items():
+        alike.setdefault(said, []).append(members[at])
+    told = [form.format(_names(ranks), said) for said, ranks in alike.items()]
+    more = f"; and {len(told) - _MOST_SAID} more" if len(told) > _MOST_SAID else ""
+    return "; ".join(told[:_MOST_SAID]) + more
 
 
 def _names(members: Sequence[Member], most: int = 4) -> str:

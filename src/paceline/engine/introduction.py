@@ -6,18 +6,22 @@ read before anything else.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from paceline import __version__
 from paceline.engine.failures import Member
 from paceline.engine.processes import Process
 from paceline.errors import RendezvousError
+from paceline.wording import and_more
 
 _FIRST_TO_SAY = "0.1.0"
+_MOST_NAMED = 4
 
 
 def host_id() -> str:
@@ -30,7 +34,7 @@ def introduce(**more: str | int | None) -> str:
     """Returns this rank's introduction as JSON; `more` holds what an engine needs to know about the rank besides."""
     me = Process.mine()
     process = {"host": socket.gethostname(), "pid": me.pid, "namespace": me.namespace, "started": me.started}
-    return json.dumps({"version": __version__, **process, **more})
+    return msgspec.json.encode({"version": __version__, **process, **more}).decode()
 
 
 def read(answers: Sequence[bytes], rank: int) -> tuple[tuple[Member, ...], list[dict[str, str | int | None]]]:
@@ -43,8 +47,8 @@ def read(answers: Sequence[bytes], rank: int) -> tuple[tuple[Member, ...], list[
     Raises:
         RendezvousError: the ranks run different versions; the message names them.
     """
-    _require_same_version(answers, rank)
-    entries = [json.loads(answer) for answer in answers]
+    entries = [_parsed(answer) for answer in answers]
+    _require_same_version(entries, rank)
     members = tuple(
         Member(r, entry["host"], entry["pid"], Process(entry["namespace"], entry["pid"], entry["started"]))
         for r, entry in enumerate(entries)
@@ -52,27 +56,29 @@ def read(answers: Sequence[bytes], rank: int) -> tuple[tuple[Member, ...], list[
     return members, entries
 
 
-def _require_same_version(answers: Sequence[bytes], rank: int) -> None:
-    ranks_of: dict[str, list[str]] = {}
-    for r, answer in enumerate(answers):
-        version, name = _version(answer, r)
-        ranks_of.setdefault(version, []).append(name)
+def _parsed(answer: bytes) -> dict[str, Any]:
+    """Returns an introduction, as far as it can be understood."""
+    try:
+        said = msgspec.json.decode(answer)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        said = None
+    return said if isinstance(said, dict) else {}
+
+
+def _require_same_version(entries: Sequence[Mapping[str, Any]], rank: int) -> None:
+    ranks_of: dict[str, list[int]] = {}
+    for r, entry in enumerate(entries):
+        ranks_of.setdefault(str(entry.get("version", f"a version before {_FIRST_TO_SAY}")), []).append(r)
     if len(ranks_of) > 1:
-        told = "; ".join(f"{version} on {', '.join(names)}" for version, names in ranks_of.items())
+        told = "; ".join(
+            f"{version} on {and_more([_name(entries[r], r) for r in ranks], _MOST_NAMED)}"
+            for version, ranks in ranks_of.items()
+        )
         me = Member(rank, socket.gethostname(), os.getpid())
         raise RendezvousError(
             f"{me}: the ranks run different versions of Paceline: {told}. Install the same version for all ranks"
         )
 
 
-def _version(answer: bytes, rank: int) -> tuple[str, str]:
-    """Returns a rank's version and name, as far as its introduction can be understood."""
-    try:
-        said = json.loads(answer)
-    except ValueError:
-        said = None
-    entry: Mapping[str, object] = said if isinstance(said, dict) else {}
-    name = (
-        str(Member(rank, str(entry["host"]), int(str(entry["pid"])))) if {"host", "pid"} <= {*entry} else f"rank {rank}"
-    )
-    return str(entry.get("version", f"a version before {_FIRST_TO_SAY}")), name
+def _name(entry: Mapping[str, Any], rank: int) -> str:
+    return str(Member(rank, str(entry["host"]), int(entry["pid"]))) if {"host", "pid"} <= {*entry} else f"rank {rank}"

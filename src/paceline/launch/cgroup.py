@@ -14,6 +14,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline import _core
+
 VARIABLE = "PACELINE_CGROUP"  # the bootstrap joins it before anything else runs in a worker
 
 _ROUNDS, _PAUSE_S = 200, 0.005  # how often, and for how long, to wait until the killed processes have ended
@@ -63,18 +65,5 @@ class Cgroup:
 
 def own_directory(root: Path = Path("/")) -> Path | None:
     """Returns where this process's cgroup of version 2 is mounted; None if it is not."""
-    try:
-        memberships = (root / "proc/self/cgroup").read_text().splitlines()
-        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return None
-    path = next((line.removeprefix("0::") for line in memberships if line.startswith("0::")), None)
-    if path is None:
-        return None
-    for mount in mounts:
-        fields, _, of_file_system = mount.partition(" - ")
-        if of_file_system.split()[0] == "cgroup2":
-            mounted, place = fields.split()[3:5]
-            with contextlib.suppress(ValueError):  # another part of the tree is mounted there
-                return root / place.lstrip("/") / Path(path).relative_to(mounted)
-    return None
+    directories, is_mounted_so = _core.cgroups("", str(root).rstrip("/"))
+    return Path(directories[0]) if is_mounted_so else None

@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline import _core
+
 _GIB = 1 << 30
 _NO_LIMIT = 1 << 60  # without a limit version 1 reports a number near 2^63
 
@@ -19,22 +21,11 @@ class MemoryCgroup:
 
     @classmethod
     def mine(cls, root: Path = Path("/")) -> MemoryCgroup:
-        """Returns this process's cgroup, from /proc/self/cgroup; in a container only its root may be visible."""
-        try:
-            lines = (root / "proc/self/cgroup").read_text().splitlines()
-        except OSError:
-            return cls(None)
-        for line in lines:
-            number, controllers, path = line.split(":", 2)
-            if number == "0" and not controllers:
-                base = "sys/fs/cgroup"
-            elif "memory" in controllers.split(","):
-                base = "sys/fs/cgroup/memory"
-            else:
-                continue
-            for directory in (root / base / path.lstrip("/"), root / base):
-                if (directory / "memory.events").exists() or (directory / "memory.oom_control").exists():
-                    return cls(directory)
+        """Returns this process's cgroup, or the next one around it that can be read; in a container only one may be."""
+        directories, _ = _core.cgroups("memory", str(root).rstrip("/"))
+        for directory in map(Path, directories):
+            if (directory / "memory.events").exists() or (directory / "memory.oom_control").exists():
+                return cls(directory)
         return cls(None)
 
     def kills(self) -> int:

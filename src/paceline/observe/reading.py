@@ -230,9 +230,9 @@ class _Parser:
         (stamp, group, operation, dtype, reduction, algorithm, sequence, count, root, state, outcome, is_async) = (
             fields[:12]
         )
-        (_, arrived, started, ended, shm, tcp, last, _, step, thread, tag, complete, missing, predicted_ns) = fields[
-            12:
-        ]
+        (_, arrived, started, ended, shm, tcp, last, first, step, thread, tag, complete, missing, predicted_ns) = (
+            fields[12:]
+        )
         time_of = self._clock.monotonic_ns
         return Call(
             index=layout.index_of(stamp),
@@ -252,7 +252,7 @@ class _Parser:
             complete_ns=time_of(complete),
             ended_ns=time_of(ended),
             last_arrived=last if last >= 0 else None,
-            missing=tuple(rank for rank in range(64) if missing >> rank & 1),
+            missing=tuple(first + place for place in range(missing.bit_length()) if missing >> place & 1),
             shm_nbytes=shm,
             tcp_nbytes=tcp,
             step=step,

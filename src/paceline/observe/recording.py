@@ -121,7 +121,7 @@ class Call:
         complete_ns: when the last rank was seen to have come; None if that is not known.
         last_arrived: the group rank that came last; None if that is not known, as between hosts.
         outcome: "ok", "timed_out", ...; None while it is not over.
-        missing: the group ranks that did not come, where a call failed for that (of ranks 0 to 63).
+        missing: the group ranks that did not come, where a call failed for that (of 64 from the first such rank on).
         shm_nbytes: bytes that this rank sent through shared memory; `tcp_nbytes`: over the network.
         step: the latest training step that the process had begun.
         thread: the kernel's number of the thread that called.

@@ -37,8 +37,9 @@ GROUP = struct.Struct("<QIIiIQIIQQQ")
 GROUP_NBYTES = 512
 CALL = struct.Struct("<QIBBBBQQiBBBBQQQQQiIIIqQQq")
 """stamp; group, operation, dtype, reduction, algorithm; sequence; count; root, state, outcome, is asynchronous, spare;
-ticks of arrival, start and end; bytes through shared memory, over TCP; last to arrive, spare; step, thread; tag; tick
-at which all had come; missing ranks as bits; predicted nanoseconds (0: nobody has predicted it)"""
+ticks of arrival, start and end; bytes through shared memory, over TCP; last to arrive, first missing rank; step,
+thread; tag; tick at which all had come; missing ranks as bits, from the first of them on; predicted nanoseconds (0:
+nobody has predicted it)"""
 EVENT = struct.Struct("<QIIQQqqQII")
 """stamp; kind, name; ticks of start and end; first, second; tick of sending; step, thread"""
 LINK = struct.Struct("<QIiQQQQQQQIIIIII")

@@ -27,7 +27,7 @@ SUFFIX = ".record"
 MEMORY_NAME = "paceline-recording"  # of the memory files that launchers keep, as /proc shows it
 
 MOST_FILES = 8
-_MOST_RUNNING = 128  # of processes that still run
+_MOST_RUNNING = 1024  # of processes that still run: a host may have so many ranks
 _ROOM = 32  # the share of the file system's free room that a recording may take, as a fraction
 
 

@@ -12,6 +12,9 @@ from paceline.engine.failures import Member
 from paceline.engine.introduction import introduce, read
 from paceline.errors import RendezvousTimeoutError, StoreError
 from paceline.store.base import Store
+from paceline.wording import and_more
+
+_MOST_NAMED = 4
 
 
 class Fate(Enum):
@@ -35,7 +38,8 @@ def exchange_members(context: EngineContext) -> tuple[Member, ...]:
     if absent:
         raise RendezvousTimeoutError(
             f"rank {context.rank}: waited {context.timeout_s:.0f} s for {context.world_size} ranks; "
-            f"{', '.join(str(keys[key]) for key in absent)} did not arrive. Look at their output, or raise timeout="
+            f"{and_more([keys[key] for key in absent], _MOST_NAMED)} did not arrive. Look at their output, or "
+            "raise timeout="
         )
     return read(context.store.multi_get(list(keys)), context.rank)[0]
 
@@ -99,9 +103,10 @@ def await_members(
         absent = formation.absent(list(keys), time.monotonic() + timeout_s)
         if absent:
             raise RendezvousTimeoutError(
-                f"{members[group_rank]}: {', '.join(str(keys[key]) for key in absent)} did not open this group within "
-                f"{timeout_s:.0f} s. All ranks, members or not, call new_group with the same arguments and in the same "
-                "order"
+                f"{members[group_rank]}: {and_more([keys[key] for key in absent], _MOST_NAMED)} did not open this "
+                "group "
+                f"within {timeout_s:.0f} s. All ranks, members or not, call new_group with the same arguments and in "
+                "the same order"
             )
 
 

@@ -22,6 +22,9 @@ from paceline.engine.gloo.messages import GlooMessages
 from paceline.engine.gloo.wire import SHORTEST
 from paceline.errors import RendezvousTimeoutError
 from paceline.store.base import Store
+from paceline.wording import and_more
+
+_MOST_NAMED = 8  # ranks in an error message
 
 _THREADS = 2
 
@@ -94,8 +97,9 @@ class GlooEngine(LibraryEngine):
             group = c10d.ProcessGroupGloo(store, rank, len(ranks), options)
         except RuntimeError as error:
             raise RendezvousTimeoutError(
-                f"{gathering.members[rank]}: gloo did not connect the ranks {list(ranks)} within {timeout_s:.0f} s "
-                f"({error}); check the route and the firewall between the hosts, or choose an interface with {VARIABLE}"
+                f"{gathering.members[rank]}: gloo did not connect the ranks [{and_more(ranks, _MOST_NAMED)}] within "
+                f"{timeout_s:.0f} s ({error}); check the route and the firewall between the hosts, or choose an "
+                f"interface with {VARIABLE}"
             ) from error
         return self._keep(
             GlooChannel(group, store, diagnosis, rank, gathering.hosts, gathering.algorithm),

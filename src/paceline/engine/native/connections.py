@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from paceline import _core
 from paceline.engine.failures import Member
 from paceline.engine.formation import Formation
-from paceline.engine.native.bootstrap import Topology
 from paceline.engine.native.calls import Calls
 from paceline.engine.native.congestion import set_congestion_control
 from paceline.engine.native.dialing import Arrivals, dial
+from paceline.engine.native.topology import Topology
 from paceline.errors import RendezvousError, RendezvousTimeoutError
 from paceline.one_port.choice import chosen_port
 from paceline.one_port.dialing import dial as dial_machine
@@ -28,10 +28,12 @@ from paceline.security.encryption import Connection, for_core
 from paceline.security.handshake import HandshakeUnfinishedError, Hello
 from paceline.security.secret import derive_key, job_secret
 from paceline.store.tcp import listen
+from paceline.wording import and_more
 
 _CHANNEL = "links"
 _LOOK_S = 0.5
 _REACH_S = 4.0  # how long a machine with one port has to accept a connection: three attempts of the kernel
+_MOST_NAMED = 4
 
 Connections = list[list[int | _core.TlsConnection]]
 
@@ -79,9 +81,9 @@ def connect(
         keys = {_key(number, peer): peer for peer in remote}
         if late := formation.absent(list(keys), deadline):
             raise RendezvousTimeoutError(
-                f"{me}: {', '.join(str(topology.members[keys[key]]) for key in late)} did not open this group within "
-                f"{timeout_s:.0f} s; look at their output. All ranks, members or not, call new_group with the same "
-                "arguments and in the same order"
+                f"{me}: {and_more([topology.members[keys[key]] for key in late], _MOST_NAMED)} did not open this group "
+                f"within {timeout_s:.0f} s; look at their output. All ranks, members or not, call new_group with the "
+                "same arguments and in the same order"
             )
         places = {peer: _place(store.get(_key(number, peer))) for peer in remote}
         mine = _Me(topology.rank, number, address, key, secret, deadline)
@@ -169,10 +171,10 @@ class _Links:
                 self._answer_calls({peer for peer, _ in missing if peer > rank})
                 if left_s > _LOOK_S:
                     continue
-                absent = sorted({peer for peer, _ in missing})
+                absent = [self.members[peer] for peer in sorted({peer for peer, _ in missing})]
                 raise RendezvousTimeoutError(
-                    f"{self.members[rank]}: {', '.join(str(self.members[peer]) for peer in absent)} did not connect to "
-                    f"{self.me.address} within {timeout_s:.0f} s; look at their output"
+                    f"{self.members[rank]}: {and_more(absent, _MOST_NAMED)} did not connect to {self.me.address} "
+                    f"within {timeout_s:.0f} s; look at their output"
                 )
             who, connection = arrived
             self.cleanup.enter_context(connection)

@@ -12,9 +12,9 @@ from paceline.engine.algorithms import UNMEASURED
 from paceline.engine.api import KnownCosts
 from paceline.engine.channel import Messages
 from paceline.engine.formation import Formation
-from paceline.engine.native.bootstrap import Topology
 from paceline.engine.native.pairs import are_few, differences, measure_pairs, recalled, remember
 from paceline.engine.native.probing import Probe, answer, measure
+from paceline.engine.native.topology import Topology
 from paceline.engine.native.uneven import NETWORK_VARIABLE, read_network
 from paceline.errors import RendezvousTimeoutError
 from paceline.schedule.cost import CostModel, LinkCost

@@ -68,6 +68,11 @@ def _await_welcome(connection: Connection, timeout_s: float) -> None:
     raise HandshakeUnfinishedError("the other end closed the connection before it had read the proof")
 
 
+def welcome(connection: Connection) -> None:
+    """Acknowledges the proof of the end that has dialled."""
+    connection.sendall(_WELCOME)
+
+
 class Arrivals:
     """Holds the connections that a doorkeeper has admitted, for the thread that waits for them."""
 
@@ -76,7 +81,7 @@ class Arrivals:
 
     def admit(self, connection: Connection, hello: Hello) -> None:
         """Acknowledges the other end's proof and queues the connection."""
-        connection.sendall(_WELCOME)
+        welcome(connection)
         self._queue.put((hello, connection))
 
     def take(self, timeout_s: float) -> tuple[Hello, Connection] | None:

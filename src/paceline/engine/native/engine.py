@@ -27,6 +27,7 @@ from paceline.engine.native.scheduled import ScheduledChannel
 from paceline.errors import RendezvousTimeoutError
 from paceline.schedule.cost import CostModel
 from paceline.schedule.network import Network
+from paceline.wording import and_more
 
 # Each rank has four slots of this many bytes in each group, so that the part of a tensor that passes through a slot
 # stays in the second-level cache.
@@ -34,6 +35,7 @@ SLOT_BYTES = 128 << 10
 STREAMS_VARIABLE = "PACELINE_STREAMS"
 _DEFAULT_STREAMS = 1
 _MOST_STREAMS = 64
+_MOST_NAMED = 8  # ranks in an error message
 _START = "native"  # names the formation of an engine that starts after the default group has formed
 _LINKS = 1 << 63  # distinguishes the id of a group's rings from that of its slots
 
@@ -151,10 +153,9 @@ class NativeEngine:
         deadline = time.monotonic() + timeout_s
         topology = self._topology
         group_rank = list(ranks).index(topology.rank)
-        hosts = [[list(ranks).index(r) for r in ranks if r in host] for host in topology.hosts]
-        hosts = [host for host in hosts if host]
-        local = topology.local_ranks
-        mesh_ranks = [local.index(r) if r in local else -1 for r in ranks]
+        hosts = topology.hosts_of(ranks)
+        seats = {r: seat for seat, r in enumerate(topology.local_ranks)}
+        mesh_ranks = [seats.get(r, -1) for r in ranks]
         connections: Connections = [[] for _ in ranks]
         if len(hosts) > 1:
             address = own_address(self._peer, self._interface)
@@ -203,16 +204,15 @@ class NativeEngine:
 
     def _gone(self) -> Member | None:
         """Returns a rank of this host or of the default group that is known to have died or left; None without one."""
-        lost = self._mesh.lost()
-        here = [rank for place, rank in enumerate(self._topology.local_ranks) if lost >> place & 1]
+        here = [self._topology.local_ranks[place] for place in self._mesh.lost()]
         gone = here or (self._groups[0].messages.gone() if self._groups else [])
         return self._topology.members[gone[0]] if gone else None
 
     def _not_opened(self, formation: Formation, ranks: Sequence[int], timeout_s: float) -> RendezvousTimeoutError:
         formation.await_news()
         return RendezvousTimeoutError(
-            f"not every rank of {list(ranks)} opened this group within {timeout_s:.0f} s. All ranks, members or not, "
-            "call new_group with the same arguments and in the same order"
+            f"not every rank of [{and_more(ranks, _MOST_NAMED)}] opened this group within {timeout_s:.0f} s. All "
+            "ranks, members or not, call new_group with the same arguments and in the same order"
         )
 
 

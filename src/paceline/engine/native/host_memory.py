@@ -33,7 +33,7 @@ class HostRanks:
         Raises:
             OSError: no memory or descriptors are left.
         """
-        return _core.share_memory(self.mesh, self._peers, nbytes)
+        return _core.share_memory(self.mesh, nbytes)
 
     def find(self, owner: int, number: int, nbytes: int, timeout_s: float) -> _core.SharedMemory | None:
         """Returns the memory that group rank `owner` created, None if it did not come or its owner has gone.
@@ -45,8 +45,4 @@ class HostRanks:
 
     def withdraw(self, number: int) -> None:
         """Makes the others forget the number of memory that this rank created, once all have found it."""
-        _core.withdraw_memory(self.mesh, self._peers, number)
-
-    @property
-    def _peers(self) -> int:
-        return sum(1 << place for rank, place in enumerate(self.places) if place >= 0 and rank != self.rank)
+        _core.withdraw_memory(self.mesh, number)

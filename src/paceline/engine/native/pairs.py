@@ -15,8 +15,8 @@ from itertools import combinations
 from paceline.engine.api import KnownCosts
 from paceline.engine.channel import Messages
 from paceline.engine.formation import Formation
-from paceline.engine.native.bootstrap import Topology
 from paceline.engine.native.probing import Probe, answer, measure
+from paceline.engine.native.topology import Topology
 from paceline.errors import RendezvousTimeoutError
 from paceline.schedule.cost import LinkCost
 from paceline.schedule.network import Link

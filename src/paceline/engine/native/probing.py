@@ -11,7 +11,7 @@ from paceline.engine.algorithms import UNMEASURED
 from paceline.engine.channel import Message, Messages, Pieces
 from paceline.engine.codes import DTYPE_CODES
 from paceline.engine.formation import Formation
-from paceline.engine.native.bootstrap import Topology
+from paceline.engine.native.topology import Topology
 from paceline.errors import RendezvousError
 from paceline.schedule.cost import LinkCost
 

@@ -9,15 +9,18 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import warnings
+from collections.abc import Sequence
 
 import torch
 
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.ddp.gradients import Memory
 from paceline.parallel.graph import find_tensors
+from paceline.wording import and_more
 
 _LOOKS = 3  # the number of steps whose digests must agree for a warning
 _DIGEST_BITS = 20  # exact in float32, also when divided by the number of ranks
+_MOST_NAMED = 8  # ranks in the warning
 _MOST_BYTES = 1 << 16  # the part of each tensor that is hashed
 
 
@@ -73,13 +76,18 @@ class SameBatches:
         alike = [rank for rank, history in enumerate(histories) if history == histories[me]]
         if len(alike) > 1 and alike[0] == me:
             ranks = [self._group.ranks[rank] for rank in alike]
+            named = and_more(ranks, _MOST_NAMED) if len(ranks) > _MOST_NAMED else _listed(ranks)
             warnings.warn(
-                f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} read the same batches: their first {_LOOKS} "
+                f"ranks {named} read the same batches: their first {_LOOKS} "
                 "batches were equal, so they compute the same gradients, and training gains nothing from the "
                 "additional ranks. Give the DataLoader sampler=paceline.DistributedSampler(dataset), or use another "
                 "seed for the batches on each rank",
                 stacklevel=2,
             )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def digest(inputs: object) -> int | None:

@@ -1,0 +1,107 @@
+#include "shm/board.hpp"
+
+#include <sys/random.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <new>
+
+#include "shm/futex.hpp"
+
+namespace paceline::shm {
+namespace {
+
+constexpr std::size_t kHeadBytes = 4096;
+
+std::size_t nbytes_for(int ranks) {
+    return kHeadBytes + static_cast<std::size_t>(ranks) * sizeof(Seat);
+}
+
+}  // namespace
+
+std::shared_ptr<Board> Board::create(int ranks) {
+    static_assert(sizeof(Head) <= kHeadBytes);
+    auto segment = Segment::create(nbytes_for(ranks));
+    if (!segment) return nullptr;
+    Head* const head = new (segment->data()) Head{static_cast<std::uint32_t>(ranks), 0, {}, 0};
+    if (getrandom(head->key.data(), head->key.size(), 0) != static_cast<ssize_t>(head->key.size())) return nullptr;
+    for (int r = 0; r < ranks; ++r)
+        new (segment->data() + kHeadBytes + static_cast<std::size_t>(r) * sizeof(Seat)) Seat;
+    return std::shared_ptr<Board>(new Board(std::move(segment), ranks));
+}
+
+std::shared_ptr<Board> Board::adopt(int fd, int ranks) {
+    auto segment = Segment::adopt(fd, nbytes_for(ranks));
+    if (!segment) return nullptr;
+    std::shared_ptr<Board> board(new Board(std::move(segment), ranks));
+    return board->head().ranks == static_cast<std::uint32_t>(ranks) ? board : nullptr;
+}
+
+Board::Head& Board::head() const {
+    return *std::launder(reinterpret_cast<Head*>(segment_->data()));
+}
+
+Seat& Board::seat(int rank) const {
+    return std::launder(reinterpret_cast<Seat*>(segment_->data() + kHeadBytes))[rank];
+}
+
+void Board::tell() const {
+    news().fetch_add(1, std::memory_order_release);
+    futex_wake_all(news());
+}
+
+void Board::arrive(int rank) const {
+    seat(rank).state.store(State::present, std::memory_order_release);
+    if (head().arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == head().ranks) tell();
+}
+
+void Board::leave(int rank) const {
+    seat(rank).state.store(State::left, std::memory_order_release);
+    tell();
+}
+
+bool Board::mark_lost(int rank) const {
+    State before = State::present;
+    return seat(rank).state.compare_exchange_strong(before, State::lost, std::memory_order_acq_rel);
+}
+
+std::vector<int> Board::absent(std::chrono::milliseconds timeout) const {
+    const auto deadline = std::chrono::steady_clock::now() + timeout;
+    for (;;) {
+        const std::uint32_t seen = news().load(std::memory_order_acquire);
+        std::vector<int> missing;
+        for (int r = 0; r < ranks_; ++r)
+            if (seat(r).state.load(std::memory_order_acquire) == State::absent) missing.push_back(r);
+        const auto left = deadline - std::chrono::steady_clock::now();
+        if (missing.empty() || left <= left.zero()) return missing;
+        futex_wait(news(), seen, std::chrono::nanoseconds(left).count());
+    }
+}
+
+Pulse::Pulse(const Board& board, int rank)
+    : words_(board.seat(rank).pulse), entries_(static_cast<std::size_t>(std::min(board.size() - 1, kMostWatchers))) {}
+
+void Pulse::hold() {
+    static_assert(sizeof(Entry) == sizeof(Held));
+    const auto holder = static_cast<std::uint32_t>(syscall(SYS_gettid)) |
+                        FUTEX_WAITERS;  // without the bit the kernel marks the word, but wakes nobody
+    robust_list* next = &head_.list;
+    for (std::size_t r = entries_.size(); r-- > 0;) {
+        entries_[r].list.next = next;
+        next = &entries_[r].list;
+    }
+    head_.list.next = next;
+    head_.futex_offset =
+        static_cast<long>(reinterpret_cast<std::uintptr_t>(words_) - reinterpret_cast<std::uintptr_t>(entries_.data()));
+    head_.list_op_pending = nullptr;
+    if (syscall(SYS_set_robust_list, &head_, sizeof head_) != 0) return;
+    for (std::size_t r = 0; r < entries_.size(); ++r) words_[r].holder.store(holder, std::memory_order_release);
+}
+
+void Pulse::release() {
+    syscall(SYS_set_robust_list, nullptr, sizeof head_);
+}
+
+}  // namespace paceline::shm

@@ -1,0 +1,273 @@
+#include "shm/post.hpp"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstddef>
+#include <cstring>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "call/turns.hpp"
+
+namespace paceline::shm {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr std::size_t kMostStrangers = 64;
+constexpr std::chrono::seconds kSilence{5};  // after which a stranger is sent away
+constexpr int kLook = 1000;                  // milliseconds until the next look at how long they have been silent
+constexpr int kQueued = 1024;                // connections that wait to be accepted
+constexpr std::chrono::milliseconds kPause{2};
+
+struct ReplyHead {
+    std::uint64_t size = 0;  // of the region; 0: there is none
+    Pages pages{};
+    std::int32_t failure = 0;  // if there is none
+};
+
+// A descriptor that is closed at the end of its scope.
+class Descriptor {
+  public:
+    explicit Descriptor(int fd) : fd_(fd) {}
+    Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+    Descriptor& operator=(Descriptor&& other) noexcept {
+        std::swap(fd_, other.fd_);
+        return *this;
+    }
+    ~Descriptor() {
+        if (fd_ >= 0) ::close(fd_);
+    }
+    int get() const { return fd_; }
+
+  private:
+    int fd_;
+};
+
+// A connection that has not asked for anything yet.
+struct Stranger {
+    Descriptor connection;
+    Clock::time_point since;
+};
+
+SocketName random_name() {
+    std::array<std::uint8_t, 12> random{};
+    if (getrandom(random.data(), random.size(), 0) != static_cast<ssize_t>(random.size()))
+        throw std::system_error(errno, std::generic_category(), "getrandom");
+    SocketName name{"paceline-"};
+    std::size_t at = std::strlen(name.data());
+    for (const std::uint8_t each : random)
+        for (const int digit : {each >> 4, each & 15}) name[at++] = "0123456789abcdef"[digit];
+    return name;
+}
+
+struct Address {
+    explicit Address(const SocketName& name) {
+        const std::size_t length = strnlen(name.data(), name.size());
+        at.sun_family = AF_UNIX;
+        std::memcpy(at.sun_path + 1, name.data(), length);
+        nbytes = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + length);
+    }
+    const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&at); }
+
+    sockaddr_un at{};
+    socklen_t nbytes;
+};
+
+int bound_socket(int type, const SocketName& name) {
+    const int fd = socket(AF_UNIX, type | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    const Address address(name);
+    if (fd >= 0 && bind(fd, address.get(), address.nbytes) == 0) return fd;
+    const int why = errno;
+    if (fd >= 0) ::close(fd);
+    throw std::system_error(why, std::generic_category(), "a Unix socket");
+}
+
+bool is_same_user(int connection) {
+    ucred who{};
+    socklen_t nbytes = sizeof who;
+    return getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &who, &nbytes) == 0 && who.uid == getuid();
+}
+
+bool equal(const Board::Key& a, const Board::Key& b) {
+    unsigned difference = 0;
+    for (std::size_t i = 0; i < a.size(); ++i) difference |= static_cast<unsigned>(a[i] ^ b[i]);
+    return difference == 0;
+}
+
+// Reads the reply, which has come; `failure` is ECONNRESET if the other end went instead.
+Received read_reply(int connection) {
+    ReplyHead head;
+    iovec data{&head, sizeof head};
+    msghdr header{};
+    header.msg_iov = &data;
+    header.msg_iovlen = 1;
+    alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+    header.msg_control = control;
+    header.msg_controllen = sizeof control;
+    const ssize_t got = recvmsg(connection, &header, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+    int fd = -1;
+    if (const cmsghdr* ancillary = got > 0 ? CMSG_FIRSTHDR(&header) : nullptr;
+        ancillary != nullptr && ancillary->cmsg_type == SCM_RIGHTS)
+        std::memcpy(&fd, CMSG_DATA(ancillary), sizeof fd);
+    if (got != static_cast<ssize_t>(sizeof head)) return {nullptr, ECONNRESET};
+    if (head.size == 0) return {nullptr, head.failure};
+    if (fd < 0) return {nullptr, EMFILE};  // the kernel drops a descriptor if this process has no free slot for it
+    auto segment = Segment::adopt(fd, head.size, head.pages);
+    return segment ? Received{std::move(segment), 0} : Received{nullptr, ENOMEM};
+}
+
+// Whether there is something to read, within a turn.
+bool has_come(int connection) {
+    pollfd watched{connection, POLLIN, 0};
+    return poll(&watched, 1, static_cast<int>(kTurn.count())) > 0;
+}
+
+// A request of one connection. True if the connection is done with.
+bool handle(int connection, const Board::Key& key, const Post::Answer& answer) {
+    Request request{};
+    const ssize_t got = recv(connection, &request, sizeof request, MSG_DONTWAIT);
+    if (got < 0 && (errno == EAGAIN || errno == EINTR)) return false;
+    if (got != static_cast<ssize_t>(sizeof request) || !equal(request.key, key)) return true;
+    answer(request, connection);
+    return true;
+}
+
+}  // namespace
+
+Post::Post() : listener_name_(random_name()), doorbell_name_(random_name()) {
+    try {
+        listener_ = bound_socket(SOCK_STREAM, listener_name_);
+        doorbell_ = bound_socket(SOCK_DGRAM, doorbell_name_);
+        ringer_ = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+        stop_ = eventfd(0, EFD_CLOEXEC);
+        if (ringer_ < 0 || stop_ < 0 || listen(listener_, kQueued) != 0)
+            throw std::system_error(errno, std::generic_category(), "the sockets of a rank");
+    } catch (...) {
+        close();
+        throw;
+    }
+}
+
+Post::~Post() {
+    close();
+}
+
+void Post::close_listener() {
+    if (listener_ >= 0) ::close(listener_);
+    listener_ = -1;
+}
+
+void Post::close() {
+    close_listener();
+    for (const int fd : {doorbell_, ringer_, stop_})
+        if (fd >= 0) ::close(fd);
+}
+
+void Post::ring(const SocketName& name) const {
+    const Address address(name);
+    const char nothing = 0;
+    static_cast<void>(sendto(ringer_, &nothing, 1, MSG_DONTWAIT | MSG_NOSIGNAL, address.get(), address.nbytes));
+}
+
+void Post::stop() const {
+    const std::uint64_t one = 1;
+    while (write(stop_, &one, sizeof one) < 0 && errno == EINTR) {
+    }
+}
+
+void Post::serve(const Board::Key& key, const Answer& answer) const {
+    std::vector<Stranger> asking;
+    for (;;) {
+        std::vector<pollfd> watched{{stop_, POLLIN, 0}, {listener_, POLLIN, 0}};
+        for (const Stranger& each : asking) watched.push_back({each.connection.get(), POLLIN, 0});
+        if (poll(watched.data(), watched.size(), asking.empty() ? -1 : kLook) < 0) continue;
+        if (watched[0].revents != 0) return;
+        std::vector<Stranger> still;
+        for (std::size_t i = 0; i < asking.size(); ++i) {
+            const bool is_done = watched[i + 2].revents != 0 ? handle(asking[i].connection.get(), key, answer)
+                                                             : Clock::now() - asking[i].since > kSilence;
+            if (!is_done) still.push_back(std::move(asking[i]));
+        }
+        asking = std::move(still);
+        if (watched[1].revents == 0) continue;
+        Descriptor connection(accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+        if (connection.get() < 0) {
+            std::this_thread::sleep_for(kPause);  // no descriptors are left; the other end waits or asks again
+            continue;
+        }
+        if (!is_same_user(connection.get()) || handle(connection.get(), key, answer)) continue;
+        if (asking.size() >= kMostStrangers) asking.erase(asking.begin());
+        asking.push_back({std::move(connection), Clock::now()});
+    }
+}
+
+void Post::reply(int connection, const Segment* segment, int failure) {
+    ReplyHead head;
+    head.failure = failure;
+    if (segment != nullptr) head = {segment->size(), segment->pages(), 0};
+    iovec data{&head, sizeof head};
+    msghdr header{};
+    header.msg_iov = &data;
+    header.msg_iovlen = 1;
+    alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+    if (segment != nullptr) {
+        header.msg_control = control;
+        header.msg_controllen = sizeof control;
+        cmsghdr* ancillary = CMSG_FIRSTHDR(&header);
+        ancillary->cmsg_level = SOL_SOCKET;
+        ancillary->cmsg_type = SCM_RIGHTS;
+        ancillary->cmsg_len = CMSG_LEN(sizeof(int));
+        const int fd = segment->fd();
+        std::memcpy(CMSG_DATA(ancillary), &fd, sizeof fd);
+    }
+    // If it fails, because the other rank is gone or too many descriptors are under way, that rank asks again.
+    static_cast<void>(sendmsg(connection, &header, MSG_NOSIGNAL | MSG_DONTWAIT));
+}
+
+Received Post::ask(const SocketName& listener, const Request& request, Clock::time_point deadline,
+                   const std::function<bool()>& given_up) {
+    const auto is_over = [&] { return Clock::now() >= deadline || given_up(); };
+    const Address address(listener);
+    do {
+        const Descriptor connection(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+        if (connection.get() < 0) return {nullptr, errno};
+        if (connect(connection.get(), address.get(), address.nbytes) != 0) {
+            if (errno != EAGAIN) return {nullptr, ETIMEDOUT};  // nobody listens there any more
+            std::this_thread::sleep_for(kPause);               // too many wait there
+            continue;
+        }
+        if (!is_same_user(connection.get())) return {nullptr, ETIMEDOUT};
+        if (send(connection.get(), &request, sizeof request, MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof request))
+            continue;
+        while (!has_come(connection.get()))
+            if (is_over()) return {nullptr, ETIMEDOUT};
+        if (Received received = read_reply(connection.get()); received.failure != ECONNRESET) return received;
+        std::this_thread::sleep_for(kPause);
+    } while (!is_over());
+    return {nullptr, ETIMEDOUT};
+}
+
+bool Post::is_open(const SocketName& listener) {
+    const Descriptor connection(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    const Address address(listener);
+    return connect(connection.get(), address.get(), address.nbytes) == 0 || errno != ECONNREFUSED;
+}
+
+void Post::tell(const SocketName& listener, const Request& request) {
+    const Descriptor connection(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    const Address address(listener);
+    if (connection.get() < 0 || connect(connection.get(), address.get(), address.nbytes) != 0) return;
+    static_cast<void>(send(connection.get(), &request, sizeof request, MSG_NOSIGNAL));
+}
+
+}  // namespace paceline::shm

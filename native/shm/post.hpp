@@ -1,0 +1,85 @@
+// The sockets of a rank of the host, and the requests that go over one of them.
+#pragma once
+
+#include <array>
+#include <cerrno>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "shm/board.hpp"
+#include "shm/segment.hpp"
+
+namespace paceline::shm {
+
+using RegionId = std::uint64_t;
+using SocketName = std::array<char, kNameBytes>;
+
+// What one rank asks of another: its region `id`, to be kept or not, or to forget a region of the asking rank.
+struct Request {
+    enum class Kind : std::uint32_t { fetch = 1, keep = 2, forget = 3 };
+
+    Board::Key key;
+    Kind kind;
+    std::int32_t from;  // rank
+    RegionId id;
+};
+static_assert(sizeof(Request) == 48);
+
+constexpr int kGivenUp = ECANCELED;  // as a failure: there will be no such region any more
+
+// What came of a request for a region: nullptr if there is no such region, as yet. `failure` is an errno, 0 if the
+// reply came whole and more may come of the same request later.
+struct Received {
+    std::shared_ptr<Segment> segment;
+    int failure = 0;
+};
+
+class Post {
+  public:
+    // Deals with a request; if it is one for a region, calls `reply`.
+    using Answer = std::function<void(const Request& request, int connection)>;
+
+    // Opens the sockets; throws std::system_error when the system has no descriptors left.
+    Post();
+    Post(const Post&) = delete;
+    Post& operator=(const Post&) = delete;
+    ~Post();
+
+    const SocketName& listener_name() const { return listener_name_; }
+    const SocketName& doorbell_name() const { return doorbell_name_; }
+    int doorbell() const { return doorbell_; }
+    // Rings another rank's doorbell. If that has been rung so often that it takes no more, its rank has been woken.
+    void ring(const SocketName& name) const;
+
+    // Answers requests with this key, until `stop` is called.
+    void serve(const Board::Key& key, const Answer& answer) const;
+    void stop() const;
+    // Nobody can connect any more. Only closes a descriptor.
+    void close_listener();
+
+    // Passes a region's descriptor to the rank that asked for it; nullptr says that there is none, because of `failure`
+    // or, if that is 0, as yet.
+    static void reply(int connection, const Segment* segment, int failure = 0);
+    // Asks the rank that listens there, and waits for its reply until `deadline` or until `given_up` returns true;
+    // `failure` is then ETIMEDOUT.
+    static Received ask(const SocketName& listener, const Request& request,
+                        std::chrono::steady_clock::time_point deadline, const std::function<bool()>& given_up);
+    // Whether somebody listens there.
+    static bool is_open(const SocketName& listener);
+    // Tells the rank that listens there, without waiting for it.
+    static void tell(const SocketName& listener, const Request& request);
+
+  private:
+    void close();
+
+    int listener_ = -1;
+    int doorbell_ = -1;
+    int ringer_ = -1;  // to ring others: what is sent from the doorbell would wake its own waiters once it is taken
+    int stop_ = -1;
+    SocketName listener_name_;
+    SocketName doorbell_name_;
+};
+
+}  // namespace paceline::shm

@@ -1,0 +1,336 @@
+// Tests how ranks of a host find each other: ends are noticed, doorbells ring, and memory is passed on and met in.
+#include "shm/board.hpp"
+
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstring>
+#include <functional>
+#include <future>
+#include <thread>
+#include <vector>
+
+#include "check.hpp"
+#include "link/waiter.hpp"
+#include "shm/commons.hpp"
+#include "shm/mesh.hpp"
+#include "shm/watch.hpp"
+
+namespace {
+
+using namespace paceline;
+using namespace paceline::shm;
+
+constexpr std::chrono::seconds kHung{60};  // a limit that no test reaches unless something hangs
+
+Mesh::Deadline in_time() {
+    return std::chrono::steady_clock::now() + kHung;
+}
+
+std::shared_ptr<Board> board_of(int ranks) {
+    auto board = Board::create(ranks);
+    CHECK(board != nullptr);
+    return board;
+}
+
+// A thread stands in for the process of a rank, since the kernel does the same for both.
+void end_with_a_pulse(const Board& board, int rank) {
+    Pulse pulse(board, rank);
+    std::thread([&] {
+        pulse.hold();
+        board.arrive(rank);
+        while (!board.absent(kHung).empty()) {
+        }
+    }).join();
+}
+
+void await(const Board& board, int rank, State state) {
+    const auto until = in_time();
+    while (board.seat(rank).state.load() != state) {
+        CHECK(std::chrono::steady_clock::now() < until);
+        std::this_thread::yield();
+    }
+}
+
+void the_end_of_a_pulse_is_noticed(bool waits_for_many) {
+    const auto board = board_of(3);
+    std::promise<void> told;
+    Watch watch(board, 0, [&told] { told.set_value(); }, waits_for_many);
+    Post listens;
+    board->seat(2).listener = listens.listener_name();
+    board->arrive(0);
+    board->arrive(2);
+    end_with_a_pulse(*board, 1);
+    told.get_future().wait();
+    CHECK(board->seat(1).state == State::lost && board->seat(2).state == State::present);
+}
+
+// Rank 0 waits for the pulses of ranks 1 to kMostWatchers only; of others it hears, or it looks now and then.
+void an_end_is_noticed_by_ranks_that_do_not_wait_for_it() {
+    const int ranks = kMostWatchers + 10, dead = kMostWatchers + 5;
+    const auto board = board_of(ranks);
+    std::promise<void> told;
+    Watch watch(board, 0, [&told] { told.set_value(); });
+    Post listens;
+    for (int r = 0; r < ranks; ++r) {
+        board->seat(r).listener = listens.listener_name();
+        if (r != dead) board->arrive(r);
+    }
+    end_with_a_pulse(*board, dead);
+    told.get_future().wait();
+    CHECK(board->seat(dead).state == State::lost);
+}
+
+void a_rank_without_a_pulse_lives_as_long_as_it_listens() {
+    const auto board = board_of(2);
+    std::promise<void> told;
+    Watch watch(board, 0, [&told] { told.set_value(); });
+    auto post = std::make_unique<Post>();
+    board->seat(1).listener = post->listener_name();
+    board->arrive(0);
+    board->arrive(1);
+    auto change = told.get_future();
+    CHECK(change.wait_for(std::chrono::milliseconds(50)) == std::future_status::timeout);
+    post.reset();
+    change.wait();
+    CHECK(board->seat(1).state == State::lost);
+}
+
+void a_rank_that_left_is_not_lost() {
+    const auto board = board_of(2);
+    std::atomic<int> changes{0};
+    Watch watch(board, 0, [&changes] { ++changes; });
+    board->arrive(0);
+    Pulse pulse(*board, 1);
+    std::thread([&] {
+        pulse.hold();
+        board->arrive(1);
+        board->leave(1);
+    }).join();
+    const auto until = in_time();
+    while (changes == 0) CHECK(std::chrono::steady_clock::now() < until);
+    watch.close();
+    CHECK(board->seat(1).state == State::left && changes == 1);
+}
+
+void a_process_that_is_killed_is_lost_at_once() {
+    const auto board = board_of(2);
+    const pid_t child = fork();
+    if (child == 0) {
+        Mesh mesh(1, board);
+        for (;;) pause();
+    }
+    Mesh mesh(0, board);
+    CHECK(mesh.board().absent(kHung).empty());
+    CHECK(!mesh.is_gone(1));
+    kill(child, SIGKILL);
+    await(*board, 1, State::lost);
+    CHECK(mesh.has_died(1) && !mesh.has_left(1));
+    CHECK(waitpid(child, nullptr, 0) == child);
+}
+
+// Calls `body` with the mesh of each of n ranks, on a thread each.
+void with_meshes(int n, const std::function<void(Mesh&)>& body) {
+    const auto board = board_of(n);
+    std::vector<std::thread> threads;
+    for (int r = 0; r < n; ++r)
+        threads.emplace_back([&, r] {
+            Mesh mesh(r, board);
+            CHECK(board->absent(kHung).empty());
+            body(mesh);
+            mesh.close();
+        });
+    for (std::thread& thread : threads) thread.join();
+}
+
+void a_region_reaches_whoever_asks_for_it_even_before_it_is_offered() {
+    std::atomic<int> asked{0};
+    std::atomic<int> served{0};
+    with_meshes(3, [&](Mesh& mesh) {
+        constexpr RegionId kId = 7;
+        if (mesh.rank() != 0) {
+            ++asked;
+            const Found found = mesh.fetch(0, kId, in_time());
+            CHECK(found.segment && found.segment->size() == 5000 && found.segment->fd() < 0);
+            CHECK(found.segment->data()[4999] == 42);
+            ++served;
+            return;
+        }
+        while (asked < 2) std::this_thread::yield();
+        const auto segment = Segment::create(5000);
+        segment->data()[4999] = 42;
+        mesh.offer(kId, segment);
+        while (served < 2) std::this_thread::yield();
+        CHECK(mesh.withdraw(kId) == segment);
+    });
+}
+
+void a_region_is_kept_until_its_owner_withdraws_it() {
+    std::promise<void> kept;
+    with_meshes(2, [&](Mesh& mesh) {
+        constexpr RegionId kId = 7;
+        if (mesh.rank() == 0) {
+            mesh.offer(kId, Segment::create(5000));
+            kept.get_future().wait();
+            mesh.withdraw(kId);
+            mesh.offer(kId, Segment::create(6000));
+            while (!mesh.is_gone(1)) std::this_thread::yield();
+            return;
+        }
+        const std::shared_ptr<Segment> first = mesh.region(0, kId, in_time()).segment;
+        CHECK(mesh.region(0, kId, in_time()).segment == first);
+        kept.set_value();
+        while (mesh.region(0, kId, in_time()).segment == first) std::this_thread::yield();
+        CHECK(mesh.region(0, kId, in_time()).segment->size() == 6000);
+    });
+}
+
+void nobody_gets_a_region_without_the_key() {
+    with_meshes(2, [](Mesh& mesh) {
+        constexpr RegionId kId = 7;
+        if (mesh.rank() == 0) {
+            mesh.offer(kId, Segment::create(5000));
+            while (!mesh.is_gone(1)) std::this_thread::yield();
+            return;
+        }
+        CHECK(mesh.fetch(0, kId, in_time()).segment);
+        Request request{mesh.board().key(), Request::Kind::fetch, 1, kId};
+        request.key[31] = static_cast<std::uint8_t>(request.key[31] ^ 1);
+        const auto soon = std::chrono::steady_clock::now() + std::chrono::milliseconds(50);
+        const Received received = Post::ask(mesh.board().seat(0).listener, request, soon, [] { return false; });
+        CHECK(!received.segment && received.failure == ETIMEDOUT);
+    });
+}
+
+void nobody_waits_for_a_region_of_a_rank_that_is_gone() {
+    with_meshes(2, [](Mesh& mesh) {
+        if (mesh.rank() == 0) return;
+        const Found found = mesh.fetch(0, 7, in_time());
+        CHECK(!found.segment && found.shortage == 0);
+    });
+}
+
+void a_rank_without_descriptors_is_told_so() {
+    std::promise<void> asked;
+    with_meshes(2, [&](Mesh& mesh) {
+        if (mesh.rank() == 0) {
+            asked.get_future().wait();
+            return;
+        }
+        rlimit limit{};
+        CHECK(getrlimit(RLIMIT_NOFILE, &limit) == 0);
+        const rlimit none{3, limit.rlim_max};  // as many as are always open
+        CHECK(setrlimit(RLIMIT_NOFILE, &none) == 0);
+        const Found found = mesh.fetch(0, 7, in_time());
+        CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0);
+        CHECK(!found.segment && found.shortage == EMFILE);
+        asked.set_value();
+    });
+}
+
+void each_waiter_hears_a_doorbell_however_often_it_rings() {
+    with_meshes(2, [](Mesh& mesh) {
+        if (mesh.rank() == 0) {
+            while (!mesh.is_gone(1)) mesh.wake_peer(1);
+            return;
+        }
+        link::Waiter first, second;
+        first.watch_doorbell(mesh.doorbell());
+        second.watch_doorbell(mesh.doorbell());
+        const auto started = std::chrono::steady_clock::now();
+        for (int turn = 0; turn < 100; ++turn) {
+            first.sleep(kHung);
+            second.sleep(kHung);
+        }
+        CHECK(std::chrono::steady_clock::now() - started < kHung);
+    });
+}
+
+void members_meet_in_memory_that_the_first_one_makes() {
+    with_meshes(5, [](Mesh& mesh) {
+        if (mesh.rank() == 2) return;
+        const auto commons = Commons::open(mesh, {3, 0, 1, 4}, 9, 5 * sizeof(int), in_time());
+        CHECK(commons);
+        auto* const numbers = reinterpret_cast<int*>(commons->data());
+        numbers[mesh.rank()] = 10 + mesh.rank();
+        CHECK(commons->meet(in_time()));
+        for (const int r : {0, 1, 3, 4}) CHECK(numbers[r] == 10 + r);
+    });
+}
+
+void nobody_meets_a_member_that_is_gone() {
+    with_meshes(3, [](Mesh& mesh) {
+        if (mesh.rank() == 1) return;
+        const auto commons = Commons::open(mesh, {0, 1, 2}, 9, 64, in_time());
+        CHECK(commons || mesh.rank() == 2);  // rank 0, who has the memory, may have given up and gone before
+        CHECK(!commons || !commons->meet(in_time()));
+    });
+}
+
+// Those that come late to memory that its maker has given up must not wait for it.
+void what_was_given_up_is_not_waited_for() {
+    std::promise<void> given_up;
+    const auto started = std::chrono::steady_clock::now();
+    with_meshes(2, [&](Mesh& mesh) {
+        if (mesh.rank() == 0) {
+            const auto commons = Commons::open(mesh, {0, 1}, 9, 64, in_time());
+            CHECK(commons && !commons->meet(std::chrono::steady_clock::now()));
+        }
+        if (mesh.rank() == 0) {
+            given_up.set_value();
+            while (!mesh.is_gone(1)) std::this_thread::yield();
+            return;
+        }
+        given_up.get_future().wait();
+        CHECK(!Commons::open(mesh, {0, 1}, 9, 64, in_time()));
+    });
+    CHECK(std::chrono::steady_clock::now() - started < kHung);
+}
+
+void nobody_waits_for_a_member_that_has_given_up() {
+    const auto started = std::chrono::steady_clock::now();
+    with_meshes(3, [](Mesh& mesh) {
+        if (mesh.rank() == 1) {  // never comes, and stays until the others have gone
+            while (!mesh.is_gone(0) || !mesh.is_gone(2)) std::this_thread::yield();
+            return;
+        }
+        const auto until = mesh.rank() == 2 ? std::chrono::steady_clock::now() : in_time();
+        const auto commons = Commons::open(mesh, {0, 1, 2}, 9, 64, in_time());
+        CHECK(commons && !commons->meet(until));
+    });
+    CHECK(std::chrono::steady_clock::now() - started < kHung);
+}
+
+void a_set_of_ranks_holds_all_ranks_of_a_host() {
+    RankSet set = RankSet::of(kMaxRanks - 1);
+    set.add(64);
+    CHECK(set.first() == 64 && set.has(kMaxRanks - 1) && !set.has(0));
+    CHECK((set.ranks() == std::vector{64, kMaxRanks - 1}));
+    CHECK((set & RankSet::of(63)).empty() && (RankSet::of(3) | set).first() == 3);
+    CHECK(RankSet{}.empty() && RankSet{}.first() == -1);
+}
+
+}  // namespace
+
+int main() {
+    a_set_of_ranks_holds_all_ranks_of_a_host();
+    the_end_of_a_pulse_is_noticed(false);
+    if (Watch::is_possible()) the_end_of_a_pulse_is_noticed(true);
+    an_end_is_noticed_by_ranks_that_do_not_wait_for_it();
+    a_rank_without_a_pulse_lives_as_long_as_it_listens();
+    a_rank_that_left_is_not_lost();
+    a_process_that_is_killed_is_lost_at_once();
+    a_region_reaches_whoever_asks_for_it_even_before_it_is_offered();
+    a_region_is_kept_until_its_owner_withdraws_it();
+    nobody_gets_a_region_without_the_key();
+    nobody_waits_for_a_region_of_a_rank_that_is_gone();
+    a_rank_without_descriptors_is_told_so();
+    each_waiter_hears_a_doorbell_however_often_it_rings();
+    members_meet_in_memory_that_the_first_one_makes();
+    nobody_meets_a_member_that_is_gone();
+    what_was_given_up_is_not_waited_for();
+    nobody_waits_for_a_member_that_has_given_up();
+}

@@ -1,0 +1,49 @@
+"""Reductions within a host, in blocks of ranks: right in every world, and when they are worth it."""
+
+from __future__ import annotations
+
+import pytest
+from sampling import FACTOR
+
+from paceline.schedule.cost_model import CostModel, LinkCost
+from paceline.schedule.network import Network
+from paceline.schedule.timing import simulate_schedules
+from paceline.schedule.verify.symbolic import verify
+from paceline.schedule.within_host import reduce_in_blocks
+
+NEAR = LinkCost(1e-8, 1e-11)
+NBYTES = 1 << 20
+
+
+def world(world_size, block):
+    return [reduce_in_blocks(rank, world_size, block) for rank in range(world_size)]
+
+
+@pytest.mark.parametrize("block", [1, 2, 4, 8, 16])
+def test_sums_in_blocks_are_sums_over_all_ranks(block):
+    for blocks in range(1, 1 + 48 // block if FACTOR == 1 else 1 + 128 // block):
+        verify(world(blocks * block, block))
+
+
+def test_ranks_that_do_not_fit_into_blocks_are_refused():
+    with pytest.raises(ValueError, match="10 ranks cannot be cut into blocks of 4"):
+        reduce_in_blocks(0, 10, 4)
+
+
+def seconds(world_size, block, domains, far):
+    """The predicted time on a machine of so many equal parts, between which a byte takes `far` times as long."""
+    model = CostModel(NEAR, LinkCost(far * NEAR.alpha_s, far * NEAR.beta_s_per_byte), 1e-11)
+    in_part = world_size // domains
+    parts = tuple(tuple(range(first, first + in_part)) for first in range(0, world_size, in_part))
+    return simulate_schedules(world(world_size, block), Network.of_costs(model, parts), NBYTES).seconds
+
+
+@pytest.mark.parametrize(("domains", "in_part"), [(2, 16), (2, 4), (4, 8), (4, 4)])
+def test_blocks_pay_where_the_parts_of_a_machine_share_a_link(domains, in_part):
+    n = domains * in_part
+    assert seconds(n, in_part, domains, far=2) < 0.75 * seconds(n, n, domains, far=2)
+
+
+def test_blocks_do_not_pay_where_they_need_not_or_are_many():
+    assert seconds(32, 8, 1, far=1) > seconds(32, 32, 1, far=1)
+    assert seconds(32, 4, 8, far=2) > seconds(32, 32, 8, far=2)
