@@ -24,6 +24,7 @@ PROGRAM = str(Path(program.__file__).resolve())
 LIMIT_S = 120.0
 _MEMORY = Path("/sys/fs/cgroup/memory")
 _SLOW_RATE = "100mbit"
+_EVERY_S = 0.01  # how often is looked at what was said, and at the memory; times are as exact as that
 
 
 @dataclass(frozen=True)
@@ -44,18 +45,28 @@ def paceline(fault: str, ranks: int, hosts: int, stall_after_s: float, is_enough
                 address = ("--nnodes", str(hosts), "--master-addr", ipv4(0), "--master-port", "29400")
                 launchers = [machines.start(host, *address, "--node-rank", str(host), *words) for host in range(hosts)]
                 return _wait(launchers, lambda: machines.said(launchers[0]), Path(name), is_enough)
-        with _room(fault) as enter, open(Path(name, "said"), "w") as output:
+        with _room(fault) as room, open(Path(name, "said"), "w") as output:
+            enter = f"echo $$ > {room}/cgroup.procs;" if room is not None else ""
             shell = ["sh", "-c", f'{enter} exec "$@"', "sh", *command(*words)]
             launcher = subprocess.Popen(shell, stdout=output, stderr=output, text=True, env=ENVIRONMENT)
-            return _wait([launcher], lambda: Path(name, "said").read_text(), Path(name), is_enough)
+            return _wait([launcher], lambda: Path(name, "said").read_text(), Path(name), is_enough, room)
 
 
 def _wait(
-    launchers: list[subprocess.Popen[str]], said: Callable[[], str], directory: Path, is_enough: Callable[[str], bool]
+    launchers: list[subprocess.Popen[str]],
+    said: Callable[[], str],
+    directory: Path,
+    is_enough: Callable[[str], bool],
+    room: Path | None = None,
 ) -> Said:
-    """Waits for a sentence that is enough, or for the end; then ends the launchers."""
+    """Waits for a sentence that is enough, or for the end; then ends the launchers.
+
+    In a `room` with little memory, the fault is that the kernel kills a process, however long it took to fill the room.
+    """
     deadline_s, after_s = time.monotonic() + LIMIT_S, None
     while after_s is None and time.monotonic() < deadline_s:
+        if room is not None and not (directory / "fault").exists() and _has_killed(room):
+            (directory / "fault").write_text(str(time.monotonic()))
         has_ended = all(launcher.poll() is not None for launcher in launchers)
         if is_enough(said()):
             with contextlib.suppress(OSError, ValueError):
@@ -63,7 +74,7 @@ def _wait(
             break
         if has_ended:
             break
-        time.sleep(0.02)
+        time.sleep(_EVERY_S)
     for launcher in launchers:
         if after_s is not None:  # the rest is the consequences
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -75,22 +86,27 @@ def _wait(
 
 
 @contextlib.contextmanager
-def _room(fault: str) -> Iterator[str]:
-    """Yields the shell's words that enter a cgroup with little memory, if the fault is to use it up."""
-    directory = _MEMORY / f"paceline-verdict-{os.getpid()}-{secrets.token_hex(4)}"
+def _room(fault: str) -> Iterator[Path | None]:
+    """Yields a cgroup with little memory, if the fault is to use it up."""
     if fault != "memory":
-        yield ""
+        yield None
         return
+    directory = _MEMORY / f"paceline-verdict-{os.getpid()}-{secrets.token_hex(4)}"
     directory.mkdir()
     (directory / "memory.limit_in_bytes").write_text(str(1200 << 20))
     try:
-        yield f"echo $$ > {directory}/cgroup.procs;"
+        yield directory
     finally:
         for _ in range(100):
             with contextlib.suppress(OSError):
                 directory.rmdir()
                 break
             time.sleep(0.05)
+
+
+def _has_killed(room: Path) -> bool:
+    """Returns whether the kernel has killed a process of a cgroup since its memory ran out."""
+    return re.search(r"^oom_kill [1-9]", (room / "memory.oom_control").read_text(), re.MULTILINE) is not None
 
 
 def torchs(fault: str, ranks: int) -> Said:

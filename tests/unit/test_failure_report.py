@@ -11,7 +11,8 @@ from paceline.launch.memory import MemoryCgroup, MemoryWatch
 
 
 def failure(rank: int, text: str | None, code: int = 1, time_s: float = 1.0) -> Failure:
-    record = Record(time_s, text.partition(":")[0], f"Traceback\n{text}\n") if text else None
+    kind = text.partition(":")[0].rpartition(".")[2] if text else ""
+    record = Record(time_s, kind, f"Traceback\n{text}\n") if text else None
     return Failure(rank, 100 + rank, code, time_s, record, host="h0")
 
 
@@ -22,6 +23,8 @@ def failure(rank: int, text: str | None, code: int = 1, time_s: float = 1.0) -> 
         "DistBackendError: NCCL error in: ... ncclRemoteError: A call failed possibly due to a network error",
         "ConnectionResetError: [Errno 104] Connection reset by peer",
         "PeerLostError: rank 1 was lost",
+        "paceline.errors.GroupAbortedError: rank 0 (h0, pid 1): all_reduce() as call 7 ended without a result, because "
+        "rank 1 (h0, pid 2) aborted the group. Its tensors may hold anything",
         "DistStoreError: failed to recv, got 0 bytes",
     ],
 )
@@ -31,6 +34,17 @@ def test_what_another_ranks_death_brings_about_is_a_consequence(text):
     consequence, cause, *_ = told.splitlines()
     assert consequence.startswith("rank 0 (h0, pid 100), a consequence: ")
     assert cause == "rank 1 failed first (h0, pid 101, exit code 1):"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rank 0 (h0, pid 1): barrier() as call 7 ended without a result, because this process aborted the group. Its",
+        "rank 0: <ProcessGroup> was aborted by this process; go on with shrink_group",
+    ],
+)
+def test_a_rank_that_aborted_the_group_itself_is_no_consequence(text):
+    assert not failure(0, f"paceline.errors.GroupAbortedError: {text}").is_consequence
 
 
 def test_a_consequence_that_comes_alone_is_told_as_the_cause():
@@ -76,6 +90,18 @@ def test_the_cgroups_counter_tells(files, tmp_path):
     told = watch.explain(2**30, 3 << 29)
     assert told.startswith("it had used up to 1.5 GiB; the cgroup's limit is 2.0 GiB for all ranks together.")
     assert watch.explain(2**30, 3 << 29) is None, "one kill explains one worker"
+
+
+def test_the_kernels_log_counts_from_the_launchers_start(tmp_path):
+    log = tmp_path / "kmsg"
+    log.write_text("6,1,1,-;Out of memory: Killed process 41 (python)\n")
+    watch = MemoryWatch(MemoryCgroup(None), str(log))
+    with log.open("a") as file:
+        file.write("6,2,9,-;Out of memory: Killed process 42 (python) total-vm:1kB\n6,3,9,-;else\n")
+    assert watch.explain(42, 1 << 30) is not None
+    assert watch.explain(42, 1 << 30) is not None, "what was read is remembered"
+    assert watch.explain(41, 1 << 30) is None, "another process had this number before"
+    watch.close()
 
 
 def test_without_a_cgroup_nothing_is_claimed(tmp_path):

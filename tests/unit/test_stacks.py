@@ -122,6 +122,14 @@ def test_a_stack_is_taken_without_the_programs_help(program, where, function):
     assert process.poll() is None
 
 
+def test_one_that_cannot_answer_does_not_hide_the_others_stacks(program):
+    started, answering = program("native"), program("thread")
+    started.send_signal(signal.SIGSTOP)
+    asked = [2**30, started.pid, answering.pid]
+    wait_until(lambda: taking.take_all(asked, 0.2).keys() == {answering.pid})
+    started.send_signal(signal.SIGCONT)
+
+
 def test_a_process_without_the_handler_gets_no_signal():
     with subprocess.Popen(["sleep", "300"]) as process:
         assert taking.take(process.pid) == ()

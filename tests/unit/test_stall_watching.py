@@ -200,6 +200,13 @@ def test_an_error_that_others_caused_is_not_told_without_them():
     assert sightings.tick(1.0 + FAILURE_PATIENCE_S) == []
 
 
+def test_calls_that_do_not_fit_need_a_long_history():
+    sightings, seen = nodes(), scene()
+    unfit = Ending(Manner.MISMATCH, seen.now_s, "CollectiveMismatchError")
+    orders = sightings.reported("b", Sighting(ended(seen, [2, 3], 3, unfit), is_failure=True), 1.0)
+    assert orders == [("a", Look(is_failure=True, is_deep=True))]
+
+
 def ended(seen, ranks, stray, ending):
     """What a node sees of these ranks of which one has ended."""
     shown = tuple(replace(seen.ranks[rank], ending=ending if rank == stray else None) for rank in ranks)

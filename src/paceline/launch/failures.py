@@ -19,7 +19,14 @@ from types import TracebackType
 from paceline.launch.alarm import ring
 
 # Errors that another rank's failure causes: Paceline's own, and what gloo, NCCL and sockets report about a lost peer.
-_CONSEQUENCES = {"PeerLostError", "CollectiveTimeoutError", "StoreConnectionError", "ConnectionResetError"}
+_CONSEQUENCES = {
+    "PeerLostError",
+    "CollectiveTimeoutError",
+    "GroupAbortedError",
+    "StoreConnectionError",
+    "ConnectionResetError",
+}
+_BY_ITSELF = re.compile(r"GroupAbortedError: .*\bthis process aborted|GroupAbortedError: .*\baborted by this process")
 _CONSEQUENCE_TEXTS = re.compile(
     r"Connection (?:closed|reset) by peer|Broken pipe|ncclRemoteError|ncclSystemError|Socket Timeout|"
     r"NCCL communicator was aborted|[Ww]atchdog|recvValue failed|failed to recv, got 0 bytes|Timed out waiting .* recv",
@@ -99,7 +106,8 @@ class Failure:
 
 
 def _is_consequence(kind: str, text: str) -> bool:
-    return kind in _CONSEQUENCES or bool(_CONSEQUENCE_TEXTS.search(last_line(text)))
+    line = last_line(text)
+    return (kind in _CONSEQUENCES and not _BY_ITSELF.search(line)) or bool(_CONSEQUENCE_TEXTS.search(line))
 
 
 def last_line(text: str) -> str:

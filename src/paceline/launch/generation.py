@@ -8,9 +8,10 @@ import selectors
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from paceline.launch.alarm import Alarm
-from paceline.launch.failures import Failure, Record, keep, read_record
+from paceline.launch.failures import Failure, Record, first_failure, keep, read_record
 from paceline.launch.following import Following, failure_of
 from paceline.launch.keyboard import Keyboard
 from paceline.launch.memory import MemoryWatch
@@ -18,6 +19,7 @@ from paceline.launch.pipes import Output
 from paceline.launch.worker import Worker
 
 CONSEQUENCES_S = 0.5  # how long after a failure the ranks that end because of it have to report that themselves
+_OTHERS_KILLED_S = 0.3  # for the end of another worker that the kernel has killed too, since memory ran out
 
 
 class Generation:
@@ -30,7 +32,8 @@ class Generation:
         selector: its keys carry functions that the launcher's loop calls without arguments.
         alarm: rings when an exception has left a worker's script.
         on_exception: is called with such a failure, before the worker has ended.
-        on_failure: is called with the first failure of a worker that has ended.
+        on_failure: is called with the first failure of a worker that has ended; a moment later if memory ran out and
+            the kernel has killed another one too, which may be the one that took it.
     """
 
     def __init__(
@@ -59,9 +62,11 @@ class Generation:
         self._keyboard = keyboard
         self._followings: list[Following] = []
         self._memory = MemoryWatch()
+        self._killed: list[tuple[float, int]] = []  # by the kernel for their memory: when, and the most they used
         self._grace_s = shutdown_timeout_s
         self._next_signal: tuple[float, int] | None = None  # when (monotonic) the workers get which signal
         self._asked_s: float | None = None  # at what time of day the workers were asked to end
+        self._told_s: float | None = None  # when (monotonic) the first failure is told, if that waits for another one
 
     def follow(self, worker: Worker, outputs: list[Output]) -> None:
         """Watches a worker that has just been started: passes on its output, and notices its end."""
@@ -81,11 +86,13 @@ class Generation:
     def deadline_s(self) -> float | None:
         """When (monotonic) `tick` must be called; None for never."""
         signal_s = self._next_signal[0] if self._next_signal is not None else None
-        times_s = [signal_s, *(following.deadline_s for following in self._followings)]
+        times_s = [signal_s, self._told_s, *(following.deadline_s for following in self._followings)]
         return min((each for each in times_s if each is not None), default=None)
 
     def tick(self, now_s: float) -> None:
-        """Sends the signal that is due at `now_s`, and shows the prompt of a worker that waits for an answer."""
+        """Does what is due at `now_s`: tells a failure, sends a signal, shows the prompt of a worker that asks."""
+        if self._told_s is not None and now_s >= self._told_s:
+            self._tell_failure()
         for following in self._followings:
             following.tick(now_s)
         if self._next_signal is not None and now_s >= self._next_signal[0]:
@@ -127,7 +134,7 @@ class Generation:
     @property
     def is_over(self) -> bool:
         """Whether every worker has ended and its output is passed on; pipes held open by its children do not count."""
-        if any(worker.exit_code is None for worker in self.workers):
+        if self._told_s is not None or any(worker.exit_code is None for worker in self.workers):
             return False
         return not any(following.has_more for following in self._followings)
 
@@ -146,6 +153,7 @@ class Generation:
         if (bell := self._alarm.fileno()) is not None:
             self._selector.unregister(bell)
             self._alarm.close()
+        self._memory.close()
         self._keyboard.restore()
 
     def _rung(self) -> None:
@@ -164,12 +172,31 @@ class Generation:
         record = read_record(worker.error_file)
         if self._asked_s is not None and ended_as_asked(code, record, self._asked_s, is_first=not self.failures):
             return
-        failure = failure_of(worker, code, record, self._memory)
+        failure = self._in_order(failure_of(worker, code, record, self._memory), worker.peak_bytes or 0)
         keep(failure)
         self.failures.append(failure)
         if len(self.failures) == 1:
             self.end(after_s=CONSEQUENCES_S)
-            self._on_failure(failure)
+            self._told_s = time.monotonic() + _OTHERS_KILLED_S
+        awaits_another = self.failures[0].memory is not None and self._memory.has_more
+        if self._told_s is not None and not awaits_another:
+            self._tell_failure()
+
+    def _in_order(self, failure: Failure, peak_bytes: int) -> Failure:
+        """Returns the failure as of the moment when the kernel killed the worker, if it did since memory ran out.
+
+        The kernel kills the largest process first, and its end takes longest.
+        """
+        if failure.memory is None:
+            return failure
+        smaller = [seen_s for seen_s, peak in self._killed if peak < peak_bytes]
+        failure = replace(failure, seen_s=min([failure.seen_s, *(each - 0.001 for each in smaller)]))
+        self._killed.append((failure.seen_s, peak_bytes))
+        return failure
+
+    def _tell_failure(self) -> None:
+        self._told_s = None
+        self._on_failure(first_failure(self.failures))
 
     def _signal(self, number: int) -> None:
         if self._asked_s is None:

@@ -201,8 +201,8 @@ class Loop(ABC):
     def _on_orders(self) -> None:
         for order in self._connection.client.receive():
             match order:
-                case Look(is_failure=True):
-                    self._watcher.glance()
+                case Look(is_failure=True, is_deep=is_deep):
+                    self._watcher.glance(is_deep)
                 case Look():
                     self._watcher.look(is_asked=True)
                 case Told(text, is_last=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from paceline import _core
 
 _GIB = 1 << 30
+_KILLED = re.compile(rb"[Kk]illed process (\d+) ")
 _NO_LIMIT = 1 << 60  # without a limit version 1 reports a number near 2^63
 
 
@@ -54,16 +56,26 @@ class MemoryCgroup:
 class MemoryWatch:
     """Reports for each killed worker whether memory was the reason."""
 
-    def __init__(self, cgroup: MemoryCgroup | None = None) -> None:
+    def __init__(self, cgroup: MemoryCgroup | None = None, log: str = "/dev/kmsg") -> None:
         self._cgroup = MemoryCgroup.mine() if cgroup is None else cgroup
         self._reported = self._cgroup.kills()
+        self._log = _KernelLog(log)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether the kernel has killed others of the cgroup, of which nothing has been explained yet."""
+        return self._cgroup.kills() > self._reported
+
+    def close(self) -> None:
+        """Closes the kernel log; idempotent."""
+        self._log.close()
 
     def explain(self, pid: int, peak_bytes: int | None) -> str | None:
         """Returns a sentence with the figures if the kernel killed `pid` because memory ran out, otherwise None."""
         kills = self._cgroup.kills()
         if kills > self._reported:
             self._reported += 1
-        elif not _kernel_log_names(pid):
+        elif not self._log.names(pid):
             return None
         used = f"it had used up to {_size(peak_bytes)}" if peak_bytes else "it used too much memory"
         limit = self._cgroup.limit()
@@ -82,21 +94,32 @@ def _total() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _kernel_log_names(pid: int) -> bool:
-    """Returns whether the kernel log, if this user may read it, says that the kernel killed this process."""
-    try:
-        log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return False
-    wanted = re.compile(rb"[Kk]illed process %d " % pid)
-    try:
-        while True:
+class _KernelLog:
+    """The processes that the kernel says it has killed from now on, if this user may read its log."""
+
+    def __init__(self, path: str) -> None:
+        self._fd = -1
+        self._killed: set[int] = set()
+        with contextlib.suppress(OSError):
+            self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            os.lseek(self._fd, 0, os.SEEK_END)  # to read all that the kernel ever said would delay a verdict
+
+    def names(self, pid: int) -> bool:
+        """Returns whether the kernel says that it killed this process."""
+        while self._fd >= 0:
             try:
-                if wanted.search(os.read(log, 8192)):
-                    return True
+                record = os.read(self._fd, 8192)
             except BrokenPipeError:
                 continue  # this record was overwritten meanwhile
             except OSError:
-                return False  # at its end
-    finally:
-        os.close(log)
+                break  # at its end
+            self._killed.update(map(int, _KILLED.findall(record)))
+            if not record:
+                break
+        return pid in self._killed
+
+    def close(self) -> None:
+        """Closes it; idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

@@ -66,7 +66,7 @@ class SpawnWatch:
 
     def why(self) -> str:
         """Returns a sentence on the cause of a failure; empty if that is not known."""
-        from paceline.observe.looking import glance
+        from paceline.observe.glancing import glance
 
         picture = carefully(lambda: glance(self._watched()), None) if self._is_on else None
         verdict = _verdict_on(picture) if picture is not None else None

@@ -1,7 +1,8 @@
 """Watches this machine's workers while they run, and has somebody look when they make no progress.
 
 A wake-up a second that reads a few bytes of each worker's recording tells that all is well. The look itself, which
-takes longer, happens in a thread.
+takes longer, happens in a thread. What it needs is imported when the first worker records something: at its start the
+launcher would keep a core from the workers, and after a failure the verdict would come later.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from paceline.observe.picture import Picture
 
 _FEW_WORKERS = 8
+_BEFORE_S = 0.25  # between wake-ups before the workers have recorded anything
 _LONGEST_PAUSE_S = 30.0  # between two looks that found nothing
 
 
@@ -53,7 +55,7 @@ class Watcher:
         self._pause_s = 0.0
         self._has_reported = False
         self._threads: dict[bool, threading.Thread] = {}  # those that look now, by whether it is at a failure
-        self._is_paused = False
+        self._is_paused = self._is_prepared = False
         self._pictures: queue.SimpleQueue[tuple[Picture | None, bool]] = queue.SimpleQueue()
         self._waiting, self._waking = os.pipe()
 
@@ -70,13 +72,16 @@ class Watcher:
         """Feels the pulse of the workers, and begins a look if it is still for too long."""
         if not self._is_on or now_s < self._next_s:
             return
-        self._next_s = now_s + self._every_s
+        self._next_s = now_s + (self._every_s if self._is_prepared else min(_BEFORE_S, self._every_s))
         if self._is_paused:
             return
         workers = self._workers()
         for worker in workers:
             if worker.recording is not None and worker.ending is None:
-                self._pulse.felt(worker.number, latest_tick(worker.recording), now_s)
+                tick = latest_tick(worker.recording)
+                self._pulse.felt(worker.number, tick, now_s)
+                if tick and not self._is_prepared:
+                    self._prepare()
         self._pulse.keep({worker.number for worker in workers})
         if not self._pulse.quiet(now_s, self.patience.floor_s - self._look_s):
             self._next_look_s = self._pause_s = 0.0
@@ -97,16 +102,28 @@ class Watcher:
         if not self._is_paused:
             self._begin(see, is_failure=False)
 
-    def glance(self) -> None:
-        """Takes a picture at once, also while paused: a worker here or elsewhere has failed, and all end soon."""
+    def glance(self, is_deep: bool = False) -> None:
+        """Takes a picture at once, also while paused: a worker here or elsewhere has failed, and all end soon.
+
+        `is_deep` asks for many calls of each worker, since those of the one that failed did not fit.
+        """
 
         def see(workers: Sequence[Watched]) -> Picture | None:
-            from paceline.observe.looking import glance
+            from paceline.observe.glancing import glance
 
-            return glance(workers)
+            return glance(workers, is_deep)
 
         if self._is_on:
             self._begin(see, is_failure=True)
+
+    def _prepare(self) -> None:
+        def run() -> None:
+            from paceline.observe.glancing import prepare
+
+            carefully(prepare, None)
+
+        self._is_prepared = True
+        threading.Thread(target=run, name="paceline-prepare", daemon=True).start()
 
     def _begin(self, see: Callable[[Sequence[Watched]], Picture | None], is_failure: bool) -> None:
         if is_failure in self._threads:
@@ -136,6 +153,10 @@ class Watcher:
         if not is_failure:
             self._pause_s = min(_LONGEST_PAUSE_S, max(2 * self._pause_s, self.patience.floor_s / 2))
             self._next_look_s = time.monotonic() + self._pause_s
+        if picture is not None and is_failure:
+            from paceline.observe.glancing import with_endings
+
+            picture = with_endings(picture, self._workers())
         if picture is not None and (is_failure or not self._is_paused):
             self._has_reported = self._has_reported or picture.stalled_since_s is not None
             from paceline.observe.picture import encode

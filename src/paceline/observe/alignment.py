@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import median
 
 from paceline.observe.evidence import Call, Rank
 
@@ -42,6 +41,8 @@ def aligned(ranks: Sequence[Rank], clocks: Sequence[str]) -> list[Rank]:
 def _offset_s(reference: Rank, other: Rank) -> float:
     """Returns what to add to the other's times: calls in which all wait for all end together."""
     mine, theirs = _ends(reference.calls), _ends(other.calls)
+    from statistics import median  # of all that a verdict imports, only this needs it
+
     return median([mine[key] - theirs[key] for key in mine.keys() & theirs.keys()] or [0.0])
 
 

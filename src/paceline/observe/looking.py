@@ -15,10 +15,7 @@ from paceline.observe.picture import Picture
 from paceline.observe.reading import NoRecordingError
 from paceline.observe.taking import take
 from paceline.observe.watching import LOOK_S, Patience, Watched, overdue
-from paceline.observe.witnesses import witness
-
-_GLANCE_S = 0.1  # for a stack, of a process that may be about to end
-_MOST_STACKS = 8
+from paceline.observe.witnesses import MOST_CALLS, witness
 
 
 def look(workers: Sequence[Watched], patience: Patience, is_asked: bool, look_s: float = LOOK_S) -> Picture | None:
@@ -43,24 +40,8 @@ def look(workers: Sequence[Watched], patience: Patience, is_asked: bool, look_s:
         frames, earlier = _stack(worker.pid, last), before[worker.pid]
         moves = bool(frames and earlier) and frames != earlier  # a stack that did not come in time says nothing
         is_still = process.state in STILL
-        ranks.append(_seen(worker, replace(process, moves=moves), frames or (() if is_still else earlier)))
+        ranks.append(seen(worker, replace(process, moves=moves), frames or (() if is_still else earlier)))
     return Picture(time.monotonic(), tuple(ranks), _stalled_since_s(ranks, soon))
-
-
-def glance(workers: Sequence[Watched]) -> Picture | None:
-    """Returns what the workers do just now, without a second look; None if they have recorded no call.
-
-    Only the stacks of a few are taken: they show in which line of the program the others wait.
-    """
-    ranks, stacks_left = [], _MOST_STACKS
-    for worker in workers:
-        now = None if worker.ending is not None else processes.sample(worker.pid)
-        frames: tuple[Frame, ...] = ()
-        if now is not None and stacks_left:
-            stacks_left -= 1
-            frames = _stack(worker.pid, now, _GLANCE_S)
-        ranks.append(_seen(worker, processes.between(now, now), frames))
-    return Picture(time.monotonic(), tuple(ranks)) if any(rank.calls for rank in ranks) else None
 
 
 def _waits_too_long(worker: Watched, patience: Patience) -> bool:
@@ -77,18 +58,20 @@ def last_look(workers: Sequence[Watched]) -> Picture:
     )
 
 
-def _seen(worker: Watched, process: Process, frames: Sequence[Frame]) -> Rank:
-    recorded = _recorded(worker)
+def seen(worker: Watched, process: Process, frames: Sequence[Frame], most_calls: int = MOST_CALLS) -> Rank:
+    """Returns what is known of a worker with this process and stack, with its latest calls."""
+    recorded = _recorded(worker, most_calls)
     place = stacks.place_of(frames) or recorded.place
     if worker.ending is not None:
         return replace(recorded, ending=worker.ending, place=None)
     return replace(recorded, process=process, place=place)
 
 
-def _recorded(worker: Watched) -> Rank:
+def _recorded(worker: Watched, most_calls: int = MOST_CALLS) -> Rank:
     with contextlib.suppress(NoRecordingError, OSError):
         if worker.recording is not None:
-            return replace(witness(glimpse(worker.recording), worker.number), pid=worker.pid)
+            recording = glimpse(worker.recording, most_calls, most_events=most_calls)
+            return replace(witness(recording, worker.number), pid=worker.pid)
     return Rank(worker.number, os.uname().nodename, worker.pid)
 
 

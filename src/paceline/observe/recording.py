@@ -53,7 +53,7 @@ class Clock:
             return None
         at = bisect.bisect(self._ticks, tick)
         pair = self.pairs[max(0, at - 1)]
-        return pair.monotonic_ns + round((tick - pair.tick) * self._slope(at))
+        return pair.monotonic_ns + round((tick - pair.tick) * self._slopes[at])
 
     def realtime_ns(self, monotonic_ns: int) -> int:
         """Returns the time of day at that instant, as the clock was set at the time."""
@@ -74,6 +74,10 @@ class Clock:
         if last.tick > first.tick:
             return (last.monotonic_ns - first.monotonic_ns) / (last.tick - first.tick)
         return 1e9 / self.ticks_per_s if self.ticks_per_s else 1.0
+
+    @cached_property
+    def _slopes(self) -> list[float]:
+        return [self._slope(at) for at in range(len(self.pairs) + 1)]
 
     @cached_property
     def _ticks(self) -> list[int]:

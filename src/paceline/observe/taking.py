@@ -8,12 +8,11 @@ receives the signal is written down: to walk the frames of a thread that runs co
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 
 from paceline.observe import stacks
 from paceline.observe.evidence import Frame
@@ -24,48 +23,74 @@ FILE = "paceline-stack"  # and the process's number, since a fork inherits the f
 
 _PAUSE_S = 0.005
 _MOST_THREADS = 16
+_THREAD_S = 0.1  # for one of these threads, most of which have no Python frames to tell
 
 
 def take(pid: int, timeout_s: float = 1.0) -> tuple[Frame, ...]:
     """Returns the frames of a worker's main thread, or of the thread that it waits for; empty if it cannot tell."""
-    opened = _open(pid)
-    if opened is None:
-        return ()
+    return take_all([pid], timeout_s).get(pid, ())
+
+
+def take_all(pids: Sequence[int], timeout_s: float = 1.0) -> dict[int, tuple[Frame, ...]]:
+    """Returns the frames of several workers, as `take` does, by process; those that cannot tell are missing.
+
+    All are asked before the first answer is waited for, so that one that does not answer keeps nobody waiting.
+    """
+    files: dict[int, int] = {}
+    asked = []
     try:
-        with contextlib.suppress(OSError):
-            pidfd = os.pidfd_open(pid)
-            try:
-                frames = _ask(opened, lambda: signal.pidfd_send_signal(pidfd, SIGNAL), timeout_s)
-            finally:
-                os.close(pidfd)
-            return _elsewhere(pid, opened, timeout_s) or frames if stacks.is_in_a_thread(frames) else frames
+        for pid in pids:
+            if (file := _open(pid)) is not None:
+                files[pid] = file
+                if _is_asked(pid, file):  # at once, since a process that ends soon has no handler any more
+                    asked.append(pid)
+        deadline_s = time.monotonic() + timeout_s
+        found = {pid: frames for pid in asked if (frames := _answer(files[pid], deadline_s))}
+        deadline_s = time.monotonic() + timeout_s
+        for pid, frames in found.items():
+            if stacks.is_in_a_thread(frames):
+                found[pid] = _elsewhere(pid, files[pid], deadline_s) or frames
+        return found
     finally:
-        os.close(opened)
-    return ()
+        for file in files.values():
+            os.close(file)
 
 
-def _elsewhere(pid: int, file: int, timeout_s: float) -> tuple[Frame, ...]:
+def _is_asked(pid: int, file: int) -> bool:
+    """Asks a worker's main thread for its stack; returns whether the worker is still there."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:  # it has just ended
+        return False
+    try:
+        os.ftruncate(file, 0)
+        signal.pidfd_send_signal(pidfd, SIGNAL)
+    except OSError:
+        return False
+    finally:
+        os.close(pidfd)
+    return True
+
+
+def _elsewhere(pid: int, file: int, deadline_s: float) -> tuple[Frame, ...]:
     """Returns the frames of the first other thread with Python frames that does not itself wait for one."""
     try:
         tgkill = ctypes.CDLL(None).tgkill
     except AttributeError:  # an older C library
         return ()
     for thread in threads(pid)[:_MOST_THREADS]:
-
-        def send(thread: int = thread) -> None:
-            tgkill(pid, thread, SIGNAL)
-
-        frames = _ask(file, send, min(0.1, timeout_s))
+        if (now_s := time.monotonic()) >= deadline_s:
+            break
+        os.ftruncate(file, 0)
+        tgkill(pid, thread, SIGNAL)
+        frames = _answer(file, min(deadline_s, now_s + _THREAD_S))
         if frames and not stacks.is_in_a_thread(frames):
             return frames
     return ()
 
 
-def _ask(file: int, send: Callable[[], None], timeout_s: float) -> tuple[Frame, ...]:
-    """Sends the signal and returns the frames once the stack is complete, or what there is of it in time."""
-    os.ftruncate(file, 0)
-    send()
-    deadline_s = time.monotonic() + timeout_s
+def _answer(file: int, deadline_s: float) -> tuple[Frame, ...]:
+    """Returns the frames once the stack is complete, or what there is of it in time."""
     while True:
         text = os.pread(file, 1 << 20, 0).decode(errors="replace")
         if stacks.is_whole(text) or time.monotonic() >= deadline_s:

@@ -48,6 +48,7 @@ sent; latest rate of delivery in bytes a second; microseconds with data under wa
 other rank; round trip, its variation and the shortest in microseconds; segments sent again; milliseconds for which an
 answer is owed; connections"""
 
+WORD_NBYTES = 8
 WRITING = 1
 OPEN = 2
 ENDED_FLAG = 1  # of the header's flags: the process has ended in an orderly way
@@ -61,3 +62,8 @@ def state_of(stamp: int) -> int:
 def index_of(stamp: int) -> int:
     """Returns the entry's index, counted from 0 over all that have been written."""
     return stamp >> 8
+
+
+def first_stamp(index: int) -> int:
+    """Returns the smallest stamp that the entry with this index can have; those of earlier ones are smaller."""
+    return max(0, index) << 8

@@ -76,6 +76,7 @@ class Endings:
         """Gives back what was kept for all workers; idempotent."""
         while self._recordings:
             os.close(self._recordings.popitem()[1])
+        self._memory.close()
 
     def _verdict(self, member: Member, code: int, fate: Fate, failure: Failure | None) -> str:
         """Returns a sentence on a worker's end, which is that of other jobs if it has failed."""

@@ -277,6 +277,7 @@ class Look:
     """Report a `Sighting`, since another node's workers make no progress, or one of them has failed."""
 
     is_failure: bool = False
+    is_deep: bool = False  # a worker has failed since its calls did not fit, and only many calls tell why
 
 
 @dataclass(frozen=True)

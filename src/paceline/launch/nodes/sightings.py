@@ -136,8 +136,9 @@ class Sightings(Around):
         elif sighting.is_failure:
             if not self._has_failed:
                 self._has_failed = True
+                look = Look(is_failure=True, is_deep=_is_of_calls(picture))
                 self._failure, orders = self._round(
-                    node, Look(is_failure=True), now_s + FAILURE_PATIENCE_S, now_s + FAILURE_LAST_PATIENCE_S
+                    node, look, now_s + FAILURE_PATIENCE_S, now_s + FAILURE_LAST_PATIENCE_S
                 )
                 for other, last in self._last.items():
                     self._failure.add(other, last)
@@ -227,3 +228,10 @@ class Sightings(Around):
         for each in (self._stall, self._failure):
             if each is not None:
                 each.missing.discard(node)
+
+
+def _is_of_calls(picture: Picture) -> bool:
+    """Returns whether a rank failed since its calls do not fit those of the others."""
+    from paceline.observe.evidence import Manner
+
+    return any(rank.ending is not None and rank.ending.manner is Manner.MISMATCH for rank in picture.ranks)

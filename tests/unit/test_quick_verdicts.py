@@ -1,0 +1,122 @@
+"""A verdict on a failure comes soon, and still blames the right rank."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import threading
+from dataclasses import replace
+
+import pytest
+from launching import wait_until
+
+from paceline.launch.alarm import Alarm
+from paceline.launch.generation import Generation
+from paceline.launch.keyboard import Keyboard
+from paceline.launch.memory import MemoryCgroup, MemoryWatch
+from paceline.launch.watching import Watcher
+from paceline.launch.worker import Worker
+from paceline.observe import glancing
+from paceline.observe.evidence import Ending, Manner, Place, Process, Rank, State
+from paceline.observe.glancing import with_endings
+from paceline.observe.picture import Picture
+from paceline.observe.watching import Watched
+from paceline.record import layout
+
+KILLED = -9
+
+
+class Kills:
+    """A generation of two workers whose memory runs out: `kernel` kills, and `end` lets the launcher see an end."""
+
+    def __init__(self, directory) -> None:
+        self.directory = directory
+        self.kernel_kills(0)
+        self.told: list[int] = []
+        selector = selectors.DefaultSelector()
+        alarm = Alarm(str(directory))
+        self.generation = Generation(
+            1, 1.0, Keyboard(), selector, alarm, lambda _: None, lambda failure: self.told.append(failure.rank)
+        )
+        self.generation._memory.close()
+        self.generation._memory = MemoryWatch(MemoryCgroup(directory), os.devnull)
+        self.generation.signal = lambda number: None  # there are no processes
+        self.workers = [
+            Worker(rank, rank, 2**30 + rank, str(directory / f"error-{rank}"), -1, exit_code=None) for rank in (0, 1)
+        ]
+        self.generation.workers += self.workers
+
+    def kernel_kills(self, count) -> None:
+        (self.directory / "memory.events").write_text(f"oom_kill {count}\n")
+
+    def end(self, rank, peak_bytes, code=KILLED) -> None:
+        worker = self.workers[rank]
+        worker.exit_code, worker.peak_bytes = code, peak_bytes
+        self.generation._ended(worker, code)
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.exit_code = KILLED
+        self.generation.workers.clear()
+        self.generation.close()
+
+
+@pytest.fixture
+def kills(tmp_path):
+    job = Kills(tmp_path)
+    yield job
+    job.close()
+
+
+def test_of_two_killed_for_memory_the_larger_is_blamed(kills):
+    kills.kernel_kills(2)
+    kills.end(0, 200 << 20)
+    assert kills.told == [] and not kills.generation.is_over, "the end of the larger one takes longer"
+    kills.end(1, 800 << 20)
+    assert kills.told == [1]
+    assert kills.generation.is_over
+
+
+def test_one_that_is_killed_for_memory_alone_is_told_at_once(kills):
+    kills.kernel_kills(1)
+    kills.end(0, 200 << 20)
+    assert kills.told == [0]
+
+
+def test_a_process_that_is_none_of_the_workers_is_not_awaited(kills):
+    kills.kernel_kills(2)
+    kills.end(0, 200 << 20)
+    deadline_s = kills.generation.deadline_s
+    assert kills.told == [] and deadline_s is not None
+    kills.generation.tick(deadline_s)
+    assert kills.told == [0]
+
+
+def test_a_death_that_memory_did_not_cause_is_told_at_once(kills):
+    kills.end(0, 200 << 20)
+    kills.kernel_kills(1)
+    kills.end(1, 800 << 20)
+    assert kills.told == [0]
+
+
+def test_an_error_that_came_meanwhile_names_its_line():
+    seen = Rank(0, pid=1, place=Place(), process=Process(State.SLEEPS))
+    ending = Ending(Manner.CONSEQUENCE, 2.0, "PeerLostError: rank 1 died", "train.py:88")
+    workers = [Watched(0, 1, None, ending), Watched(1, 2, None)]
+    found = with_endings(Picture(1.0, (seen, replace(seen, rank=1, pid=2))), workers)
+    assert [rank.ending for rank in found.ranks] == [ending, None]
+
+
+def test_what_a_verdict_needs_is_imported_when_a_worker_records(monkeypatch):
+    is_prepared = threading.Event()
+    monkeypatch.setattr(glancing, "prepare", is_prepared.set)
+    recording = os.memfd_create("recording")
+    os.truncate(recording, layout.NBYTES)
+    watcher = Watcher(15.0, lambda: [Watched(0, os.getpid(), recording)], lambda body, is_failure: None)
+    watcher.tick(watcher.deadline_s)
+    assert not is_prepared.is_set(), "the workers have not begun"
+    os.pwrite(recording, layout.PROGRESS.pack(7, 1), layout.PROGRESS_AT)
+    watcher.tick(watcher.deadline_s)
+    wait_until(is_prepared.is_set)
+    watcher.close()
+    os.close(recording)
