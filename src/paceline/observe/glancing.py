@@ -43,8 +43,9 @@ def glance(workers: Sequence[Watched], is_deep: bool = False) -> Picture | None:
     now = {pid: processes.between(each, each) for pid, each in samples.items()}
     asked = [pid for pid, process in now.items() if process.state not in STILL]
     frames = take_all(asked[:_MOST_STACKS], _STACKS_S)
-    from paceline.observe.looking import MOST_CALLS, seen
+    from paceline.observe.looking import seen
     from paceline.observe.picture import Picture
+    from paceline.observe.witnesses import MOST_CALLS
 
     most = MOST_CALLS if is_deep or any(_is_of_calls(worker) for worker in workers) else _FEW_CALLS
     ended = processes.between(None, None)
