@@ -9,6 +9,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr auto kFarewell = std::chrono::milliseconds(500);
+// An acknowledgement takes a round trip, and up to 40 ms more if the peer has nothing to send.
+constexpr auto kDelivery = std::chrono::seconds(2);
 
 }  // namespace
 
@@ -48,6 +50,24 @@ void Messenger::close() {
         if (lanes_.peer(peer).control) lanes_.peer(peer).control->finish();
         for (const auto& lane : lanes_.peer(peer).bulk) lane->finish();
     }
+    if (!failure_) await_delivery(hold);
+}
+
+// Waits until the peers' machines have the goodbyes. A peer that is still in its last call may announce it to this
+// rank; if that came after the lane is closed, the reset in answer could overtake the goodbye, and this rank would seem
+// to have died.
+void Messenger::await_delivery(std::unique_lock<std::mutex>& hold) {
+    std::vector<const link::Lane*> awaited;
+    for (int peer = 0; peer < lanes_.size(); ++peer) {
+        const PeerState& to = state(peer);
+        if (lanes_.peer(peer).control && !to.left && !to.lost && !to.deaf)
+            awaited.push_back(lanes_.peer(peer).control.get());
+    }
+    hold.unlock();
+    const auto until = Clock::now() + kDelivery;
+    const auto delivered = [](const link::Lane* lane) { return lane->delivered(); };
+    while (!std::all_of(awaited.begin(), awaited.end(), delivered) && Clock::now() < until)
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
 std::shared_ptr<Request> Messenger::send(int peer, std::int32_t tag, DType dtype, const Stream& tensor,

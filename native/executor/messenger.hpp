@@ -93,7 +93,8 @@ class Messenger {
     Messenger(const Messenger&) = delete;
     Messenger& operator=(const Messenger&) = delete;
     ~Messenger() { close(); }
-    // Ends open requests, says goodbye to every peer and finishes all lanes. Idempotent.
+    // Ends open requests, says goodbye to every peer, finishes all lanes, and waits a moment until the goodbyes have
+    // been delivered. Idempotent.
     void close();
 
     std::shared_ptr<Request> send(int peer, std::int32_t tag, DType dtype, const Stream& tensor,
@@ -201,6 +202,7 @@ class Messenger {
     Outcome without_locked(int peer);
     void note(const Outcome& outcome);
     void closed(int peer);
+    void await_delivery(std::unique_lock<std::mutex>& hold);
     void break_group(Outcome outcome, bool tell);
     void heed_abort();
     void expire(bool look_for_silence);

@@ -37,6 +37,9 @@ class Lane {
 
     // Tells the peer that no more data will follow.
     virtual void finish() {}
+    // After `finish`: whether the peer's machine has all that was written, or will never have it. Before that, a lane
+    // that is closed may lose what is under way: the kernel answers data that come after the close with a reset.
+    virtual bool delivered() const { return true; }
 
     virtual int descriptor() const { return -1; }
 };

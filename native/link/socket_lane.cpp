@@ -21,6 +21,10 @@ constexpr std::uint32_t kSilenceMs = 8000;
 constexpr int kMostDrained = 4096;  // reads
 // Unsent data in the kernel's buffer is read from memory a second time if it does not fit in the cache.
 constexpr int kMostUnsent = 128 << 10;
+// States of a TCP connection whose end the peer has not acknowledged; <linux/tcp.h> does not name them.
+constexpr int kFinWait1 = 4;
+constexpr int kLastAck = 9;
+constexpr int kClosing = 11;
 
 std::size_t fill(std::array<iovec, kMostPieces + 1>& vectors, std::span<const Piece> pieces, std::size_t& wanted) {
     const std::size_t n = std::min(pieces.size(), kMostPieces);
@@ -106,6 +110,13 @@ bool SocketLane::silent() const {
 
 void SocketLane::finish() {
     shutdown(socket_, SHUT_WR);
+}
+
+bool SocketLane::delivered() const {
+    tcp_info info{};
+    socklen_t size = sizeof info;
+    if (getsockopt(socket_, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return true;  // a Unix socket delivers at once
+    return info.tcpi_state != kFinWait1 && info.tcpi_state != kLastAck && info.tcpi_state != kClosing;
 }
 
 }  // namespace paceline::link

@@ -25,6 +25,7 @@ class SocketLane : public Lane {
     bool arm() override { return ahead_from_ != ahead_to_; }
     bool silent() const override;
     void finish() override;
+    bool delivered() const override;
     int descriptor() const override { return socket_; }
 
   private:

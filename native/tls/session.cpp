@@ -59,12 +59,13 @@ int write_socket(bio_st* bio, const char* data, int nbytes) {
     loaded().BIO_clear_flags(bio, kRetries);
     Wire& wire = wire_of(bio);
     const ssize_t sent = flush(wire) ? write_now(wire, data, static_cast<std::size_t>(nbytes)) : -1;
-    if (sent < 0 && !would_block()) return -1;
+    // A change of keys that cannot be written must not end the session, from which what has come is still to be read.
+    // The next record finds the socket broken.
     if (wire.takes_all) {
         wire.kept.insert(wire.kept.end(), data + std::max<ssize_t>(sent, 0), data + nbytes);
         return nbytes;
     }
-    if (sent < 0) loaded().BIO_set_flags(bio, kRetryWrite);
+    if (sent < 0 && would_block()) loaded().BIO_set_flags(bio, kRetryWrite);
     return static_cast<int>(sent);
 }
 

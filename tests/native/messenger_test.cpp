@@ -1,6 +1,7 @@
 // Tests messages between ranks: order, tags, sizes, and every way in which a message can fail to arrive.
 #include "executor/messenger.hpp"
 
+#include <linux/tcp.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -280,6 +281,38 @@ void a_rank_that_left_is_distinguished_from_one_that_died(Over over) {
     }
 }
 
+// Whether the messenger has finished the lane over this socket: its last bytes are under way, or it has closed it.
+bool is_finished(int descriptor) {
+    constexpr int kFinWait1 = 4;
+    tcp_info info{};
+    socklen_t size = sizeof info;
+    return getsockopt(descriptor, IPPROTO_TCP, TCP_INFO, &info, &size) != 0 || info.tcpi_state == kFinWait1;
+}
+
+// The kernel of a rank that has closed its lane answers frames with a reset, which must not come before the goodbye.
+void a_goodbye_is_heard_though_a_frame_crosses_it() {
+    std::atomic<int> leaving = -1;
+    with_ranks(2, 1, Over::tcp, [&](Rank at) {
+        constexpr int kMany = 4;
+        constexpr std::size_t kLong = 16 << 10;  // together more than the other end holds
+        if (at.rank == 0) {
+            for (int i = 0; i < kMany; ++i) CHECK(sent(at, 1, 0, pattern(kLong, i)).code == Code::ok);
+            leaving = at.lanes.peer(1).control->descriptor();
+            return;
+        }
+        while (leaving < 0 || !is_finished(leaving)) pause(1);
+        pause(50);  // for a rank that does not wait until the goodbye has been delivered to close its lane
+        CallHeader header{};
+        header.operation = Operation::barrier;
+        header.sequence = 1;
+        at.messenger.announce(header);
+        for (int i = 0; i < kMany; ++i) CHECK(received(at, 0, 0, kLong).bytes == pattern(kLong, i));
+        const Outcome outcome = received(at, 0, 0, 10).outcome;
+        CHECK(outcome.code == Code::peer_lost && (outcome.left == std::vector<int>{0}));
+        CHECK(!at.messenger.failure());
+    });
+}
+
 void a_close_ends_open_requests_and_says_why() {
     with_ranks(3, 1, Over::sockets, [](Rank at) {
         if (at.rank == 0) {
@@ -392,6 +425,7 @@ void all() {
     a_wait_can_be_interrupted_while_another_thread_drives();
     a_timeout_names_the_missing_rank_while_others_talk();
     for (const Over over : kinds()) a_rank_that_left_is_distinguished_from_one_that_died(over);
+    a_goodbye_is_heard_though_a_frame_crosses_it();
     a_close_ends_open_requests_and_says_why();
     a_close_while_another_thread_waits_ends_its_wait();
     announcements_to_a_busy_rank_do_not_pile_up();

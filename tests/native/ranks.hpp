@@ -2,7 +2,9 @@
 // one host are.
 #pragma once
 
+#include <netinet/in.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <functional>
@@ -27,7 +29,7 @@ constexpr std::int64_t kSecond = 1000 * kMs;
 constexpr std::int64_t kHung = 60 * kSecond;
 constexpr double kSoonS = 20;  // what should take an instant, and would otherwise end at `kHung`
 
-enum class Over { sockets, rings };
+enum class Over { sockets, tcp, rings };
 
 // Whether the socket pairs are encrypted; see `plain_and_encrypted`.
 inline bool encrypts = false;
@@ -58,6 +60,25 @@ inline std::pair<int, int> joined() {
     return {ends[0], ends[1]};
 }
 
+// A TCP connection on loopback; the second end holds little that has not been read.
+inline std::pair<int, int> joined_by_tcp() {
+    constexpr int kRoom = 8 << 10;
+    const int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    const int first = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    auto* name = reinterpret_cast<sockaddr*>(&address);
+    socklen_t size = sizeof address;
+    CHECK(setsockopt(listener, SOL_SOCKET, SO_RCVBUF, &kRoom, sizeof kRoom) == 0);
+    CHECK(bind(listener, name, size) == 0 && listen(listener, 1) == 0 && getsockname(listener, name, &size) == 0);
+    CHECK(connect(first, name, size) == 0);
+    const int second = accept4(listener, nullptr, nullptr, SOCK_CLOEXEC);
+    CHECK(second >= 0);
+    ::close(listener);
+    return {first, second};
+}
+
 // Calls `body` for each of n ranks; whatever a rank leaves open is closed when its body ends, as if the rank left.
 inline void with_ranks(int n, int streams, Over over, const std::function<void(Rank)>& body) {
     const auto size = static_cast<std::size_t>(n);
@@ -66,7 +87,9 @@ inline void with_ranks(int n, int streams, Over over, const std::function<void(R
     for (std::size_t i = 0; i < size; ++i)
         for (std::size_t j = i + 1; j < size && over == Over::sockets; ++j)
             for (int lane = 0; lane < 1 + streams; ++lane) {
-                auto [a, b] = encrypts ? encrypted::joined() : std::pair<tls::Socket, tls::Socket>(joined());
+                auto [a, b] = over == Over::tcp ? std::pair<tls::Socket, tls::Socket>(joined_by_tcp())
+                              : encrypts        ? encrypted::joined()
+                                                : std::pair<tls::Socket, tls::Socket>(joined());
                 sockets[i][j].push_back(std::move(a));
                 sockets[j][i].push_back(std::move(b));
             }

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <functional>
+#include <thread>
 #include <vector>
 
 #include "check.hpp"
@@ -122,6 +123,30 @@ void a_change_of_keys_that_finds_no_room_does_not_stop_reading() {
     }
 }
 
+// What a rank said last is still to be read when its socket takes nothing more, also if that is found out by a change
+// of keys, which OpenSSL would have to finish before it reads.
+void a_change_of_keys_that_finds_nobody_does_not_stop_reading() {
+    const auto identity = identity_of(1, 1);  // the keys change after each record
+    const Bytes last = pattern(100);
+    for (int turn = 0; turn < 60; ++turn) {  // in about a third of them, the socket ends just before a change of keys
+        Both pair(identity, identity);
+        CHECK((pair.meet() == std::pair(Progress::done, Progress::done)));
+        CHECK(pair.a->send(last.data(), last.size()) == static_cast<ssize_t>(last.size()));
+        std::thread leaver([&pair, turn] {
+            std::uint8_t byte = 0;
+            for (int have = 0; have < 5 + turn;) have += pair.a->recv(&byte, 1) > 0 ? 1 : 0;
+            shutdown(pair.ends[0], SHUT_RD);
+        });
+        const std::uint8_t byte = 1;
+        while (pair.b->send(&byte, 1) > 0 || errno == EAGAIN) {
+        }
+        leaver.join();
+        Bytes received(last.size());
+        CHECK(pair.b->recv(received.data(), received.size()) == static_cast<ssize_t>(last.size()));
+        CHECK(received == last);
+    }
+}
+
 void a_peer_without_tls_is_refused() {
     Both pair(identity_of(1), identity_of(1));
     const char plain[] = "paceln/1 and what else a peer without encryption would say";
@@ -219,6 +244,7 @@ int main() {
     another_jobs_certificate_is_refused_by_both_sides();
     bytes_arrive_while_the_keys_change();
     a_change_of_keys_that_finds_no_room_does_not_stop_reading();
+    a_change_of_keys_that_finds_nobody_does_not_stop_reading();
     a_peer_without_tls_is_refused();
     the_end_is_told_from_a_break();
     a_changed_byte_is_never_taken_for_data();

@@ -195,6 +195,7 @@ def test_without_a_launcher_the_disk_is_used(
     require_step(state, 3)
     said = capsys.readouterr().err
     assert "no copies are kept in memory, since not every rank reaches a launcher" in said
+    assert "(rank 0: PACELINE_COPIES is not set)" in said
     assert "restored step 3 from the disk" in said
 
 

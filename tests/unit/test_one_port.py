@@ -11,14 +11,15 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from gates import DEADLINE_S, HERE, open_gate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launching import wait_until
 from sampling import examples
+from world import reserved_port
 
 from paceline.engine.native.calls import Calls
 from paceline.errors import AuthenticationError, StoreConnectionError
-from paceline.launch.environment import free_port
 from paceline.one_port import choice, dialing, listener
 from paceline.one_port.gate import MAX_COMERS, Gate
 from paceline.one_port.header import HEADER_BYTES, has_no_header, header_for, is_wrong, number_in
@@ -32,8 +33,6 @@ from paceline.store.hash import HashStore
 from paceline.store.server import StoreServer
 from paceline.store.tcp import PortInUseError, TCPStore, listen
 
-DEADLINE_S = 30.0
-HERE = "127.0.0.1"
 KEY = derive_key(b"s" * 32, "links")
 
 
@@ -145,12 +144,7 @@ def test_loopback_does_without_the_port(monkeypatch):
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """The port of a gate, which this process uses for loopback, too."""
-    port, name = free_port(), random_name()
-    monkeypatch.setenv(choice.VARIABLE, str(port))
-    monkeypatch.setenv(choice.GATE_VARIABLE, name)
-    monkeypatch.setattr(dialing, "leads_out", lambda _: True)
-    with contextlib.closing(Gate(port, name)):
+    with open_gate(monkeypatch) as port:
         yield port
 
 
@@ -302,7 +296,7 @@ def test_without_a_launcher_the_first_becomes_the_gate(monkeypatch):
     monkeypatch.delenv(choice.GATE_VARIABLE, raising=False)
     monkeypatch.setattr(listener, "_gates", {})
     monkeypatch.setattr(dialing, "leads_out", lambda _: True)
-    port = free_port()
+    port = reserved_port()
     monkeypatch.setenv(choice.VARIABLE, str(port))
     held: list[NumberedListener] = []
     threads = [threading.Thread(target=lambda: held.append(claim(HERE, 0, port))) for _ in range(8)]
@@ -319,7 +313,7 @@ def test_without_a_launcher_the_first_becomes_the_gate(monkeypatch):
 
 
 def test_the_end_of_the_gate_is_noticed(monkeypatch):
-    port, name = free_port(), random_name()
+    port, name = reserved_port(), random_name()
     monkeypatch.setenv(choice.GATE_VARIABLE, name)
     gate = Gate(port, name)
     listening = claim(HERE, 0, port)

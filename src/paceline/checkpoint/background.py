@@ -50,18 +50,30 @@ class SaveHandle:
 
     def _run(self) -> None:
         be_modest()
-        others = [] if self._beside is None else [threading.Thread(target=self._beside, name="paceline-copies")]
+        finish_beside = self._start_beside()
         try:
-            for each in others:
-                each.start()
             self._work()
         except BaseException as error:
             self._error = error
             sys.stderr.write(f"paceline: the checkpoint {self.name} was not saved: {error}\n")
         finally:
-            for each in others:
-                each.join()
+            finish_beside()
             del self._work, self._beside
+
+    def _start_beside(self) -> Callable[[], None]:
+        """Returns what waits for the work beside, or does it if there is no thread: other ranks wait for it."""
+        if self._beside is None:
+            return _nothing
+        thread = threading.Thread(target=self._beside, name="paceline-copies")
+        try:
+            thread.start()
+        except RuntimeError:
+            return self._beside
+        return thread.join
+
+
+def _nothing() -> None:
+    pass
 
 
 class Background:

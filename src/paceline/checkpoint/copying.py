@@ -62,8 +62,9 @@ class PeerCopies:
         """
         answer = told(self._introduction, talk.me)
         everyone = [json.loads(heard(each)) for each in talk.exchange(answer)]
-        if any(each["presence"] is None for each in everyone):
-            self._warn(talk)
+        absent = [f"rank {rank}: {each['why']}" for rank, each in enumerate(everyone) if each["presence"] is None]
+        if absent:
+            self._warn(absent[0], talk)
             return _nothing
         presences = [Presence(**each["presence"]) for each in everyone]
         wholes = [tuple(each["whole"]) for each in everyone if each["whole"] is not None]
@@ -96,18 +97,22 @@ class PeerCopies:
             self._whole = copying.draft.sequence, copying.draft.token
 
     def _introduction(self) -> bytes:
+        why = f"{VARIABLE} is not set"
         if self._presence is None and self._own:
-            with contextlib.suppress(*_UNREACHABLE), contextlib.closing(dial(self._own)) as client:
-                answer = client.listen()
+            try:
+                with contextlib.closing(dial(self._own)) as client:
+                    answer = client.listen()
                 self._presence = Presence(answer.vault, host_id(), answer.address)
+            except _UNREACHABLE as error:
+                why = str(error)
         presence = None if self._presence is None else asdict(self._presence)
-        return json.dumps({"root": self._path, "presence": presence, "whole": self._whole}).encode()
+        return json.dumps({"root": self._path, "presence": presence, "whole": self._whole, "why": why}).encode()
 
-    def _warn(self, talk: GroupTalk | Alone) -> None:
+    def _warn(self, why: str, talk: GroupTalk | Alone) -> None:
         if not self._has_warned and talk.rank == 0:
             sys.stderr.write(
                 "paceline: peer_copies: no copies are kept in memory, since not every rank reaches a launcher of "
-                "`paceline run`, which would keep them\n"
+                f"`paceline run`, which would keep them ({why})\n"
             )
         self._has_warned = True
 

@@ -134,11 +134,13 @@ class CheckpointManager:
         is_saved = (is_due or force or ends) and self._saved != step
         if is_saved:
             BACKGROUND.finish()
-            self._write(step, state, talk, self._asynchronous and not ends, ends)
+            self._write(step, state, talk, self._asynchronous and not ends)
         if ends:
-            self.close()
-            if talk.rank == 0:
+            if not is_saved:
+                BACKGROUND.finish()
+            if talk.rank == 0:  # copies may not be finished, and are waited for next
                 sys.stderr.write(f"paceline: asked to end; the checkpoint of step {step} is in {self._where()}\n")
+            self.close()
             raise SystemExit(self._signals.exit_code)
         return is_saved
 
@@ -227,11 +229,13 @@ class CheckpointManager:
         is_due, ends = mine.tolist()
         return bool(is_due), bool(ends)
 
-    def _write(self, step: int, state: State, talk: GroupTalk | Alone, asynchronous: bool, ends: bool = False) -> None:
-        """Writes a checkpoint; with `ends` no copies are kept in memory, since the launchers end too."""
+    def _write(
+        self, step: int, state: State, talk: GroupTalk | Alone, asynchronous: bool, may_copy: bool = True
+    ) -> None:
+        """Writes a checkpoint; without `may_copy`, none is kept in memory."""
         least_sequence = 0 if self._copies is None else self._copies.least_sequence()
         prepared = prepare(state, self._root, step, talk, self._own_disks(talk), least_sequence)
-        if self._copies is not None and not ends:
+        if self._copies is not None and may_copy:
             self._write_and_copy(prepared, talk, asynchronous, self._copies)
         elif asynchronous:
             write_later(self._root, prepared, self._keep, talk)
@@ -283,14 +287,14 @@ class CheckpointManager:
             BACKGROUND.finish()
         step, state = self._latest
         if not self._is_saved(step):
-            self._write(step, state, Alone(), asynchronous=False, ends=True)
+            self._write(step, state, Alone(), asynchronous=False, may_copy=False)
             sys.stderr.write(f"paceline: the job is to end; the checkpoint of step {step} is in {self._where()}\n")
 
     def _write_again(self) -> None:
         """Writes the step that was to be saved last, if that is the state's; each worker has all of it."""
         step, state = self._latest
         if self._saved == step and not self._is_saved(step):
-            self._write(step, state, Alone(), asynchronous=False, ends=True)
+            self._write(step, state, Alone(), asynchronous=False, may_copy=False)
 
     def _is_saved(self, step: int) -> bool:
         """Whether a checkpoint of a step is there, or another worker is writing one."""

@@ -1,4 +1,4 @@
-"""One TCP port for all that a machine offers to others: the meeting, stores, links between ranks, and lessons.
+"""One TCP port for all that a machine offers to others: the meeting, stores, links between ranks, lessons, copies.
 
 A *gate* listens at the port. What else would listen at a port of its own asks the gate for a *number* instead, and
 connections say first which number they want; the gate then hands the connection itself to the process that holds the

@@ -23,6 +23,7 @@ from paceline.security.refusals import Refusals
 MAX_COMERS = 128
 _BACKLOG = 1024
 _LARGEST_REQUEST = 1024
+_QUEUE_NBYTES = 1 << 20  # for connections that a listener has not accepted: each takes some 800, the default is for 280
 _PAUSE_S = 0.05  # when the system cannot give a connection, for example because descriptors ran out
 
 
@@ -87,12 +88,16 @@ class Gate:
         self._closed = True
         self._waking.send(b".")
         self._thread.join()
+        self.let_go()
+        self._refusals.close()
+
+    def let_go(self) -> None:
+        """Closes this process's descriptors and no more, as a forked child does: the gate's thread is not in it."""
         for key in list(self._selector.get_map().values()):
             assert isinstance(key.fileobj, socket.socket)
             key.fileobj.close()
         self._selector.close()
         self._waking.close()
-        self._refusals.close()
 
     def _watch(self, readable: socket.socket, act: Callable[[], None]) -> None:
         readable.setblocking(False)
@@ -173,6 +178,7 @@ class Gate:
                 time.sleep(_PAUSE_S)
             return
         if is_same_user(connection):
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _QUEUE_NBYTES)
             tenant = _Tenant(connection)
             self._watch(connection, partial(self._serve, tenant))
         else:
@@ -189,12 +195,12 @@ class Gate:
             self._end(tenant)
             return
         with contextlib.suppress(OSError):  # it has ended
-            tenant.connection.send(self._answer(tenant, request.decode()))
+            tenant.connection.send(self._answer(tenant, request))
 
-    def _answer(self, tenant: _Tenant, request: str) -> bytes:
+    def _answer(self, tenant: _Tenant, request: bytes) -> bytes:
         """Gives a number, after an address for it; returns the number, or the code and the words of an error."""
-        wanted, _, address = request.partition(" ")
         try:
+            wanted, _, address = request.decode().partition(" ")
             holder = self._numbers.holder(int(wanted))
             if holder is not None and _has_ended(holder):
                 self._end(holder)

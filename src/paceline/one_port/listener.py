@@ -41,23 +41,28 @@ class NumberedListener:
         self.fileno = connection.fileno
 
     def accept(self) -> tuple[socket.socket, tuple[str, int]]:
-        """Waits for a connection; returns it and where it comes from.
+        """Waits for a connection; returns it and where it comes from. Those that have been reset meanwhile are skipped.
 
         Raises:
             OSError: the gate has ended, `shutdown` was called, or there are no more descriptors.
         """
-        _, descriptors, _, _ = socket.recv_fds(self._connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        while True:
+            connection = self._received()
+            try:
+                connection.setblocking(True)
+                return connection, connection.getpeername()
+            except OSError:  # strangers could otherwise have the caller pause as often as they like
+                connection.close()
+
+    def _received(self) -> socket.socket:
+        data, descriptors, _, _ = socket.recv_fds(self._connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        if data and not descriptors:  # the kernel drops what this process has no room for
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         if not descriptors:
             raise ConnectionAbortedError(
                 errno.ECONNABORTED, "the process that listens at this machine's port has ended"
             )
-        connection = socket.socket(fileno=descriptors[0])
-        try:
-            connection.setblocking(True)
-            return connection, connection.getpeername()
-        except OSError:
-            connection.close()
-            raise
+        return socket.socket(fileno=descriptors[0])
 
     def getsockname(self) -> tuple[str, int]:
         """Returns the address and the number."""
@@ -116,6 +121,16 @@ def _ask(name: str, address: str, number: int) -> NumberedListener:
     except BaseException:
         connection.close()
         raise
+
+
+def _forget_in_child() -> None:
+    """Lets go of the gates of the process that forked this one: they end with it, and not with its last child."""
+    for gate in _gates.values():
+        gate.let_go()
+    _gates.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _name_in_job(port: int) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from paceline.checkpoint.copies.messages import (
     CHANNEL,
@@ -28,6 +29,7 @@ from paceline.checkpoint.copies.messages import (
 )
 from paceline.elastic.failpoints import reach
 from paceline.errors import CheckpointError
+from paceline.one_port.dialing import dial as dial_machine
 from paceline.security.encryption import Connection, begin
 from paceline.security.handshake import TIMEOUT_S, Hello, prove
 from paceline.security.secret import derive_key, job_secret, require_secret
@@ -67,7 +69,8 @@ class VaultClient:
         reach("copies.write")
         nbytes = sum(view.nbytes for view in views)
         self._totals[file] = self._totals.get(file, 0) + nbytes
-        send(self._connection, Write(root, token, file, nbytes), [view for view in views if view.nbytes])
+        with self._reaching():
+            send(self._connection, Write(root, token, file, nbytes), [view for view in views if view.nbytes])
 
     def finish(self, root: str, token: str, file: str) -> None:
         """Returns when the vault has all of a file."""
@@ -92,14 +95,16 @@ class VaultClient:
         answer = self._ask(GiveManifest(root, token))
         assert isinstance(answer, Bytes)
         data = bytearray(answer.nbytes)
-        receive_into(self._connection, memoryview(data))
+        with self._reaching():
+            receive_into(self._connection, memoryview(data))
         return bytes(data)
 
     def read_into(self, root: str, token: str, file: str, at: int, buffer: memoryview) -> int:
         """Fills a buffer from byte `at` of a file on; returns how many bytes there were."""
         answer = self._ask(Read(root, token, file, at, len(buffer)))
         assert isinstance(answer, Bytes)
-        receive_into(self._connection, buffer[: answer.nbytes])
+        with self._reaching():
+            receive_into(self._connection, buffer[: answer.nbytes])
         return answer.nbytes
 
     def _require_done(self, request: Request, views: Sequence[bytes] = ()) -> None:
@@ -107,31 +112,41 @@ class VaultClient:
         assert isinstance(answer, Done)
 
     def _ask(self, request: Request, views: Sequence[bytes] = ()) -> Answer:
-        send(self._connection, request, views)
-        answer = receive_answer(self._connection)
+        with self._reaching():
+            send(self._connection, request, views)
+            answer = receive_answer(self._connection)
         if isinstance(answer, Refused):
             raise CheckpointError(f"the launcher at {self.name} keeps no copy: {answer.reason}")
         return answer
 
+    @contextlib.contextmanager
+    def _reaching(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OSError(
+                f"the launcher at {self.name}, which keeps copies, has ended or did not answer within "
+                f"{_PATIENCE_S:.0f} s ({error}); look at its output"
+            ) from error
+
 
 def dial(address: str, timeout_s: float = TIMEOUT_S) -> VaultClient:
-    """Connects to a vault, given unix:PATH or HOST:PORT.
+    """Connects to a vault, given unix:PATH or HOST:PORT; in a job with one port, the number takes the port's place.
 
     Raises:
         OSError: nobody serves it there.
         AuthenticationError: whoever does holds another secret.
     """
     secret = job_secret()
-    if address.startswith(_UNIX):
-        plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    else:
-        host, _, port = address.rpartition(":")
-        plain = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
     try:
-        if address.startswith(_UNIX):
-            plain.settimeout(timeout_s)
-            plain.connect(address[len(_UNIX) :])
-        else:
+        plain = _reached(address, timeout_s)
+    except OSError as error:
+        raise OSError(
+            f"the launcher at {address}, which would keep copies, cannot be reached ({error}); see whether it runs, "
+            "and whether a firewall is in between"
+        ) from error
+    try:
+        if plain.family != socket.AF_UNIX:
             require_secret(plain.getpeername()[0], secret)
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = begin(plain, secret, TIMEOUT_S)
@@ -141,3 +156,17 @@ def dial(address: str, timeout_s: float = TIMEOUT_S) -> VaultClient:
         plain.close()
         raise
     return VaultClient(connection, address)
+
+
+def _reached(address: str, timeout_s: float) -> socket.socket:
+    if not address.startswith(_UNIX):
+        host, _, port = address.rpartition(":")
+        return dial_machine((host.strip("[]"), int(port)), timeout_s)
+    plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        plain.settimeout(timeout_s)
+        plain.connect(address[len(_UNIX) :])
+    except BaseException:
+        plain.close()
+        raise
+    return plain

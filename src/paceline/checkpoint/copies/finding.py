@@ -39,7 +39,7 @@ def newest(inventories: Sequence[Inventory]) -> tuple[Found | None, list[str]]:
         for entry in inventory.entries:
             entries.setdefault(entry.token, {})[name] = entry
     why: list[str] = []
-    for token in sorted(entries, key=lambda each: (_sequence(entries[each]), each), reverse=True):
+    for token in sorted(entries, key=lambda each: (*_age(entries[each]), each), reverse=True):
         found, fault = _whole(token, entries[token])
         if found is not None:
             return found, why
@@ -49,6 +49,11 @@ def newest(inventories: Sequence[Inventory]) -> tuple[Found | None, list[str]]:
 
 def _sequence(having: Mapping[str, Entry]) -> int:
     return max(each.sequence for each in having.values())
+
+
+def _age(having: Mapping[str, Entry]) -> tuple[int, int]:
+    """Returns what orders checkpoints. Two may have one sequence: a new first rank knows only those on the disk."""
+    return _sequence(having), max(-1 if each.step is None else each.step for each in having.values())
 
 
 def _whole(token: str, having: Mapping[str, Entry]) -> tuple[Found | None, str]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
 from paceline.security.encryption import Connection
 
 T = TypeVar("T")
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 
 CHANNEL = "copies"
 _LENGTH = struct.Struct("<I")
@@ -36,7 +37,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     sequence: int
     step: int | None
     keep: str | None
-    nbytes: int
+    nbytes: Count
 
 
 class Write(msgspec.Struct, frozen=True, tag=True):
@@ -45,7 +46,7 @@ class Write(msgspec.Struct, frozen=True, tag=True):
     root: str
     token: str
     file: str
-    nbytes: int
+    nbytes: Count
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
@@ -54,7 +55,7 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
     root: str
     token: str
     file: str
-    total: int
+    total: Count
 
 
 class Commit(msgspec.Struct, frozen=True, tag=True):
@@ -67,7 +68,7 @@ class Commit(msgspec.Struct, frozen=True, tag=True):
     token: str
     files: Mapping[str, int]
     vaults: Mapping[str, str]
-    nbytes: int
+    nbytes: Count
 
 
 class Look(msgspec.Struct, frozen=True, tag=True):
@@ -108,14 +109,14 @@ class Read(msgspec.Struct, frozen=True, tag=True):
     root: str
     token: str
     file: str
-    at: int
-    count: int
+    at: Count
+    count: Count
 
 
 class Bytes(msgspec.Struct, frozen=True, tag=True):
     """The bytes follow."""
 
-    nbytes: int
+    nbytes: Count
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):

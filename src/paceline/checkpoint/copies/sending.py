@@ -70,6 +70,8 @@ def copy(
 ) -> None:
     """Copies a checkpoint into vaults; every rank calls this. It is there on all of them when this returns.
 
+    Rank 0 announces in either round what came of it, also if a rank could not be heard: the others wait for that.
+
     Args:
         talks: one for each of the two rounds.
         dial: connects to a vault.
@@ -95,11 +97,12 @@ def copy(
                 client.commit(copying.root, copying.draft.token, manifest, files, copying.vaults)
             return b""
 
-        everyone = first.collect(told(write))
-        verdict = first.announce(told(lambda: _manifest(copying, [heard(each) for each in everyone], first.size)))
-        outcomes = second.collect(told(commit))
-        failed = [each for each in outcomes if each[:1] != b"+"]
-        heard(second.announce([*failed, *outcomes, b""][0]))
+        written = told(write)
+        verdict = first.announce(
+            told(lambda: _manifest(copying, [heard(each) for each in first.collect(written)], first.size))
+        )
+        committed = told(commit)
+        heard(second.announce(told(lambda: _require_all(second.collect(committed), heard))))
     reach("copies.done")
 
 
@@ -109,6 +112,12 @@ def _written(copying: Copying, clients: Sequence[VaultClient], rank: int) -> byt
         client.begin(Begin(copying.root, draft.token, draft.sequence, draft.step, copying.keep, nbytes))
     part = write_part(CopyTarget(clients, copying.root, draft.token), draft, rank, copying.pieces)
     return json.dumps([manifest_json.part_to_bytes(part).decode(), copying.values]).encode()
+
+
+def _require_all(outcomes: Sequence[bytes], heard: Callable[[bytes], bytes]) -> bytes:
+    for each in outcomes:
+        heard(each)
+    return b""
 
 
 def _manifest(copying: Copying, everyone: Sequence[bytes], size: int) -> bytes:

@@ -27,6 +27,7 @@ from paceline.checkpoint.copies.messages import (
     send,
 )
 from paceline.checkpoint.copies.vault import RefusedError, Vault, new_file
+from paceline.errors import PacelineError
 from paceline.security.encryption import Connection, is_between_machines
 
 _PIECE_NBYTES = 1 << 20  # received at a time
@@ -66,8 +67,8 @@ class Session:
         payload = self._received(request.nbytes) if isinstance(request, Commit) else b""
         try:
             answer, data = self._done(request, payload)
-        except (RefusedError, OSError) as error:
-            answer, data = Refused(str(error)), b""
+        except (RefusedError, OSError, ValueError, MemoryError, PacelineError) as error:
+            answer, data = Refused(str(error) or "there is no memory left"), b""
         send(self._connection, answer, [data] if data else [])
 
     def _done(self, request: Request, payload: bytes) -> tuple[Answer, bytes]:
@@ -108,8 +109,11 @@ class Session:
                 if key not in self._open:
                     self._open[key] = new_file()
                 _write_all(self._open[key], piece)
+                self._vault.wrote(write.root, write.token, len(piece))
             except OSError as error:
                 self._faults[key] = str(error)
+                if key in self._open:
+                    os.close(self._open.pop(key))  # memory may be what is short
 
     def _finish(self, finish: Finish) -> None:
         key = finish.root, finish.token, finish.file

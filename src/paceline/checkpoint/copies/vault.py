@@ -1,4 +1,9 @@
-"""What a launcher holds for workers: files of checkpoints in memfds, of at most two generations of each root."""
+"""What a launcher holds for workers: files of checkpoints in memfds, of at most two generations of each root.
+
+Several ranks write at the same time, so memory that was granted to one is counted as taken before it is. Where it is
+short, the copies of other roots go, first those of the root for which the longest ago one was begun: a script may use
+ever new directories.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from paceline.checkpoint.copies.messages import Begin, Commit, Entry, Finish, GiveManifest, Read
+from paceline.checkpoint.copies.room import available_nbytes
 from paceline.checkpoint.format.refusals import size
 
 _NAME = "paceline-copy"
@@ -22,6 +28,7 @@ class RefusedError(Exception):
 @dataclass
 class _Generation:
     begin: Begin
+    due: int = 0  # the bytes that ranks have announced, and not written yet
     files: dict[str, int] = field(default_factory=dict)  # the descriptors of those that are complete
     commit: Commit | None = None
     manifest: bytes = b""
@@ -39,12 +46,6 @@ class _Generation:
         self.files.clear()
 
 
-def available_nbytes() -> int:
-    """Returns how much memory this machine can still give to processes."""
-    with open("/proc/meminfo") as lines:
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-
-
 class Vault:
     """The memory; threads may use it at the same time.
 
@@ -58,21 +59,41 @@ class Vault:
         self._changing = threading.Lock()
 
     def begin(self, begin: Begin) -> None:
-        """Makes room for a checkpoint: of its root only the one to keep is left.
+        """Makes room for a checkpoint: of its root only the one to keep is left, and of others what there is room for.
 
         Raises:
             RefusedError: there is too little memory.
         """
         with self._changing:
-            known = self._roots.setdefault(begin.root, {})
+            known = self._roots.pop(begin.root, {})
+            self._roots[begin.root] = known  # the one that was used last comes last
             for token in [each for each in known if each not in (begin.token, begin.keep)]:
                 known.pop(token).close()
+            self._make_room(begin)
+            known.setdefault(begin.token, _Generation(begin)).due += begin.nbytes
+
+    def _make_room(self, begin: Begin) -> None:
+        while True:
+            due = sum(each.due for known in self._roots.values() for each in known.values())
             available = self._available()
-            if available < begin.nbytes * _SPARE:
+            if available >= (begin.nbytes + due) * _SPARE:
+                return
+            oldest = next(iter(self._roots))
+            if oldest == begin.root:
+                others = f", of which {size(due)} are for other copies that are being written" if due else ""
                 raise RefusedError(
-                    f"a copy of {size(begin.nbytes)} is too large for the {size(available)} of memory that are left"
+                    f"a copy of {size(begin.nbytes)} is too large for the {size(available)} of memory that are "
+                    f"left{others}; take fewer hosts for peer_copies, or none"
                 )
-            known.setdefault(begin.token, _Generation(begin))
+            for generation in self._roots.pop(oldest).values():
+                generation.close()
+
+    def wrote(self, root: str, token: str, nbytes: int) -> None:
+        """Notes that a part of what was announced has been written: it is no longer among the memory that is left."""
+        with self._changing:
+            generation = self._roots.get(root, {}).get(token)
+            if generation is not None:
+                generation.due = max(0, generation.due - nbytes)
 
     def finish(self, finish: Finish, descriptor: int) -> None:
         """Takes over a memfd with a complete file.
@@ -97,7 +118,7 @@ class Vault:
         """
         with self._changing:
             generation = self._generation(commit.root, commit.token)
-            generation.commit, generation.manifest = commit, manifest
+            generation.commit, generation.manifest, generation.due = commit, manifest, 0
 
     def look(self, root: str) -> list[Entry]:
         """Returns what there is of a root."""

@@ -32,7 +32,9 @@ from paceline.wording import and_more
 
 _CHANNEL = "links"
 _LOOK_S = 0.5
-_REACH_S = 4.0  # how long a machine with one port has to accept a connection: three attempts of the kernel
+# How long a machine with one port has to accept a connection. The kernel makes two attempts before the other rank is
+# asked to connect, which costs little if they are lost, and four of those that there is no other way for.
+_REACH_S, _LAST_REACH_S = 1.5, 10.0
 _MOST_NAMED = 4
 
 Connections = list[list[int | _core.TlsConnection]]
@@ -142,7 +144,7 @@ class _Links:
         try:
             for lane in self.lanes:
                 hello = Hello(_CHANNEL, me.rank, me.number, lane)
-                connection = _dial(host, port, me.address, me.key, hello, me.deadline, me.secret)
+                connection = _dial(host, port, me, hello, self._reach_s(calls_because is not None))
                 self.cleanup.enter_context(connection)
                 self.found[peer, lane] = connection
         except (OSError, HandshakeUnfinishedError) as error:
@@ -181,6 +183,11 @@ class _Links:
             if (who.rank > rank or who.rank in self.called) and (who.rank, who.lane) in expected:
                 self.found[who.rank, who.lane] = connection  # the latest one counts: the peer has given up the others
 
+    def _reach_s(self, is_last: bool) -> float | None:
+        if self._port is None:
+            return None
+        return _LAST_REACH_S if is_last else _REACH_S
+
     def _call(self, peer: int, why: str) -> None:
         self._drop(peer)
         self.called.add(peer)
@@ -215,15 +222,11 @@ class _Links:
         )
 
 
-def _dial(
-    host: str, port: int, source: str, key: bytes, hello: Hello, deadline: float, secret: bytes | None
-) -> Connection:
-    reach_s = None if chosen_port() is None else _REACH_S
-
+def _dial(host: str, port: int, me: _Me, hello: Hello, reach_s: float | None) -> Connection:
     def connected(left_s: float) -> socket.socket:
-        return dial_machine((host, port), left_s, source, reach_s)
+        return dial_machine((host, port), left_s, me.address, reach_s)
 
-    return dial(connected, key, hello, deadline, secret)
+    return dial(connected, me.key, hello, me.deadline, me.secret)
 
 
 def _place(told: bytes) -> tuple[str, int]:

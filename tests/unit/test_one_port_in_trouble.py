@@ -1,0 +1,124 @@
+"""One port where descriptors are missing, strangers ask for numbers, or the gate's process forks."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import secrets
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from gates import DEADLINE_S, HERE, open_gate
+from launching import wait_until
+from store_kinds import exit_code
+from world import reserved_port
+
+from paceline.checkpoint.copies import client as copies
+from paceline.checkpoint.copies.service import CopyService
+from paceline.one_port import choice, dialing, listener
+from paceline.one_port.listener import claim
+from paceline.security.secret import job_secret
+
+RESETS = struct.pack("ii", 1, 0)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    with open_gate(monkeypatch) as port:
+        yield port
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@contextlib.contextmanager
+def no_more_descriptors() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_lack_of_descriptors_is_not_taken_for_the_end(gate):
+    listening = claim(HERE, 0, gate)
+    before = open_descriptors()
+    with dialing.dial(listening.getsockname(), DEADLINE_S):
+        wait_until(lambda: open_descriptors() <= before + 1)  # the gate has closed its own one
+        with no_more_descriptors(), pytest.raises(OSError, match="Too many open files") as caught:
+            listening.accept()
+        assert caught.value.errno == errno.EMFILE
+    with dialing.dial(listening.getsockname(), DEADLINE_S), listening.accept()[0]:
+        listening.close()
+
+
+def test_connections_that_were_reset_are_skipped(gate):
+    listening = claim(HERE, 0, gate)
+    for _ in range(3):
+        with dialing.dial(listening.getsockname(), DEADLINE_S) as stranger:
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESETS)
+    with dialing.dial(listening.getsockname(), DEADLINE_S) as connection:
+        accepted, address = listening.accept()
+        with accepted:
+            assert address == connection.getsockname()
+    listening.close()
+
+
+@pytest.mark.parametrize("request_", [b"\xff\xfe", b"0 \x00", b"x " + HERE.encode(), b"9" * 1000])
+def test_a_request_that_is_none_is_answered(gate, request_):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(DEADLINE_S)
+        connection.connect("\0" + os.environ[choice.GATE_VARIABLE])
+        connection.send(request_)
+        code, _, words = connection.recv(1024).decode().partition(" ")
+        assert int(code) != 0 and words
+    claim(HERE, 0, gate).close()
+
+
+def test_copies_of_checkpoints_come_through_the_port(gate, monkeypatch, tmp_path: Path):
+    monkeypatch.setattr("paceline.store.tcp.is_loopback", lambda _: False)
+    monkeypatch.setenv("PACELINE_SECRET", "s" * 32)
+    with closing(CopyService(HERE)) as service:
+        with closing(copies.dial(service.open(str(tmp_path / "door"), job_secret()))) as near:
+            elsewhere = near.listen()
+        assert int(elsewhere.address.rpartition(":")[2]) != gate
+        with closing(copies.dial(elsewhere.address)) as far:
+            assert far.look("/checkpoints").vault == elsewhere.vault
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_forked_child_does_not_keep_the_gate_open(monkeypatch):
+    monkeypatch.setenv("PACELINE_SECRET", secrets.token_hex(16))
+    monkeypatch.delenv(choice.GATE_VARIABLE, raising=False)
+    monkeypatch.setattr(listener, "_gates", {})
+    port = reserved_port()
+    first = claim(HERE, 0, port)
+    waiting, ending = os.pipe()
+    child = os.fork()  # as a loader of data does
+    if child == 0:
+        os.close(ending)
+        os.read(waiting, 1)
+        os._exit(0)
+    os.close(waiting)
+    try:
+        for each in list(listener._gates.values()):
+            each.close()  # as at this process's end
+        listener._gates.clear()
+        with closing(claim(HERE, 0, port)):  # another process takes its place
+            assert len(listener._gates) == 1
+    finally:
+        os.close(ending)
+        assert exit_code(child) == 0
+        first.close()
+        for each in listener._gates.values():
+            each.close()
