@@ -40,6 +40,7 @@ std::uint64_t total_nbytes(const std::vector<Stream>& streams) {
 Group::Group(shm::Mesh& mesh, std::vector<int> members, std::uint64_t id, std::size_t slot_bytes)
     : mesh_(mesh), members_(std::move(members)), id_(id), slot_bytes_(slot_bytes), sleeper_(mesh.news()) {
     size_ = static_cast<int>(members_.size());
+    room_ = size_ == 2 ? kRoomOfTwo * slot_bytes : slot_bytes;
     for (int r = 0; r < size_; ++r) {
         if (members_[static_cast<std::size_t>(r)] == mesh.rank())
             rank_ = r;
@@ -54,7 +55,7 @@ Group::Group(shm::Mesh& mesh, std::vector<int> members, std::uint64_t id, std::s
 std::unique_ptr<Group> Group::create(shm::Mesh& mesh, std::vector<int> members, std::uint64_t id,
                                      std::size_t slot_bytes, Clock::time_point deadline, int threads) {
     std::unique_ptr<Group> group(new Group(mesh, std::move(members), id, slot_bytes));
-    const std::size_t nbytes = kControlBytes + kSlots * slot_bytes;
+    const std::size_t nbytes = kControlBytes + kSlots * group->room_;
     for (int r = 0; r < group->size_; ++r) {
         auto& segment = group->segments_[static_cast<std::size_t>(r)];
         if (r == group->rank_) {

@@ -42,7 +42,7 @@ class Group final : public Collectives {
     Control& control(int rank) const { return *controls_[static_cast<std::size_t>(rank)]; }
     Cell& cell(int rank, std::uint32_t round) const { return control(rank).cells[round % kSlots]; }
     std::uint8_t* slot(int rank, std::uint32_t round) const {
-        return reinterpret_cast<std::uint8_t*>(&control(rank)) + kControlBytes + (round % kSlots) * slot_bytes_;
+        return reinterpret_cast<std::uint8_t*>(&control(rank)) + kControlBytes + (round % kSlots) * room_;
     }
 
     void publish(std::uint32_t round);
@@ -87,7 +87,8 @@ class Group final : public Collectives {
     shm::Mesh& mesh_;
     std::vector<int> members_;
     std::uint64_t id_;
-    std::size_t slot_bytes_;
+    std::size_t slot_bytes_;  // that most calls stage at a time
+    std::size_t room_ = 0;    // bytes of a slot
     int rank_ = 0;
     int size_ = 0;
     std::uint64_t peer_mask_ = 0;  // bits of the mesh
