@@ -43,6 +43,7 @@ Group::Group(shm::Mesh& mesh, std::vector<int> members, std::uint64_t id, std::s
     : mesh_(mesh), members_(std::move(members)), id_(id), slot_bytes_(slot_bytes), sleeper_(mesh.news()) {
     size_ = static_cast<int>(members_.size());
     rank_ = static_cast<int>(std::find(members_.begin(), members_.end(), mesh.rank()) - members_.begin());
+    room_ = size_ == 2 ? kRoomOfTwo * slot_bytes : slot_bytes;
     sources_.resize(members_.size());
 }
 
@@ -51,7 +52,7 @@ std::unique_ptr<Group> Group::create(shm::Mesh& mesh, std::vector<int> members, 
                                      std::optional<Domain> domain) {
     std::unique_ptr<Group> group(new Group(mesh, std::move(members), id, slot_bytes));
     const auto ranks = static_cast<std::size_t>(group->size_);
-    const std::size_t nbytes = ranks * (kControlBytes + kSlots * slot_bytes);
+    const std::size_t nbytes = ranks * (kControlBytes + kSlots * group->room_);
     auto commons = shm::Commons::open(mesh, group->members_, id, nbytes, deadline);
     if (!commons) return nullptr;
     group->controls_ = commons->data();

@@ -46,7 +46,7 @@ class Group final : public Collectives {
     }
     Cell& cell(int rank, std::uint32_t round) const { return control(rank).cells[round % kSlots]; }
     std::uint8_t* slot(int rank, std::uint32_t round) const {
-        return slots_ + (static_cast<std::size_t>(rank) * kSlots + round % kSlots) * slot_bytes_;
+        return slots_ + (static_cast<std::size_t>(rank) * kSlots + round % kSlots) * room_;
     }
 
     void publish(std::uint32_t round);
@@ -92,7 +92,8 @@ class Group final : public Collectives {
     shm::Mesh& mesh_;
     std::vector<int> members_;
     std::uint64_t id_;
-    std::size_t slot_bytes_;
+    std::size_t slot_bytes_;  // that most calls stage at a time
+    std::size_t room_ = 0;    // bytes of a slot
     int rank_ = 0;
     int size_ = 0;
     std::unique_ptr<shm::Commons> commons_;

@@ -53,6 +53,11 @@ constexpr Code code_of(GaveUp reason) {
 }
 
 constexpr std::uint32_t kSlots = 4;
+// Two ranks have slots with room for this many times what most calls stage at a time, for a reduce_scatter. With an
+// update it works on a part for longer than others do, so larger parts absorb more of what delays one rank; four of
+// them still fit into a second-level cache. With four ranks on two cores a step that updates was not faster by that.
+// Memory that no call has used takes no pages.
+constexpr std::size_t kRoomOfTwo = 3;
 
 struct Control {
     Cell cells[kSlots];

@@ -268,7 +268,7 @@ bool Group::reduce_scatter(Call& call) {
     const std::size_t item = item_size(call.dtype);
     const auto rank = static_cast<std::size_t>(rank_);
     const std::size_t others = size_ == 1 ? 1 : static_cast<std::size_t>(size_) - 1;
-    const std::size_t part_bytes = slot_bytes_ / others / kSliceAlignment * kSliceAlignment;
+    const std::size_t part_bytes = room_ / others / kSliceAlignment * kSliceAlignment;
     const auto offset = [part_bytes](std::size_t to, std::size_t from) {
         return (to < from ? to : to - 1) * part_bytes;
     };
@@ -290,11 +290,15 @@ bool Group::reduce_scatter(Call& call) {
                     kernel(data, sources_.data(), size_, within / item, size_);
                     if (call.update) call.update->apply(data, within);
                 };
-                if (!call.outputs.empty()) {
-                    call.outputs[0].next(n, reduce);
+                if (call.outputs.empty()) {
+                    for (std::size_t at = 0; at < n; at += kUpdateTile) reduce(tile, std::min(kUpdateTile, n - at), at);
                     return;
                 }
-                for (std::size_t at = 0; at < n; at += kUpdateTile) reduce(tile, std::min(kUpdateTile, n - at), at);
+                call.outputs[0].next(n, [&](std::uint8_t* data, std::size_t within, std::size_t from) {
+                    const std::size_t step = call.update ? kUpdateTile : within;
+                    for (std::size_t at = 0; at < within; at += step)
+                        reduce(data + at, std::min(step, within - at), from + at);
+                });
             });
         });
 }

@@ -338,6 +338,40 @@ void an_abort_on_another_thread_ends_the_own_call() {
     });
 }
 
+Stream bytes_of(std::vector<float>& values) {
+    return Stream({{reinterpret_cast<std::uint8_t*>(values.data()), 4 * values.size()}});
+}
+
+// A rank may store the results that it applies while others do not, and slices are longer than a slot.
+void an_update_is_applied_to_sums_that_are_stored_or_not() {
+    for (const int n : {1, 2, 3, 5})
+        with_ranks(n, [n](Rank at) {
+            for (const std::size_t count : {1, 1023, 1024, 3 * 1024, 3 * 1024 + 1, 50'000}) {
+                std::vector<float> mine(count, static_cast<float>(at.rank + 1)), sums(count), params(count, 1.0F);
+                update::Options plain;
+                plain.lr = 1;
+                const auto update = std::make_shared<update::Update>(
+                    DType::f32, std::vector<update::Run>{{reinterpret_cast<std::uint8_t*>(params.data()), nullptr,
+                                                          nullptr, nullptr, 4 * count, 0}});
+                update->begin({plain});
+                Call call;
+                call.operation = Operation::reduce_scatter;
+                call.dtype = DType::f32;
+                call.reduce_op = ReduceOp::sum;
+                call.count = count;
+                call.timeout_ns = kHung;
+                for (int r = 0; r < n; ++r) call.inputs.push_back(bytes_of(mine));
+                const bool stores = at.rank % 2 == 0;
+                if (stores) call.outputs.push_back(bytes_of(sums));
+                call.update = update;
+                CHECK(at.group.run(call, nullptr, false).code == Code::ok);
+                const auto sum = static_cast<float>(n * (n + 1) / 2);
+                for (const float param : params) CHECK(param == 1.0F - sum);
+                for (const float each : sums) CHECK(each == (stores ? sum : 0.0F));
+            }
+        });
+}
+
 }  // namespace
 
 int main() {
@@ -345,6 +379,7 @@ int main() {
     a_sum_out_of_place_follows_the_tree_and_leaves_its_input();
     sums_in_blocks_have_the_bits_of_those_without();
     a_call_is_made_again_from_the_front();
+    an_update_is_applied_to_sums_that_are_stored_or_not();
     a_thread_says_once_that_it_will_wait();
     a_mismatch_fails_alike_and_leaves_the_group_usable();
     a_missing_rank_is_named_after_the_timeout();

@@ -159,13 +159,16 @@ class Exchange:
         return self._applies_updates and not (self.idle and self.divides_by_active)
 
     @torch.no_grad()
-    def average(self, ready: ReadyRound, update: _core.Update | None) -> None:
+    def average(self, ready: ReadyRound, update: _core.Update | None, *, stores: bool = False) -> None:
         """Averages the gradients of a round; every rank calls this.
 
-        Without an `update`, which the core applies to the averages of this rank, they are stored.
+        Args:
+            ready: the round.
+            update: what the core applies to the averages of this rank, if anything.
+            stores: whether the averages are stored even though there is an `update`; without one they always are.
         """
         if self._shards.cuts:
-            self._reduce_scatter(ready, update)
+            self._reduce_scatter(ready, update, stores or update is None)
         else:
             self._reduce_to_owners(ready)
         if not self._averages:
@@ -181,10 +184,10 @@ class Exchange:
         everyone = self._groups.whole.all_gather_bytes(bytes([takes_part]))
         return everyone.index(bytes([True]))
 
-    def _reduce_scatter(self, ready: ReadyRound, update: _core.Update | None) -> None:
+    def _reduce_scatter(self, ready: ReadyRound, update: _core.Update | None, stores: bool) -> None:
         zeros = self._zeros.data_ptr()
         inputs = [reads.pieces(self._addresses, zeros) for reads in ready.reads]
-        outputs = [[ready.sums.data_ptr(), ready.sums.nbytes]] if update is None else []
+        outputs = [[ready.sums.data_ptr(), ready.sums.nbytes]] if stores else []
         self._groups.host.reduce_scatter_memory(
             inputs, outputs, self._kept, ready.dtype_code, ready.sums.numel(), self._op, update
         )

@@ -222,11 +222,8 @@ class SharedModelOptimizer(PartitionedOptimizer):
             check.end(self._steps)  # before any rank applies such gradients to parameters, at which it then looks
             self._exchange.average(ready, update)
             return
-        sees = check.is_looking
-        self._exchange.average(ready, None if sees else update)
+        self._exchange.average(ready, update, stores=check.is_looking)
         check.end(self._steps, [average for _, average in ready.averages])
-        if sees and update is not None:
-            update.apply(ready.sums.data_ptr(), ready.sums.nbytes)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients."""
