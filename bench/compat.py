@@ -7,8 +7,8 @@
 without communication, in turns with the distributed one. n counts distributed steps, and p50 and p95 are those of
 blocks of a few steps. "communication" is the share of a step that the bare model's does not take. The ratio is a
 contestant's median divided by Paceline's, and "ratio to bare" is that of the same medians, each divided by the bare
-model's in the same jobs, on which other work on the machine weighs alike. The benchmark fails if the two end with other parameters,
-or if gloo was not replaced.
+model's in the same jobs, on which other work on the machine weighs alike. The benchmark fails if the two end with
+other parameters, or if gloo was not replaced.
 """
 
 from __future__ import annotations
