@@ -5,8 +5,10 @@
 `bench/compat_cases/program.py` names gloo and knows nothing of Paceline. It runs once by torchrun and once by
 `paceline run --compat torch`, in turns of whole jobs, every rank with one thread. In each job the model also trains
 without communication, in turns with the distributed one. n counts distributed steps, and p50 and p95 are those of
-blocks of a few steps. "communication" is the share of a step that the bare model's does not take. The ratio is gloo's
-median divided by Paceline's. The benchmark fails if the two end with other parameters, or if gloo was not replaced.
+blocks of a few steps. "communication" is the share of a step that the bare model's does not take. The ratio is a
+contestant's median divided by Paceline's, and "ratio to bare" is that of the same medians, each divided by the bare
+model's in the same jobs, on which other work on the machine weighs alike. The benchmark fails if the two end with
+other parameters, or if gloo was not replaced.
 """
 
 from __future__ import annotations
@@ -74,13 +76,21 @@ def rows_of(program: str, jobs: Mapping[str, Sequence[Mapping[str, Any]]]) -> li
     ends = [each["parameters"] for of_one in jobs.values() for each in of_one]
     if not all(math.isclose(end, ends[0], rel_tol=TOLERANCE) for end in ends):
         raise SystemExit(f"{program} ends with other parameters: their sums are {ends}")
-    spreads, rows = {}, []
+    spreads, shares, rows = {}, {}, []
     for by, of_one in jobs.items():
         steps, bare = ([s for each in of_one for s in each["times"][kind]] for kind in ("distributed", "bare"))
         spreads[by] = spread(steps, STEPS)
         share = 1 - statistics.median(bare) / spreads[by]["p50_s"]
         rows.append({"program": program, "by": by, **columns_of(spreads[by], "ms"), "communication": share})
-    return [{**row, "ratio": spreads["gloo"]["p50_s"] / spreads[str(row["by"])]["p50_s"]} for row in rows]
+        shares[by] = share
+    return [
+        {
+            **row,
+            "ratio": spreads[by]["p50_s"] / spreads[OURS]["p50_s"],
+            "ratio to bare": (1 - shares[OURS]) / (1 - shares[by]),
+        }
+        for by, row in zip(jobs, rows, strict=True)
+    ]
 
 
 def measured(program: str, ranks: int, turns: int) -> list[dict[str, object]]:

@@ -2,7 +2,6 @@
 
     python release/check_wheel.py                       the wheel of this interpreter
     python release/check_wheel.py --from-sdist          the same, built from the sources that would be published
-    python release/check_wheel.py --glibc 2.28          built for that glibc and later ones by zig (pip install ziglang)
     python release/check_wheel.py --python P --others Q ...   built by P; P and the Qs only meet with it, without torch
 
 The environment has what the wheel depends on and nothing else. torch and the example's data are borrowed from the
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -43,14 +41,8 @@ class CheckFailed(Exception):
     """What is wrong with the wheel."""
 
 
-def build(python: str, from_sdist: bool, glibc: str | None) -> Path:
-    """Builds a wheel and repairs it; returns the repaired one.
-
-    Args:
-        python: the interpreter that builds it.
-        from_sdist: whether it is built from the sources that would be published.
-        glibc: the oldest glibc that it is for; None for what this machine's compiler makes.
-    """
+def build(python: str, from_sdist: bool) -> Path:
+    """Builds a wheel and repairs it; returns the repaired one."""
     shutil.rmtree(PLACE, ignore_errors=True)
     source = str(ROOT)
     if from_sdist:
@@ -59,24 +51,11 @@ def build(python: str, from_sdist: bool, glibc: str | None) -> Path:
         _run([sys.executable, "-c", program], PYTHONPATH=str(ROOT / "release"))
         [source] = map(str, (PLACE / "sdist").glob("*.tar.gz"))
     ready = ["--no-build-isolation"] if python == sys.executable else []  # this one has what a build needs
-    compilers = _compilers_for(glibc) if glibc else {}
-    words = [python, "-m", "pip", "wheel", *_QUIET, "--no-deps", *ready, "-w", str(PLACE / "raw"), source]
-    _run(words, **compilers)
+    _run([python, "-m", "pip", "wheel", *_QUIET, "--no-deps", *ready, "-w", str(PLACE / "raw"), source])
     [raw] = (PLACE / "raw").glob("*.whl")
-    tag = f"manylinux_{glibc.replace('.', '_')}_{platform.machine()}" if glibc else "auto"
-    _run([sys.executable, "-m", "auditwheel", "repair", "--plat", tag, "-w", str(PLACE / "repaired"), str(raw)])
+    _run([sys.executable, "-m", "auditwheel", "repair", "--plat", "auto", "-w", str(PLACE / "repaired"), str(raw)])
     [repaired] = (PLACE / "repaired").glob("*.whl")
     return repaired
-
-
-def _compilers_for(glibc: str) -> dict[str, str]:
-    """Returns the variables that make CMake compile by zig, which has the symbols of every glibc."""
-    compiler = PLACE / "compiler" / "c++"
-    compiler.parent.mkdir(parents=True)
-    target = f"{platform.machine()}-linux-gnu.{glibc}"
-    compiler.write_text(f'#!/bin/sh\nexec {sys.executable} -m ziglang c++ -target {target} "$@"\n')
-    compiler.chmod(0o755)
-    return {"CXX": str(compiler)}
 
 
 def examine(wheel: Path) -> None:
@@ -205,14 +184,13 @@ def main(arguments: Sequence[str]) -> int:
     """Checks the wheel; returns the exit code."""
     parser = argparse.ArgumentParser(description="Builds the wheel, and checks it in environments without a compiler.")
     parser.add_argument("--from-sdist", action="store_true", help="build it from the sources that are published")
-    parser.add_argument("--glibc", help="build it for this glibc and later ones, by zig")
     parser.add_argument("--python", help="the interpreter that builds it; then torch is left out")
     parser.add_argument("--others", nargs="*", default=[], help="more interpreters to install it for")
     given = parser.parse_args(arguments)
     with_torch = given.python is None
     python = given.python or sys.executable
     try:
-        wheel = build(python, given.from_sdist, given.glibc)
+        wheel = build(python, given.from_sdist)
         examine(wheel)
         print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB")
         for each in [python, *given.others]:

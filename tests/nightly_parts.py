@@ -23,7 +23,6 @@ _CLUSTERS = "tests/clusters"
 _ARM_COMPILER = "aarch64-linux-gnu-g++"
 _ARM_EMULATOR = "qemu-aarch64"
 _ARM_LIBRARIES = "/usr/aarch64-linux-gnu"
-_OLDEST_GLIBC = "2.28"  # that published wheels are for
 _REPEATS_UNDER_SANITIZERS = "20"
 _EXAMPLES_OF_PROPERTIES = "20"  # times as many as in the suite
 
@@ -167,10 +166,7 @@ def _cross_build() -> Part:
 
 
 def _wheel() -> Part:
-    """Where zig is installed, it compiles for older systems than this machine's compiler does."""
     words = [sys.executable, "release/check_wheel.py", "--from-sdist"]
-    if importlib.util.find_spec("ziglang"):
-        words += ["--glibc", _OLDEST_GLIBC]
     return Part("wheel", "builds the wheel from the sources that are published, and trains with it", [words], _HOUR_S)
 
 

@@ -169,6 +169,7 @@ def compat(name: str) -> Callable[[Results], str]:
         "communication, gloo": share("gloo"),
         "`--compat torch`": share("--compat torch"),
         "gloo / `--compat torch`": ratio("gloo", "--compat torch", "ms"),
+        "the same, each to its bare step": lambda contestants: contestants["gloo"]["ratio to bare"],
     }
 
     def block(results: Results) -> str:

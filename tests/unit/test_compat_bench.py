@@ -30,7 +30,8 @@ def test_a_row_has_the_share_of_communication_and_the_ratio():
     )
     assert (gloo["by"], gloo["n"], gloo["p50 ms"]) == ("gloo", 3 * bench.STEPS, 400.0)
     assert gloo["communication"] == pytest.approx(0.75) and ours["communication"] == pytest.approx(0.5)
-    assert gloo["ratio"] == 1.0 and ours["ratio"] == pytest.approx(2.0)
+    assert ours["ratio"] == 1.0 and gloo["ratio"] == pytest.approx(2.0)
+    assert ours["ratio to bare"] == 1.0 and gloo["ratio to bare"] == pytest.approx(4 / 2)
 
 
 def test_jobs_that_end_with_other_parameters_are_refused():

@@ -107,11 +107,3 @@ def test_a_wheel_that_lacks_something_is_refused(tmp_path):
     checks = load("check_wheel")
     with pytest.raises(checks.CheckFailed, match="is not repaired"):
         checks.examine(tmp_path / "paceline-0.1.0-cp311-cp311-linux_x86_64.whl")
-
-
-def test_a_wheel_for_an_older_glibc_is_compiled_for_it(tmp_path, monkeypatch):
-    checks = load("check_wheel")
-    monkeypatch.setattr(checks, "PLACE", tmp_path)
-    compiler = Path(checks._compilers_for("2.28")["CXX"])
-    assert os.access(compiler, os.X_OK)
-    assert f" -target {platform.machine()}-linux-gnu.2.28 " in compiler.read_text()
