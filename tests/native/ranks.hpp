@@ -85,7 +85,7 @@ inline void with_ranks(int n, int streams, Over over, const std::function<void(R
     std::vector<std::vector<std::vector<tls::Socket>>> sockets(size);
     for (auto& row : sockets) row.resize(size);
     for (std::size_t i = 0; i < size; ++i)
-        for (std::size_t j = i + 1; j < size && over == Over::sockets; ++j)
+        for (std::size_t j = i + 1; j < size && over != Over::rings; ++j)
             for (int lane = 0; lane < 1 + streams; ++lane) {
                 auto [a, b] = over == Over::tcp ? std::pair<tls::Socket, tls::Socket>(joined_by_tcp())
                               : encrypts        ? encrypted::joined()
