@@ -10,6 +10,7 @@ from links import ABOUT, FILES, ROOT, Place, address, between, repository_path, 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from table_heads import without_empty_heads
 
 NAMES = {"en": "English", "zh": "中文"}
 SWITCH = "switch:"
@@ -121,6 +122,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             _kept_by_the_other.add(path)
 
     return rewritten(markdown, place, needs_file)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Leaves out the heads of tables that have none."""
+    return without_empty_heads(html)
 
 
 _kept_by_the_other: set[str] = set()

@@ -14,6 +14,7 @@ sys.path.append(str(Path(__file__).parents[2] / "release" / "site"))
 import reference
 from checking import broken_links
 from links import Place, address, between, place_of, rewritten
+from table_heads import without_empty_heads
 
 ENGLISH, CHINESE = Place("en", "learn/ddp.md"), Place("zh", "learn/ddp.md")
 
@@ -95,3 +96,10 @@ def test_a_broken_link_of_the_site_is_found(tmp_path):
         "index.html: a/#bad",
         "index.html: b/",
     ]
+
+
+def test_only_heads_without_a_word_are_left_out():
+    named = "<table><thead><tr><th></th><th>ms</th></tr></thead><tbody></tbody></table>"
+    head = '<thead>\n<tr>\n<th></th>\n<th style="text-align: right;"></th>\n</tr>\n</thead>\n'
+    nameless = f"<table>\n{head}<tbody></tbody></table>"
+    assert without_empty_heads(named + nameless) == named + "<table>\n<tbody></tbody></table>"
