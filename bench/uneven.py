@@ -6,9 +6,10 @@
 Four hosts of one rank are network namespaces of this machine. Every host's link has the fast rate, and what differs has
 the slow one: one host's link, a link that two hosts have to each other, or the uplink that each rack of two hosts
 shares. PACELINE_NETWORK says so, or with `--measured` Paceline finds out when the ranks meet, and it chooses by that.
-Fixed algorithms are forced in groups of their own. They take turns in the same processes, one thread a rank. "of
-optimum" is the time that no schedule can beat (docs/uneven-networks.md derives it) over the median, where frames of
-1500 bytes leave 95.6 % of a rate for the payload.
+Fixed algorithms are forced in groups of their own. They take turns in the same processes, one thread a rank, and each
+turn ends with a barrier, so that it lasts until all ranks have the sum. "of optimum" is the time that no schedule can
+beat (docs/uneven-networks.md derives it) over the median, where frames of 1500 bytes leave 95.6 % of a rate for the
+payload.
 """
 
 from __future__ import annotations
@@ -91,9 +92,14 @@ def rank_main(sizes: Sequence[int], described: str) -> tuple[dict[int, dict[str,
     results = {}
     for nbytes in sizes:
         tensor = torch.zeros(nbytes // 4)
-        contestants: dict[str, Callable[[], object]] = {"paceline": partial(dist.all_reduce, tensor)}
+
+        def until_all_have_it(group: dist.ProcessGroup | None, tensor: torch.Tensor = tensor) -> None:
+            dist.all_reduce(tensor, group=group)
+            dist.barrier()  # or else the next one would pay for what is still under way
+
+        contestants: dict[str, Callable[[], object]] = {"paceline": partial(until_all_have_it, None)}
         for name, group in groups.items():
-            contestants[name] = partial(dist.all_reduce, tensor, group=group)
+            contestants[name] = partial(until_all_have_it, group)
         for call in contestants.values():
             call()
         results[nbytes] = interleaved(contestants, dict.fromkeys(contestants, 1), ROUNDS)
