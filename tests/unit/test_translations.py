@@ -1,4 +1,4 @@
-"""The Chinese pages follow the English ones: same headings, code, tables and figures, so that a change is noticed."""
+"""The Chinese pages follow the English ones, part by part and code by code, so that a change of one is noticed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from os.path import relpath
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from doc_blocks import ROOT, Block, blocks, indented, prose
@@ -18,6 +19,18 @@ OWN_TABLES = {"docs/zh/glossary.md": "it explains its terms in Chinese, and expl
 _CHINESE = re.compile(r"[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef“”‘’]")
 _COMMENT = re.compile(r"(^|(?<=\s))(#|//) .*")
 _ITEM = re.compile(r"([-*]|\d+\.) ")
+_FIGURES = re.compile(r"<!-- figures: .*?<!-- end of figures -->", re.DOTALL)
+_LONG = 300
+_SHORTEST = 0.2
+"""Of a long English part, what its translation has at least in characters. Those of the pages have 0.28 or more."""
+
+
+class Part(NamedTuple):
+    """A heading, paragraph, item of a list, row of a table, picture or block of code."""
+
+    line: int
+    kind: str
+    text: str
 
 
 def english_of(page: Path) -> Path:
@@ -47,8 +60,59 @@ def markers(page: Path) -> list[str]:
 
 def rows(page: Path) -> int:
     """The number of lines in a page's tables, apart from blocks of figures."""
-    text = re.sub(r"<!-- figures: .*?<!-- end of figures -->", "", prose(page), flags=re.DOTALL)
-    return len(re.findall(r"^ *\|", text, re.MULTILINE))
+    return len(re.findall(r"^ *\|", _FIGURES.sub("", prose(page)), re.MULTILINE))
+
+
+def parts(page: Path) -> list[Part]:
+    """What a page consists of, in its order, without blocks of figures and the link to the original page."""
+    lines = prose(page).split("\n")
+    for block in blocks(page):
+        lines[block.line - 2] = "```"
+    text = _FIGURES.sub(lambda figures: "\n" * figures[0].count("\n"), "\n".join(lines))
+    found: list[Part] = []
+    goes_on = False
+    for at, line in enumerate(text.split("\n")):
+        kind = kind_of(line)
+        if kind == "paragraph" and goes_on:
+            found[-1] = found[-1]._replace(text=f"{found[-1].text} {line.strip()}")
+        elif kind and not line.startswith("[English]("):
+            indented = kind == "paragraph" and line.startswith("    ")
+            found.append(Part(at + 1, "indented" if indented else kind, line))
+        goes_on = kind in ("paragraph", "item")
+    return found
+
+
+def kind_of(line: str) -> str:
+    """What begins in a line, if it does not go on with the one above; empty for an empty line."""
+    line = line.strip()
+    for kind, mark in {"heading": "#", "row": "|", "picture": "![", "code": "```"}.items():
+        if line.startswith(mark):
+            return kind
+    return ("item" if _ITEM.match(line) else "paragraph") if line else ""
+
+
+def lacks(chinese: Part | None, english: Part | None) -> str | None:
+    """How a part fails to translate another one, as far as that shows without a knowledge of the languages."""
+    if chinese is None or english is None or chinese.kind != english.kind:
+        return f"{described(chinese)} is where {described(english)} should be"
+    if chinese.kind == "indented":
+        return None  # its code is compared elsewhere
+    if code_in(chinese) != code_in(english):
+        different = ", ".join(f"`{each}`" for each in sorted(code_in(chinese) ^ code_in(english)))
+        return f"{described(chinese)} and {described(english)} differ in {different}"
+    if chinese.text.count("](") != english.text.count("]("):
+        return f"{described(chinese)} has another number of links than {described(english)}"
+    if len(english.text) > _LONG and len(chinese.text) < _SHORTEST * len(english.text):
+        return f"{described(chinese)} is too short for a translation of {described(english)}"
+    return None
+
+
+def code_in(part: Part) -> set[str]:
+    return {" ".join(each.split()) for each in re.findall(r"`([^`]+)`", part.text)}
+
+
+def described(part: Part | None) -> str:
+    return f"the {part.kind} in line {part.line} ({part.text.strip()[:40]})" if part else "the end"
 
 
 def code(page: Path) -> list[Block]:
@@ -116,6 +180,15 @@ def test_a_chinese_page_has_tables_of_the_same_length(name):
 
 
 @pytest.mark.parametrize("name", NAMED)
+def test_a_chinese_page_has_the_same_parts(name):
+    mine, theirs = parts(ROOT / name), parts(english_of(ROOT / name))
+    if name in OWN_TABLES:
+        mine, theirs = ([part for part in each if part.kind != "row"] for each in (mine, theirs))
+    different = next((found for pair in zip_longest(mine, theirs) if (found := lacks(*pair))), None)
+    assert different is None, advice(name, different or "")
+
+
+@pytest.mark.parametrize("name", NAMED)
 def test_a_chinese_page_has_the_same_code(name):
     mine, theirs = code(ROOT / name), code(english_of(ROOT / name))
     different = [found for pair in zip(mine, theirs, strict=False) if (found := first_difference(*pair))]
@@ -140,3 +213,62 @@ def test_changed_code_is_noticed():
     assert first_difference(block("run --now 3   # 立即\nlatest   最新的\nend\n"), english)
     assert first_difference(block("run --now 2   # 立即\noldest   最新的\nend\n"), english)
     assert first_difference(block("run --now 2   # 立即\nlatest   最新的\n"), english)
+
+
+ENGLISH = """# Ranks
+
+One paragraph, which uses `run` and [a link](a.md), and
+goes on.
+
+![picture](a.svg)
+
+1. An item
+   of two lines.
+2. Another one.
+
+```sh
+run
+```
+"""
+TRANSLATED = """# 编号
+
+[English](page.md)
+
+一个段落，使用 `run` 和[链接](a.md)。
+
+![图](a.svg)
+
+1. 两行的一项。
+2. 另一项。
+
+```sh
+run
+```
+"""
+
+
+@pytest.mark.parametrize(
+    ("lost", "noticed"),
+    [
+        ("", None),
+        ("一个段落，使用 `run` 和[链接](a.md)。", "is where the paragraph in line 3"),
+        ("2. 另一项。", "is where the item in line 10"),
+        (" `run` ", "differ in `run`"),
+        ("[链接](a.md)", "another number of links"),
+        ("![图](a.svg)", "is where the picture in line 6"),
+        ("```sh\nrun\n```\n", "the end is where the code in line 12"),
+    ],
+)
+def test_what_a_translation_has_lost_is_noticed(tmp_path, lost, noticed):
+    chinese, english = tmp_path / "zh.md", tmp_path / "page.md"
+    english.write_text(ENGLISH)
+    chinese.write_text(TRANSLATED.replace(lost, "") if lost else TRANSLATED)
+    found = [lacks(*pair) for pair in zip_longest(parts(chinese), parts(english))]
+    first = next((each for each in found if each), None)
+    assert first is None if noticed is None else noticed in first
+
+
+def test_a_translation_that_leaves_half_of_a_paragraph_out_is_noticed():
+    english = Part(3, "paragraph", "A sentence of some forty characters. " * 10)
+    assert lacks(Part(5, "paragraph", "约有十五个汉字的一个完整句子。" * 10), english) is None
+    assert "too short" in str(lacks(Part(5, "paragraph", "约有十五个汉字的一个完整句子。" * 4), english))
