@@ -268,7 +268,7 @@ def test_what_a_translation_has_lost_is_noticed(tmp_path, lost, noticed):
     assert first is None if noticed is None else noticed in first
 
 
-def test_a_translation_that_leaves_half_of_a_paragraph_out_is_noticed():
+def test_half_a_paragraph_is_noticed():
     english = Part(3, "paragraph", "A sentence of some forty characters. " * 10)
     assert lacks(Part(5, "paragraph", "约有十五个汉字的一个完整句子。" * 10), english) is None
     assert "too short" in str(lacks(Part(5, "paragraph", "约有十五个汉字的一个完整句子。" * 4), english))
