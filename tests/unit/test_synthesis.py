@@ -67,6 +67,14 @@ def test_of_two_that_are_as_fast_the_lighter_one_is_taken():
     assert "about as fast as any, and sends less over its busiest link" in choice.reason
 
 
+def test_of_two_that_are_as_fast_the_one_with_fewer_messages_is_taken():
+    """A tree crosses the uplinks of two racks as often as the schedule that is made for them, in a few messages."""
+    choice = choose_all_reduce(RACKS, synthesise(RACKS), 8 * MB)
+    assert choice.candidates[0].algorithm == "synthesised"
+    assert choice.algorithm == "tree" and choice.seconds <= 1.02 * choice.candidates[0].seconds
+    assert "about as fast as any, and has fewer messages" in choice.reason
+
+
 def test_only_uneven_networks_of_a_few_hosts_get_schedules():
     assert can_synthesise(RACKS)
     assert not can_synthesise(Network(HOSTS, NEAR, FAST))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from paceline.schedule.cost_model import Case, CostModel, LinkCost
 from paceline.schedule.registry import ALGORITHMS, COSTS, offers
@@ -22,6 +23,13 @@ class Prediction:
 
     algorithm: str
     seconds: float
+
+
+class Preferred(NamedTuple):
+    """An algorithm that is taken although another is predicted to be a little faster, and what it has over that."""
+
+    prediction: Prediction
+    merit: str
 
 
 @dataclass(frozen=True)
@@ -99,7 +107,7 @@ def forced_or_best(
     n_hosts: int,
     candidates: tuple[Prediction, ...],
     forced: str | None,
-    lighter: Prediction | None = None,
+    preferred: Preferred | None = None,
 ) -> Choice:
     """Returns the choice of the first candidate, which is the fastest, or of another one.
 
@@ -107,25 +115,25 @@ def forced_or_best(
         operation, nbytes, world_size, n_hosts: the call.
         candidates: the algorithms from the fastest to the slowest.
         forced: the algorithm to take; None leaves the choice.
-        lighter: one that is nearly as fast and loads its busiest link less, which is taken instead of the fastest.
+        preferred: one that is about as fast, which is taken instead of the fastest.
 
     Raises:
         ValueError: `forced` is no algorithm, or does not have the operation.
     """
-    chosen = (lighter or candidates[0]) if forced is None else _forced(forced, operation, candidates)
-    reason = _reason(chosen, candidates, forced)
+    if forced:
+        chosen, why = _forced(forced, operation, candidates), "is forced"
+    elif preferred and preferred.prediction != candidates[0]:
+        chosen, why = preferred.prediction, f"is about as fast as any, and {preferred.merit}"
+    else:
+        chosen, why = candidates[0], "is predicted to be the fastest"
+    reason = _reason(chosen, candidates, why)
     return Choice(operation, nbytes, world_size, n_hosts, chosen.algorithm, candidates, reason)
 
 
-_LIGHTER = "about as fast as any, and sends less over its busiest link"
-
-
-def _reason(chosen: Prediction, candidates: Sequence[Prediction], forced: str | None) -> str:
+def _reason(chosen: Prediction, candidates: Sequence[Prediction], why: str) -> str:
     others = [candidate for candidate in candidates if candidate != chosen]
     if not others:
         return f"{chosen.algorithm} is the only algorithm that has the operation"
-    is_fastest = chosen == candidates[0]
-    why = "is forced" if forced else "is predicted to be the fastest" if is_fastest else f"is {_LIGHTER}"
     mine, theirs = spell_seconds(chosen.seconds), spell_seconds(others[0].seconds)
     return f"{chosen.algorithm} {why}: it takes {mine}, and of the others the best, {others[0].algorithm}, {theirs}"
 

@@ -15,7 +15,7 @@ from itertools import combinations
 from paceline.engine.api import KnownCosts
 from paceline.engine.channel import Messages
 from paceline.engine.formation import Formation
-from paceline.engine.native.probing import Probe, answer, measure
+from paceline.engine.native.probing import Probe, answer, is_far, measure
 from paceline.engine.native.topology import Topology
 from paceline.errors import RendezvousTimeoutError
 from paceline.schedule.cost import LinkCost
@@ -68,7 +68,7 @@ def measure_pairs(
             _await(formation, topology, keys, deadline)
             for text in formation.store.multi_get(keys):
                 for one, other, alpha_s, beta_s_per_byte in json.loads(text):
-                    _note(found, (one, other), LinkCost(alpha_s, beta_s_per_byte))
+                    note(found, (one, other), LinkCost(alpha_s, beta_s_per_byte))
     return found
 
 
@@ -118,9 +118,11 @@ def _play(formation: Formation, topology: Topology, links: Messages, host: int) 
     return mine
 
 
-def _note(found: dict[Pair, LinkCost], pair: Pair, cost: LinkCost) -> None:
-    """Notes the shortest times of a pair."""
+def note(found: dict[Pair, LinkCost], pair: Pair, cost: LinkCost) -> None:
+    """Notes the shortest times of a pair; a rate that was not measured does not count beside one that was."""
     before = found.get(pair, cost)
+    if is_far(before.alpha_s) != is_far(cost.alpha_s):
+        before = cost = min(before, cost, key=lambda each: each.alpha_s)
     found[pair] = LinkCost(min(before.alpha_s, cost.alpha_s), min(before.beta_s_per_byte, cost.beta_s_per_byte))
 
 

@@ -17,7 +17,7 @@ from paceline.schedule.cost import LinkCost
 
 _SHORT_S = 0.02  # for short messages
 _LONG_S = 0.1  # for long ones
-_FAR_S = 0.0025  # a latency beyond which long messages would take too long to say much
+_FAR_S = 0.0025
 _LONG, _BULK = 64 << 10, 512 << 10
 _TRIES = 3
 _TIMEOUT_NS = 60_000_000_000
@@ -59,11 +59,16 @@ class Probe:
             )
 
 
+def is_far(alpha_s: float) -> bool:
+    """Returns whether long messages would take too long to say much, so that a link's rate is not measured."""
+    return alpha_s >= _FAR_S
+
+
 def measure(probe: Probe) -> LinkCost:
     """Measures round trips within a time budget; of several the shortest counts, since a rank may be busy for a moment.
 
     Each round trip begins with a number that says how many bytes follow it, and the answer is empty. The number 0 (see
-    `Probe.end`) ends the measurement.
+    `Probe.end`) ends the measurement. The first one does not count: the other rank may still be busy elsewhere.
     """
 
     def best_of(nbytes: int, most: int, budget_s: float) -> float:
@@ -79,8 +84,9 @@ def measure(probe: Probe) -> LinkCost:
                 break
         return best
 
+    best_of(_ALONE, 1, 0.0)
     alpha_s = best_of(_ALONE, 10, _SHORT_S) / 2
-    if alpha_s >= _FAR_S:
+    if is_far(alpha_s):
         return LinkCost(alpha_s, UNMEASURED.between_hosts.beta_s_per_byte)
     # A large message is offered before it is sent, so it takes two round trips. On a slow link shorter ones must do.
     nbytes, took_s = _LONG, best_of(_LONG, _TRIES, _LONG_S)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from paceline.schedule.cost import Choice, Prediction, forced_or_best
+from paceline.schedule.cost import Choice, Prediction, Preferred, forced_or_best
 from paceline.schedule.network import Network
 from paceline.schedule.registry import SYNTHESISED, build, offers
 from paceline.schedule.steps import Operation, Place, Schedule
@@ -21,6 +21,7 @@ _LONG_NBYTES = 16 << 20
 _NEARLY = 1.25  # times as long as the fastest
 _COMPETING = 1.05  # times as long as simulated, if several connections may share an uplink
 _LIGHTER = 0.75  # of the bytes that the fastest sends over its busiest link
+_AS_FAST = 1.02  # times as long as the fastest
 
 
 def can_synthesise(network: Network) -> bool:
@@ -58,24 +59,45 @@ def choose_all_reduce(
 ) -> Choice:
     """Returns the best algorithm for an all-reduce of so many bytes by simulation, or `forced`.
 
-    That is the fastest, unless another is nearly as fast and loads its busiest link much less: what a simulation leaves
-    out, such as a core that serves many connections, or a queue that overflows, costs most where much is sent.
+    That is the fastest, unless another is nearly as fast and loads its busiest link much less, or is as fast with as
+    little on that link and fewer messages: what a simulation leaves out, such as a core that serves many connections,
+    or a queue that overflows, costs most where much is sent, and each message costs something.
     """
     n = network.world_size
-    timings = {SYNTHESISED: simulate_schedules(schedules, network, nbytes)}
+    worlds = {SYNTHESISED: schedules}
     for name in offers(Operation.ALL_REDUCE):
-        fixed = [build(name, Operation.ALL_REDUCE, rank, n, -1, network.hosts) for rank in range(n)]
-        timings[name] = simulate_schedules(fixed, network, nbytes)
+        worlds[name] = [build(name, Operation.ALL_REDUCE, rank, n, -1, network.hosts) for rank in range(n)]
+    timings = {name: simulate_schedules(world, network, nbytes) for name, world in worlds.items()}
     times = (Prediction(name, timing.seconds) for name, timing in timings.items())
     candidates = tuple(sorted(times, key=lambda each: each.seconds))
     most = {name: _most_nbytes(timing) for name, timing in timings.items()}
-    limit_s = _NEARLY * candidates[0].seconds
-    limit_nbytes = _LIGHTER * most[candidates[0].algorithm]
-    lighter = next(
-        (each for each in candidates if each.seconds <= limit_s and most[each.algorithm] <= limit_nbytes), None
-    )
+    messages = {name: max(len(each.steps) for each in world) for name, world in worlds.items()}
     hosts = len(network.hosts)
-    return forced_or_best(Operation.ALL_REDUCE, nbytes, n, hosts, candidates, forced, lighter)
+    preferred = _preferred(candidates, most, messages)
+    return forced_or_best(Operation.ALL_REDUCE, nbytes, n, hosts, candidates, forced, preferred)
+
+
+def _preferred(
+    candidates: Sequence[Prediction], most: Mapping[str, float], messages: Mapping[str, int]
+) -> Preferred | None:
+    """Returns one that is about as fast as the first candidate, and better otherwise.
+
+    Args:
+        candidates: the algorithms from the fastest to the slowest.
+        most: the bytes on the busiest link of each.
+        messages: the steps of the rank that has most, for each.
+    """
+    seconds, nbytes = candidates[0].seconds, most[candidates[0].algorithm]
+    for each in candidates:
+        if each.seconds <= _NEARLY * seconds and most[each.algorithm] <= _LIGHTER * nbytes:
+            return Preferred(each, "sends less over its busiest link")
+    alike = [
+        each
+        for each in candidates
+        if each.seconds <= _AS_FAST * seconds and most[each.algorithm] <= nbytes * (1 + 1e-9)
+    ]
+    fewest = min(alike, key=lambda each: messages[each.algorithm])
+    return Preferred(fewest, "has fewer messages") if fewest != candidates[0] else None
 
 
 def _most_nbytes(timing: CallTiming) -> float:
