@@ -9,6 +9,7 @@ import time
 from paceline.durations import for_socket
 from paceline.one_port.choice import chosen_port, leads_out
 from paceline.one_port.header import NOBODY, PASSED_ON, header_for
+from paceline.routes import for_resolver
 from paceline.security.handshake import PeerGoneError
 
 
@@ -32,8 +33,8 @@ def dial(
     origin = None if source is None else (source, 0)
     patience_s = timeout_s if reach_s is None else min(timeout_s, reach_s)
     if port is None or not leads_out(address[0]):
-        return socket.create_connection(address, patience_s, origin)
-    connection = socket.create_connection((address[0], port), patience_s, origin)
+        return _connected(*address, patience_s, origin)
+    connection = _connected(address[0], port, patience_s, origin)
     try:
         connection.settimeout(for_socket(deadline - time.monotonic()))
         _ask_for(connection, address[1])
@@ -41,6 +42,10 @@ def dial(
         connection.close()
         raise
     return connection
+
+
+def _connected(host: str, port: int, timeout_s: float, origin: tuple[str, int] | None) -> socket.socket:
+    return socket.create_connection((for_resolver(host), port), timeout_s, origin)  # type: ignore[arg-type]  # bytes work too
 
 
 def _ask_for(connection: socket.socket, number: int) -> None:
