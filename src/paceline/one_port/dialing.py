@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import selectors
 import socket
 import time
+from collections.abc import Iterable
 
 from paceline.durations import for_socket
 from paceline.one_port.choice import chosen_port, leads_out
@@ -42,6 +45,34 @@ def dial(
         connection.close()
         raise
     return connection
+
+
+def silent_hosts(hosts: Iterable[str], source: str, reach_s: float) -> set[str]:
+    """Returns the hosts that did not answer at the one port within `reach_s` seconds; a refusal is an answer too.
+
+    All are asked at the same time.
+
+    Args:
+        hosts: their addresses.
+        source: this machine's address to connect from.
+        reach_s: how long to wait for them together, in seconds.
+    """
+    port = chosen_port()
+    assert port is not None
+    deadline = time.monotonic() + reach_s
+    with contextlib.ExitStack() as opened, selectors.DefaultSelector() as waiting:
+        for host in hosts:
+            with contextlib.suppress(OSError):  # whoever dials the host meets the error again, and tells it
+                family = socket.AF_INET6 if ":" in host else socket.AF_INET
+                probe = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                probe.setblocking(False)
+                probe.bind((source, 0))
+                if probe.connect_ex((host, port)) == errno.EINPROGRESS:
+                    waiting.register(probe, selectors.EVENT_WRITE, host)
+        while waiting.get_map() and (left_s := deadline - time.monotonic()) > 0:
+            for key, _ in waiting.select(left_s):
+                waiting.unregister(key.fileobj)
+        return {key.data for key in waiting.get_map().values()}
 
 
 def _connected(host: str, port: int, timeout_s: float, origin: tuple[str, int] | None) -> socket.socket:
