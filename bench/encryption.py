@@ -56,7 +56,7 @@ def rank_main(sizes: list[int], rate: str) -> dict[int, tuple[dict[str, Spread],
             call()
         one_s = max(1e-4, nbytes / SLOWEST_BYTES_PER_S[rate])
         calls = dict.fromkeys(contestants, max(1, min(180, int(0.035 / one_s))))
-        results[nbytes] = interleaved(contestants, calls, ROUNDS), core_seconds(contestants, calls)
+        results[nbytes] = interleaved(contestants, calls, ROUNDS, dist.barrier), core_seconds(contestants, calls)
     dist.barrier()
     dist.destroy_process_group()
     return results

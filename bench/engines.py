@@ -92,7 +92,7 @@ def rank_main(rank: int, ranks: int, sizes: list[int], directory: str, by_mpirun
                 call()
         fast = max(1, min(100, (32 << 20) // max(nbytes, 1 << 16)))
         counts = {name: max(1, fast // 8) if name in _SLOW else fast for name in calls}
-        results[nbytes] = interleaved(calls, counts, ROUNDS)
+        results[nbytes] = interleaved(calls, counts, ROUNDS, dist.barrier)
     if rank == 0:
         Path(directory, "result.json").write_text(json.dumps(results))
     dist.barrier()

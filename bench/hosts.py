@@ -6,10 +6,11 @@
 
 Hosts are network namespaces of this machine, joined by veth pairs, whose rate `tc tbf` bounds; a delay goes through a
 small bridge of the tests, which carries some 8 Gbit/s and so is measured at 1gbit only. Paceline and gloo take turns in
-the same processes, one thread a rank. p50 and p95 are those of the turns, n is the number of calls, and the ratio is a
-contestant's median divided by Paceline's. "of line" is 2 (n - 1) / n times the tensor, over the time, over what
-frames of 1500 bytes leave of the rate for the payload (95.6 %). `--algorithms` adds groups in which these are forced,
-and `--wires` averages of normally distributed numbers that are rounded between hosts, with error feedback.
+the same processes, one thread a rank, and all ranks meet before each turn. p50 and p95 are those of the turns, n is the
+number of calls, and the ratio is a contestant's median divided by Paceline's. "of line" is 2 (n - 1) / n times the
+tensor, over the time, over what frames of 1500 bytes leave of the rate for the payload (95.6 %). `--algorithms` adds
+groups in which these are forced, and `--wires` averages of normally distributed numbers that are rounded between hosts,
+with error feedback.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def rank_main(
             call()
             call()
         calls = dict.fromkeys(contestants, calls_for(nbytes, delay_ms, rate))
-        results[nbytes] = interleaved(contestants, calls, ROUNDS)
+        results[nbytes] = interleaved(contestants, calls, ROUNDS, dist.barrier)
     explained = {nbytes: dist.explain("all_reduce", nbytes) for nbytes in sizes}
     dist.barrier()
     gloo.destroy_process_group()

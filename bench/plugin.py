@@ -56,7 +56,7 @@ def rank_main(rank: int, ranks: int, sizes: list[int], steps: bool, directory: s
                 call()
         fast = max(1, min(700, (44 << 20) // max(nbytes, 1 << 16)))
         calls = {name: fast if "paceline" in name else max(1, fast // 8) for name in (*contestants, *waiting)}
-        results["all_reduce"][nbytes] = interleaved({**contestants, **waiting}, calls, ROUNDS)
+        results["all_reduce"][nbytes] = interleaved({**contestants, **waiting}, calls, ROUNDS, torch_dist.barrier)
     if steps:
         results["fsdp"] = fsdp(groups)
     if rank == 0:

@@ -151,19 +151,32 @@ def compared(spreads: dict[str, Spread], ours: str, unit: str = "µs") -> list[d
 
 
 def in_turns(
-    contestants: dict[str, Callable[[], object]], calls: dict[str, int], rounds: int
+    contestants: dict[str, Callable[[], object]],
+    calls: dict[str, int],
+    rounds: int,
+    meet: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Returns the seconds of a call in each turn; all take turns, so that the machine's moods fall on all alike."""
+    """Returns the seconds of a call in each turn; all take turns, so that the machine's moods fall on all alike.
+
+    Before each turn, outside of its time, `meet` is called: with a barrier of all ranks, no turn pays for what is still
+    under way of the one before.
+    """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(rounds):
         for name, call in contestants.items():
+            meet()
             times[name].append(seconds_per_call(call, calls[name]))
     return times
 
 
-def interleaved(contestants: dict[str, Callable[[], object]], calls: dict[str, int], rounds: int) -> dict[str, Spread]:
+def interleaved(
+    contestants: dict[str, Callable[[], object]],
+    calls: dict[str, int],
+    rounds: int,
+    meet: Callable[[], object] = lambda: None,
+) -> dict[str, Spread]:
     """Sums up `in_turns`."""
-    return {name: spread(times, calls[name]) for name, times in in_turns(contestants, calls, rounds).items()}
+    return {name: spread(times, calls[name]) for name, times in in_turns(contestants, calls, rounds, meet).items()}
 
 
 def human(nbytes: int) -> str:

@@ -122,3 +122,18 @@ def test_a_forked_child_does_not_keep_the_gate_open(monkeypatch):
         first.close()
         for each in listener._gates.values():
             each.close()
+
+
+def test_silent_hosts_are_told_from_those_that_answer(monkeypatch):
+    answers, refuses, silent = "127.0.0.1", "127.0.0.4", ("127.0.0.2", "127.0.0.3")
+    port = reserved_port()
+    monkeypatch.setenv(choice.VARIABLE, str(port))
+    with contextlib.ExitStack() as opened:
+        for host in (answers, *silent):
+            opened.enter_context(socket.create_server((host, port), backlog=0))
+        for host in silent:  # a full queue drops what comes, as a firewall does
+            for _ in range(4):
+                waiting = opened.enter_context(socket.socket())
+                waiting.setblocking(False)
+                waiting.connect_ex((host, port))
+        assert dialing.silent_hosts([answers, refuses, *silent], HERE, 0.5) == set(silent)

@@ -6,26 +6,24 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Mapping
 from datetime import timedelta
 from types import TracebackType
 
 import torch
 
 from paceline.checkpoint.background import BACKGROUND
-from paceline.checkpoint.choosing import chosen, newest_sequence, say_skipped
+from paceline.checkpoint.choosing import newest_sequence, say_skipped
 from paceline.checkpoint.copying import PeerCopies
 from paceline.checkpoint.disks import Disks, found_disks
 from paceline.checkpoint.format.root import Root
-from paceline.checkpoint.loading import load_from, load_spread
+from paceline.checkpoint.newest import load_newest
 from paceline.checkpoint.objects import State, elastic_of
 from paceline.checkpoint.preparing import Prepared, prepare
 from paceline.checkpoint.saving import staged, write, write_later, write_staged
 from paceline.checkpoint.signals import EndingSignals
-from paceline.checkpoint.sources import newest_spread
 from paceline.checkpoint.talking import Alone, GroupTalk, talk_of
 from paceline.elastic.state import ElasticState
-from paceline.errors import CheckpointDamagedError, CheckpointError, CollectiveError, StoreError
+from paceline.errors import CheckpointError, CollectiveError, StoreError
 from paceline.group.process_group import ProcessGroup
 from paceline.group.reduce_op import ReduceOp
 
@@ -163,39 +161,14 @@ class CheckpointManager:
             if copied is not None:
                 self._saved = copied.step
                 return copied.step
-        if not self._shared:
-            return self._restore_spread(state, talk)
-        damaged: dict[str, str] = {}
-        while (name := chosen(self._root, talk, damaged)) is not None:
-            try:
-                loaded = load_from(state, self._root.place.describe(name), talk)
-            except CheckpointDamagedError as error:
-                damaged[name] = str(error)
-                continue
-            return self._restored(loaded.step, damaged, talk)
-        return None
-
-    def _restore_spread(self, state: State, talk: GroupTalk | Alone) -> int | None:
-        disks = self._own_disks(talk)
-        assert disks is not None
-        damaged: dict[str, str] = {}
-        while True:
-            spread, skipped = newest_spread(self._root, disks, talk, damaged)
-            if spread is None:
-                return None
-            try:
-                loaded = load_spread(state, self._root, spread, talk)
-            except CheckpointDamagedError as error:
-                damaged[spread.token] = str(error)
-                continue
-            return self._restored(loaded.step, skipped, talk)
-
-    def _restored(self, step: int | None, skipped: Mapping[str, str], talk: GroupTalk | Alone) -> int | None:
-        say_skipped(skipped, talk)
+        newest = load_newest(state, self._root, self._own_disks(talk), talk)
+        if newest is None:
+            return None
+        say_skipped(newest.skipped, talk)
         if self._copies is not None:
-            self._copies.say_disk(step, talk)
-        self._saved = step
-        return step
+            self._copies.say_disk(newest.step, talk)
+        self._saved = newest.step
+        return newest.step
 
     def _own_disks(self, talk: GroupTalk | Alone) -> Disks | None:
         if self._disks is None and not self._shared:

@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Mapping
 
+from paceline.routes import for_resolver
 from paceline.security.levels import is_loopback
 
 VARIABLE = "PACELINE_PORT"
@@ -50,4 +51,4 @@ def leads_out(host: str) -> bool:
     Raises:
         OSError: the name is not known.
     """
-    return not is_loopback(str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]))
+    return not is_loopback(str(socket.getaddrinfo(for_resolver(host), None, type=socket.SOCK_STREAM)[0][4][0]))

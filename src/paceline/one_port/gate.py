@@ -16,6 +16,7 @@ from functools import partial
 from paceline.descriptors import is_shortage
 from paceline.one_port.header import HEADER_BYTES, NOBODY, PASSED_ON, has_no_header, is_wrong, number_in
 from paceline.one_port.numbers import Numbers
+from paceline.routes import for_resolver
 from paceline.security.handshake import TIMEOUT_S, WITHOUT_HEADER, is_hello
 from paceline.security.peers import is_same_user
 from paceline.security.refusals import Refusals
@@ -212,7 +213,7 @@ class Gate:
 
     def _listen_on(self, address: str) -> None:
         family, kind, protocol, _, where = socket.getaddrinfo(
-            address, self._port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+            for_resolver(address), self._port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
         )[0]
         if where in self._addresses:
             return

@@ -12,6 +12,7 @@ from paceline.durations import Timeout, to_seconds
 from paceline.errors import RendezvousTimeoutError, StoreConnectionError, StoreTimeoutError
 from paceline.one_port.choice import chosen_port
 from paceline.one_port.dialing import dial as dial_machine
+from paceline.routes import for_resolver
 from paceline.security.doorkeeper import Listener
 from paceline.security.levels import is_loopback
 from paceline.security.secret import job_secret, require_secret
@@ -196,7 +197,7 @@ def listen_at_port(host_name: str, port: int, secret: bytes | None) -> socket.so
 
 
 def _first_address(host_name: str, port: int) -> tuple[int, int, int, str, Any]:
-    return socket.getaddrinfo(host_name, port, type=socket.SOCK_STREAM)[0]
+    return socket.getaddrinfo(for_resolver(host_name), port, type=socket.SOCK_STREAM)[0]
 
 
 def _held(port: int) -> str:

@@ -21,6 +21,7 @@ from paceline.engine.gloo.channel import GlooChannel
 from paceline.engine.gloo.messages import GlooMessages
 from paceline.engine.gloo.wire import SHORTEST
 from paceline.errors import RendezvousTimeoutError
+from paceline.routes import for_resolver
 from paceline.store.base import Store
 from paceline.wording import and_more
 
@@ -118,5 +119,5 @@ def _address(context: EngineContext) -> str:
 def _is_loopback(peer: str | None) -> bool:
     if peer is None:
         return True
-    address = socket.getaddrinfo(peer, None, type=socket.SOCK_STREAM)[0][4][0]
+    address = socket.getaddrinfo(for_resolver(peer), None, type=socket.SOCK_STREAM)[0][4][0]
     return ipaddress.ip_address(str(address)).is_loopback

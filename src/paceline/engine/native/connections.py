@@ -23,6 +23,7 @@ from paceline.engine.native.topology import Topology
 from paceline.errors import RendezvousError, RendezvousTimeoutError
 from paceline.one_port.choice import chosen_port
 from paceline.one_port.dialing import dial as dial_machine
+from paceline.one_port.dialing import silent_hosts
 from paceline.security.doorkeeper import Doorkeeper
 from paceline.security.encryption import Connection, for_core
 from paceline.security.handshake import HandshakeUnfinishedError, Hello
@@ -90,9 +91,10 @@ def connect(
         places = {peer: _place(store.get(_key(number, peer))) for peer in remote}
         mine = _Me(topology.rank, number, address, key, secret, deadline)
         links = _Links(formation, topology.members, mine, places, range(1 + streams), closed, cleanup)
-        for peer in remote:
-            if peer < topology.rank:
-                links.dial(peer)
+        lower = [peer for peer in remote if peer < topology.rank]
+        links.find_silent(lower)
+        for peer in lower:
+            links.dial(peer)
         links.gather(arrivals, doorkeeper, timeout_s)
         for connection in links.found.values():
             set_congestion_control(connection)
@@ -130,6 +132,15 @@ class _Links:
         self._port = chosen_port()
         self._calls = Calls(self.formation.store, self.me.number, self.me.rank)
 
+    def find_silent(self, peers: Iterable[int]) -> None:
+        """Asks the peers' hosts all at once whether they accept connections at the one port.
+
+        Each that drops what it gets would cost `_REACH_S` if it were only found when it is dialled.
+        """
+        hosts = {self.places[peer][0] for peer in peers} - self.closed
+        if self._port is not None and len(hosts) > 1:
+            self.closed |= silent_hosts(hosts, self.me.address, _REACH_S)
+
     def dial(self, peer: int, calls_because: str | None = None) -> None:
         """Connects to a peer; in a job with one port, asks it to connect if that does not go, unless it has asked.
 
@@ -139,7 +150,7 @@ class _Links:
         host, port = self.places[peer]
         me = self.me
         if calls_because is None and host in self.closed:
-            self._call(peer, f"{host} accepted no connection before")
+            self._call(peer, f"{host} accepted no connection")
             return
         try:
             for lane in self.lanes:

@@ -13,6 +13,7 @@ from paceline.security.encryption import Connection, begin
 from paceline.security.handshake import HandshakeUnfinishedError, Hello, prove
 
 _WELCOME = b"\x01"
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
 
 
 def dial(
@@ -23,6 +24,8 @@ def dial(
     secret: bytes | None = None,
 ) -> Connection:
     """Connects and proves this rank's identity; retries while the other end drops connections unread.
+
+    Each pause before another attempt is twice as long as the one before, and at most half of the time that is left.
 
     Args:
         open_connection: opens a connection within the given number of seconds.
@@ -36,6 +39,7 @@ def dial(
         AuthenticationError: the other end does not hold the key, or did not answer in time.
         HandshakeUnfinishedError: the other end still dropped the connection at the deadline.
     """
+    pause_s = _FIRST_PAUSE_S
     while True:
         left_s = for_socket(deadline - time.monotonic())
         plain: socket.socket | None = None
@@ -49,8 +53,11 @@ def dial(
         except HandshakeUnfinishedError:
             if plain is not None:
                 plain.close()
-            if time.monotonic() >= deadline:
+            left_s = deadline - time.monotonic()
+            if left_s <= _FIRST_PAUSE_S:
                 raise
+            time.sleep(min(pause_s, left_s / 2))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         except BaseException:
             if plain is not None:
                 plain.close()

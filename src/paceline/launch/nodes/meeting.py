@@ -18,7 +18,7 @@ from paceline.launch.nodes.server import MeetingServer
 from paceline.launch.nodes.sightings import Sightings
 from paceline.launch.nodes.steering import Steering
 from paceline.launch.nodes.viewing import Viewing
-from paceline.routes import ELSEWHERE, source_address
+from paceline.routes import ELSEWHERE, for_resolver, source_address
 from paceline.security.doorkeeper import Listener
 from paceline.security.levels import is_loopback
 from paceline.store.tcp import PortInUseError, listen
@@ -150,7 +150,7 @@ def host_to_serve_on(name: str, serves: bool) -> str | None:
     if name == "localhost" or name.replace(".", "").isdecimal() or ":" in name:
         return name
     try:
-        addresses = [str(each[4][0]) for each in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+        addresses = [str(each[4][0]) for each in socket.getaddrinfo(for_resolver(name), None, type=socket.SOCK_STREAM)]
     except OSError:
         return own_address() if serves else None
     return own_address() if all(map(is_loopback, addresses)) else name

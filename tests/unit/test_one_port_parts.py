@@ -1,0 +1,92 @@
+"""The parts of one port that are only data: headers, numbers, and who asks whom to connect."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sampling import examples
+
+from paceline.engine.native.calls import Calls
+from paceline.one_port.header import HEADER_BYTES, has_no_header, header_for, is_wrong, number_in
+from paceline.one_port.numbers import FIRST, LAST, Numbers
+from paceline.security.handshake import HELLO_BYTES
+from paceline.store.hash import HashStore
+
+# Headers
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_a_header_holds_its_number(number):
+    header = header_for(number)
+    assert len(header) == HEADER_BYTES and number_in(header) == number
+    assert not any(is_wrong(header[:length]) for length in range(HEADER_BYTES + 1))
+
+
+@given(st.binary(max_size=80))
+@settings(max_examples=examples(300))
+def test_only_the_first_bytes_of_a_header_may_become_one(beginning):
+    assert is_wrong(beginning) is not header_for(0).startswith(beginning[:8])
+
+
+def test_a_header_is_longer_than_a_hello():
+    assert HEADER_BYTES > HELLO_BYTES  # so a listener that is no gate refuses it at once, and does not wait for more
+    assert not has_no_header(header_for(7))
+
+
+# Numbers
+
+
+@given(st.data())
+@settings(max_examples=examples(100))
+def test_numbers_have_one_holder_each(data):
+    numbers: Numbers[int] = Numbers()
+    held: dict[int, int] = {}  # by number
+    for holder in range(data.draw(st.integers(0, 40))):
+        wanted = data.draw(st.sampled_from([0, 0, FIRST, FIRST + 1, 29500]))
+        if wanted and wanted in held:
+            with pytest.raises(OSError, match=f"has the number {wanted}"):
+                numbers.take(wanted, holder)
+        else:
+            number = numbers.take(wanted, holder)
+            assert number not in held and (number == wanted or FIRST <= number <= LAST)
+            held[number] = holder
+        if held and data.draw(st.booleans()):
+            gone = data.draw(st.sampled_from(sorted(set(held.values()))))
+            numbers.release(gone)
+            held = {number: each for number, each in held.items() if each != gone}
+    assert {number: numbers.holder(number) for number in held} == held
+
+
+def test_a_number_returns_as_late_as_possible():
+    numbers: Numbers[str] = Numbers()
+    given_ = []
+    for _ in range(FIRST, LAST + 1):
+        given_.append(numbers.take(0, "holder"))
+        numbers.release("holder")
+    assert given_ == list(range(FIRST, LAST + 1))
+    assert numbers.take(0, "holder") == FIRST
+
+
+def test_all_numbers_can_be_held():
+    numbers: Numbers[int] = Numbers()
+    for holder in range(FIRST, LAST + 1):
+        numbers.take(0, holder)
+    with pytest.raises(OSError, match="all numbers from 1024 to 28999 are held"):
+        numbers.take(0, 0)
+    numbers.release(FIRST + 7)
+    assert numbers.take(0, 0) == FIRST + 7
+
+
+# Calls
+
+
+def test_a_rank_hears_who_cannot_connect_to_it():
+    store = HashStore()
+    ranks = [Calls(store, 3, rank) for rank in range(4)]
+    assert ranks[1].callers([2, 3]) == {}
+    ranks[3].call(1, "timed out")
+    ranks[3].call(0, "refused")
+    assert ranks[1].callers([2, 3]) == {3: "timed out"} and ranks[1].callers([2]) == {}
+    assert ranks[0].callers([1, 2, 3]) == {3: "refused"} and ranks[2].callers([3]) == {}
+    assert Calls(store, 4, 1).callers([2, 3]) == {}  # another group's
