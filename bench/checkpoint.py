@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import parser, show
+from report import keep, parser, show
 from torch import nn
 from turns import leave_rows, rows_of_ranks
 
@@ -240,13 +240,18 @@ def main() -> None:
     arguments.add_argument("--directory", help="where checkpoints are written; a temporary directory by default")
     arguments.add_argument("--cases", nargs="+", default=["save", "load"], choices=["save", "load"])
     options = arguments.parse_args()
-    rows: list[dict[str, object]] = []
+    tables: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory(dir=options.directory) as where:
         if "save" in options.cases:
-            rows += rows_of_ranks(save_main, options.ranks, options.gigabytes, options.rounds, options.steps, where)
+            rows = rows_of_ranks(save_main, options.ranks, options.gigabytes, options.rounds, options.steps, where)
+            title = f"Checkpoints of {options.gigabytes:g} GB on {options.ranks} ranks of one thread"
+            tables.append({"title": title, "rows": rows})
         if "load" in options.cases:
-            rows += load_case(options.gigabytes / 4, where)
-    show(f"Checkpoints of {options.gigabytes:g} GB on {options.ranks} ranks of one thread", rows, options.json)
+            tables.append({"title": "loading", "rows": load_case(options.gigabytes / 4, where)})
+    for each in tables:
+        show(each["title"], each["rows"], None)
+    if options.json:
+        keep(tables, options.json)
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ def main() -> None:
                 share * nbytes / bytes_per_s(rate)
                 for share, rate in zip(case.least, (options.slow, options.fast), strict=True)
             )
-            for row in compared(results[nbytes], "paceline"):
+            for row in compared(results[nbytes], "paceline", "ms"):
                 row["of optimum"] = least_s / results[nbytes][str(row["by"])]["p50_s"]
                 rows.append({"case": name, "chosen": chosen, "size": human(nbytes), **row})
     show(f"all_reduce of float32 on 4 hosts whose links differ, load {load()} at the end", rows, options.json)

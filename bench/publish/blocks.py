@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from publish.elastic_blocks import ELASTIC
+from publish.predicted_blocks import PREDICTED
 from publish.readme_blocks import README
 from publish.results import Result, Row
 from publish.tables import Cell, number, pivot, ratio, source, spread, spread_of, table
@@ -253,25 +254,6 @@ def death(results: Results) -> str:
     return "\n\n".join([table(result.rows(), columns), source(result)])
 
 
-def plan(results: Results) -> str:
-    result = results["plan"]
-
-    def share(name: str) -> Cell:
-        return lambda row: f"{row[name]:.1%}"
-
-    columns: dict[str, Cell] = {
-        "predicted": "of",
-        "points": "points",
-        "error, p50": share("error p50"),
-        "p95": share("error p95"),
-        "largest": share("error max"),
-        "spread of repeats, p50": share("spread p50"),
-        "spread, p95": share("spread p95"),
-        "error beyond the spread, p95": share("beyond spread p95"),
-    }
-    return "\n\n".join([table(result.rows("errors"), columns), source(result)])
-
-
 BLOCKS: dict[str, Callable[[Results], str]] = {
     "all_reduce": all_reduce,
     "ddp": training_steps("ddp"),
@@ -292,8 +274,8 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "schedules": schedules,
     "startup": startup,
     "death": death,
-    "plan": plan,
     **ELASTIC,
+    **PREDICTED,
     **README,
     **VERDICTS,
 }

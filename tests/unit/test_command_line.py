@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+
 import pytest
 
+from paceline.cli import main as command_line
 from paceline.cli.main import COMMANDS, main, parser
 
 
@@ -66,3 +71,21 @@ def test_a_flag_error_is_two_lines(capsys, words, said):
     lines = complaint(capsys, *words)
     assert len(lines) == 2
     assert said in lines[0]
+
+
+def test_a_reader_that_goes_away_ends_a_printing_command_silently():
+    words = [sys.executable, "-m", "paceline", "launch-script", "slurm", "train.py"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as command:
+        command.stdout.close()
+        complaint = command.stderr.read()
+        assert command.wait(60) == 128 + signal.SIGPIPE
+    assert complaint == ""
+
+
+def test_another_broken_pipe_is_an_error(capfd, monkeypatch):
+    def broken(options):
+        raise BrokenPipeError("the connection to the other machine")
+
+    monkeypatch.setattr(command_line.runs, "run", broken)
+    with pytest.raises(BrokenPipeError, match="the other machine"):
+        main(["runs"])

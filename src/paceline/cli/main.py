@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from paceline.cli import analyze, launch_script, migrate, plan, report, runs, trace
 from paceline.cli.checkpoint import command as checkpoint
@@ -165,4 +167,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "checkpoint": checkpoint.run,
         "migrate": migrate.run,
     }
-    return others.get(options.command, run)(options)
+    command = others.get(options.command)
+    return run(options) if command is None else _printed(lambda: command(options))
+
+
+def _printed(command: Callable[[], int]) -> int:
+    """Runs a command that prints; returns its exit code, or that of SIGPIPE if nobody reads on, as in `... | head`."""
+    try:
+        code = command()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _is_without_reader(sys.stdout.fileno()):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        return 128 + signal.SIGPIPE
+    return code
+
+
+def _is_without_reader(descriptor: int) -> bool:
+    watched = select.poll()
+    watched.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in watched.poll(0))
