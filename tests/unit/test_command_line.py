@@ -73,7 +73,7 @@ def test_a_flag_error_is_two_lines(capsys, words, said):
     assert said in lines[0]
 
 
-def test_a_reader_that_goes_away_ends_a_printing_command_silently():
+def test_a_reader_that_leaves_ends_a_command_silently():
     words = [sys.executable, "-m", "paceline", "launch-script", "slurm", "train.py"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as command:
         command.stdout.close()

@@ -36,7 +36,7 @@ class Clocked(Probe):
 
 
 @pytest.mark.parametrize("busy_s", [0.0, 0.03, 2.0])
-def test_a_rank_that_comes_late_to_the_measurement_does_not_look_far(
+def test_a_rank_that_comes_late_does_not_look_far(
     monkeypatch: pytest.MonkeyPatch, busy_s: float
 ) -> None:
     probe = Clocked(monkeypatch, busy_s)
@@ -53,7 +53,7 @@ def test_far_ranks_exchange_no_long_messages(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_rate_that_was_not_measured_does_not_count_beside_one_that_was(order: int) -> None:
+def test_a_rate_that_was_not_measured_does_not_count(order: int) -> None:
     near, guessed = LinkCost(30e-6, 2e-8), LinkCost(0.011, 5e-10)
     found: dict[Pair, LinkCost] = {}
     for cost in (near, guessed)[::order]:

@@ -67,7 +67,7 @@ def test_of_two_that_are_as_fast_the_lighter_one_is_taken():
     assert "about as fast as any, and sends less over its busiest link" in choice.reason
 
 
-def test_of_two_that_are_as_fast_the_one_with_fewer_messages_is_taken():
+def test_of_two_that_are_as_fast_that_with_fewer_messages_runs():
     """A tree crosses the uplinks of two racks as often as the schedule that is made for them, in a few messages."""
     choice = choose_all_reduce(RACKS, synthesise(RACKS), 8 * MB)
     assert choice.candidates[0].algorithm == "synthesised"
