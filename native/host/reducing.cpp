@@ -123,7 +123,8 @@ bool Group::reduce(Call& call) {
 bool Group::reduce_flat(Call& call, bool receives_result) {
     Stream& tensor = call.outputs[0];
     Stream input = contribution(call);
-    const Parts parts{tensor.nbytes(), slot_bytes_};
+    // What fits one large part is faster in several, the first of which is reduced while the next one is staged.
+    const Parts parts{tensor.nbytes(), tensor.nbytes() > room_ ? room_ : slot_bytes_};
     const bool stages = call.operation != Operation::reduce || !receives_result;
     return pipeline(
         parts.count(),

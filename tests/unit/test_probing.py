@@ -36,9 +36,7 @@ class Clocked(Probe):
 
 
 @pytest.mark.parametrize("busy_s", [0.0, 0.03, 2.0])
-def test_a_rank_that_comes_late_does_not_look_far(
-    monkeypatch: pytest.MonkeyPatch, busy_s: float
-) -> None:
+def test_a_rank_that_comes_late_does_not_look_far(monkeypatch: pytest.MonkeyPatch, busy_s: float) -> None:
     probe = Clocked(monkeypatch, busy_s)
     cost = measure(probe)
     assert cost.alpha_s == pytest.approx(LATENCY_S, rel=0.1)
