@@ -23,8 +23,8 @@ class Resolver:
         self._real = socket.getaddrinfo
         self.asked = 0
 
-    def __call__(self, name: str, *arguments: object, **more: object) -> list[object]:
-        if name != NAME:
+    def __call__(self, name: str | bytes, *arguments: object, **more: object) -> list[object]:
+        if name not in (NAME, NAME.encode()):
             return self._real(name, *arguments, **more)  # type: ignore[arg-type, return-value]
         answer = self._answers[min(self.asked, len(self._answers) - 1)]
         self.asked += 1
