@@ -40,9 +40,9 @@ class Watch:
     def _run(self) -> None:
         while True:
             self._called.wait()
+            self._called.clear()  # before the pause: `close` may come at any time after it
             if self._closing.wait(_EVERY_S):
                 return
-            self._called.clear()
             for calls in self._streams:
                 if calls.look():
                     self._called.set()
