@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import secrets
@@ -81,6 +82,7 @@ def _run(
     if place.host:
         enter(place.host)  # first of all: what is opened later belongs to the host
     begin()
+    faulthandler.enable()
     _let_the_server_end()
     multiprocessing.set_start_method("fork", force=True)  # a forked loader process need not import torch again
     os.setsid()  # so that what the rank starts can be killed with it
@@ -150,6 +152,7 @@ class World:
         while waiting:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready and not failures:
+                self._print_stacks(waiting.values())
                 raise RankFailed(f"ranks {sorted(waiting.values())} did not finish within {timeout_s} s")
             for answer in ready:
                 rank = waiting.pop(answer)
@@ -170,6 +173,12 @@ class World:
         if failures:
             raise RankFailed("\n".join([min(failures)[1], *self._killed(waiting.values())]))
         return results
+
+    def _print_stacks(self, ranks: Iterable[int]) -> None:
+        """Ends ranks that hang, one after the other, with the stacks of their threads on standard error."""
+        for rank in ranks:
+            self.kill(rank, signal.SIGABRT)
+            self.processes[rank].join(_LEAVING_S)
 
     def _killed(self, ranks: Iterable[int]) -> list[str]:
         """Says which of the ranks that have not answered are dead: what others say of them does not tell why."""

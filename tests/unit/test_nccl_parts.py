@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import threading
 import time
 
 import nccl_stub
@@ -23,6 +24,7 @@ from paceline.engine.nccl.loader import LibraryMissingError
 from paceline.engine.nccl.meeting import AbsentError, Presence, SharedGpuError, meet
 from paceline.engine.nccl.plan import Kind, NcclCall, plan
 from paceline.engine.nccl.types import DataType, RedOp, Reduction, reduction
+from paceline.engine.nccl.watch import Watch
 from paceline.schedule.steps import Operation
 
 MEMBERS = (Member(0, "alpha", 11), Member(1, "beta", 12))
@@ -238,3 +240,25 @@ def test_calls_of_a_plan_form_one_group(functions, tmp_path):
     ):
         made.launch(calls, how, stream, time.monotonic() + 5)
     assert (tmp_path / "log").read_text().splitlines()[-1] == "ncclCommAbort"
+
+
+class EndsAtTheEndOfThePause(threading.Event):
+    """Is set, as `Watch.close` would, at the moment at which nobody waits for it any more."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def wait(self, timeout: float | None = None) -> bool:
+        was_set = super().wait(timeout)
+        self.set()
+        self._watch.wake()
+        return was_set
+
+
+def test_the_watch_ends_whenever_it_is_closed():
+    watch = Watch()
+    watch._closing = EndsAtTheEndOfThePause(watch)
+    watch.wake()
+    watch._thread.join(10)
+    assert not watch._thread.is_alive()
