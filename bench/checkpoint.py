@@ -1,13 +1,15 @@
 """What does a training lose by a checkpoint, how fast is it written, and how much does each rank read?
 
-    python bench/checkpoint.py [--ranks 2] [--gigabytes 1] [--rounds 5] [--steps 16] [--directory DIR]
+    python bench/checkpoint.py [--ranks 2] [--gigabytes 1] [--rounds 9] [--steps 3] [--directory DIR]
 
-"save": a training of linear layers with AdamW, whose parameters and optimizer's state are 1 GB, makes some steps
-without a checkpoint, and the same steps with one after the first: with `paceline.save` (asynchronous and not), with
-torch's DCP (`async_save` and `save`) and with `torch.save` on rank 0. All of them call fsync, and they take turns.
-"lost s" is by how much longer the steps took, "call s" how long the call that saves took, "durable s" the time until
-the checkpoint is on the disk, and "MB/s" what was written in that time; the medians of all rounds. "the disk alone" is
-the bound: every rank writes its share of as many zeros past the page cache, and calls fsync.
+"save": a training of linear layers with AdamW, whose parameters and optimizer's state are 1 GB, makes some steps,
+saves, makes steps until the checkpoint is on the disk, at least one, and then some more: with `paceline.save`
+(asynchronous and not), with torch's DCP (`async_save` and `save`) and with `torch.save` on rank 0. All of them call
+fsync, and they take turns. "step s" is the median of the steps before and after, "lost s" by how much longer the call
+that saves and the steps beside it took than as many of those steps, "call s" how long the call took, "durable s" the
+time until the checkpoint is on the disk, and "MB/s" what was written in that time; the medians of all rounds. "no
+checkpoint" makes five steps instead: what it loses is the error of the measurement. "the disk alone" is the bound of
+what is written: every rank writes its share of as many zeros past the page cache, and calls fsync.
 "load": 4 ranks save, and other numbers of ranks load; "read" is what all ranks together read, as a share of what was
 written.
 """
@@ -22,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from report import keep, parser, show
@@ -30,7 +32,8 @@ from torch import nn
 from turns import leave_rows, rows_of_ranks
 
 WIDTH = 2048
-Save = Callable[[dict[str, Any], Path], Callable[[], object]]  # returns what waits until the checkpoint is durable
+NO_SAVE_STEPS = 5
+Save = Callable[[dict[str, Any], Path], Callable[[], bool]]  # returns what says whether the checkpoint is durable
 
 
 def build(gigabytes: float) -> nn.Module:
@@ -38,12 +41,16 @@ def build(gigabytes: float) -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
 
 
+def at_once() -> bool:
+    return True
+
+
 def ours(asynchronous: bool) -> Save:
     import paceline as dist
 
-    def save(state: dict[str, Any], path: Path) -> Callable[[], object]:
+    def save(state: dict[str, Any], path: Path) -> Callable[[], bool]:
         handle = dist.save(state, path, asynchronous=asynchronous)
-        return (lambda: None) if handle is None else handle.wait
+        return at_once if handle is None else handle.done
 
     return save
 
@@ -51,18 +58,19 @@ def ours(asynchronous: bool) -> Save:
 def dcps(asynchronous: bool) -> Save:
     import torch.distributed.checkpoint as dcp
 
-    def save(state: dict[str, Any], path: Path) -> Callable[[], object]:
+    def save(state: dict[str, Any], path: Path) -> Callable[[], bool]:
         plain = {name: each.state_dict() for name, each in state.items()}
         if not asynchronous:
             dcp.save(plain, checkpoint_id=str(path))
-            return lambda: None
+            return at_once
         response: Any = dcp.async_save(plain, checkpoint_id=str(path))
-        return response.result
+        done: Callable[[], bool] = response.done
+        return done
 
     return save
 
 
-def torchs(state: dict[str, Any], path: Path) -> Callable[[], object]:
+def torchs(state: dict[str, Any], path: Path) -> Callable[[], bool]:
     """Rank 0 saves all, and the others wait, as the tutorial has it."""
     import paceline as dist
 
@@ -73,7 +81,7 @@ def torchs(state: dict[str, Any], path: Path) -> Callable[[], object]:
             file.flush()
             os.fsync(file.fileno())
     dist.barrier()
-    return lambda: None
+    return at_once
 
 
 def the_disk(nbytes: int) -> Save:
@@ -83,7 +91,7 @@ def the_disk(nbytes: int) -> Save:
     block = mmap.mmap(-1, 8 << 20)  # aligned to a page, as O_DIRECT demands
     block.write(bytes(len(block)))
 
-    def save(state: dict[str, Any], path: Path) -> Callable[[], object]:
+    def save(state: dict[str, Any], path: Path) -> Callable[[], bool]:
         path.mkdir(exist_ok=True)
         file = os.open(path / str(dist.get_rank()), os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
         for _ in range(round(nbytes / dist.get_world_size() / len(block))):
@@ -91,7 +99,7 @@ def the_disk(nbytes: int) -> Save:
         os.fsync(file)
         os.close(file)
         dist.barrier()
-        return lambda: None
+        return at_once
 
     return save
 
@@ -128,7 +136,7 @@ def save_main(rank: int, gigabytes: float, rounds: int, steps: int, where: str, 
 
     for _ in range(2):
         step()
-    measured: dict[str, list[tuple[float, float, float]]] = {name: [] for name in contestants}
+    measured: dict[str, list[Turn]] = {name: [] for name in contestants}
     for turn in range(rounds + 1):
         for name, save in contestants.items():
             path = Path(where, f"{name} {turn}".replace(" ", "_"))
@@ -137,48 +145,59 @@ def save_main(rank: int, gigabytes: float, rounds: int, steps: int, where: str, 
             if rank == 0:
                 shutil.rmtree(path, ignore_errors=True)
                 os.sync()
-    without = [total for total, _, _ in measured["no checkpoint"][1:]]
     rows = []
     for name, all_turns in measured.items():
         turns = all_turns[1:]  # the first one allocates memory
-        lost = statistics.median(turn[0] - base for turn, base in zip(turns, without, strict=True))
-        call, durable = (statistics.median(turn[at] for turn in turns) for at in (1, 2))
-        row: dict[str, object] = {"": name, "steps s": statistics.median(turn[0] for turn in turns)}
+        lost = [each.lost for each in turns]
+        row: dict[str, object] = {"": name, "step s": statistics.median(each.step for each in turns)}
+        row |= {"lost s": statistics.median(lost), "least": min(lost), "most": max(lost)}
         if contestants[name] is not None:
-            spread = [turn[0] - base for turn, base in zip(turns, without, strict=True)]
-            row |= {"lost s": lost, "least": min(spread), "most": max(spread)}
+            call, durable = (statistics.median(getattr(each, of) for each in turns) for of in ("call", "durable"))
             row |= {"call s": call, "durable s": durable, "MB/s": nbytes / durable / 1e6}
         rows.append(row)
     torch.distributed.destroy_process_group()
     leave_rows(rows, directory)
 
 
-def run(
-    step: Callable[[], None], steps: int, state: dict[str, Any], save: Save | None, path: Path
-) -> tuple[float, float, float]:
-    """The seconds of all steps, of the call that saves, and until the checkpoint is durable; of the slowest rank."""
+class Turn(NamedTuple):
+    """Seconds of the slowest rank: of a step, lost, of the call that saves, and until the checkpoint is durable."""
+
+    step: float
+    lost: float
+    call: float
+    durable: float
+
+
+def run(step: Callable[[], None], steps: int, state: dict[str, Any], save: Save | None, path: Path) -> Turn:
     import paceline as dist
 
-    dist.barrier()
-    started = time.perf_counter()
-    call = durable = 0.0
-    finish: Callable[[], object] | None = None
-    step()
-    if save is not None:
+    def timed() -> float:
         began = time.perf_counter()
-        finish = save(state, path)
-        call = time.perf_counter() - began
-    for _ in range(steps - 1):
         step()
-    if finish is not None:
-        finish()
-    total = time.perf_counter() - started
+        return time.perf_counter() - began
+
+    dist.barrier()
+    undisturbed = [timed() for _ in range(steps)]
+    began = time.perf_counter()
+    is_durable = at_once if save is None else save(state, path)
+    call = time.perf_counter() - began
+    made = 0
+    while True:
+        step()
+        made += 1
+        all_done = torch.tensor(is_durable() and (save is not None or made == NO_SAVE_STEPS))
+        dist.all_reduce(all_done, dist.ReduceOp.MIN)
+        if all_done:
+            break
+    took = time.perf_counter() - began
+    undisturbed += [timed() for _ in range(steps)]
+    usual = statistics.median(undisturbed)
+    durable = 0.0
     if save is not None:
         durable = max(each.stat().st_mtime for each in path.rglob("*")) - (time.time() - time.perf_counter() + began)
-    slowest = torch.tensor([total, call, durable], dtype=torch.float64)
+    slowest = torch.tensor([usual, took - made * usual, call, durable], dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    first, second, third = slowest.tolist()
-    return first, second, third
+    return Turn(*slowest.tolist())
 
 
 def load_case(gigabytes: float, where: str) -> list[dict[str, object]]:
@@ -235,8 +254,8 @@ def main() -> None:
     arguments = parser(__doc__.split("\n")[0])
     arguments.add_argument("--ranks", type=int, default=2)
     arguments.add_argument("--gigabytes", type=float, default=1.0)
-    arguments.add_argument("--rounds", type=int, default=5)
-    arguments.add_argument("--steps", type=int, default=16, help="of each turn; a checkpoint should end within them")
+    arguments.add_argument("--rounds", type=int, default=9)
+    arguments.add_argument("--steps", type=int, default=3, help="before a checkpoint, and as many after it")
     arguments.add_argument("--directory", help="where checkpoints are written; a temporary directory by default")
     arguments.add_argument("--cases", nargs="+", default=["save", "load"], choices=["save", "load"])
     options = arguments.parse_args()

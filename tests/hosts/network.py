@@ -55,9 +55,12 @@ class Network:
                 lines = ["link set lo up"]
                 for network in numbers:
                     lines += _interface(host, network, hosts, mtu)
+                if rate:
+                    lines += [f"link set eth{network} gso_max_size {_segment(rate, mtu)}" for network in numbers]
                 namespace.configure("ip", lines)
                 if rate:
-                    namespace.configure("tc", [_bound(f"eth{network}", rate) for network in numbers])
+                    bounds = [_bound(f"eth{network}", rate, segment=_segment(rate, mtu)) for network in numbers]
+                    namespace.configure("tc", bounds)
             self._made = made.pop_all()
 
     @property
@@ -109,7 +112,8 @@ class Network:
             namespace.configure("ip", pairs)
         switch.configure("ip", [f"link set h{host}n{network} master net{network} up" for host, network in cables])
         if rate:
-            switch.configure("tc", [_bound(f"h{host}n{network}", rate) for host, network in cables])
+            segment = _segment(rate, mtu)
+            switch.configure("tc", [_bound(f"h{host}n{network}", rate, segment=segment) for host, network in cables])
 
     def slow_down(self, host: int, rate: str) -> None:
         """Bounds what one host sends, in a network without a rate."""
@@ -159,16 +163,29 @@ def _interface(host: int, network: int, hosts: int, mtu: int) -> list[str]:
     return lines
 
 
-def _bound(interface: str, rate: str, verb: str = "add") -> str:
-    """A bucket of 1 ms, but no less than two of the 64 KiB segments that TCP hands down, and a queue of 20 ms.
+_LONGEST_SEGMENT = 1 << 16  # bytes that TCP hands down at once
 
-    tbf cuts segments larger than the bucket into packets: at 10gbit, buckets of 40 kB carry 2.3 Gbit/s, 70 kB 6.8,
-    128 KiB 9.0 and 1.25 MB 9.4; at 1gbit, 16 kB carry 0.77 and 128 KiB 0.956, which is all that headers leave.
-    """
+
+def _bytes_per_s(rate: str) -> float:
     parts = re.fullmatch(r"(\d+)([kmg])bit", rate)
     if parts is None:
         raise ValueError(f"rate={rate!r} must be like '100mbit' or '10gbit'")
-    bytes_per_s = int(parts[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[parts[2]] / 8
-    burst = max(int(bytes_per_s * 0.001), 1 << 17)
+    return int(parts[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[parts[2]] / 8
+
+
+def _segment(rate: str, mtu: int) -> int:
+    """Returns the longest segment, in bytes, of TCP on an interface of that rate: 0.6 ms, but some packets."""
+    return min(max(int(_bytes_per_s(rate) * 0.0006), 4 * mtu), _LONGEST_SEGMENT)
+
+
+def _bound(interface: str, rate: str, verb: str = "add", segment: int = _LONGEST_SEGMENT) -> str:
+    """A bucket of 1 ms, but no less than two of the segments that TCP hands down, and a queue of 20 ms.
+
+    A pause fills the bucket, and what it holds then goes at once: a large one makes a slow network faster than its
+    rate. But tbf cuts segments larger than the bucket into packets: at 10gbit, buckets of 40 kB carry 2.3 Gbit/s, 70 kB
+    6.8, 128 KiB 9.0 and 1.25 MB 9.4; at 1gbit, 16 kB carry 0.77 and 128 KiB 0.956, which is all that headers leave.
+    """
+    bytes_per_s = _bytes_per_s(rate)
+    burst = max(int(bytes_per_s * 0.001), 2 * segment)
     limit = burst + int(bytes_per_s * 0.02) + 65536
     return f"qdisc {verb} dev {interface} root tbf rate {rate} burst {burst} limit {limit}"
