@@ -22,6 +22,7 @@ from paceline.elastic.joining.newcomer import Newcomer
 from paceline.elastic.joining.priority import at_low_priority
 from paceline.elastic.joining.replay import LostDonorsError
 from paceline.elastic.joining.steps import Steps
+from paceline.elastic.joining.warming import warm_up
 from paceline.elastic.meeting import LOST, Meeting, exchange_statuses
 from paceline.elastic.messages import LEFT_OUT, OUTVOTED, Broken, Dismissed, Installed, View
 from paceline.elastic.position import Position
@@ -197,6 +198,7 @@ class Participation:
     def _begin_catching_up(self, taught: Taught) -> bool:
         """Takes over a snapshot, and in the usual loop follows the others; returns False if that led nowhere."""
         at_low_priority(lambda: self._registry.restore(taught.take_state()))
+        at_low_priority(warm_up)
         reach("join.restored")
         contents = taught.contents
         self._here.dealings.learn([contents.dealt], is_new=True)
