@@ -5,7 +5,7 @@
 "save": a training of linear layers with AdamW, whose parameters and optimizer's state are 1 GB, makes some steps,
 saves, makes steps until the checkpoint is on the disk, at least one, and then some more: with `paceline.save`
 (asynchronous and not), with torch's DCP (`async_save` and `save`) and with `torch.save` on rank 0. All of them call
-fsync, and they take turns. "step s" is the median of the steps before and after, "lost s" by how much longer the call
+fsync, and they take turns. "step s" is the mean of the steps before and after, "lost s" by how much longer the call
 that saves and the steps beside it took than as many of those steps, "call s" how long the call took, "durable s" the
 time until the checkpoint is on the disk, and "MB/s" what was written in that time; the medians of all rounds. "no
 checkpoint" makes five steps instead: what it loses is the error of the measurement. "the disk alone" is the bound of
@@ -191,7 +191,7 @@ def run(step: Callable[[], None], steps: int, state: dict[str, Any], save: Save 
             break
     took = time.perf_counter() - began
     undisturbed += [timed() for _ in range(steps)]
-    usual = statistics.median(undisturbed)
+    usual = statistics.fmean(undisturbed)  # the steps beside a checkpoint have outliers, too
     durable = 0.0
     if save is not None:
         durable = max(each.stat().st_mtime for each in path.rglob("*")) - (time.time() - time.perf_counter() + began)
