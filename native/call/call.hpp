@@ -66,20 +66,26 @@ inline bool is_sound(const CallHeader& header) {
     return header.operation <= Operation::barrier && header.dtype <= DType::c32 && header.reduce_op <= ReduceOp::none;
 }
 
-// Why a rank gives up: another rank died or left. `rank` is the name that all groups of a process use for that rank.
+// Why a rank gives up: another rank died, left, or held up a call until its time was over. `rank` is the name that all
+// groups of a process use for that rank.
 struct Cause {
     int rank = -1;  // -1: no cause
     bool left = false;
+    bool hung = false;
 
     bool known() const { return rank >= 0; }
     bool operator==(const Cause&) const = default;
     // Encodes the cause as a number that is sent to other ranks; 0 means no cause.
-    std::uint32_t pack() const { return known() ? static_cast<std::uint32_t>(rank) << 1 | 1U | (left ? kLeft : 0) : 0; }
+    std::uint32_t pack() const {
+        if (!known()) return 0;
+        return static_cast<std::uint32_t>(rank) << 1 | 1U | (left ? kLeft : 0) | (hung ? kHung : 0);
+    }
     static Cause unpack(std::uint32_t packed) {
         if (packed == 0) return {};
-        return {static_cast<int>((packed & ~kLeft) >> 1), (packed & kLeft) != 0};
+        return {static_cast<int>((packed & ~(kLeft | kHung)) >> 1), (packed & kLeft) != 0, (packed & kHung) != 0};
     }
     static constexpr std::uint32_t kLeft = std::uint32_t{1} << 31;
+    static constexpr std::uint32_t kHung = std::uint32_t{1} << 30;
 };
 
 // The values are those of paceline.engine.failures.Code, where 6 stands for errors of third-party libraries.
@@ -104,6 +110,10 @@ struct Outcome {
     Code code = Code::ok;
     std::vector<int> missing;  // group ranks that did not arrive
     bool came = false;         // the ranks in `missing` did begin the call, but it waits for them
+    // timed_out: the ranks in `missing` that are not to blame, because they wait in other calls. If that is all of them
+    // and `held_by` is empty, the ranks wait for each other.
+    std::vector<int> waiting;
+    std::vector<int> held_by;  // timed_out: the ranks to blame that are not in `missing`; not group ranks, but names
     std::vector<int> gone;     // the ranks in `missing` that died or left
     std::vector<int> left;     // the ranks in `missing` that said goodbye
     Cause cause;               // why the ranks in `gone` gave up, if they reported it; not a group rank
@@ -150,7 +160,14 @@ struct Call {
     // Called once before the thread waits for longer than a moment: for another rank, or for another call. Null, or set
     // for small calls of a group on one host, which may be over before that.
     const std::function<void()>* before_waiting = nullptr;
+    // Of an asynchronous call: whether the program waits for it, or for one that comes after it.
+    const std::function<bool()>* is_awaited = nullptr;
 };
+
+// Whether a thread of the program waits in the call.
+inline bool holds_program(const Call& call, bool background) {
+    return !background || (call.is_awaited != nullptr && (*call.is_awaited)());
+}
 
 // Says that the thread waits from now on.
 inline void will_wait(Call& call) {

@@ -157,6 +157,12 @@ void CallQueue::linger(std::unique_lock<std::mutex>& hold) {
 void CallQueue::work() {
     pthread_setname_np(pthread_self(), "paceline-work");
     const Interrupted interrupted = [this] { return cancelled_.load(std::memory_order_relaxed); };
+    std::shared_ptr<Work> next;
+    const std::function<bool()> is_awaited = [this, &next] {
+        const std::lock_guard looking(queueing_);
+        return next->is_awaited() ||
+               std::any_of(queue_.begin(), queue_.end(), [](const auto& later) { return later->is_awaited(); });
+    };
     std::unique_lock hold(queueing_);
     for (;;) {
         const auto idle_since = Clock::now();
@@ -164,18 +170,20 @@ void CallQueue::work() {
         queued_.wait(hold, [this] { return closing_ || !queue_.empty(); });
         patience_.learn(Clock::now() - idle_since);
         if (queue_.empty()) return;
-        const std::shared_ptr<Work> next = std::move(queue_.front());
+        next = std::move(queue_.front());
         queue_.pop_front();
         hold.unlock();
         Outcome outcome;
         {
             const std::lock_guard run(running_);
             next->recorded_.start();
+            next->call_.is_awaited = &is_awaited;
             outcome = perform(next->call_, next->recorded_, interrupted, true);
         }
         // This comes before `finish`, so that a call made after the work is done runs on its caller's thread.
         pending_.fetch_sub(1, std::memory_order_release);
         next->finish(std::move(outcome));
+        next.reset();
         hold.lock();
     }
 }

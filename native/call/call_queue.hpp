@@ -36,6 +36,8 @@ class Work {
   private:
     friend class CallQueue;
 
+    bool is_awaited() const { return state_.load(std::memory_order_relaxed) == kAwaited; }
+
     static constexpr std::uint32_t kOpen = 0, kAwaited = 1, kDone = 2;  // awaited: a thread sleeps until it is done
 
     void finish(Outcome outcome);

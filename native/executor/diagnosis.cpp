@@ -37,12 +37,14 @@ std::vector<int> Executor::awaited() const {
 }
 
 // Looks, once in every turn of waiting, for a reason to fail the call; false when it found one.
-bool Executor::look_around(int turn, const Interrupted& interrupted) {
+bool Executor::look_around(int turn, const Interrupted& interrupted, bool holds_program, Waits::Entry& entry) {
     hear();
     lanes_.meter().measure_if_due(Clock::now());
     if (broken_at_) return true;
     if (turn == kAnnounceInTurn) messenger_.announce(header_);
-    messenger_.answer(header_.sequence, awaited());
+    entry.say(lanes_.waits(), {{lanes_.group(), header_.sequence}, holds_program, names_of(awaited())});
+    messenger_.answer();
+    if (turn * kTurn > Waits::kServesAfter) lanes_.waits().serve();
     const std::vector<CallHeader> announced = messenger_.announced();
     Outcome outcome;
     for (std::size_t r = 0; r < announced.size(); ++r) {
@@ -61,7 +63,7 @@ bool Executor::look_around(int turn, const Interrupted& interrupted) {
         outcome.code = Code::peer_lost;
         outcome.missing = outcome.gone = {peer};
     }
-    if (outcome.code == Code::ok && waited_ns > timeout_ns_ && blame(outcome)) {
+    if (outcome.code == Code::ok && waited_ns > timeout_ns_ && blame(outcome, waited_ns)) {
         outcome.code = Code::timed_out;
         outcome.calls = messenger_.latest();
     }
@@ -72,7 +74,7 @@ bool Executor::look_around(int turn, const Interrupted& interrupted) {
         if (outcome.came) outcome.missing = awaited();
     }
     if (outcome.code == Code::ok) return true;
-    outcome.waited_ns = waited_ns;
+    if (outcome.waited_ns == 0) outcome.waited_ns = waited_ns;
     outcome_ = messenger_.fail(std::move(outcome));
     return false;
 }

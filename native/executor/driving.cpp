@@ -26,28 +26,31 @@ bool Messenger::progress() {
     return moved;
 }
 
-void Messenger::expire(bool look_for_silence) {
-    const auto now = Clock::now();
-    lanes_.meter().measure_if_due(now);
-    std::set<int> awaited;
-    for (const std::shared_ptr<Request>& request : open_) {
-        if (now > request->deadline_) {
-            Outcome outcome;
-            outcome.code = Code::timed_out;
-            outcome.waited_ns = std::chrono::nanoseconds(now - request->started_).count();
-            for (int peer = 0; peer < lanes_.size(); ++peer)
-                if (peer == request->peer_ || (request->peer_ == kAnySource && peer != lanes_.rank()))
-                    outcome.missing.push_back(peer);
-            outcome.calls = latest_locked();
-            const bool any = std::any_of(outcome.calls.begin(), outcome.calls.end(),
-                                         [](const CallHeader& call) { return call.sequence != 0; });
-            if (!any) outcome.calls.clear();  // the group's collectives do not use this messenger
-            break_group(std::move(outcome), true);
-            return;
-        }
-        if (look_for_silence && request->peer_ != kAnySource && !state(request->peer_).lost)
-            awaited.insert(request->peer_);
+// Ends the group if a request has taken too long, once it is known who is to blame.
+void Messenger::expire(std::unique_lock<std::mutex>& hold) {
+    lanes_.meter().measure_if_due(Clock::now());
+    const std::shared_ptr<Request> late = expired();
+    if (inquiring_) return;
+    if (!late) {
+        inquest_.reset();
+        inquest_about_.reset();
+        return;
     }
+    if (std::optional<Outcome> outcome = time_out(hold, late); outcome && !failure_ && !late->done())
+        break_group(std::move(*outcome), true);
+}
+
+std::shared_ptr<Request> Messenger::expired() {
+    const auto now = Clock::now();
+    const auto late =
+        std::find_if(open_.begin(), open_.end(), [now](const auto& each) { return now > each->deadline_; });
+    return late == open_.end() ? nullptr : *late;
+}
+
+void Messenger::look_for_silence() {
+    std::set<int> awaited;
+    for (const std::shared_ptr<Request>& request : open_)
+        if (request->peer_ != kAnySource && !state(request->peer_).lost) awaited.insert(request->peer_);
     for (const int peer : awaited) {
         if (!lanes_.peer(peer).control->silent()) continue;
         closed(peer);
@@ -55,11 +58,18 @@ void Messenger::expire(bool look_for_silence) {
     }
 }
 
-// Looks for expired deadlines, silent peers and interrupts, once in a turn even when there is always something to
-// move.
+// Looks for expired deadlines, silent peers, questions and interrupts, once in a turn even when there is always
+// something to move.
 void Messenger::look_around(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until, int turn,
                             const Interrupted& interrupted) {
-    expire(turn % kTurnsPerSilenceCheck == 0);
+    expire(hold);
+    if (turn % kTurnsPerSilenceCheck == 0) look_for_silence();
+    answer_locked();
+    if (turn * kTurn > Waits::kServesAfter) {
+        hold.unlock();
+        lanes_.waits().serve();
+        hold.lock();
+    }
     if (turn % kTurnsPerInterruptCheck != 0 || !interrupted) return;
     hold.unlock();
     const bool stop = interrupted();
@@ -79,6 +89,7 @@ void Messenger::drive(std::unique_lock<std::mutex>& hold, const std::shared_ptr<
     auto idle_since = Clock::now();
     auto looked = idle_since;
     int turn = 0;
+    Waits::Entry entry;
     for (;;) {
         const bool moved = progress();
         heed_abort();
@@ -87,6 +98,7 @@ void Messenger::drive(std::unique_lock<std::mutex>& hold, const std::shared_ptr<
         if (now > deadline) break;
         if (now - looked >= kTurn) {
             looked = now;
+            if (until) entry.say(lanes_.waits(), {{lanes_.group(), 0}, true, names_of(peers_of(*until))});
             look_around(hold, until, ++turn, interrupted);
             continue;
         }
@@ -122,6 +134,7 @@ bool Messenger::wait(const std::shared_ptr<Request>& request, std::int64_t timeo
     std::unique_lock hold(mutex_);
     ++urgent_;
     if (driving_) waiter_.wake();
+    Waits::Entry entry;
     for (int turn = 0; !request->done() && Clock::now() <= deadline;) {
         if (!driving_) {
             drive(hold, request, deadline, interrupted);
@@ -130,6 +143,7 @@ bool Messenger::wait(const std::shared_ptr<Request>& request, std::int64_t timeo
         changed_.wait_for(hold, kTurn);
         if (Clock::now() - looked < kTurn) continue;
         looked = Clock::now();
+        entry.say(lanes_.waits(), {{lanes_.group(), 0}, true, names_of(peers_of(*request))});
         look_around(hold, request, ++turn, interrupted);
     }
     --urgent_;

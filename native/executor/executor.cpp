@@ -185,7 +185,7 @@ Outcome Executor::run(Call& call, const Interrupted& interrupted, bool backgroun
     outcome_ = {};
     failed_ = false;
     broken_at_.reset();
-    asked_at_.reset();
+    inquest_.reset();
     schedule_ = call.schedule.get();
     timeout_ns_ = call.timeout_ns;
     reduce_last_ = find_reduction(call.dtype, call.reduce_op);
@@ -207,6 +207,7 @@ Outcome Executor::run(Call& call, const Interrupted& interrupted, bool backgroun
     auto idle_since = started_;
     auto looked = started_;
     int turn = 0;
+    Waits::Entry entry;
     while (!over()) {
         const bool moved = progress();
         if (failed_) return outcome_;
@@ -214,7 +215,7 @@ Outcome Executor::run(Call& call, const Interrupted& interrupted, bool backgroun
         if (broken_at_ && now - *broken_at_ > kLastMoves) return *messenger_.failure();
         if (now - looked > kTurn) {
             looked = now;
-            if (!look_around(++turn, interrupted)) return outcome_;
+            if (!look_around(++turn, interrupted, holds_program(call, background), entry)) return outcome_;
         }
         if (moved) {
             idle_since = now;

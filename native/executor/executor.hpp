@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "call/call.hpp"
+#include "call/inquest.hpp"
 #include "executor/memory.hpp"
 #include "executor/messenger.hpp"
 #include "executor/schedule.hpp"
@@ -111,11 +112,12 @@ class Executor final : public Collectives {
     void lost(int peer);
     void poll();
     void hear();
-    bool look_around(int turn, const Interrupted& interrupted);
+    bool look_around(int turn, const Interrupted& interrupted, bool holds_program, Waits::Entry& entry);
     std::vector<int> awaited() const;
+    std::function<bool(int)> has_come() const;
     std::vector<int> absent() const;
-    std::optional<std::vector<int>> holders_up();
-    bool blame(Outcome& outcome);
+    std::vector<int> names_of(const std::vector<int>& ranks) const;
+    bool blame(Outcome& outcome, std::int64_t waited_ns);
 
     link::LaneSet& lanes_;
     Messenger& messenger_;
@@ -145,8 +147,7 @@ class Executor final : public Collectives {
     ReduceFn reduce_last_ = nullptr;
     bool failed_ = false;
     std::optional<std::chrono::steady_clock::time_point> broken_at_;  // when this rank learned that the group is broken
-    std::optional<std::chrono::steady_clock::time_point>
-        asked_at_;  // when this rank began to look for the one to blame
+    std::optional<Inquest> inquest_;                                  // once the call's time is over
     Outcome outcome_;
     std::int64_t timeout_ns_ = 0;
     std::chrono::steady_clock::time_point started_{};

@@ -8,8 +8,9 @@ namespace paceline::executor {
 namespace {
 
 constexpr std::uint32_t kMostListed = 1024;  // ranks that a verdict names
-// The lists are three of ranks and one of calls.
-static_assert(kMostListed * (3 * sizeof(int) + sizeof(CallHeader)) + 128 <= kMostVerdictBytes);
+// The lists are five of ranks and one of calls.
+static_assert(kMostListed * (5 * sizeof(int) + sizeof(CallHeader)) + 128 <= kMostVerdictBytes);
+static_assert(kMostListed * sizeof(Awaited) + 128 <= kMostVerdictBytes);
 
 class Writer {
   public:
@@ -96,6 +97,8 @@ std::vector<std::uint8_t> encode(const Outcome& outcome) {
     writer.put(static_cast<std::uint8_t>(outcome.came));
     writer.put_list(outcome.gone);
     writer.put_list(outcome.left);
+    writer.put_list(outcome.waiting);
+    writer.put_list(outcome.held_by);
     writer.put_list(outcome.calls);
     writer.put(outcome.cause.pack());
     return std::move(writer.bytes);
@@ -111,32 +114,34 @@ std::optional<Outcome> decode(std::span<const std::uint8_t> bytes, int size) {
                        reader.get(outcome.split_from) && reader.get(outcome.split_to) &&
                        reader.get(outcome.split_sent) && reader.get(outcome.split_expected) &&
                        reader.get_list(outcome.missing) && reader.get(came) && reader.get_list(outcome.gone) &&
-                       reader.get_list(outcome.left) && reader.get_list(outcome.calls) && reader.get(cause);
+                       reader.get_list(outcome.left) && reader.get_list(outcome.waiting) &&
+                       reader.get_list(outcome.held_by) && reader.get_list(outcome.calls) && reader.get(cause);
     outcome.code = static_cast<Code>(code);
     if (!whole || !is_verdict(outcome.code)) return std::nullopt;
     outcome.came = came != 0;
     outcome.cause = Cause::unpack(cause);
     const bool sound = are_ranks(outcome.missing, size) && are_ranks(outcome.gone, size) &&
-                       are_ranks(outcome.left, size) && outcome.reporter >= 0 && outcome.reporter < size &&
-                       outcome.split_from >= -1 && outcome.split_from < size && outcome.split_to >= -1 &&
-                       outcome.split_to < size && outcome.calls.size() <= static_cast<std::size_t>(size) &&
-                       is_complete(outcome, size);
+                       are_ranks(outcome.left, size) && are_ranks(outcome.waiting, size) && outcome.reporter >= 0 &&
+                       outcome.reporter < size && outcome.split_from >= -1 && outcome.split_from < size &&
+                       outcome.split_to >= -1 && outcome.split_to < size &&
+                       outcome.calls.size() <= static_cast<std::size_t>(size) && is_complete(outcome, size);
     if (!sound) return std::nullopt;
     for (const CallHeader& call : outcome.calls)
         if (!is_sound(call)) return std::nullopt;
     return outcome;
 }
 
-std::vector<std::uint8_t> encode(const std::vector<int>& ranks) {
+std::vector<std::uint8_t> encode(const Answer& answer) {
     Writer writer;
-    writer.put_list(ranks);
+    writer.put_list(answer.awaited);
     return std::move(writer.bytes);
 }
 
-std::optional<std::vector<int>> decode_ranks(std::span<const std::uint8_t> bytes, int size) {
-    std::vector<int> ranks;
-    if (!Reader(bytes).get_list(ranks) || !are_ranks(ranks, size)) return std::nullopt;
-    return ranks;
+std::optional<Answer> decode_answer(const Frame& frame, std::span<const std::uint8_t> bytes) {
+    Answer answer{static_cast<Answer::Kind>(frame.tag), {}};
+    if (answer.kind < Answer::Kind::waits || answer.kind > Answer::Kind::past) return std::nullopt;
+    if (!Reader(bytes).get_list(answer.awaited)) return std::nullopt;
+    return answer;
 }
 
 bool is_sound(const Frame& frame) {

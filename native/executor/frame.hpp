@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "call/call.hpp"
+#include "call/waits.hpp"
 
 namespace paceline::executor {
 
@@ -21,8 +22,8 @@ enum class FrameKind : std::uint32_t {
     waiting,  // the sender waits in the call that follows
     verdict,  // why the sender gave up the group
     goodbye,  // the sender destroyed the group, because of the packed `Cause` in `id` if there is one
-    ask,      // call `id` has taken too long on the sender: whom does the receiver wait for in it?
-    answer,   // the ranks that the sender waits for in call `id`, which the receiver asked about
+    ask,      // call `id` of group `offset` takes too long: what keeps the receiver from doing its part in it?
+    answer,   // what keeps the sender, which the receiver asked about that call; `tag` is the kind of the `Answer`
 };
 
 struct Frame {
@@ -40,15 +41,15 @@ struct Frame {
 };
 static_assert(sizeof(Frame) == 48);
 
-constexpr std::size_t kMostVerdictBytes = 64 << 10;
+constexpr std::size_t kMostVerdictBytes = 96 << 10;
 
 // A verdict as bytes and back; nullopt for what is none.
 std::vector<std::uint8_t> encode(const Outcome& outcome);
 std::optional<Outcome> decode(std::span<const std::uint8_t> bytes, int size);
 
-// The ranks of an answer as bytes and back; nullopt for what is none.
-std::vector<std::uint8_t> encode(const std::vector<int>& ranks);
-std::optional<std::vector<int>> decode_ranks(std::span<const std::uint8_t> bytes, int size);
+// The ranks of an answer as bytes, and the answer that `frame` brings with them; nullopt for what is none.
+std::vector<std::uint8_t> encode(const Answer& answer);
+std::optional<Answer> decode_answer(const Frame& frame, std::span<const std::uint8_t> bytes);
 
 // Whether `frame` is one that a rank may send at all.
 bool is_sound(const Frame& frame);

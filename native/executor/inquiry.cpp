@@ -1,6 +1,5 @@
-// Whom a rank blames when a call takes too long. If ranks have not come to the call, it is they. Otherwise each rank
-// asks all others whom they wait for in it, and follows the answers from the ranks that it waits for itself: whoever
-// another rank waits for, and does not answer, holds the call up, for instance because its process has been stopped.
+// Whom a rank blames when a call or a message takes too long (call/inquest.hpp), and how the ranks of a group put the
+// questions of such an inquest to each other.
 #include <algorithm>
 
 #include "executor/executor.hpp"
@@ -10,47 +9,121 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A rank that waits looks for questions in every turn of 20 ms.
-constexpr auto kAnswersCome = std::chrono::milliseconds(200);
+// A rank says that it is in a call after a turn, so it waits a while before it denies that.
+constexpr auto kDenies = std::chrono::milliseconds(100);
+constexpr std::size_t kMostQuestions = 64;  // of one peer
 
 }  // namespace
 
-void Messenger::ask(std::uint64_t sequence) {
-    const std::lock_guard hold(mutex_);
-    asked_about_ = sequence;
+void Messenger::take_question(int peer, const Occasion& in) {
+    std::vector<Question>& questions = state(peer).questions;
+    const auto same = [&in](const Question& question) { return question.in == in; };
+    if (std::any_of(questions.begin(), questions.end(), same)) return;
+    if (questions.size() == kMostQuestions) questions.erase(questions.begin());
+    questions.push_back({in, Clock::now()});
+}
+
+void Messenger::answer_locked() {
+    if (failure_) return;
     for (int peer = 0; peer < lanes_.size(); ++peer) {
-        state(peer).awaits.reset();
-        if (!lanes_.peer(peer).control) continue;
-        push(peer, {.kind = FrameKind::ask, .id = sequence}, {}, nullptr);
-        flush(peer);
+        const auto answers = [&](const Question& question) {
+            const Answer answer = lanes_.waits().about(question.in);
+            if (answer.kind == Answer::Kind::elsewhere && Clock::now() - question.came < kDenies) return false;
+            const std::vector<std::uint8_t> bytes = encode(answer);
+            push(peer,
+                 {.kind = FrameKind::answer,
+                  .id = question.in.sequence,
+                  .nbytes = bytes.size(),
+                  .offset = question.in.group,
+                  .tag = static_cast<std::int32_t>(answer.kind)},
+                 bytes, nullptr);
+            return true;
+        };
+        if (std::erase_if(state(peer).questions, answers) != 0) flush(peer);
     }
 }
 
-void Messenger::answer(std::uint64_t sequence, const std::vector<int>& ranks) {
-    const std::lock_guard hold(mutex_);
+void Messenger::answer() {
+    const std::unique_lock hold(mutex_, std::try_to_lock);
+    if (hold.owns_lock()) answer_locked();
+}
+
+void Messenger::serve() {
+    const std::unique_lock hold(mutex_, std::try_to_lock);
+    if (!hold.owns_lock()) return;
+    if (!driving_) progress();
+    answer_locked();
+}
+
+bool Messenger::ask(int name, const Occasion& in) {
+    const std::unique_lock hold(mutex_, std::try_to_lock);
+    if (!hold.owns_lock() || failure_) return false;
     for (int peer = 0; peer < lanes_.size(); ++peer) {
-        if (state(peer).asks_about != sequence) continue;
-        state(peer).asks_about = 0;
-        const std::vector<std::uint8_t> bytes = encode(ranks);
-        push(peer, {.kind = FrameKind::answer, .id = sequence, .nbytes = bytes.size()}, bytes, nullptr);
+        const PeerState& to = state(peer);
+        if (lanes_.name(peer) != name || !lanes_.peer(peer).control || to.left || to.lost || to.deaf) continue;
+        push(peer, {.kind = FrameKind::ask, .id = in.sequence, .offset = in.group}, {}, nullptr);
         flush(peer);
+        return true;
     }
+    return false;
 }
 
-std::vector<std::optional<std::vector<int>>> Messenger::answers() {
-    const std::lock_guard hold(mutex_);
-    std::vector<std::optional<std::vector<int>>> answers;
-    for (const PeerState& each : states_) answers.push_back(each.awaits);
-    return answers;
+// The ranks that the request waits for.
+std::vector<int> Messenger::peers_of(const Request& request) const {
+    if (request.peer_ != kAnySource) return {request.peer_};
+    std::vector<int> peers;
+    for (int peer = 0; peer < lanes_.size(); ++peer)
+        if (peer != lanes_.rank()) peers.push_back(peer);
+    return peers;
 }
 
-// The ranks that have not come to the call, as far as it is known: those that this rank waits for, or else any if the
-// call needs all. In other calls, a rank of which nothing has been heard may have done its part and gone on.
-std::vector<int> Executor::absent() const {
-    const std::vector<CallHeader> latest = messenger_.latest();
-    const auto has_come = [&](int rank) {
+std::vector<int> Messenger::names_of(const std::vector<int>& ranks) const {
+    std::vector<int> names;
+    for (const int rank : ranks) names.push_back(lanes_.name(rank));
+    return names;
+}
+
+// Looks for those who hold up a request whose time is over; nullopt while that is not known. The lock is given up
+// meanwhile, because the questions may go over other groups.
+std::optional<Outcome> Messenger::time_out(std::unique_lock<std::mutex>& hold,
+                                           const std::shared_ptr<Request>& request) {
+    const std::vector<int> peers = peers_of(*request);
+    if (inquest_about_ != request) {
+        const std::int64_t waited_ns = std::chrono::nanoseconds(Clock::now() - request->started_).count();
+        inquest_ = std::make_unique<Inquest>(lanes_.waits(), Occasion{lanes_.group(), 0}, waited_ns, waited_ns);
+        inquest_about_ = request;
+    }
+    inquiring_ = true;
+    hold.unlock();
+    const auto found = inquest_->look(names_of(peers));
+    hold.lock();
+    inquiring_ = false;
+    if (!found) return std::nullopt;
+    Outcome outcome;
+    outcome.code = Code::timed_out;
+    outcome.waited_ns = inquest_->waited_ns();
+    // It is not known what the others came to, except that those asked for the message did not.
+    const Members members{[this](int rank) { return lanes_.name(rank); }, [](int) { return true; }, lanes_.size()};
+    paceline::blame(outcome, *found, members, peers, peers);
+    outcome.cause = cause_of_time_out(outcome, members);
+    outcome.calls = latest_locked();
+    const bool any = std::any_of(outcome.calls.begin(), outcome.calls.end(),
+                                 [](const CallHeader& call) { return call.sequence != 0; });
+    if (!any) outcome.calls.clear();  // the group's collectives do not use this messenger
+    return outcome;
+}
+
+// Whether a rank has come to the call, as far as it is known.
+std::function<bool(int)> Executor::has_come() const {
+    return [this, latest = messenger_.latest()](int rank) {
         return rank == lanes_.rank() || latest[static_cast<std::size_t>(rank)].sequence >= header_.sequence;
     };
+}
+
+// The ranks that have not come to the call: those that this rank waits for, or else any if the call needs all. In other
+// calls, a rank of which nothing has been heard may have done its part and gone on.
+std::vector<int> Executor::absent() const {
+    const auto has_come = this->has_come();
     std::vector<int> ranks = awaited();
     std::erase_if(ranks, has_come);
     if (!ranks.empty() || !needs_all(header_.operation)) return ranks;
@@ -59,43 +132,26 @@ std::vector<int> Executor::absent() const {
     return ranks;
 }
 
-// The ranks that hold the call up although nobody is known to be absent; nullopt while answers may still come. If all
-// have answered, the call is merely slow, and it is those that this rank waits for.
-std::optional<std::vector<int>> Executor::holders_up() {
-    if (!asked_at_) {
-        asked_at_ = Clock::now();
-        messenger_.ask(header_.sequence);
-    }
-    std::vector<std::optional<std::vector<int>>> answers = messenger_.answers();
-    answers[static_cast<std::size_t>(lanes_.rank())] = awaited();
-    std::vector<int> reached = {lanes_.rank()};
-    std::vector<int> silent;
-    for (std::size_t at = 0; at < reached.size(); ++at) {
-        const auto& answer = answers[static_cast<std::size_t>(reached[at])];
-        if (!answer) {
-            silent.push_back(reached[at]);
-            continue;
-        }
-        for (const int rank : *answer)
-            if (std::find(reached.begin(), reached.end(), rank) == reached.end()) reached.push_back(rank);
-    }
-    if (silent.empty()) return awaited();
-    if (Clock::now() - *asked_at_ < kAnswersCome) return std::nullopt;
-    std::sort(silent.begin(), silent.end());
-    return silent;
+std::vector<int> Executor::names_of(const std::vector<int>& ranks) const {
+    std::vector<int> names;
+    for (const int rank : ranks) names.push_back(lanes_.name(rank));
+    return names;
 }
 
 // Names in `outcome` the ranks to blame for a time-out; false while this is not known yet.
-bool Executor::blame(Outcome& outcome) {
-    outcome.missing = absent();
-    if (!outcome.missing.empty()) return true;
-    const std::optional<std::vector<int>> silent = holders_up();
-    if (!silent) return false;
-    const std::vector<CallHeader> latest = messenger_.latest();
-    for (const int rank : *silent)
-        if (latest[static_cast<std::size_t>(rank)].sequence < header_.sequence) outcome.missing.push_back(rank);
-    outcome.came = outcome.missing.empty();
-    if (outcome.came) outcome.missing = *silent;
+bool Executor::blame(Outcome& outcome, std::int64_t waited_ns) {
+    const std::vector<int> mine = awaited();
+    std::vector<int> missing = absent();
+    if (!inquest_) inquest_.emplace(lanes_.waits(), Occasion{lanes_.group(), header_.sequence}, timeout_ns_, waited_ns);
+    std::vector<int> first = missing;
+    first.insert(first.end(), mine.begin(), mine.end());
+    const auto found = inquest_->look(names_of(first));
+    if (!found) return false;
+    const Members members{[this](int rank) { return lanes_.name(rank); }, has_come(), lanes_.size(),
+                          needs_all(header_.operation)};
+    paceline::blame(outcome, *found, members, std::move(missing), mine);
+    outcome.waited_ns = inquest_->waited_ns();
+    outcome.cause = cause_of_time_out(outcome, members);
     return true;
 }
 

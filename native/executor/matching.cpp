@@ -242,13 +242,13 @@ void Messenger::end_body(int peer) {
             closed(peer);
             return;
         case FrameKind::ask:
-            from.asks_about = frame.id;
+            take_question(peer, {frame.offset, frame.id});
             return;
         case FrameKind::answer:
-            if (auto ranks = decode_ranks(from.body, lanes_.size()); !ranks)
+            if (auto answer = decode_answer(frame, from.body); !answer)
                 closed(peer);
-            else if (frame.id == asked_about_)
-                from.awaits = std::move(ranks);
+            else
+                lanes_.waits().heard(lanes_.name(peer), {frame.offset, frame.id}, std::move(*answer));
             return;
     }
 }

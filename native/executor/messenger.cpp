@@ -17,9 +17,11 @@ constexpr auto kDelivery = std::chrono::seconds(2);
 Messenger::Messenger(link::LaneSet& lanes)
     : lanes_(lanes), states_(static_cast<std::size_t>(lanes.size())), seen_(states_.size()) {
     lanes_.watch_control(waiter_);
+    lanes_.waits().add(*this);
 }
 
 void Messenger::close() {
+    lanes_.waits().remove(*this);  // before `mutex_`, which comes after the lock that this needs
     std::unique_lock hold(mutex_);
     if (closing_) return;
     closing_ = true;
@@ -161,6 +163,8 @@ Outcome Messenger::without_locked(int peer) {
 
 // Tells the mesh why this rank gives up. Its other groups will soon be left too, and their ranks then know the cause.
 void Messenger::note(const Outcome& outcome) {
+    if (outcome.code == Code::timed_out && outcome.cause.known() && outcome.cause.rank != lanes_.waits().name())
+        lanes_.blame(outcome.cause);
     if (outcome.code != Code::peer_lost || outcome.gone.empty()) return;
     lanes_.blame(outcome.cause.known() ? outcome.cause
                                        : Cause{lanes_.name(outcome.gone.front()), outcome.gone == outcome.left});

@@ -20,7 +20,7 @@
 //   *refuse*, and its send fails too; an eager message is dropped, its send being done long ago. The group remains
 //   usable.
 // - *waiting* carries the call in which the sender waits, for the reports of time-outs and mismatches.
-// - *ask* and *answer* find out who holds up a call that has timed out although all ranks have come (inquiry.cpp).
+// - *ask* and *answer* find out who holds up a call that has taken too long (inquiry.cpp).
 // - A *verdict* says why the sender broke the group. A rank that receives its first verdict adopts it, fails all of
 //   its requests with it, and passes it on, so that no rank sees another one leave before it knows why. A rank
 //   keeps its first reason: whatever arrives later is ignored.
@@ -45,7 +45,9 @@
 #include <thread>
 #include <vector>
 
+#include "call/inquest.hpp"
 #include "call/recorded_call.hpp"
+#include "call/waits.hpp"
 #include "executor/frame.hpp"
 #include "executor/memory.hpp"
 #include "link/lane_set.hpp"
@@ -87,12 +89,12 @@ class Request {
     std::list<std::shared_ptr<Request>>::iterator place_{};  // among the open ones
 };
 
-class Messenger {
+class Messenger final : public Waits::Link {
   public:
     explicit Messenger(link::LaneSet& lanes);
     Messenger(const Messenger&) = delete;
     Messenger& operator=(const Messenger&) = delete;
-    ~Messenger() { close(); }
+    ~Messenger() override { close(); }
     // Ends open requests, says goodbye to every peer, finishes all lanes, and waits a moment until the goodbyes have
     // been delivered. Idempotent.
     void close();
@@ -129,12 +131,10 @@ class Messenger {
     void saw_all(const CallHeader& header);
     // The latest call of each rank, announced or recorded; its operation is `none` where no call is known.
     std::vector<CallHeader> latest();
-    // Asks every peer whom it waits for in call `sequence`.
-    void ask(std::uint64_t sequence);
-    // Tells the peers that have asked about call `sequence`, in which this rank is, that it waits for `ranks`.
-    void answer(std::uint64_t sequence, const std::vector<int>& ranks);
-    // What each rank has answered to `ask`; nullopt where no answer has come.
-    std::vector<std::optional<std::vector<int>>> answers();
+    // Answers what the peers have asked, as far as this rank knows the answer yet.
+    void answer();
+    void serve() override;
+    bool ask(int name, const Occasion& in) override;
     // The number of frames that wait to be written to `peer`.
     std::size_t queued(int peer);
     // Ranks that said goodbye.
@@ -154,6 +154,10 @@ class Messenger {
         int peer;
         std::vector<std::uint8_t> bytes;
     };
+    struct Question {
+        Occasion in;
+        std::chrono::steady_clock::time_point came;
+    };
     struct PeerState {
         std::deque<Outgoing> outgoing;
         std::map<std::uint64_t, std::shared_ptr<Request>> offered;   // sends, by id, until they are accepted
@@ -172,9 +176,8 @@ class Messenger {
         std::size_t body_read = 0;
         std::shared_ptr<Request> body_for;
         CallHeader announced{};
-        std::uint64_t asks_about = 0;            // the call that it has asked about, 0 without a question
-        std::optional<std::vector<int>> awaits;  // its answer to this rank's question
-        bool deaf = false;                       // its lane takes no more, but may hold frames to read
+        std::vector<Question> questions;  // of it, without an answer
+        bool deaf = false;                // its lane takes no more, but may hold frames to read
         bool left = false;
         bool lost = false;
         Cause cause;  // why it left, if it said so
@@ -205,7 +208,14 @@ class Messenger {
     void await_delivery(std::unique_lock<std::mutex>& hold);
     void break_group(Outcome outcome, bool tell);
     void heed_abort();
-    void expire(bool look_for_silence);
+    void take_question(int peer, const Occasion& in);
+    void answer_locked();
+    std::vector<int> peers_of(const Request& request) const;
+    std::vector<int> names_of(const std::vector<int>& ranks) const;
+    void expire(std::unique_lock<std::mutex>& hold);
+    std::shared_ptr<Request> expired();
+    std::optional<Outcome> time_out(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& request);
+    void look_for_silence();
     void look_around(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until, int turn,
                      const Interrupted& interrupted);
     void drive(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until,
@@ -225,7 +235,9 @@ class Messenger {
     std::list<Arrival> arrivals_;                 // messages without a receive, in the order of their arrival
     std::list<std::shared_ptr<Request>> open_;    // requests that are not done
     std::atomic<std::uint32_t> recorded_as_{0};
-    std::uint64_t asked_about_ = 0;  // the call that this rank has asked about, 0 without one
+    std::unique_ptr<Inquest> inquest_;  // into the time-out of `inquest_about_`
+    std::shared_ptr<Request> inquest_about_;
+    bool inquiring_ = false;  // a thread is in the inquest, without `mutex_`
     bool driving_ = false;
     int urgent_ = 0;  // threads that wait for a request while another drives
     bool closing_ = false;

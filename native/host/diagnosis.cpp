@@ -10,13 +10,16 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+constexpr std::int64_t kServesAfterNs = std::chrono::nanoseconds(Waits::kServesAfter).count();
+
 }  // namespace
 
 // Looks, after a turn of waiting since `since`, for a reason to end the wait, in this order: the verdict of another
 // rank, an abort, ranks that have gone, the deadline and an interrupt. The order matters: a verdict names the first
 // cause, and a rank that gave up because of a dead one, or aborted the group, also leaves. `missing` returns the ranks
 // that have not come, none when the wait is over. False when this rank gave up or adopted a verdict.
-bool Group::look_around(int turn, Clock::time_point since, const std::function<RankSet()>& missing) {
+bool Group::look_around(int turn, Clock::time_point since, const std::function<RankSet()>& missing,
+                        Waits::Entry& entry) {
     const RankSet lost = this->lost();
     const RankSet left = this->left();
     const std::int64_t waited_ns = std::chrono::nanoseconds(Clock::now() - since).count();
@@ -29,10 +32,45 @@ bool Group::look_around(int turn, Clock::time_point since, const std::function<R
     if (ranks.empty()) return true;
     if (aborted_by() >= 0) return missing().empty() || adopt_abort();  // it may have published the round before
     if (!(ranks & (lost | left)).empty()) return give_up_without(ranks, ranks & lost, ranks & left, waited_ns);
-    if (waited_ns > timeout_ns_) return give_up(GaveUp::timed_out, ranks, {}, {}, waited_ns, {}, have_begun(ranks));
+    say_whom_it_awaits(ranks, entry);
+    if (waited_ns > kServesAfterNs) mesh_.waits().serve();
+    if (waited_ns > timeout_ns_)
+        if (const auto verdict = look_for_the_cause(ranks, waited_ns)) return give_up(GaveUp::timed_out, *verdict);
     if (turn % std::max(1, kTurnsPerInterruptCheck / turn_length_) == 0 && *interrupted_ && (*interrupted_)())
-        return give_up(GaveUp::interrupted, ranks, {}, {}, waited_ns, {}, have_begun(ranks));
+        return give_up(GaveUp::interrupted, {.missing = ranks, .waited_ns = waited_ns, .came = have_begun(ranks)});
     return true;
+}
+
+void Group::say_whom_it_awaits(const RankSet& ranks, Waits::Entry& entry) const {
+    entry.say(mesh_.waits(), {{group_of(id_), sequence_}, holds_program(*call_, background_), names_of(ranks.ranks())});
+}
+
+// Why the call takes too long for the ranks in `missing`, which it waits for; nullopt while that is not known yet.
+std::optional<Verdict> Group::look_for_the_cause(const RankSet& missing, std::int64_t waited_ns) {
+    if (!inquest_) inquest_.emplace(mesh_.waits(), Occasion{group_of(id_), sequence_}, timeout_ns_, waited_ns);
+    const std::vector<int> awaited = missing.ranks();
+    const auto found = inquest_->look(names_of(awaited));
+    if (!found) return std::nullopt;
+    std::vector<int> absent;
+    for (const int rank : awaited)
+        if (!has_begun(rank)) absent.push_back(rank);
+    const Members members{[this](int rank) { return mesh_.name(members_[static_cast<std::size_t>(rank)]); },
+                          [this](int rank) { return has_begun(rank); }, size_};
+    Outcome outcome;
+    blame(outcome, *found, members, std::move(absent), awaited);
+    Verdict verdict{.waited_ns = inquest_->waited_ns(), .came = outcome.came};
+    for (const int rank : outcome.missing) verdict.missing.add(rank);
+    for (const int rank : outcome.waiting) verdict.waiting.add(rank);
+    for (const int name : outcome.held_by)
+        if (verdict.held_by_count < kMostHeldBy) verdict.held_by[verdict.held_by_count++] = name;
+    verdict.cause = cause_of_time_out(outcome, members).pack();
+    return verdict;
+}
+
+std::vector<int> Group::names_of(const std::vector<int>& ranks) const {
+    std::vector<int> names;
+    for (const int rank : ranks) names.push_back(mesh_.name(members_[static_cast<std::size_t>(rank)]));
+    return names;
 }
 
 // The members that died.
@@ -60,21 +98,22 @@ RankSet Group::missing_in(std::uint32_t round) const {
     return ranks;
 }
 
-// Whether all of `ranks` have begun this rank's call.
+// Whether `rank` has begun this rank's call.
+bool Group::has_begun(int rank) const {
+    return std::any_of(std::begin(control(rank).cells), std::end(control(rank).cells),
+                       [this](const Cell& cell) { return cell.header.sequence >= sequence_; });
+}
+
 bool Group::have_begun(const RankSet& ranks) const {
-    const auto has_begun = [this](int rank) {
-        return std::any_of(std::begin(control(rank).cells), std::end(control(rank).cells),
-                           [this](const Cell& cell) { return cell.header.sequence >= sequence_; });
-    };
     const std::vector<int> all = ranks.ranks();
-    return std::all_of(all.begin(), all.end(), has_begun);
+    return std::all_of(all.begin(), all.end(), [this](int rank) { return has_begun(rank); });
 }
 
 // Why `rank` left, if it said so in this group or to the mesh.
 Cause Group::cause_of(int rank) const {
     const Control& theirs = control(rank);
-    if (theirs.gave_up.load(std::memory_order_acquire) == GaveUp::left && theirs.cause != 0)
-        return Cause::unpack(theirs.cause);
+    if (theirs.gave_up.load(std::memory_order_acquire) == GaveUp::left && theirs.verdict.cause != 0)
+        return Cause::unpack(theirs.verdict.cause);
     return mesh_.blamed_by(members_[static_cast<std::size_t>(rank)]);
 }
 
@@ -87,17 +126,23 @@ bool Group::give_up_without(const RankSet& missing, const RankSet& lost, const R
         if (!cause_of(r).known()) first.add(r);
     const RankSet& named = first.empty() ? gone : first;
     const Cause cause = first.empty() ? cause_of(gone.first()) : Cause{};
-    return give_up(GaveUp::peer_lost, missing, named, lost.empty() ? named : RankSet{}, waited_ns, cause);
+    return give_up(GaveUp::peer_lost, {.missing = missing,
+                                       .gone = named,
+                                       .left = lost.empty() ? named : RankSet{},
+                                       .waited_ns = waited_ns,
+                                       .cause = cause.pack()});
 }
 
-bool Group::give_up(GaveUp reason, const RankSet& missing, const RankSet& gone, const RankSet& left,
-                    std::int64_t waited_ns, Cause cause, bool came) {
+bool Group::give_up(GaveUp reason, const Verdict& verdict) {
+    const Cause cause = Cause::unpack(verdict.cause);
     outcome_.code = code_of(reason);
-    outcome_.missing = missing.ranks();
-    outcome_.gone = gone.ranks();
-    outcome_.left = left.ranks();
+    outcome_.missing = verdict.missing.ranks();
+    outcome_.gone = verdict.gone.ranks();
+    outcome_.left = verdict.left.ranks();
+    outcome_.waiting = verdict.waiting.ranks();
+    outcome_.held_by.assign(verdict.held_by, verdict.held_by + std::min(verdict.held_by_count, kMostHeldBy));
     outcome_.cause = cause;
-    outcome_.waited_ns = waited_ns;
+    outcome_.waited_ns = verdict.waited_ns;
     // The latest call of a missing rank shows what it did instead.
     outcome_.calls.resize(static_cast<std::size_t>(size_));
     for (int r = 0; r < size_; ++r) {
@@ -107,20 +152,16 @@ bool Group::give_up(GaveUp reason, const RankSet& missing, const RankSet& gone, 
             if (header.sequence > latest.sequence) latest = header;
         }
     }
-    outcome_.came = came;
+    outcome_.came = verdict.came;
     broken_ = true;
     Control& mine = control(rank_);
-    mine.missing = missing;
-    mine.gone = gone;
-    mine.left = left;
-    mine.waited_ns = waited_ns;
-    mine.came = came;
-    mine.cause = cause.pack();
+    mine.verdict = verdict;
     mine.gave_up.store(reason, std::memory_order_release);
     take_marks_back();
-    if (reason == GaveUp::peer_lost && !gone.empty()) {
-        const auto first = static_cast<std::size_t>(gone.first());
-        mesh_.blame(cause.known() ? cause : Cause{mesh_.name(members_[first]), !left.empty()});
+    if (reason == GaveUp::timed_out && cause.known() && cause.rank != mesh_.name(mesh_.rank())) mesh_.blame(cause);
+    if (reason == GaveUp::peer_lost && verdict.gone.first() >= 0) {
+        const auto first = static_cast<std::size_t>(verdict.gone.first());
+        mesh_.blame(cause.known() ? cause : Cause{mesh_.name(members_[first]), verdict.left.first() >= 0});
     }
     return false;
 }
@@ -143,8 +184,7 @@ bool Group::adopt_verdict(int peer) {
     const GaveUp reason = theirs.gave_up.load(std::memory_order_acquire);
     if (reason == GaveUp::no || reason == GaveUp::left) return false;
     outcome_.reporter = peer;
-    give_up(reason, theirs.missing, theirs.gone, theirs.left, theirs.waited_ns, Cause::unpack(theirs.cause),
-            theirs.came);
+    give_up(reason, theirs.verdict);
     return true;
 }
 

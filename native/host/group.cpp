@@ -88,7 +88,7 @@ Group::~Group() {
     if (forked_from_member()) return;
     if (commons_ && !broken_) {
         Control& mine = control(rank_);
-        mine.cause = mesh_.blamed().pack();
+        mine.verdict.cause = mesh_.blamed().pack();
         mine.gave_up.store(GaveUp::left, std::memory_order_release);
         for (Cell& each : mine.cells) shm::futex_wake_all(each.round);
     }
@@ -142,15 +142,17 @@ bool Group::await_slowly(int peer, std::uint32_t round) {
         const RankSet ranks = missing_in(round);
         return ranks.has(peer) ? ranks : RankSet{};
     };
+    Waits::Entry entry;
+    inquest_.reset();
     // A group that has been aborted already has nobody left who would wake this thread.
-    if (aborted_by() >= 0 && !look_around(1, started_, missing)) return false;
+    if (aborted_by() >= 0 && !look_around(1, started_, missing, entry)) return false;
     for (int turn = 1;; ++turn) {
         sleepers.fetch_add(1, std::memory_order_seq_cst);
         const std::uint32_t seen = word.load(std::memory_order_seq_cst);
         if (seen != round) sleeper_.sleep(word, seen, turn_length_ * kTurnNs);
         sleepers.fetch_sub(1, std::memory_order_relaxed);
         if (word.load(std::memory_order_acquire) == round) return true;
-        if (!look_around(turn, started_, missing)) return false;
+        if (!look_around(turn, started_, missing, entry)) return false;
     }
 }
 

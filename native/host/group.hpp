@@ -11,6 +11,7 @@
 #include <optional>
 #include <vector>
 
+#include "call/inquest.hpp"
 #include "host/layout.hpp"
 #include "shm/commons.hpp"
 #include "shm/mesh.hpp"
@@ -52,9 +53,11 @@ class Group final : public Collectives {
     void publish(std::uint32_t round);
     bool await(std::uint32_t round);
     bool await_slowly(int peer, std::uint32_t round);
-    bool look_around(int turn, std::chrono::steady_clock::time_point since, const std::function<RankSet()>& missing);
-    bool give_up(GaveUp reason, const RankSet& missing, const RankSet& gone, const RankSet& left,
-                 std::int64_t waited_ns, Cause cause = {}, bool came = false);
+    bool look_around(int turn, std::chrono::steady_clock::time_point since, const std::function<RankSet()>& missing,
+                     Waits::Entry& entry);
+    void say_whom_it_awaits(const RankSet& ranks, Waits::Entry& entry) const;
+    std::optional<Verdict> look_for_the_cause(const RankSet& missing, std::int64_t waited_ns);
+    bool give_up(GaveUp reason, const Verdict& verdict);
     bool give_up_without(const RankSet& missing, const RankSet& lost, const RankSet& left, std::int64_t waited_ns);
     void take_marks_back();
     Cause cause_of(int rank) const;
@@ -67,7 +70,9 @@ class Group final : public Collectives {
     RankSet lost() const;
     RankSet left() const;
     RankSet missing_in(std::uint32_t round) const;
+    bool has_begun(int rank) const;
     bool have_begun(const RankSet& ranks) const;
+    std::vector<int> names_of(const std::vector<int>& ranks) const;
 
     template <class Stage, class Consume>
     bool pipeline(std::size_t rounds, Stage stage, Consume consume);
@@ -120,7 +125,8 @@ class Group final : public Collectives {
     std::int64_t timeout_ns_ = 0;
     std::chrono::steady_clock::time_point started_{};
     bool clock_started_ = false;
-    int last_awaited_ = -1;  // the rank that the latest `await` waited for last
+    int last_awaited_ = -1;           // the rank that the latest `await` waited for last
+    std::optional<Inquest> inquest_;  // into the call that runs, once its time is over
 };
 
 }  // namespace paceline::host

@@ -59,18 +59,28 @@ constexpr std::uint32_t kSlots = 4;
 // on two cores a step that updates was not faster by that. Memory that no call has used takes no pages.
 constexpr std::size_t kRoomOfTwo = 3;
 
+constexpr std::uint32_t kMostHeldBy = 16;
+
+// Why a rank gave up.
+struct Verdict {
+    shm::RankSet missing{};  // group ranks that did not arrive
+    shm::RankSet gone{};     // the ranks in `missing` that died or left
+    shm::RankSet left{};     // the ranks in `missing` that left
+    shm::RankSet waiting{};  // the ranks in `missing` that wait in other calls
+    std::int64_t waited_ns = 0;
+    std::uint32_t cause = 0;  // a packed `Cause`: why those ranks, or this one, gave up
+    bool came = false;        // the ranks in `missing` have begun the call
+    std::uint32_t held_by_count = 0;
+    std::int32_t held_by[kMostHeldBy] = {};  // see `Outcome`
+};
+
 struct Control {
     Cell cells[kSlots];
     alignas(128) std::atomic<std::uint32_t> sleepers{0};   // peers asleep on one of the cells
-    alignas(128) std::atomic<GaveUp> gave_up{GaveUp::no};  // released after the fields below
-    shm::RankSet missing;                                  // group ranks that did not arrive
-    shm::RankSet gone;                                     // the ranks in `missing` that died or left
-    shm::RankSet left;                                     // the ranks in `missing` that left
-    std::uint32_t cause = 0;                               // a packed `Cause`: why those ranks, or this one, gave up
-    std::int64_t waited_ns = 0;
-    bool came = false;  // the ranks in `missing` have begun the call
+    alignas(128) std::atomic<GaveUp> gave_up{GaveUp::no};  // released after the verdict
+    Verdict verdict;
     // Not 0 once the rank has aborted the group. A word of its own, because any thread of the rank may set it while the
-    // thread that runs a call writes the fields above.
+    // thread that runs a call writes the verdict.
     alignas(128) std::atomic<std::uint32_t> aborted{0};
     Cores cores;    // those of the rank, from the beginning
     Domain domain;  // likewise

@@ -212,15 +212,17 @@ std::shared_ptr<shm::Segment> Group::region_of(int rank, shm::RegionId id) {
     using Clock = std::chrono::steady_clock;
     const int member = members_[static_cast<std::size_t>(rank)];
     const auto started = Clock::now();
+    Waits::Entry entry;
+    inquest_.reset();
     for (int turn = 1;; ++turn) {
         shm::Found found = mesh_.region(member, id, Clock::now() + kTurn);
         if (found.segment) return std::move(found.segment);
         if (found.shortage != 0) {
             const std::int64_t waited_ns = std::chrono::nanoseconds(Clock::now() - started).count();
-            give_up(GaveUp::starved, RankSet::of(rank_), {}, {}, waited_ns);
+            give_up(GaveUp::starved, {.missing = RankSet::of(rank_), .waited_ns = waited_ns});
             return nullptr;
         }
-        if (!look_around(turn, started, [rank] { return RankSet::of(rank); })) return nullptr;
+        if (!look_around(turn, started, [rank] { return RankSet::of(rank); }, entry)) return nullptr;
     }
 }
 
@@ -241,7 +243,7 @@ bool Group::all_reduce_shared(Call& call, std::uint32_t first) {
         regions[at] = region_of(r, header.region);
         if (!regions[at]) return false;
         if (header.offset > regions[at]->size() || nbytes > regions[at]->size() - header.offset)
-            return give_up(GaveUp::peer_lost, RankSet::of(r), RankSet::of(r), {}, 0);
+            return give_up(GaveUp::peer_lost, {.missing = RankSet::of(r), .gone = RankSet::of(r)});
         tensors[at] = regions[at]->data() + header.offset;
     }
 

@@ -46,6 +46,7 @@ std::unique_ptr<LaneSet> LaneSet::create(std::shared_ptr<shm::Mesh> mesh, std::u
                                          std::chrono::steady_clock::time_point deadline, std::vector<int> names) {
     std::unique_ptr<LaneSet> lanes(new LaneSet(std::move(mesh)));
     lanes->names_ = std::move(names);
+    lanes->group_ = group_of(id);
     lanes->rank_ = rank;
     lanes->peers_.resize(mesh_ranks.size());
     for (std::size_t r = 0; r < sockets.size(); ++r) {

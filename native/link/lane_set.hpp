@@ -47,6 +47,10 @@ class LaneSet {
     void blame(const Cause& cause) {
         if (mesh_) mesh_->blame(cause);
     }
+    // Whom the threads of this process wait for.
+    Waits& waits() { return mesh_ ? mesh_->waits() : alone_; }
+    // This group, as `Occasion` has it.
+    std::uint64_t group() const { return group_; }
     Cause blamed() const { return mesh_ ? mesh_->blamed() : Cause{}; }
     Cause blamed_by(int rank) const;
     int name(int rank) const;
@@ -64,6 +68,8 @@ class LaneSet {
                      std::chrono::steady_clock::time_point deadline);
 
     std::shared_ptr<shm::Mesh> mesh_;
+    Waits alone_{0};  // of a set without a mesh, which has no other groups
+    std::uint64_t group_ = 0;
     int rank_ = 0;
     std::vector<Peer> peers_;
     std::vector<int> names_;

@@ -13,6 +13,8 @@ namespace {
 
 // How long to wait before waking a thread again that had not fallen asleep yet, or has not had a core since.
 constexpr std::chrono::milliseconds kFirstRepeat{1};
+// Who goes on for longer than this after a time-out does not leave because of it.
+constexpr std::chrono::seconds kTimeOutLasts{30};
 
 }  // namespace
 
@@ -20,6 +22,7 @@ Mesh::Mesh(int rank, std::shared_ptr<Board> board, std::vector<int> names)
     : rank_(rank),
       board_(std::move(board)),
       names_(std::move(names)),
+      waits_(static_cast<std::size_t>(rank) < names_.size() ? names_[static_cast<std::size_t>(rank)] : rank),
       post_(board_->size() > 1 ? std::make_unique<Post>() : nullptr),
       guard_([this] {
           if (post_) post_->close_listener();
@@ -52,6 +55,7 @@ void Mesh::close() {
         closed_ = true;
     }
     if (post_) {
+        board_->seat(rank_).blamed.store(blamed().pack(), std::memory_order_release);
         board_->leave(rank_);
         post_->stop();
         server_.join();
@@ -93,7 +97,21 @@ void Mesh::ranks_are_gone() {
         std::this_thread::sleep_for(pause);
 }
 
+Cause Mesh::blamed_by(int rank) const {
+    const Seat& seat = board_->seat(rank);
+    const Cause cause = Cause::unpack(seat.blamed.load(std::memory_order_acquire));
+    // A rank that is there, or died, may have had its time-out long ago: see `blamed`.
+    return cause.hung && seat.state.load(std::memory_order_acquire) != State::left ? Cause{} : cause;
+}
+
+Cause Mesh::blamed() const {
+    const Cause cause = Cause::unpack(board_->seat(rank_).blamed.load(std::memory_order_acquire));
+    const Deadline::duration since{blamed_at_.load(std::memory_order_relaxed)};
+    return cause.hung && Deadline::clock::now().time_since_epoch() - since > kTimeOutLasts ? Cause{} : cause;
+}
+
 void Mesh::blame(const Cause& cause) {
+    blamed_at_.store(Deadline::clock::now().time_since_epoch().count(), std::memory_order_relaxed);
     board_->seat(rank_).blamed.store(cause.pack(), std::memory_order_release);
 }
 

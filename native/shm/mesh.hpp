@@ -10,6 +10,7 @@
 // ranks that miss it know why.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <future>
@@ -22,6 +23,7 @@
 #include <vector>
 
 #include "call/call.hpp"
+#include "call/waits.hpp"
 #include "process/fork_guard.hpp"
 #include "shm/board.hpp"
 #include "shm/news.hpp"
@@ -60,11 +62,15 @@ class Mesh {
     News& news() { return news_; }
     int name(int rank) const { return names_[static_cast<std::size_t>(rank)]; }
 
+    // Whom the threads of this process wait for.
+    Waits& waits() { return waits_; }
+
     // Tells the others that this process gives up because of `cause`; a later cause replaces an earlier one.
     void blame(const Cause& cause);
-    Cause blamed() const { return blamed_by(rank_); }
+    // That cause. A program may go on after a time-out, so such a cause does not last.
+    Cause blamed() const;
     // The cause for which a rank gave up, if it said so. It is set before the rank is gone.
-    Cause blamed_by(int rank) const { return Cause::unpack(board_->seat(rank).blamed.load(std::memory_order_acquire)); }
+    Cause blamed_by(int rank) const;
 
     // Lets the others have `segment`. No earlier region of this rank may have used `id`.
     void offer(RegionId id, std::shared_ptr<Segment> segment);
@@ -100,6 +106,8 @@ class Mesh {
     int rank_;
     std::shared_ptr<Board> board_;
     std::vector<int> names_;
+    Waits waits_;
+    std::atomic<Deadline::rep> blamed_at_{0};
     const std::uint32_t forks_ = forks_from_members();  // when the mesh was made
     News news_;
     std::mutex mutex_;

@@ -32,10 +32,13 @@ class Outcome:
     code: int
     missing: list[int]
     came: bool
+    waiting: list[int]
+    held_by: list[int]
     gone: list[int]
     left: list[int]
     cause: int
     cause_left: bool
+    cause_hung: bool
     reporter: int
     waited_ns: int
     split_from: int

@@ -83,6 +83,8 @@ class CollectiveMismatchError(CollectiveError):
 class CollectiveTimeoutError(_TimedOut, CollectiveError, TimeoutError):
     """A rank did not reach a call before the time-out; the message names it and its latest call.
 
+    If that rank merely waits in another call, the message also names the rank that holds it up there.
+
     Attributes: `missing`, the other ranks (in the default group) that did not reach the call. It is empty on a rank for
     which the others waited in vain, if no other rank was late, and where the engine cannot tell.
     """

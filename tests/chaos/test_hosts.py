@@ -97,8 +97,8 @@ def go_on_until_told(ready: str, seed: int) -> tuple[str, str, float]:
     return told
 
 
-def survive(hosts, directory: Path, seed: int) -> bool:
-    """Returns whether a rank that it concerned was named to any of the others, if there is one to name."""
+def survive(hosts, directory: Path, seed: int) -> None:
+    """Every other rank must be told of a rank that it concerned, if there is one to name."""
     chance = random.Random(seed)
     event = event_of(seed)
     victims = chance.sample(range(4), 2)[: 2 if event in ("kill two", "kill and stop") else 1]
@@ -125,7 +125,6 @@ def survive(hosts, directory: Path, seed: int) -> bool:
             victims = []
         happened = time.time()
         told = run.join(60, expect_dead=set(victims))
-    named: list[bool] = []
     for number in set(range(4)) - set(victims):
         error, message, at = told[number]
         place = f"seed {seed}, {event} {victims}, rank {number}: {error} {message}"
@@ -137,32 +136,21 @@ def survive(hosts, directory: Path, seed: int) -> bool:
         assert at - happened < TIMEOUT_S + SILENCE_S + BUSY_S, place
         others = [f"rank {victim} (h{victim // 2}, pid {run.pids[victim]})" for victim in victims]
         # In the group of two nobody died: one of them may have heard of the deaths elsewhere, and left.
-        if number in PAIR and "left the group" in message:
+        if number in PAIR and "left the group" in message and event != "stop":
             others += [f"rank {member} (h{member // 2}, pid {run.pids[member]})" for member in PAIR if member != number]
-        named.append(not others or any(other in message for other in others))
-        assert named[-1] or not is_known, place
-    return short or any(named)
+        assert not others or any(other in message for other in others), place
 
 
 @pytest.mark.parametrize("seed", range(len(EVENTS)), ids=[each.replace(" ", "-") for each in EVENTS])
 def test_survivors_are_told_and_clean_up(hosts, tmp_path, seed):
-    """Of a rank that is stopped nobody knows: whose time is up first may blame one that itself waits for it."""
-    for attempt in range(3 if event_of(seed) == "stop" else 1):
-        directory = tmp_path / str(attempt)
-        directory.mkdir()
-        if survive(hosts, directory, seed):
-            return
-    raise AssertionError(f"{event_of(seed)}: nobody named a rank that it concerned")
+    survive(hosts, tmp_path, seed)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_survivors_are_told_and_clean_up_at_every_instant(hosts, tmp_path):
     first = int(os.environ.get("PACELINE_TEST_SEED", "100"))
-    unnamed = []
     for seed in range(first, first + 140):
         directory = tmp_path / str(seed)
         directory.mkdir()
-        if not survive(hosts, directory, seed):
-            unnamed.append(seed)
-    assert all(event_of(seed) == "stop" for seed in unnamed) and len(unnamed) < 5, unnamed
+        survive(hosts, directory, seed)

@@ -280,6 +280,92 @@ void a_rank_that_holds_up_a_chain_has_not_come() {
     });
 }
 
+// Rank 3 stays away from everything, rank 2 waits for its message, and the others wait for rank 2.
+void a_rank_that_waits_for_another_is_told_from_the_one_that_holds_both_up(Over over) {
+    std::atomic<bool> waits = false;
+    std::atomic<int> told = 0;
+    with_ranks(4, 1, over, [&](Rank at) {
+        std::vector<float> values(10);
+        if (at.rank == 3)
+            while (told < 3) pause(1);
+        if (at.rank == 2) {
+            const auto request = at.messenger.receive(3, 0, DType::f32, stream_of(values), kHung);
+            CHECK(at.messenger.wait(request, kHung, tells_that_it_waits(waits)));
+        }
+        if (at.rank < 2) {
+            while (!waits) pause(1);
+            const std::int64_t timeout_ns = at.rank == 0 ? 300 * kMs : kHung;
+            Call call = broadcast(at, values, timeout_ns);
+            call.root = 2;
+            Flat flat;
+            flat.insert(flat.end(), {kReceive, 0, 2, 1, 0, 1, 1, 0, 0});
+            call.schedule = Schedule::make(2, 1, at.rank, 4, flat);
+            const Outcome outcome = at.executor.run(call, nullptr, false);
+            CHECK(outcome.code == Code::timed_out && !outcome.came && outcome.missing == std::vector<int>{2});
+            CHECK(outcome.waiting == std::vector<int>{2} && outcome.held_by == std::vector<int>{3});
+        }
+        ++told;
+    });
+}
+
+// Rank 1 waits for rank 2 in a group of their own, of which rank 0 is no member.
+void a_rank_that_holds_up_another_group_is_found() {
+    std::atomic<bool> waits = false;
+    std::atomic<int> told = 0;
+    with_ranks(3, 1, Over::rings, [&](Rank at) {
+        std::unique_ptr<link::LaneSet> lanes;
+        std::unique_ptr<Messenger> messenger;
+        if (at.rank > 0) {
+            lanes = link::LaneSet::create(at.mesh, 2, at.rank - 1, {1, 2}, std::vector<std::vector<tls::Socket>>(2),
+                                          Clock::now() + std::chrono::nanoseconds(kHung), {1, 2});
+            CHECK(lanes != nullptr);
+            messenger = std::make_unique<Messenger>(*lanes);
+        }
+        std::vector<float> values(10);
+        if (at.rank == 0) {
+            while (!waits) pause(1);
+            Call call = all_reduce(at, DType::f32, ReduceOp::sum, values.size(), stream_of(values), 300 * kMs);
+            const Outcome outcome = at.executor.run(call, nullptr, false);
+            CHECK(outcome.code == Code::timed_out && !outcome.came && (outcome.missing == std::vector<int>{1, 2}));
+            CHECK(outcome.waiting == std::vector<int>{1} && outcome.held_by.empty());
+            CHECK((outcome.cause == Cause{2, false, true}));
+            told = 1;
+        } else if (at.rank == 1) {
+            const auto request = messenger->receive(1, 0, DType::f32, stream_of(values), kHung);
+            const Interrupted stop = [&] {
+                waits = true;
+                return told == 1;
+            };
+            CHECK(messenger->wait(request, kHung, stop) && request->outcome().code == Code::interrupted);
+            told = 2;
+        }
+        while (told < 2) pause(1);
+    });
+}
+
+// Each of two ranks waits for the other one, in different calls.
+void ranks_that_wait_for_each_other_are_told_so(Over over) {
+    std::atomic<bool> waits = false;
+    std::atomic<int> told = 0;
+    with_ranks(2, 1, over, [&](Rank at) {
+        std::vector<float> values(10);
+        Outcome outcome;
+        if (at.rank == 1) {
+            const auto request = at.messenger.receive(0, 0, DType::f32, stream_of(values), kHung);
+            CHECK(at.messenger.wait(request, kHung, tells_that_it_waits(waits)));
+            outcome = request->outcome();
+        } else {
+            while (!waits) pause(1);
+            Call call = all_reduce(at, DType::f32, ReduceOp::sum, values.size(), stream_of(values), 300 * kMs);
+            outcome = at.executor.run(call, nullptr, false);
+        }
+        CHECK(outcome.code == Code::timed_out && outcome.missing == std::vector<int>{1});
+        CHECK(outcome.waiting == std::vector<int>{1} && outcome.held_by.empty() && !outcome.cause.known());
+        ++told;
+        while (told < 2) pause(1);
+    });
+}
+
 // The root of a broadcast has finished and returned; if rank 2 does not receive its data, only rank 2 is to blame.
 void a_rank_that_did_its_part_is_not_among_the_missing() {
     std::atomic<bool> told = false;
@@ -365,6 +451,9 @@ void all() {
     a_rank_that_did_its_part_is_not_among_the_missing();
     for (const Over over : kinds()) a_rank_that_stops_in_a_call_is_found_through_the_others(over);
     a_rank_that_holds_up_a_chain_has_not_come();
+    for (const Over over : kinds()) a_rank_that_waits_for_another_is_told_from_the_one_that_holds_both_up(over);
+    a_rank_that_holds_up_another_group_is_found();
+    for (const Over over : kinds()) ranks_that_wait_for_each_other_are_told_so(over);
     for (const Over over : kinds()) a_rank_that_leaves_is_named(over);
     an_interrupt_ends_the_call_everywhere();
     for (const Over over : kinds()) messages_and_collectives_run_side_by_side(over);

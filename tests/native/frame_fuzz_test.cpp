@@ -91,6 +91,8 @@ Bytes verdict(Code code) {
     outcome.reporter = 1;
     outcome.missing = {0};
     outcome.gone = {0};
+    outcome.waiting = {0};
+    outcome.held_by = {7};
     outcome.calls = {broadcast_header(), broadcast_header()};
     return encode(outcome);
 }
@@ -118,9 +120,9 @@ void write_corpus() {
     put(answers, {.kind = FrameKind::refuse, .id = 3, .nbytes = kLarge, .offset = 5, .dtype = DType::f64});
     write("control-answers", answers);
     Bytes inquiry;
-    const Bytes ranks = encode(std::vector<int>{0, 1});
-    put(inquiry, {.kind = FrameKind::ask, .id = 1});
-    put(inquiry, {.kind = FrameKind::answer, .id = 1, .nbytes = ranks.size()}, ranks);
+    const Bytes awaited = encode(Answer{Answer::Kind::waits, {{0, 0, {1, 1}}, {5, 0, {2, 0}}}});
+    put(inquiry, {.kind = FrameKind::ask, .id = 1, .offset = 1});
+    put(inquiry, {.kind = FrameKind::answer, .id = 1, .nbytes = awaited.size(), .offset = 1}, awaited);
     write("control-inquiry", inquiry);
     Bytes news;
     const CallHeader header = broadcast_header();
@@ -304,7 +306,7 @@ void a_damaged_verdict_is_decoded_whole_or_not_at_all(std::size_t rounds, std::u
         const auto outcome = decode(bytes, 2);
         if (!outcome) continue;
         CHECK(outcome->code != Code::ok && outcome->reporter >= 0 && outcome->reporter < 2);
-        for (const auto* ranks : {&outcome->missing, &outcome->gone, &outcome->left})
+        for (const auto* ranks : {&outcome->missing, &outcome->gone, &outcome->left, &outcome->waiting})
             for (const int rank : *ranks) CHECK(rank >= 0 && rank < 2);
         CHECK(outcome->split_from >= -1 && outcome->split_from < 2 && outcome->split_to >= -1 && outcome->split_to < 2);
         for (const CallHeader& call : outcome->calls) CHECK(is_sound(call));

@@ -52,6 +52,7 @@ struct Rank {
     link::LaneSet& lanes;
     Messenger& messenger;
     Executor& executor;
+    std::shared_ptr<shm::Mesh> mesh;
 };
 
 inline std::pair<int, int> joined() {
@@ -108,7 +109,7 @@ inline void with_ranks(int n, int streams, Over over, const std::function<void(R
                 CHECK(lanes != nullptr);
                 Messenger messenger(*lanes);
                 Executor executor(*lanes, messenger);
-                body({static_cast<int>(r), n, *lanes, messenger, executor});
+                body({static_cast<int>(r), n, *lanes, messenger, executor, mesh});
             }
             mesh->close();
         });

@@ -36,6 +36,15 @@ class Outcome(Protocol):
         """Whether the ranks in `missing` have begun the call."""
 
     @property
+    def waiting(self) -> Sequence[int]:
+        """The ranks among `missing` that wait in other calls: for those in `held_by`, for other missing ranks or, if
+        there are none, for each other."""
+
+    @property
+    def held_by(self) -> Sequence[int]:
+        """Ranks that hold up a call that has timed out, but are not in `missing`; they count as `cause` does."""
+
+    @property
     def gone(self) -> Sequence[int]:
         """Ranks that died or left."""
 
@@ -50,6 +59,10 @@ class Outcome(Protocol):
     @property
     def cause_left(self) -> bool:
         """Whether `cause` left cleanly rather than died."""
+
+    @property
+    def cause_hung(self) -> bool:
+        """Whether `cause` held up a call until its time was over, rather than died."""
 
     @property
     def reporter(self) -> int:

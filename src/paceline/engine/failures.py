@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 from paceline.descriptors import out_of_descriptors
 from paceline.engine.channel import HeaderFields, Outcome
-from paceline.engine.codes import NO_REDUCTION, ReduceOp, dtype_name
+from paceline.engine.codes import dtype_name
+from paceline.engine.naming import by_what, describe_call, names
 from paceline.engine.processes import Process
+from paceline.engine.time_outs import timed_out
 from paceline.errors import (
     CollectiveError,
     CollectiveMismatchError,
-    CollectiveTimeoutError,
     GroupAbortedError,
     PeerLostError,
 )
 from paceline.schedule.registry import QUANTISED, name_of
-from paceline.schedule.steps import Operation
-from paceline.wording import and_more
 
 
 class Code(IntEnum):
@@ -64,6 +63,9 @@ class Failure:
     algorithms: Sequence[int] = ()
     seen: str = ""
     came: bool = False
+    waiting: Sequence[int] = ()
+    held_by: Sequence[int] = ()
+    cause_hung: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,26 +88,7 @@ MESSAGES_LOST = (
     "No further messages can be sent or received in this group; its collective calls still work. For messages, "
     "destroy it and make a new one"
 )
-_MOST_SAID = 8  # different calls in a message
 _LEFT = "left the group (its script ended, or it destroyed the process group)"
-
-
-def describe_call(header: HeaderFields) -> str:
-    """Returns a description of a call as its rank made it, such as "all_reduce(float32, 4 elements, SUM) as call 7"."""
-    sequence, operation, dtype, reduce_op, root, count = header
-    if operation == 0:
-        return "no call"
-    parts = []
-    if operation != Operation.BARRIER:
-        parts.append(dtype_name(dtype))
-    # With some engines, the ranks do not know each other's numbers of elements in an all_to_all.
-    if count or operation not in (Operation.BARRIER, Operation.ALL_TO_ALL):
-        parts.append(f"{count} elements")
-    if reduce_op != NO_REDUCTION:
-        parts.append(ReduceOp(reduce_op).name)
-    if root >= 0:
-        parts.append(f"root {root}")
-    return f"{Operation(operation)}({', '.join(parts)}) as call {sequence}"
 
 
 def to_error(
@@ -154,47 +137,14 @@ def to_error(
         if starved is me:
             return CollectiveError(f"{out_of_descriptors(f'{me}', f'the shared tensors of {call}')}. {lost}")
         return CollectiveError(f"{me}: {call} was given up by {starved}, which is out of file descriptors. {lost}")
+    if outcome.code == Code.TIMED_OUT:
+        return timed_out(outcome, members, group_rank, call, lost, everybody or members)
     missing = _select(members, outcome.missing)
     reporter = me if outcome.reporter < 0 else members[outcome.reporter]
-    if outcome.code == Code.TIMED_OUT and outcome.came:
-        return _held_up(outcome, members, me, call, lost)
-    if outcome.code == Code.TIMED_OUT:
-        known = [at for at in outcome.missing if at < len(outcome.calls) and at != group_rank]
-        latest = {at: f"latest {describe_call(outcome.calls[at])}" for at in known}
-        absent = _by_what(latest, members, "{}: {}")
-        return CollectiveTimeoutError(
-            f"{me}: {call} timed out after {outcome.waited_ns / 1e9:.1f} s"
-            f"{'' if reporter is me else f' on {reporter}'}{_absence(missing, absent, me)}. "
-            "Either it needs more time than the timeout allows (raise timeout=) or it took another way through the "
-            f"program (look where it waits). {lost}"
-        )
     where = "" if reporter is me else f" on {reporter}"
     late = "completed it" if outcome.came else "come"
-    waiting = f" while {_names(missing)} had not {late}" if missing else ""
+    waiting = f" while {names(missing)} had not {late}" if missing else ""
     return CollectiveError(f"{me}: {call} was interrupted{where}{waiting}. {lost}")
-
-
-def _absence(missing: Sequence[Member], calls: str, me: Member) -> str:
-    if not missing:
-        return "; the engine cannot tell who did not come"
-    others = [member for member in missing if member is not me]
-    late = ", which had waited for this rank in vain" if me in missing else ""
-    absent = f"; {_names(others)} did not come" if others else ""
-    return late + absent + (f" ({calls})" if calls else "")
-
-
-def _held_up(outcome: Outcome, members: Sequence[Member], me: Member, call: str, lost: str) -> CollectiveTimeoutError:
-    """Returns the error for a time-out after all ranks had begun the call."""
-    others = [members[at] for at in outcome.missing if members[at] is not me]
-    reporter = me if outcome.reporter < 0 else members[outcome.reporter]
-    where = "" if reporter is me else f" on {reporter}"
-    mine = ", which had waited for this rank's part in vain" if len(others) < len(outcome.missing) else ""
-    theirs = f"; {_names(others)} came to the call but did not complete it" if others else ""
-    return CollectiveTimeoutError(
-        f"{me}: {call} timed out after {outcome.waited_ns / 1e9:.1f} s{where}{mine}{theirs}. Either the call needs "
-        "more time than the timeout allows (raise timeout=) or the process has been stopped or has no processor time "
-        f"(look at its state, with ps or top). {lost}"
-    )
 
 
 def _peer_lost(
@@ -204,15 +154,19 @@ def _peer_lost(
     cause = everybody[outcome.cause] if 0 <= outcome.cause < len(everybody) else None
     left = list(outcome.gone) == list(outcome.left)
     died = outcome.cause >= 0 and not outcome.cause_left if left else True
-    seen = f"{_names(gone)} {_LEFT if left else 'died'}"
+    seen = f"{names(gone)} {_LEFT if left else 'died'}"
     first = gone[0]
-    if cause is not None and left:
+    if cause is not None and outcome.cause_hung:
+        seen += f", after a call had timed out because of {cause}"
+    elif cause is not None and left:
         # A rank that leaves because of an error only reports it: the rank that caused the error comes first.
-        seen = f"{cause} {_LEFT if outcome.cause_left else 'died'}, and {_names(gone)} left the group after that"
+        seen = f"{cause} {_LEFT if outcome.cause_left else 'died'}, and {names(gone)} left the group after that"
         first = cause
     elif cause is not None:
         seen += f", after {cause} {'had left' if outcome.cause_left else 'had died'}"
-    if died:
+    if cause is not None and outcome.cause_hung and left:
+        advice = f"Look first at {cause}: its process may have been stopped, or its program does something else"
+    elif died:
         advice = "Look at its output and, if it was killed, at the memory it used (dmesg)"
     else:
         advice = "Every rank must make the same calls: look at its output, and for a loop that ran fewer times there"
@@ -240,7 +194,7 @@ def _aborted(outcome: Outcome, members: Sequence[Member], me: Member, call: str)
 def _not_heard_of(outcome: Failure, members: Sequence[Member], me: Member, call: str) -> PeerLostError:
     gone = _select(members, outcome.gone)
     return PeerLostError(
-        f"{_names(gone)} {outcome.seen}, seen by {me} in {call}. Look at its output, and if its host cannot be "
+        f"{names(gone)} {outcome.seen}, seen by {me} in {call}. Look at its output, and if its host cannot be "
         f"reached, at the network. {GROUP_LOST}",
         rank=gone[0].rank,
         host=gone[0].host,
@@ -265,7 +219,7 @@ def _mismatch(outcome: Outcome, members: Sequence[Member], me: Member) -> Collec
         if outcome.reporter >= 0 and header[0] != latest:
             continue  # an earlier call of a rank says nothing about the mismatch
         calls[at] = f"{describe_call(header)}{_way(algorithm)}"
-    told = _by_what(calls, members, "{} called {}")
+    told = by_what(calls, members, "{} called {}")
     return CollectiveMismatchError(f"{me}: the ranks' calls do not fit together: {told}. {advice}")
 
 
@@ -288,17 +242,3 @@ def _message_mismatch(outcome: Outcome, members: Sequence[Member], me: Member) -
 
 def _select(members: Sequence[Member], group_ranks: Sequence[int]) -> list[Member]:
     return [members[at] for at in group_ranks]
-
-
-def _by_what(what: Mapping[int, str], members: Sequence[Member], form: str) -> str:
-    """Says what is known of each rank, by its group rank; ranks of which the same is known are named together."""
-    alike: dict[str, list[Member]] = {}
-    for at, said in what.items():
-        alike.setdefault(said, []).append(members[at])
-    told = [form.format(_names(ranks), said) for said, ranks in alike.items()]
-    more = f"; and {len(told) - _MOST_SAID} more" if len(told) > _MOST_SAID else ""
-    return "; ".join(told[:_MOST_SAID]) + more
-
-
-def _names(members: Sequence[Member], most: int = 4) -> str:
-    return and_more(members, most)

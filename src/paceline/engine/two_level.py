@@ -221,5 +221,8 @@ class TwoLevelChannel(SerialChannel):
                 calls=calls,
                 algorithms=[0] * self._size,
                 came=outcome.came,
+                waiting=[ranks[at] for at in outcome.waiting],
+                held_by=outcome.held_by,
+                cause_hung=outcome.cause_hung,
             )
         )

@@ -13,7 +13,8 @@ from paceline.durations import Timeout, to_nanoseconds
 from paceline.engine.api import OpenGroup
 from paceline.engine.channel import Call, Channel, HeaderFields, Outcome, Pending
 from paceline.engine.codes import ITEM_SIZES, WIRES
-from paceline.engine.failures import GROUP_LOST, Code, Member, describe_call, to_error
+from paceline.engine.failures import GROUP_LOST, Code, Member, to_error
+from paceline.engine.naming import describe_call
 from paceline.errors import CollectiveError, CollectiveTimeoutError
 from paceline.group.base import BaseGroup
 from paceline.group.buffers import Buffers

@@ -1,0 +1,123 @@
+"""Ranks that wait for each other, the last of them for one that has been stopped; and what the others are told."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import timedelta
+
+import torch
+from hosts.talking import await_word, rank, say
+from hosts.telling import told_by
+from launching import kill, sleep_for_a_while, wait_until
+from world import World
+
+import paceline as dist
+
+STOPPED = 3
+LONG = timedelta(seconds=60)
+WAYS = ("recv", "send", "a group of two", "a group of two, async")
+
+
+def wait_for_the_stopped(way: str, pair: dist.ProcessGroup, limit: timedelta) -> object:
+    if way == "recv":
+        return dist.recv(torch.empty(3), STOPPED, timeout=limit)
+    if way == "send":
+        return dist.send(torch.ones(100_000), STOPPED, timeout=limit)
+    work = dist.all_reduce(torch.ones(3), group=pair, async_op="async" in way, timeout=limit)
+    return work if work is None else work.wait()
+
+
+def be_held_up(directory: str, way: str, waiter: int, algorithm: str | None = None) -> tuple[str, str, float]:
+    """Rank 3 is stopped, `waiter` waits for it, and the two others wait for the waiter; returns what they are told."""
+    dist.init_process_group(timeout=LONG, algorithm=algorithm)
+    pair = dist.new_group([waiter, STOPPED])
+    dist.barrier()
+    if rank() == STOPPED:
+        say(directory, "about to be stopped")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if rank() == waiter:
+        assert isinstance(pair, dist.ProcessGroup)
+        await_word(directory, "stopped")
+        say(directory, "about to wait")
+        return told_by(lambda: wait_for_the_stopped(way, pair, LONG))
+    await_word(directory, "waits")
+    told = told_by(lambda: dist.broadcast(torch.ones(3), waiter, timeout=timedelta(seconds=1)))
+    say(directory, f"told {rank()}")
+    return told
+
+
+def told_of(run: World, directory: str, waiter: int) -> list[str]:
+    """Runs the world of `be_held_up` to its end; returns the messages of the ranks that waited for the waiter."""
+    others = [number for number in range(STOPPED) if number != waiter]
+    await_word(directory, "about to be stopped")
+    wait_until(lambda: state_is_stopped(run.pids[STOPPED]))
+    say(directory, "stopped")
+    await_word(directory, "about to wait")
+    wait_until(lambda: sleep_for_a_while(run.pids[waiter]))
+    say(directory, "waits")
+    await_word(directory, *(f"told {number}" for number in others))
+    kill([run.pids[waiter]])  # unless it was told as well, and ended
+    told = run.join(60, expect_dead=frozenset({waiter, STOPPED}))
+    messages = []
+    for number in others:
+        error, message, _ = told[number]
+        assert error == "CollectiveTimeoutError", message
+        messages.append(message)
+    return messages
+
+
+def state_is_stopped(pid: int) -> bool:
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0] == "T"
+
+
+def require_cause(messages: list[str], waiting: str, stopped: str, may_be_direct: bool = False) -> None:
+    """Each message names the stopped rank as the one to look at, and the other one as one that waits.
+
+    With `may_be_direct`, what a rank waits for itself may be the stopped one, which would have passed the data on.
+    """
+    for message in messages:
+        if may_be_direct and waiting not in message:
+            assert f"; {stopped} did not come (" in message, message
+            continue
+        why = f"it waits in another call, which {stopped} holds up"
+        assert f"; {waiting} did not come because {why}" in message, message
+        assert f"Look at {stopped} first" in message, message
+
+
+def compute_beside_a_call(directory: str) -> tuple[str, str, float]:
+    """Rank 2 does not wait for the call that it has begun with the stopped rank: what keeps it is its own work."""
+    dist.init_process_group(timeout=LONG)
+    pair = dist.new_group([2, STOPPED])
+    dist.barrier()
+    if rank() == STOPPED:
+        say(directory, "about to be stopped")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if rank() == 2:
+        work = dist.all_reduce(torch.ones(3), group=pair, async_op=True)
+        say(directory, "computes")
+        await_word(directory, "told 0", "told 1")
+        dist.destroy_process_group()
+        assert work is not None  # until now, since its end would wait for the call
+        return "nothing", "", 0.0
+    await_word(directory, "computes")
+    told = told_by(lambda: dist.broadcast(torch.ones(3), 2, timeout=timedelta(seconds=1)))
+    say(directory, f"told {rank()}")
+    return told
+
+
+def give_up_and_leave(directory: str) -> tuple[str, str, float]:
+    """Rank 2 gives up because of the stopped rank, in a group of their own, while the others wait for rank 2."""
+    dist.init_process_group(timeout=LONG)
+    pair = dist.new_group([2, STOPPED])
+    dist.barrier()
+    if rank() == STOPPED:
+        say(directory, "about to be stopped")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if rank() == 2:
+        assert isinstance(pair, dist.ProcessGroup)
+        told = told_by(lambda: wait_for_the_stopped("a group of two", pair, timedelta(seconds=0.5)))
+        dist.destroy_process_group()
+        return told
+    return told_by(lambda: dist.broadcast(torch.ones(3), 2))
