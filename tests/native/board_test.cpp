@@ -57,9 +57,9 @@ void await(const Board& board, int rank, State state) {
 
 void the_end_of_a_pulse_is_noticed(bool waits_for_many) {
     const auto board = board_of(3);
+    Post listens;  // for longer than the watch, which else sees its end too
     std::promise<void> told;
     Watch watch(board, 0, [&told] { told.set_value(); }, waits_for_many);
-    Post listens;
     board->seat(2).listener = listens.listener_name();
     board->arrive(0);
     board->arrive(2);
@@ -72,9 +72,9 @@ void the_end_of_a_pulse_is_noticed(bool waits_for_many) {
 void an_end_is_noticed_by_ranks_that_do_not_wait_for_it() {
     const int ranks = kMostWatchers + 10, dead = kMostWatchers + 5;
     const auto board = board_of(ranks);
+    Post listens;
     std::promise<void> told;
     Watch watch(board, 0, [&told] { told.set_value(); });
-    Post listens;
     for (int r = 0; r < ranks; ++r) {
         board->seat(r).listener = listens.listener_name();
         if (r != dead) board->arrive(r);
