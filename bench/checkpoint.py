@@ -9,7 +9,8 @@ fsync, and they take turns. "step s" is the mean of the steps before and after, 
 that saves and the steps beside it took than as many of those steps, "call s" how long the call took, "durable s" the
 time until the checkpoint is on the disk, and "MB/s" what was written in that time; the medians of all rounds. "no
 checkpoint" makes five steps instead: what it loses is the error of the measurement. "the disk alone" is the bound of
-what is written: every rank writes its share of as many zeros past the page cache, and calls fsync.
+what is written: every rank writes its share of as many zeros past the page cache, and calls fsync; "asynchronous", on a
+thread of low priority, while the steps go on: what that loses is what the disk and its driver take from a training.
 "load": 4 ranks save, and other numbers of ranks load; "read" is what all ranks together read, as a share of what was
 written.
 """
@@ -21,6 +22,7 @@ import os
 import shutil
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -84,22 +86,34 @@ def torchs(state: dict[str, Any], path: Path) -> Callable[[], bool]:
     return at_once
 
 
-def the_disk(nbytes: int) -> Save:
+def the_disk(nbytes: int, asynchronous: bool) -> Save:
     """Writes as many bytes as the state has, without a format, a digest or a copy in the page cache."""
     import paceline as dist
+    from paceline.elastic.joining.priority import be_modest
 
     block = mmap.mmap(-1, 8 << 20)  # aligned to a page, as O_DIRECT demands
     block.write(bytes(len(block)))
 
-    def save(state: dict[str, Any], path: Path) -> Callable[[], bool]:
-        path.mkdir(exist_ok=True)
+    def write(path: Path) -> None:
         file = os.open(path / str(dist.get_rank()), os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
         for _ in range(round(nbytes / dist.get_world_size() / len(block))):
             os.write(file, block)
         os.fsync(file)
         os.close(file)
-        dist.barrier()
-        return at_once
+
+    def write_modestly(path: Path) -> None:
+        be_modest()
+        write(path)
+
+    def save(state: dict[str, Any], path: Path) -> Callable[[], bool]:
+        path.mkdir(exist_ok=True)
+        if not asynchronous:
+            write(path)
+            dist.barrier()
+            return at_once
+        thread = threading.Thread(target=write_modestly, args=(path,))
+        thread.start()
+        return lambda: not thread.is_alive()
 
     return save
 
@@ -126,7 +140,8 @@ def save_main(rank: int, gigabytes: float, rounds: int, steps: int, where: str, 
         "paceline": ours(False),
         "DCP save": dcps(False),
         "torch.save on rank 0": torchs,
-        "the disk alone": the_disk(nbytes),
+        "the disk alone, asynchronous": the_disk(nbytes, True),
+        "the disk alone": the_disk(nbytes, False),
     }
 
     def step() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,16 +30,24 @@ class Staging:
     def copied(self, held: Sequence[Held]) -> list[Held]:
         """Returns what `held` is now, in this memory; earlier copies are overwritten."""
         starts, total = _laid_out(held)
-        if self._memory.numel() < total + ALIGNMENT:
+        if self._memory.numel() < total:
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old memory goes first
-            self._memory = torch.empty(total + ALIGNMENT, dtype=torch.uint8, device="cpu")
-        memory = self._memory[-self._memory.data_ptr() % ALIGNMENT :]
+            self._memory = _memory_of(total)
         copies = [
-            memory[start : start + each.nbytes].view(type_of(each.dtype))
+            self._memory[start : start + each.nbytes].view(type_of(each.dtype))
             for each, start in zip(held, starts, strict=True)
         ]
         _copy_all([(copy, each) for copy, each in zip(copies, held, strict=True)])
         return [replace(each, elements=_returning(copy)) for each, copy in zip(held, copies, strict=True)]
+
+
+def _memory_of(nbytes: int) -> torch.Tensor:
+    """Returns aligned memory, of huge pages where the system has them: a disk takes these in much larger pieces."""
+    memory = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _laid_out(held: Sequence[Held]) -> tuple[list[int], int]:

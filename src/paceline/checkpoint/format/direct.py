@@ -64,10 +64,9 @@ class DirectWriter:
             if self._filled and len(view) > 2 * ALIGNMENT and _is_aligned(view, self._filled):
                 room = -self._filled % ALIGNMENT  # the rest of the view is aligned after that
                 self._take(view[:room])
-                self._flush()
-                whole = (len(view) - room) // ALIGNMENT * ALIGNMENT
-                self._write_out([view[room : room + whole]])
-                view = view[room + whole :]
+                end = room + (len(view) - room) // ALIGNMENT * ALIGNMENT
+                self._flush(view[room:end])
+                view = view[end:]
             elif self._filled == 0 and len(view) >= ALIGNMENT and _is_aligned(view, 0):
                 whole = len(view) // ALIGNMENT * ALIGNMENT
                 self._write_out([view[:whole]])
@@ -83,8 +82,8 @@ class DirectWriter:
         self._memory()[self._filled : self._filled + len(part)] = part
         self._filled += len(part)
 
-    def _flush(self) -> None:
-        self._write_out([self._memory()[: self._filled]])
+    def _flush(self, *then: memoryview) -> None:
+        self._write_out([self._memory()[: self._filled], *then])
         self._filled = 0
 
     def _memory(self) -> memoryview:

@@ -20,7 +20,7 @@ Data: TypeAlias = "bytes | bytearray | memoryview"
 Progress: TypeAlias = Callable[[int, int], None]
 
 SPLIT_NBYTES = 1 << 30
-_WRITE_NBYTES = 8 << 20  # of one call
+_WRITE_NBYTES = 8 * BLOCK_NBYTES  # of one call
 _SMALL_NBYTES = 64 << 10  # below that, bytes are copied, so that one write takes many tensors
 _MOST_PENDING = 256
 
@@ -154,9 +154,9 @@ def _write_piece(stream: _Stream, piece: Outgoing, slot: Slot) -> tuple[str, ...
             f"{list(piece.stored_shape)})"
         )
     found = []
-    for block in blocks_of(view, BLOCK_NBYTES):
-        found.append(digest_of(block))
-        stream.add(block)
+    for chunk in blocks_of(view, _WRITE_NBYTES):
+        found += [digest_of(block) for block in blocks_of(chunk)]
+        stream.add(chunk)
     stream.let_go()
     return tuple(found)
 
