@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import queue
 import secrets
 import socket
 import threading
@@ -192,6 +193,17 @@ def test_a_doorkeeper_admits_behind_the_port(gate):
         prove(connection, KEY, Hello("links", 3), DEADLINE_S)
         assert came.wait(DEADLINE_S) and admitted[0][0] == 3
         admitted[0][1].close()
+    keeper.close()
+
+
+def test_both_ends_send_short_messages_at_once():
+    """Or the system holds the second of two back for 40 ms, until the other end acknowledges the first."""
+    admitted: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+    keeper = Doorkeeper(socket.create_server((HERE, 0)), KEY, "links", lambda each, _: admitted.put(each))
+    with dialing.dial((HERE, keeper.port), DEADLINE_S) as connection:
+        prove(connection, KEY, Hello("links", 3), DEADLINE_S)
+        with admitted.get(timeout=DEADLINE_S) as other:
+            assert all(each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for each in (connection, other))
     keeper.close()
 
 

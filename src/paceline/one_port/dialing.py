@@ -76,7 +76,9 @@ def silent_hosts(hosts: Iterable[str], source: str, reach_s: float) -> set[str]:
 
 
 def _connected(host: str, port: int, timeout_s: float, origin: tuple[str, int] | None) -> socket.socket:
-    return socket.create_connection((for_resolver(host), port), timeout_s, origin)  # type: ignore[arg-type]  # bytes work too
+    connection = socket.create_connection((for_resolver(host), port), timeout_s, origin)  # type: ignore[arg-type]  # bytes work too
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # short messages wait for nothing
+    return connection
 
 
 def _ask_for(connection: socket.socket, number: int) -> None:

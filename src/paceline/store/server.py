@@ -49,6 +49,5 @@ class StoreServer:
 
     def _admit(self, connection: Connection, _hello: Hello) -> None:
         if connection.family != socket.AF_UNIX:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._core.adopt(for_core(connection))

@@ -134,7 +134,6 @@ def _dial(host_name: str, port: int, timeout_s: float, secret: bytes | None) -> 
         if connection.getpeername() == connection.getsockname():
             # Dialling a free port of this machine repeatedly can succeed with the caller itself at the other end.
             raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except BaseException:
         connection.close()
         raise

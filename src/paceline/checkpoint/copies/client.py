@@ -148,7 +148,6 @@ def dial(address: str, timeout_s: float = TIMEOUT_S) -> VaultClient:
     try:
         if plain.family != socket.AF_UNIX:
             require_secret(plain.getpeername()[0], secret)
-            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = begin(plain, secret, TIMEOUT_S)
         prove(connection, derive_key(secret, CHANNEL), Hello(CHANNEL))
         connection.settimeout(_PATIENCE_S)

@@ -97,7 +97,6 @@ class CopyService:
 
         be_modest()
         if connection.family != socket.AF_UNIX:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             for level, option, value in _NOTICES_LOSS:
                 connection.setsockopt(level, option, value)
         with self._changing:

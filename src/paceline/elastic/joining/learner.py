@@ -126,7 +126,6 @@ class Learner:
     def _connect(self, offer: Learn) -> Connection:
         host, _, port = offer.address.rpartition(":")
         plain = dial((host, int(port)), _PATIENCE_S)
-        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         key = derive_key(job_secret(), KEY)
         connection = begin(plain, key, _PATIENCE_S)
         prove(connection, key, Hello(CHANNEL, generation=offer.lesson))

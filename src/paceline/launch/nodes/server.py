@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import selectors
-import socket
 import threading
 import time
 from dataclasses import dataclass, field
@@ -122,7 +121,6 @@ class MeetingServer:
             os.write(self._waking, b".")
 
     def _admit(self, connection: Connection, _: Hello) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(_SEND_S)
         self._came.append(connection)
         self.wake()

@@ -157,7 +157,6 @@ def connect(address: tuple[str, int], secret: bytes | None, timeout_s: float) ->
         require_secret(plain.getpeername()[0], secret)
         if plain.getpeername() == plain.getsockname():
             raise ConnectionRefusedError("nobody listens there")
-        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = begin(plain, secret, TIMEOUT_S)
         prove(connection, derive_key(secret, CHANNEL), Hello(CHANNEL))
     except BaseException:
