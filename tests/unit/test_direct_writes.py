@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -17,18 +18,24 @@ from paceline.checkpoint.captured import whole_of
 from paceline.checkpoint.format.direct import ALIGNMENT, DirectWriter
 from paceline.checkpoint.format.disk import Disk
 from paceline.checkpoint.format.headers import header_of
+from paceline.checkpoint.format.local import LocalPlace
+from paceline.checkpoint.format.parts import write_part
+from paceline.checkpoint.format.root import Root
 from paceline.checkpoint.memory import memory_with
+from paceline.checkpoint.saving import outgoing_of
 from paceline.checkpoint.staging import Staging
+from paceline.errors import CheckpointError
 
 MIB = 1 << 20
 
 
 class Noting(Disk):
-    """Notes whether each write was direct, and at which place of memory it began; direct ones may be refused."""
+    """Notes whether each write was direct, its size, and those of what it was made of; direct ones may be refused."""
 
     def __init__(self, refuses: str = "") -> None:
         self.is_direct = False
         self.writes: list[tuple[bool, int]] = []
+        self.views: list[memoryview] = []
         self._refuses = refuses
 
     def set_direct(self, descriptor: int, is_direct: bool) -> bool:
@@ -41,7 +48,12 @@ class Noting(Disk):
         nbytes = sum(len(view) for view in views)
         assert not self.is_direct or all(len(view) % ALIGNMENT == 0 for view in views)
         self.writes.append((self.is_direct, nbytes))
+        self.views += views
         return super().write(descriptor, views)
+
+
+def address_of(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view)) if len(view) and not view.readonly else 0
 
 
 def written(path: Path, disk: Disk, views: Sequence[Sequence[memoryview]]) -> bytes:
@@ -94,5 +106,23 @@ def test_copies_are_written_from_where_they_are(tmp_path: Path) -> None:
     disk = Noting()
     data = written(tmp_path / "file", disk, [[view] for view in views])
     assert data == b"".join(views)
-    collected = sum(nbytes for _, nbytes in disk.writes if nbytes <= 2 * ALIGNMENT)
-    assert collected < 10 * ALIGNMENT, "what does not fill a block is collected, and nothing else"
+    copied = [range(address_of(view), address_of(view) + len(view)) for view in views[1:]]
+    in_place = [view for view in disk.views if any(address_of(view) in each for each in copied)]
+    assert sum(map(len, in_place)) > len(data) - 10 * ALIGNMENT, "only what does not fill a block is collected"
+
+
+def test_large_pieces_are_written_in_large_writes(tmp_path: Path) -> None:
+    tensors = [torch.randn(2 * MIB), torch.tensor(7.0), torch.randn(2 * MIB)]  # the second moves the third from a page
+    held = Staging().copied([whole_of(str(number), each) for number, each in enumerate(tensors)])
+    disk = Noting()
+    root = Root(LocalPlace(tmp_path, disk=disk))
+    write_part(root.place, root.begin(), 0, [outgoing_of(each) for each in held])
+    assert len(disk.writes) <= 6, "of 16 MiB, each of at most 8 MiB"
+
+
+def test_a_copy_that_does_not_fit_is_refused() -> None:
+    wanted = torch.zeros(1).expand(1 << 46)
+    with pytest.raises(
+        CheckpointError, match=r"no memory for a copy of the 281,474,976,710,656 bytes .*asynchronous=False"
+    ):
+        Staging().copied([whole_of("w", wanted)])

@@ -16,6 +16,7 @@ from paceline.checkpoint.captured import Held
 from paceline.checkpoint.element_types import type_of
 from paceline.checkpoint.format.direct import ALIGNMENT
 from paceline.checkpoint.format.parts import in_files
+from paceline.errors import CheckpointError
 
 _CHUNK_NBYTES = 16 << 20  # that one thread copies at a time
 _MOST_THREADS = 4  # more do not make memory faster
@@ -28,7 +29,11 @@ class Staging:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def copied(self, held: Sequence[Held]) -> list[Held]:
-        """Returns what `held` is now, in this memory; earlier copies are overwritten."""
+        """Returns what `held` is now, in this memory; earlier copies are overwritten.
+
+        Raises:
+            CheckpointError: there is no memory for the copies.
+        """
         starts, total = _laid_out(held)
         if self._memory.numel() < total:
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old memory goes first
@@ -42,8 +47,18 @@ class Staging:
 
 
 def _memory_of(nbytes: int) -> torch.Tensor:
-    """Returns aligned memory, of huge pages where the system has them: a disk takes these in much larger pieces."""
-    memory = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """Returns aligned memory, of huge pages where the system has them: a disk takes these in much larger pieces.
+
+    Raises:
+        CheckpointError: there is not so much.
+    """
+    try:
+        memory = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise CheckpointError(
+            f"there is no memory for a copy of the {nbytes:,} bytes that this rank writes ({error.strerror}); with "
+            "asynchronous=False none is needed"
+        ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
