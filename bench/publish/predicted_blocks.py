@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from publish.results import Result, Row
-from publish.tables import Cell, pivot, source, spread, table
+from publish.tables import Cell, duration, pivot, source, spread, table
 
 Results = Mapping[str, Result]
 
@@ -35,6 +35,23 @@ def plan(results: Results) -> str:
     return "\n\n".join([table(result.rows("errors"), columns), source(result)])
 
 
+def survival(results: Results) -> str:
+    """Returns the block of a result of `bench/survival.py`."""
+    result = results["survival"]
+    columns: dict[str, Cell] = {
+        "workers": "workers",
+        "step": lambda row: duration(row["step ms"]),
+        "n": "n",
+        "measured pause, p50": lambda row: duration(row["pause p50 ms"]),
+        "p95": lambda row: duration(row["pause p95 ms"]),
+        "simulated, p50": lambda row: (
+            f"fitted: {row['fitted']}" if "fitted" in row else duration(row["simulated p50 ms"])
+        ),
+        "error": lambda row: None if "fitted" in row else f"{row['error %'] / 100:+.0%}",
+    }
+    return "\n\n".join([table(result.rows(), columns), source(result)])
+
+
 def uneven(name: str) -> Callable[[Results], str]:
     """Returns the block of a result of `bench/uneven.py`."""
 
@@ -59,4 +76,9 @@ def _share(by: str) -> Callable[[Mapping[str, Row]], object]:
     return lambda contestants: contestants[by]["of optimum"]
 
 
-PREDICTED = {"plan": plan, "uneven": uneven("uneven"), "uneven-measured": uneven("uneven-measured")}
+PREDICTED = {
+    "plan": plan,
+    "survival": survival,
+    "uneven": uneven("uneven"),
+    "uneven-measured": uneven("uneven-measured"),
+}

@@ -19,21 +19,27 @@ from paceline.plan.survival.spelling import goodput_text, parse_failures, parse_
 from paceline.plan.survival.timings import DAY_S, HOUR_S, Failures, Timings
 
 TIMES = Timings(step_s=0.5)
-MEETING_S = 2 * TIMES.message_s + TIMES.meeting_s  # the coordinator hears of it, its view comes, and all meet
+MEETING_S = TIMES.forming_s + TIMES.meeting_s
+TOLD_S = 2 * TIMES.message_s  # the coordinator hears of it, and its view comes
 
 
 def test_a_death_costs_the_meeting_and_the_dead_workers_share():
     played = Job(4, 1, TIMES, Failures(worker_s=4 * HOUR_S, machine_s=0.0), 1).play(10)
     assert len(played.pauses_s) == 10 and not played.end
     redone_s = 0.5 * (1 / 4) / (1 - 1 / 4)
-    assert sorted(played.pauses_s)[5] == pytest.approx(redone_s + MEETING_S, abs=1e-6)
+    assert sorted(played.pauses_s)[5] == pytest.approx(redone_s + TOLD_S + MEETING_S, abs=1e-6)
     assert min(played.pauses_s) >= 0
+
+
+def test_a_survivor_that_is_alone_has_nobody_to_meet():
+    played = Job(2, 1, TIMES, Failures(worker_s=4 * HOUR_S, machine_s=0.0), 1).play(10)
+    assert sorted(played.pauses_s)[5] == pytest.approx(0.5 + TOLD_S + TIMES.forming_s, abs=1e-6)
 
 
 def test_a_lost_machine_is_waited_for_until_it_is_given_up():
     played = Job(4, 2, TIMES, Failures(machine_s=DAY_S), 3).play(5)
     redone_s = 0.5 * (1 / 4) / (1 - 1 / 4)
-    waited_s = TIMES.silence_s + TIMES.message_s + TIMES.meeting_s
+    waited_s = TIMES.silence_s + TIMES.message_s + MEETING_S
     assert sorted(played.pauses_s)[2] == pytest.approx(redone_s + waited_s, abs=1e-6)
 
 

@@ -17,7 +17,8 @@ class Timings:
         noticing_s: from the death of a process until the others know.
         silence_s: from the loss of a machine, which closes no connection, until it is given up.
         message_s: from a worker to the coordinator, or back.
-        meeting_s: until the members of a new view are connected.
+        forming_s: a member's own work for a new view: it leaves the old group and makes ready for the next one.
+        meeting_s: until the members of a new view are connected, after that; a single member has nobody to meet.
         starting_s: until a worker that replaces another on its machine is ready; a spare interpreter stands by.
         repair_s: until another machine takes the place of a lost one.
         copying_s: until a newcomer has the state.
@@ -31,7 +32,8 @@ class Timings:
     noticing_s: float = 0.009
     silence_s: float = 2.0
     message_s: float = 0.001
-    meeting_s: float = 0.055
+    forming_s: float = 0.03
+    meeting_s: float = 0.05
     starting_s: float = 0.3
     repair_s: float = 600.0
     copying_s: float = 1.0

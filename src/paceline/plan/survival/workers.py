@@ -114,10 +114,11 @@ class Group:
         self.begun_s = self.lasts_s = 0.0
 
     def arrive(self, worker: Worker) -> None:
-        """A member has come. Once all have, they are connected a while later."""
+        """A member has come. Once all have, they make ready, and are connected a while later."""
         self.arrived[worker.uid] = worker
         if not self.is_over and len(self.arrived) == len(self.view.members):
-            self.job.after(self.job.times.meeting_s, self._formed)
+            times = self.job.times
+            self.job.after(times.forming_s + (times.meeting_s if len(self.arrived) > 1 else 0.0), self._formed)
 
     def _formed(self) -> None:
         if self.is_over:
