@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 
 import pytest
 from launching import ENVIRONMENT, command, processes_with, run, wait_until
@@ -85,6 +86,20 @@ def test_a_worker_that_somebody_else_interrupts_has_failed(script):
     done = run(script("import os, signal; os.kill(os.getpid(), signal.SIGINT)"))
     assert done.returncode == 1
     assert done.stderr.endswith("KeyboardInterrupt\n")
+
+
+def test_ctrl_c_while_the_guards_are_forked_is_heard(tmp_path):
+    code = """
+import os, signal, sys
+from paceline.launch.lifeline import Guard
+os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
+try:
+    Guard(sys.argv[1], sys.argv[1], None)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, timeout=60)
+    assert done.returncode == 130, done.stderr.decode()
 
 
 @pytest.mark.parametrize("after_s", [0.15, 0.25, 0.35])

@@ -27,6 +27,7 @@ GUARDS = 3
 
 _PR_SET_CHILD_SUBREAPER = 36
 _ROUNDS = 20  # how often to look again for processes that were started during the killing
+_NOT_FOR_GUARDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def adopt_orphans() -> None:
@@ -130,12 +131,17 @@ class Guard:
     def _fork(self, directory: str, mark: str, cgroup: Cgroup | None) -> int:
         reading, writing = os.pipe()
         self._writing.append(writing)
-        pid = os.fork()
-        if pid == 0:
-            for each in self._writing:
-                os.close(each)
-            _keep_watch(reading, directory, mark, cgroup)
-            os._exit(0)
+        # Python drops a Ctrl-C that comes while `os.fork` calls hooks, such as those of `logging`.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_GUARDS)
+        try:
+            pid = os.fork()
+            if pid == 0:
+                for each in self._writing:
+                    os.close(each)
+                _keep_watch(reading, directory, mark, cgroup)
+                os._exit(0)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(reading)
         return pid
 
@@ -162,7 +168,7 @@ class Guard:
 
 def _keep_watch(reading: int, directory: str, mark: str, cgroup: Cgroup | None) -> None:
     os.setsid()  # a Ctrl-C in the terminal is not for the guard
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    for number in _NOT_FOR_GUARDS:
         signal.signal(number, signal.SIG_IGN)
     received = b""
     while more := os.read(reading, 1 << 16):
