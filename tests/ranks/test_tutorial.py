@@ -31,7 +31,13 @@ def test_the_tutorial_runs_from_top_to_bottom(notebook, tmp_path):
     nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed; `make test` installs it")
     pytest.importorskip("ipykernel", reason="ipykernel is not installed; `make test` installs it")
     client = nbclient.NotebookClient(
-        notebook, timeout=300, startup_timeout=200, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+        notebook,
+        timeout=300,
+        startup_timeout=200,
+        iopub_timeout=200,  # nbclient drops output that comes later after the end of its cell, by default 4 s
+        raise_on_iopub_timeout=True,
+        kernel_name="python3",
+        resources={"metadata": {"path": tmp_path}},
     )
     client.execute()
     told = "\n".join(map(said_by, (cell for cell in notebook.cells if cell.cell_type == "code")))
