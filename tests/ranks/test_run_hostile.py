@@ -92,6 +92,7 @@ def test_ctrl_c_while_the_guards_are_forked_is_heard(tmp_path):
     code = """
 import os, signal, sys
 from paceline.launch.lifeline import Guard
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
 try:
     Guard(sys.argv[1], sys.argv[1], None)
@@ -109,6 +110,7 @@ def test_ctrl_c_is_heard_at_any_time(script, after_s):
         stderr=subprocess.PIPE,
         env=ENVIRONMENT,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )
     try:
         launcher.communicate(timeout=after_s)
