@@ -110,8 +110,11 @@ def test_a_learner_that_is_left_out_goes_on_learning(point: str, undisturbed: st
     assert said(outcome, Installed, LEARNER)
 
 
-def test_a_learner_is_not_the_first_rank() -> None:
-    outcome = elastic_job.run(elastic_programs.look_around, 60, failpoints=DEATH, policy={"gather_s": 0.02})
+@pytest.mark.parametrize("late", ["", "0.0.0:view.agreed@2=delay"])
+def test_a_learner_is_not_the_first_rank(late: str) -> None:
+    """It is one more than those who train, also if it begins to learn in the batch in which the worker died."""
+    failpoints = ",".join(filter(None, [DEATH, late]))
+    outcome = elastic_job.run(elastic_programs.look_around, 60, failpoints=failpoints, policy={"gather_s": 0.02})
     assert outcome.code == 0, outcome
     seen = outcome.results[LEARNER]
     assert isinstance(seen, list)

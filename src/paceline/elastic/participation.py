@@ -11,6 +11,7 @@ from typing import NoReturn, TypeVar
 
 from paceline.elastic.agreement import FRESH, NOTHING_AGREED, Agreement, Status, agree
 from paceline.elastic.connection import LauncherConnection
+from paceline.elastic.dealings import Dealt
 from paceline.elastic.failpoints import reach
 from paceline.elastic.handing_over import HandingOver
 from paceline.elastic.joining.catching_up import CatchingUp
@@ -131,6 +132,10 @@ class Participation:
         with Recorded(EventKind.VIEW_CHANGE, name, view.generation, len(view.members)):
             self._enter_with_others(view)
 
+    def watch(self, dealt: Dealt) -> None:
+        """Lets the script, which catches up, see itself as one more rank than those to whom a batch was dealt out."""
+        self._meeting.watch_only(len(dealt.members))
+
     def ready_until(self) -> int:
         """Returns the largest number, of the views and lessons heard of, that this worker can act on at once."""
         return self._meeting.acts_up_to(self._connection.heard)
@@ -206,7 +211,7 @@ class Participation:
             return self._follow(taught, self._steps)
         self._here.number, self._here.committed = contents.round, contents.committed
         self.catching_up = CatchingUp(self._connection, taught, self.enter, self.end)
-        self._meeting.watch_only(len(contents.dealt.members))
+        self.watch(contents.dealt)
         return True
 
     def _follow(self, taught: Taught, steps: Steps) -> bool:

@@ -144,6 +144,7 @@ class Rounds:
             if (dealt := participation.catching_up.until_batch(here.number)) is not None:
                 here.has_begun = True
                 here.dealings.learn([dealt], is_new=False)
+                participation.watch(dealt)
                 return here.dealings.begin(here.number, dealt.members)
             participation.catching_up = None
         if (order := self._connection.dismissed) is not None:  # all leave, so that no view follows; or the job is over
