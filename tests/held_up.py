@@ -13,6 +13,7 @@ from launching import kill, sleep_for_a_while, wait_until
 from world import World
 
 import paceline as dist
+from paceline.group.default import NonMember
 
 STOPPED = 3
 LONG = timedelta(seconds=60)
@@ -28,14 +29,20 @@ def wait_for_the_stopped(way: str, pair: dist.ProcessGroup, limit: timedelta) ->
     return work if work is None else work.wait()
 
 
-def be_held_up(directory: str, way: str, waiter: int, algorithm: str | None = None) -> tuple[str, str, float]:
-    """Rank 3 is stopped, `waiter` waits for it, and the two others wait for the waiter; returns what they are told."""
+def begin_and_stop(directory: str, waiter: int, algorithm: str | None = None) -> dist.ProcessGroup | NonMember:
+    """Begins a job, in which rank 3 is then stopped; returns the group of that rank and `waiter`."""
     dist.init_process_group(timeout=LONG, algorithm=algorithm)
     pair = dist.new_group([waiter, STOPPED])
     dist.barrier()
     if rank() == STOPPED:
         say(directory, "about to be stopped")
         os.kill(os.getpid(), signal.SIGSTOP)
+    return pair
+
+
+def be_held_up(directory: str, way: str, waiter: int, algorithm: str | None = None) -> tuple[str, str, float]:
+    """Rank 3 is stopped, `waiter` waits for it, and the two others wait for the waiter; returns what they are told."""
+    pair = begin_and_stop(directory, waiter, algorithm)
     if rank() == waiter:
         assert isinstance(pair, dist.ProcessGroup)
         await_word(directory, "stopped")
@@ -88,12 +95,7 @@ def require_cause(messages: list[str], waiting: str, stopped: str, may_be_direct
 
 def compute_beside_a_call(directory: str) -> tuple[str, str, float]:
     """Rank 2 does not wait for the call that it has begun with the stopped rank: what keeps it is its own work."""
-    dist.init_process_group(timeout=LONG)
-    pair = dist.new_group([2, STOPPED])
-    dist.barrier()
-    if rank() == STOPPED:
-        say(directory, "about to be stopped")
-        os.kill(os.getpid(), signal.SIGSTOP)
+    pair = begin_and_stop(directory, 2)
     if rank() == 2:
         work = dist.all_reduce(torch.ones(3), group=pair, async_op=True)
         say(directory, "computes")
@@ -109,12 +111,7 @@ def compute_beside_a_call(directory: str) -> tuple[str, str, float]:
 
 def give_up_and_leave(directory: str) -> tuple[str, str, float]:
     """Rank 2 gives up because of the stopped rank, in a group of their own, while the others wait for rank 2."""
-    dist.init_process_group(timeout=LONG)
-    pair = dist.new_group([2, STOPPED])
-    dist.barrier()
-    if rank() == STOPPED:
-        say(directory, "about to be stopped")
-        os.kill(os.getpid(), signal.SIGSTOP)
+    pair = begin_and_stop(directory, 2)
     if rank() == 2:
         assert isinstance(pair, dist.ProcessGroup)
         told = told_by(lambda: wait_for_the_stopped("a group of two", pair, timedelta(seconds=0.5)))

@@ -165,4 +165,10 @@ Cause cause_of_time_out(const Outcome& outcome, const Members& members) {
     return cause;
 }
 
+Cause cause_of_leaving(const Outcome& outcome, int mine, const std::function<int(int)>& name) {
+    if (outcome.code == Code::timed_out) return outcome.cause.rank != mine ? outcome.cause : Cause{};
+    if (outcome.code != Code::peer_lost || outcome.gone.empty()) return {};
+    return outcome.cause.known() ? outcome.cause : Cause{name(outcome.gone.front()), outcome.gone == outcome.left};
+}
+
 }  // namespace paceline

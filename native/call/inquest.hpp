@@ -81,4 +81,8 @@ void blame(Outcome& outcome, const Finding& found, const Members& members, std::
 // The cause for which the ranks of a group give up after a time-out.
 Cause cause_of_time_out(const Outcome& outcome, const Members& members);
 
+// The cause for which a rank, `mine` by its name, leaves its other groups after `outcome`; none if it may stay. `name`
+// returns the name of a rank of the group.
+Cause cause_of_leaving(const Outcome& outcome, int mine, const std::function<int(int)>& name);
+
 }  // namespace paceline

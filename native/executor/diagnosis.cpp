@@ -42,7 +42,7 @@ bool Executor::look_around(int turn, const Interrupted& interrupted, bool holds_
     lanes_.meter().measure_if_due(Clock::now());
     if (broken_at_) return true;
     if (turn == kAnnounceInTurn) messenger_.announce(header_);
-    entry.say(lanes_.waits(), {{lanes_.group(), header_.sequence}, holds_program, names_of(awaited())});
+    entry.say(lanes_.waits(), {{lanes_.group(), header_.sequence}, holds_program, lanes_.names_of(awaited())});
     messenger_.answer();
     if (turn * kTurn > Waits::kServesAfter) lanes_.waits().serve();
     const std::vector<CallHeader> announced = messenger_.announced();

@@ -98,7 +98,7 @@ void Messenger::drive(std::unique_lock<std::mutex>& hold, const std::shared_ptr<
         if (now > deadline) break;
         if (now - looked >= kTurn) {
             looked = now;
-            if (until) entry.say(lanes_.waits(), {{lanes_.group(), 0}, true, names_of(peers_of(*until))});
+            if (until) entry.say(lanes_.waits(), wait_for(*until));
             look_around(hold, until, ++turn, interrupted);
             continue;
         }
@@ -143,7 +143,7 @@ bool Messenger::wait(const std::shared_ptr<Request>& request, std::int64_t timeo
         changed_.wait_for(hold, kTurn);
         if (Clock::now() - looked < kTurn) continue;
         looked = Clock::now();
-        entry.say(lanes_.waits(), {{lanes_.group(), 0}, true, names_of(peers_of(*request))});
+        entry.say(lanes_.waits(), wait_for(*request));
         look_around(hold, request, ++turn, interrupted);
     }
     --urgent_;

@@ -116,7 +116,6 @@ class Executor final : public Collectives {
     std::vector<int> awaited() const;
     std::function<bool(int)> has_come() const;
     std::vector<int> absent() const;
-    std::vector<int> names_of(const std::vector<int>& ranks) const;
     bool blame(Outcome& outcome, std::int64_t waited_ns);
 
     link::LaneSet& lanes_;

@@ -77,10 +77,8 @@ std::vector<int> Messenger::peers_of(const Request& request) const {
     return peers;
 }
 
-std::vector<int> Messenger::names_of(const std::vector<int>& ranks) const {
-    std::vector<int> names;
-    for (const int rank : ranks) names.push_back(lanes_.name(rank));
-    return names;
+Wait Messenger::wait_for(const Request& request) const {
+    return {{lanes_.group(), 0}, true, lanes_.names_of(peers_of(request))};
 }
 
 // Looks for those who hold up a request whose time is over; nullopt while that is not known. The lock is given up
@@ -90,12 +88,12 @@ std::optional<Outcome> Messenger::time_out(std::unique_lock<std::mutex>& hold,
     const std::vector<int> peers = peers_of(*request);
     if (inquest_about_ != request) {
         const std::int64_t waited_ns = std::chrono::nanoseconds(Clock::now() - request->started_).count();
-        inquest_ = std::make_unique<Inquest>(lanes_.waits(), Occasion{lanes_.group(), 0}, waited_ns, waited_ns);
+        inquest_.emplace(lanes_.waits(), Occasion{lanes_.group(), 0}, waited_ns, waited_ns);
         inquest_about_ = request;
     }
     inquiring_ = true;
     hold.unlock();
-    const auto found = inquest_->look(names_of(peers));
+    const auto found = inquest_->look(lanes_.names_of(peers));
     hold.lock();
     inquiring_ = false;
     if (!found) return std::nullopt;
@@ -132,12 +130,6 @@ std::vector<int> Executor::absent() const {
     return ranks;
 }
 
-std::vector<int> Executor::names_of(const std::vector<int>& ranks) const {
-    std::vector<int> names;
-    for (const int rank : ranks) names.push_back(lanes_.name(rank));
-    return names;
-}
-
 // Names in `outcome` the ranks to blame for a time-out; false while this is not known yet.
 bool Executor::blame(Outcome& outcome, std::int64_t waited_ns) {
     const std::vector<int> mine = awaited();
@@ -145,7 +137,7 @@ bool Executor::blame(Outcome& outcome, std::int64_t waited_ns) {
     if (!inquest_) inquest_.emplace(lanes_.waits(), Occasion{lanes_.group(), header_.sequence}, timeout_ns_, waited_ns);
     std::vector<int> first = missing;
     first.insert(first.end(), mine.begin(), mine.end());
-    const auto found = inquest_->look(names_of(first));
+    const auto found = inquest_->look(lanes_.names_of(first));
     if (!found) return false;
     const Members members{[this](int rank) { return lanes_.name(rank); }, has_come(), lanes_.size(),
                           needs_all(header_.operation)};

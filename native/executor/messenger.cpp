@@ -163,11 +163,9 @@ Outcome Messenger::without_locked(int peer) {
 
 // Tells the mesh why this rank gives up. Its other groups will soon be left too, and their ranks then know the cause.
 void Messenger::note(const Outcome& outcome) {
-    if (outcome.code == Code::timed_out && outcome.cause.known() && outcome.cause.rank != lanes_.waits().name())
-        lanes_.blame(outcome.cause);
-    if (outcome.code != Code::peer_lost || outcome.gone.empty()) return;
-    lanes_.blame(outcome.cause.known() ? outcome.cause
-                                       : Cause{lanes_.name(outcome.gone.front()), outcome.gone == outcome.left});
+    const auto name = [this](int rank) { return lanes_.name(rank); };
+    const Cause cause = cause_of_leaving(outcome, lanes_.waits().name(), name);
+    if (cause.known()) lanes_.blame(cause);
 }
 
 // Ends the connection to a peer that died, broke the protocol, or said goodbye.

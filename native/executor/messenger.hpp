@@ -211,7 +211,7 @@ class Messenger final : public Waits::Link {
     void take_question(int peer, const Occasion& in);
     void answer_locked();
     std::vector<int> peers_of(const Request& request) const;
-    std::vector<int> names_of(const std::vector<int>& ranks) const;
+    Wait wait_for(const Request& request) const;
     void expire(std::unique_lock<std::mutex>& hold);
     std::shared_ptr<Request> expired();
     std::optional<Outcome> time_out(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& request);
@@ -235,7 +235,7 @@ class Messenger final : public Waits::Link {
     std::list<Arrival> arrivals_;                 // messages without a receive, in the order of their arrival
     std::list<std::shared_ptr<Request>> open_;    // requests that are not done
     std::atomic<std::uint32_t> recorded_as_{0};
-    std::unique_ptr<Inquest> inquest_;  // into the time-out of `inquest_about_`
+    std::optional<Inquest> inquest_;  // into the time-out of `inquest_about_`
     std::shared_ptr<Request> inquest_about_;
     bool inquiring_ = false;  // a thread is in the inquest, without `mutex_`
     bool driving_ = false;

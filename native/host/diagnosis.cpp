@@ -54,8 +54,8 @@ std::optional<Verdict> Group::look_for_the_cause(const RankSet& missing, std::in
     std::vector<int> absent;
     for (const int rank : awaited)
         if (!has_begun(rank)) absent.push_back(rank);
-    const Members members{[this](int rank) { return mesh_.name(members_[static_cast<std::size_t>(rank)]); },
-                          [this](int rank) { return has_begun(rank); }, size_};
+    const Members members{[this](int rank) { return name_of(rank); }, [this](int rank) { return has_begun(rank); },
+                          size_};
     Outcome outcome;
     blame(outcome, *found, members, std::move(absent), awaited);
     Verdict verdict{.waited_ns = inquest_->waited_ns(), .came = outcome.came};
@@ -67,9 +67,13 @@ std::optional<Verdict> Group::look_for_the_cause(const RankSet& missing, std::in
     return verdict;
 }
 
+int Group::name_of(int rank) const {
+    return mesh_.name(members_[static_cast<std::size_t>(rank)]);
+}
+
 std::vector<int> Group::names_of(const std::vector<int>& ranks) const {
     std::vector<int> names;
-    for (const int rank : ranks) names.push_back(mesh_.name(members_[static_cast<std::size_t>(rank)]));
+    for (const int rank : ranks) names.push_back(name_of(rank));
     return names;
 }
 
@@ -134,14 +138,13 @@ bool Group::give_up_without(const RankSet& missing, const RankSet& lost, const R
 }
 
 bool Group::give_up(GaveUp reason, const Verdict& verdict) {
-    const Cause cause = Cause::unpack(verdict.cause);
     outcome_.code = code_of(reason);
     outcome_.missing = verdict.missing.ranks();
     outcome_.gone = verdict.gone.ranks();
     outcome_.left = verdict.left.ranks();
     outcome_.waiting = verdict.waiting.ranks();
     outcome_.held_by.assign(verdict.held_by, verdict.held_by + std::min(verdict.held_by_count, kMostHeldBy));
-    outcome_.cause = cause;
+    outcome_.cause = Cause::unpack(verdict.cause);
     outcome_.waited_ns = verdict.waited_ns;
     // The latest call of a missing rank shows what it did instead.
     outcome_.calls.resize(static_cast<std::size_t>(size_));
@@ -158,11 +161,8 @@ bool Group::give_up(GaveUp reason, const Verdict& verdict) {
     mine.verdict = verdict;
     mine.gave_up.store(reason, std::memory_order_release);
     take_marks_back();
-    if (reason == GaveUp::timed_out && cause.known() && cause.rank != mesh_.name(mesh_.rank())) mesh_.blame(cause);
-    if (reason == GaveUp::peer_lost && verdict.gone.first() >= 0) {
-        const auto first = static_cast<std::size_t>(verdict.gone.first());
-        mesh_.blame(cause.known() ? cause : Cause{mesh_.name(members_[first]), verdict.left.first() >= 0});
-    }
+    const Cause told = cause_of_leaving(outcome_, mesh_.waits().name(), [this](int rank) { return name_of(rank); });
+    if (told.known()) mesh_.blame(told);
     return false;
 }
 

@@ -111,6 +111,12 @@ int LaneSet::name(int rank) const {
     return names_.empty() ? rank : names_[static_cast<std::size_t>(rank)];
 }
 
+std::vector<int> LaneSet::names_of(const std::vector<int>& ranks) const {
+    std::vector<int> names;
+    for (const int rank : ranks) names.push_back(name(rank));
+    return names;
+}
+
 LaneSet::~LaneSet() {
     meter_.close();
     peers_.clear();

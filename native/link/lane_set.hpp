@@ -54,6 +54,7 @@ class LaneSet {
     Cause blamed() const { return mesh_ ? mesh_->blamed() : Cause{}; }
     Cause blamed_by(int rank) const;
     int name(int rank) const;
+    std::vector<int> names_of(const std::vector<int>& ranks) const;
 
     void watch_control(Waiter& waiter) const;
     // Input on the control lanes only alerts the sleeper (`Waiter::watch_for_alerts`).
