@@ -32,6 +32,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "recorder": ("recorder.py",),
     "checks": ("checks.py",),
     "page": ("page.py",),
+    "many_ranks": ("many_ranks.py",),
     "many_workers": ("many_workers.py",),
     "schedules": ("schedules.py",),
     "hosts": ("hosts.py", "--delays", "0"),
@@ -64,5 +65,5 @@ RUNS: dict[str, tuple[str, ...]] = {
     "uneven": ("uneven.py",),
     "uneven-measured": ("uneven.py", "--measured"),
     "verdicts": ("verdicts.py", "--runs", "4", "--healthy", "0", "--at-once", "4", "--torch"),
-    "verdicts-healthy": ("verdicts.py", "--runs", "0", "--healthy", "4", "--at-once", "6"),
+    "verdicts-healthy": ("verdicts.py", "--runs", "0", "--healthy", "17", "--at-once", "6"),
 }

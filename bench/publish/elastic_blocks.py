@@ -34,14 +34,17 @@ def deaths(results: Results) -> str:
 
 
 def joining(results: Results) -> str:
+    """Returns a table of how replacements come to take part, for both loops."""
 
-    def longer(row: Row) -> str:
-        times = row["others' step meanwhile"]
-        return "" if times is None else f"{times:.1f} times as long"
+    def times(row: Row, p50: str, most: str | None = None) -> str:
+        if row[p50] is None:
+            return ""
+        return f"{row[p50]:.2f}" + (f" ({row[most]:.2f})" if most else "") + " times as long"
 
-    def beside(row: Row) -> str:
-        times = row["step beside a stranger"]
-        return "" if times is None else f"{times:.1f} times as long"
+    def pause(row: Row, name: str) -> str:
+        if not row[f"{name} n"]:
+            return ""
+        return f"{duration(row[f'{name} p50 ms'])} ({duration(row[f'{name} max ms'])})"
 
     columns: dict[str, Cell] = {
         "": "where",
@@ -50,17 +53,13 @@ def joining(results: Results) -> str:
         "n": "takes part n",
         "takes part, p50": lambda row: f"{row['takes part p50 ms'] / 1000:.2g} s",
         "p99": lambda row: f"{row['takes part p99 ms'] / 1000:.2g} s",
-        "others' pause, p50": lambda row: duration(row["others' pause p50 ms"]),
-        "max": lambda row: duration(row["others' pause max ms"]),
-        "others' step meanwhile": longer,
+        "others' pause": lambda row: pause(row, "others' pause"),
+        "longest pause before": lambda row: pause(row, "pause while it learns"),
+        "others' step meanwhile": lambda row: times(row, "others' step meanwhile p50", "others' step meanwhile"),
+        "beside a process that uses as much": lambda row: times(row, "step beside a stranger"),
     }
-    parts = []
-    for result in (results["elastic-join"], results["elastic-join-loops"]):
-        rows = result.rows()
-        has_bound = any("step beside a stranger" in row for row in rows)
-        bound: dict[str, Cell] = {"beside a process that uses as much": beside} if has_bound else {}
-        parts += [table(rows, {**columns, **bound}), source(result)]
-    return "\n\n".join(parts)
+    result = results["elastic-join"]
+    return "\n\n".join([table(result.rows(), columns), source(result)])
 
 
 def events(results: Results) -> str:

@@ -24,7 +24,7 @@ from publish.results import Result, read_all
 ROOT = Path(__file__).parents[2]
 PERFORMANCE = ROOT / "docs" / "performance.md"
 PAGES = pages.pages()
-OLDER = {"shards-loaded", "elastic-join-loops"}  # kept, but no longer measured
+OLDER = {"shards-loaded"}  # kept, but no longer measured
 
 
 @pytest.fixture(scope="module")
