@@ -11,6 +11,7 @@
 #include "bindings/bindings.hpp"
 #include "bindings/calls.hpp"
 #include "bindings/prepared_call.hpp"
+#include "bindings/tensors.hpp"
 #include "call/completion_counter.hpp"
 #include "host/group.hpp"
 #include "host/regions.hpp"
@@ -39,13 +40,24 @@ class HostGroup {
 
     nb::object all_reduce(std::uint64_t address, std::uint64_t count, int dtype, int reduce_op,
                           std::int64_t timeout_ns) {
-        Call call = on_one_tensor(Operation::all_reduce, address, count, dtype, timeout_ns);
+        Call call = on_one_tensor(Operation::all_reduce, {address, count, static_cast<DType>(dtype)}, timeout_ns);
         call.reduce_op = static_cast<ReduceOp>(reduce_op);
         return finish(call);
     }
 
+    // Returns False, and does nothing, unless the tensor can be reduced as it is.
+    nb::object all_reduce_tensor(nb::handle tensor, nb::handle reduction, std::int64_t timeout_ns) {
+        const auto reduce_op = read_reduction(reduction);
+        const auto dense = reduce_op && queue_ ? read_dense(tensor) : std::nullopt;
+        if (!dense || *reduce_op == ReduceOp::premul_sum || find_reduction(dense->dtype, *reduce_op) == nullptr)
+            return nb::bool_(false);
+        Call call = on_one_tensor(Operation::all_reduce, *dense, timeout_ns);
+        call.reduce_op = *reduce_op;
+        return finish(call);
+    }
+
     nb::object broadcast(std::uint64_t address, std::uint64_t count, int dtype, int root, std::int64_t timeout_ns) {
-        Call call = on_one_tensor(Operation::broadcast, address, count, dtype, timeout_ns);
+        Call call = on_one_tensor(Operation::broadcast, {address, count, static_cast<DType>(dtype)}, timeout_ns);
         call.root = root;
         return finish(call);
     }
@@ -112,15 +124,14 @@ class HostGroup {
         if (may_be_shared(call)) host::locate(call, mesh_);
     }
 
-    static Call on_one_tensor(Operation operation, std::uint64_t address, std::uint64_t count, int dtype,
-                              std::int64_t timeout_ns) {
+    static Call on_one_tensor(Operation operation, const DenseTensor& tensor, std::int64_t timeout_ns) {
         Call call;
         call.operation = operation;
-        call.dtype = static_cast<DType>(dtype);
-        call.count = count;
+        call.dtype = tensor.dtype;
+        call.count = tensor.count;
         call.timeout_ns = timeout_ns;
-        const Piece tensor{reinterpret_cast<std::uint8_t*>(address), count * item_size(call.dtype)};
-        call.outputs.emplace_back(std::vector<Piece>{tensor});
+        const Piece whole{reinterpret_cast<std::uint8_t*>(tensor.address), tensor.count * item_size(tensor.dtype)};
+        call.outputs.emplace_back(std::vector<Piece>{whole});
         return call;
     }
 
@@ -297,6 +308,7 @@ void register_engine(nb::module_& module) {
         .def_static("create", &create_group, nb::arg("mesh"), nb::arg("members"), nb::arg("id"), nb::arg("slot_bytes"),
                     nb::arg("timeout_s"), nb::arg("threads"), nb::rv_policy::take_ownership)
         .def("all_reduce", &HostGroup::all_reduce)
+        .def("all_reduce_tensor", &HostGroup::all_reduce_tensor)
         .def("broadcast", &HostGroup::broadcast)
         .def("run_equal", &HostGroup::run_equal)
         .def("run", &HostGroup::run)

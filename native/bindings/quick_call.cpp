@@ -2,7 +2,10 @@
 
 #include <nanobind/stl/pair.h>
 
+#include <algorithm>
+
 #include "bindings/bindings.hpp"
+#include "bindings/tensors.hpp"
 
 namespace nb = nanobind;
 
@@ -33,11 +36,10 @@ void QuickCall::arm(nb::object prepared, std::vector<Place> places, nb::object l
 bool QuickCall::is_as_usual() const {
     if (call_ == nullptr || is_started) return false;
     if (PyDict_GetItemWithError(watched_.ptr(), key_.ptr()) != Py_False) return false;
-    for (const auto& [where, address] : places_) {
-        const nb::object now = nb::steal(PyObject_CallNoArgs(where.ptr()));
-        if (!now.is_valid() || PyLong_AsUnsignedLongLong(now.ptr()) != address) return false;
-    }
-    return true;
+    return std::all_of(places_.begin(), places_.end(), [](const Place& place) {
+        const auto& [tensor, address] = place;
+        return address_of(tensor) == address;
+    });
 }
 
 PyObject* QuickCall::call(PyObject* self, PyObject* arguments, PyObject* keywords) {
@@ -48,11 +50,11 @@ PyObject* QuickCall::call(PyObject* self, PyObject* arguments, PyObject* keyword
         return nullptr;
     }
     const QuickCall& quick = *nb::inst_ptr<QuickCall>(self);
-    if (!quick.is_as_usual()) {
-        PyErr_Clear();
-        return with_care(self);
-    }
     try {
+        if (!quick.is_as_usual()) {
+            PyErr_Clear();
+            return with_care(self);
+        }
         const nb::object limit = nb::steal(PyObject_GetAttr(quick.limits_.ptr(), timeout_ns));
         if (!limit.is_valid()) return nullptr;
         const nb::object outcome = quick.call_->run(nb::cast<std::int64_t>(limit));
@@ -73,7 +75,7 @@ int QuickCall::traverse(PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(quick.prepared_.ptr());
     Py_VISIT(quick.limits_.ptr());
     Py_VISIT(quick.watched_.ptr());
-    for (const auto& [where, address] : quick.places_) Py_VISIT(where.ptr());
+    for (const auto& [tensor, address] : quick.places_) Py_VISIT(tensor.ptr());
     return 0;
 }
 

@@ -14,7 +14,7 @@ namespace paceline::bindings {
 
 class QuickCall {
   public:
-    // A function that returns where a tensor is, and where it was when the call was prepared.
+    // A tensor, and where it was when the call was prepared.
     using Place = std::pair<nanobind::object, std::uint64_t>;
 
     // Until it is armed, every call is made with care. The time-out is the attribute `timeout_ns` of `limits`.

@@ -1,7 +1,7 @@
 """The C++ core. Codes (operation, dtype, reduce op, status) are the enum values of `native/`."""
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Literal, Protocol
 
 import torch
 
@@ -104,6 +104,9 @@ class HasTimeout(Protocol):
     @property
     def timeout_ns(self) -> int: ...
 
+def read_tensors(tensor: type[object], parameter: type[object], reduce_op: type[object]) -> None:
+    """Has the core read tensors of these classes itself, if PyTorch lets it; see native/bindings/tensors.hpp."""
+
 class QuickCall:
     """What a persistent call does each time that it is called; see native/bindings/quick_call.hpp."""
 
@@ -113,7 +116,7 @@ class QuickCall:
     def arm(
         self,
         prepared: PreparedCall,
-        places: Sequence[tuple[Callable[[], int], int]],
+        places: Sequence[tuple[torch.Tensor, int]],
         limits: HasTimeout,
         watched: dict[str, object],
         key: str,
@@ -130,6 +133,7 @@ class HostGroup:
     def all_reduce(
         self, address: int, count: int, dtype: int, reduce_op: int, timeout_ns: int, /
     ) -> Outcome | None: ...
+    def all_reduce_tensor(self, tensor: object, op: object, timeout_ns: int, /) -> Outcome | Literal[False] | None: ...
     def broadcast(self, address: int, count: int, dtype: int, root: int, timeout_ns: int, /) -> Outcome | None: ...
     def run_equal(
         self,

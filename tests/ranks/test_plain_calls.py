@@ -68,6 +68,46 @@ def unusual_tensors_do_not() -> None:
         assert any(ways_of(exchange)) is not part.is_complex()  # the only one that has no `part`
 
 
+def all_reduces_of(tensor: torch.Tensor) -> tuple[bool, bool]:
+    """Makes an all_reduce; returns whether Python looked at the tensor, and whether the call was planned."""
+    looked, planned = mock.MagicMock(), mock.MagicMock()
+    look, run = PlainCallsGroup.all_reduce_as_it_is, dist.ProcessGroup._run
+    with (
+        mock.patch.object(PlainCallsGroup, "all_reduce_as_it_is", lambda *a: looked() and look(*a)),
+        mock.patch.object(dist.ProcessGroup, "_run", lambda *a: planned() and run(*a)),
+    ):
+        dist.all_reduce(tensor)
+    return looked.called, planned.called
+
+
+class Marked(torch.Tensor):
+    """A class of a program's own, whose methods may do anything."""
+
+
+def all_reduce_goes_the_shortest_way_that_there_is() -> None:
+    looks = not hasattr(torch.Tensor, "__dlpack_c_exchange_api__")  # before 2.10 only Python can
+    ones = torch.ones(4)
+    plain = [
+        *(torch.ones(n, dtype=dtype) for n in (1, 5000) for dtype in (torch.float32, torch.bfloat16, torch.int8)),
+        *(torch.ones(shape) for shape in ((), (0,), (3, 0), (1, 4), (2, 3, 1))),
+        torch.ones(6, dtype=torch.bool)[2:],
+        torch.ones(3, requires_grad=True).detach(),
+        torch.nn.Parameter(torch.ones(3), requires_grad=False),
+    ]
+    for tensor in plain:
+        wanted = torch.ones_like(tensor) if tensor.dtype is torch.bool else torch.full_like(tensor, 2)
+        assert all_reduces_of(tensor) == (looks, False), tensor
+        assert torch.equal(tensor, wanted)
+    strided, negative = torch.ones(6, 2)[:, 0], ones.neg()._neg_view()
+    for tensor in (strided, negative, ones.expand(3, 4).t().clone().t(), torch.ones(2, dtype=torch.complex64).conj()):
+        assert all_reduces_of(tensor) == (True, True), tensor
+        assert torch.equal(tensor, torch.full_like(tensor, 2))
+    # Python looks at what it does not know, and finds that it can be reduced as it is.
+    for tensor in (torch.ones(3).as_subclass(Marked), torch.ones(3, dtype=torch.uint16)):
+        assert all_reduces_of(tensor) == (True, False), tensor
+        assert tensor.tolist() == [2] * 3
+
+
 def ranks_meet_on_different_ways() -> None:
     rank = dist.get_rank()
     limit = LONG if rank == 0 else None
@@ -108,6 +148,10 @@ def mistakes_are_told_alike() -> None:
         lambda **kw: dist.all_to_all([one, two], [one], **kw),
         lambda **kw: dist.all_to_all_single(torch.ones(3), torch.ones(3), **kw),
         lambda **kw: dist.reduce(one, 0, dist.ReduceOp.PREMUL_SUM, **kw),
+        lambda **kw: dist.all_reduce(one, dist.ReduceOp.PREMUL_SUM, **kw),
+        lambda **kw: dist.all_reduce(one, dist.ReduceOp.BAND, **kw),
+        lambda **kw: dist.all_reduce(one, 1, **kw),
+        lambda **kw: dist.all_reduce(one.tolist(), **kw),
         lambda **kw: dist.reduce(one.to_sparse(), 0, **kw),
     ]
     for mistake in mistakes:
@@ -120,6 +164,8 @@ def mismatches_name_both_calls() -> None:
     for call in calls_of(part, torch.ones):
         short, long = error_of(call), error_of(call, timeout=LONG)
         assert short == long and short[0] is dist.CollectiveMismatchError
+    short, long = error_of(dist.all_reduce, tensor=part), error_of(dist.all_reduce, tensor=part, timeout=LONG)
+    assert short == long and short[0] is dist.CollectiveMismatchError
     dist.barrier()
 
 
@@ -135,7 +181,8 @@ def closed_group_is_named() -> None:
     group = dist.new_group()
     part = torch.ones(2)
     dist.destroy_process_group(group)
-    for call in (*calls_of(part, torch.ones), lambda group: dist.barrier(group)):
+    others = (lambda group: dist.barrier(group), lambda group: dist.all_reduce(part, group=group))
+    for call in (*calls_of(part, torch.ones), *others):
         with pytest.raises(ValueError, match=rf"rank {dist.get_rank()}: this process group was destroyed"):
             call(group=group)
 
@@ -153,6 +200,7 @@ def compiled_calls_break_the_graph() -> None:
 TOGETHER = [
     plain_tensors_take_it,
     unusual_tensors_do_not,
+    all_reduce_goes_the_shortest_way_that_there_is,
     ranks_meet_on_different_ways,
     mistakes_are_told_alike,
     mismatches_name_both_calls,

@@ -8,7 +8,7 @@ a call on another thread has nobody to raise to; `failures.to_error` turns the o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from paceline import _core
 from paceline.engine.codes import ITEM_SIZES, NO_REDUCTION
@@ -177,6 +177,10 @@ class Channel(Protocol):
         """Reduces one dense tensor in place; None when it went well. Small tensors may take a shorter way."""
         outputs = [[address, count * ITEM_SIZES[dtype]]]
         return self.run(Call(Operation.ALL_REDUCE, dtype, reduce_op, -1, count, timeout_ns, [], outputs))
+
+    def all_reduce_tensor(self, tensor: object, op: object, timeout_ns: int, /) -> Outcome | Literal[False] | None:
+        """Does what `all_reduce` does; False, and nothing is done, if Python must look at the tensor first."""
+        return False
 
     def broadcast(self, address: int, count: int, dtype: int, root: int, timeout_ns: int, /) -> Outcome | None:
         """Copies one dense tensor of the root to all ranks; None when it went well."""

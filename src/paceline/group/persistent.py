@@ -42,7 +42,7 @@ class PersistentCall(_core.QuickCall):
         super().__init__()
         self._name = name
         dense = [tensor for tensor in tensors if tensor.layout is torch.strided]
-        self._memory = [(tensor.data_ptr, tensor.data_ptr()) for tensor in dense]
+        self._memory = [(tensor, tensor.data_ptr()) for tensor in dense]
         self._work: Work | None = None  # of the latest start, until `wait`
         self._starting = threading.Lock()
 
@@ -114,8 +114,8 @@ class PersistentCall(_core.QuickCall):
         return work
 
     def _require_memory(self) -> None:
-        for data_ptr, address in self._memory:
-            if data_ptr() != address:
+        for tensor, address in self._memory:
+            if tensor.data_ptr() != address:
                 raise self._moved()
 
     def _moved(self) -> ValueError:

@@ -8,6 +8,7 @@ Whatever is unusual about a call, and whatever is wrong with it, is left to `pla
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch.autograd import profiler
@@ -27,6 +28,20 @@ _NONE = object()  # stands for the reduction of an operation that has none
 
 class PlainCallsGroup(TreeSummingGroup):
     """A group that makes calls on plain tensors by the shortest way."""
+
+    def all_reduce_as_it_is(self, tensor: object, op: object) -> Outcome | Literal[False] | None:
+        """Does what a channel's `all_reduce_tensor` does, for all channels and with every version of PyTorch."""
+        if not isinstance(tensor, torch.Tensor) or not isinstance(op, ReduceOp):
+            return False
+        quick = QUICK_CODES.get(tensor.dtype)
+        if quick is None or not tensor.is_cpu or tensor.layout is not _STRIDED:
+            return False
+        code, reduce_code = quick[0], quick[1][op]
+        if reduce_code < 0 or not tensor.is_contiguous() or tensor.is_neg():
+            return False
+        if self._closed:
+            raise self.closed_error()
+        return self._channel.all_reduce(tensor.data_ptr(), tensor.numel(), code, reduce_code, self.timeout_ns)
 
     def make_plainly(
         self,

@@ -28,7 +28,6 @@ from paceline.group.planning import (
     plan_scatter,
 )
 from paceline.group.reduce_op import ReduceOp, Reduction
-from paceline.group.reductions import QUICK_CODES
 from paceline.group.sparse import all_reduce_sparse
 from paceline.group.torch_methods import TorchMethods
 from paceline.group.wire import WireKind, WireLike, with_wire
@@ -61,25 +60,17 @@ class ProcessGroup(PlainCallsGroup, TorchMethods):
         wire: WireLike = None,
     ) -> Work | None:
         """Reduces `tensors` over all ranks, in place; the argument `any_order` is that of `Buffers`."""
-        if (
-            timeout is None
-            and wire is None
-            and not async_op
-            and isinstance(op, ReduceOp)
-            and isinstance(tensors, torch.Tensor)
-        ):
-            # The path of most calls, on which each line counts: it neither calls functions of Python nor hashes enums.
-            quick = None if profiler._is_profiler_enabled else QUICK_CODES.get(tensors.dtype)
-            if quick is not None and tensors.is_cpu and tensors.layout is _STRIDED:
-                code, reduce_code = quick[0], quick[1][op]
-                if reduce_code >= 0 and tensors.is_contiguous() and not tensors.is_neg():
-                    if self._closed:
-                        raise self.closed_error()
-                    count = tensors.numel()
-                    outcome = self._channel.all_reduce(tensors.data_ptr(), count, code, reduce_code, self.timeout_ns)
-                    if outcome is not None:
-                        raise self._error(outcome, (0, Operation.ALL_REDUCE, code, reduce_code, -1, count))
-                    return None
+        if timeout is None and wire is None and not async_op and not profiler._is_profiler_enabled:
+            # The path of most calls, on which each line counts.
+            outcome = self._channel.all_reduce_tensor(tensors, op, self.timeout_ns)
+            if outcome is False:
+                outcome = self.all_reduce_as_it_is(tensors, op)
+            if outcome is None:
+                return None
+            if outcome is not False:
+                assert isinstance(tensors, torch.Tensor) and isinstance(op, ReduceOp)
+                code = DTYPE_CODES[tensors.dtype]
+                raise self._error(outcome, (0, Operation.ALL_REDUCE, code, op, -1, tensors.numel()))
         listed = as_list(tensors, "all_reduce")
         if wire is None and len(listed) == 1 and listed[0].layout is torch.sparse_coo:
             return all_reduce_sparse(self, listed[0], reduction_of(op), async_op, timeout)

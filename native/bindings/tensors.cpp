@@ -1,0 +1,117 @@
+#include "bindings/tensors.hpp"
+
+#include <nanobind/ndarray.h>
+
+#include "bindings/bindings.hpp"
+
+namespace nb = nanobind;
+
+namespace paceline::bindings {
+namespace {
+
+// The beginning of DLPack's DLPackExchangeAPI; its layout is that of all versions 1.x.
+struct Table {
+    std::uint32_t major;
+    std::uint32_t minor;
+    Table* previous;
+    void (*allocate)();
+    void (*to_owned)();
+    void (*from_owned)();
+    int (*read)(void* object, nb::dlpack::dltensor* found);  // without a copy and a reference; may be null
+};
+
+// What `read_tensors` was told. The references are never given up, since calls may come until the process ends.
+struct Known {
+    const Table* table = nullptr;
+    nb::handle tensor, parameter, is_neg, reduction;
+};
+
+Known& known() {
+    static Known known;
+    return known;
+}
+
+void read_tensors(nb::object tensor, nb::object parameter, nb::object reduction) {
+    const nb::object capsule = nb::getattr(tensor, "__dlpack_c_exchange_api__", nb::none());
+    const auto* table = capsule.is_none()
+                            ? nullptr
+                            : static_cast<const Table*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    PyErr_Clear();
+    while (table != nullptr && table->major != 1) table = table->previous;
+    if (table == nullptr || table->read == nullptr) return;
+    const nb::object is_neg = tensor.attr("is_neg");
+    known() = {table, tensor.release(), parameter.release(), is_neg.inc_ref(), reduction.release()};
+}
+
+std::optional<DType> dtype_of(const nb::dlpack::dtype& type) {
+    if (type.lanes != 1) return std::nullopt;
+    const auto is = [&type](nb::dlpack::dtype_code code, int bits) {
+        return type.code == static_cast<std::uint8_t>(code) && type.bits == bits;
+    };
+    using Code = nb::dlpack::dtype_code;
+    if (is(Code::Float, 32)) return DType::f32;
+    if (is(Code::Bfloat, 16)) return DType::bf16;
+    if (is(Code::Float, 16)) return DType::f16;
+    if (is(Code::Float, 64)) return DType::f64;
+    if (is(Code::Int, 64)) return DType::i64;
+    if (is(Code::Int, 32)) return DType::i32;
+    if (is(Code::Int, 16)) return DType::i16;
+    if (is(Code::Int, 8)) return DType::i8;
+    if (is(Code::UInt, 8)) return DType::u8;
+    if (is(Code::Bool, 8)) return DType::boolean;
+    return std::nullopt;
+}
+
+// Returns the number of elements if they lie one after the other, in the order of the indices.
+std::optional<std::uint64_t> dense_count(const nb::dlpack::dltensor& found) {
+    std::int64_t count = 1;
+    bool is_dense = true;
+    for (int i = found.ndim - 1; i >= 0; --i) {
+        if (found.shape[i] != 1 && found.strides != nullptr) is_dense = is_dense && found.strides[i] == count;
+        count *= found.shape[i];
+    }
+    return is_dense || count == 0 ? std::optional<std::uint64_t>(count) : std::nullopt;
+}
+
+std::uint64_t begin_of(const nb::dlpack::dltensor& found) {
+    return reinterpret_cast<std::uintptr_t>(found.data) + found.byte_offset;
+}
+
+std::optional<nb::dlpack::dltensor> read(nb::handle object) {
+    const Known& now = known();
+    if (now.table == nullptr) return std::nullopt;
+    const nb::handle type = object.type();
+    if (!type.is(now.tensor) && !type.is(now.parameter)) return std::nullopt;
+    nb::dlpack::dltensor found;
+    if (now.table->read(object.ptr(), &found) == 0) return found;
+    PyErr_Clear();
+    return std::nullopt;
+}
+
+}  // namespace
+
+std::optional<DenseTensor> read_dense(nb::handle object) {
+    const auto found = read(object);
+    if (!found || found->device.device_type != nb::device::cpu::value) return std::nullopt;
+    const auto dtype = dtype_of(found->dtype);
+    const auto count = dense_count(*found);
+    // Values may be the negatives of what is in memory, of which DLPack knows nothing.
+    if (!dtype || !count || !known().is_neg(object).is(Py_False)) return std::nullopt;
+    return DenseTensor{begin_of(*found), *count, *dtype};
+}
+
+std::uint64_t address_of(nb::handle tensor) {
+    if (const auto found = read(tensor)) return begin_of(*found);
+    return nb::cast<std::uint64_t>(tensor.attr("data_ptr")());
+}
+
+std::optional<ReduceOp> read_reduction(nb::handle object) {
+    if (!object.type().is(known().reduction)) return std::nullopt;
+    return static_cast<ReduceOp>(nb::cast<int>(object));
+}
+
+void register_tensors(nb::module_& module) {
+    module.def("read_tensors", &read_tensors);
+}
+
+}  // namespace paceline::bindings
