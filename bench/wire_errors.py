@@ -3,8 +3,9 @@
     python bench/wire_errors.py [--steps 200] [--json FILE]
 
 "one rounding" is the root mean square of the error of packing and unpacking, over that of the numbers; "2 hosts" and
-"8 hosts" are the same for a whole all_reduce of as many hosts, each with numbers of its own: the hosts' sums are
-rounded on their way to the owner of a slice, all but its own, and then the whole sum is. The numbers are normally
+"8 hosts" are the same for a whole all_reduce of as many hosts, each with numbers of its own. Of two hosts, both hosts'
+sums are rounded. Of more, they are rounded on their way to the owner of a slice, all but its own, and then the whole
+sum is. The numbers are normally
 distributed, or the gradients of examples/char_lm.py (its model and text) after some steps of training, each host's from
 a batch of its own. "feedback" is the error of the mean of 100 all_reduces of 2 hosts on the same numbers, with error
 feedback. Throughputs are those of one thread, in bytes of float32 a second of its processor time, with residuals.
@@ -39,8 +40,10 @@ def rounded(wire: str, values: torch.Tensor, residual: torch.Tensor | None = Non
 
 
 def reduced(wire: str, parts: list[torch.Tensor], residuals: list[torch.Tensor] | None = None) -> torch.Tensor:
-    """The sum of hosts as the owner of a slice makes it: its own part is exact, and the sum is rounded at the end."""
+    """The sum of hosts. The owner of a slice adds its own part exactly and rounds the sum; two hosts round both."""
     kept = residuals or [None] * len(parts)
+    if len(parts) == 2:
+        return sum(rounded(wire, part, residual) for part, residual in zip(parts, kept, strict=True))
     total = parts[0].clone()
     for part, residual in zip(parts[1:], kept[1:], strict=True):
         total += rounded(wire, part, residual)

@@ -9,6 +9,9 @@ A byte crosses the network as often as in a ring. Each element is rounded twice 
 once in the whole sum; a rank packs each element of its slice once in a call, which is why one array of residuals
 suffices for error feedback (Seide et al. 2014, "1-bit stochastic gradient descent"; for both roundings as in Tang et
 al. 2021, "1-bit Adam").
+
+Two hosts send each other their whole sums instead, and both add up the packed sums. That is as many bytes, but one
+message after another fewer, and each element is rounded once.
 """
 
 from __future__ import annotations
@@ -106,12 +109,31 @@ def all_gather(at: Place) -> Plan:
 
 def _all_reduce_phase(home: Home, blocks: Sequence[Sequence[int]]) -> list[Step]:
     """Returns the exchange between the hosts, in place; `blocks[i]` are those that the rail's rank on host i owns."""
+    if len(home.hosts) == 2:
+        return _swap_phase(home, [block for each in blocks for block in each])
     slots = count()
 
     def output(block: int) -> Slice:
         return Slice(Buffer.OUTPUT, block)
 
     return _reduce_phase(home, blocks, output, output, slots) + _gather_phase(home, blocks, slots)
+
+
+def _swap_phase(home: Home, blocks: Sequence[int]) -> list[Step]:
+    """Returns the exchange between two hosts, in place. Both add the second host's blocks to those of the first."""
+    peer, first = home.rail[1 - home.host], home.host == 0
+    own, others = ([Slice(Buffer.WIRE, at * len(blocks) + i) for i in range(len(blocks))] for at in range(2))
+    floats = [Slice(Buffer.OUTPUT, block) for block in blocks]
+    steps: list[Step] = []
+    for packed, output in zip(own, floats, strict=True):
+        steps += (pack(packed, output), send(peer, packed))
+    if first:
+        steps += (unpack(output, packed) for packed, output in zip(own, floats, strict=True))
+    for packed, theirs, output in zip(own, others, floats, strict=True):
+        steps.append(receive(peer, theirs))
+        steps += () if first else (unpack(output, theirs),)
+        steps.append(add(output, theirs if first else packed, final=True))
+    return steps
 
 
 def _reduce_phase(

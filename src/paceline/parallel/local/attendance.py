@@ -26,19 +26,37 @@ class Attendance(Protocol):
         """Tells the others that this rank has come to an exchange, or is FINISHED; the training calls this."""
         ...
 
+    def is_sure(self, number: int) -> bool:
+        """Returns whether this rank takes part in an exchange whatever the verdict, which the thread asks for next."""
+        ...
+
     def verdict(self, number: int) -> Verdict:
         """Waits for the verdict about an exchange; the thread calls this."""
         ...
 
 
 class Everyone:
-    """Waits for all ranks that have not finished."""
+    """Waits for all ranks that have not finished.
+
+    Those that come need not wait for the verdict before they send what they have: it comes while they exchange that, in
+    `group`, in which there are no other calls.
+    """
 
     def __init__(self, group: ProcessGroup, desk: Desk) -> None:
         self._group, self._desk = group, desk
+        self._mine = FINISHED  # what this rank tells the others
 
     def came(self, number: int) -> None:
         """Does nothing: the ranks ask each other when they are there."""
+
+    def is_sure(self, number: int) -> bool:
+        """Waits until this rank has come, and returns True; or until it has finished, and returns False."""
+        desk = self._desk
+        with desk.changed:
+            while (mine := desk.has_come_to(number)) is None:
+                desk.pause(None)
+        self._mine = FINISHED if mine == FINISHED else number
+        return mine != FINISHED
 
     def verdict(self, number: int) -> Verdict:
         """Returns who takes part, once each rank has come or finished.
@@ -47,13 +65,8 @@ class Everyone:
             CollectiveMismatchError: the ranks have come to different exchanges.
             CollectiveTimeoutError: a rank did not come within the group's time-out.
         """
-        desk = self._desk
-        with desk.changed:
-            while (mine := desk.has_come_to(number)) is None:
-                desk.pause(None)
         numbers = torch.zeros(self._group.size(), dtype=torch.int64)
-        own = torch.tensor([FINISHED if mine == FINISHED else number])
-        self._group.all_gather(list(numbers.split(1)), own)
+        self._group.all_gather(list(numbers.split(1)), torch.tensor([self._mine]))
         try:
             return who_is_there(numbers.tolist())
         except ValueError as error:
@@ -84,6 +97,10 @@ class RollCall:
         if not self._calls:
             self._sent = [work for work in self._sent if not work.is_completed()]
             self._send(torch.tensor([number]), _CALLER, _ARRIVALS)
+
+    def is_sure(self, number: int) -> bool:
+        """Returns False: who comes late takes no part."""
+        return False
 
     def verdict(self, number: int) -> Verdict:
         """Returns who takes part: all that came within the grace window of the first one.

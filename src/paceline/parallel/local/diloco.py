@@ -131,10 +131,10 @@ class DiLoCo:
         hand_over(outer, self.outer_module.pairs())
         self._exchanges: Exchanges = NoExchanges()
         if group.size() > 1:
-            own = new_group(group.ranks, group.timeout, use_local_synchronization=True, group_desc="outer gradients")
-            assert isinstance(own, ProcessGroup)
+            own = self._new_group("outer gradients")
+            arrivals = self._new_group("arrivals for outer gradients")
             averaging = Averaging(wire)
-            exchanges = BackgroundExchanges(own, grace_s, averaging, rhythm.fragment, self.content.blank)
+            exchanges = BackgroundExchanges(own, arrivals, grace_s, averaging, rhythm.fragment, self.content.blank)
             weakref.finalize(self, exchanges.close).atexit = False
             self._exchanges = exchanges
 
@@ -277,6 +277,12 @@ class DiLoCo:
         self._before.clear()
         for fragment in range(self._course.rhythm.fragments):
             self.outer_module.reset(fragment, 0.0)
+
+    def _new_group(self, use: str) -> ProcessGroup:
+        group = self.process_group
+        made = new_group(group.ranks, group.timeout, use_local_synchronization=True, group_desc=use)
+        assert isinstance(made, ProcessGroup)
+        return made
 
     def _proceed(self) -> None:
         """Does what is due."""

@@ -13,6 +13,7 @@ from paceline.durations import to_seconds
 from paceline.errors import CollectiveError, CollectiveTimeoutError
 from paceline.group.process_group import ProcessGroup
 from paceline.group.reduce_op import ReduceOp
+from paceline.group.work import Work
 from paceline.parallel.broadcast import broadcast_tensors
 from paceline.parallel.ddp.error_text import add_context
 from paceline.parallel.local.attendance import Attendance, Everyone, RollCall
@@ -99,12 +100,13 @@ class NoExchanges:
 
 
 class BackgroundExchanges:
-    """Exchanges that run on a thread, in a group that nothing else uses.
+    """Exchanges that run on a thread, in groups that nothing else uses.
 
     The thread takes part in exchanges for a training that is late, or has finished, so that nobody waits for that.
 
     Args:
         group: the ranks; calls of other threads must not come between those of the exchanges.
+        arrivals: the same ranks, which tell each other there who has come.
         grace_s: how long an exchange waits for late ranks; None to wait for all.
         averaging: averages over the ranks.
         fragment_of: returns the fragment of an exchange.
@@ -114,12 +116,13 @@ class BackgroundExchanges:
     def __init__(
         self,
         group: ProcessGroup,
+        arrivals: ProcessGroup,
         grace_s: float | None,
         averaging: Averaging,
         fragment_of: Callable[[int], int],
         blank: Callable[[int], Tensors],
     ) -> None:
-        self._group, self._grace_s = group, grace_s
+        self._group, self._arrivals, self._grace_s = group, arrivals, grace_s
         self._averaging = averaging
         self._fragment_of, self._blank = fragment_of, blank
         self._desk = Desk(0)
@@ -190,18 +193,19 @@ class BackgroundExchanges:
         broadcast_tensors(list(tensors), self._group)
 
     def close(self) -> None:
-        """Ends the thread and the group; idempotent."""
+        """Ends the thread and the groups; idempotent."""
         self._desk.close()
         self._group.close()
+        self._arrivals.close()
 
     def _opened(self) -> Desk:
         """Returns the desk, after starting a thread that serves it if there is none."""
         if self._attendance is None:
             desk = self._desk = Desk(self._next)
             if self._grace_s is None:
-                self._attendance = Everyone(self._group, desk)
+                self._attendance = Everyone(self._arrivals, desk)
             else:
-                self._attendance = RollCall(self._group, self._grace_s, desk, self._next)
+                self._attendance = RollCall(self._arrivals, self._grace_s, desk, self._next)
             arguments = desk, self._attendance, self._next
             threading.Thread(target=self._serve, args=arguments, name="paceline-outer", daemon=True).start()
         return self._desk
@@ -210,10 +214,14 @@ class BackgroundExchanges:
         """Runs the exchanges from `number` on, until all ranks have finished."""
         rank = self._group.rank()
         try:
-            while not (verdict := attendance.verdict(number)).is_final:
-                fragment, takes_part = self._fragment_of(number), verdict.takes_part[rank]
-                tensors = desk.take(number, takes_part, partial(self._blank, fragment))
-                self._averaging.average(self._group, fragment, tensors, sum(verdict.takes_part))
+            while True:
+                begun = self._begin(desk, number, True) if attendance.is_sure(number) else None
+                verdict = attendance.verdict(number)
+                if verdict.is_final:
+                    break
+                takes_part = verdict.takes_part[rank]
+                works, tensors = begun if begun is not None else self._begin(desk, number, takes_part)
+                self._averaging.end(works, tensors, sum(verdict.takes_part))
                 desk.give(Outcome(number, tensors, takes_part))
                 number += 1
             desk.end(None)
@@ -224,6 +232,12 @@ class BackgroundExchanges:
                 fragment = self._fragment_of(number)
                 add_context(error, f"This was exchange {number} of outer gradients, of fragment {fragment}")
             desk.end(error)
+
+    def _begin(self, desk: Desk, number: int, takes_part: bool) -> tuple[list[Work], Tensors]:
+        """Begins to add up what the ranks give to an exchange."""
+        fragment = self._fragment_of(number)
+        tensors = desk.take(number, takes_part, partial(self._blank, fragment))
+        return self._averaging.begin(self._group, fragment, tensors), tensors
 
     def _await(self, number: int) -> Outcome | None:
         limit_s = 2 * to_seconds(self._group.timeout) + (self._grace_s or 0) + _SLACK_S

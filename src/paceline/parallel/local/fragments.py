@@ -38,15 +38,15 @@ class OuterParameters(nn.Module):
 
     def __init__(self, params: Sequence[nn.Parameter], fragments: int) -> None:
         super().__init__()
-        self._params = tuple(params)  # a tuple, or they would be parameters of this module
         self.copies = nn.ParameterList([_copy_of(param) for param in params])
+        self._pairs = list(zip(params, self.copies, strict=True))
         self._fragments = cut([param.numel() for param in params], fragments)
         self._lengths = [sum(copy.numel() for _, copy in self._pairs_of(each)) for each in range(fragments)]
         self._dtypes = [_widest(copy.dtype for _, copy in self._pairs_of(each)) for each in range(fragments)]
 
     def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """Returns the parameters, each with its copy."""
-        return list(zip(self._params, self.copies, strict=True))
+        return self._pairs
 
     def is_covered_by(self, optimizer: Optimizer) -> bool:
         """Returns whether the optimizer has all the copies."""
@@ -79,7 +79,7 @@ class OuterParameters(nn.Module):
                 copy.grad = part
         if optimizer is not None:
             optimizer.step()
-            for copy in self.copies:
+            for _, copy in self._pairs:
                 copy.grad = None
 
     @torch.no_grad()
@@ -109,7 +109,7 @@ class OuterParameters(nn.Module):
 
     def _pairs_of(self, fragment: int) -> list[tuple[nn.Parameter, nn.Parameter]]:
         indices = self._fragments[fragment]
-        return self.pairs()[indices.start : indices.stop]
+        return self._pairs[indices.start : indices.stop]
 
 
 def _widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
