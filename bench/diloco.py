@@ -4,10 +4,11 @@
     python bench/diloco.py --rate none --methods DiLoCo --lr 2e-3 4e-3 8e-3        tries learning rates, on one host
 
 Two hosts, which are network namespaces of this machine, train the model of examples/char_lm.py with its batch size, one
-thread each. "alone" does not communicate at all; its rate is what the others are compared with, in the same run and
-with the same seed. "DDP" is Paceline's DistributedDataParallel; it sends 2.5 MB in each step, so over a slow line only
-its rate is measured, in few steps, and its loss is that of a run without a bound. Rates are of the whole training with
-its last exchange, without the first steps. The held-out loss is that of the mean of the ranks' parameters.
+thread each. "alone" does not communicate at all; over a line all others take turns with such a training in the same
+processes, and "of alone" compares their rates. "DDP" is Paceline's DistributedDataParallel; it sends 2.5 MB in each
+step, so over a slow line only its rate is measured, in few steps, and its loss is that of a run without a bound. Rates
+are of the whole training with its last exchange, without the first steps. The held-out loss is that of the mean of the
+ranks' parameters.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
@@ -29,6 +30,8 @@ from world import Ranks
 
 BATCH_SIZE = 16
 WARM_UP = 5
+TURN = 50  # steps
+PAUSE_S = 0.5  # before a turn: what is under way arrives
 STEPS_OF_DDP_ON_A_SLOW_LINE = 12
 METHODS = ("alone", "DDP", "DiLoCo", "local SGD")
 
@@ -48,40 +51,72 @@ class Way:
     momentum: float
 
 
-def rank_main(way: Way, steps: int, measured: int, seed: int) -> dict[str, float]:
-    """Trains with a schedule of `steps` steps, of which `measured` are made."""
+class Training:
+    """A rank's training in one way, with a schedule of `steps` steps."""
+
+    def __init__(self, way: Way, steps: int, seed: int) -> None:
+        import paceline as dist
+
+        self._text = char_text.Text.read()
+        torch.manual_seed(seed)
+        self._model = char_text.Model()
+        self._generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+        self._wrapped = dist.DistributedDataParallel(self._model) if way.method == "DDP" else self._model
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=way.lr, betas=(0.9, 0.98))
+        self._schedule = torch.optim.lr_scheduler.OneCycleLR(self._optimizer, way.lr, total_steps=steps, pct_start=0.1)
+        self._local = local_training(self._model, self._optimizer, way)
+        self.took_s = self.waited_s = 0.0
+
+    def train(self, steps: int) -> None:
+        began_s = time.perf_counter()
+        for _ in range(steps):
+            self._optimizer.zero_grad()
+            batch = char_text.batch(self._text.train, BATCH_SIZE, self._generator)
+            char_text.loss_of(self._wrapped, *batch).backward()
+            self._optimizer.step()
+            self._schedule.step()
+            if self._local is not None:
+                self._local.step()
+        self.took_s += time.perf_counter() - began_s
+
+    def finish(self) -> float:
+        """Ends the training; returns its held-out loss."""
+        if self._local is not None:
+            began_s = time.perf_counter()
+            self.waited_s = self._local.communication_wait_s()
+            self._local.finish()
+            self.took_s += time.perf_counter() - began_s
+        return char_text.held_out_loss(self._model, self._text.test)
+
+
+def rank_main(way: Way, steps: int, measured: int, seed: int, compares: bool) -> dict[str, float]:
+    """Trains with a schedule of `steps` steps, of which `measured` are made; `compares` it with a training alone."""
     import paceline as dist
 
     torch.set_num_threads(1)
     dist.init_process_group()
-    text = char_text.Text.read()
-    torch.manual_seed(seed)
-    model = char_text.Model()
-    generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
-    wrapped = dist.DistributedDataParallel(model) if way.method == "DDP" else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=way.lr, betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, way.lr, total_steps=steps, pct_start=0.1)
-    local = local_training(model, optimizer, way)
-
-    dist.barrier()
-    for step in range(measured):
-        if step == WARM_UP:
-            began_s = time.perf_counter()
-        optimizer.zero_grad()
-        char_text.loss_of(wrapped, *char_text.batch(text.train, BATCH_SIZE, generator)).backward()
-        optimizer.step()
-        schedule.step()
-        if local is not None:
-            local.step()
-    waited_s = 0.0
-    if local is not None:
-        waited_s = local.communication_wait_s()
-        local.finish()
-    took_s = time.perf_counter() - began_s
-    loss = char_text.held_out_loss(model, text.test)
+    training = Training(way, steps, seed)
+    taking_turns = [training]
+    if compares:
+        taking_turns.append(Training(replace(way, method="alone"), steps, seed))
+    for each in taking_turns:
+        each.train(WARM_UP)
+        each.took_s = 0.0
+    for done in range(WARM_UP, measured, TURN):
+        for each in taking_turns:
+            dist.barrier()
+            time.sleep(PAUSE_S)
+            each.train(min(TURN, measured - done))
+    loss = training.finish()
     dist.barrier()
     dist.destroy_process_group()
-    return {"rate": (measured - WARM_UP) / took_s, "loss": loss, "waited": waited_s / took_s}
+    rate, *alone = ((measured - WARM_UP) / each.took_s for each in taking_turns)
+    return {
+        "rate": rate,
+        "alone": min(alone, default=rate),
+        "loss": loss,
+        "waited": training.waited_s / training.took_s,
+    }
 
 
 def local_training(model: torch.nn.Module, inner: torch.optim.Optimizer, way: Way) -> object | None:
@@ -101,20 +136,19 @@ def places_of(rate: str, delay_ms: float) -> Callable[..., list[object]]:
     return Ranks(2) if rate == "none" else Hosts(2, 1, rate=rate, delay_ms=delay_ms)
 
 
-def row_of(way: Way, options: object, rates_alone: dict[int, float]) -> dict[str, object]:
+def row_of(way: Way, options: object) -> dict[str, object]:
     answers = {}
+    rate, steps = options.rate, options.steps
     for seed in options.seeds:
-        rate, steps = options.rate, options.steps
         measured = min(steps, STEPS_OF_DDP_ON_A_SLOW_LINE) if way.method == "DDP" and rate != "none" else steps
-        ranks = places_of(rate, options.delay)(rank_main, way, steps, measured, seed, timeout_s=3600)
-        answers[seed] = ranks[0] | {"rate": min(each["rate"] for each in ranks)}
+        compares = rate != "none" and way.method != "alone"
+        ranks = places_of(rate, options.delay)(rank_main, way, steps, measured, seed, compares, timeout_s=3600)
+        answers[seed] = ranks[0] | {name: min(each[name] for each in ranks) for name in ("rate", "alone")}
         if measured < steps:
-            exact = places_of("none", 0)(rank_main, way, steps, steps, seed, timeout_s=3600)
+            exact = places_of("none", 0)(rank_main, way, steps, steps, seed, False, timeout_s=3600)
             answers[seed]["loss"] = exact[0]["loss"]
         print(way, seed, answers[seed], file=sys.stderr, flush=True)
-    if way.method == "alone":
-        rates_alone |= {seed: each["rate"] for seed, each in answers.items()}
-    ratios = [each["rate"] / rates_alone[seed] for seed, each in answers.items() if seed in rates_alone]
+    ratios = [each["rate"] / each["alone"] for each in answers.values()]
     row: dict[str, object] = {"method": way.method, "lr": way.lr}
     if way.method in ("DiLoCo", "local SGD"):
         row |= {"every": way.every, "fragments": way.fragments, "wire": way.wire or "exact", "delay": way.delay}
@@ -123,8 +157,8 @@ def row_of(way: Way, options: object, rates_alone: dict[int, float]) -> dict[str
     losses = [each["loss"] for each in answers.values()]
     return row | {
         "steps/s": statistics.median(each["rate"] for each in answers.values()),
-        "of alone": statistics.median(ratios) if ratios else None,
-        "least": min(ratios, default=None),
+        "of alone": statistics.median(ratios) if rate != "none" else None,
+        "least": min(ratios) if rate != "none" else None,
         "waited": statistics.median(each["waited"] for each in answers.values()),
         "held-out loss": statistics.mean(losses),
         "from": min(losses),
@@ -148,10 +182,7 @@ def main() -> None:
     arguments.add_argument("--mix", type=float, nargs="+", default=[0.0])
     arguments.add_argument("--outer", nargs="+", default=["1.0,0.0"], metavar="LR,MOMENTUM")
     options = arguments.parse_args()
-    rows, rates_alone = [], dict[int, float]()
-    for method in options.methods:
-        for way in ways(method, options):
-            rows.append(row_of(way, options, rates_alone))
+    rows = [row_of(way, options) for method in options.methods for way in ways(method, options)]
     line = "one host" if options.rate == "none" else f"2 hosts, {options.rate}, {options.delay:g} ms one way"
     show(f"char_lm, batches of {BATCH_SIZE} a rank, {options.steps} steps; {line}", rows, options.json)
 

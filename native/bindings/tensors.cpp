@@ -95,8 +95,9 @@ std::optional<DenseTensor> read_dense(nb::handle object) {
     if (!found || found->device.device_type != nb::device::cpu::value) return std::nullopt;
     const auto dtype = dtype_of(found->dtype);
     const auto count = dense_count(*found);
+    const bool has_memory = found->data != nullptr || count == 0U;
     // Values may be the negatives of what is in memory, of which DLPack knows nothing.
-    if (!dtype || !count || !known().is_neg(object).is(Py_False)) return std::nullopt;
+    if (!dtype || !count || !has_memory || !known().is_neg(object).is(Py_False)) return std::nullopt;
     return DenseTensor{begin_of(*found), *count, *dtype};
 }
 

@@ -6,12 +6,14 @@ tensors is seen in `test_persistent.py`: persistent calls are prepared on the lo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from unittest import mock
 
 import pytest
 import torch
 from one_world import OneWorld, name_of
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import paceline as dist
 from paceline.group.plain_calls import PlainCallsGroup
@@ -169,6 +171,25 @@ def mismatches_name_both_calls() -> None:
     dist.barrier()
 
 
+def tensors_without_memory_are_refused() -> None:
+    freed = torch.ones(2)
+    *calls, _ = calls_of(freed, torch.ones)
+    freed.untyped_storage().resize_(0)
+    with FakeTensorMode():
+        traced = torch.ones(2)
+    all_reduces = [functools.partial(dist.all_reduce, tensor) for tensor in (freed, traced)]
+    for call in (
+        *calls,
+        *all_reduces,
+        lambda **kw: dist.broadcast(freed, 0, **kw),
+        lambda **kw: dist.send(freed, 1 - dist.get_rank()),
+    ):
+        for options in ({}, {"timeout": LONG}):
+            with pytest.raises(ValueError, match=r"of shape \(2,\) has no memory: its storage was freed"):
+                call(**options)
+    dist.all_reduce(torch.empty(0))
+
+
 def reduction_of_torch_is_taken() -> None:
     part = torch.full((2,), 1.0 + dist.get_rank())
     dist.reduce_scatter_tensor(part, torch.full((4,), 1.0 + dist.get_rank()), torch.distributed.ReduceOp.MAX)
@@ -204,6 +225,7 @@ TOGETHER = [
     ranks_meet_on_different_ways,
     mistakes_are_told_alike,
     mismatches_name_both_calls,
+    tensors_without_memory_are_refused,
     reduction_of_torch_is_taken,
     closed_group_is_named,
     compiled_calls_break_the_graph,

@@ -68,6 +68,15 @@ def test_any_ranks_on_any_hosts_end_with_equal_bits(hosts, operation):
     prove(world(operation, hosts))
 
 
+@pytest.mark.parametrize("hosts", [equal_hosts(2, 1), equal_hosts(2, 3), [[0, 1], [2]]])
+def test_two_hosts_wait_for_each_other_once(hosts):
+    """What a rank sends to the other host does not depend on anything that comes from there."""
+    for schedule in world(Operation.ALL_REDUCE, hosts):
+        others = [rank for host in hosts if schedule.rank not in host for rank in host]
+        between = [step.kind for step in schedule.steps if step.peer in others]
+        assert between == [Kind.SEND] * (len(between) // 2) + [Kind.RECV] * (len(between) // 2)
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_only_packed_blocks_leave_a_host(operation):
     for hosts in (equal_hosts(3, 2), [[0, 1], [2], [3, 4, 5]]):

@@ -47,6 +47,22 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
+def address_of(tensor: torch.Tensor) -> int:
+    """Returns where the values of a tensor are in memory.
+
+    Raises:
+        ValueError: they are nowhere.
+    """
+    address = tensor.data_ptr()
+    if address == 0 and tensor.is_cpu and tensor.numel() > 0:
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} has no memory: its storage was freed, for instance by "
+            "untyped_storage().resize_(0), or it is the FakeTensor of a program that is only traced. Pass a tensor "
+            "that has values"
+        )
+    return address
+
+
 def count_elements(tensors: Sequence[torch.Tensor]) -> int:
     """Returns the number of elements of all `tensors` together."""
     return sum(tensor.numel() for tensor in tensors)
@@ -76,7 +92,7 @@ class Buffers:
         for tensor in tensors:
             dense = tensor.detach() if self._usable(tensor) else self._copy(tensor)
             self.kept.append(dense)
-            flat += (dense.data_ptr(), dense.nbytes)
+            flat += (address_of(dense), dense.nbytes)
         return flat
 
     def write(self, tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -89,7 +105,7 @@ class Buffers:
                 dense = self._copy(tensor)
                 self._copy_back.append((tensor.detach(), dense))
             self.kept.append(dense)
-            flat += (dense.data_ptr(), dense.nbytes)
+            flat += (address_of(dense), dense.nbytes)
         return flat
 
     @property

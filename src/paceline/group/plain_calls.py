@@ -16,7 +16,7 @@ from torch.autograd import profiler
 from paceline.engine.channel import Call, Outcome
 from paceline.engine.codes import ITEM_SIZES, NO_REDUCTION
 from paceline.errors import CollectiveError
-from paceline.group.buffers import Buffers
+from paceline.group.buffers import Buffers, address_of
 from paceline.group.reduce_op import ReduceOp
 from paceline.group.reductions import QUICK_CODES
 from paceline.group.tree_sums import TreeSummingGroup
@@ -41,7 +41,7 @@ class PlainCallsGroup(TreeSummingGroup):
             return False
         if self._closed:
             raise self.closed_error()
-        return self._channel.all_reduce(tensor.data_ptr(), tensor.numel(), code, reduce_code, self.timeout_ns)
+        return self._channel.all_reduce(address_of(tensor), tensor.numel(), code, reduce_code, self.timeout_ns)
 
     def make_plainly(
         self,
@@ -170,5 +170,5 @@ def _addresses(
             or tensor.is_neg()
         ):
             return None
-        found.append(tensor.data_ptr())
+        found.append(address_of(tensor))
     return [found[0] + part * nbytes for part in range(parts)] if are_whole else found

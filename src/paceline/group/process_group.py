@@ -11,7 +11,7 @@ from paceline import _core
 from paceline.durations import Timeout
 from paceline.engine.channel import Call
 from paceline.engine.codes import DTYPE_CODES, NO_REDUCTION
-from paceline.group.buffers import Buffers, Tensors, as_list, is_plain
+from paceline.group.buffers import Buffers, Tensors, address_of, as_list, is_plain
 from paceline.group.exchange import all_gather_pieces, as_memory, as_tensor, room_for
 from paceline.group.explaining import explain_choice
 from paceline.group.options import Options, are_options, one_list, reduction_of, time_limit
@@ -137,7 +137,7 @@ class ProcessGroup(PlainCallsGroup, TorchMethods):
                 if self._closed:
                     raise self.closed_error()
                 count = tensors.numel()
-                outcome = self._channel.broadcast(tensors.data_ptr(), count, code, root, self.timeout_ns)
+                outcome = self._channel.broadcast(address_of(tensors), count, code, root, self.timeout_ns)
                 if outcome is not None:
                     raise self._error(outcome, (0, Operation.BROADCAST, code, NO_REDUCTION, root, count))
                 return None
