@@ -88,6 +88,21 @@ def test_a_call_that_does_not_end_names_the_silent_link():
     assert "h2 (rank 2) has not answered h1 (rank 1) for 14 s" in verdict.sentence
 
 
+def test_a_call_to_which_the_last_has_just_come_may_have_ended():
+    """The ranks of h0 were seen after its end, those of h1 before; the last rank came late."""
+
+    def waits(rank: int, arrived_s: float, ended_s: float | None) -> Rank:
+        call = Call("g", 7, SUM, arrived_s, ended_s, "ok" if ended_s is not None else "")
+        return Rank(rank, f"h{rank // 2}", calls=(call,), seats={"g": Seat(rank, 4)})
+
+    def scene(last_s: float) -> Scene:
+        return Scene(0.0, (waits(0, last_s, last_s + 0.1), *(waits(rank, -28.0, None) for rank in (1, 2, 3))))
+
+    assert diagnose(scene(-1.0)) is None
+    verdict = diagnose(scene(-12.0))
+    assert verdict is not None and "all 4 have come, and it has not ended for 12 s" in verdict.sentence
+
+
 def measured(at_s: float, sent: int, group: int = 1, peer: int = 4, **facts) -> Measured:
     known = {"received_nbytes": 0, "segments": sent // 1000, "nbytes_per_s": 5 * MB, "busy_s": 0.0, "held_s": 0.0}
     known |= {"round_trip_s": 0.002, "variation_s": 0.0005, "least_round_trip_s": 0.001, "retransmits": 0}

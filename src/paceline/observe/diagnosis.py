@@ -25,6 +25,10 @@ _OWN_FAULTS = {
 }
 
 
+# The ranks of several machines are seen one after the other. A call whose last rank has come a moment ago may have ended
+# on those that were seen before.
+_SETTLED_S = 5.0
+
 _OTHERS_FAULTS = ("peer_lost", "timed_out", "aborted")
 
 
@@ -198,7 +202,10 @@ def _unfinished(scene: Scene, waits: Sequence[Wait]) -> Verdict | None:
         if process is not None and process.state in STILL:
             found = explain(by_rank[number])
             return Verdict(found.cause, (number,), f"{start}; {named([number], scene.word)} {found.doing}")
-    duration = lasting(scene.now_s - wait.since_s)
+    took_s = scene.now_s - wait.last_s
+    if 0 <= took_s < _SETTLED_S:
+        return None
+    duration = lasting(took_s)
     ranks = [by_rank[number] for number in wait.waiters]
     sentence = f"{start}; all {wait.members} have come, and it has not ended for {duration}: {_where_to_look(ranks)}"
     return Verdict(Cause.NO_PROGRESS, (), sentence)

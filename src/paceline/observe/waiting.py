@@ -19,6 +19,7 @@ class Wait:
         absent: the ranks that have not come.
         strangers: the members that have not come and of which nothing is known, by their number in the group.
         since_s: when the first waiter came.
+        last_s: when the last of those came that have come.
         members: how many ranks the group has.
     """
 
@@ -27,6 +28,7 @@ class Wait:
     absent: tuple[int, ...]
     strangers: tuple[int, ...]
     since_s: float
+    last_s: float
     members: int
 
     @property
@@ -64,7 +66,7 @@ def _messages(rank: Rank, group: str, members: Mapping[int, Rank]) -> list[Wait]
             if not is_met:
                 absent = () if peer is None else (peer.rank,)
                 strangers = (call.header.peer,) if peer is None else ()
-                return [Wait(call, (rank.rank,), absent, strangers, call.arrived_s, mine.size)]
+                return [Wait(call, (rank.rank,), absent, strangers, call.arrived_s, call.arrived_s, mine.size)]
     return []
 
 
@@ -87,6 +89,7 @@ def _wait(group: str, number: int, members: Mapping[int, Rank]) -> Wait:
         absent=tuple(sorted(members[seat].rank for seat in absent)),
         strangers=tuple(sorted(strangers)),
         since_s=first.arrived_s,
+        last_s=max(call.arrived_s for call in here.values()),
         members=size,
     )
 
