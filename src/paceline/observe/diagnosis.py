@@ -25,8 +25,8 @@ _OWN_FAULTS = {
 }
 
 
-# The ranks of several machines are seen one after the other. A call whose last rank has come a moment ago may have ended
-# on those that were seen before.
+# The ranks of several machines are seen one after the other. A call whose last rank has come a moment ago may have
+# ended since on those that were seen before.
 _SETTLED_S = 5.0
 
 _OTHERS_FAULTS = ("peer_lost", "timed_out", "aborted")
