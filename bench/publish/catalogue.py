@@ -47,7 +47,10 @@ RUNS: dict[str, tuple[str, ...]] = {
         *("--sizes", "67108864", "--wires", "bf16", "int8", "int4"),
     ),
     "wire_errors": ("wire_errors.py",),
-    "diloco": ("diloco.py",),
+    "diloco": (
+        *("diloco.py", "--methods", "alone", "DDP", "DiLoCo"),
+        *("--every", "3", "--fragments", "3", "--use-after", "1"),
+    ),
     "encryption": ("encryption.py",),
     "checkpoint": ("checkpoint.py",),
     "pipeline": ("pipeline.py", "--width", "1024", "--rounds", "20"),
