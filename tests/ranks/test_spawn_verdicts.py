@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from multiprocessing.process import BaseProcess
 
 import pytest
 import torch
@@ -35,6 +36,28 @@ def records_of_its_own(monkeypatch, tmp_path):
     """Keeps the recordings apart from those of other tests, which would push them out."""
     directory = tmp_path / "recordings"
     monkeypatch.setenv("PACELINE_RECORD_DIR", str(directory))
+
+
+def fail_when_told(_: int, path: str) -> None:
+    while not os.path.exists(path):
+        time.sleep(0.001)
+    raise ValueError("bad sample")
+
+
+def test_who_fails_right_after_a_look_has_failed(monkeypatch, tmp_path):
+    """A process that ends between two looks at it is not taken for one that has ended well."""
+    told, look = tmp_path / "told", BaseProcess.exitcode.fget
+
+    def looked_at(process):
+        found = look(process)
+        if not told.exists():
+            told.touch()
+            process.join(60)
+        return found
+
+    monkeypatch.setattr(BaseProcess, "exitcode", property(looked_at))
+    with pytest.raises(dist.WorkerError, match="ValueError: bad sample"):
+        dist.spawn(fail_when_told, (str(told),), 1, start_method="forkserver")
 
 
 def test_a_hang_of_spawned_ranks_is_explained(capfd):

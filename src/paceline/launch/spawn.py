@@ -65,10 +65,11 @@ class Spawned:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            for rank, process in enumerate(self._processes):
-                if process.exitcode not in (None, 0):
+            codes = [process.exitcode for process in self._processes]  # one look: each asks anew whether it has ended
+            for rank, code in enumerate(codes):
+                if code not in (None, 0):
                     self._fail(rank)
-            running = [process.sentinel for process in self._processes if process.exitcode is None]
+            running = [each.sentinel for each, code in zip(self._processes, codes, strict=True) if code is None]
             if not running:
                 self._watch.conclude()
                 self._release()
