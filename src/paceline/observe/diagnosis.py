@@ -194,7 +194,7 @@ def _unfinished(scene: Scene, waits: Sequence[Wait]) -> Verdict | None:
     complete = [wait for wait in waits if wait.is_complete and not wait.call.is_message]
     if not complete:
         return None
-    wait = min(complete, key=lambda each: each.since_s)
+    wait = min(complete, key=lambda each: each.last_s)
     by_rank: Mapping[int, Rank] = {rank.rank: rank for rank in scene.ranks}
     start = f"{beginning(scene, wait.waiters)}{waiting(scene, wait)}"
     for number in wait.waiters:
