@@ -5,10 +5,10 @@
 "one rounding" is the root mean square of the error of packing and unpacking, over that of the numbers; "2 hosts" and
 "8 hosts" are the same for a whole all_reduce of as many hosts, each with numbers of its own. Of two hosts, both hosts'
 sums are rounded. Of more, they are rounded on their way to the owner of a slice, all but its own, and then the whole
-sum is. The numbers are normally
-distributed, or the gradients of examples/char_lm.py (its model and text) after some steps of training, each host's from
-a batch of its own. "feedback" is the error of the mean of 100 all_reduces of 2 hosts on the same numbers, with error
-feedback. Throughputs are those of one thread, in bytes of float32 a second of its processor time, with residuals.
+sum is. The numbers are normally distributed, or the gradients of examples/char_lm.py (its model and text) after some
+steps of training, each host's from a batch of its own. "feedback" is the error of the mean of 100 all_reduces of 2
+hosts on the same numbers, with error feedback. Throughputs are those of one thread, in bytes of float32 a second of its
+processor time, with residuals.
 """
 
 from __future__ import annotations

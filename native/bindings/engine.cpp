@@ -40,9 +40,7 @@ class HostGroup {
 
     nb::object all_reduce(std::uint64_t address, std::uint64_t count, int dtype, int reduce_op,
                           std::int64_t timeout_ns) {
-        Call call = on_one_tensor(Operation::all_reduce, {address, count, static_cast<DType>(dtype)}, timeout_ns);
-        call.reduce_op = static_cast<ReduceOp>(reduce_op);
-        return finish(call);
+        return reduce({address, count, static_cast<DType>(dtype)}, static_cast<ReduceOp>(reduce_op), timeout_ns);
     }
 
     // Returns False, and does nothing, unless the tensor can be reduced as it is.
@@ -51,9 +49,7 @@ class HostGroup {
         const auto dense = reduce_op && queue_ ? read_dense(tensor) : std::nullopt;
         if (!dense || *reduce_op == ReduceOp::premul_sum || find_reduction(dense->dtype, *reduce_op) == nullptr)
             return nb::bool_(false);
-        Call call = on_one_tensor(Operation::all_reduce, *dense, timeout_ns);
-        call.reduce_op = *reduce_op;
-        return finish(call);
+        return reduce(*dense, *reduce_op, timeout_ns);
     }
 
     nb::object broadcast(std::uint64_t address, std::uint64_t count, int dtype, int root, std::int64_t timeout_ns) {
@@ -122,6 +118,12 @@ class HostGroup {
 
     void find_region(Call& call) const {
         if (may_be_shared(call)) host::locate(call, mesh_);
+    }
+
+    nb::object reduce(const DenseTensor& tensor, ReduceOp reduce_op, std::int64_t timeout_ns) {
+        Call call = on_one_tensor(Operation::all_reduce, tensor, timeout_ns);
+        call.reduce_op = reduce_op;
+        return finish(call);
     }
 
     static Call on_one_tensor(Operation operation, const DenseTensor& tensor, std::int64_t timeout_ns) {

@@ -121,8 +121,9 @@ def stand_beside(size: int, why: str) -> None:
     says `why`.
     """
     global _beside
+    if _beside is None:
+        default_group().close_because(why)
     _beside = size
-    default_group().close_because(why)
 
 
 def beside() -> int | None:

@@ -111,9 +111,11 @@ class SpawnWatch:
 
     def _ending(self, rank: int, process: BaseProcess) -> Ending | None:
         record = self._exceptions.get(rank)
-        if process.exitcode is None and record is None:
-            return None
-        code = process.exitcode if process.exitcode is not None else 1
+        code = process.exitcode
+        if code is None:
+            if record is None:
+                return None
+            code = 1
         has_failed = record is not None or code != 0
         failure = Failure(rank, process.pid or 0, code, time.time(), record) if has_failed else None
         return ending_of(code, failure)

@@ -121,18 +121,15 @@ def _all_reduce_phase(home: Home, blocks: Sequence[Sequence[int]]) -> list[Step]
 
 def _swap_phase(home: Home, blocks: Sequence[int]) -> list[Step]:
     """Returns the exchange between two hosts, in place. Both add the second host's blocks to those of the first."""
-    peer, first = home.rail[1 - home.host], home.host == 0
-    own, others = ([Slice(Buffer.WIRE, at * len(blocks) + i) for i in range(len(blocks))] for at in range(2))
+    peer = home.rail[1 - home.host]
+    of_hosts = [[Slice(Buffer.WIRE, host * len(blocks) + at) for at in range(len(blocks))] for host in range(2)]
+    own, others = of_hosts[home.host], of_hosts[1 - home.host]
     floats = [Slice(Buffer.OUTPUT, block) for block in blocks]
     steps: list[Step] = []
     for packed, output in zip(own, floats, strict=True):
         steps += (pack(packed, output), send(peer, packed))
-    if first:
-        steps += (unpack(output, packed) for packed, output in zip(own, floats, strict=True))
-    for packed, theirs, output in zip(own, others, floats, strict=True):
-        steps.append(receive(peer, theirs))
-        steps += () if first else (unpack(output, theirs),)
-        steps.append(add(output, theirs if first else packed, final=True))
+    for theirs, first, second, output in zip(others, *of_hosts, floats, strict=True):
+        steps += (receive(peer, theirs), unpack(output, first), add(output, second, final=True))
     return steps
 
 
