@@ -8,16 +8,17 @@
 
 namespace paceline::executor {
 
-// Gives `request` a message that came before the receive was made.
+// Gives `request` a message that has come.
 void Messenger::take(Arrival& arrival, const std::shared_ptr<Request>& request) {
     const Frame& frame = arrival.frame;
+    request->source_ = arrival.peer;
     if (frame.kind == FrameKind::offer) {
         --state(arrival.peer).offers_held;
         accept(arrival.peer, frame, request);
         return;
     }
     credit(arrival.peer, frame.nbytes);
-    if (!fits(frame, arrival.peer, request)) return;
+    if (!fits(frame, *request)) return misfit(frame, arrival.peer, request);
     for (std::size_t at = 0; at < arrival.bytes.size();) {
         const Piece piece = request->memory_.run(at, arrival.bytes.size() - at);
         std::memcpy(piece.data, arrival.bytes.data() + at, piece.nbytes);
@@ -27,9 +28,9 @@ void Messenger::take(Arrival& arrival, const std::shared_ptr<Request>& request) 
 }
 
 void Messenger::accept(int peer, const Frame& offer, const std::shared_ptr<Request>& request) {
-    request->source_ = peer;
     Frame answer = offer;
-    if (!fits(offer, peer, request)) {
+    if (!fits(offer, *request)) {
+        misfit(offer, peer, request);
         answer.kind = FrameKind::refuse;
         answer.dtype = request->dtype_;
         answer.offset = request->memory_.nbytes();
@@ -47,10 +48,13 @@ void Messenger::accept(int peer, const Frame& offer, const std::shared_ptr<Reque
     flush(peer);
 }
 
-// Whether the message has the size and dtype of the receive; if not, fails the receive.
-bool Messenger::fits(const Frame& frame, int peer, const std::shared_ptr<Request>& request) {
-    request->source_ = peer;
-    if (frame.nbytes == request->memory_.nbytes() && frame.dtype == request->dtype_) return true;
+// Whether the message has the size and dtype of the receive.
+bool Messenger::fits(const Frame& frame, const Request& request) {
+    return frame.nbytes == request.memory_.nbytes() && frame.dtype == request.dtype_;
+}
+
+// Fails a receive that its message does not fit.
+void Messenger::misfit(const Frame& frame, int peer, const std::shared_ptr<Request>& request) {
     Outcome outcome;
     outcome.code = Code::mismatch;
     outcome.split_from = peer;
@@ -61,7 +65,6 @@ bool Messenger::fits(const Frame& frame, int peer, const std::shared_ptr<Request
     outcome.calls[0].dtype = frame.dtype;
     outcome.calls[1].dtype = request->dtype_;
     finish(request, std::move(outcome));
-    return false;
 }
 
 // Counts an eager message as taken, and returns the credit once there is half a window of it.
@@ -107,7 +110,14 @@ bool Messenger::begin_body(int peer) {
             from.eager_held += charge(frame.nbytes);
             if (from.eager_held > kEagerWindow) return false;
             frame.offset = 0;
-            if (!match_posted(peer)) from.body.resize(frame.nbytes);
+            // One that does not fit is failed at the end of the body, like one that is made until then.
+            if (const auto at = posted_for(frame, peer); at != posted_.end() && fits(frame, **at)) {
+                from.body_for = *at;
+                from.body_for->source_ = peer;
+                posted_.erase(at);
+            } else {
+                from.body.resize(frame.nbytes);
+            }
             return true;
         }
         case FrameKind::data: {
@@ -139,28 +149,25 @@ bool Messenger::is_next(int peer) {
     return true;
 }
 
-// Matches the message that has come with a posted receive: an eager one is then read straight into the tensor, an offer
-// is answered. False when there is none, or when an eager message does not fit it.
-bool Messenger::match_posted(int peer) {
-    PeerState& from = state(peer);
-    for (auto it = posted_.begin(); it != posted_.end(); ++it) {
-        const std::shared_ptr<Request> request = *it;
-        if (request->tag_ != from.frame.tag || (request->peer_ != kAnySource && request->peer_ != peer)) continue;
-        if (from.frame.kind == FrameKind::offer) {
-            posted_.erase(it);
-            accept(peer, from.frame, request);
-            return true;
-        }
-        posted_.erase(it);
-        if (!fits(from.frame, peer, request)) {
-            from.body_for = nullptr;
-            from.frame.id = 0;  // marks its bytes as to be dropped: end_body() only credits them
-            return false;
-        }
-        from.body_for = request;
-        return true;
+// The oldest posted receive that the message of this frame belongs to; the end of the list if there is none.
+std::list<std::shared_ptr<Request>>::iterator Messenger::posted_for(const Frame& frame, int peer) {
+    return std::find_if(posted_.begin(), posted_.end(), [&](const std::shared_ptr<Request>& each) {
+        return each->tag_ == frame.tag && (each->peer_ == kAnySource || each->peer_ == peer);
+    });
+}
+
+// Gives a message that has come to the posted receive that it belongs to, or keeps it until there is one.
+void Messenger::arrive(Arrival arrival) {
+    PeerState& from = state(arrival.peer);
+    if (arrival.frame.kind == FrameKind::offer) ++from.offers_held;
+    const auto at = posted_for(arrival.frame, arrival.peer);
+    if (at == posted_.end()) {
+        arrivals_.push_back(std::move(arrival));
+        return;
     }
-    return false;
+    const std::shared_ptr<Request> request = *at;
+    posted_.erase(at);
+    take(arrival, request);
 }
 
 void Messenger::end_body(int peer) {
@@ -171,17 +178,12 @@ void Messenger::end_body(int peer) {
             if (from.body_for) {
                 finish(from.body_for, {});
                 credit(peer, frame.nbytes);
-            } else if (frame.id != 0) {
-                arrivals_.push_back({frame, peer, std::move(from.body)});
             } else {
-                credit(peer, frame.nbytes);
+                arrive({frame, peer, std::move(from.body)});
             }
             return;
         case FrameKind::offer:
-            if (!match_posted(peer)) {
-                arrivals_.push_back({frame, peer, {}});
-                ++from.offers_held;
-            }
+            arrive({frame, peer, {}});
             return;
         case FrameKind::accept:
             if (auto node = from.offered.extract(frame.id); !node.empty()) {

@@ -45,8 +45,9 @@ void Messenger::close() {
         return std::any_of(states_.begin(), states_.end(),
                            [](const PeerState& s) { return !s.outgoing.empty() && !s.deaf; });
     };
-    while (pending() && Clock::now() < until) {
-        if (!progress()) waiter_.sleep(std::chrono::milliseconds(1));
+    for (bool late = false; pending() && !late;) {  // tries once, however late this thread is
+        late = Clock::now() >= until;
+        if (!progress() && !late) waiter_.sleep(std::chrono::milliseconds(1));
     }
     for (int peer = 0; peer < lanes_.size(); ++peer) {
         if (lanes_.peer(peer).control) lanes_.peer(peer).control->finish();

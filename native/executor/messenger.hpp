@@ -192,11 +192,13 @@ class Messenger final : public Waits::Link {
     bool begin_body(int peer);
     void end_body(int peer);
     bool is_next(int peer);
-    bool match_posted(int peer);
+    std::list<std::shared_ptr<Request>>::iterator posted_for(const Frame& frame, int peer);
+    void arrive(Arrival arrival);
     void take(Arrival& arrival, const std::shared_ptr<Request>& request);
     void accept(int peer, const Frame& offer, const std::shared_ptr<Request>& request);
     void credit(int peer, std::size_t nbytes);
-    bool fits(const Frame& frame, int peer, const std::shared_ptr<Request>& request);
+    static bool fits(const Frame& frame, const Request& request);
+    void misfit(const Frame& frame, int peer, const std::shared_ptr<Request>& request);
     void open(const std::shared_ptr<Request>& request, std::int64_t timeout_ns);
     void push(int peer, Frame frame, std::vector<std::uint8_t> own, std::shared_ptr<Request> request);
     void finish(const std::shared_ptr<Request>& request, Outcome outcome);

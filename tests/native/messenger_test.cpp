@@ -130,6 +130,33 @@ void a_receive_from_any_source_takes_each_message_once() {
     });
 }
 
+// A receive may be made when a part of its message has come already, and no other message may then take its place.
+void a_receive_may_be_made_while_its_message_comes(Over over) {
+    std::atomic<bool> has_begun = false;
+    std::atomic<bool> is_posted = false;
+    with_ranks(2, 1, over, [&](Rank at) {
+        if (at.rank == 0) {
+            Bytes bytes = pattern(900, 1);
+            Frame frame{.kind = FrameKind::eager, .id = 1, .nbytes = bytes.size(), .tag = 4};
+            const Piece begin[] = {{reinterpret_cast<std::uint8_t*>(&frame), sizeof frame}, {bytes.data(), 400}};
+            const Piece end{bytes.data() + 400, 500};
+            link::Lane& lane = *at.lanes.peer(1).control;
+            CHECK(lane.write(begin) == static_cast<std::ptrdiff_t>(sizeof frame + 400));
+            has_begun = true;
+            while (!is_posted) pause(1);
+            CHECK(lane.write({&end, 1}) == 500);
+        } else {
+            while (!has_begun) pause(1);
+            at.messenger.poll();
+            Bytes bytes(900);
+            const auto request = at.messenger.receive(0, 4, DType::u8, stream_of(bytes), kSecond);
+            is_posted = true;
+            CHECK(at.messenger.wait(request, kHung, nullptr) && request->outcome().code == Code::ok);
+            CHECK(request->source() == 0 && bytes == pattern(900, 1));
+        }
+    });
+}
+
 void a_message_that_does_not_fit_fails_alone() {
     with_ranks(2, 1, Over::sockets, [](Rank at) {
         for (const std::size_t nbytes : {std::size_t{100}, std::size_t{100'000}}) {
@@ -337,8 +364,14 @@ void a_close_while_another_thread_waits_ends_its_wait() {
             CHECK(received(at, 0, 0, 10).outcome.code == Code::interrupted);
             return;
         }
-        std::thread waiter([&at] { CHECK(received(at, 1, 0, 10).outcome.code == Code::interrupted); });
-        pause(50);
+        std::atomic<bool> waits = false;
+        std::thread waiter([&at, &waits] {
+            Bytes bytes(10);
+            const auto request = at.messenger.receive(1, 0, DType::u8, stream_of(bytes), kHung);
+            CHECK(at.messenger.wait(request, kHung, tells_that_it_waits(waits)));
+            CHECK(request->outcome().code == Code::interrupted);
+        });
+        while (!waits) pause(1);
         at.messenger.close();
         waiter.join();
     });
@@ -403,12 +436,17 @@ void a_failed_messenger_rests(Over over) {
         at.messenger.fail(mine);
         at_work = 1;
         while (at_work < 2) pause(1);
-        const std::int64_t before_ns = record::nanoseconds_of(CLOCK_PROCESS_CPUTIME_ID);
-        for (int i = 0; i < 30; ++i) {
-            CHECK(at.messenger.wait(open, kHung, nullptr) && received(at, 1, 0, 10).outcome.code == Code::timed_out);
-            pause(10);
-        }
-        CHECK(record::nanoseconds_of(CLOCK_PROCESS_CPUTIME_ID) - before_ns < 150 * kMs);
+        const auto is_awake = [&] {
+            const std::int64_t before_ns = record::nanoseconds_of(CLOCK_PROCESS_CPUTIME_ID);
+            for (int i = 0; i < 30; ++i) {
+                CHECK(at.messenger.wait(open, kHung, nullptr));
+                CHECK(received(at, 1, 0, 10).outcome.code == Code::timed_out);
+                pause(10);
+            }
+            return record::nanoseconds_of(CLOCK_PROCESS_CPUTIME_ID) - before_ns > 150 * kMs;
+        };
+        // A machine that is lent to others meanwhile may count their time to this process, but not every time.
+        CHECK(!is_awake() || !is_awake() || !is_awake());
         at_work = 3;
     });
 }
@@ -418,6 +456,7 @@ void all() {
     messages_travel_between_lists_of_pieces();
     messages_match_by_tag_and_keep_their_order_within_it();
     a_receive_from_any_source_takes_each_message_once();
+    for (const Over over : kinds()) a_receive_may_be_made_while_its_message_comes(over);
     a_message_that_does_not_fit_fails_alone();
     many_messages_may_be_outstanding_both_ways();
     unmatched_offers_are_bounded();
