@@ -18,7 +18,7 @@ _SHARDS = 12
 _BATCH = 512  # samples of a shard, which make its computation long beside what each worker does once a step
 _STEPS = 120
 _SETTLING, _SETTLING_ALONE = 30, 5  # steps, until the speeds are known, or only until everything is loaded
-_PERIOD_US = 10_000
+_PERIOD_US = 4_000  # a tick; a worker that has used up its share of a period answers nobody until the next one
 _V1, _V2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
 
 
