@@ -149,11 +149,15 @@ bool Messenger::is_next(int peer) {
     return true;
 }
 
-// The oldest posted receive that the message of this frame belongs to; the end of the list if there is none.
+// Whether the receive is one for this message of `peer`.
+bool Messenger::belongs(const Frame& frame, int peer, const Request& request) {
+    return request.tag_ == frame.tag && (request.peer_ == kAnySource || request.peer_ == peer);
+}
+
+// The oldest posted receive for this message of `peer`; the end of the list if there is none.
 std::list<std::shared_ptr<Request>>::iterator Messenger::posted_for(const Frame& frame, int peer) {
-    return std::find_if(posted_.begin(), posted_.end(), [&](const std::shared_ptr<Request>& each) {
-        return each->tag_ == frame.tag && (each->peer_ == kAnySource || each->peer_ == peer);
-    });
+    return std::find_if(posted_.begin(), posted_.end(),
+                        [&](const std::shared_ptr<Request>& each) { return belongs(frame, peer, *each); });
 }
 
 // Gives a message that has come to the posted receive that it belongs to, or keeps it until there is one.

@@ -123,7 +123,7 @@ std::shared_ptr<Request> Messenger::receive(int peer, std::int32_t tag, DType dt
         return request;
     }
     for (auto it = arrivals_.begin(); it != arrivals_.end(); ++it) {
-        if (it->frame.tag != tag || (peer != kAnySource && it->peer != peer)) continue;
+        if (!belongs(it->frame, it->peer, *request)) continue;
         Arrival arrival = std::move(*it);
         arrivals_.erase(it);
         take(arrival, request);

@@ -149,7 +149,7 @@ class Messenger final : public Waits::Link {
         std::shared_ptr<Request> request;  // otherwise its tensor holds the body
         std::size_t sent = 0;              // bytes of frame and body
     };
-    struct Arrival {  // a message without a receive
+    struct Arrival {  // a message that has come
         Frame frame;
         int peer;
         std::vector<std::uint8_t> bytes;
@@ -192,6 +192,7 @@ class Messenger final : public Waits::Link {
     bool begin_body(int peer);
     void end_body(int peer);
     bool is_next(int peer);
+    static bool belongs(const Frame& frame, int peer, const Request& request);
     std::list<std::shared_ptr<Request>>::iterator posted_for(const Frame& frame, int peer);
     void arrive(Arrival arrival);
     void take(Arrival& arrival, const std::shared_ptr<Request>& request);

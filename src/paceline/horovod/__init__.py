@@ -3,7 +3,7 @@
 This is a thin layer. May use: `group`, `functional` and `parallel`, and `launch` for `run`. `ranks.py` has `init` and
 the ranks, `calls.py` and `varying.py` the collectives, `handles.py` the asynchronous ones' handles, `optimizer.py`
 `DistributedOptimizer`, whose gradients `gradients.py` averages; `stand_in/` is what `paceline run --compat horovod`
-puts on the path. Start reading at `calls.py`. `docs/migrating.md` says what differs from Horovod.
+puts on the path. Start reading at `calls.py`; docs/migrating.md says what differs from Horovod.
 """
 
 from __future__ import annotations
