@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "call/inquest.hpp"
+#include "host/copying.hpp"
 #include "host/layout.hpp"
 #include "shm/commons.hpp"
 #include "shm/mesh.hpp"
@@ -46,9 +47,12 @@ class Group final : public Collectives {
         return *std::launder(reinterpret_cast<Control*>(controls_ + static_cast<std::size_t>(rank) * kControlBytes));
     }
     Cell& cell(int rank, std::uint32_t round) const { return control(rank).cells[round % kSlots]; }
+    // Where in its slot a rank has what it stages in a round of this call.
     std::uint8_t* slot(int rank, std::uint32_t round) const {
-        return slots_ + (static_cast<std::size_t>(rank) * kSlots + round % kSlots) * room_;
+        return slots_ + (static_cast<std::size_t>(rank) * kSlots + round % kSlots) * room_ +
+               round / kSlots % places_ * span_;
     }
+    void stage_in(std::size_t nbytes);
 
     void publish(std::uint32_t round);
     bool await(std::uint32_t round);
@@ -98,14 +102,17 @@ class Group final : public Collectives {
     shm::Mesh& mesh_;
     std::vector<int> members_;
     std::uint64_t id_;
-    std::size_t slot_bytes_;  // that most calls stage at a time
-    std::size_t room_ = 0;    // bytes of a slot
+    std::size_t slot_bytes_;    // that most calls stage at a time
+    std::size_t room_ = 0;      // bytes of a slot
+    std::size_t span_ = 0;      // ... that each round of the call may use
+    std::uint32_t places_ = 1;  // for that in a slot
     int rank_ = 0;
     int size_ = 0;
     std::unique_ptr<shm::Commons> commons_;
     std::uint8_t* controls_ = nullptr;  // in the commons, like the slots
     std::uint8_t* slots_ = nullptr;
     std::vector<const void*> sources_;
+    Copying copying_;
     shm::News::Sleeper sleeper_;
 
     std::uint32_t round_ = 1;        // the next to publish

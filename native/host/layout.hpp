@@ -52,6 +52,13 @@ constexpr Code code_of(GaveUp reason) {
     return Code::ok;
 }
 
+constexpr std::size_t kLine = 64;  // bytes of a cache line
+
+// Returns how many bytes the lines have that `nbytes` need.
+constexpr std::size_t in_lines(std::size_t nbytes) {
+    return (nbytes + kLine - 1) / kLine * kLine;
+}
+
 constexpr std::uint32_t kSlots = 4;
 // Two ranks have slots with room for this many times what most calls stage at a time. They use it in long sums, which
 // then wait a third as often (1 MiB takes 0.8 of the time, 4 MiB 0.7), and in a reduce_scatter, which with an update

@@ -4,17 +4,13 @@
 #include "host/pipeline.hpp"
 
 namespace paceline::host {
-namespace {
-
-constexpr std::size_t kAlignment = 64;
-
-}  // namespace
 
 bool Group::broadcast(Call& call) {
     if (!begin(call, nullptr, 0)) return false;
     if (size_ == 1) return true;
     Stream& tensor = call.outputs[0];
     const Parts parts{tensor.nbytes(), slot_bytes_};
+    stage_in(parts.largest());
     const bool root = rank_ == call.root;
     return pipeline(
         parts.count(),
@@ -32,11 +28,12 @@ bool Group::gather(Call& call, bool receives_result) {
     Stream& input = call.inputs[0];
     Stream own = input;
     const Parts parts{input.nbytes(), slot_bytes_};
+    stage_in(parts.largest());
     const bool stages = call.operation == Operation::all_gather || !receives_result;
     return pipeline(
         parts.count(),
         [&](std::size_t part, std::uint8_t* slot) {
-            if (stages) input.copy_to(slot, parts.size(part));
+            if (stages) copying_.stage_next(input, slot, parts.size(part));
         },
         [&](std::size_t part, std::uint32_t round) {
             if (!receives_result) return;
@@ -53,8 +50,10 @@ bool Group::gather(Call& call, bool receives_result) {
 bool Group::scatter(Call& call) {
     if (!begin(call, nullptr, 0)) return false;
     Stream& output = call.outputs[0];
-    const std::size_t part_bytes = slot_bytes_ / static_cast<std::size_t>(size_) / kAlignment * kAlignment;
+    const auto ranks = static_cast<std::size_t>(size_);
+    const std::size_t part_bytes = std::min(in_lines(output.nbytes()), slot_bytes_ / ranks / kLine * kLine);
     const Parts parts{output.nbytes(), part_bytes};
+    stage_in(ranks * part_bytes);
     const bool root = rank_ == call.root;
     return pipeline(
         parts.count(),
@@ -78,6 +77,7 @@ bool Group::scatter(Call& call) {
 bool Group::all_to_all(Call& call) {
     const auto ranks = static_cast<std::size_t>(size_);
     const std::uint32_t first = round_;
+    stage_in(2 * ranks * sizeof(std::uint64_t));
     auto* table = reinterpret_cast<std::uint64_t*>(slot(rank_, first));
     for (std::size_t r = 0; r < ranks; ++r) {
         table[r] = call.inputs[r].nbytes();
@@ -101,8 +101,9 @@ bool Group::all_to_all(Call& call) {
         }
     }
 
-    const std::size_t part_bytes = slot_bytes_ / ranks / kAlignment * kAlignment;
+    const std::size_t part_bytes = std::min(in_lines(largest), slot_bytes_ / ranks / kLine * kLine);
     const Parts parts{largest, part_bytes};
+    stage_in(ranks * part_bytes);
     const auto size_of = [&](const Stream& stream, std::size_t part) {
         const std::size_t from = part * part_bytes;
         return stream.nbytes() <= from ? std::size_t{0} : std::min(part_bytes, stream.nbytes() - from);

@@ -10,7 +10,7 @@ template <class Stage, class Consume>
 bool Group::pipeline(std::size_t parts, Stage stage, Consume consume) {
     const std::uint32_t first = round_;
     const auto show = [&](std::size_t part) {
-        stage(part, slot(rank_, round_));
+        copying_.timed([&] { stage(part, slot(rank_, round_)); });
         publish(round_);
         ++round_;
     };
@@ -19,7 +19,7 @@ bool Group::pipeline(std::size_t parts, Stage stage, Consume consume) {
         if (part + 1 < parts) show(part + 1);
         const std::uint32_t round = first + static_cast<std::uint32_t>(part);
         if (!await(round)) return false;
-        consume(part, round);
+        copying_.timed([&] { consume(part, round); });
     }
     return true;
 }
@@ -30,6 +30,7 @@ struct Parts {
     std::size_t part_bytes;
 
     std::size_t count() const { return (nbytes + part_bytes - 1) / part_bytes; }
+    std::size_t largest() const { return nbytes < part_bytes ? nbytes : part_bytes; }
     std::size_t size(std::size_t part) const {
         const std::size_t rest = nbytes - part * part_bytes;
         return rest < part_bytes ? rest : part_bytes;

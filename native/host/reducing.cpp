@@ -12,14 +12,9 @@
 namespace paceline::host {
 namespace {
 
-constexpr std::size_t kSliceAlignment = 64;
 constexpr std::size_t kSlicesFrom = 32 << 10;  // bytes; below, one round over everything is cheaper than two
 constexpr std::size_t kTile = 32 << 10;        // bytes of each rank's tensor that are kept in the cache at a time
 constexpr std::size_t kUpdateTile = 8 << 10;   // bytes of results that are kept in the first-level cache for an update
-
-constexpr std::size_t align(std::size_t nbytes, std::size_t to) {
-    return (nbytes + to - 1) / to * to;
-}
 
 struct Slice {
     std::size_t from = 0, nbytes = 0;
@@ -31,17 +26,17 @@ struct Slices {
     Slices(std::size_t nbytes, std::size_t slot_bytes, std::size_t count, std::size_t extra)
         : slices(count),
           parts{nbytes,
-                (slot_bytes - extra * kSliceAlignment) / (count + extra) * count / kSliceAlignment * kSliceAlignment} {}
+                std::min(in_lines(nbytes), (slot_bytes - extra * kLine) / (count + extra) * count / kLine * kLine)} {}
 
     Slice of(std::size_t part, std::size_t slice) const {
         const std::size_t nbytes = parts.size(part);
-        const std::size_t each = align((nbytes + slices - 1) / slices, kSliceAlignment);
+        const std::size_t each = in_lines((nbytes + slices - 1) / slices);
         const std::size_t from = each * slice < nbytes ? each * slice : nbytes;
         return {from, nbytes - from < each ? nbytes - from : each};
     }
     // Where the slot's first or second slice of another part begins.
     std::size_t after(std::size_t number) const {
-        return parts.part_bytes + number * align((parts.part_bytes + slices - 1) / slices, kSliceAlignment);
+        return parts.part_bytes + number * in_lines((parts.part_bytes + slices - 1) / slices);
     }
 
     std::size_t slices;
@@ -92,9 +87,10 @@ bool Group::all_reduce_in_one_round(Call& call) {
     Stream& tensor = call.outputs[0];
     const std::size_t nbytes = tensor.nbytes();
     const std::uint32_t round = round_;
-    contribution(call).peek_to(slot(rank_, round), nbytes);
+    stage_in(nbytes);
+    copying_.timed([&] { copying_.stage(contribution(call), slot(rank_, round), nbytes); });
     if (!begin(call, nullptr, 0)) return false;
-    reduce_out_of_slots(call, tensor, nbytes, round);
+    copying_.timed([&] { reduce_out_of_slots(call, tensor, nbytes, round); });
     return true;
 }
 
@@ -126,10 +122,11 @@ bool Group::reduce_flat(Call& call, bool receives_result) {
     // What fits one large part is faster in several, the first of which is reduced while the next one is staged.
     const Parts parts{tensor.nbytes(), tensor.nbytes() > room_ ? room_ : slot_bytes_};
     const bool stages = call.operation != Operation::reduce || !receives_result;
+    stage_in(parts.largest());
     return pipeline(
         parts.count(),
         [&](std::size_t part, std::uint8_t* slot) {
-            if (stages) input.copy_to(slot, parts.size(part));
+            if (stages) copying_.stage_next(input, slot, parts.size(part));
         },
         [&](std::size_t part, std::uint32_t round) {
             if (receives_result) reduce_out_of_slots(call, tensor, parts.size(part), round);
@@ -147,23 +144,27 @@ bool Group::reduce_in_slices(Call& call, bool receives_result) {
     Stream& tensor = call.outputs[0];
     Stream input = contribution(call);
     const Slices slices(tensor.nbytes(), slot_bytes_, static_cast<std::size_t>(size_), 1);
+    stage_in(slices.after(1));
     const std::size_t item = item_size(call.dtype);
     const ReduceFn kernel = find_reduction(call.dtype, call.reduce_op);
     for (std::size_t part = 0; part <= slices.parts.count(); ++part) {
         const std::uint32_t round = round_++;
-        if (part < slices.parts.count()) input.copy_to(slot(rank_, round), slices.parts.size(part));
+        if (part < slices.parts.count())
+            copying_.timed([&] { copying_.stage_next(input, slot(rank_, round), slices.parts.size(part)); });
         publish(round);
         if (!await(round)) return false;
-        if (part < slices.parts.count()) {
-            const Slice mine = slices.of(part, static_cast<std::size_t>(rank_));
-            for (int r = 0; r < size_; ++r) sources_[static_cast<std::size_t>(r)] = slot(r, round) + mine.from;
-            if (mine.nbytes != 0)
-                kernel(slot(rank_, round + 1) + slices.after(0), sources_.data(), size_, mine.nbytes / item, size_);
-        }
-        if (part > 0 && receives_result)
-            for (int r = 0; r < size_; ++r)
-                tensor.copy_from(slot(r, round) + slices.after(0),
-                                 slices.of(part - 1, static_cast<std::size_t>(r)).nbytes);
+        copying_.timed([&] {
+            if (part < slices.parts.count()) {
+                const Slice mine = slices.of(part, static_cast<std::size_t>(rank_));
+                for (int r = 0; r < size_; ++r) sources_[static_cast<std::size_t>(r)] = slot(r, round) + mine.from;
+                if (mine.nbytes != 0)
+                    kernel(slot(rank_, round + 1) + slices.after(0), sources_.data(), size_, mine.nbytes / item, size_);
+            }
+            if (part > 0 && receives_result)
+                for (int r = 0; r < size_; ++r)
+                    tensor.copy_from(slot(r, round) + slices.after(0),
+                                     slices.of(part - 1, static_cast<std::size_t>(r)).nbytes);
+        });
     }
     return true;
 }
@@ -175,6 +176,7 @@ bool Group::reduce_in_blocks(Call& call, bool receives_result) {
     Stream& tensor = call.outputs[0];
     Stream input = contribution(call);
     const Slices slices(tensor.nbytes(), slot_bytes_, block_, 2);
+    stage_in(slices.after(2));
     const std::size_t parts = slices.parts.count();
     const std::size_t item = item_size(call.dtype);
     const ReduceFn last = find_reduction(call.dtype, call.reduce_op);
@@ -187,21 +189,25 @@ bool Group::reduce_in_blocks(Call& call, bool receives_result) {
     const std::size_t blocks = static_cast<std::size_t>(size_) / block_;
     for (std::size_t part = 0; part < parts + 2; ++part) {
         const std::uint32_t round = round_++;
-        if (part < parts) input.copy_to(slot(rank_, round), slices.parts.size(part));
+        if (part < parts)
+            copying_.timed([&] { copying_.stage_next(input, slot(rank_, round), slices.parts.size(part)); });
         publish(round);
         if (!await(round)) return false;
         std::uint8_t* const next = slot(rank_, round + 1);
-        if (const Slice mine = part < parts ? slices.of(part, place) : Slice{}; mine.nbytes != 0) {
-            for (std::size_t i = 0; i < block_; ++i) sources_[i] = at(rank / block_, i, round) + mine.from;
-            first(next + slices.after(0), sources_.data(), static_cast<int>(block_), mine.nbytes / item, size_);
-        }
-        if (const Slice mine = part >= 1 && part <= parts ? slices.of(part - 1, place) : Slice{}; mine.nbytes != 0) {
-            for (std::size_t i = 0; i < blocks; ++i) sources_[i] = at(i, place, round) + slices.after(0);
-            last(next + slices.after(1), sources_.data(), static_cast<int>(blocks), mine.nbytes / item, size_);
-        }
-        if (part >= 2 && receives_result)
-            for (std::size_t i = 0; i < block_; ++i)
-                tensor.copy_from(at(rank / block_, i, round) + slices.after(1), slices.of(part - 2, i).nbytes);
+        copying_.timed([&] {
+            if (const Slice mine = part < parts ? slices.of(part, place) : Slice{}; mine.nbytes != 0) {
+                for (std::size_t i = 0; i < block_; ++i) sources_[i] = at(rank / block_, i, round) + mine.from;
+                first(next + slices.after(0), sources_.data(), static_cast<int>(block_), mine.nbytes / item, size_);
+            }
+            if (const Slice mine = part >= 1 && part <= parts ? slices.of(part - 1, place) : Slice{};
+                mine.nbytes != 0) {
+                for (std::size_t i = 0; i < blocks; ++i) sources_[i] = at(i, place, round) + slices.after(0);
+                last(next + slices.after(1), sources_.data(), static_cast<int>(blocks), mine.nbytes / item, size_);
+            }
+            if (part >= 2 && receives_result)
+                for (std::size_t i = 0; i < block_; ++i)
+                    tensor.copy_from(at(rank / block_, i, round) + slices.after(1), slices.of(part - 2, i).nbytes);
+        });
     }
     return true;
 }
@@ -248,7 +254,7 @@ bool Group::all_reduce_shared(Call& call, std::uint32_t first) {
     }
 
     const ReduceFn kernel = find_reduction(call.dtype, call.reduce_op);
-    const std::size_t each = align((nbytes + ranks - 1) / ranks, kSliceAlignment);
+    const std::size_t each = in_lines((nbytes + ranks - 1) / ranks);
     const std::size_t from = each * static_cast<std::size_t>(rank_);
     const std::size_t to = from + each < nbytes ? from + each : nbytes;
     for (std::size_t at = from; at < to; at += kTile) {
@@ -271,18 +277,20 @@ bool Group::reduce_scatter(Call& call) {
     const std::size_t item = item_size(call.dtype);
     const auto rank = static_cast<std::size_t>(rank_);
     const std::size_t others = size_ == 1 ? 1 : static_cast<std::size_t>(size_) - 1;
-    const std::size_t part_bytes = room_ / others / kSliceAlignment * kSliceAlignment;
+    const std::size_t nbytes = call.inputs[rank].nbytes();
+    const std::size_t part_bytes = std::min(in_lines(nbytes), room_ / others / kLine * kLine);
     const auto offset = [part_bytes](std::size_t to, std::size_t from) {
         return (to < from ? to : to - 1) * part_bytes;
     };
-    const Parts parts{call.inputs[rank].nbytes(), part_bytes};
+    const Parts parts{nbytes, part_bytes};
+    stage_in(others * part_bytes);
     const ReduceFn kernel = find_reduction(call.dtype, call.reduce_op);
     alignas(64) std::uint8_t tile[kUpdateTile];
     return pipeline(
         parts.count(),
         [&](std::size_t part, std::uint8_t* slot) {
             for (std::size_t r = 0; r < call.inputs.size(); ++r)
-                if (r != rank) call.inputs[r].copy_to(slot + offset(r, rank), parts.size(part));
+                if (r != rank) copying_.stage_next(call.inputs[r], slot + offset(r, rank), parts.size(part));
         },
         [&](std::size_t part, std::uint32_t round) {
             call.inputs[rank].next(parts.size(part), [&](const std::uint8_t* own, std::size_t n, std::size_t done) {

@@ -343,6 +343,34 @@ Stream bytes_of(std::vector<float>& values) {
 }
 
 // A rank may store the results that it applies while others do not, and slices are longer than a slot.
+// A call's rounds use other places in the slots than those of the call before, and some of them another way to copy.
+void many_calls_in_a_row_move_the_data_of_their_own() {
+    constexpr int kCalls = 150;
+    for (const int n : {2, 3, 4})
+        with_ranks(n, [n](Rank at) {
+            for (int i = 0; i < kCalls; ++i)
+                for (const std::size_t count : {512, 700, 1024, 9000}) {
+                    std::vector<float> values(count, static_cast<float>(at.rank + i));
+                    Call sum = sum_of(values);
+                    CHECK(at.group.run(sum, nullptr, false).code == Code::ok);
+                    const auto expected = static_cast<float>(n * (n - 1) / 2 + n * i);
+                    CHECK(std::all_of(values.begin(), values.end(), [=](float each) { return each == expected; }));
+
+                    std::vector<std::vector<float>> gathered(static_cast<std::size_t>(n), std::vector<float>(count));
+                    values.assign(count, static_cast<float>(at.rank * i));
+                    Call gather;
+                    gather.operation = Operation::all_gather;
+                    gather.timeout_ns = kHung;
+                    gather.inputs.push_back(bytes_of(values));
+                    for (std::vector<float>& each : gathered) gather.outputs.push_back(bytes_of(each));
+                    CHECK(at.group.run(gather, nullptr, false).code == Code::ok);
+                    for (int r = 0; r < n; ++r)
+                        for (const float each : gathered[static_cast<std::size_t>(r)])
+                            CHECK(each == static_cast<float>(r * i));
+                }
+        });
+}
+
 void an_update_is_applied_to_sums_that_are_stored_or_not() {
     for (const int n : {1, 2, 3, 5})
         with_ranks(n, [n](Rank at) {
@@ -388,6 +416,7 @@ int main() {
     a_rank_that_stops_in_a_call_has_come();
     a_rank_that_left_is_named();
     every_rank_receives_its_parts();
+    many_calls_in_a_row_move_the_data_of_their_own();
     an_abort_ends_the_calls_of_every_rank();
     an_abort_on_another_thread_ends_the_own_call();
 }

@@ -1,0 +1,89 @@
+// Tests which way of copying a group's calls use, on machines whose times are made up, and the copies themselves.
+#include "host/copying.hpp"
+
+#include <random>
+#include <vector>
+
+#include "check.hpp"
+
+namespace {
+
+using namespace paceline;
+using namespace paceline::host;
+
+struct Machine {
+    float cached, streamed;  // what a byte takes
+};
+
+constexpr Machine kShared{0.3F, 0.6F}, kApart{1.5F, 0.3F};
+constexpr std::uint32_t kToLearn = 5 * Experience::kLaterEvery;  // calls, in which a changed machine is noticed
+
+// Makes calls on a machine; returns how many of them used the streamed way, without those that were measured.
+std::uint32_t make(Experience& experience, std::uint32_t calls, Machine machine) {
+    std::uint32_t streamed = 0;
+    for (std::uint32_t i = 0; i < calls; ++i) {
+        const auto [way, is_measured] = experience.next();
+        if (is_measured)
+            experience.learn(way, way == Way::cached ? machine.cached : machine.streamed);
+        else if (way == Way::streamed)
+            ++streamed;
+    }
+    return streamed;
+}
+
+void the_faster_way_is_used_and_again_when_the_ranks_have_moved() {
+    Experience experience;
+    make(experience, Experience::kEarly, kApart);
+    CHECK(make(experience, kToLearn, kApart) > kToLearn * 98 / 100);
+    make(experience, kToLearn, kShared);
+    CHECK(make(experience, kToLearn, kShared) == 0);
+    make(experience, kToLearn, kApart);
+    CHECK(make(experience, kToLearn, kApart) > kToLearn * 98 / 100);
+}
+
+void a_core_lost_in_the_middle_of_a_copy_changes_nothing() {
+    Experience experience;
+    make(experience, kToLearn, kApart);
+    for (const Way way : {Way::streamed, Way::cached, Way::streamed, Way::streamed}) experience.learn(way, 1000);
+    CHECK(make(experience, Experience::kLaterEvery / 4, kApart) > 0);
+}
+
+void all_ranks_measure_the_same_way_in_the_same_calls() {
+    Experience here, there;
+    std::uint32_t measured = 0;
+    for (std::uint32_t i = 0; i < Experience::kEarly + 4 * Experience::kLaterEvery; ++i) {
+        const auto [mine, is_mine] = here.next();
+        const auto [theirs, is_theirs] = there.next();
+        CHECK(is_mine == is_theirs);
+        if (!is_mine) continue;
+        CHECK(mine == theirs);
+        here.learn(mine, mine == Way::cached ? kShared.cached : kShared.streamed);
+        there.learn(theirs, theirs == Way::cached ? kApart.cached : kApart.streamed);
+        ++measured;
+    }
+    CHECK(measured == 2 * Experience::kEarly / Experience::kEarlyEvery + 2 * 4);
+}
+
+void a_streamed_copy_has_every_byte_and_no_other() {
+    std::mt19937 random(7);
+    std::vector<std::uint8_t> from(1024);
+    for (std::uint8_t& byte : from) byte = static_cast<std::uint8_t>(random() | 1);
+    for (std::size_t shift = 0; shift < 70; ++shift)
+        for (const std::size_t nbytes : {0, 1, 15, 63, 64, 65, 127, 128, 200, 700}) {
+            std::vector<std::uint8_t> to(1024);
+            copy_streamed(to.data() + shift, from.data() + 2 * shift, nbytes);
+            for (std::size_t at = 0; at < to.size(); ++at) {
+                const bool is_within = at >= shift && at < shift + nbytes;
+                CHECK(to[at] == (is_within ? from[at + shift] : 0));
+            }
+        }
+}
+
+}  // namespace
+
+int main() {
+    the_faster_way_is_used_and_again_when_the_ranks_have_moved();
+    a_core_lost_in_the_middle_of_a_copy_changes_nothing();
+    all_ranks_measure_the_same_way_in_the_same_calls();
+    a_streamed_copy_has_every_byte_and_no_other();
+}
