@@ -74,7 +74,7 @@ void Copying::begin(Operation operation, std::size_t nbytes) {
 }
 
 void Copying::end() {
-    if (is_measured_) experience_->learn(way_, static_cast<float>(ticks_) / static_cast<float>(nbytes_));
+    if (is_measured_ && ticks_ != 0) experience_->learn(way_, static_cast<float>(ticks_) / static_cast<float>(nbytes_));
     is_measured_ = false;
 }
 

@@ -30,7 +30,7 @@ constexpr bool kCanStream = false;  // no store of arm64 is sure to go past the 
 class Experience {
   public:
     static constexpr std::uint32_t kEarly = 64;        // calls in which the ways are measured often
-    static constexpr std::uint32_t kEarlyEvery = 8;    // in those, each way is measured once in so many calls
+    static constexpr std::uint32_t kEarlyEvery = 16;   // in those, each way is measured once in so many calls
     static constexpr std::uint32_t kLaterEvery = 256;  // afterwards
 
     // Returns the way of the next call, and whether its time is to be learned.
@@ -64,7 +64,7 @@ class Copying {
   public:
     // Begins a call that stages so many bytes.
     void begin(Operation operation, std::size_t nbytes);
-    // Ends it, if it has succeeded.
+    // Ends it, if it has succeeded; one that copied nothing into slots teaches nothing.
     void end();
 
     // Copies the next `nbytes` of a stream into a slot.

@@ -63,7 +63,8 @@ constexpr std::uint32_t kSlots = 4;
 // Two ranks have slots with room for this many times what most calls stage at a time. They use it in long sums, which
 // then wait a third as often (1 MiB takes 0.8 of the time, 4 MiB 0.7), and in a reduce_scatter, which with an update
 // works on a part for longer than others do, so that larger parts absorb more of what delays one rank. With four ranks
-// on two cores a step that updates was not faster by that. Memory that no call has used takes no pages.
+// on two cores a step that updates was not faster by that. Shorter calls take turns through the room (see `stage_in`),
+// so that a rank of two writes 1.5 MiB before it writes to the same line again; twice as much was no faster.
 constexpr std::size_t kRoomOfTwo = 3;
 
 constexpr std::uint32_t kMostHeldBy = 16;
