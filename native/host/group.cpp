@@ -98,7 +98,7 @@ Group::~Group() {
 // than the one before: by the time that it writes to the same ones again, they have left the second-level caches, and a
 // line is got several times as fast from the cache that all share as out of another core's.
 void Group::stage_in(std::size_t nbytes) {
-    span_ = std::clamp(in_lines(nbytes), kLine, room_);
+    span_ = staged(nbytes, room_);
     places_ = static_cast<std::uint32_t>(room_ / span_);
 }
 

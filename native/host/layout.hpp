@@ -8,6 +8,7 @@
 // takes back its marks of the rounds of the call that failed.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -57,6 +58,10 @@ constexpr std::size_t kLine = 64;  // bytes of a cache line
 // Returns how many bytes the lines have that `nbytes` need.
 constexpr std::size_t in_lines(std::size_t nbytes) {
     return (nbytes + kLine - 1) / kLine * kLine;
+}
+// Returns how many bytes of a room `nbytes` are staged in at a time: whole lines, at least one.
+constexpr std::size_t staged(std::size_t nbytes, std::size_t room) {
+    return std::clamp(in_lines(nbytes), kLine, room / kLine * kLine);
 }
 
 constexpr std::uint32_t kSlots = 4;

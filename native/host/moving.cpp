@@ -51,7 +51,7 @@ bool Group::scatter(Call& call) {
     if (!begin(call, nullptr, 0)) return false;
     Stream& output = call.outputs[0];
     const auto ranks = static_cast<std::size_t>(size_);
-    const std::size_t part_bytes = std::min(in_lines(output.nbytes()), slot_bytes_ / ranks / kLine * kLine);
+    const std::size_t part_bytes = staged(output.nbytes(), slot_bytes_ / ranks);
     const Parts parts{output.nbytes(), part_bytes};
     stage_in(ranks * part_bytes);
     const bool root = rank_ == call.root;
@@ -101,7 +101,7 @@ bool Group::all_to_all(Call& call) {
         }
     }
 
-    const std::size_t part_bytes = std::min(in_lines(largest), slot_bytes_ / ranks / kLine * kLine);
+    const std::size_t part_bytes = staged(largest, slot_bytes_ / ranks);
     const Parts parts{largest, part_bytes};
     stage_in(ranks * part_bytes);
     const auto size_of = [&](const Stream& stream, std::size_t part) {

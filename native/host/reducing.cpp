@@ -24,9 +24,7 @@ struct Slice {
 // cut into `count` slices.
 struct Slices {
     Slices(std::size_t nbytes, std::size_t slot_bytes, std::size_t count, std::size_t extra)
-        : slices(count),
-          parts{nbytes,
-                std::min(in_lines(nbytes), (slot_bytes - extra * kLine) / (count + extra) * count / kLine * kLine)} {}
+        : slices(count), parts{nbytes, staged(nbytes, (slot_bytes - extra * kLine) / (count + extra) * count)} {}
 
     Slice of(std::size_t part, std::size_t slice) const {
         const std::size_t nbytes = parts.size(part);
@@ -278,7 +276,7 @@ bool Group::reduce_scatter(Call& call) {
     const auto rank = static_cast<std::size_t>(rank_);
     const std::size_t others = size_ == 1 ? 1 : static_cast<std::size_t>(size_) - 1;
     const std::size_t nbytes = call.inputs[rank].nbytes();
-    const std::size_t part_bytes = std::min(in_lines(nbytes), room_ / others / kLine * kLine);
+    const std::size_t part_bytes = staged(nbytes, room_ / others);
     const auto offset = [part_bytes](std::size_t to, std::size_t from) {
         return (to < from ? to : to - 1) * part_bytes;
     };

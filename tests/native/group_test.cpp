@@ -343,6 +343,28 @@ Stream bytes_of(std::vector<float>& values) {
 }
 
 // A rank may store the results that it applies while others do not, and slices are longer than a slot.
+void calls_without_data_succeed() {
+    for (const int n : {1, 2, 3})
+        with_ranks(n, [n](Rank at) {
+            for (const Operation operation :
+                 {Operation::all_reduce, Operation::broadcast, Operation::reduce, Operation::all_gather,
+                  Operation::reduce_scatter, Operation::scatter, Operation::all_to_all}) {
+                const bool has_inputs = operation == Operation::reduce_scatter || operation == Operation::all_to_all ||
+                                        (operation == Operation::scatter && at.rank == 0);
+                const bool has_outputs = operation == Operation::all_gather || operation == Operation::all_to_all;
+                Call call;
+                call.operation = operation;
+                call.dtype = DType::f32;
+                call.reduce_op = ReduceOp::sum;
+                call.root = 0;
+                call.timeout_ns = kHung;
+                call.inputs.resize(has_inputs ? static_cast<std::size_t>(n) : operation == Operation::all_gather);
+                call.outputs.resize(has_outputs ? static_cast<std::size_t>(n) : 1);
+                CHECK(at.group.run(call, nullptr, false).code == Code::ok);
+            }
+        });
+}
+
 // A call's rounds use other places in the slots than those of the call before, and some of them another way to copy.
 void many_calls_in_a_row_move_the_data_of_their_own() {
     constexpr int kCalls = 150;
@@ -416,6 +438,7 @@ int main() {
     a_rank_that_stops_in_a_call_has_come();
     a_rank_that_left_is_named();
     every_rank_receives_its_parts();
+    calls_without_data_succeed();
     many_calls_in_a_row_move_the_data_of_their_own();
     an_abort_ends_the_calls_of_every_rank();
     an_abort_on_another_thread_ends_the_own_call();

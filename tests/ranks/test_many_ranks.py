@@ -13,7 +13,7 @@ from launching import wait_until
 
 import paceline as dist
 
-_DESCRIPTORS = 96  # each rank may have so many
+_DESCRIPTORS = 30  # each rank may have so many, besides one for each that rank 0's store needs
 _LENGTHS = (1, 30_000)  # in the cells, and in slices
 
 
@@ -79,7 +79,8 @@ def _most_stay_away(rank: int, size: int, directory: str) -> None:
 
 def _everything(directory: str, victim: int) -> str:
     """Returns what a rank is told when the victim has died in the end."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (_DESCRIPTORS, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_DESCRIPTORS + int(os.environ["WORLD_SIZE"]), most))
     dist.init_process_group()
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.barrier()
