@@ -1,10 +1,15 @@
-"""Workers of different speeds: what share of the sum of their speeds do they train with?"""
+"""Workers of different speeds: what share of the sum of their speeds do they train with?
+
+The speed of a worker is that of a job of its own, with the same limit. The jobs of one worker run at the same time,
+since cores that share their caches are slower together; they and the job of all workers take turns, several times.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import secrets
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,33 +19,43 @@ from elastic_cases.options import Options, Rows
 
 _SPEEDS = (1.0, 1.0, 0.5, 0.5)
 _CORES = 0.6  # of a worker of speed 1: all of them together are to need less than two cores
-_SHARDS = 12
+_SHARDS = (12, 24)  # of a step
+_ROUNDS = 3
 _BATCH = 512  # samples of a shard, which make its computation long beside what each worker does once a step
-_STEPS = 120
-_SETTLING, _SETTLING_ALONE = 30, 5  # steps, until the speeds are known, or only until everything is loaded
+_STEPS, _STEPS_ALONE = 80, 35  # the workers that are alone take longer for each
+_SETTLING, _SETTLING_ALONE = 30, 5  # of these, until the speeds are known, or only until everything is loaded
 _PERIOD_US = 4_000  # a tick; a worker that has used up its share of a period answers nobody until the next one
 _V1, _V2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
 
 
 def measure(options: Options) -> tuple[str, Rows]:
-    """Returns the table; the speed of a worker is that of a job of its own, with the same limit.
-
-    The four jobs of one worker run at the same time, since cores that share their caches are slower together.
-    """
+    """Returns the table, with a row for each number of shards."""
     with _limits() as cgroups:
         means = "by cgroups" if cgroups else "by waiting before each shard, since no cgroup can be made"
-        alone = _paces([_limited([slot], cgroups) for slot in range(len(_SPEEDS))])
-        (together,) = _paces([_limited(range(len(_SPEEDS)), cgroups)])
-    total = sum(alone)
-    row = {
+        return f"shards on workers of different speeds, limited {means}", [_row(shards, cgroups) for shards in _SHARDS]
+
+
+def _row(shards: int, cgroups: Sequence[str]) -> dict[str, object]:
+    slots = range(len(_SPEEDS))
+    alone: list[list[float]] = []
+    together: list[float] = []
+    for _ in range(_ROUNDS):
+        alone.append(_paces(shards, [_limited([slot], cgroups) for slot in slots]))
+        together += _paces(shards, [_limited(slots, cgroups)])
+    sums = [sum(paces) for paces in alone]
+    ratios = [pace / total for pace, total in zip(together, sums, strict=True)]
+    return {
         "speeds": " ".join(f"{speed:g}" for speed in _SPEEDS),
-        **{f"worker {slot} alone steps/s": pace for slot, pace in enumerate(alone)},
-        "sum steps/s": total,
-        "together steps/s": together,
-        "together / sum": together / total,
-        "at the slowest's pace / sum": min(alone) * len(_SPEEDS) / total,
+        "shards": shards,
+        **{f"worker {slot} alone steps/s": statistics.median(paces[slot] for paces in alone) for slot in slots},
+        "sum steps/s": statistics.median(sums),
+        "together steps/s": statistics.median(together),
+        "together / sum": statistics.median(ratios),
+        "least": min(ratios),
+        "most": max(ratios),
+        "n": len(ratios),
+        "at the slowest's pace / sum": statistics.median(min(paces) * len(paces) / sum(paces) for paces in alone),
     }
-    return f"{_SHARDS} shards on workers of different speeds, limited {means}", [row]
 
 
 def _limited(slots: Sequence[int], cgroups: Sequence[str]) -> list[str]:
@@ -50,10 +65,10 @@ def _limited(slots: Sequence[int], cgroups: Sequence[str]) -> list[str]:
     return ["--times", *(f"{1 / _SPEEDS[slot]:g}" for slot in slots)]
 
 
-def _paces(limits: Sequence[list[str]]) -> list[float]:
+def _paces(shards: int, limits: Sequence[list[str]]) -> list[float]:
     """Returns the steps a second of jobs that run at the same time, for as long as all of them run and have settled."""
     with contextlib.ExitStack() as running:
-        started = [running.enter_context(contextlib.closing(_job(words))) for words in limits]
+        started = [running.enter_context(contextlib.closing(_job(shards, words))) for words in limits]
         while not any(job.is_over() for job in started):
             time.sleep(0.1)
         notes = [timeline.read(job.directory) for job in started]
@@ -63,9 +78,10 @@ def _paces(limits: Sequence[list[str]]) -> list[float]:
     return [_pace([at_ns for at_ns in each if from_ns <= at_ns <= to_ns]) for each in times]
 
 
-def _job(limits: list[str]) -> jobs.Job:
-    fixed = ["--batch", str(_BATCH), "--no-tally", "--shards", str(_SHARDS)]
-    return jobs.elastic(len(limits) - 1, _STEPS, *fixed, *limits)
+def _job(shards: int, limits: list[str]) -> jobs.Job:
+    workers = len(limits) - 1
+    steps = _STEPS_ALONE if workers == 1 else _STEPS
+    return jobs.elastic(workers, steps, "--batch", str(_BATCH), "--no-tally", "--shards", str(shards), *limits)
 
 
 def _pace(times_ns: Sequence[int]) -> float:

@@ -219,6 +219,33 @@ def hosts(name: str, *columns: str) -> Callable[[Results], str]:
     return block
 
 
+def diloco(results: Results) -> str:
+    result = results["diloco"]
+    rows = result.rows()
+    exact = next(row["held-out loss"] for row in rows if row["method"] == "DDP")
+    names = {"alone": "each rank alone", "DDP": "exact data parallel training"}
+
+    def way(row: Row) -> str:
+        name = names.get(row["method"], row["method"])
+        return name if "fragments" not in row else f"{name}, {row['wire']}, {row['fragments']} fragments"
+
+    def more(row: Row) -> str | None:
+        return None if row["method"] == "DDP" else f"{row['held-out loss'] / exact - 1:.1%}"
+
+    columns: dict[str, Cell] = {
+        "": way,
+        "learning rate": "lr",
+        "`every`": lambda row: row.get("every"),
+        "`delay`": lambda row: row.get("delay"),
+        "held-out loss": lambda row: f"{row['held-out loss']:.3f} ({row['from']:.3f} to {row['to']:.3f})",
+        "more than exact": more,
+        "steps/s": "steps/s",
+        "of the rate alone": lambda row: row.get("of alone"),
+        "waited": lambda row: f"{row['waited']:.1%}" if "fragments" in row else None,
+    }
+    return "\n\n".join([table(rows, columns), source(result)])
+
+
 def schedules(results: Results) -> str:
     result = results["schedules"]
     rows = result.rows(rank=0)
@@ -271,6 +298,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "hosts": hosts("hosts", "hosts", "rate", "size"),
     "hosts-delays": hosts("hosts-delays", "delay ms", "size"),
     "hosts-two-ranks": hosts("hosts-two-ranks", "rate", "size"),
+    "diloco": diloco,
     "schedules": schedules,
     "startup": startup,
     "death": death,

@@ -48,7 +48,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     ),
     "wire_errors": ("wire_errors.py",),
     "diloco": (
-        *("diloco.py", "--methods", "alone", "DDP", "DiLoCo"),
+        *("diloco.py", "--methods", "DDP", "DiLoCo"),
         *("--every", "3", "--fragments", "3", "--use-after", "1"),
     ),
     "encryption": ("encryption.py",),
@@ -57,7 +57,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "death": ("death.py", "--kills", "30"),
     "survival": ("survival.py",),
     "elastic-death": ("elastic.py", "--cases", "death"),
-    "elastic-peers": ("elastic.py", "--cases", "peers", "--kills", "20"),
+    "elastic-peers": ("elastic.py", "--cases", "peers", "--kills", "100"),
     "elastic-join": ("elastic.py", "--cases", "join"),
     "elastic-overhead": ("elastic.py", "--cases", "overhead", "shards"),
     "elastic-frozen": ("elastic.py", "--cases", "frozen", "partition"),

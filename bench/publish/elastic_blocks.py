@@ -126,9 +126,10 @@ def _pause(row: Row, name: str, times: object) -> str:
 def _speeds(result: Result) -> list[tuple[str, str]]:
     return [
         (
-            f"workers of the speeds {row['speeds'].replace(' ', ', ')}, limited by cgroups",
-            f"they train at {row['together / sum']:.2f} of the sum of their speeds; all at the pace of the slowest "
-            f"would be {row[_AT_SLOWEST]:.2f}",
+            f"workers of the speeds {row['speeds'].replace(' ', ', ')}, limited by cgroups; {row['shards']} shards, "
+            f"steps of {duration(1000 / row['together steps/s'])}",
+            f"they train at {row['together / sum']:.2f} of the sum of their speeds ({row['least']:.2f} to "
+            f"{row['most']:.2f}, {row['n']} times); all at the pace of the slowest would be {row[_AT_SLOWEST]:.2f}",
         )
         for row in result.rows("speeds")
     ]
