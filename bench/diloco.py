@@ -34,7 +34,7 @@ TURN = 50  # steps
 PAUSE_S = 0.5  # before a turn: what is under way arrives
 STEPS_OF_DDP_ON_A_SLOW_LINE = 12
 METHODS = ("alone", "DDP", "DiLoCo", "local SGD")
-BEST_LR = {"alone": 4e-3, "DDP": 5e-3, "DiLoCo": 5e-3, "local SGD": 5e-3}  # of those that were tried, 3e-3 to 8e-3
+BEST_LR = {"alone": 4e-3, "DDP": 5e-3, "DiLoCo": 5e-3, "local SGD": 5e-3}  # of those that were tried
 
 
 @dataclass(frozen=True)

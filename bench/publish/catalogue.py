@@ -57,7 +57,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "death": ("death.py", "--kills", "30"),
     "survival": ("survival.py",),
     "elastic-death": ("elastic.py", "--cases", "death"),
-    "elastic-peers": ("elastic.py", "--cases", "peers", "--kills", "100"),
+    "elastic-peers": ("elastic.py", "--cases", "peers", "--kills", "50"),
     "elastic-join": ("elastic.py", "--cases", "join"),
     "elastic-overhead": ("elastic.py", "--cases", "overhead", "shards"),
     "elastic-frozen": ("elastic.py", "--cases", "frozen", "partition"),
