@@ -18,7 +18,7 @@ from elastic_cases import jobs, timeline
 from elastic_cases.options import Options, Rows
 
 _SPEEDS = (1.0, 1.0, 0.5, 0.5)
-_CORES = 0.6  # of a worker of speed 1: all of them together are to need less than two cores
+_CORES = 0.5  # of a worker of speed 1: with the launcher, and what a host takes away, all need less than two cores
 _SHARDS = (12, 24)  # of a step
 _ROUNDS = 3
 _BATCH = 512  # samples of a shard, which make its computation long beside what each worker does once a step
