@@ -19,7 +19,7 @@ from elastic_cases.options import Options, Rows
 
 _SPEEDS = (1.0, 1.0, 0.5, 0.5)
 _CORES = 0.5  # of a worker of speed 1: with the launcher, and what a host takes away, all need less than two cores
-_SHARDS = (12, 24)  # of a step
+_SHARDS = (24, 48)  # of a step, which takes about half a second and a second
 _ROUNDS = 3
 _BATCH = 512  # samples of a shard, which make its computation long beside what each worker does once a step
 _STEPS, _STEPS_ALONE = 80, 35  # the workers that are alone take longer for each

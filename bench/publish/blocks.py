@@ -246,6 +246,19 @@ def diloco(results: Results) -> str:
     return "\n\n".join([table(rows, columns), source(result)])
 
 
+def encryption(results: Results) -> str:
+    result = results["encryption"]
+
+    def time(name: str) -> Callable[[Row], object]:
+        return lambda row: spread_of({"p50 µs": row[f"{name} µs"], "p95 µs": row.get(f"{name}, p95 µs")})
+
+    columns: dict[str, Cell] = {"rate": "rate", "size": "size"}
+    columns |= {f"{name} µs": time(name) for name in ("plain", "encrypted")}
+    columns |= {name: name for name in ("encrypted / plain", "core, plain µs", "core, encrypted µs")}
+    columns["ns a byte"] = lambda row: None if row["size"] == "4 B" else row["ns a byte"]
+    return "\n\n".join([table(result.rows(), columns), source(result)])
+
+
 def schedules(results: Results) -> str:
     result = results["schedules"]
     rows = result.rows(rank=0)
@@ -299,6 +312,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "hosts-delays": hosts("hosts-delays", "delay ms", "size"),
     "hosts-two-ranks": hosts("hosts-two-ranks", "rate", "size"),
     "diloco": diloco,
+    "encryption": encryption,
     "schedules": schedules,
     "startup": startup,
     "death": death,
