@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -16,7 +17,7 @@ from store_kinds import DEADLINE_S, exit_code
 
 from paceline import Store, TCPStore
 from paceline.errors import StoreConnectionError
-from paceline.store.remote import StoreServerLostError
+from paceline.store.remote import RemoteStore, StoreServerLostError, connect
 
 pytestmark = pytest.mark.usefixtures("no_secret")
 
@@ -155,6 +156,27 @@ def test_a_store_closed_here_says_so_and_wakes_its_waiters() -> None:
     with pytest.raises(StoreConnectionError, match="was closed by this process"):
         client.add("n", 1)
     client.close()
+    server.close()
+
+
+def test_a_store_closed_here_ends_the_search_of_its_threads_for_the_server() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    is_gone, searches = threading.Event(), threading.Event()
+
+    def dial(timeout_s: float) -> socket.socket:
+        if is_gone.is_set():
+            searches.set()
+            raise ConnectionRefusedError
+        return socket.create_connection(("127.0.0.1", server.port), timeout_s)
+
+    store = RemoteStore(lambda is_wanted: connect(dial, "nowhere", None, DEADLINE_S, is_wanted), "a store")
+    is_gone.set()
+    with ThreadPoolExecutor() as threads:
+        waiting = [threads.submit(store.get, key) for key in ("never", "nor this")]  # the second needs a connection
+        assert searches.wait(DEADLINE_S)
+        store.close()
+    told = [str(each.exception()) for each in waiting]
+    assert sum("closed the store at nowhere while one of its threads connected" in text for text in told) == 1, told
     server.close()
 
 

@@ -33,12 +33,16 @@ class StoreServerLostError(StoreConnectionError):
 class RemoteStore(Store):
     """The client of a served store.
 
-    `open_connection` opens an authenticated connection. A thread that waits for a key occupies a connection, so other
-    threads open more of them. A connection that the server has closed is never reopened.
+    `open_connection` opens an authenticated connection, for as long as what it is given returns true. A thread that
+    waits for a key occupies a connection, so other threads open more of them. A connection that the server has closed
+    is never reopened.
     """
 
     def __init__(
-        self, open_connection: Callable[[], Connection], name: str, timeout: Timeout = DEFAULT_TIMEOUT
+        self,
+        open_connection: Callable[[Callable[[], bool]], Connection],
+        name: str,
+        timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> None:
         super().__init__(timeout)
         self._name = name
@@ -61,7 +65,7 @@ class RemoteStore(Store):
             client.close()
 
     def _connected(self) -> _core.StoreClient:
-        client = _core.StoreClient(for_core(self._open_connection()))
+        client = _core.StoreClient(for_core(self._open_connection(lambda: not self._closed)))
         self._clients.append(client)
         if self._closed:  # by another thread, while this one connected
             client.close()
@@ -108,12 +112,19 @@ class RemoteStore(Store):
             self._idle.append(client)
 
 
-def connect(dial: Callable[[float], socket.socket], place: str, secret: bytes | None, timeout: Timeout) -> Connection:
+def connect(
+    dial: Callable[[float], socket.socket],
+    place: str,
+    secret: bytes | None,
+    timeout: Timeout,
+    is_wanted: Callable[[], bool],
+) -> Connection:
     """Dials until the server answers or `timeout` is over; returns the authenticated connection.
 
     Raises:
         StoreConnectionError: nobody answered; the message names the place, the time, the number of attempts and the
-        last error. AuthenticationError: the server belongs to another job, or is no Paceline process.
+        last error. Or the connection is no longer wanted, because this process has closed the store.
+        AuthenticationError: the server belongs to another job, or is no Paceline process.
     """
     started = time.monotonic()
     deadline = started + to_seconds(timeout)
@@ -134,6 +145,11 @@ def connect(dial: Callable[[float], socket.socket], place: str, secret: bytes | 
         except (OSError, HandshakeUnfinishedError) as error:
             if is_shortage(error):
                 raise  # trying again does not help
+            if not is_wanted():
+                raise StoreConnectionError(
+                    f"this process ({os.getpid()}) closed the store at {place} while one of its threads connected to "
+                    f"it; the last of {attempts} attempts said: {error}"
+                ) from error
             now = time.monotonic()
             if isinstance(error, HandshakeUnfinishedError):
                 unfinished_since = now if unfinished_since is None else unfinished_since
@@ -162,4 +178,7 @@ def connect_unix(path: str, secret: bytes | None, timeout: Timeout = DEFAULT_TIM
             raise
         return connection
 
-    return RemoteStore(lambda: connect(dial, f"unix:{path}", secret, timeout), f"the store at unix:{path}", timeout)
+    place = f"unix:{path}"
+    return RemoteStore(
+        lambda is_wanted: connect(dial, place, secret, timeout, is_wanted), f"the store at {place}", timeout
+    )

@@ -88,7 +88,9 @@ class TCPStore(RemoteStore):
             return _dial(host_name, served, timeout_s, secret)
 
         try:
-            super().__init__(lambda: connect(dial, place, secret, timeout), f"TCPStore({place})", timeout)
+            super().__init__(
+                lambda is_wanted: connect(dial, place, secret, timeout, is_wanted), f"TCPStore({place})", timeout
+            )
             if world_size is not None and wait_for_workers:
                 self._wait_for_workers(world_size)
         except BaseException:
