@@ -1,24 +1,20 @@
-"""How long does an all-reduce of float32 take, against torch's gloo and an MPI library?
+"""How long does an all-reduce of float32 take, against torch's gloo and Open MPI?
 
     python bench/all_reduce.py [--ranks 2 4] [--json FILE]
 
-Every rank has one thread. Paceline and gloo take turns within the same processes; the MPI library (if mpi4py and mpirun
-are there) runs between them in processes of its own, three times. p50 and p95 are those of the turns, n is the number
-of calls, and the ratio is a contestant's median divided by Paceline's.
+Every rank has one thread. Paceline and gloo take turns within the same processes; Open MPI, where `make` has
+installed it, runs between them in processes of its own, three times. p50 and p95 are those of the turns, n is the
+number of calls, and the ratio is a contestant's median divided by Paceline's.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from mpi_libraries import open_mpi
 from report import Rows, compared, human, in_turns, parser, seconds_per_call, show, spread
 
 SIZES = [4, 1 << 10, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 64 << 20, 128 << 20]
@@ -83,17 +79,12 @@ def mpi_main(sizes: list[int], result: str) -> None:
 
 
 def run_mpi(ranks: int, sizes: list[int], directory: str) -> dict[str, Any] | None:
-    if find_spec("mpi4py") is None or shutil.which("mpirun") is None:
+    """Returns what ranks of Open MPI have measured; None where it is not installed."""
+    library = open_mpi()
+    if library is None:
         return None
     result = f"{directory}/mpi.json"
-    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(ranks), sys.executable, __file__]
-    command += ["--mpi-worker", result, "--sizes", *map(str, sizes)]
-    done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
-    )
-    if done.returncode:
-        print(f"the MPI library is left out: {done.stderr.strip()[-300:]}", file=sys.stderr)
-        return None
+    library.run(ranks, __file__, "--mpi-worker", result, "--sizes", *map(str, sizes))
     return json.loads(Path(result).read_text())
 
 

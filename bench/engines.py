@@ -3,22 +3,19 @@
     python bench/engines.py [--ranks 2] [--sizes BYTES ...] [--json FILE]
 
 Groups of all engines live in the same processes and take turns, and so do the bare libraries beneath them: mpi4py's
-Allreduce, and torch.distributed's own gloo. Started by mpirun where there is one, so that mpi takes part; nccl takes
-part where there are as many GPUs as ranks. Every rank has one thread. p50 and p95 are those of the turns, n is the
-number of calls, and the ratio is a contestant's median divided by that of the engine `paceline`.
+Allreduce, and torch.distributed's own gloo. Started by Open MPI where `make` has installed it, so that mpi takes part;
+nccl takes part where there are as many GPUs as ranks. Every rank has one thread. p50 and p95 are those of the turns, n
+is the number of calls, and the ratio is a contestant's median divided by that of the engine `paceline`.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from mpi_libraries import open_mpi
 from report import Spread, compared, human, interleaved, parser, show
 
 SIZES = [4, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20]
@@ -101,22 +98,14 @@ def rank_main(rank: int, ranks: int, sizes: list[int], directory: str, by_mpirun
 
 
 def run(ranks: int, sizes: list[int], directory: str) -> dict[str, dict[str, Spread]]:
-    import paceline as dist
+    library = open_mpi()
+    if library is None:
+        import paceline as dist
 
-    mpirun = shutil.which("mpirun") if dist.is_mpi_available() else None
-    if mpirun is None:
         dist.spawn(rank_main, (ranks, sizes, directory), ranks)
     else:
-        command = [mpirun, "-n", str(ranks), sys.executable, __file__, "--worker", directory, "--ranks", str(ranks)]
-        allowances = {
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "OMPI_MCA_rmaps_base_oversubscribe": "1",
-            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-            "OMP_NUM_THREADS": "1",
-        }
-        command += ["--sizes", *map(str, sizes)]
-        subprocess.run(command, env={**os.environ, **allowances}, timeout=900, check=True)
+        words = ("--worker", directory, "--ranks", str(ranks), "--sizes", *map(str, sizes))
+        library.run(ranks, __file__, *words)
     return json.loads(Path(directory, "result.json").read_text())
 
 

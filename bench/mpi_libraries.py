@@ -71,3 +71,8 @@ def libraries(intel_in: str | None = None) -> list[Library]:
         options = ["--no-warn-script-location", "-c", str(_CONSTRAINTS), "--prefix", str(intel.place)]
         subprocess.run([*install, *options, "impi-rt"], check=True)
     return [each for each in (*found, intel) if each.is_there()]
+
+
+def open_mpi() -> Library | None:
+    """Returns the Open MPI that `make` has installed; None without it."""
+    return next((each for each in libraries() if each.name == "openmpi"), None)
