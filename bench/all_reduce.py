@@ -51,7 +51,7 @@ def rank_main(rank: int, ranks: int, sizes: list[int], directory: str) -> None:
         for call in contestants.values():
             for _ in range(WARM_UP):
                 call()
-        results[nbytes] = in_turns(contestants, calls, ROUNDS), calls
+        results[nbytes] = in_turns(contestants, calls, ROUNDS, dist.barrier), calls
     if rank == 0:
         Path(directory, "result.json").write_text(json.dumps(results))
     dist.barrier()
