@@ -155,16 +155,20 @@ def in_turns(
     calls: dict[str, int],
     rounds: int,
     meet: Callable[[], object] = lambda: None,
+    settles: bool = False,
 ) -> dict[str, list[float]]:
     """Returns the seconds of a call in each turn; all take turns, so that the machine's moods fall on all alike.
 
     Before each turn, outside of its time, `meet` is called: with a barrier of all ranks, no turn pays for what is still
-    under way of the one before.
+    under way of the one before. With `settles`, as many calls as are timed are made before those: after a contestant
+    whose threads sleep in its calls, ranks may find themselves on the same core for some milliseconds.
     """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(rounds):
         for name, call in contestants.items():
             meet()
+            if settles:
+                seconds_per_call(call, calls[name])
             times[name].append(seconds_per_call(call, calls[name]))
     return times
 
