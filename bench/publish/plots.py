@@ -69,18 +69,17 @@ def _short(nbytes: int) -> str:
 
 def training_steps(results: Results) -> str:
     names = {"ddp": "2 ranks on 2 cores", "ddp-4-ranks": "4 ranks on 2 cores"}
-    colours = {"barrier": GREY, "Paceline DDP": BLUE, "torch DDP": AMBER}
+    colours = {"Paceline DDP": BLUE, "torch DDP": AMBER}
 
     def paint(axes: Sequence[Axes]) -> None:
         for axis, (name, title) in zip(axes, names.items(), strict=True):
             rows = results[name].rows()
             models = list(dict.fromkeys(str(row["model"]) for row in rows))
             series = {
-                kind: (colour, [_value(rows, "efficiency", model=model, step=kind) for model in models])
+                kind: (colour, [_value(rows, "of barrier", model=model, step=kind) for model in models])
                 for kind, colour in colours.items()
-                if any(row["step"] == kind for row in rows)
             }
-            bars(axis, [model.replace(" ", "\n", 1) for model in models], series, "efficiency of a training step")
+            bars(axis, [model.replace(" ", "\n", 1) for model in models], series, "step with a bare barrier / step")
             axis.set_ylim(0, 1.1)
             axis.set_xlabel(title)
 

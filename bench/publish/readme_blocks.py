@@ -93,7 +93,7 @@ def steps(words: Words) -> Callable[[Results], str]:
     def block(results: Results) -> str:
         ddp = results["ddp"]
         lines = [
-            [name, *(f"{ddp.row(model=model, step=by)['efficiency']:.2f}" for by in ("Paceline DDP", "torch DDP"))]
+            [name, *(f"{ddp.row(model=model, step=by)['of barrier']:.2f}" for by in ("Paceline DDP", "torch DDP"))]
             for model, name in words.models
         ]
         return markdown([words.steps, "Paceline", words.torch_ddp], lines)

@@ -64,7 +64,7 @@ def test_a_page_follows_its_results(results):
     rows[0]["p50 µs"] = 123_456.0
     changed["all_reduce"] = dataclasses.replace(results["all_reduce"], tables=(dataclasses.replace(first, rows=rows),))
     assert "123,456" not in text
-    assert "| 2 | 4 B | 123,456 |" in pages.filled(text, changed, PERFORMANCE)
+    assert "| 2 | 4 B | 123,456 (" in pages.filled(text, changed, PERFORMANCE)
 
 
 def test_a_page_in_a_folder_links_to_the_same_results(results):

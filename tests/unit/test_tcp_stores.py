@@ -159,7 +159,7 @@ def test_a_store_closed_here_says_so_and_wakes_its_waiters() -> None:
     server.close()
 
 
-def test_a_store_closed_here_ends_the_search_of_its_threads_for_the_server() -> None:
+def test_closing_a_store_ends_its_search_for_the_server() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     is_gone, searches = threading.Event(), threading.Event()
 
