@@ -103,7 +103,8 @@ def bars(axes: Axes, groups: Sequence[str], series: dict[str, tuple[str, list[fl
         shown = [(place, value) for place, value in zip(places, values, strict=True) if value is not None]
         axes.bar([place for place, _ in shown], [value for _, value in shown], 0.9 * width, color=colour, label=name)
         for place, value in shown:
-            axes.text(place, value, f"{value:.3g}", ha="center", va="bottom", fontsize=7, color=QUIET)
+            text = f"{value:.2f}" if value < 10 else f"{value:.3g}"
+            axes.text(place, value, text, ha="center", va="bottom", fontsize=7, color=QUIET)
     axes.set_xticks(range(len(groups)), groups)
     axes.set_ylabel(unit)
     axes.grid(False, axis="x")
