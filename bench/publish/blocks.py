@@ -8,7 +8,7 @@ from publish.elastic_blocks import ELASTIC
 from publish.predicted_blocks import PREDICTED
 from publish.readme_blocks import README
 from publish.results import Result, Row
-from publish.tables import Cell, number, pivot, ratio, source, spread, spread_of, table
+from publish.tables import Cell, pivot, ratio, source, spread, spread_of, table, with_tail
 from publish.verdict_blocks import VERDICTS
 
 Results = Mapping[str, Result]
@@ -33,12 +33,11 @@ def training_steps(name: str) -> Callable[[Results], str]:
     """Returns the block of a result of `bench/ddp.py`."""
 
     def model(row: Row) -> str:
-        millions = row.get("params M")
-        size = f", {millions:.1f} M" if row["model"] in ("transformer", "wide MLP", "CNN") and millions else ""
+        size = f", {row['params M']:.1f} M" if row["model"] in ("transformer", "wide MLP", "CNN") else ""
         return NAMES.get(row["model"], row["model"]) + size
 
     def of(contestant: str, column: str) -> Callable[[Contestants], object]:
-        return lambda contestants: contestants[contestant].get(column)
+        return lambda contestants: contestants[contestant][column]
 
     def block(results: Results) -> str:
         columns = {
@@ -127,7 +126,7 @@ def all_reduce_mpi(results: Results) -> str:
     result = results["all_reduce_mpi"]
 
     def time_of(who: str) -> Cell:
-        return lambda row: f"{number(row[f'{who} p50 µs'])} ({number(row[f'{who} p95 µs'])})"
+        return lambda row: with_tail(row[f"{who} p50 µs"], row[f"{who} p95 µs"])
 
     columns: dict[str, Cell] = {
         "size": "size",
@@ -143,17 +142,12 @@ def all_reduce_mpi(results: Results) -> str:
 
 def plugin(results: Results) -> str:
     result = results["plugin"]
-
-    def waiting(contestants: Contestants) -> object:
-        row = contestants.get("gloo async", {})
-        return row.get("ratio to paceline async", ratio("gloo async", "paceline async")(contestants))
-
     columns = {
         "paceline µs": spread("paceline"),
         "gloo µs": spread("gloo"),
         "barrier µs": spread("barrier"),
         "gloo / paceline": ratio("gloo", "paceline"),
-        "asynchronous, gloo / paceline": waiting,
+        "asynchronous, gloo / paceline": ratio("gloo async", "paceline async"),
     }
     return "\n\n".join([pivot(result.rows(), {"": "what"}, columns), source(result)])
 
@@ -182,12 +176,7 @@ def compat(name: str) -> Callable[[Results], str]:
 def store(results: Results) -> str:
     result = results["store"]
     columns: dict[str, Cell] = {"clients": "clients", "operation": "operation"}
-    if "paceline 1/s" in result.rows()[0]:
-        columns |= {name: name for name in ("n", "paceline 1/s", "torch 1/s", "paceline / torch")}
-    else:
-        columns["paceline / torch"] = lambda row: " to ".join(
-            dict.fromkeys(number(row[f"{which} paceline / torch"]) for which in ("least", "most"))
-        )
+    columns |= {name: name for name in ("n", "paceline 1/s", "torch 1/s", "paceline / torch")}
     return "\n\n".join([table(result.rows(), columns), source(result)])
 
 
@@ -249,11 +238,11 @@ def diloco(results: Results) -> str:
 def encryption(results: Results) -> str:
     result = results["encryption"]
 
-    def time(name: str) -> Callable[[Row], object]:
-        return lambda row: spread_of({"p50 µs": row[f"{name} µs"], "p95 µs": row.get(f"{name}, p95 µs")})
+    def time_of(connections: str) -> Cell:
+        return lambda row: with_tail(row[f"{connections} µs"], row.get(f"{connections}, p95 µs"))
 
     columns: dict[str, Cell] = {"rate": "rate", "size": "size"}
-    columns |= {f"{name} µs": time(name) for name in ("plain", "encrypted")}
+    columns |= {f"{name} µs": time_of(name) for name in ("plain", "encrypted")}
     columns |= {name: name for name in ("encrypted / plain", "core, plain µs", "core, encrypted µs")}
     columns["ns a byte"] = lambda row: None if row["size"] == "4 B" else row["ns a byte"]
     return "\n\n".join([table(result.rows(), columns), source(result)])

@@ -28,6 +28,7 @@ _DARK = {
     VIOLET: "#c4b5fd",
     GREY: "#94a3b8",
 }
+_COORDINATE = re.compile(r"-?\d+\.\d{3,}")  # with more decimals than can be seen
 _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "paceline",
@@ -83,7 +84,7 @@ def _finished(svg: str, title: str) -> str:
     head = f"<title>{title}</title>\n<style>@media (prefers-color-scheme: dark){{{rules}}}</style>\n"
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>\n?", "", svg, flags=re.DOTALL)
-    svg = re.sub(r"-?\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}", svg)
+    svg = re.sub(r"<[^>]*>", lambda tag: _COORDINATE.sub(lambda match: f"{float(match[0]):.2f}", tag[0]), svg)
     at = svg.index(">") + 1
     return "\n".join(line.rstrip() for line in (svg[:at] + "\n" + head + svg[at:].lstrip("\n")).split("\n"))
 
@@ -103,8 +104,7 @@ def bars(axes: Axes, groups: Sequence[str], series: dict[str, tuple[str, list[fl
         shown = [(place, value) for place, value in zip(places, values, strict=True) if value is not None]
         axes.bar([place for place, _ in shown], [value for _, value in shown], 0.9 * width, color=colour, label=name)
         for place, value in shown:
-            text = f"{value:.2f}" if value < 10 else f"{value:.3g}"
-            axes.text(place, value, text, ha="center", va="bottom", fontsize=7, color=QUIET)
+            axes.text(place, value, f"{value:.3g}", ha="center", va="bottom", fontsize=7, color=QUIET)
     axes.set_xticks(range(len(groups)), groups)
     axes.set_ylabel(unit)
     axes.grid(False, axis="x")

@@ -83,7 +83,7 @@ def training_steps(results: Results) -> str:
             axis.set_ylim(0, 1.1)
             axis.set_xlabel(title)
 
-    return picture("Efficiency of a training step", len(names), paint, width=9.0)
+    return picture("A training step against one with a bare barrier", len(names), paint, width=9.0)
 
 
 def one_copy(results: Results) -> str:

@@ -30,7 +30,7 @@ class Words:
 
 ENGLISH = Words(
     four_ranks="4 KiB, 4 ranks on the 2 cores",
-    steps="a training step on 2 ranks of one thread, efficiency¹",
+    steps="a training step on 2 ranks of one thread, against its bound¹",
     torch_ddp="torch DDP (gloo)",
     models=(
         ("transformer", "transformer, 6.8 M parameters"),
@@ -53,7 +53,7 @@ ENGLISH = Words(
 
 CHINESE = Words(
     four_ranks="4 KiB，4 个进程共用 2 核",
-    steps="训练一步的效率¹（2 个单线程进程）",
+    steps="训练一步与其上限之比¹（2 个单线程进程）",
     torch_ddp="torch DDP（gloo）",
     models=(
         ("transformer", "transformer，680 万参数"),

@@ -71,7 +71,11 @@ def spread(name: str, unit: str = "µs") -> Callable[[Mapping[str, Row]], object
 
 def spread_of(row: Row, unit: str = "µs") -> str | None:
     """Returns the median of a row, with the 95th percentile in brackets if it is known; None without a median."""
-    p50, p95 = row.get(f"p50 {unit}"), row.get(f"p95 {unit}")
+    return with_tail(row.get(f"p50 {unit}"), row.get(f"p95 {unit}"))
+
+
+def with_tail(p50: float | None, p95: float | None) -> str | None:
+    """Returns a median, with the 95th percentile in brackets if it is known; None without a median."""
     return None if p50 is None else number(p50) + ("" if p95 is None else f" ({number(p95)})")
 
 
