@@ -87,3 +87,43 @@ def give_sizes_that_do_not_fit(directory: str) -> None:
 
 def test_sizes_that_ranks_cannot_share_are_refused(ranks, tmp_path):
     ranks(2)(give_sizes_that_do_not_fit, str(tmp_path))
+
+
+def name_ranks_that_cannot_be_meant(directory: str) -> None:
+    with torch_group("paceline", directory):
+        group, rank = torch_dist.group.WORLD, torch_dist.get_rank()
+        mine, other = torch.full((2,), rank + 1.0), 1 - rank
+        to_itself = rf"is rank {rank}, this one; a rank sends nothing to itself"
+        with pytest.raises(ValueError, match=f"dst {to_itself}"):
+            torch_dist.isend(mine, rank)
+        with pytest.raises(ValueError, match=f"src {to_itself}"):
+            torch_dist.irecv(mine, rank)
+        for op in (torch_dist.isend, torch_dist.irecv):
+            with pytest.raises(ValueError, match=to_itself):
+                torch_dist.batch_isend_irecv([torch_dist.P2POp(op, mine, rank)])
+        for nobody in (-2, 2, 2**20):
+            with pytest.raises(ValueError, match=rf"send: dst is group rank {nobody}; .* has ranks 0 to 1"):
+                group.send([mine], nobody, 0)
+            with pytest.raises(ValueError, match=rf"recv: src is group rank {nobody}; .* has ranks 0 to 1"):
+                group.recv([mine], nobody, 0)
+            for call, arguments in (
+                (group.broadcast, [mine]),
+                (group.reduce, [mine]),
+                (group.gather, [[], mine]),
+                (group.scatter, [mine, []]),
+            ):
+                with pytest.raises(ValueError, match=rf"the root is group rank {nobody}; .* has ranks 0 to 1"):
+                    call(*arguments, root=nobody)
+        for tag in (-1, 2**31, 2**70):
+            with pytest.raises(ValueError, match=rf"tag is {tag}; it must be from 0 to {2**31 - 1}"):
+                group.send([mine], other, tag)
+        assert mine.tolist() == [rank + 1.0] * 2
+        got = torch.empty(2)
+        exchange = [torch_dist.P2POp(torch_dist.isend, mine, other), torch_dist.P2POp(torch_dist.irecv, got, other)]
+        for work in torch_dist.batch_isend_irecv(exchange):
+            work.wait()
+        assert got.tolist() == [other + 1.0] * 2
+
+
+def test_ranks_that_cannot_be_meant_are_refused_and_harm_nothing(ranks, tmp_path):
+    ranks(2)(name_ranks_that_cannot_be_meant, str(tmp_path))

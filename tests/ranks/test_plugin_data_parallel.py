@@ -60,10 +60,10 @@ def ddp(options: dict[str, bool | float], hook: str = "none") -> Result:
     return [*train(model, torch.optim.SGD(model.parameters(), 0.1)), *model.state_dict().values()]
 
 
-def ddp_with_uneven_inputs() -> Result:
+def ddp_with_uneven_inputs(divide_by_initial_world_size: bool) -> Result:
     model = DistributedDataParallel(nn.Linear(20, 5))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with model.join():
+    with model.join(divide_by_initial_world_size=divide_by_initial_world_size):
         for step in range(2 + torch_dist.get_rank()):
             optimizer.zero_grad()
             model(batch(step)[0]).sum().backward()
@@ -133,7 +133,8 @@ def fsdp2(half: bool = False, hybrid: bool = False) -> Result:
 OPTIONS = [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.001}]
 PROGRAMS = [
     *(partial(ddp, options) for options in OPTIONS),
-    *(ddp_with_uneven_inputs, unused_parameters, no_sync, zero, fsdp1, fsdp2),
+    *(partial(ddp_with_uneven_inputs, at_first) for at_first in (True, False)),
+    *(unused_parameters, no_sync, zero, fsdp1, fsdp2),
 ]
 WORLDS = {
     2: Comparison(

@@ -116,6 +116,45 @@ def test_a_rank_that_stays_away_is_named(ranks, tmp_path):
     ranks(2)(stay_away, str(tmp_path))
 
 
+def miss_a_backward_in_join(directory: str, dies: bool) -> str:
+    with torch_group("paceline", directory):
+        rank, group = torch_dist.get_rank(), torch_dist.new_group([1, 0])
+        model = DistributedDataParallel(nn.Linear(3, 1), process_group=group)
+        torch_dist.barrier()
+        group.set_timeout(timedelta(seconds=60 if dies else 1))
+        error = paceline.PeerLostError if dies else paceline.CollectiveTimeoutError
+        with pytest.raises(error) as caught, model.join(divide_by_initial_world_size=False):
+            loss = model(torch.ones(2, 3)).sum() if rank == 0 else torch.zeros(())
+            if rank == 1 and dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if rank == 1:
+                await_word(directory, "told")
+                raise paceline.CollectiveTimeoutError("this rank has stayed away")
+            loss.backward()  # which waits for what the forward began
+        say(directory, "told")
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_backward_in_join_that_waits_for_a_forward_fails_with_it(ranks, tmp_path, dies):
+    with ranks(2).start(miss_a_backward_in_join, str(tmp_path), dies) as world:
+        told = world.join(60, expect_dead={1} if dies else set())[0]
+    assert re.search(r"rank 1 \(.*, pid \d+\) died" if dies else r"timed out after 1\.0 s.*rank 1 \(", told), told
+
+
+def box_a_work(directory: str) -> None:
+    with torch_group("paceline", directory):
+        tensor = torch.ones(70_000)
+        boxed = torch_dist.all_reduce(tensor, async_op=True).boxed()
+        gc.collect()
+        boxed.wait()
+        assert tensor[0] == 2
+
+
+def test_torchs_side_of_a_work_can_be_waited_for_when_the_other_is_dropped(ranks, tmp_path):
+    ranks(2)(box_a_work, str(tmp_path), timeout_s=60)
+
+
 def ask_for_what_cannot_be_done(directory: str) -> None:
     with torch_group("paceline", directory):
         group = torch_dist.group.WORLD

@@ -9,6 +9,8 @@ import torch
 from paceline.group.base import BaseGroup
 from paceline.group.buffers import Tensors, as_list, count_elements
 
+_MOST_TAG = 2**31 - 1  # the core's tags are of 32 bits
+
 
 def group_rank_of(group: BaseGroup, rank: int) -> int:
     """Returns the group rank of a rank of the default group.
@@ -40,6 +42,45 @@ def root_rank(
     if not 0 <= group_rank < group.size():
         raise ValueError(f"{call}: group_{name} is {group_rank}; {group} has ranks 0 to {group.size() - 1}")
     return group_rank
+
+
+def require_root(group: BaseGroup, root: int, call: str) -> None:
+    """Requires that `root` is a group rank.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not 0 <= root < group.size():
+        raise ValueError(
+            f"rank {group.me.rank}: {call}: the root is group rank {root}; {group} has ranks 0 to {group.size() - 1}"
+        )
+
+
+def require_peer(group: BaseGroup, peer: int, call: str, name: str) -> None:
+    """Requires that the group rank `peer` is another rank of the group.
+
+    Raises:
+        ValueError: it is this rank, or not in the group.
+    """
+    if not 0 <= peer < group.size():
+        raise ValueError(
+            f"rank {group.me.rank}: {call}: {name} is group rank {peer}; {group} has ranks 0 to {group.size() - 1}"
+        )
+    if peer == group.rank():
+        raise ValueError(
+            f"{call}: {name} is rank {group.ranks[peer]}, this one; a rank sends nothing to itself, use tensor.copy_()"
+        )
+
+
+def checked_tag(tag: int, call: str) -> int:
+    """Returns `tag`.
+
+    Raises:
+        ValueError: it is negative, or has more than 31 bits.
+    """
+    if not 0 <= tag <= _MOST_TAG:
+        raise ValueError(f"{call}: tag is {tag}; it must be from 0 to {_MOST_TAG}")
+    return tag
 
 
 def parts_by_rank(whole: torch.Tensor, count: int, group: BaseGroup, call: str, name: str) -> list[torch.Tensor]:

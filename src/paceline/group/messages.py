@@ -12,10 +12,13 @@ from paceline import _core
 from paceline.durations import Timeout
 from paceline.engine.codes import dtype_name
 from paceline.engine.failures import GROUP_LOST, MESSAGES_LOST, Member
+from paceline.group.arguments import checked_tag, require_peer
 from paceline.group.buffers import Buffers, Tensors, as_list, count_elements, dtype_code
 from paceline.group.profiling import Recording
 from paceline.group.running import RunningGroup
 from paceline.group.work import Work
+
+ANY_SOURCE = -1
 
 
 class MessagingGroup(RunningGroup):
@@ -29,7 +32,12 @@ class MessagingGroup(RunningGroup):
         return work if async_op else None
 
     def recv(
-        self, tensors: Tensors, src: int = -1, tag: int = 0, async_op: bool = True, timeout: Timeout | None = None
+        self,
+        tensors: Tensors,
+        src: int = ANY_SOURCE,
+        tag: int = 0,
+        async_op: bool = True,
+        timeout: Timeout | None = None,
     ) -> Work:
         """Receives into `tensors` what group rank `src`, or with -1 any rank, sends with the same tag.
 
@@ -49,6 +57,9 @@ class MessagingGroup(RunningGroup):
         """Starts a message, and without `background` waits for it."""
         if self._closed:
             raise self.closed_error()
+        if name == "send" or peer != ANY_SOURCE:
+            require_peer(self, peer, name, "dst" if name == "send" else "src")
+        checked_tag(tag, name)
         code = dtype_code(tensors, name)
         buffers = Buffers()
         pieces = buffers.read(tensors) if name == "send" else buffers.write(tensors)

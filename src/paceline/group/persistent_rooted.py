@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.durations import Timeout
-from paceline.group.arguments import root_rank
+from paceline.group.arguments import checked_tag, root_rank
 from paceline.group.buffers import Tensors, as_list
 from paceline.group.default import Group, resolve
 from paceline.group.persistent import PersistentCall, RepeatedCall, all_tensors, nothing, prepared_call
 from paceline.group.planning import plan_broadcast, plan_gather, plan_reduce, plan_scatter
-from paceline.group.point_to_point import checked_tag, peer_rank
+from paceline.group.point_to_point import peer_rank
 from paceline.group.reduce_op import ReduceOp, Reduction
 from paceline.group.work import Work
 

@@ -7,7 +7,8 @@ messages with the tag that it asks for. Wherever a tensor is taken, a list of te
 sides pass the same dtype and number of elements. `timeout` is a timedelta or a number of seconds; the group's if None.
 
 All raise:
-    ValueError: the peer is this rank, or not in the group, or given twice, or not at all; or the tag is negative.
+    ValueError: the peer is this rank, or not in the group, or given twice, or not at all; or the tag is negative, or
+        has more than 31 bits.
     TypeError: a tensor's device, layout or dtype is not supported.
     CollectiveMismatchError: the two sides do not agree on the dtype or the number of elements. The group stays usable.
     CollectiveTimeoutError: the other side did not come in time. The message says whether the group stays usable.
@@ -21,15 +22,14 @@ from collections.abc import Sequence
 import torch
 
 from paceline.durations import Timeout
-from paceline.group.arguments import root_rank
+from paceline.group.arguments import checked_tag, require_peer, root_rank
 from paceline.group.buffers import Tensors, as_list
 from paceline.group.default import Group, resolve
 from paceline.group.eager import eager
+from paceline.group.messages import ANY_SOURCE
 from paceline.group.process_group import ProcessGroup
 from paceline.group.queries import get_global_rank
 from paceline.group.work import Work
-
-ANY_SOURCE = -1
 
 
 @eager
@@ -189,10 +189,7 @@ def peer_rank(group: ProcessGroup, rank: int | None, group_rank: int | None, cal
         ValueError: that is this rank, or `root_rank` raises it.
     """
     peer = root_rank(group, rank, group_rank, call, name)
-    if peer == group.rank():
-        raise ValueError(
-            f"{call}: {name} is rank {group.ranks[peer]}, this one; a rank sends nothing to itself, use tensor.copy_()"
-        )
+    require_peer(group, peer, call, name)
     return peer
 
 
@@ -202,14 +199,3 @@ def receive_from_any(group: ProcessGroup, tensors: list[torch.Tensor], tag: int,
     assert work is not None
     work.wait()
     return work.source_rank()
-
-
-def checked_tag(tag: int, call: str) -> int:
-    """Returns `tag`.
-
-    Raises:
-        ValueError: it is negative.
-    """
-    if tag < 0:
-        raise ValueError(f"{call}: tag is {tag}; it must be 0 or more")
-    return tag

@@ -11,6 +11,7 @@ from paceline import _core
 from paceline.durations import Timeout
 from paceline.engine.channel import Call
 from paceline.engine.codes import DTYPE_CODES, NO_REDUCTION
+from paceline.group.arguments import require_root
 from paceline.group.buffers import Buffers, Tensors, address_of, as_list, is_plain
 from paceline.group.exchange import all_gather_pieces, as_memory, as_tensor, room_for
 from paceline.group.explaining import explain_choice
@@ -131,6 +132,7 @@ class ProcessGroup(PlainCallsGroup, TorchMethods):
         """Copies the root's `tensors` to all ranks."""
         if are_options(root):
             return self.broadcast(tensors, root.rootRank, True, time_limit(root))
+        require_root(self, root, "broadcast")
         if async_op is False and timeout is None and isinstance(tensors, torch.Tensor):
             code = None if profiler._is_profiler_enabled else DTYPE_CODES.get(tensors.dtype)
             if code is not None and tensors.is_cpu and tensors.layout is _STRIDED and is_plain(tensors):
@@ -154,6 +156,7 @@ class ProcessGroup(PlainCallsGroup, TorchMethods):
         """Reduces `tensors` over all ranks into those of the root; the tensors of other ranks do not change."""
         if are_options(root):
             return self.reduce(tensors, root.rootRank, reduction_of(root), True, time_limit(root))
+        require_root(self, root, "reduce")
         if (
             async_op is False
             and timeout is None
@@ -199,6 +202,7 @@ class ProcessGroup(PlainCallsGroup, TorchMethods):
         if are_options(root):
             outputs = one_list(outputs, "gather") if outputs else None
             return self.gather(outputs, tensors, root.rootRank, True, time_limit(root))
+        require_root(self, root, "gather")
         if async_op is False and timeout is None and isinstance(tensors, torch.Tensor):
             parts = (1, self.size() if self._rank == root else 0)
             if self.make_plainly(
@@ -247,6 +251,7 @@ class ProcessGroup(PlainCallsGroup, TorchMethods):
         if are_options(root):
             inputs = one_list(inputs, "scatter") if inputs else None
             return self.scatter(output, inputs, root.rootRank, True, time_limit(root))
+        require_root(self, root, "scatter")
         if async_op is False and timeout is None and isinstance(output, torch.Tensor):
             parts = (self.size() if self._rank == root else 0, 1)
             if self.make_plainly(

@@ -13,6 +13,7 @@ from paceline.group.default import World, borrow_world
 from paceline.plugin.meeting import Meeting, meet
 from paceline.plugin.part import BackendOfGroup, has_others, part_of
 from paceline.plugin.process_group import TorchProcessGroup
+from paceline.plugin.works import keep_works_of_reducers
 
 
 def create(options: Any, pg_options: Any = None) -> TorchProcessGroup | BackendOfGroup:
@@ -57,6 +58,7 @@ def create_alone(
 def _form(
     store: Any, rank: int, timeout: timedelta, named: Sequence[int], name: str, is_open: bool
 ) -> TorchProcessGroup:
+    keep_works_of_reducers()
     meeting = Meeting(store, rank, len(named), timeout, named, name)
     return TorchProcessGroup(meeting, None if is_open else meet(meeting))
 

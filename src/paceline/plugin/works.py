@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch.distributed import Reducer
 from torch.distributed import Work as TorchWork
 
 from paceline.group.work import Work
@@ -15,6 +18,9 @@ _FOR_EVER = timedelta(0)
 # Before release 2.7, torch's C++ keeps only its side of a Work alive, and waits forever if the Python side is freed.
 _KEEPS_WORKS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 7)
 _kept: set[TorchWork] = set()
+
+_GIVE = "_set_forward_pass_work_handle"
+_given: WeakKeyDictionary[Reducer, TorchWork] = WeakKeyDictionary()
 
 
 class RunningWork(TorchWork):
@@ -62,6 +68,11 @@ class RunningWork(TorchWork):
 
     _source_rank = source_rank
 
+    def boxed(self) -> Any:
+        """Returns torch's side of the Work, and keeps this one until it is waited for or its future is taken."""
+        _kept.add(self)
+        return super().boxed()
+
 
 class FinishedWork(TorchWork):
     """A call that had completed successfully when it returned."""
@@ -102,9 +113,33 @@ class FinishedWork(TorchWork):
 
     _source_rank = source_rank
 
+    def boxed(self) -> Any:
+        """Returns torch's side of the Work, and keeps this one until it is waited for or its future is taken."""
+        _kept.add(self)
+        return super().boxed()
+
 
 def kept(work: RunningWork | FinishedWork) -> RunningWork | FinishedWork:
     """Returns `work`, and keeps it until it is waited for or its future is taken, if torch does not keep it."""
     if not _KEEPS_WORKS:
         _kept.add(work)
     return work
+
+
+def keep_works_of_reducers() -> None:
+    """Has the reducers of torch's DistributedDataParallel keep the Work that a forward in `join` gives them.
+
+    In every release, a reducer keeps torch's side of that Work only. Once the Python side is freed, its wait in the
+    backward is one of torch's own for something that nobody completes: it lasts for ever, without a call of Paceline's
+    that could time out.
+    """
+    give = getattr(Reducer, _GIVE, None)
+    if give is None or getattr(give, "keeps", False):
+        return
+
+    def give_and_keep(reducer: Reducer, work: TorchWork, use_static_world_size: bool) -> None:
+        _given[reducer] = work
+        give(reducer, work, use_static_world_size)
+
+    vars(give_and_keep)["keeps"] = True
+    setattr(Reducer, _GIVE, give_and_keep)
