@@ -1,6 +1,10 @@
 #include "bindings/calls.hpp"
 
+#include <algorithm>
 #include <optional>
+#include <string>
+
+#include "wire/wire.hpp"
 
 namespace nb = nanobind;
 
@@ -14,13 +18,113 @@ std::vector<Stream> to_streams(const std::vector<FlatPieces>& flat) {
     return streams;
 }
 
+[[noreturn]] void refuse(const std::string& what) {
+    throw nb::value_error(what.c_str());
+}
+
+template <class Code>
+Code to_code(int code, Code last, const char* what) {
+    if (code < 0 || code > static_cast<int>(last))
+        refuse("there is no " + std::string(what) + " " + std::to_string(code));
+    return static_cast<Code>(code);
+}
+
+bool reduces(Operation operation) {
+    return operation == Operation::all_reduce || operation == Operation::reduce ||
+           operation == Operation::reduce_scatter;
+}
+
+bool has_root(Operation operation) {
+    return operation == Operation::broadcast || operation == Operation::reduce || operation == Operation::gather ||
+           operation == Operation::scatter;
+}
+
+void require_streams(const std::vector<Stream>& streams, std::size_t count, std::optional<std::uint64_t> nbytes,
+                     const char* what) {
+    if (streams.size() != count)
+        refuse("the call has " + std::to_string(streams.size()) + " " + what + "; it needs " + std::to_string(count));
+    for (const Stream& each : streams)
+        if (nbytes && each.nbytes() != *nbytes)
+            refuse("one of the call's " + std::string(what) + " has " + std::to_string(each.nbytes()) +
+                   " bytes; each needs " + std::to_string(*nbytes));
+}
+
+// Requires the tensors that the operation has on one host, all but all_to_all's of `nbytes` bytes each.
+void require_tensors(const Call& call, bool is_root, std::size_t size, std::uint64_t nbytes) {
+    std::size_t inputs = 0;
+    std::size_t outputs = 1;
+    switch (call.operation) {
+        case Operation::all_reduce:
+            inputs = call.inputs.empty() ? 0 : 1;
+            break;
+        case Operation::all_gather:
+            inputs = 1;
+            outputs = size;
+            break;
+        case Operation::gather:
+            inputs = 1;
+            outputs = is_root ? size : 0;
+            break;
+        case Operation::reduce_scatter:
+            inputs = size;
+            outputs = call.update && call.outputs.empty() ? 0 : 1;
+            break;
+        case Operation::scatter:
+            inputs = is_root ? size : 0;
+            break;
+        case Operation::all_to_all:
+            require_streams(call.inputs, size, std::nullopt, "inputs");
+            require_streams(call.outputs, size, std::nullopt, "outputs");
+            return;
+        case Operation::none:
+        case Operation::barrier:
+            outputs = 0;
+            break;
+        case Operation::broadcast:
+        case Operation::reduce:
+            break;
+    }
+    require_streams(call.inputs, inputs, nbytes, "inputs");
+    require_streams(call.outputs, outputs, nbytes, "outputs");
+}
+
 }  // namespace
+
+Operation to_operation(int code) {
+    return to_code(code, Operation::barrier, "operation");
+}
+
+DType to_dtype(int code) {
+    return to_code(code, DType::c32, "type of elements");
+}
+
+ReduceOp to_reduce_op(int code) {
+    return to_code(code, ReduceOp::none, "reduction");
+}
+
+void require_sound(const Call& call, int rank, int size, bool is_exact) {
+    if (has_root(call.operation) && (call.root < 0 || call.root >= size))
+        refuse("the root is " + std::to_string(call.root) + "; the group has ranks 0 to " + std::to_string(size - 1));
+    if (reduces(call.operation) && find_reduction(call.dtype, call.reduce_op) == nullptr)
+        refuse("the reduction is not defined for the type");
+    std::uint64_t nbytes = 0;
+    std::uint64_t most = 0;
+    for (const std::vector<Stream>* streams : {&call.inputs, &call.outputs})
+        for (const Stream& each : *streams) most = std::max<std::uint64_t>(most, each.nbytes());
+    if (__builtin_mul_overflow(call.count, item_size(call.dtype), &nbytes) || nbytes > most)
+        refuse("the call has " + std::to_string(call.count) + " elements, and no tensor with room for them");
+    if (is_exact) require_tensors(call, call.root == rank, static_cast<std::size_t>(size), nbytes);
+}
 
 Stream to_stream(const FlatPieces& flat) {
     std::vector<Piece> pieces;
     pieces.reserve(flat.size() / 2);
-    for (std::size_t i = 0; i + 1 < flat.size(); i += 2)
+    std::uint64_t nbytes = 0;
+    for (std::size_t i = 0; i + 1 < flat.size(); i += 2) {
+        if (__builtin_add_overflow(nbytes, flat[i + 1], &nbytes))
+            refuse("the tensors have more bytes than 64 bits say");
         pieces.push_back({reinterpret_cast<std::uint8_t*>(flat[i]), static_cast<std::size_t>(flat[i + 1])});
+    }
     return Stream(std::move(pieces));
 }
 
@@ -28,15 +132,16 @@ Call to_call(const nb::tuple& fields) {
     constexpr std::size_t kFields = 11;
     if (fields.size() != kFields) throw nb::type_error("a call is a paceline.engine.channel.Call");
     Call call;
-    call.operation = static_cast<Operation>(nb::cast<int>(fields[0]));
-    call.dtype = static_cast<DType>(nb::cast<int>(fields[1]));
-    call.reduce_op = static_cast<ReduceOp>(nb::cast<int>(fields[2]));
+    call.operation = to_operation(nb::cast<int>(fields[0]));
+    call.dtype = to_dtype(nb::cast<int>(fields[1]));
+    call.reduce_op = to_reduce_op(nb::cast<int>(fields[2]));
     call.root = nb::cast<int>(fields[3]);
     call.count = nb::cast<std::uint64_t>(fields[4]);
     call.timeout_ns = nb::cast<std::int64_t>(fields[5]);
     call.inputs = to_streams(nb::cast<std::vector<FlatPieces>>(fields[6]));
     call.outputs = to_streams(nb::cast<std::vector<FlatPieces>>(fields[7]));
     if (const int wire = nb::cast<int>(fields[8]); wire != 0) {
+        if (wire < 0 || wire > static_cast<int>(Wire::int4)) refuse("there is no wire " + std::to_string(wire));
         call.algorithm = static_cast<std::uint8_t>(kQuantised + wire);
         const auto residual = nb::cast<FlatPieces>(fields[9]);
         if (!residual.empty()) {
@@ -44,8 +149,23 @@ Call to_call(const nb::tuple& fields) {
             call.residual_count = residual.at(1) / sizeof(float);
         }
     }
-    if (!fields[10].is_none()) call.update = nb::cast<std::shared_ptr<update::Update>>(fields[10]);
+    if (!fields[10].is_none()) {
+        const auto update = nb::cast<std::shared_ptr<CheckedUpdate>>(fields[10]);
+        update->require_step();
+        call.update = update;
+    }
     return call;
+}
+
+int place_among(const std::vector<int>& members, const shm::Mesh& mesh) {
+    std::vector<int> sorted = members;
+    std::sort(sorted.begin(), sorted.end());
+    if (sorted.empty() || sorted.front() < 0 || sorted.back() >= mesh.size() ||
+        std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end())
+        refuse("the members of a group are different ranks of the mesh, 0 to " + std::to_string(mesh.size() - 1));
+    const auto mine = std::find(members.begin(), members.end(), mesh.rank());
+    if (mine == members.end()) refuse("this rank is not one of the group's members");
+    return static_cast<int>(mine - members.begin());
 }
 
 bool python_interrupted() {

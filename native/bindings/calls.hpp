@@ -10,17 +10,49 @@
 #include <vector>
 
 #include "call/call_queue.hpp"
+#include "shm/mesh.hpp"
 
 namespace paceline::bindings {
 
 // A list of tensors as address, bytes, address, bytes, ...
 using FlatPieces = std::vector<std::uint64_t>;
 
+// Throws nb::value_error if the tensors have more bytes than a number can say.
 Stream to_stream(const FlatPieces& flat);
+
+// Convert the numbers by which Python names these; throw nb::value_error if there is none of that number.
+Operation to_operation(int code);
+DType to_dtype(int code);
+ReduceOp to_reduce_op(int code);
+
+// Throws nb::value_error unless the call has a reduction that is defined for its type, if it needs one, a root that is
+// one of `size` ranks, if it needs one, and tensors for all of its elements. Where each must have its own tensors, as
+// on one host, they must also be as many and as long as the operation asks of `rank`.
+void require_sound(const Call& call, int rank, int size, bool is_exact);
+
+// An update whose steps Python begins.
+class CheckedUpdate final : public update::Update {
+  public:
+    CheckedUpdate(DType dtype, const std::vector<update::Run>& runs);
+
+    // Begins a step. Throws nb::value_error if a run's group has no options, or a run lacks what its rule needs.
+    void begin_step(const std::vector<update::Options>& groups);
+
+    // Throws nb::value_error if no step has begun.
+    void require_step() const;
+
+  private:
+    std::vector<update::Run> runs_;
+    bool has_begun_ = false;
+};
 
 // Converts a paceline.engine.channel.Call, a tuple: operation, dtype, reduce op, root, count, time-out,
 // inputs, outputs, wire, residual, update.
 Call to_call(const nanobind::tuple& fields);
+
+// Returns this process's place among members of a mesh. Throws nb::value_error unless they are different ranks of it,
+// of which this process is one.
+int place_among(const std::vector<int>& members, const shm::Mesh& mesh);
 
 // Lets Ctrl-C interrupt a waiting call; leaves the exception set on the calling thread.
 bool python_interrupted();

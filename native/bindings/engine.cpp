@@ -17,6 +17,7 @@
 #include "host/regions.hpp"
 #include "reduce/finite.hpp"
 #include "reduce/simd.hpp"
+#include "shm/rank_set.hpp"
 
 namespace nb = nanobind;
 
@@ -25,10 +26,13 @@ namespace {
 
 class HostGroup {
   public:
-    HostGroup(std::shared_ptr<shm::Mesh> mesh, std::unique_ptr<host::Group> group, std::size_t slot_bytes)
+    HostGroup(std::shared_ptr<shm::Mesh> mesh, std::unique_ptr<host::Group> group, int rank, int size,
+              std::size_t slot_bytes)
         : mesh_(std::move(mesh)),
           // The mesh must outlive a call that still runs on another thread.
           queue_(new CallQueue(std::move(group)), [held = mesh_](CallQueue* queue) { delete queue; }),
+          rank_(rank),
+          size_(size),
           slot_bytes_(slot_bytes) {}
 
     HostGroup(const HostGroup&) = delete;
@@ -40,7 +44,10 @@ class HostGroup {
 
     nb::object all_reduce(std::uint64_t address, std::uint64_t count, int dtype, int reduce_op,
                           std::int64_t timeout_ns) {
-        return reduce({address, count, static_cast<DType>(dtype)}, static_cast<ReduceOp>(reduce_op), timeout_ns);
+        const DType type = to_dtype(dtype);
+        const ReduceOp op = to_reduce_op(reduce_op);
+        if (find_reduction(type, op) == nullptr) throw nb::value_error("the reduction is not defined for the type");
+        return reduce({address, count, type}, op, timeout_ns);
     }
 
     // Returns False, and does nothing, unless the tensor can be reduced as it is.
@@ -49,13 +56,14 @@ class HostGroup {
         const auto dense = reduce_op && queue_ ? read_dense(tensor) : std::nullopt;
         if (!dense || *reduce_op == ReduceOp::premul_sum || find_reduction(dense->dtype, *reduce_op) == nullptr)
             return nb::bool_(false);
+        count_write(tensor);
         return reduce(*dense, *reduce_op, timeout_ns);
     }
 
     nb::object broadcast(std::uint64_t address, std::uint64_t count, int dtype, int root, std::int64_t timeout_ns) {
-        Call call = on_one_tensor(Operation::broadcast, {address, count, static_cast<DType>(dtype)}, timeout_ns);
+        Call call = on_one_tensor(Operation::broadcast, {address, count, to_dtype(dtype)}, timeout_ns);
         call.root = root;
-        return finish(call);
+        return finish(sound(call));
     }
 
     // Runs a call whose inputs and outputs are dense, of `count` elements each, at these addresses.
@@ -63,26 +71,26 @@ class HostGroup {
                          std::int64_t timeout_ns, const std::vector<std::uint64_t>& inputs,
                          const std::vector<std::uint64_t>& outputs) {
         Call call;
-        call.operation = static_cast<Operation>(operation);
-        call.dtype = static_cast<DType>(dtype);
-        call.reduce_op = static_cast<ReduceOp>(reduce_op);
+        call.operation = to_operation(operation);
+        call.dtype = to_dtype(dtype);
+        call.reduce_op = to_reduce_op(reduce_op);
         call.root = root;
         call.count = call.operation == Operation::all_to_all ? 0 : count;
         call.timeout_ns = timeout_ns;
-        const std::size_t nbytes = count * item_size(call.dtype);
+        const std::size_t nbytes = nbytes_of(count, call.dtype);
         call.inputs = dense(inputs, nbytes);
         call.outputs = dense(outputs, nbytes);
-        return finish(call);
+        return finish(sound(call));
     }
 
     nb::object run(const nb::tuple& fields) {
         Call call = to_call(fields);
-        return finish(call);
+        return finish(sound(call));
     }
 
     std::shared_ptr<Work> submit(const nb::tuple& fields) {
         Call call = to_call(fields);
-        find_region(call);
+        find_region(sound(call));
         const std::shared_ptr<CallQueue> queue = this->queue();
         const nb::gil_scoped_release release;
         return queue->submit(std::move(call));
@@ -90,6 +98,7 @@ class HostGroup {
 
     PreparedCall* prepare(const nb::tuple& fields) const {
         Call call = to_call(fields);
+        sound(call);
         if (!may_be_shared(call)) return new PreparedCall(queue(), std::move(call), true);
         const auto find = [mesh = std::weak_ptr(mesh_)](Call& again) {
             again.region = 0;
@@ -110,6 +119,12 @@ class HostGroup {
 
   private:
     std::shared_ptr<CallQueue> queue() const { return usable(queue_); }
+
+    // Returns the call, which the group can make.
+    Call& sound(Call& call) const {
+        require_sound(call, rank_, size_, true);
+        return call;
+    }
 
     // Whether the tensor is reduced in place if it lies in a shared region.
     bool may_be_shared(const Call& call) const {
@@ -132,9 +147,16 @@ class HostGroup {
         call.dtype = tensor.dtype;
         call.count = tensor.count;
         call.timeout_ns = timeout_ns;
-        const Piece whole{reinterpret_cast<std::uint8_t*>(tensor.address), tensor.count * item_size(tensor.dtype)};
+        const Piece whole{reinterpret_cast<std::uint8_t*>(tensor.address), nbytes_of(tensor.count, tensor.dtype)};
         call.outputs.emplace_back(std::vector<Piece>{whole});
         return call;
+    }
+
+    static std::size_t nbytes_of(std::uint64_t count, DType dtype) {
+        std::size_t nbytes = 0;
+        if (__builtin_mul_overflow(count, item_size(dtype), &nbytes))
+            throw nb::value_error("the call has more elements than memory can hold");
+        return nbytes;
     }
 
     static std::vector<Stream> dense(const std::vector<std::uint64_t>& addresses, std::size_t nbytes) {
@@ -152,22 +174,38 @@ class HostGroup {
 
     std::shared_ptr<shm::Mesh> mesh_;
     std::shared_ptr<CallQueue> queue_;
+    int rank_;
+    int size_;
     std::size_t slot_bytes_;
 };
 
+constexpr int kMostThreads = 1 << 16;
+constexpr std::size_t kLeastSlotBytes = 4 << 10;
+constexpr std::size_t kMostSlotBytes = std::size_t{1} << 30;
+
 HostGroup* create_group(std::shared_ptr<shm::Mesh> mesh, std::vector<int> members, std::uint64_t id,
                         std::size_t slot_bytes, double timeout_s, int threads) {
+    if (slot_bytes < kLeastSlotBytes || slot_bytes > kMostSlotBytes || slot_bytes % kLeastSlotBytes != 0)
+        throw nb::value_error("a slot has a multiple of 4 KiB, up to 1 GiB");
+    if (threads < 1 || threads > kMostThreads) throw nb::value_error("a rank computes on 1 to 65536 threads");
+    const int rank = place_among(members, *mesh);
+    const int size = static_cast<int>(members.size());
     const auto deadline = deadline_in(timeout_s);
     std::unique_ptr<host::Group> group;
     {
         const nb::gil_scoped_release release;
         group = host::Group::create(*mesh, std::move(members), id, slot_bytes, deadline, threads);
     }
-    return group ? new HostGroup(std::move(mesh), std::move(group), slot_bytes) : nullptr;
+    return group ? new HostGroup(std::move(mesh), std::move(group), rank, size, slot_bytes) : nullptr;
+}
+
+void require_ranks(int size) {
+    if (size < 1 || size > shm::kMaxRanks) throw nb::value_error("a host has 1 to 1024 ranks");
 }
 
 // Makes the board of a host of `size` ranks; returns its descriptor, which the caller closes.
 int create_board(int size) {
+    require_ranks(size);
     const auto board = shm::Board::create(size);
     const int fd = board ? fcntl(board->descriptor(), F_DUPFD_CLOEXEC, 0) : -1;
     if (fd < 0) throw std::system_error(errno, std::generic_category(), "memfd_create");
@@ -176,6 +214,10 @@ int create_board(int size) {
 
 // Takes over `fd`, a board's descriptor, or makes a board if it is negative.
 std::shared_ptr<shm::Mesh> join_mesh(int rank, int size, int fd, std::vector<int> names) {
+    require_ranks(size);
+    if (rank < 0 || rank >= size) throw nb::value_error("the rank is not one of the board's");
+    if (!names.empty() && names.size() != static_cast<std::size_t>(size))
+        throw nb::value_error("each rank of the board needs a name");
     errno = EBADMSG;  // what is no board
     auto board = fd < 0 ? shm::Board::create(size) : shm::Board::adopt(fd, size);
     if (!board) throw std::system_error(errno, std::generic_category(), "the board of the host's ranks");
@@ -238,8 +280,10 @@ nb::ndarray<nb::pytorch, std::uint8_t, nb::ndim<1>> shared_tensor(std::size_t nb
 // Reduces the `count` elements at each address in `sources` into those at `out`, which may be one of the sources.
 void reduce(std::uintptr_t out, const std::vector<std::uintptr_t>& sources, std::size_t count, int dtype, int reduce_op,
             int divisor) {
-    const ReduceFn kernel = find_reduction(static_cast<DType>(dtype), static_cast<ReduceOp>(reduce_op));
+    const ReduceFn kernel = find_reduction(to_dtype(dtype), to_reduce_op(reduce_op));
     if (kernel == nullptr) throw nb::value_error("this reduction is not defined for the type");
+    if (sources.empty() || divisor == 0)
+        throw nb::value_error("a reduction needs sources, and a divisor that is not 0");
     std::vector<const void*> from;
     for (const std::uintptr_t source : sources) from.push_back(reinterpret_cast<const void*>(source));
     const nb::gil_scoped_release release;
@@ -248,11 +292,11 @@ void reduce(std::uintptr_t out, const std::vector<std::uintptr_t>& sources, std:
 
 // Returns the index of the first piece that has NaN or infinity among its first `most_bytes`, or -1.
 int first_not_finite(const FlatPieces& pieces, int dtype, std::size_t most_bytes) {
+    const DType type = to_dtype(dtype);
     const nb::gil_scoped_release release;
     for (std::size_t i = 0; i + 1 < pieces.size(); i += 2) {
         const std::size_t nbytes = std::min(static_cast<std::size_t>(pieces[i + 1]), most_bytes);
-        if (!are_finite(reinterpret_cast<const void*>(pieces[i]), nbytes, static_cast<DType>(dtype)))
-            return static_cast<int>(i / 2);
+        if (!are_finite(reinterpret_cast<const void*>(pieces[i]), nbytes, type)) return static_cast<int>(i / 2);
     }
     return -1;
 }
@@ -329,7 +373,7 @@ void register_engine(nb::module_& module) {
                nb::arg("reduce_op"), nb::arg("divisor"));
     module.def("first_not_finite", &first_not_finite, nb::arg("pieces"), nb::arg("dtype"), nb::arg("most_bytes"));
     module.def("reduces", [](int dtype, int reduce_op) {
-        return find_reduction(static_cast<DType>(dtype), static_cast<ReduceOp>(reduce_op)) != nullptr;
+        return find_reduction(to_dtype(dtype), to_reduce_op(reduce_op)) != nullptr;
     });
 }
 

@@ -1,5 +1,8 @@
 // Bindings of groups that run schedules over lanes, and of messages between ranks, for paceline.engine.
+#include <algorithm>
 #include <chrono>
+#include <iterator>
+#include <optional>
 
 #include "bindings/bindings.hpp"
 #include "bindings/calls.hpp"
@@ -93,15 +96,19 @@ class ScheduleGroup {
     }
 
     Message send(int peer, int tag, int dtype, const FlatPieces& tensor, std::int64_t timeout_ns, bool background) {
-        return start(background, [&](Messenger& messenger) {
-            return messenger.send(peer, tag, static_cast<DType>(dtype), to_stream(tensor), timeout_ns);
+        const DType type = to_dtype(dtype);
+        return start(background, peer, tensor, [&](Messenger& messenger, const Stream& stream) {
+            return messenger.send(peer, tag, type, stream, timeout_ns);
         });
     }
 
     Message receive(int peer, int tag, int dtype, const FlatPieces& tensor, std::int64_t timeout_ns, bool background) {
-        return start(background, [&](Messenger& messenger) {
-            return messenger.receive(peer, tag, static_cast<DType>(dtype), to_stream(tensor), timeout_ns);
-        });
+        const DType type = to_dtype(dtype);
+        const bool is_any = peer == executor::kAnySource;
+        return start(background, is_any ? std::nullopt : std::optional(peer), tensor,
+                     [&](Messenger& messenger, const Stream& stream) {
+                         return messenger.receive(peer, tag, type, stream, timeout_ns);
+                     });
     }
 
     // Ranks known to have died or left so far; those that died come first.
@@ -147,9 +154,11 @@ class ScheduleGroup {
     }
 
   private:
-    static Call by_schedule(std::shared_ptr<const Schedule> schedule, const nb::tuple& fields,
-                            std::int64_t predicted_ns) {
+    Call by_schedule(std::shared_ptr<const Schedule> schedule, const nb::tuple& fields,
+                     std::int64_t predicted_ns) const {
+        if (!lanes_) throw nb::value_error("the group is closed");
         Call call = to_call(fields);
+        require_sound(call, lanes_->rank(), lanes_->size(), false);
         call.predicted_ns = predicted_ns;
         call.algorithm = schedule->algorithm;
         call.schedule = std::move(schedule);
@@ -157,13 +166,16 @@ class ScheduleGroup {
     }
 
     template <class Start>
-    Message start(bool background, Start begin) {
+    Message start(bool background, std::optional<int> peer, const FlatPieces& tensor, Start begin) {
         if (!messenger_) throw nb::value_error("the group is closed");
+        if (peer && (*peer < 0 || *peer >= lanes_->size() || *peer == lanes_->rank()))
+            throw nb::value_error("the other end of a message is another rank of the group");
+        const Stream stream = to_stream(tensor);
         std::shared_ptr<Messenger> messenger = messenger_;
         std::shared_ptr<Request> request;
         {
             const nb::gil_scoped_release release;
-            request = begin(*messenger);
+            request = begin(*messenger, stream);
             if (background && !request->done()) messenger->run_in_background();
         }
         return Message(messenger, std::move(request));
@@ -176,9 +188,23 @@ class ScheduleGroup {
     std::shared_ptr<CallQueue> queue_;
 };
 
+constexpr std::size_t kLeastConnections = 2;  // one for control, the others for data
+
 ScheduleGroup* create_group(std::shared_ptr<shm::Mesh> mesh, std::uint64_t id, int rank,
                             const std::vector<int>& mesh_ranks, const std::vector<nb::list>& connections,
                             double timeout_s, std::vector<int> names) {
+    const std::size_t size = mesh_ranks.size();
+    std::vector<int> here;
+    std::copy_if(mesh_ranks.begin(), mesh_ranks.end(), std::back_inserter(here), [](int each) { return each >= 0; });
+    const int place = place_among(here, *mesh);
+    if (rank < 0 || static_cast<std::size_t>(rank) >= size ||
+        mesh_ranks[static_cast<std::size_t>(rank)] != here[static_cast<std::size_t>(place)])
+        throw nb::value_error("the rank is not that of this process in the mesh");
+    if (connections.size() != size || (!names.empty() && names.size() != size))
+        throw nb::value_error("each rank of a group needs a list of connections, and a name if one has a name");
+    for (std::size_t r = 0; r < size; ++r)
+        if (mesh_ranks[r] < 0 && connections[r].size() < kLeastConnections)
+            throw nb::value_error("a rank of another host needs two connections or more");
     const auto deadline = deadline_in(timeout_s);
     std::vector<std::vector<tls::Socket>> sockets(connections.size());
     for (std::size_t r = 0; r < sockets.size(); ++r)
@@ -194,6 +220,8 @@ ScheduleGroup* create_group(std::shared_ptr<shm::Mesh> mesh, std::uint64_t id, i
 
 std::shared_ptr<Schedule> make_schedule(int algorithm, std::uint32_t blocks, int rank, int size, const nb::bytes& steps,
                                         int wire) {
+    if (algorithm < 0 || algorithm >= kQuantised) throw nb::value_error("there is no such algorithm");
+    if (wire < 0 || wire > static_cast<int>(Wire::int4)) throw nb::value_error("there is no such wire");
     const std::span numbers(reinterpret_cast<const std::int32_t*>(steps.c_str()), steps.size() / sizeof(std::int32_t));
     std::size_t bad_step = 0;
     const auto schedule = Schedule::make(static_cast<std::uint8_t>(algorithm), blocks, rank, size, numbers, &bad_step,

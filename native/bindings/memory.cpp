@@ -43,6 +43,7 @@ std::pair<SharedMemory, shm::RegionId> share_memory(shm::Mesh& mesh, std::size_t
 
 std::optional<SharedMemory> find_memory(shm::Mesh& mesh, int owner, shm::RegionId id, std::size_t nbytes,
                                         double timeout_s) {
+    if (owner < 0 || owner >= mesh.size()) throw nb::value_error("the owner is not a rank of the mesh");
     const shm::Found found = mesh.fetch(owner, id, deadline_in(timeout_s));
     if (found.shortage != 0)
         throw std::system_error(found.shortage, std::generic_category(), "the memory of another rank");

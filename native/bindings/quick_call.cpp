@@ -24,13 +24,17 @@ PyObject* with_care(PyObject* self) {
 
 }  // namespace
 
-void QuickCall::arm(nb::object prepared, std::vector<Place> places, nb::object limits, nb::dict watched, nb::str key) {
+void QuickCall::arm(nb::object prepared, std::vector<Place> places, nb::object limits, nb::dict watched, nb::str key,
+                    nb::object count_writes, nb::tuple written) {
+    if (!nb::isinstance<PreparedCall>(prepared)) throw nb::type_error("a persistent call needs a PreparedCall");
     call_ = nb::cast<PreparedCall*>(prepared);
     prepared_ = std::move(prepared);
     places_ = std::move(places);
     limits_ = std::move(limits);
     watched_ = std::move(watched);
     key_ = std::move(key);
+    count_writes_ = std::move(count_writes);
+    written_ = std::move(written);
 }
 
 bool QuickCall::is_as_usual() const {
@@ -57,6 +61,7 @@ PyObject* QuickCall::call(PyObject* self, PyObject* arguments, PyObject* keyword
         }
         const nb::object limit = nb::steal(PyObject_GetAttr(quick.limits_.ptr(), timeout_ns));
         if (!limit.is_valid()) return nullptr;
+        quick.count_writes_(quick.written_);
         const nb::object outcome = quick.call_->run(nb::cast<std::int64_t>(limit));
         return outcome.is_none() ? outcome.inc_ref().ptr()
                                  : PyObject_CallMethodObjArgs(self, fail, outcome.ptr(), nullptr);
@@ -75,6 +80,7 @@ int QuickCall::traverse(PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(quick.prepared_.ptr());
     Py_VISIT(quick.limits_.ptr());
     Py_VISIT(quick.watched_.ptr());
+    Py_VISIT(quick.written_.ptr());
     for (const auto& [tensor, address] : quick.places_) Py_VISIT(tensor.ptr());
     return 0;
 }
@@ -86,6 +92,8 @@ int QuickCall::clear(PyObject* self) {
     quick.places_.clear();
     quick.limits_.reset();
     quick.watched_.reset();
+    quick.written_.reset();
+    quick.count_writes_.reset();
     return 0;
 }
 

@@ -19,8 +19,9 @@ class QuickCall {
 
     // Until it is armed, every call is made with care. The time-out is the attribute `timeout_ns` of `limits`.
     // `watched` is a dictionary in which `key` stands for whether somebody watches.
+    // `count_writes` is called with `written`, the tensors that the call writes to, before each call.
     void arm(nanobind::object prepared, std::vector<Place> places, nanobind::object limits, nanobind::dict watched,
-             nanobind::str key);
+             nanobind::str key, nanobind::object count_writes, nanobind::tuple written);
 
     // Makes the call of the subclass's object `self`; a slot of its type.
     static PyObject* call(PyObject* self, PyObject* arguments, PyObject* keywords);
@@ -38,6 +39,8 @@ class QuickCall {
     nanobind::object limits_;
     nanobind::dict watched_;
     nanobind::str key_;
+    nanobind::object count_writes_;
+    nanobind::tuple written_;
 };
 
 }  // namespace paceline::bindings

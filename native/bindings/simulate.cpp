@@ -3,6 +3,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <stdexcept>
@@ -45,7 +46,7 @@ std::vector<Route> to_routes(const std::vector<double>& numbers) {
                     {}};
         const auto uses = static_cast<std::size_t>(n[7]);
         at += kNumbersPerRoute;
-        if (uses == 0 || at + 2 * uses > numbers.size()) throw std::invalid_argument("a route lacks its links");
+        if (!(n[7] >= 1) || uses > (numbers.size() - at) / 2) throw std::invalid_argument("a route lacks its links");
         for (std::size_t use = 0; use < uses; ++use, at += 2)
             route.uses.push_back({static_cast<std::uint32_t>(numbers[at]), numbers[at + 1]});
         routes.push_back(std::move(route));
@@ -59,6 +60,8 @@ std::tuple<std::vector<double>, std::vector<double>, Transfers> simulate_schedul
     const std::vector<std::shared_ptr<executor::Schedule>>& schedules, const nb::bytes& arrivals,
     const nb::bytes& speeds, const nb::bytes& routes, const nb::bytes& capacities, double block_nbytes,
     double gamma_s_per_byte, double piece_nbytes, bool records) {
+    if (std::any_of(schedules.begin(), schedules.end(), [](const auto& each) { return each == nullptr; }))
+        throw std::invalid_argument("a schedule is missing");
     Scenario scenario;
     const std::vector<double> come = to_doubles(arrivals);
     const std::vector<double> speed = to_doubles(speeds);
@@ -66,6 +69,10 @@ std::tuple<std::vector<double>, std::vector<double>, Transfers> simulate_schedul
         scenario.programs.push_back({schedules[i], come.at(i), speed.at(i)});
     scenario.routes = to_routes(to_doubles(routes));
     scenario.capacities = to_doubles(capacities);
+    for (const Route& route : scenario.routes)
+        for (const auto& use : route.uses)
+            if (use.link >= scenario.capacities.size())
+                throw std::invalid_argument("a route uses a link that is not there");
     scenario.block_nbytes = block_nbytes;
     scenario.gamma_s_per_byte = gamma_s_per_byte;
     scenario.piece_nbytes = piece_nbytes;

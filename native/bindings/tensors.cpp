@@ -23,7 +23,7 @@ struct Table {
 // What `read_tensors` was told. The references are never given up, since calls may come until the process ends.
 struct Known {
     const Table* table = nullptr;
-    nb::handle tensor, parameter, is_neg, reduction;
+    nb::handle tensor, parameter, is_neg, reduction, count_writes;
 };
 
 Known& known() {
@@ -31,7 +31,7 @@ Known& known() {
     return known;
 }
 
-void read_tensors(nb::object tensor, nb::object parameter, nb::object reduction) {
+void read_tensors(nb::object tensor, nb::object parameter, nb::object reduction, nb::object count_writes) {
     const nb::object capsule = nb::getattr(tensor, "__dlpack_c_exchange_api__", nb::none());
     const auto* table = capsule.is_none()
                             ? nullptr
@@ -40,7 +40,8 @@ void read_tensors(nb::object tensor, nb::object parameter, nb::object reduction)
     while (table != nullptr && table->major != 1) table = table->previous;
     if (table == nullptr || table->read == nullptr) return;
     const nb::object is_neg = tensor.attr("is_neg");
-    known() = {table, tensor.release(), parameter.release(), is_neg.inc_ref(), reduction.release()};
+    known() = {
+        table, tensor.release(), parameter.release(), is_neg.inc_ref(), reduction.release(), count_writes.release()};
 }
 
 std::optional<DType> dtype_of(const nb::dlpack::dtype& type) {
@@ -99,6 +100,10 @@ std::optional<DenseTensor> read_dense(nb::handle object) {
     // Values may be the negatives of what is in memory, of which DLPack knows nothing.
     if (!dtype || !count || !has_memory || !known().is_neg(object).is(Py_False)) return std::nullopt;
     return DenseTensor{begin_of(*found), *count, *dtype};
+}
+
+void count_write(nb::handle tensor) {
+    known().count_writes(nb::make_tuple(tensor));
 }
 
 std::uint64_t address_of(nb::handle tensor) {

@@ -22,6 +22,9 @@ struct DenseTensor {
 // torch.nn.Parameter and of a type that can be reduced. Everything else is read in Python, as with an older PyTorch.
 std::optional<DenseTensor> read_dense(nanobind::handle object);
 
+// Tells autograd that a tensor, which `read_dense` has read, is written to.
+void count_write(nanobind::handle tensor);
+
 // Returns where the values of a tensor begin, on whatever device it is.
 std::uint64_t address_of(nanobind::handle tensor);
 

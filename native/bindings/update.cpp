@@ -6,10 +6,12 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <memory>
 #include <tuple>
 
 #include "bindings/bindings.hpp"
+#include "bindings/calls.hpp"
 
 namespace nb = nanobind;
 
@@ -17,6 +19,7 @@ namespace paceline::bindings {
 namespace {
 
 using update::Options;
+using update::Run;
 using update::Update;
 
 // The addresses of a run's elements, of its two states and of its number of steps, its bytes, and its group.
@@ -27,15 +30,15 @@ T* at(std::uintptr_t address) {
     return reinterpret_cast<T*>(address);
 }
 
-std::shared_ptr<Update> make_update(int dtype, const std::vector<RunFields>& fields) {
-    const auto type = static_cast<DType>(dtype);
+std::shared_ptr<CheckedUpdate> make_update(int dtype, const std::vector<RunFields>& fields) {
+    const DType type = to_dtype(dtype);
     if (update::find_update(type, update::Rule::sgd) == nullptr)
         throw nb::value_error("the core updates only float32 and float64");
-    std::vector<update::Run> runs;
+    std::vector<Run> runs;
     for (const auto& [param, first, second, steps, nbytes, group] : fields)
         runs.push_back({at<std::uint8_t>(param), at<std::uint8_t>(first), at<std::uint8_t>(second), at<float>(steps),
                         nbytes, group});
-    return std::make_shared<Update>(type, std::move(runs));
+    return std::make_shared<CheckedUpdate>(type, runs);
 }
 
 Options adam_options(double lr, double weight_decay, bool maximize, double beta1, double beta2, double eps,
@@ -64,11 +67,30 @@ Options sgd_options(double lr, double weight_decay, bool maximize, double moment
     return options;
 }
 
-void apply(Update& update, std::uintptr_t averages, std::size_t nbytes) {
+void apply(CheckedUpdate& update, std::uintptr_t averages, std::size_t nbytes) {
+    update.require_step();
     update.apply(at<const std::uint8_t>(averages), nbytes);
 }
 
 }  // namespace
+
+CheckedUpdate::CheckedUpdate(DType dtype, const std::vector<Run>& runs) : Update(dtype, runs), runs_(runs) {}
+
+void CheckedUpdate::begin_step(const std::vector<Options>& groups) {
+    const auto can_begin = [&groups](const Run& run) {
+        if (run.group >= groups.size() || run.param == nullptr) return false;
+        const Options& options = groups[run.group];
+        if (options.rule == update::Rule::sgd) return options.momentum == 0 || run.first != nullptr;
+        return run.first != nullptr && run.second != nullptr && run.steps != nullptr;
+    };
+    has_begun_ = std::all_of(runs_.begin(), runs_.end(), can_begin);
+    if (!has_begun_) throw nb::value_error("a run of the update has no options, or lacks states that its rule needs");
+    begin(groups);
+}
+
+void CheckedUpdate::require_step() const {
+    if (!has_begun_) throw nb::value_error("the update has not begun a step");
+}
 
 void register_updates(nb::module_& module) {
     nb::class_<Options>(module, "UpdateOptions");
@@ -76,9 +98,9 @@ void register_updates(nb::module_& module) {
                nb::arg("maximize"), nb::arg("beta1"), nb::arg("beta2"), nb::arg("eps"), nb::arg("is_decoupled"));
     module.def("sgd_options", &sgd_options, nb::kw_only(), nb::arg("lr"), nb::arg("weight_decay"), nb::arg("maximize"),
                nb::arg("momentum"), nb::arg("dampening"), nb::arg("nesterov"));
-    nb::class_<Update>(module, "Update")
+    nb::class_<CheckedUpdate>(module, "Update")
         .def(nb::new_(&make_update), nb::arg("dtype"), nb::arg("runs"))
-        .def("begin", &Update::begin, nb::arg("groups"))
+        .def("begin", &CheckedUpdate::begin_step, nb::arg("groups"))
         .def("apply", &apply, nb::arg("averages"), nb::arg("nbytes"), nb::call_guard<nb::gil_scoped_release>());
 }
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bindings/bindings.hpp"
+#include "bindings/calls.hpp"
 
 namespace nb = nanobind;
 
@@ -23,11 +24,15 @@ std::vector<std::string> levels() {
     return names;
 }
 
+Wire to_wire(int wire) {
+    if (wire < 0 || wire > static_cast<int>(Wire::int4)) throw nb::value_error("there is no such wire");
+    return static_cast<Wire>(wire);
+}
+
 const WireKernels& kernels(int wire, const std::string& level, int dtype) {
     for (const SimdLevel each : kLevels) {
         if (level != name_of(each)) continue;
-        if (const auto* found = find_wire_kernels(static_cast<Wire>(wire), static_cast<DType>(dtype), each))
-            return *found;
+        if (const auto* found = find_wire_kernels(to_wire(wire), to_dtype(dtype), each)) return *found;
     }
     throw nb::value_error("this machine has no such kernels");
 }
@@ -56,8 +61,8 @@ void add_packed(int wire, const std::string& level, int dtype, std::uintptr_t pa
 void register_wire(nb::module_& module) {
     module.def("wire_levels", &levels);
     module.def(
-        "packed_size", [](int wire, std::size_t count) { return packed_size(static_cast<Wire>(wire), count); },
-        nb::arg("wire"), nb::arg("count"));
+        "packed_size", [](int wire, std::size_t count) { return packed_size(to_wire(wire), count); }, nb::arg("wire"),
+        nb::arg("count"));
     module.def("pack", &pack, nb::arg("wire"), nb::arg("level"), nb::arg("dtype"), nb::arg("tensor"),
                nb::arg("residual"), nb::arg("packed"), nb::arg("count"), nb::call_guard<nb::gil_scoped_release>());
     module.def("unpack", &unpack, nb::arg("wire"), nb::arg("level"), nb::arg("dtype"), nb::arg("packed"),

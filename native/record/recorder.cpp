@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -60,6 +61,11 @@ bool Recorder::begin(int fd, const Identity& identity) {
     static std::mutex beginning;
     const std::lock_guard hold(beginning);
     if (active() != nullptr) return true;
+    struct stat status{};
+    if (fd >= 0 && fstat(fd, &status) != 0)
+        throw std::system_error(errno, std::generic_category(), "fstat of a recording");
+    if (fd >= 0 && status.st_size < static_cast<off_t>(kBytes))
+        throw std::system_error(EINVAL, std::generic_category(), "the memory of a recording, which is too small");
     const int flags = fd >= 0 ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS;
     void* const memory = mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, flags, fd, 0);
     if (memory == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "mmap of a recording");

@@ -1,6 +1,6 @@
 """The C++ core. Codes (operation, dtype, reduce op, status) are the enum values of `native/`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -104,8 +104,16 @@ class HasTimeout(Protocol):
     @property
     def timeout_ns(self) -> int: ...
 
-def read_tensors(tensor: type[object], parameter: type[object], reduce_op: type[object]) -> None:
-    """Has the core read tensors of these classes itself, if PyTorch lets it; see native/bindings/tensors.hpp."""
+def read_tensors(
+    tensor: type[object],
+    parameter: type[object],
+    reduce_op: type[object],
+    count_writes: Callable[[tuple[torch.Tensor, ...]], None],
+) -> None:
+    """Has the core read tensors of these classes itself, if PyTorch lets it; see native/bindings/tensors.hpp.
+
+    `count_writes` is called with those that it writes to.
+    """
 
 class QuickCall:
     """What a persistent call does each time that it is called; see native/bindings/quick_call.hpp."""
@@ -120,6 +128,8 @@ class QuickCall:
         limits: HasTimeout,
         watched: dict[str, object],
         key: str,
+        count_writes: Callable[[tuple[torch.Tensor, ...]], None],
+        written: tuple[torch.Tensor, ...],
         /,
     ) -> None: ...
 

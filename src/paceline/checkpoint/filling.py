@@ -17,6 +17,7 @@ from paceline.checkpoint.names import SEPARATOR, of_rank
 from paceline.checkpoint.sources import Elsewhere
 from paceline.checkpoint.trees import put_together
 from paceline.errors import CheckpointError
+from paceline.group.writes import count_writes
 
 _AFTER_SEPARATOR = chr(ord(SEPARATOR) + 1)
 
@@ -71,6 +72,7 @@ class Filling:
 
     def finish(self) -> None:
         """Does what was to be done when everything has been read."""
+        count_writes(each.memory for each in self.wanted)
         for work in self._last:
             work()
 

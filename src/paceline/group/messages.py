@@ -17,6 +17,7 @@ from paceline.group.buffers import Buffers, Tensors, as_list, count_elements, dt
 from paceline.group.profiling import Recording
 from paceline.group.running import RunningGroup
 from paceline.group.work import Work
+from paceline.group.writes import count_writes, counting_writes
 
 ANY_SOURCE = -1
 
@@ -68,6 +69,7 @@ class MessagingGroup(RunningGroup):
         messages = opened.messages
         lost = MESSAGES_LOST if isinstance(opened.channel, _core.HostGroup) else GROUP_LOST
         start = messages.send if name == "send" else messages.receive
+        count_writes(buffers.written)
         message = start(peer, tag, code, pieces, self.limit_ns(timeout), background)
         other_end = _other_end(self._members, name, peer)
         call = f"{name}({dtype_name(code)}, {count_elements(tensors)} elements, {other_end}, tag {tag})"
@@ -76,7 +78,7 @@ class MessagingGroup(RunningGroup):
             message,
             name,
             buffers.kept,
-            buffers.finish,
+            counting_writes(buffers.written, buffers.finish),
             lambda outcome: self._failed(outcome, call, lost),
             results=tensors,
         )

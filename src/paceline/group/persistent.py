@@ -19,6 +19,7 @@ from paceline.group.planning import Plan
 from paceline.group.profiling import Recording
 from paceline.group.running import RunningGroup
 from paceline.group.work import Work
+from paceline.group.writes import count_writes
 
 
 class PersistentCall(_core.QuickCall):
@@ -158,12 +159,22 @@ class EngineCall(PersistentCall):
         plan[1].kept = [each.detach() for each in plan[1].kept]
         self._prepared = prepared
         self._limits: RunningGroup | _Limits = group if timeout is None else _Limits(to_nanoseconds(timeout))
-        self.arm(prepared, self._memory, self._limits, profiler.__dict__, "_is_profiler_enabled")
+        self._written = group.written_by(plan)
+        self.arm(
+            prepared,
+            self._memory,
+            self._limits,
+            profiler.__dict__,
+            "_is_profiler_enabled",
+            count_writes,
+            tuple(self._written),
+        )
 
     def _call_with_care(self) -> None:
         self._require_memory()
         self._require_idle()
         recording = self._recording() if profiler._is_profiler_enabled else None
+        count_writes(self._written)
         try:
             outcome = self._prepared.run(self._limits.timeout_ns)
         except ValueError as error:

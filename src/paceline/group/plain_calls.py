@@ -20,6 +20,7 @@ from paceline.group.buffers import Buffers, address_of
 from paceline.group.reduce_op import ReduceOp
 from paceline.group.reductions import QUICK_CODES
 from paceline.group.tree_sums import TreeSummingGroup
+from paceline.group.writes import count_writes
 from paceline.schedule.steps import Operation
 
 _STRIDED = torch.strided
@@ -41,6 +42,7 @@ class PlainCallsGroup(TreeSummingGroup):
             return False
         if self._closed:
             raise self.closed_error()
+        count_writes((tensor,))
         return self._channel.all_reduce(address_of(tensor), tensor.numel(), code, reduce_code, self.timeout_ns)
 
     def make_plainly(
@@ -82,6 +84,8 @@ class PlainCallsGroup(TreeSummingGroup):
         written = _addresses(outputs, dtype, nbytes, parts[1], are_whole)
         if read is None or written is None:
             return False
+        if operation is not Operation.REDUCE or root == self._rank:
+            count_writes(outputs)
         self._run_equal(operation, quick[0], reduce_code, root, count, nbytes, read, written, (*inputs, *outputs))
         return True
 
@@ -135,9 +139,10 @@ class PlainCallsGroup(TreeSummingGroup):
             raise self._abandon(outcome, call, kept)
 
     def run_on_cpu(self, call: Call, kept: Sequence[torch.Tensor]) -> None:
-        """Makes a call on tensors on the CPU, `kept`, that its caller has checked; no profiler may watch."""
+        """Makes a call that writes to `kept`, tensors on the CPU that its caller has checked; no profiler may watch."""
         if self._closed:
             raise self.closed_error()
+        count_writes(kept)
         outcome = self._channel.run(call)
         if outcome is not None:
             raise self._abandon(outcome, call, kept)

@@ -33,6 +33,7 @@ from paceline.group.sparse import all_reduce_sparse
 from paceline.group.torch_methods import TorchMethods
 from paceline.group.wire import WireKind, WireLike, with_wire
 from paceline.group.work import Work
+from paceline.group.writes import count_writes
 from paceline.schedule.steps import Operation
 
 _STRIDED = torch.strided
@@ -139,6 +140,8 @@ class ProcessGroup(PlainCallsGroup, TorchMethods):
                 if self._closed:
                     raise self.closed_error()
                 count = tensors.numel()
+                if root != self._rank:
+                    count_writes((tensors,))
                 outcome = self._channel.broadcast(address_of(tensors), count, code, root, self.timeout_ns)
                 if outcome is not None:
                     raise self._error(outcome, (0, Operation.BROADCAST, code, NO_REDUCTION, root, count))

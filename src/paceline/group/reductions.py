@@ -14,7 +14,6 @@ from paceline.group.options import reduction_of
 from paceline.group.reduce_op import PremulSum, ReduceOp, Reduction
 
 _PREMUL_SUM = ReduceOp.PREMUL_SUM
-_core.read_tensors(torch.Tensor, torch.nn.Parameter, ReduceOp)
 
 
 @functools.cache

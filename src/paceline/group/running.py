@@ -22,6 +22,7 @@ from paceline.group.devices import Devices, Opener
 from paceline.group.planning import Plan
 from paceline.group.profiling import Recording
 from paceline.group.work import Work
+from paceline.group.writes import count_writes, counting_writes
 from paceline.record import recorder
 from paceline.schedule.steps import Operation
 
@@ -166,6 +167,7 @@ class RunningGroup(BaseGroup):
             if recording is not None:
                 work.when_over(recording.end)
             return work
+        count_writes(self.written_by(plan))
         outcome = channel.run(call)
         if recording is not None:
             recording.end()
@@ -201,14 +203,21 @@ class RunningGroup(BaseGroup):
     def work_of(self, pending: Pending, plan: Plan) -> Work:
         """Returns the `Work` of a planned call that has been submitted."""
         call, buffers = plan
+        written = self.written_by(plan)
+        count_writes(written)  # when it begins, and also when it ends: the program may have kept a tensor in between
         return Work(
             pending,
             str(call.operation),
             buffers.kept,
-            buffers.finish,
+            counting_writes(written, buffers.finish),
             lambda outcome: self.abandon(outcome, plan),
             buffers.written,
         )
+
+    def written_by(self, plan: Plan) -> Sequence[torch.Tensor]:
+        """Returns the tensors that a call writes to."""
+        call, buffers = plan
+        return () if call.operation is Operation.BROADCAST and call.root == self._rank else buffers.written
 
     def limit_ns(self, timeout: Timeout | None) -> int:
         """Returns how long a call with this argument waits, in nanoseconds."""

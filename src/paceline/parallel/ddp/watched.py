@@ -64,7 +64,9 @@ class WatchedModule:
 
     def send_buffers(self, root: int) -> None:
         """Copies the root's buffers to all ranks."""
-        buffers = self._structure.buffers()
+        # Not `detach()`, which would count writes for autograd: as in torch, another forward before the backward is no
+        # error, though batch normalization keeps its statistics for the backward.
+        buffers = [buffer.data for buffer in self._structure.buffers()]
         if not buffers:
             return
         addresses = [buffer.data_ptr() for buffer in buffers]

@@ -20,6 +20,7 @@ from paceline.engine.native.host_memory import HostRanks
 from paceline.errors import CollectiveError
 from paceline.group.host_memory import share_on_host
 from paceline.group.process_group import ProcessGroup
+from paceline.group.writes import count_writes
 from paceline.parallel.broadcast import broadcast_tensors
 from paceline.parallel.one_copy.guard import TornGuard
 from paceline.parallel.tracked_tensors import collect_tracked
@@ -121,6 +122,7 @@ class SharedParameters:
                 error.args = (f"{error}. {_TORN}", *error.args[1:])
             raise
         self._torn.reason = None
+        count_writes(self._params)  # by whichever rank
         self.accept()
 
     @contextmanager

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from paceline.group.default import given_or_default
 from paceline.group.process_group import ProcessGroup
+from paceline.group.writes import count_writes
 from paceline.parallel.broadcast import broadcast_tensors
 from paceline.parallel.ddp.buckets import MIB, caps_of, make_buckets
 from paceline.parallel.ddp.module import DistributedDataParallel
@@ -167,6 +168,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             self._shards.copy_from_owners(self.process_group)
         else:
             self._sharded.refresh()
+        count_writes(shards[0].param for shards in self._shards.by_param)  # by whichever rank
         if self.stage == 1:
             self._shards.forget_run_gradients()
         if self._averages and self._module is not None:

@@ -176,7 +176,7 @@ class Shards:
     def copy_from_owners(self, group: ProcessGroup) -> None:
         """Copies to all ranks what each owner has updated (stages 1 and 2)."""
         for owner in range(group.size()):
-            _copy_from_owner([s.run(s.param.data) for s in self.all() if s.owner == owner], owner, group)
+            _copy_from_owner([s.run(s.param.detach()) for s in self.all() if s.owner == owner], owner, group)
 
     def take_gradients(self, free: bool) -> None:
         """Gives the runs that this rank updates their parts of the parameters' gradients.
