@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from types import MappingProxyType
 from typing import Any
 
@@ -61,8 +61,8 @@ def entries(state: State, name: str = "") -> Iterator[tuple[str, Any]]:
         TypeError: a name is not a text.
     """
     for key, value in state.items():
-        if not isinstance(key, str):
-            raise TypeError(f"the state has the key {key!r} of type {type(key).__name__}; names are texts")
+        if not isinstance(key, str) or not (key or name):
+            raise TypeError(f"the state has the key {key!r} of type {type(key).__name__}; names are texts, not empty")
         inner = join(name, key)
         if isinstance(value, ElasticState):
             for part, each in entries(value.parts(), inner):
@@ -90,6 +90,17 @@ def module_of(value: object) -> nn.Module | None:
     while isinstance(value, _WRAPPERS):
         value = value.module
     return value if isinstance(value, nn.Module) else None
+
+
+def keys_in_whole(module: nn.Module) -> Set[str]:
+    """Returns the keys of the `state_dict` of a module, of the undivided one if it is a part of a model."""
+    return module.whole.keys if isinstance(module, Pipeline) else module.state_dict(keep_vars=True).keys()
+
+
+def is_stateless(value: object) -> bool:
+    """Whether this is a module without parameters, buffers and extra state, of which nothing is to be loaded."""
+    module = module_of(value)
+    return module is not None and not keys_in_whole(module)
 
 
 def key_in_whole(module: nn.Module, key: str) -> str:
@@ -126,6 +137,8 @@ def _capture_module(name: str, module: nn.Module, into: Captured) -> None:
     is_pipeline = isinstance(module, Pipeline)
     if isinstance(module, Pipeline):
         into.layers[name] = [each for each, _ in module.named_children()], len(module.whole.names)
+    if not keys_in_whole(module):
+        into.values[name] = {}  # its state, which would otherwise leave no trace in the checkpoint
     counts = is_first_of(module.parameters())
     for key, value in module.state_dict(keep_vars=True).items():
         full = join(name, key_in_whole(module, key))

@@ -52,6 +52,9 @@ def capture_optimizer(name: str, optimizer: Optimizer, into: Captured, numbering
             for index, values in value.items():
                 is_known = isinstance(index, int) and index < len(parameters)
                 parameter, number = (parameters[index], numbers[index]) if is_known else (None, index)
+                if not isinstance(values, Mapping) or not values:
+                    into.add_tree(join(name, "state", number), values)
+                    continue
                 for what, each in values.items():
                     full = join(name, "state", number, what)
                     if parameter is not None and (numbering is not None or slice_of(parameter) is not None):
