@@ -23,14 +23,17 @@ from paceline.checkpoint.names import join
 from paceline.checkpoint.numbering import Numbering
 from paceline.checkpoint.optimizers import capture_optimizer
 from paceline.data.loader import StatefulLoader
+from paceline.elastic.pending_gradients import PendingGradients
 from paceline.elastic.registry import Stateful
 from paceline.elastic.state import ElasticState
 from paceline.parallel.ddp.module import DistributedDataParallel
+from paceline.parallel.gradient_use import GRADIENT_USE, is_pending
 from paceline.parallel.pipeline.module import Pipeline
 from paceline.parallel.sharded.loader import ShardLoader
 from paceline.parallel.sharded.logical import LogicalShards
 from paceline.parallel.tensor.slices import slice_of
 from paceline.parallel.zero.parameters import ShardedParameters, sharded_parameters_of
+from paceline.parallel.zero.partitioned import PartitionedOptimizer
 
 State = Mapping[str, Any]
 _NONE: Mapping[str, Numbering] = MappingProxyType({})
@@ -97,10 +100,10 @@ def keys_in_whole(module: nn.Module) -> Set[str]:
     return module.whole.keys if isinstance(module, Pipeline) else module.state_dict(keep_vars=True).keys()
 
 
-def is_stateless(value: object) -> bool:
-    """Whether this is a module without parameters, buffers and extra state, of which nothing is to be loaded."""
+def may_be_missing(value: object) -> bool:
+    """Whether a checkpoint need not have something: a module without any state, or gradients that wait for a step."""
     module = module_of(value)
-    return module is not None and not keys_in_whole(module)
+    return isinstance(value, PendingGradients) or (module is not None and not keys_in_whole(module))
 
 
 def key_in_whole(module: nn.Module, key: str) -> str:
@@ -120,6 +123,9 @@ def _capture(name: str, value: object, into: Captured, numbering: Numbering | No
             into.values[name] = _only_plain(name, value.state_dict())
     elif isinstance(value, torch.Tensor):
         into.add_tensor(name, value)
+    elif isinstance(value, PendingGradients):
+        if into.is_first:  # all workers have the same
+            into.hold_tree(name, value.state_dict())
     else:
         into.add_object(name, value.state_dict() if isinstance(value, Stateful) else value)
 
@@ -161,6 +167,36 @@ def _capture_module(name: str, module: nn.Module, into: Captured) -> None:
             into.offer(whole_of(full, value.detach()), of_first=True)
         else:
             into.add_of_first(full, value)
+
+
+def unsaved_gradients(state: State) -> list[str]:
+    """Returns the parameters whose gradients no optimizer has used yet, and a checkpoint of the state does not have.
+
+    Where no step has been followed, those of optimizers that keep something may have been used before.
+    """
+    found = list(entries(state))
+    kept = {id(each.module) for _, each in found if isinstance(each, PendingGradients)}
+    optimizers = [each for _, each in found if isinstance(each, torch.optim.Optimizer)]
+    holders = {
+        param: holder
+        for each in optimizers
+        if isinstance(each, PartitionedOptimizer)
+        for param, holder in each.gradient_holders()
+    }
+
+    def is_lost(param: nn.Parameter) -> bool:
+        if not GRADIENT_USE.has_seen_step and any(each.state.get(param) for each in optimizers):
+            return False
+        return is_pending(param) or (param in holders and is_pending(holders[param]))
+
+    modules = {name: module for name, each in found if (module := module_of(each)) is not None}
+    return [
+        join(name, key)
+        for name, module in modules.items()
+        if id(module) not in kept
+        for key, param in module.named_parameters()
+        if is_lost(param)
+    ]
 
 
 def elastic_of(state: State) -> ElasticState | None:

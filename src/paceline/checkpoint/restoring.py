@@ -19,7 +19,7 @@ from paceline.checkpoint.divided import (
 from paceline.checkpoint.filling import Filling
 from paceline.checkpoint.names import SEPARATOR, escaped, join, some
 from paceline.checkpoint.numbering import Numbering
-from paceline.checkpoint.objects import State, holds_objects, is_stateless, key_in_whole, keys_in_whole, module_of
+from paceline.checkpoint.objects import State, holds_objects, key_in_whole, keys_in_whole, may_be_missing, module_of
 from paceline.checkpoint.restoring_optimizers import RestoringOptimizers, filling_run
 from paceline.checkpoint.trees import with_classes_of
 from paceline.elastic.registry import Stateful
@@ -68,7 +68,7 @@ class Restoring:
     def _is_there(self, name: str, value: object) -> bool:
         if self._filling.has(name):
             return True
-        if self._strict and not is_stateless(value):
+        if self._strict and not may_be_missing(value):
             raise CheckpointError(
                 f"{self._where} has no {name!r}; it has {', '.join(map(repr, self._filling.top_names()))}. Leave it "
                 "out of the state, or give strict=False"

@@ -22,6 +22,7 @@ from paceline.checkpoint.names import SEPARATOR, join, unescaped
 from paceline.checkpoint.numbering import Numbering
 from paceline.checkpoint.optimizers import own_groups
 from paceline.errors import CheckpointError
+from paceline.parallel.optimizer_state import load_optimizer
 from paceline.parallel.tensor.slices import slice_of
 from paceline.parallel.zero.partitioned import PartitionedOptimizer
 from paceline.parallel.zero.shards import Shard
@@ -86,7 +87,7 @@ class RestoringOptimizers:
             others = {key: tree() for key, tree in trees.items()}
             if "param_groups" in others:
                 others["param_groups"] = own_groups(others["param_groups"], optimizer, numbering)
-            optimizer.load_state_dict({"state": state, **others})
+            load_optimizer(optimizer, {"state": state, **others})
 
         self._filling.finally_do(load)
 
