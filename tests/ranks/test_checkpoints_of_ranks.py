@@ -202,3 +202,41 @@ def save_and_load_with_torch(root: Path) -> None:
 
 def test_what_is_loaded_is_what_torchs_dcp_loads(ranks: type[Ranks], tmp_path: Path) -> None:
     ranks(1)(save_and_load_with_torch, tmp_path)
+
+
+def state_with_empties(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Identity())
+    return {
+        "model": dist.DistributedDataParallel(model),
+        "loss": nn.CrossEntropyLoss(),
+        "scaler": torch.amp.GradScaler("cpu", enabled=False),
+        "inner": {"head": nn.Identity(), "ema": {"w": torch.full((2,), float(seed))}, "none": {}},
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "mine": {} if dist.get_rank() == 0 else {"rank": dist.get_rank()},
+    }
+
+
+def save_empties(root: Path) -> None:
+    dist.init_process_group()
+    dist.save(state_with_empties(1), root, step=1)
+
+
+def load_empties(root: Path) -> None:
+    dist.init_process_group()
+    state, expected = state_with_empties(2) | {"mine": None}, state_with_empties(1)
+    dist.load(state, root)
+    assert state["mine"] == (expected["mine"] if dist.get_rank() < 2 else {})
+    assert torch.equal(state["inner"]["ema"]["w"], torch.ones(2)) and state["inner"]["none"] == {}
+    assert torch.equal(state["model"].module[0].weight, expected["model"].module[0].weight)
+    into: dict[str, Any] = {"model": None, "loss": None, "inner": None, "scaler": None}
+    dist.load(into, root)
+    assert torch.equal(into["model"]["0.weight"], expected["model"].module[0].weight)
+    assert (into["loss"], into["scaler"], into["inner"]["head"], into["inner"]["none"]) == ({}, {}, {}, {})
+    assert torch.equal(into["inner"]["ema"]["w"], torch.ones(2))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_empty_states_of_two_ranks_are_loaded_by_any_number(ranks: type[Ranks], tmp_path: Path, size: int) -> None:
+    ranks(2)(save_empties, tmp_path)
+    ranks(size)(load_empties, tmp_path)

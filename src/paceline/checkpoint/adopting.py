@@ -14,12 +14,13 @@ from paceline.checkpoint.divided import is_divided, part_of_saved, require_fit
 from paceline.checkpoint.foreign.state import Foreign, state_of
 from paceline.checkpoint.names import join, some
 from paceline.checkpoint.numbering import Numbering
-from paceline.checkpoint.objects import State, holds_objects, key_in_whole, module_of
+from paceline.checkpoint.objects import State, holds_objects, key_in_whole, may_be_missing, module_of
 from paceline.checkpoint.optimizers import own_state_dict
 from paceline.checkpoint.trees import with_classes_of
 from paceline.elastic.registry import Stateful
 from paceline.errors import CheckpointError
 from paceline.parallel.one_copy.parameters import private_parameters_of
+from paceline.parallel.optimizer_state import load_optimizer
 from paceline.parallel.pipeline.module import Pipeline
 from paceline.parallel.zero.parameters import sharded_parameters_of
 
@@ -58,7 +59,7 @@ def _adopt_all(
     for name, value in state.items():
         full = join(within, name)
         if name not in tree:
-            if strict:
+            if strict and not may_be_missing(value):
                 raise CheckpointError(
                     f"{foreign.path} ({foreign.kind}) has no {name!r}; it has {', '.join(map(repr, tree))}. Leave it "
                     "out of the state, or give strict=False"
@@ -66,17 +67,26 @@ def _adopt_all(
             continue
         module, found = module_of(value), tree[name]
         require_fit(full, module, value)
+        if not isinstance(found, Mapping) and _needs_dict(value, module):
+            raise CheckpointError(
+                f"{full!r} is a {type(value).__name__} here, and a {type(found).__name__} in {foreign.path} "
+                f"({foreign.kind}); load it into what it was saved from"
+            )
         if module is not None:
             _adopt_module(module, found, strict)
         elif isinstance(value, dict) and holds_objects(value):
             _adopt_all(value, found, foreign, numberings, strict, full)
         elif isinstance(value, Optimizer) and is_divided(value):
-            value.load_state_dict(own_state_dict(full, found, value, numberings.get(full)))
+            load_optimizer(value, own_state_dict(full, found, value, numberings.get(full)))
         elif isinstance(value, Stateful):
             value.load_state_dict(with_classes_of(found, value.state_dict()) if _can_tell(value) else found)
         else:
             assert isinstance(state, dict)
             state[name] = with_classes_of(found, value)
+
+
+def _needs_dict(value: object, module: nn.Module | None) -> bool:
+    return module is not None or isinstance(value, Optimizer) or (isinstance(value, dict) and holds_objects(value))
 
 
 def _can_tell(value: Stateful) -> bool:

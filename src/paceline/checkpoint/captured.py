@@ -103,6 +103,16 @@ class Captured:
         for each, tensor in tensors.items():
             self.add_tensor(each, tensor)
 
+    def hold_tree(self, name: str, value: object) -> None:
+        """Adds a tree that this rank alone contributes."""
+        tensors: dict[str, torch.Tensor] = {}
+        taken = take_apart(name, value, tensors)
+        if not isinstance(value, torch.Tensor):
+            self.values[name] = taken
+        for each, tensor in tensors.items():
+            require_dense(each, tensor)
+            self.held.append(whole_of(each, tensor.detach()))
+
     def add_object(self, name: str, state: object, *, is_everywhere: bool = True) -> None:
         """Adds a tree that may differ between ranks."""
         tensors: dict[str, torch.Tensor] = {}

@@ -13,7 +13,7 @@ from paceline.checkpoint.element_types import type_of
 from paceline.checkpoint.format.checkpoint import Checkpoint
 from paceline.checkpoint.format.regions import Flat, Region, count, whole
 from paceline.checkpoint.format.values import Json, TensorRef, decode
-from paceline.checkpoint.names import SEPARATOR, of_rank
+from paceline.checkpoint.names import SEPARATOR, of_rank, unescaped
 from paceline.checkpoint.sources import Elsewhere
 from paceline.checkpoint.trees import put_together
 from paceline.errors import CheckpointError
@@ -93,9 +93,13 @@ class Filling:
             by_all: whether all ranks want the same.
 
         Raises:
-            CheckpointError: the checkpoint has it with another shape.
+            CheckpointError: the checkpoint has it with another shape, or it is no tensor there.
         """
-        saved = self.tensors[name]
+        if (saved := self.tensors.get(name)) is None:
+            raise CheckpointError(
+                f"{name!r} is a tensor here, and something else in {self.checkpoint.describe()}; load it into what it "
+                "was saved from, or into None to be given what was saved"
+            )
         shape = tuple(target.shape) if shape is None else shape
         region = whole(shape) if region is None else region
         if shape != saved.shape:
@@ -130,9 +134,15 @@ class Filling:
         """Returns a function that returns the tree of that name when everything has been read.
 
         If each rank kept its own, it is this rank's, or the first one's if there is none of this rank. `by_all` is
-        whether all ranks want the same if it is one for all.
+        whether all ranks want the same if it is one for all. What was saved in parts, such as a module or a dict of
+        tensors, is a dict of them: what its `state_dict` returned, or the dict.
+
+        Raises:
+            CheckpointError: there is nothing of that name.
         """
-        known = next((each for each in self._own(name) if each in self.values or each in self.tensors), name)
+        known = next((each for each in self._own(name) if each in self.values or each in self.tensors), None)
+        if known is None:
+            return self._parts(name, by_all)
         by_all = by_all and known == name
         if known in self.tensors and known not in self.values:
             tensor = self.tensor(known, by_all=by_all)
@@ -143,8 +153,29 @@ class Filling:
             found[each] = self.tensor(each, by_all=by_all)
         return lambda: put_together(value, found.__getitem__)
 
+    def _parts(self, name: str, by_all: bool) -> Callable[[], dict[object, Any]]:
+        keys = {rest.partition(SEPARATOR)[0].partition("@")[0] for rest in self.names_below(name)}
+        inner = {key: f"{name}{SEPARATOR}{key}" for key in sorted(keys)}
+        trees = {key: self.tree(full, by_all=by_all) for key, full in inner.items() if self.has(full)}
+        if not trees:
+            raise CheckpointError(f"{self.checkpoint.describe()} has no {name!r} for rank {self._rank} of the group")
+        return lambda: _with_numbers({unescaped(key): tree() for key, tree in trees.items()})
+
     def _own(self, name: str) -> list[str]:
         return [of_rank(name, self._rank), name, of_rank(name, 0)]
+
+
+def _with_numbers(state: dict[object, Any]) -> dict[object, Any]:
+    """Returns a state; if it is an optimizer's, by the numbers of its parameters, of which names are texts."""
+    groups = state.get("param_groups")
+    if not isinstance(groups, list) or not all(isinstance(each, dict) and "params" in each for each in groups):
+        return state
+    return {**state, "state": {number_of(key): each for key, each in state.get("state", {}).items()}}
+
+
+def number_of(key: str) -> int | str:
+    """Returns a parameter's number in an optimizer's state, given it as a text; other keys as they are."""
+    return int(key) if key.isdigit() else key
 
 
 def _references(value: object) -> list[str]:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import time
+import warnings
 from datetime import timedelta
 from types import TracebackType
 
@@ -16,8 +17,9 @@ from paceline.checkpoint.choosing import newest_sequence, say_skipped
 from paceline.checkpoint.copying import PeerCopies
 from paceline.checkpoint.disks import Disks, found_disks
 from paceline.checkpoint.format.root import Root
+from paceline.checkpoint.names import some
 from paceline.checkpoint.newest import load_newest
-from paceline.checkpoint.objects import State, elastic_of
+from paceline.checkpoint.objects import State, elastic_of, unsaved_gradients
 from paceline.checkpoint.preparing import Prepared, prepare
 from paceline.checkpoint.saving import staged, write, write_later, write_staged
 from paceline.checkpoint.signals import EndingSignals
@@ -26,6 +28,7 @@ from paceline.elastic.state import ElasticState
 from paceline.errors import CheckpointError, CollectiveError, StoreError
 from paceline.group.process_group import ProcessGroup
 from paceline.group.reduce_op import ReduceOp
+from paceline.parallel.gradient_use import GRADIENT_USE
 
 # What an unfinished checkpoint raises in an elastic job, whose workers may die; it was printed when it happened.
 _OF_LOST_WORKERS = (CheckpointError, CollectiveError, StoreError)
@@ -37,6 +40,9 @@ class CheckpointManager:
     The same script goes on after a crash, a time limit or pre-emption, with another number of ranks too, with
     `paceline run --max-restarts`, and in an elastic job. On SIGTERM, to any rank, all ranks save the step that they are
     in and end with exit code 143.
+
+    Gradients are not saved, except those of an `ElasticState` in the middle of an accumulation. A RuntimeWarning says
+    once which parameters have some that no optimizer has used yet.
 
     Args:
         path: the directory.
@@ -88,6 +94,8 @@ class CheckpointManager:
         self._latest: tuple[int, State] = 0, {}  # what an elastic job has made last
         self._signals = EndingSignals()
         self._is_elastic = False
+        self._has_warned = False
+        GRADIENT_USE.follow()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -206,6 +214,7 @@ class CheckpointManager:
         self, step: int, state: State, talk: GroupTalk | Alone, asynchronous: bool, may_copy: bool = True
     ) -> None:
         """Writes a checkpoint; without `may_copy`, none is kept in memory."""
+        self._warn_of_gradients(step, state, talk)
         least_sequence = 0 if self._copies is None else self._copies.least_sequence()
         prepared = prepare(state, self._root, step, talk, self._own_disks(talk), least_sequence)
         if self._copies is not None and may_copy:
@@ -215,6 +224,21 @@ class CheckpointManager:
         else:
             write(self._root, prepared, self._keep, talk)
         self._saved, self._saved_s = step, time.monotonic()
+
+    def _warn_of_gradients(self, step: int, state: State, talk: GroupTalk | Alone) -> None:
+        """Warns once that an accumulation has begun whose gradients the checkpoint does not have."""
+        if self._has_warned or talk.rank > 0:
+            return
+        if names := unsaved_gradients(state):
+            self._has_warned = True
+            warnings.warn(
+                f"{talk.me}: the checkpoint of step {step} is saved while the parameters {some(names)} have gradients "
+                "that no optimizer.step() has used, and a checkpoint does not hold gradients: a training that goes on "
+                "from it does without them. Save after optimizer.step() and before the next backward, or train with "
+                "an ElasticState, whose checkpoints hold them. If the loop clears them anyway, nothing is lost",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     def _write_and_copy(
         self, prepared: Prepared, talk: GroupTalk | Alone, asynchronous: bool, copies: PeerCopies

@@ -51,11 +51,13 @@ def load(
     divided among the ranks, such as ZeRO's state, each reads its own part.
 
     Args:
-        state: by the names with which it was saved; it may have fewer of them.
+        state: by the names with which it was saved; it may have fewer of them. None is replaced by what was saved: of
+            an object by what its `state_dict` returned.
         path: the directory that was given to `save`, whose newest whole checkpoint is taken, or one of its checkpoints;
             or what another library saved: a file of `torch.save`, a directory of `torch.distributed.checkpoint`, or a
             safetensors file.
         strict: whether everything in the state must be in the checkpoint, and modules must have the same parameters.
+            A module without parameters, buffers and extra state need not be there.
         group: the ranks; the default group if None. A process without a group loads alone.
         shared: whether all ranks share the disk. With False each rank reads what its own disk has, and gets the rest
             from ranks that see it. A checkpoint counts if all its files are on the disks of these ranks.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from types import MappingProxyType
 from typing import Any
 
@@ -23,14 +23,17 @@ from paceline.checkpoint.names import join
 from paceline.checkpoint.numbering import Numbering
 from paceline.checkpoint.optimizers import capture_optimizer
 from paceline.data.loader import StatefulLoader
+from paceline.elastic.pending_gradients import PendingGradients
 from paceline.elastic.registry import Stateful
 from paceline.elastic.state import ElasticState
 from paceline.parallel.ddp.module import DistributedDataParallel
+from paceline.parallel.gradient_use import GRADIENT_USE, is_pending
 from paceline.parallel.pipeline.module import Pipeline
 from paceline.parallel.sharded.loader import ShardLoader
 from paceline.parallel.sharded.logical import LogicalShards
 from paceline.parallel.tensor.slices import slice_of
 from paceline.parallel.zero.parameters import ShardedParameters, sharded_parameters_of
+from paceline.parallel.zero.partitioned import PartitionedOptimizer
 
 State = Mapping[str, Any]
 _NONE: Mapping[str, Numbering] = MappingProxyType({})
@@ -61,8 +64,8 @@ def entries(state: State, name: str = "") -> Iterator[tuple[str, Any]]:
         TypeError: a name is not a text.
     """
     for key, value in state.items():
-        if not isinstance(key, str):
-            raise TypeError(f"the state has the key {key!r} of type {type(key).__name__}; names are texts")
+        if not isinstance(key, str) or not (key or name):
+            raise TypeError(f"the state has the key {key!r} of type {type(key).__name__}; names are texts, not empty")
         inner = join(name, key)
         if isinstance(value, ElasticState):
             for part, each in entries(value.parts(), inner):
@@ -92,6 +95,17 @@ def module_of(value: object) -> nn.Module | None:
     return value if isinstance(value, nn.Module) else None
 
 
+def keys_in_whole(module: nn.Module) -> Set[str]:
+    """Returns the keys of the `state_dict` of a module, of the undivided one if it is a part of a model."""
+    return module.whole.keys if isinstance(module, Pipeline) else module.state_dict(keep_vars=True).keys()
+
+
+def may_be_missing(value: object) -> bool:
+    """Whether a checkpoint need not have something: a module without any state, or gradients that wait for a step."""
+    module = module_of(value)
+    return isinstance(value, PendingGradients) or (module is not None and not keys_in_whole(module))
+
+
 def key_in_whole(module: nn.Module, key: str) -> str:
     """Returns the key that a value of a module's `state_dict` has in that of the undivided model."""
     return module.whole.key_of(key) if isinstance(module, Pipeline) else key
@@ -109,6 +123,9 @@ def _capture(name: str, value: object, into: Captured, numbering: Numbering | No
             into.values[name] = _only_plain(name, value.state_dict())
     elif isinstance(value, torch.Tensor):
         into.add_tensor(name, value)
+    elif isinstance(value, PendingGradients):
+        if into.is_first:  # all workers have the same
+            into.hold_tree(name, value.state_dict())
     else:
         into.add_object(name, value.state_dict() if isinstance(value, Stateful) else value)
 
@@ -126,6 +143,8 @@ def _capture_module(name: str, module: nn.Module, into: Captured) -> None:
     is_pipeline = isinstance(module, Pipeline)
     if isinstance(module, Pipeline):
         into.layers[name] = [each for each, _ in module.named_children()], len(module.whole.names)
+    if not keys_in_whole(module):
+        into.values[name] = {}  # its state, which would otherwise leave no trace in the checkpoint
     counts = is_first_of(module.parameters())
     for key, value in module.state_dict(keep_vars=True).items():
         full = join(name, key_in_whole(module, key))
@@ -148,6 +167,36 @@ def _capture_module(name: str, module: nn.Module, into: Captured) -> None:
             into.offer(whole_of(full, value.detach()), of_first=True)
         else:
             into.add_of_first(full, value)
+
+
+def unsaved_gradients(state: State) -> list[str]:
+    """Returns the parameters whose gradients no optimizer has used yet, and a checkpoint of the state does not have.
+
+    Where no step has been followed, those of optimizers that keep something may have been used before.
+    """
+    found = list(entries(state))
+    kept = {id(each.module) for _, each in found if isinstance(each, PendingGradients)}
+    optimizers = [each for _, each in found if isinstance(each, torch.optim.Optimizer)]
+    holders = {
+        param: holder
+        for each in optimizers
+        if isinstance(each, PartitionedOptimizer)
+        for param, holder in each.gradient_holders()
+    }
+
+    def is_lost(param: nn.Parameter) -> bool:
+        if not GRADIENT_USE.has_seen_step and any(each.state.get(param) for each in optimizers):
+            return False
+        return is_pending(param) or (param in holders and is_pending(holders[param]))
+
+    modules = {name: module for name, each in found if (module := module_of(each)) is not None}
+    return [
+        join(name, key)
+        for name, module in modules.items()
+        if id(module) not in kept
+        for key, param in module.named_parameters()
+        if is_lost(param)
+    ]
 
 
 def elastic_of(state: State) -> ElasticState | None:

@@ -52,6 +52,9 @@ def capture_optimizer(name: str, optimizer: Optimizer, into: Captured, numbering
             for index, values in value.items():
                 is_known = isinstance(index, int) and index < len(parameters)
                 parameter, number = (parameters[index], numbers[index]) if is_known else (None, index)
+                if not isinstance(values, Mapping) or not values:
+                    into.add_tree(join(name, "state", number), values)
+                    continue
                 for what, each in values.items():
                     full = join(name, "state", number, what)
                     if parameter is not None and (numbering is not None or slice_of(parameter) is not None):
@@ -91,16 +94,7 @@ def _capture_partitioned(name: str, optimizer: PartitionedOptimizer, into: Captu
             elif shard.is_first_part and (counts if mine is None else mine.group.rank() == 0):
                 if isinstance(value, torch.Tensor) and mine is not None:
                     is_part(value, shard.param, full)
-                _hold_alone(full, value, into)
-
-
-def _hold_alone(name: str, value: object, into: Captured) -> None:
-    """Adds what this rank alone contributes."""
-    tensors: dict[str, torch.Tensor] = {}
-    taken = take_apart(name, value, tensors)
-    if not isinstance(value, torch.Tensor):
-        into.values[name] = taken
-    into.held += [whole_of(each, tensor) for each, tensor in tensors.items()]
+                into.hold_tree(full, value)
 
 
 def own_groups(

@@ -19,7 +19,7 @@ from paceline.checkpoint.divided import (
 from paceline.checkpoint.filling import Filling
 from paceline.checkpoint.names import SEPARATOR, escaped, join, some
 from paceline.checkpoint.numbering import Numbering
-from paceline.checkpoint.objects import State, holds_objects, key_in_whole, module_of
+from paceline.checkpoint.objects import State, holds_objects, key_in_whole, keys_in_whole, may_be_missing, module_of
 from paceline.checkpoint.restoring_optimizers import RestoringOptimizers, filling_run
 from paceline.checkpoint.trees import with_classes_of
 from paceline.elastic.registry import Stateful
@@ -62,13 +62,13 @@ class Restoring:
                 self._want(join(inner, "epoch"), value, state, key)
             elif isinstance(value, dict) and holds_objects(value):
                 self.want(value, inner)
-            elif self._is_there(inner):
+            elif self._is_there(inner, value):
                 self._want(inner, value, state, key)
 
-    def _is_there(self, name: str) -> bool:
+    def _is_there(self, name: str, value: object) -> bool:
         if self._filling.has(name):
             return True
-        if self._strict:
+        if self._strict and not may_be_missing(value):
             raise CheckpointError(
                 f"{self._where} has no {name!r}; it has {', '.join(map(repr, self._filling.top_names()))}. Leave it "
                 "out of the state, or give strict=False"
@@ -106,7 +106,7 @@ class Restoring:
         self._contexts.enter_context(private_parameters_of(module))
         own = module.state_dict(keep_vars=True)
         by_all = not isinstance(module, Pipeline)
-        self._require_names(name, module.whole.keys if isinstance(module, Pipeline) else own.keys())
+        self._require_names(name, keys_in_whole(module))
         for key, value in own.items():
             full = join(name, key_in_whole(module, key))
             if not self._filling.has(full):
@@ -126,6 +126,10 @@ class Restoring:
     def _require_names(self, name: str, own: Iterable[str]) -> None:
         expected = {escaped(key) for key in own}
         found = {rest.partition("@")[0].partition(SEPARATOR)[0] for rest in self._filling.names_below(name)}
+        if self._strict and not found and self._filling.values.get(name, {}) != {}:
+            raise CheckpointError(
+                f"{name!r} is a module here, and a plain value in {self._where}; load it into what it was saved from"
+            )
         if self._strict and expected != found:
             raise CheckpointError(
                 f"{name!r} in {self._where} is another model's: it lacks {some(expected - found)}, and has "

@@ -17,10 +17,12 @@ from paceline.checkpoint.divided import (
     shape_of,
     shape_of_shard,
 )
-from paceline.checkpoint.filling import Filling
+from paceline.checkpoint.filling import Filling, number_of
 from paceline.checkpoint.names import SEPARATOR, join, unescaped
 from paceline.checkpoint.numbering import Numbering
 from paceline.checkpoint.optimizers import own_groups
+from paceline.errors import CheckpointError
+from paceline.parallel.optimizer_state import load_optimizer
 from paceline.parallel.tensor.slices import slice_of
 from paceline.parallel.zero.partitioned import PartitionedOptimizer
 from paceline.parallel.zero.shards import Shard
@@ -41,7 +43,16 @@ class RestoringOptimizers:
         self._filling, self._numberings = filling, numberings
 
     def want(self, name: str, optimizer: Optimizer) -> None:
-        """Asks for the state of an optimizer."""
+        """Asks for the state of an optimizer.
+
+        Raises:
+            CheckpointError: what was saved is none.
+        """
+        if not self._filling.has(join(name, "param_groups")):
+            raise CheckpointError(
+                f"{name!r} is an optimizer here, and something else in {self._filling.checkpoint.describe()}; load it "
+                "into what it was saved from, or into None to be given what was saved"
+            )
         numbering = self._numberings.get(name)
         if isinstance(optimizer, PartitionedOptimizer):
             self._want_partitioned(name, optimizer, numbering)
@@ -54,22 +65,29 @@ class RestoringOptimizers:
         parameter_of: dict[object, torch.Tensor] = dict(zip(numbers, parameters, strict=True))
         trees: dict[str, Later] = {}
         states: dict[object, dict[object, Later]] = {}
+        undivided: dict[object, Later] = {}
         for rest, full in self._filling.names_below(name).items():
             keys = [unescaped(each) for each in rest.split(SEPARATOR)]
-            if keys[0] == "state" and len(keys) == 3:
-                number = _number(keys[1])
-                if numbering is None or number in parameter_of:
-                    kept = self._kept(full, parameter_of.get(number), by_all=numbering is None)
+            if keys[0] == "state" and len(keys) in (2, 3):
+                number = number_of(keys[1])
+                if numbering is not None and number not in parameter_of:
+                    continue
+                kept = self._kept(full, parameter_of.get(number), by_all=numbering is None)
+                if len(keys) == 2:
+                    undivided[number] = kept
+                else:
                     states.setdefault(number, {})[keys[2]] = kept
             elif len(keys) == 1:
                 trees[keys[0]] = self._filling.tree(full)
 
         def load() -> None:
+            state: dict[object, Any]
             state = {number: {key: tree() for key, tree in each.items()} for number, each in states.items()}
+            state.update({number: tree() for number, tree in undivided.items()})
             others = {key: tree() for key, tree in trees.items()}
             if "param_groups" in others:
                 others["param_groups"] = own_groups(others["param_groups"], optimizer, numbering)
-            optimizer.load_state_dict({"state": state, **others})
+            load_optimizer(optimizer, {"state": state, **others})
 
         self._filling.finally_do(load)
 
@@ -141,7 +159,3 @@ def _numbers(optimizer: Optimizer, numbering: Numbering | None) -> list[int]:
 
 def _returning(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     return lambda: tensor
-
-
-def _number(key: str) -> object:
-    return int(key) if key.isdigit() else key

@@ -16,12 +16,15 @@ from paceline.checkpoint.element_types import name_of, type_of
 from paceline.checkpoint.format.values import DType, TensorRef
 from paceline.checkpoint.names import join
 
-_PLAIN = (bool, int, float, str, complex)  # bool first, since it is an int
+_PLAIN = (bool, int, float, complex)  # bool first, since it is an int
+_AGAIN = "%"  # no escaped key ends with it
 
 
 def take_apart(name: str, value: object, tensors: dict[str, torch.Tensor]) -> object:
     """Returns `value` with plain values only; tensors are put into `tensors` by their names, and referred to."""
     if isinstance(value, torch.Tensor):
+        while name in tensors:  # of a key such as 1, beside that of the key "1"
+            name += _AGAIN
         tensors[name] = value
         return TensorRef(name)
     if isinstance(value, torch.dtype):
@@ -38,6 +41,8 @@ def take_apart(name: str, value: object, tensors: dict[str, torch.Tensor]) -> ob
 
 def _plain(value: object) -> object:
     """Returns a number or text without its subclass, such as that of NumPy's numbers or of an enumeration."""
+    if isinstance(value, str):
+        return str.__str__(value)  # str() of a member of an enumeration is its name
     for kind in _PLAIN:
         if isinstance(value, kind):
             make: Any = kind

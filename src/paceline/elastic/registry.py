@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -12,7 +11,10 @@ import xxhash
 from torch import nn
 
 from paceline.elastic.agreement import WINDOWS
+from paceline.elastic.state_digest import digest_of_state
 from paceline.parallel.digests import memory_of
+from paceline.parallel.gradient_use import is_pending, mark_used
+from paceline.parallel.optimizer_state import load_optimizer
 
 
 @runtime_checkable
@@ -69,7 +71,8 @@ class Registry:
         """Returns the state; its tensors are those that the training goes on to change."""
         return {
             "parameters": [param.detach() for param in self._module.parameters()],
-            "gradients": [None if param.grad is None else param.grad for param in self._module.parameters()],
+            "gradients": [param.grad for param in self._module.parameters()],
+            "pending": [is_pending(param) for param in self._module.parameters()],
             "buffers": [buffer.detach() for buffer in self._module.buffers()],
             "others": {name: each.state_dict() for name, each in self._others.items()},
             "random": [torch.get_rng_state(), random.getstate()],
@@ -82,8 +85,9 @@ class Registry:
         _copy_all([*self._module.buffers()], state["buffers"])
         for param, gradient in zip(self._module.parameters(), state["gradients"], strict=True):
             param.grad = None if gradient is None else gradient.clone()
+        self._mark_used(state["pending"])
         for name, each in self._others.items():
-            each.load_state_dict(state["others"][name])
+            _load(each, state["others"][name])
         if not self._is_replicated:
             return
         torch_state, python_state = state["random"]
@@ -100,6 +104,7 @@ class Registry:
         return {
             "gradients": [None if is_known(param) else param.grad for param in self.parameters],
             "has_gradient": [param.grad is not None for param in self.parameters],
+            "pending": [is_pending(param) for param in self.parameters],
             "buffers": [buffer.detach() for buffer in self._module.buffers()],
             "others": {name: _without_tensors(each) for name, each in self._others.items()},
         }
@@ -113,16 +118,19 @@ class Registry:
                 param.grad = None
             elif gradient is not None:
                 param.grad = gradient
+        self._mark_used(rest["pending"])
         for name, each in self._others.items():
-            each.load_state_dict(_with_tensors(each, rest["others"][name]))
+            _load(each, _with_tensors(each, rest["others"][name]))
+
+    def _mark_used(self, pending: Sequence[bool]) -> None:
+        mark_used(param for param, is_waiting in zip(self.parameters, pending, strict=True) if not is_waiting)
 
     def digest(self) -> str:
-        """Returns the SHA-256 of parameters, buffers and the state of all others, as 64 hexadecimal digits."""
-        total = hashlib.sha256()
-        state = self.capture()
-        for leaf in _leaves([state["parameters"], state["buffers"], state["others"]]):
-            total.update(memory_of(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf).encode())
-        return total.hexdigest()
+        """Returns the SHA-256 of the module's `state_dict` and those of all others, as 64 hexadecimal digits."""
+        values = self._module.state_dict(keep_vars=True).items()
+        module = {name: each for name, each in values if isinstance(each, torch.Tensor)}
+        others = {name: each.state_dict() for name, each in self._others.items()}
+        return digest_of_state({"module": module, "others": others})
 
     @property
     def nbytes(self) -> int:
@@ -161,6 +169,13 @@ def _groups(state: Mapping[Any, Any], others: Mapping[str, Stateful]) -> Iterato
     for each in others.values():
         if isinstance(each, torch.optim.Optimizer) and each.state is state:
             yield from (group["params"] for group in each.param_groups)
+
+
+def _load(stateful: Stateful, state: Any) -> None:
+    if isinstance(stateful, torch.optim.Optimizer):
+        load_optimizer(stateful, state)
+    else:
+        stateful.load_state_dict(state)
 
 
 def _without_tensors(stateful: Stateful) -> Any:

@@ -16,13 +16,17 @@ from paceline.elastic.dealings import ViewChange
 from paceline.elastic.loops import Loop, ShardsLoop, UsualLoop
 from paceline.elastic.messages import Leaving
 from paceline.elastic.outer import OuterLoop
+from paceline.elastic.pending_gradients import PendingGradients
 from paceline.elastic.registry import Stateful
 from paceline.elastic.rounds import Rounds
 from paceline.parallel.ddp.module import DistributedDataParallel
+from paceline.parallel.gradient_use import GRADIENT_USE
 from paceline.parallel.local.diloco import DiLoCo
 from paceline.parallel.one_copy.optimizer import SharedModelOptimizer
 from paceline.parallel.one_copy.parameters import is_shared
 from paceline.parallel.sharded.logical import LogicalShards
+
+_PENDING = "pending gradients"  # no name that `ElasticState` can be given
 
 
 class ElasticState:
@@ -58,7 +62,7 @@ class ElasticState:
     Raises:
         TypeError: one of the others has no state_dict and load_state_dict.
         ValueError: the DistributedDataParallel or its loader was made with an option that needs ranks which stay, or
-            one of the others is a SharedModelOptimizer.
+            one of the others is a SharedModelOptimizer or named epoch.
 
     Example::
 
@@ -92,7 +96,10 @@ class ElasticState:
         replays: bool = True,
         **others: Stateful,
     ) -> None:
+        if "epoch" in others:
+            raise ValueError("ElasticState got epoch=, which is its own name for the number of the epoch; use another")
         _require_own_parameters(model.module, others)
+        GRADIENT_USE.follow()
         self._model = model
         self._loop = _loop_of(model, others.values())
         self._on_view = on_view
@@ -154,13 +161,24 @@ class ElasticState:
         self._model.skip_batch()
 
     def digest(self) -> str:
-        """Returns the SHA-256 of the whole state, as 64 hexadecimal digits; it is the same on every worker."""
+        """Returns the SHA-256 of the state, as 64 hexadecimal digits; it is the same on every worker.
+
+        The state is the module's parameters and persistent buffers by name, and the `state_dict` of everything else,
+        the epoch among it; gradients and random generators are left out. Only values count: a tensor's type, shape and
+        elements, and the values of all else, but neither the order of keys nor the kind of container. Whoever loads a
+        checkpoint, on any number of workers, and a worker that joins have the digest of the state that was saved.
+        """
         return self._registry.digest()
 
     def parts(self) -> dict[str, Any]:
-        """Returns the model as "model", and everything else that was given by its name."""
-        others = self._registry.stateful
-        return {"model": self._model, **{name: each for name, each in others.items() if each is not self}}
+        """Returns the model as "model", everything else that was given by its name, and the pending gradients.
+
+        With DiLoCo there are none: a checkpoint has the outer parameters, and the workers' own begin from these.
+        """
+        others = {name: each for name, each in self._registry.stateful.items() if each is not self}
+        if not isinstance(self._model, DiLoCo):
+            others[_PENDING] = PendingGradients(self._model.module)
+        return {"model": self._model, **others}
 
     def state_dict(self) -> dict[str, int]:
         """Returns the number of the current epoch."""

@@ -30,6 +30,7 @@ from paceline.parallel.local.course import Begin, Course, Rhythm
 from paceline.parallel.local.desk import Outcome
 from paceline.parallel.local.exchanges import BackgroundExchanges, Exchanges, NoExchanges
 from paceline.parallel.local.fragments import OuterParameters
+from paceline.parallel.optimizer_state import load_optimizer
 from paceline.parallel.zero.arguments import start_alike
 from paceline.record.steps import STEPS
 
@@ -247,9 +248,9 @@ class DiLoCo:
         self._before.clear()
         for name, (_, copy) in zip(self._names, self.outer_module.pairs(), strict=True):
             copy.copy_(parameters[name])
-        self.outer.load_state_dict(state["outer"])
+        load_optimizer(self.outer, state["outer"])
         if self.inner is not None and state["inner"] is not None:
-            self.inner.load_state_dict(state["inner"])
+            load_optimizer(self.inner, state["inner"])
 
     # - For elastic jobs, whose ranks come and go
 
@@ -270,7 +271,7 @@ class DiLoCo:
     def take_own_state(self, state: dict[str, Any]) -> None:
         """Goes on from the outer parameters, and from what `own_state` returned on another rank."""
         if self.inner is not None and state["inner"] is not None:
-            self.inner.load_state_dict(state["inner"])
+            load_optimizer(self.inner, state["inner"])
         for buffer, value in zip(self.module.buffers(), state["buffers"], strict=True):
             buffer.copy_(value)
         self._course = Course(self._course.rhythm, *state["course"])

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.join import Joinable
+from paceline.parallel.optimizer_state import load_optimizer
 from paceline.parallel.zero.consolidate import State, gather_state
 from paceline.parallel.zero.groups import (
     copy_options,
@@ -110,6 +111,12 @@ class PartitionedOptimizer(Optimizer, Joinable):
                     yield place, shard, states.get(number, {})
                 number += 1
 
+    def gradient_holders(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields the parameters that this rank updates a part of, each with the tensor that has the part's gradient."""
+        for shard in self._shards.mine():
+            if shard.updated is not None:
+                yield shard.param, shard.updated
+
     def load_own_parts(self, groups: Sequence[dict[str, Any]], states: Sequence[Mapping[str, object]]) -> None:
         """Loads the options of the groups, and the states of the shards that `own_parts` yields.
 
@@ -124,7 +131,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
         own = {id(s.target): s for s in self._shards.mine()}
         targets = [each for group in self._inner.param_groups for each in group["params"]]
         load_masters(part["state"], [own[id(each)] for each in targets])
-        self._inner.load_state_dict(part)
+        load_optimizer(self._inner, part)
         self.state = self._inner.state
         self._consolidated = None
         copy_options(self._inner.param_groups, self.param_groups)
