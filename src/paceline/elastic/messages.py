@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import msgspec
 
+from paceline.security.received import decoded
+
 LARGEST = 1 << 16  # bytes of a datagram
 LEFT_OUT, OUTVOTED = 75, 76  # exit codes of workers that a view left out, or whose result or state was wrong
 
@@ -144,9 +146,9 @@ def from_worker(datagram: bytes) -> FromWorker:
     """Returns a worker's message.
 
     Raises:
-        msgspec.ValidationError, msgspec.DecodeError: the datagram is none.
+        ValueError: the datagram is none.
     """
-    message: FromWorker = _from_worker.decode(datagram)
+    message: FromWorker = decoded(_from_worker.decode, datagram)
     return message
 
 
@@ -154,7 +156,7 @@ def to_worker(datagram: bytes) -> ToWorker:
     """Returns a launcher's message.
 
     Raises:
-        msgspec.ValidationError, msgspec.DecodeError: the datagram is none.
+        ValueError: the datagram is none.
     """
-    message: ToWorker = _to_worker.decode(datagram)
+    message: ToWorker = decoded(_to_worker.decode, datagram)
     return message

@@ -18,6 +18,7 @@ from paceline import __version__
 from paceline.engine.failures import Member
 from paceline.engine.processes import Process
 from paceline.errors import RendezvousError
+from paceline.security.received import decoded
 from paceline.wording import and_more
 
 _FIRST_TO_SAY = "0.1.0"
@@ -59,8 +60,8 @@ def read(answers: Sequence[bytes], rank: int) -> tuple[tuple[Member, ...], list[
 def _parsed(answer: bytes) -> dict[str, Any]:
     """Returns an introduction, as far as it can be understood."""
     try:
-        said = msgspec.json.decode(answer)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        said = decoded(msgspec.json.decode, answer)
+    except ValueError:
         said = None
     return said if isinstance(said, dict) else {}
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from paceline.launch.output import Console
 from paceline.observe.live.story import Fact
 from paceline.observe.runs import EVENTS_FILE
+from paceline.security.own_files import append_to
 
 Listener = Callable[[str, dict[str, Fact]], None]
 
@@ -48,5 +49,5 @@ class Events:
         if self._is_on:
             self._write(text)
         if self._file is not None:
-            with contextlib.suppress(OSError), self._file.open("ab") as file:
+            with contextlib.suppress(OSError), open(append_to(str(self._file)), "ab") as file:
                 file.write(text)

@@ -17,6 +17,7 @@ from paceline import __version__
 from paceline.launch.job import Job
 from paceline.observe.clocks import Offset
 from paceline.observe.runs import JOB_FILE, State, list_runs, outdated, runs_directory
+from paceline.security.own_files import SharedFileError, require_own_directory
 
 _SECRET = re.compile(r"token|secret|passw|passphrase|credential|api.?key|auth", re.IGNORECASE)
 _HIDDEN = "***"
@@ -27,11 +28,15 @@ class JobDirectory:
     """Makes and describes the directory; without a place for it, `path` is None and the job runs all the same.
 
     It is LOG_DIR/RUN_ID if the job was given --log-dir, otherwise a new one among those of `paceline runs`, of which
-    the oldest are removed.
+    the oldest are removed. `remark` says why there is none if the reason is another user's directory.
+
+    Raises:
+        SharedFileError: LOG_DIR/RUN_ID is a directory of another user, or a link.
     """
 
     def __init__(self, job: Job) -> None:
         self.path: Path | None = None
+        self.remark: str | None = None
         self._facts: dict[str, object] = {
             "job": job.run_id,
             "command": without_secrets(job.command.argv),
@@ -47,11 +52,18 @@ class JobDirectory:
         }
         if job.output.log_dir is not None:  # where output goes, so that it is reported if that is impossible
             self.path = Path(job.output.log_dir, job.run_id)
-        with contextlib.suppress(OSError):
+        try:
             if self.path is None:
                 self.path = _new(job)
             self.path.mkdir(parents=True, exist_ok=True)
+            require_own_directory(str(self.path))
             self._write()
+        except SharedFileError as error:
+            if self.path is not None:
+                raise
+            self.remark = f"`paceline runs` will not list this job: {error}"
+        except OSError:
+            return
 
     def note(self, **facts: object) -> None:
         """Adds facts that became known later."""
@@ -90,6 +102,7 @@ def without_secrets(argv: tuple[str, ...]) -> list[str]:
 def _new(job: Job) -> Path:
     root = runs_directory()
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    require_own_directory(str(root), may_be_roots=True)
     for run in outdated(list_runs(root), time.time()):
         shutil.rmtree(run.directory, ignore_errors=True)
     name = re.sub(r"[^\w.-]", "_", job.run_id)[:_MOST_OF_A_NAME]

@@ -107,7 +107,7 @@ class Loop(ABC):
 
     def run(self) -> int:
         """Runs this machine's part of the job; returns the exit code."""
-        for line in self._machine.remarks(self._job):
+        for line in [*self._machine.remarks(self._job), *filter(None, [self._directory.remark])]:
             self._say(line)
         self._connection.client.send(self._join())
         while not self._is_over():

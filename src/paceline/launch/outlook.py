@@ -14,6 +14,7 @@ from paceline.observe.live.lookout import Lookout
 from paceline.observe.live.notes import Elsewhere
 from paceline.observe.live.sample import Bucket, Event, Facts, Line, RankSample, RankStep, Sample, Stack
 from paceline.observe.watching import Watched
+from paceline.security.received import decoded
 
 _EVERY_S = 1.0
 _MOST_LINES = 500  # that are sent at once
@@ -90,7 +91,7 @@ def decode(body: str) -> Elsewhere:
     Raises:
         ValueError: `body` is something else.
     """
-    return _decode(body)
+    return decoded(_decode, body)
 
 
 def _latest(lines: tuple[Line, ...]) -> tuple[Line, ...]:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from paceline.launch.rows import Rows
 from paceline.launch.screen import Screen
+from paceline.security.own_files import append_to
 
 _COLOURS = (36, 33, 35, 32, 34, 31)
 _LONGEST_LINE = 1 << 16
@@ -110,7 +111,7 @@ class LogFile:
         self._say = say
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("ab", buffering=0)
+            self._file = os.fdopen(append_to(str(path)), "ab", buffering=0)
         except OSError as error:
             raise OSError(
                 f"{path.parent} cannot hold the workers' output ({error.strerror}); give --log-dir a directory that "

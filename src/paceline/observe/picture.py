@@ -9,6 +9,7 @@ import msgspec
 
 from paceline.observe.alignment import shifted
 from paceline.observe.evidence import Call, Rank, Scene
+from paceline.security.received import decoded
 
 _MOST_CALLS = 8192  # of all ranks of a machine together that are sent to another one
 
@@ -49,7 +50,7 @@ def decode(body: str) -> Picture:
     Raises:
         ValueError: there is none.
     """
-    return _decoder.decode(body)
+    return decoded(_decoder.decode, body)
 
 
 def scene_of(pictures: Iterable[Picture], word: str = "rank") -> Scene:

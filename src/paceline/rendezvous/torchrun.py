@@ -6,7 +6,7 @@ import os
 from datetime import timedelta
 from urllib.parse import quote
 
-from paceline.rendezvous.own_files import own_directory
+from paceline.security.own_files import own_directory
 from paceline.store.base import Store
 from paceline.store.file import FileStore
 

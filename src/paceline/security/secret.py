@@ -10,6 +10,7 @@ from paceline.security import inherited
 from paceline.security.levels import chosen_level, is_insecure, is_loopback
 
 MIN_SECRET_BYTES = 16
+_LARGEST_FILE = 1 << 16
 
 
 def job_secret() -> bytes | None:
@@ -37,14 +38,23 @@ def _own_secret() -> bytes | None:
     if text := os.environ.get("PACELINE_SECRET"):
         return _checked(text.encode(), "PACELINE_SECRET")
     if path := os.environ.get("PACELINE_SECRET_FILE"):
-        with open(path, "rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
+        # Links are followed, since Kubernetes keeps secrets behind some; what they lead to is checked.
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+            status = os.fstat(file.fileno())
+            mode = stat.S_IMODE(status.st_mode)
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError(f"{path} (PACELINE_SECRET_FILE) is no plain file; a secret must be in one")
             if mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise ValueError(
-                    f"{path} (PACELINE_SECRET_FILE) can be read by other users (mode {stat.S_IMODE(mode):o}); "
+                    f"{path} (PACELINE_SECRET_FILE) can be read by other users (mode {mode:o}); "
                     f"a secret must be its owner's alone: chmod 600 {path}"
                 )
-            return _checked(file.read().strip(), path)
+            if status.st_uid not in (os.geteuid(), 0):
+                raise ValueError(
+                    f"{path} (PACELINE_SECRET_FILE) belongs to user {status.st_uid}, who knows the secret; expected a "
+                    f"file of user {os.geteuid()} or of root: copy it, or chown it"
+                )
+            return _checked(file.read(_LARGEST_FILE).strip(), path)
     return None
 
 

@@ -3,8 +3,8 @@
 The file is a log of the operations that changed something; every process replays it. Byte 0 of the lock space is locked
 while an operation runs; every process that has the store open holds a shared lock on byte 1. A process that opens the
 file and finds byte 1 free knows that its members are gone, and starts the log afresh: the file of an earlier run does
-no harm. Whoever leaves a last will holds a byte of its own; one that waits and finds the byte free carries out the
-will.
+no harm. A file that does not begin as a log is left as it is, and so is one to which other users have access. Whoever
+leaves a last will holds a byte of its own; one that waits and finds the byte free carries out the will.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from pathlib import Path
 from paceline import _core
 from paceline.durations import Timeout
 from paceline.errors import StoreError
+from paceline.security.own_files import SharedFileError, open_own
 from paceline.store.base import DEFAULT_TIMEOUT, Answer, Op, Status, Store
 
 _OPERATION, _MEMBERS, _TESTATORS = 1 << 60, (1 << 60) + 1, 1 << 61  # beyond any data
+_MAGIC = b"paceln/f"  # with which the log begins
 _RECORD = struct.Struct("<III")  # bytes that follow, their CRC-32, number of fields
 _FIXED = struct.Struct("<Bq")
 _LENGTH = struct.Struct("<I")
@@ -38,7 +40,12 @@ _LOOK_FOR_THE_DEAD_S = 0.1
 class FileStore(Store):
     """A store in the file `file_name`, for processes that share a directory. `world_size` is for information.
 
-    The store never removes the file, but you may: the first process of a new run discards an earlier run's content.
+    The store never removes the file, but you may: the first process of a new run discards an earlier run's content. The
+    file is made with mode 600, since whoever can write to it can change what the ranks read.
+
+    Raises:
+        ValueError: the file's directory does not exist.
+        StoreError: the file is a link, belongs to another user, lets others read or write it, or is not a store's.
     """
 
     def __init__(self, file_name: str | os.PathLike[str], world_size: int = -1, timeout: Timeout = DEFAULT_TIMEOUT):
@@ -54,18 +61,33 @@ class FileStore(Store):
         self._owner = os.getpid()
         self._threads = threading.Lock()  # the file's locks exclude other processes, not threads of this one
         self._table = _core.StoreTable()
-        self._replayed = 0
+        self._replayed = len(_MAGIC)
         self._testator: bytes | None = None  # this process among those that left wills
         self._wills: dict[bytes, dict[bytes, bytes]] = {}  # of each of them, by key
         while self._fd < 0:
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                self._fd = open_own(self.path)
+            except SharedFileError as error:
+                raise StoreError(f"{self}: {error}") from None
             with self._locked():
                 if os.fstat(self._fd).st_nlink == 0:  # the file has been removed; others will make a new one
                     self.close()
                     continue
+                self._check_content()
                 if _lock(self._fd, fcntl.F_WRLCK, _MEMBERS, wait=False):
                     os.ftruncate(self._fd, 0)
+                    os.pwrite(self._fd, _MAGIC, 0)
                 _lock(self._fd, fcntl.F_RDLCK, _MEMBERS, wait=True)
+
+    def _check_content(self) -> None:
+        """Checks that the file is a store's, or empty: what is no log would be lost."""
+        beginning = os.pread(self._fd, len(_MAGIC), 0)
+        if not _MAGIC.startswith(beginning):
+            self.close()
+            raise StoreError(
+                f"{self}: the file holds something else than a store, beginning with {beginning!r}; remove it, or "
+                "choose another file"
+            )
 
     def __repr__(self) -> str:
         return f"FileStore({self.path!r})"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 
 from paceline.security.encryption import Connection
+from paceline.security.received import decoded
 
-T = TypeVar("T")
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 
 CHANNEL = "copies"
@@ -155,7 +155,7 @@ def receive_request(connection: Connection) -> Request | None:
     if first == 0:
         return None
     receive_into(connection, memoryview(length)[first:])
-    return _decoded(_requests, _body(connection, length))
+    return decoded(_requests.decode, _body(connection, length))
 
 
 def receive_answer(connection: Connection) -> Answer:
@@ -167,14 +167,7 @@ def receive_answer(connection: Connection) -> Answer:
     """
     length = bytearray(_LENGTH.size)
     receive_into(connection, memoryview(length))
-    return _decoded(_answers, _body(connection, length))
-
-
-def _decoded(decoder: msgspec.json.Decoder[T], body: bytearray) -> T:
-    try:
-        return decoder.decode(body)
-    except msgspec.MsgspecError as error:
-        raise ValueError(str(error)) from None
+    return decoded(_answers.decode, _body(connection, length))
 
 
 def _body(connection: Connection, length: bytearray) -> bytearray:

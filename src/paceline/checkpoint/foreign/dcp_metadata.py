@@ -1,90 +1,60 @@
-"""Reads the `.metadata` of torch.distributed.checkpoint, a pickle, by an unpickler that makes inert records only.
+"""Reads the `.metadata` of torch.distributed.checkpoint, a pickle, without running anything that it says.
 
-It knows the names of torch's metadata classes, and of what they hold, and refuses all others. The records are not
-torch's classes, so nothing of torch runs, and any version of torch can read the metadata of any other.
+The names of torch's metadata classes, and of what they hold, are known, and all others are refused. The records that
+are made in their place are not torch's classes, so nothing of torch runs, and any version of torch can read the
+metadata of any other. Every name and number is checked before it is used: the blocks of a tensor cover it exactly once,
+and no value is nested in another.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
-from collections import OrderedDict
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath
-from typing import Any
 
+from paceline.checkpoint.foreign.record_unpickler import Global, Make, Record, UnneededPickleError, unpickle
 from paceline.errors import CheckpointDamagedError, CheckpointError
 
 _METADATA = "torch.distributed.checkpoint.metadata"
+_INDEX = Global(_METADATA, "MetadataIndex")
+_BEYOND = 1 << 63  # no file and no tensor has so many bytes
+_DEEPEST_PATH = 64
+_MOST_IRREGULAR = 1000  # blocks of a tensor that form no grid: each is compared with all others
 
 
-class _Record:
-    """Takes whatever state a pickle has for one of torch's objects."""
-
-    def __init__(self, *args: object) -> None:
-        self.args = args
-
-    def __setstate__(self, state: object) -> None:
-        if isinstance(state, dict):
-            self.__dict__.update(state)
-        else:
-            self.args = tuple(state) if isinstance(state, (tuple, list)) else (state,)
+class _UnsoundMetadataError(Exception):
+    """The metadata does not describe a checkpoint."""
 
 
-class _Metadata(_Record):
-    state_dict_metadata: dict[str, Any]
-    storage_data: dict[Any, Any] | None = None
-    planner_data: dict[str, Any] | None = None
+def _tuple_of(_: Global, args: tuple[object, ...]) -> object:
+    """Stands for `torch.Size`, which is called with a tuple."""
+    return args[0] if args else ()
 
 
-class _Tensor(_Record):
-    properties: _Record
-    size: tuple[int, ...]
-    chunks: list[Any]
-
-
-class _Bytes(_Record):
-    pass
-
-
-class _Index(_Record):
-    """A key of the table that says where chunks are; equal if name and offset are, as torch's."""
-
-    fqn: str = ""
-    offset: tuple[int, ...] | None = None
-
-    def __hash__(self) -> int:
-        return hash((self.fqn, self.offset))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Index) and (self.fqn, self.offset) == (other.fqn, other.offset)
-
-
-def _size(values: tuple[int, ...] = ()) -> tuple[int, ...]:
-    return tuple(values)
-
-
-def _member(_: type, name: str) -> str:
+def _member(_: Global, args: tuple[object, ...]) -> object:
     """Stands for `getattr`, by which some versions of Python pickle members of an enumeration."""
-    return name
+    return args[-1] if args else None
 
 
-_KNOWN: dict[tuple[str, str], Any] = {
-    (_METADATA, "Metadata"): _Metadata,
-    (_METADATA, "TensorStorageMetadata"): _Tensor,
-    (_METADATA, "BytesStorageMetadata"): _Bytes,
-    (_METADATA, "ChunkStorageMetadata"): _Record,
-    (_METADATA, "TensorProperties"): _Record,
-    (_METADATA, "MetadataIndex"): _Index,
-    (_METADATA, "StorageMeta"): _Record,
-    (_METADATA, "_MEM_FORMAT_ENCODING"): _Record,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Record,
-    ("torch", "Size"): _size,
-    ("torch.serialization", "_get_layout"): _Record,
-    ("collections", "OrderedDict"): OrderedDict,
-    ("builtins", "getattr"): _member,
-    ("builtins", "set"): set,
-}
+def _empty_dict(_: Global, args: tuple[object, ...]) -> object:
+    return {}
+
+
+_KNOWN: dict[Global, Make] = {
+    **{
+        Global(_METADATA, name): Record
+        for name in (
+            "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+            "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+        )
+    },
+    Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Record,
+    Global("torch", "Size"): _tuple_of,
+    Global("torch.serialization", "_get_layout"): Record,
+    Global("collections", "OrderedDict"): _empty_dict,
+    Global("builtins", "getattr"): _member,
+    Global("builtins", "set"): Record,
+}  # fmt: skip
 _DTYPES = (
     "bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32",
     "float64", "complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
@@ -92,15 +62,21 @@ _DTYPES = (
 )  # fmt: skip
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _KNOWN:
-            return _KNOWN[module, name]
-        if module == "torch" and name in _DTYPES:
-            return name
-        if module.split(".")[0] == "pathlib" and name in ("PosixPath", "PurePosixPath", "Path"):
-            return PurePosixPath
-        raise CheckpointError(f"it names {module}.{name}, which the metadata of a checkpoint has no need for")
+def _known(found: Global) -> Make | None:
+    if found in _KNOWN:
+        return _KNOWN[found]
+    is_dtype = found.module == "torch" and found.name in _DTYPES
+    is_path = found.module.split(".")[0] == "pathlib" and found.name in ("PosixPath", "PurePosixPath", "Path")
+    return Record if is_dtype or is_path else None
+
+
+def _key_of(record: Record) -> object:
+    """Returns the key that stands for a `MetadataIndex` in the table of blocks."""
+    if record.made_by != _INDEX:
+        raise UnneededPickleError(f"it uses a {record.made_by.name} as a key")
+    offset = record["offset"]
+    # One tuple without another in it: None stands for the offset of an object, which has none.
+    return (record["fqn"], *(offset if isinstance(offset, tuple) else (offset,)))
 
 
 @dataclass(frozen=True)
@@ -129,38 +105,159 @@ def read_metadata(data: bytes, where: str) -> dict[str, Item]:
     """Returns what a directory of torch.distributed.checkpoint holds.
 
     Args:
-        data: of its `.metadata`.
-        where: the file's name, for errors.
+        data: the content of its `.metadata`.
+        where: the name of that file, for errors.
 
     Raises:
-        CheckpointError: the pickle wants more than metadata needs.
+        CheckpointError: the pickle uses more than metadata needs, or describes no checkpoint.
         CheckpointDamagedError: it cannot be read.
     """
     try:
-        metadata = _Unpickler(io.BytesIO(data)).load()
-        if not isinstance(metadata, _Metadata) or metadata.storage_data is None:
-            raise CheckpointError("it holds no metadata of torch.distributed.checkpoint")
-        return {name: _item(name, each, metadata) for name, each in metadata.state_dict_metadata.items()}
-    except CheckpointError as error:
+        metadata = unpickle(data, _known, _key_of)
+        if not isinstance(metadata, Record) or metadata.made_by != Global(_METADATA, "Metadata"):
+            raise _UnsoundMetadataError("it holds no metadata of torch.distributed.checkpoint")
+        return _Reader(metadata, most_blocks=len(data)).items()
+    except UnneededPickleError as error:
+        why = f"{error}, which the metadata of a checkpoint has no need for"
+        raise CheckpointError(f"{where} was not read: {why}") from None
+    except _UnsoundMetadataError as error:
         raise CheckpointError(f"{where} was not read: {error}") from None
-    except Exception as error:  # a damaged pickle can raise anything
-        raise CheckpointDamagedError(f"{where} cannot be read: {type(error).__name__}: {error}") from error
+    except ValueError as error:
+        raise CheckpointDamagedError(f"{where} cannot be read: {error}") from error
 
 
-def _item(name: str, found: Any, metadata: _Metadata) -> Item:
-    path = tuple((metadata.planner_data or {}).get(name, (name,)))
-    if isinstance(found, _Tensor):
-        chunks = tuple(_chunk(name, tuple(each.offsets), tuple(each.sizes), metadata) for each in found.chunks)
-        return Item(str(found.properties.args[0]), tuple(found.size), chunks, path)
-    return Item(None, (), (_chunk(name, None, (), metadata),), path)
+class _Reader:
+    """Reads records of metadata.
+
+    Args:
+        metadata: the record of the whole.
+        most_blocks: the number of blocks above which the metadata is refused. Each takes bytes of its own in sound
+            metadata, and a list that a thousand tensors share would keep the process busy.
+    """
+
+    def __init__(self, metadata: Record, most_blocks: int) -> None:
+        self._described = _dict(metadata["state_dict_metadata"], "what is in the checkpoint")
+        self._table = _dict(metadata["storage_data"], "where it is")
+        self._paths = _dict(metadata["planner_data"] or {}, "how it is nested")
+        self._blocks_left = most_blocks
+
+    def items(self) -> dict[str, Item]:
+        items = {_text(name, "a name"): self._item(str(name), each) for name, each in self._described.items()}
+        paths = {item.path for item in items.values()}
+        through = {path[:depth] for path in paths for depth in range(len(path))}
+        if len(paths) < len(items) or through & paths:
+            raise _UnsoundMetadataError("it has two values at one place, or one within another")
+        return items
+
+    def _item(self, name: str, found: object) -> Item:
+        path = self._paths.get(name, (name,))
+        if (
+            not isinstance(path, tuple)
+            or not 0 < len(path) <= _DEEPEST_PATH
+            or not all(type(key) is str or type(key) is int for key in path)
+        ):
+            raise _UnsoundMetadataError(f"the place of {name} is no tuple of keys")
+        if not isinstance(found, Record):
+            raise _UnsoundMetadataError(f"it does not describe {name}")
+        if found.made_by == Global(_METADATA, "BytesStorageMetadata"):
+            return Item(None, (), (self._chunk(name, None, ()),), path)
+        shape = _sizes(found["size"], f"the shape of {name}")
+        blocks = self._blocks(name, found["chunks"], shape)
+        chunks = tuple(self._chunk(name, offset, sizes) for offset, sizes in blocks.items())
+        return Item(_dtype(found["properties"], name), shape, chunks, path)
+
+    def _blocks(self, name: str, found: object, shape: tuple[int, ...]) -> dict[tuple[int, ...], tuple[int, ...]]:
+        """Returns the sizes of a tensor's blocks by their offsets, without those that are empty."""
+        if not isinstance(found, list):
+            raise _UnsoundMetadataError(f"it has no list of the blocks of {name}")
+        self._blocks_left -= len(found)
+        if self._blocks_left < 0:
+            raise _UnsoundMetadataError("it has more blocks than bytes")
+        blocks: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for each in found:
+            if not isinstance(each, Record):
+                raise _UnsoundMetadataError(f"it does not describe a block of {name}")
+            offset = _sizes(each["offsets"], f"the offset of a block of {name}")
+            sizes = _sizes(each["sizes"], f"the shape of a block of {name}")
+            if math.prod(sizes) and blocks.setdefault(offset, sizes) != sizes:
+                raise _UnsoundMetadataError(f"two blocks of {name} begin at {offset}")
+        if not _is_covered(shape, blocks):
+            raise _UnsoundMetadataError(f"the blocks of {name} do not cover its shape {shape} exactly once")
+        return blocks
+
+    def _chunk(self, name: str, offset: tuple[int, ...] | None, shape: tuple[int, ...]) -> Chunk:
+        info = self._table.get((name, *((None,) if offset is None else offset)))
+        if not isinstance(info, Record):
+            raise _UnsoundMetadataError(f"it does not say where {name} at {offset} is")
+        file = _text(info["relative_path"], f"the file of {name}")
+        at, nbytes = _sizes((info["offset"], info["length"]), f"the place of {name} in {file!r}")
+        transforms = info["transform_descriptors"] or ()
+        if not isinstance(transforms, (list, tuple)):
+            raise _UnsoundMetadataError(f"{name} was transformed by something that is not listed")
+        named = tuple(_text(each, f"a transformation of {name}") for each in transforms)
+        return Chunk(offset or (), shape, file, at, nbytes, named)
 
 
-def _chunk(name: str, offset: tuple[int, ...] | None, shape: tuple[int, ...], metadata: _Metadata) -> Chunk:
-    index = _Index()
-    index.fqn, index.offset = name, offset
-    table = metadata.storage_data or {}
-    if index not in table:
-        raise CheckpointError(f"it does not say where {name} at {offset} is")
-    info = table[index]
-    transforms = tuple(getattr(info, "transform_descriptors", None) or ())
-    return Chunk(offset or (), shape, info.relative_path, info.offset, info.length, transforms)
+def _dict(value: object, what: str) -> Mapping[object, object]:
+    if not isinstance(value, dict):
+        raise _UnsoundMetadataError(f"it has no table that says {what}")
+    return value
+
+
+def _text(value: object, what: str) -> str:
+    if not isinstance(value, str) or any(each == "\0" or "\ud800" <= each <= "\udfff" for each in value):
+        raise _UnsoundMetadataError(f"{what} is not text")
+    return value
+
+
+def _sizes(value: object, what: str) -> tuple[int, ...]:
+    if (
+        not isinstance(value, (tuple, list))
+        or len(value) > _DEEPEST_PATH
+        or not all(type(each) is int and 0 <= each < _BEYOND for each in value)
+    ):
+        raise _UnsoundMetadataError(f"{what} is not made of sizes")
+    return tuple(value)
+
+
+def _dtype(properties: object, name: str) -> str:
+    state = properties.state if isinstance(properties, Record) else None
+    found = state[0] if isinstance(state, tuple) and state else None
+    if not isinstance(found, Global) or found.module != "torch" or found.name not in _DTYPES:
+        raise _UnsoundMetadataError(f"{name} has no type that is known")
+    return found.name
+
+
+def _is_covered(shape: tuple[int, ...], blocks: Mapping[tuple[int, ...], tuple[int, ...]]) -> bool:
+    """Returns whether each element of a tensor is in exactly one block; `blocks` are sizes by offsets, none empty."""
+    if sum(map(math.prod, blocks.values())) != math.prod(shape):
+        return False
+    for offset, sizes in blocks.items():
+        if not len(offset) == len(sizes) == len(shape):
+            return False
+        if any(first + size > whole for first, size, whole in zip(offset, sizes, shape, strict=True)):
+            return False
+    if not blocks:
+        return True
+    # Blocks within the shape that have its volume cover it if no two of them overlap. Those of a grid do not.
+    begins = [sorted({offset[axis] for offset in blocks}) for axis in range(len(shape))]
+    ends = [dict(zip(each, [*each[1:], whole], strict=True)) for each, whole in zip(begins, shape, strict=True)]
+    if all(
+        first + size == end[first]
+        for offset, sizes in blocks.items()
+        for first, size, end in zip(offset, sizes, ends, strict=True)
+    ):
+        return True
+    if len(blocks) > _MOST_IRREGULAR:
+        return False
+    listed = list(blocks.items())
+    return not any(_overlap(*one, *other) for index, one in enumerate(listed) for other in listed[:index])
+
+
+def _overlap(
+    one: tuple[int, ...], sizes: tuple[int, ...], other: tuple[int, ...], other_sizes: tuple[int, ...]
+) -> bool:
+    return all(
+        first < second + width and second < first + size
+        for first, size, second, width in zip(one, sizes, other, other_sizes, strict=True)
+    )

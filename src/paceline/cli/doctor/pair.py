@@ -10,6 +10,7 @@ from contextlib import closing
 
 from paceline.cli.doctor.report import Finding, Level
 from paceline.security.handshake import Hello, prove, verify
+from paceline.security.received import decoded
 from paceline.security.secret import derive_key
 
 CHANNEL = "doctor"
@@ -138,7 +139,10 @@ def _receive_line(connection: socket.socket) -> dict[str, object]:
         if not more or len(line) > _LONGEST_LINE:
             raise ConnectionError("the other machine's doctor hung up")
         line += more
-    content = json.loads(line)
+    try:
+        content = decoded(json.loads, line)
+    except ValueError:
+        content = None
     if not isinstance(content, dict):
         raise ConnectionError("the other machine does not run `paceline doctor --listen`")
     return content

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from paceline.security.received import decoded
+
 _TIMEOUT_S = 10.0
 
 
@@ -60,7 +62,10 @@ def picture(address: Address) -> dict[str, Any]:
         connection.close()
     if answer.status != 200:
         raise UnreachableError(f"the job's launcher refuses ({answer.status}): {body.decode(errors='replace')[:200]}")
-    told = json.loads(body)
+    try:
+        told = decoded(json.loads, body)
+    except ValueError:
+        told = None
     if not isinstance(told, dict):
         raise UnreachableError("what answers there is not the page of a job")
     return told

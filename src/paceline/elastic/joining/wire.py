@@ -15,6 +15,7 @@ import xxhash
 
 from paceline.elastic.dealings import Dealt
 from paceline.security.encryption import Connection
+from paceline.security.received import decoded
 
 CHANNEL = "lesson"  # of the handshake
 CHUNK_BYTES = 4 << 20
@@ -142,8 +143,8 @@ def decode_head(data: bytes | bytearray | memoryview) -> Head:
         BrokenLessonError: it is none.
     """
     try:
-        head: Head = _heads.decode(data)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        head: Head = decoded(_heads.decode, data)
+    except ValueError as error:
         raise BrokenLessonError(f"a head that cannot be read: {error}") from error
     return head
 

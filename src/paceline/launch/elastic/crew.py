@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-import msgspec
-
 from paceline.elastic import messages
 from paceline.elastic.messages import FromWorker
 from paceline.launch.elastic.channel import Channel
@@ -225,7 +223,7 @@ class Crew:
     def _heard(self, member: Member, datagram: bytes) -> None:
         try:
             message = messages.from_worker(datagram)
-        except (msgspec.ValidationError, msgspec.DecodeError):
+        except ValueError:
             self._on_message(member, None, datagram)
         else:
             self._on_message(member, message, datagram)

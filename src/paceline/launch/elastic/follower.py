@@ -35,7 +35,9 @@ from paceline.launch.nodes.remote_client import OrderQueue, lost_at
 from paceline.launch.nodes.wire import Lost, Wire
 from paceline.observe.clocks import Offset
 from paceline.security.encryption import Connection
+from paceline.security.received import decoded
 
+_knowledge = msgspec.json.Decoder(Knowledge)
 _DIAL_S = 0.5
 _ANSWER_S = 1.0
 _TAKES_OVER_S = 2.0  # how long a launcher stands that was told to coordinate
@@ -135,7 +137,7 @@ class Follower:
                 case Remember():
                     pass  # it is noted
                 case Know(body):
-                    self._learn(wire, msgspec.json.decode(body, type=Knowledge))
+                    self._learn(wire, decoded(_knowledge.decode, body))
                 case HandOver():
                     self._turn_over(wire, order)
                 case _:

@@ -27,6 +27,9 @@ from paceline.launch.nodes.messages import (
     WorkerStalled,
     WorkerStarted,
 )
+from paceline.security.received import decoded
+
+_reports = msgspec.json.Decoder(MachineReport)
 
 
 @dataclass
@@ -85,6 +88,6 @@ class Notebook:
 def report_in(follow: Follow) -> MachineReport | None:
     """Returns a machine's report; None if it is none, so that the machine gets no answer."""
     try:
-        return msgspec.json.decode(follow.body, type=MachineReport)
-    except (msgspec.ValidationError, msgspec.DecodeError):
+        return decoded(_reports.decode, follow.body)
+    except ValueError:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
@@ -11,14 +12,18 @@ from typing import get_args
 from paceline import __version__
 from paceline.launch.failures import Failure, Record
 from paceline.launch.nodes.messages import Join, Message, Order, Report
+from paceline.security.received import decoded, writable
 
 LARGEST = 1 << 22
+_BEYOND = 1 << 63  # what this many is, neither the system nor struct can take
+_LONGEST_SHOWN = 100  # of a value in an error
 _LENGTH = struct.Struct("<I")
 
 _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in (*get_args(Report), *get_args(Order))}
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "int": int,
     "str": str,
+    "str | None": (str, type(None)),
     "bool": bool,
     "int | None": (int, type(None)),
     "float": (float, int),
@@ -41,10 +46,10 @@ def decode(body: bytes) -> Message:
     """Returns the message in `body`.
 
     Raises:
-        MessageError: `body` is no message, or a field has another type.
+        MessageError: `body` is no message, or a field has another type or a number that nothing can be counted with.
     """
     try:
-        content = json.loads(body)
+        content = decoded(json.loads, body)
         kind = _KINDS[content.pop("kind")]
         known = {each.name: str(each.type) for each in fields(kind)}
         if kind is Join and content.get("version") != __version__:  # to be refused with the reason, whatever it says
@@ -64,26 +69,35 @@ def _value(kind: str, value: object) -> object:
         return tuple(_value(inner, each) for each in value)
     expected = _TYPES.get(kind)
     if expected is None or not isinstance(value, expected) or (isinstance(value, bool) and kind != "bool"):
-        raise TypeError(f"{value!r} is not {kind}")
-    return value
+        raise TypeError(f"{_shown(value)} is not {kind}")
+    if isinstance(value, (int, float)) and not (math.isfinite(value) and -_BEYOND <= value < _BEYOND):
+        raise ValueError(f"{_shown(value)} is out of range")
+    return writable(value) if isinstance(value, str) else value
+
+
+def _shown(value: object) -> str:
+    return type(value).__name__ if isinstance(value, (list, dict)) else repr(value)[:_LONGEST_SHOWN]
 
 
 def _failure(value: object) -> Failure:
+    content = _dict(value)
+    record = content.pop("record")
+    known = {each.name: str(each.type) for each in fields(Failure)}
+    values = {name: _value(known[name], each) for name, each in content.items()}
+    make: Callable[..., Failure] = Failure
+    return make(**values, record=None if record is None else _record(record))
+
+
+def _record(value: object) -> Record:
+    known = {each.name: str(each.type) for each in fields(Record)}
+    make: Callable[..., Record] = Record
+    return make(**{name: _value(known[name], each) for name, each in _dict(value).items()})
+
+
+def _dict(value: object) -> dict[str, object]:
     if not isinstance(value, dict):
-        raise TypeError(f"{value!r} is not a failure")
-    record = value.pop("record")
-    failure = Failure(**value, record=None if record is None else Record(**record))
-    numbers = (failure.rank, failure.pid, failure.exit_code, failure.seen_s)
-    texts = (
-        failure.host,
-        failure.memory or "",
-        failure.log or "",
-        *(() if failure.record is None else (failure.record.kind, failure.record.text)),
-    )
-    is_sound = all(isinstance(n, (int, float)) for n in numbers) and all(isinstance(text, str) for text in texts)
-    if not is_sound or not isinstance(failure.at_exit, bool):
-        raise TypeError(f"{value!r} is not a failure")
-    return failure
+        raise TypeError(f"{_shown(value)} is not an object")
+    return value
 
 
 @dataclass

@@ -179,7 +179,17 @@ class MeetingServer:
             if isinstance(message, AskTime):
                 self._send(node, TellTime(message.asked_ns, time.monotonic_ns()))
             elif isinstance(message, Report):
-                self._carry(self._steering.reported(node.name, message, node.heard_s))
+                self._report(node, message)
+
+    def _report(self, node: _Node, report: Report) -> None:
+        """Passes a report on; a node whose report makes no sense, as that of a program of another kind, is dropped."""
+        try:
+            orders = self._steering.reported(node.name, report, node.heard_s)
+        except Exception as error:  # the other nodes must not lose the meeting for the sake of this one
+            seen = f"{type(report).__name__}, which led to {type(error).__name__}: {error}"
+            self._drop(node, f"its launcher sent a {seen}")
+        else:
+            self._carry(orders)
 
     def _beat(self) -> None:
         while not self._is_over.wait(HEARTBEAT_S):

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from enum import Enum, auto
 
-from paceline.launch.nodes.framing import Inbox, MessageError, encode
-from paceline.launch.nodes.messages import Alive, AskTime, Begin, Know, Order, Report, Start, TellTime
+from paceline.launch.nodes.framing import Inbox, encode
+from paceline.launch.nodes.messages import Alive, AskTime, Begin, Know, Message, Order, Report, Start, TellTime
 from paceline.launch.nodes.server import CHANNEL, HEARTBEAT_S
 from paceline.launch.nodes.starvation import is_starved
 from paceline.observe.clocks import Offset, OffsetEstimate
@@ -108,14 +108,16 @@ class Wire:
         while not self._closed.is_set():
             try:
                 data = self._connection.recv(1 << 16)
-                messages = inbox.feed(data)
+                self._heard_s = time.monotonic() if data else self._heard_s
+                for message in inbox.feed(data):
+                    self._hear(message)
             except TimeoutError:
                 silent_s = max(self._silence_s, time.monotonic() - self._heard_s)
                 if self._bears_starvation and is_starved(self._connection, silent_s, self._silence_s / 2):
                     continue
                 self._lost(Lost.SILENT, f"nothing was heard of it for {silent_s:.2g} s")
                 return
-            except (OSError, MessageError) as error:
+            except (OSError, ValueError) as error:  # the latter if a message, or what it carries, cannot be read
                 is_recent = time.monotonic() - self._heard_s <= self._silence_s
                 is_reset = isinstance(error, ConnectionResetError) and is_recent
                 self._lost(Lost.RESET if is_reset else Lost.SILENT, str(error))
@@ -123,13 +125,13 @@ class Wire:
             if not data:
                 self._lost(Lost.ENDED, "it has ended")
                 return
-            self._heard_s = time.monotonic()
-            for message in messages:
-                if isinstance(message, TellTime):
-                    self._hear_time(message)
-                elif isinstance(message, Order):
-                    self._may_ask = self._may_ask or isinstance(message, _WELCOMES)
-                    self._on_order(message)
+
+    def _hear(self, message: Message) -> None:
+        if isinstance(message, TellTime):
+            self._hear_time(message)
+        elif isinstance(message, Order):
+            self._may_ask = self._may_ask or isinstance(message, _WELCOMES)
+            self._on_order(message)
 
     def _beat(self) -> None:
         while not self._closed.wait(HEARTBEAT_S):

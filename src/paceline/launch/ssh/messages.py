@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
+from paceline.security.received import decoded
+
 MARK = b"PACELINE-FAR-END "
 
 
@@ -93,8 +95,8 @@ def decode_told(line: bytes) -> Told:
         ValueError: it is no message.
     """
     try:
-        return _told.decode(line)
-    except msgspec.DecodeError as error:
+        return decoded(_told.decode, line)
+    except ValueError as error:
         raise ValueError(f"not a message of a starter: {error}") from error
 
 
@@ -105,8 +107,8 @@ def decode_said(line: bytes) -> Said:
         ValueError: it is no message.
     """
     try:
-        return _said.decode(line)
-    except msgspec.DecodeError as error:
+        return decoded(_said.decode, line)
+    except ValueError as error:
         raise ValueError(f"not a message of a far end: {error}") from error
 
 

@@ -12,6 +12,8 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.security.own_files import write_own
+
 ADDRESS_FILE = "page.json"
 """The name of the file in a job's directory that holds the page's address and token."""
 
@@ -61,9 +63,7 @@ def write_address(path: Path, listener: socket.socket, token: str, prefix: str) 
     name = listener.getsockname()
     place = {"path": name} if isinstance(name, str) else {"port": name[1]}
     with contextlib.suppress(OSError):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with open(fd, "w") as file:
-            json.dump({"token": token, "prefix": prefix, **place}, file)
+        write_own(str(path), json.dumps({"token": token, "prefix": prefix, **place}).encode())
 
 
 def _listen_on_port(port: int) -> socket.socket:

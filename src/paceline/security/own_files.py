@@ -1,0 +1,169 @@
+"""Files and directories that only this user has access to, in places where others may put files too.
+
+Another user can make a file of the expected name beforehand, or a link to a file of this user, and later read or forge
+what is written there. So a file is created exclusively, an existing one is opened without following links, and what was
+opened is checked, not its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+import tempfile
+
+from paceline.errors import RendezvousError
+
+_OPENING = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a named pipe would wait for its other end
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+class SharedFileError(PermissionError):
+    """Other users have, or had, access to a file that must be this user's alone."""
+
+
+def open_own(path: str, access: int = os.O_RDWR) -> int:
+    """Opens a file of this user alone, or creates it with mode 600; returns the descriptor, which is the caller's.
+
+    Args:
+        path: of the file. Its last part must not be a link.
+        access: such as `os.O_RDWR`, and further flags.
+
+    Raises:
+        SharedFileError: it is a link, no plain file, has another owner or a second name, or others have access to it.
+        OSError: it cannot be opened.
+    """
+    while True:
+        with contextlib.suppress(FileExistsError):
+            return os.open(path, access | os.O_CREAT | os.O_EXCL | _OPENING, 0o600)
+        with contextlib.suppress(FileNotFoundError):  # it has been removed meanwhile
+            return _open_existing(path, access)
+
+
+def _open_existing(path: str, access: int) -> int:
+    try:
+        fd = os.open(path, access | _OPENING)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _refusal(path, "is a link, and may lead to any file") from None
+        if isinstance(error, PermissionError):
+            raise _refusal(path, f"cannot be opened by user {os.geteuid()}") from error
+        raise
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise _refusal(path, "is no plain file")
+        if status.st_nlink > 1:
+            raise _refusal(path, f"is one of {status.st_nlink} names of a file")
+        if not is_own(status) and not _is_usual_there(path, status):
+            seen = f"belongs to user {status.st_uid} and has mode {stat.S_IMODE(status.st_mode):o}"
+            raise _refusal(path, f"{seen} (expected user {os.geteuid()}, mode 600)")
+    except BaseException:
+        os.close(fd)
+        raise
+    os.set_blocking(fd, True)
+    return fd
+
+
+def write_own(path: str, content: bytes) -> None:
+    """Writes a file of mode 600, in place of whatever has the name; a reader sees all of it or nothing.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    draft = f"{path}.{secrets.token_hex(4)}"
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPENING, 0o600), "wb") as file:
+        file.write(content)
+    os.replace(draft, path)
+
+
+def append_to(path: str) -> int:
+    """Opens a file to append to it, or makes it, and follows no link; returns the descriptor, which is the caller's.
+
+    Raises:
+        OSError: it is a link, no plain file, or cannot be written to.
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | _OPENING, 0o666)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is no plain file")
+    os.set_blocking(fd, True)
+    return fd
+
+
+def require_own_directory(path: str, may_be_roots: bool = False) -> None:
+    """Checks that a directory is this user's, so that nobody else can replace what is made in it.
+
+    Args:
+        path: of the directory. Its last part must not be a link unless `may_be_roots`.
+        may_be_roots: whether it may also be a directory of root.
+
+    Raises:
+        SharedFileError: it belongs to another user, or is a link.
+    """
+    status = os.stat(path) if may_be_roots else os.lstat(path)
+    if not stat.S_ISDIR(status.st_mode):
+        raise SharedFileError(f"{path} is no directory; remove it, or choose another")
+    if status.st_uid == os.geteuid() or (may_be_roots and status.st_uid == 0):
+        return
+    usual = _usual(os.path.join(path, "."))
+    if usual is None or usual.st_uid != status.st_uid:
+        raise SharedFileError(
+            f"{path} belongs to user {status.st_uid}, who could replace what is in it; choose a directory of user "
+            f"{os.geteuid()}"
+        )
+
+
+def _refusal(path: str, seen: str) -> SharedFileError:
+    return SharedFileError(
+        f"{path} {seen}, so other users could read or change what is in it; remove it, or choose a file in a directory "
+        "that only you can write to"
+    )
+
+
+def is_own(status: os.stat_result) -> bool:
+    """Returns whether a file belongs to this user, and others have no access to it."""
+    return status.st_uid == os.geteuid() and not status.st_mode & _OTHERS
+
+
+def _is_usual_there(path: str, status: os.stat_result) -> bool:
+    """Returns whether a file that this user makes in the same directory has the same owner and mode."""
+    usual = _usual(path)
+    return usual is not None and (usual.st_uid, usual.st_mode) == (status.st_uid, status.st_mode)
+
+
+def _usual(path: str) -> os.stat_result | None:
+    """Returns the status of a file that this user makes beside `path`, of mode 600; None if that is impossible.
+
+    Some file systems have no owners or modes of their own, and NFS gives the files of root to nobody.
+    """
+    probe = f"{path}.{secrets.token_hex(4)}"
+    try:
+        fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL | _OPENING, 0o600)
+    except OSError:
+        return None
+    try:
+        return os.fstat(fd)
+    finally:
+        os.close(fd)
+        with contextlib.suppress(OSError):
+            os.unlink(probe)
+
+
+def own_directory() -> str:
+    """Makes or finds a directory that no other user can put files into.
+
+    Raises:
+        RendezvousError: other users have access to it.
+    """
+    path = os.path.join(tempfile.gettempdir(), f"paceline-{os.getuid()}")
+    os.makedirs(path, mode=0o700, exist_ok=True)
+    state = os.lstat(path)
+    if not stat.S_ISDIR(state.st_mode) or not is_own(state):
+        raise RendezvousError(
+            f"{path}, where ranks that no launcher of Paceline started meet, is not a directory of user {os.getuid()} "
+            "alone, so others could join the job; remove it, set TMPDIR to another place, or start with `paceline run`"
+        )
+    return path

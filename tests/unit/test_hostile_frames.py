@@ -1,0 +1,337 @@
+"""A malformed frame from a holder of the secret ends its own connection and no other, in every protocol."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from launching import wait_until
+
+from paceline import __version__
+from paceline.checkpoint.copies import messages as copies
+from paceline.checkpoint.copies.service import CopyService
+from paceline.cli.doctor.pair import _receive_line
+from paceline.cli.top.client import Address, UnreachableError, picture
+from paceline.elastic import messages as elastic
+from paceline.elastic.joining.wire import BrokenLessonError, decode_head
+from paceline.engine import introduction
+from paceline.errors import RendezvousError
+from paceline.group.objects.codec import MalformedPayload
+from paceline.group.objects.serialization import Form
+from paceline.group.objects.serialization import decode as decode_object
+from paceline.launch import outlook
+from paceline.launch.elastic.notebook import report_in
+from paceline.launch.elastic.options import ElasticOptions
+from paceline.launch.job import Command, Job, RendezvousOptions
+from paceline.launch.nodes.framing import MessageError, decode, encode
+from paceline.launch.nodes.meeting import _steering
+from paceline.launch.nodes.messages import Finished, Follow, Join, Slots, WorkerSaid
+from paceline.launch.nodes.remote_client import dial
+from paceline.launch.nodes.server import CHANNEL, MeetingServer
+from paceline.launch.nodes.sightings import Sightings
+from paceline.launch.nodes.steering import Orders
+from paceline.launch.nodes.viewing import Viewing
+from paceline.launch.ssh.messages import MARK, Sieve, decode_told
+from paceline.observe import picture as pictures
+from paceline.security.handshake import Hello, prove
+from paceline.security.secret import derive_key
+from paceline.store import remote
+from paceline.store.server import StoreServer
+
+SECRET = b"0123456789abcdef"
+DEEP = 100_000
+DEADLINE_S = 60.0
+
+JSON_BODIES = {
+    "nested lists": b"[" * DEEP + b"]" * DEEP,
+    "nested objects": b'{"kind":' * DEEP + b"1" + b"}" * DEEP,
+    "nested in a field that is not known": b'{"type":"Ready","kind":"Leave","fingerprint":"","x":' + b"[" * DEEP,
+    "a number of 5,000 digits": b'{"type":"Learned","kind":"Slots","count":' + b"9" * 5000 + b"}",
+    "infinity": b'{"type":"Learned","kind":"Slots","count":1e999,"round":1e999}',
+    "no number": b'{"type":"Learned","kind":"Slots","count":NaN,"round":NaN}',
+    "another type": b'{"type":[],"kind":[],"ranks":{}}',
+    "no object": b"7",
+    "half a text": b'{"kind":"Leave","reason":"\xff"}',
+    "half a character": b'{"kind":"Leave","reason":"\\ud8',
+    "cut": b'{"kind":"Leave"',
+    "nothing": b"",
+    "zeros": bytes(1000),
+}
+MSGPACK_BODIES = {
+    "nested lists": b"\x91" * DEEP + b"\xc0",
+    "nested objects": b"\x81\xa1x" * DEEP + b"\xc0",
+    "nested in a field": b"\x96\xa8Contents\x00\x00" + b"\x91" * DEEP + b"\xc0",
+    "a text of 4 GiB": b"\xdb\xff\xff\xff\xff",
+    "a list of 2^32": b"\xdd\xff\xff\xff\xff",
+    "half a text": b"\xa1\xff",
+    "an unknown extension": b"\xd4\x05\x00",
+    "a key that is a list": b"\x81\x90\x00",
+    "nothing": b"",
+}
+
+
+def over_socket(receive: Callable[[socket.socket], object]) -> Callable[[bytes], object]:
+    """Returns a decoder of what comes after its length."""
+
+    def decode(body: bytes) -> object:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 21)
+            theirs.sendall(struct.pack("<I", len(body)) + body)
+            return receive(ours)
+
+    return decode
+
+
+def line_of_doctor(body: bytes) -> object:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(body[:5000].replace(b"\n", b" ") + b"\n")
+        return _receive_line(ours)
+
+
+DECODERS = [
+    ("launchers", decode, MessageError),
+    ("workers of elastic jobs", elastic.from_worker, ValueError),
+    ("their launchers", elastic.to_worker, ValueError),
+    ("pictures of workers", lambda body: pictures.decode(body.decode(errors="replace")), ValueError),
+    ("the live page", lambda body: outlook.decode(body.decode(errors="replace")), ValueError),
+    ("requests for copies", over_socket(copies.receive_request), ValueError),
+    ("answers with copies", over_socket(copies.receive_answer), ValueError),
+    ("starters by ssh", decode_told, ValueError),
+    ("far ends of ssh", lambda body: Sieve().feed(MARK + body.replace(b"\n", b"") + b"\n"), ValueError),
+    ("the doctor", line_of_doctor, ConnectionError),
+]
+OBJECTS = {"infinity", "no number", "another type"}  # what Python's JSON takes for objects
+ACCEPTED = {
+    "the doctor": OBJECTS,
+    "the live page": {"a number of 5,000 digits", "infinity", "half a text"},  # fields that are not known are skipped
+}
+
+
+@pytest.mark.parametrize("name", JSON_BODIES)
+@pytest.mark.parametrize(("whose", "decoder", "error"), DECODERS, ids=[each[0] for each in DECODERS])
+def test_malformed_json_is_refused_in_order(whose, decoder, error, name):
+    if name in ACCEPTED.get(whose, ()):
+        assert decoder(JSON_BODIES[name])
+    else:
+        with pytest.raises(error):
+            decoder(JSON_BODIES[name])
+
+
+@pytest.mark.parametrize("body", JSON_BODIES.values(), ids=JSON_BODIES.keys())
+def test_a_report_of_a_machine_that_cannot_be_read_is_none(body):
+    assert report_in(Follow(body.decode(errors="replace"))) is None
+
+
+@pytest.mark.parametrize("body", JSON_BODIES.values(), ids=JSON_BODIES.keys())
+def test_an_introduction_that_cannot_be_read_is_one_of_another_version(body):
+    own = msgspec.json.encode({"version": __version__, "host": "h", "pid": 1, "namespace": 1, "started": 1})
+    with pytest.raises(RendezvousError, match="the ranks run different versions of Paceline"):
+        introduction.read([own, body], 0)
+
+
+@pytest.mark.parametrize("body", MSGPACK_BODIES.values(), ids=MSGPACK_BODIES.keys())
+def test_malformed_msgpack_is_refused_in_order(body):
+    with pytest.raises(BrokenLessonError):
+        decode_head(body)
+    with pytest.raises(MalformedPayload):
+        decode_object(bytes([Form.MSGPACK]) + body, [])
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_are_more_than_refused(body):
+    for _, decoder, error in DECODERS[:4]:
+        with pytest.raises(error):
+            decoder(body)
+    with pytest.raises(BrokenLessonError):
+        decode_head(body + b"\xc1")
+
+
+@pytest.mark.parametrize("count", [1 << 63, -(1 << 63) - 1, 10**100])
+def test_a_number_that_nothing_can_be_counted_with_is_no_message(count):
+    with pytest.raises(MessageError, match="is out of range"):
+        decode(json.dumps({"kind": "Slots", "count": count, "failures": []}).encode())
+
+
+def test_a_failure_with_a_wrong_field_is_no_message():
+    failure = {"rank": 1, "pid": 2, "exit_code": 1, "seen_s": 1.0, "record": None, "host": "h"}
+    assert isinstance(decode(json.dumps({"kind": "Slots", "count": 1, "failures": [failure]}).encode()), Slots)
+    for name, value in (("rank", 1.5), ("seen_s", float("nan")), ("host", []), ("record", {"text": 1}), ("x", 1)):
+        with pytest.raises(MessageError):
+            decode(json.dumps({"kind": "Slots", "count": 1, "failures": [{**failure, name: value}]}).encode())
+
+
+def test_text_that_cannot_be_encoded_is_escaped():
+    message = decode(json.dumps({"kind": "WorkerSaid", "uid": "0", "body": "a\ud800"}).encode())
+    assert message == WorkerSaid("0", "a\\ud800")
+
+
+# Servers: one connection sends what it should not, and another one is served as before.
+
+
+@dataclass
+class Listening:
+    """A steering that notes who came and went, and cannot make sense of `Slots`."""
+
+    deadline_s = None
+    reports: list[object] = field(default_factory=list)
+    lost_nodes: list[str] = field(default_factory=list)
+
+    def reported(self, node: str, report: object, now_s: float) -> Orders:
+        if isinstance(report, Slots):
+            raise KeyError(report.count)
+        self.reports.append(report)
+        return []
+
+    def ended(self, node: str, why: str, now_s: float) -> Orders:
+        return []
+
+    def lost(self, node: str, why: str, now_s: float, silent_s: float = 0.0) -> Orders:
+        self.lost_nodes.append(why)
+        return []
+
+    def tick(self, now_s: float) -> Orders:
+        return []
+
+
+def admitted(address: tuple[str, int] | str, channel: str) -> socket.socket:
+    """Connects as somebody who holds the secret."""
+    connection = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
+    connection.settimeout(DEADLINE_S)
+    connection.connect(address)
+    prove(connection, derive_key(SECRET, channel), Hello(channel))
+    return connection
+
+
+def is_ended(connection: socket.socket) -> bool:
+    """Waits for the end of a connection."""
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except ConnectionError:
+        return True
+    return True
+
+
+FRAMES = {
+    **{name: struct.pack("<I", len(body)) + body for name, body in JSON_BODIES.items()},
+    "a length of 4 GiB": b"\xff\xff\xff\xff",
+    "a report that the steering cannot take": encode(Slots(7)),
+}
+
+
+@pytest.mark.parametrize("frame", FRAMES.values(), ids=FRAMES.keys())
+def test_a_malformed_frame_does_not_end_the_meeting(frame):
+    steering = Listening()
+    server = MeetingServer(socket.create_server(("127.0.0.1", 0)), SECRET, steering, DEADLINE_S)
+    client = dial(server.address, SECRET, DEADLINE_S, DEADLINE_S, print)
+    try:
+        with admitted(server.address, CHANNEL) as hostile:
+            hostile.sendall(frame)
+            assert is_ended(hostile)
+        wait_until(lambda: steering.lost_nodes)
+        client.send(Finished(5))
+        wait_until(lambda: Finished(5) in steering.reports)
+        assert len(steering.lost_nodes) == 1
+        assert "not a message of a launcher" in steering.lost_nodes[0] or (
+            "is larger than" in steering.lost_nodes[0]
+            or "sent a Slots, which led to KeyError: 7" in steering.lost_nodes[0]
+        )
+    finally:
+        client.close()
+        server.close(0.0)
+
+
+def job(is_elastic: bool) -> Job:
+    meeting = RendezvousOptions(min_nodes=2, max_nodes=4, address=("10.0.0.1", 29400))
+    return Job(Command(("x.py",)), workers=2, rendezvous=meeting, elastic=ElasticOptions() if is_elastic else None)
+
+
+@pytest.mark.parametrize("is_elastic", [False, True])
+@pytest.mark.parametrize("body", JSON_BODIES.values(), ids=JSON_BODIES.keys())
+def test_no_text_within_a_report_ends_the_meeting(is_elastic, body):
+    steering = Viewing(Sightings(_steering(job(is_elastic))))
+    text = body.decode(errors="replace")
+    for number in (1, 2):
+        join = Join(f"h{number}", 5, f"10.0.0.{number}", 4000, 2, serves=number == 1, version=__version__)
+        steering.reported(f"node-{number}", Join(**{**vars(join), "is_elastic": is_elastic}), 1.0)
+    for report in ("WorkerSaid", "Follow", "Sighting", "Seen"):
+        fields = {"uid": "0.0.0", "body": text} if report == "WorkerSaid" else {"body": text}
+        orders = steering.reported("node-2", decode(json.dumps({"kind": report, **fields}).encode()), 1.0)
+        assert all(encode(order) for _, order in orders)
+    assert steering.deadline_s is None or steering.tick(1.5) is not None
+
+
+@pytest.mark.parametrize("frame", FRAMES.values(), ids=FRAMES.keys())
+def test_a_malformed_request_does_not_end_the_service_of_copies(tmp_path, frame):
+    service = CopyService(None)
+    path = str(tmp_path / "copies")
+    service.open(path, SECRET)
+    try:
+        with admitted(path, "copies") as hostile, admitted(path, "copies") as friend:
+            hostile.sendall(frame)
+            hostile.shutdown(socket.SHUT_WR)
+            assert is_ended(hostile)
+            copies.send(friend, copies.Look("/root"))
+            assert isinstance(copies.receive_answer(friend), copies.Inventory)
+    finally:
+        service.shut()
+
+
+STORE_FRAMES = [
+    *FRAMES.values(),
+    bytes(4096),
+    b"\xff" * 4096,
+    struct.pack("<I", 9) + b"\x63" + bytes(8),
+    struct.pack("<I", 13) + b"\x01" + bytes(8) + b"\xff\xff\xff\xff",
+    struct.pack("<Q", 1 << 62),
+]
+
+
+@pytest.mark.parametrize("frame", STORE_FRAMES, ids=range(len(STORE_FRAMES)))
+def test_a_malformed_request_does_not_end_the_store(tmp_path, frame):
+    path = str(tmp_path / "store")
+    server = StoreServer.on_unix_path(path, SECRET)
+    store = remote.connect_unix(path, SECRET, timedelta(seconds=DEADLINE_S))
+    try:
+        with admitted(path, remote.CHANNEL) as hostile:
+            hostile.sendall(frame)
+            hostile.shutdown(socket.SHUT_WR)
+            assert is_ended(hostile)
+        store.set("key", b"value")
+        assert store.get("key") == b"value"
+    finally:
+        store.close()
+        server.close()
+
+
+@pytest.mark.parametrize("name", sorted(JSON_BODIES.keys() - OBJECTS))
+def test_what_is_no_picture_is_an_error_of_the_page_that_sent_it(name):
+    body = JSON_BODIES[name]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+                connection.sendall(head.encode() + body)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            with pytest.raises(UnreachableError, match="is not the page of a job"):
+                picture(Address("token", "127.0.0.1", listener.getsockname()[1]))
+        finally:
+            thread.join(DEADLINE_S)
+    assert not thread.is_alive()

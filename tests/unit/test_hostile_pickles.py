@@ -1,0 +1,241 @@
+"""A pickle from somebody else changes nothing in the process that reads it, and does not keep it busy."""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import contextlib
+import inspect
+import os
+import pathlib
+import pickle
+import resource
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint.metadata as torchs
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+import paceline
+from paceline.checkpoint.foreign import dcp_metadata, record_unpickler
+from paceline.checkpoint.foreign.dcp_metadata import read_metadata
+from paceline.cli.main import main
+from paceline.errors import CheckpointError
+
+METADATA = "torch.distributed.checkpoint.metadata"
+NAMES = [
+    (METADATA, "Metadata"), (METADATA, "TensorStorageMetadata"), (METADATA, "BytesStorageMetadata"),
+    (METADATA, "ChunkStorageMetadata"), (METADATA, "TensorProperties"), (METADATA, "MetadataIndex"),
+    (METADATA, "StorageMeta"), (METADATA, "_MEM_FORMAT_ENCODING"), ("torch", "Size"), ("torch", "float32"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"), ("builtins", "getattr"), ("builtins", "set"), ("pathlib", "PurePosixPath"),
+    ("pathlib", "PosixPath"), ("pathlib", "Path"),
+]  # fmt: skip
+WATCHED = [builtins, collections, os, pathlib, pickle, struct, torch.serialization, torchs, dcp_metadata]
+
+
+def text(value: str) -> bytes:
+    data = value.encode()
+    return b"X" + struct.pack("<I", len(data)) + data
+
+
+def global_of(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+def slot_state(name: str, value: bytes) -> bytes:
+    """BUILD by which Python's unpickler sets an attribute of whatever is on the stack."""
+    return b"N}" + text(name) + value + b"s\x86b"
+
+
+def attributes_of(owner: object) -> Iterator[tuple[str, int]]:
+    """Yields the attributes of a class or function, its defaults and code among them."""
+    for name, value in sorted(getattr(owner, "__dict__", {}).items()):
+        yield name, id(value)
+    if inspect.isfunction(owner):
+        yield from ((name, id(getattr(owner, name))) for name in ("__defaults__", "__kwdefaults__", "__code__"))
+
+
+def seen() -> dict[str, object]:
+    """Returns what modules hold, and the attributes of their classes and functions."""
+    found: dict[str, object] = {}
+    for module in (*WATCHED, record_unpickler):
+        for name, value in list(vars(module).items()):
+            found[f"{module.__name__}.{name}"] = id(value)
+            if inspect.isclass(value) or inspect.isfunction(value):
+                found[f"{module.__name__}.{name}.*"] = list(attributes_of(value))
+    return found
+
+
+POISON = (
+    b"\x80\x02"
+    + global_of("builtins", "getattr")
+    + slot_state("__defaults__", text("/chosen") + b"\x85")
+    + b"0"
+    + global_of("pathlib", "PurePosixPath")
+    + slot_state("__fspath__", global_of("builtins", "getattr"))
+    + b"N."
+)
+
+attributes = st.sampled_from(["__fspath__", "__defaults__", "__init__", "__hash__", "__setstate__", "args", "fqn"])
+values = st.one_of(
+    st.just(b"N"), st.just(b"\x88"), st.just(b"K\x07"), st.just(b")"), st.just(b"]"), st.just(b"}"), st.just(b"\x8f"),
+    st.sampled_from(NAMES).map(lambda name: global_of(*name)), attributes.map(text),
+    st.integers(0, 3).map(lambda index: bytes([ord("h"), index])),
+)  # fmt: skip
+operations = st.one_of(
+    values,
+    st.sampled_from([b"(", b"t", b"\x85", b"\x86", b"\x87", b"R", b"\x81", b"b", b"a", b"e", b"s", b"u", b"\x90"]),
+    st.sampled_from([b"\x94", b"q\x00", b"q\x01", b"0", b"1", b"2", b"\x92", b"o", b"i", b"d", b"l", b"\x93", b"P"]),
+    st.builds(slot_state, attributes, values),
+    st.builds(lambda name, value: b"}" + text(name) + value + b"sb", attributes, values),
+    st.binary(min_size=1, max_size=3),
+)
+
+
+@given(st.lists(operations, max_size=30).map(lambda parts: b"\x80\x04" + b"".join(parts) + b"."))
+@example(POISON)
+def test_no_operation_of_a_pickle_changes_a_module_a_class_or_a_function(data):
+    before = seen()
+    with pytest.raises(CheckpointError, match=r"x was not read|x cannot be read"):
+        read_metadata(data, "x")
+    assert seen() == before
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_known_name_takes_attributes(tmp_path, name):
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04" + global_of(*name) + slot_state("__fspath__", b"N") + b".")
+    with pytest.raises(CheckpointError, match=r"gives a state to something other than a new record"):
+        paceline.load({"model": torch.nn.Linear(1, 1)}, tmp_path)
+
+
+@pytest.mark.parametrize("words", [["inspect"], ["verify"], ["diff", "."]])
+def test_no_command_lets_a_pickle_change_it(tmp_path, capsys, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    Path(".metadata").write_bytes(POISON)
+    before = seen()
+    assert main(["checkpoint", words[0], str(tmp_path), *words[1:]]) == 2
+    assert seen() == before and os.fspath(tmp_path) == str(tmp_path)
+    assert words[0] == "verify" or "was not read" in capsys.readouterr().err
+
+
+def nested_tuple(depth: int) -> bytes:
+    return b"\x80\x04})" + b"\x85" * depth + b"Ns."
+
+
+def doubled_tuple(depth: int) -> bytes:
+    return b"\x80\x04})\x940" + b"(h\x00h\x00tq\x000" * depth + b"h\x00Ns."
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(nested_tuple(200_000), id="a key nested 200,000 deep"),
+        pytest.param(doubled_tuple(200), id="a key of 2^200 elements"),
+        pytest.param(b"\x80\x04Nr" + struct.pack("<I", 2**32 - 1) + b".", id="a memo index of 2^32"),
+        pytest.param(b"\x80\x04\x8e" + struct.pack("<Q", 2**63) + b".", id="bytes of 2^63"),
+        pytest.param(b"\x80\x04\x8b" + struct.pack("<I", 2**31) + b"\xff" * 64 + b".", id="a number of 2^31 bytes"),
+        pytest.param(b"\x80\x04]\x94" + b"h\x00a" * 1000 + b".", id="a list within itself"),
+    ],
+)
+def test_a_pickle_that_would_take_all_memory_or_time_is_refused(data):
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + (1 << 30), limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"x was not read|x cannot be read"):
+            read_metadata(data, "x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def metadata_of(
+    shape: tuple[int, ...], blocks: list[tuple[tuple[int, ...], tuple[int, ...]]], **changes: object
+) -> bytes:
+    """Returns the metadata of a tensor `a` of float32, whose blocks have these offsets and sizes."""
+    kinds = {"dtype": torch.float32, "file": "__0_0.distcp", "at": 0, "nbytes": 8, "path": ("a",), **changes}
+    described = torchs.TensorStorageMetadata(
+        torchs.TensorProperties(kinds["dtype"]),
+        torch.Size(shape),
+        [torchs.ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes)) for offset, sizes in blocks],
+    )
+    places = {
+        torchs.MetadataIndex("a", torch.Size(offset)): _StorageInfo(kinds["file"], kinds["at"], kinds["nbytes"])
+        for offset, _ in blocks
+    }
+    return pickle.dumps(torchs.Metadata({"a": described}, {"a": kinds["path"]}, places))
+
+
+@pytest.mark.parametrize(
+    ("shape", "blocks"),
+    [
+        ((), [((), ())]),
+        ((0, 3), []),
+        ((4, 4), [((0, 0), (2, 4)), ((2, 0), (2, 4))]),
+        ((5, 3), [((0, 0), (3, 3)), ((3, 0), (2, 3)), ((5, 0), (0, 3))]),
+        ((3, 3), [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((1, 0), (2, 1)), ((1, 1), (1, 1)), ((2, 1), (1, 2))]),
+    ],
+    ids=["a scalar", "an empty tensor", "rows", "an empty block", "a pinwheel"],
+)
+def test_blocks_that_cover_a_tensor_are_read(shape, blocks):
+    item = read_metadata(metadata_of(shape, blocks), "x")["a"]
+    assert (item.dtype, item.shape) == ("float32", shape)
+    assert [(each.offset, each.shape) for each in item.chunks] == [each for each in blocks if 0 not in each[1]]
+
+
+@pytest.mark.parametrize(
+    ("shape", "blocks"),
+    [
+        ((4, 4), [((0, 0), (2, 4))]),
+        ((4, 4), [((0, 0), (2, 4)), ((1, 0), (2, 4))]),
+        ((4, 4), [((0, 0), (2, 4)), ((3, 0), (2, 4))]),
+        ((4,), [((0, 0), (4, 1))]),
+        ((3, 3), [((0, 0), (1, 2)), ((0, 1), (2, 1)), ((1, 0), (2, 1)), ((1, 1), (1, 1)), ((2, 1), (1, 2))]),
+    ],
+    ids=["a gap", "an overlap", "beyond the end", "other dimensions", "an overlap in a pinwheel"],
+)
+def test_blocks_that_do_not_cover_a_tensor_once_are_refused(shape, blocks):
+    with pytest.raises(CheckpointError, match=r"the blocks of a do not cover its shape .* exactly once"):
+        read_metadata(metadata_of(shape, blocks), "x")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"at": -8}, r"the place of a in '__0_0.distcp' is not made of sizes"),
+        ({"nbytes": -1}, r"the place of a in '__0_0.distcp' is not made of sizes"),
+        ({"nbytes": 1 << 70}, r"the place of a in '__0_0.distcp' is not made of sizes"),
+        ({"file": "a\0b"}, r"the file of a is not text"),
+        ({"file": 7}, r"the file of a is not text"),
+        ({"dtype": "load"}, r"a has no type that is known"),
+        ({"path": ()}, r"the place of a is no tuple of keys"),
+        ({"path": ("a",) * 1000}, r"the place of a is no tuple of keys"),
+        ({"path": (None,)}, r"the place of a is no tuple of keys"),
+    ],
+)
+def test_a_number_or_name_that_leads_elsewhere_is_refused(change, message):
+    with pytest.raises(CheckpointError, match=message):
+        read_metadata(metadata_of((2,), [((0,), (2,))], **change), "x")
+
+
+def test_a_value_within_another_is_refused():
+    whole = pickle.loads(metadata_of((2,), [((0,), (2,))]))
+    whole.state_dict_metadata["b"] = whole.state_dict_metadata["a"]
+    whole.storage_data[torchs.MetadataIndex("b", torch.Size((0,)))] = _StorageInfo("f", 0, 8)
+    whole.planner_data["b"] = ("a", "b")
+    with pytest.raises(CheckpointError, match="two values at one place, or one within another"):
+        read_metadata(pickle.dumps(whole), "x")
+
+
+@given(st.data())
+def test_metadata_with_a_changed_byte_is_read_or_refused(data):
+    whole = bytearray(metadata_of((4, 4), [((0, 0), (2, 4)), ((2, 0), (2, 4))]))
+    at = data.draw(st.integers(0, len(whole) - 1))
+    whole[at] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(CheckpointError):  # among them that it is damaged
+        assert len(read_metadata(bytes(whole), "x")) == 1
