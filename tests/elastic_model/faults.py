@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from elastic_model.members import NO_STATE, Member, Site, Violation
+from paceline.elastic.coordinator import Coordinator
 from paceline.elastic.messages import View
 from paceline.elastic.orders import End
 
@@ -86,6 +88,23 @@ def thaw(world: World, member: Member) -> None:
     backlog, member.backlog = member.backlog, []
     for call, args in backlog:
         world.after(0.0, member, call, *args)
+
+
+def current_of(coordinator: Coordinator) -> set[str]:
+    """Returns the workers that a coordinator counts among the members."""
+    return {each.uid for each in coordinator._job.views.concerned}
+
+
+def fenced(member: Member, current: Collection[str]) -> None:
+    """The launcher kills a worker that is still stopped, which must not be among those that hold the state."""
+    if member.state == "dead" or not member.was_stalled:
+        return
+    if member.uid in current:
+        raise Violation(
+            f"{member.uid} is killed, and is one of {sorted(current)}, who hold the state; {member.world.story()}"
+        )
+    member.is_frozen = False
+    member.exit(-9)
 
 
 def cut(world: World, site: Site, for_s: float, *, isolated: bool) -> None:

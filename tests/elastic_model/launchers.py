@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from elastic_model.faults import current_of, fenced
 from elastic_model.members import Site
 from paceline.elastic.account import Account
 from paceline.elastic.coordinator import Coordinator
 from paceline.elastic.election import Answer, Candidacy, Deserted, GiveUp, Loss, Pause, Seeker, Try, knowledge_of
 from paceline.elastic.knowledge import next_term
 from paceline.elastic.messages import View
-from paceline.elastic.orders import Begin, End, HandOver, Know, Order, StopReplacing, Tell
+from paceline.elastic.orders import Begin, End, Fence, HandOver, Know, Order, StopReplacing, Tell
 
 if TYPE_CHECKING:
     from elastic_model.realm import Realm
@@ -90,6 +91,9 @@ class Launcher:
             self.realm.later(0.001, None, self.realm.told, member, 0, order.message)
         elif type(order) is Begin:
             self.realm.begins(self.site)
+        elif type(order) is Fence:
+            leader = link.leader.coordinator
+            fenced(self.realm.members[order.uid], current_of(leader) if leader is not None else ())
         elif type(order) is StopReplacing:
             self.site.replaces = False
         elif type(order) is HandOver:
@@ -271,7 +275,7 @@ class Launcher:
             elif isinstance(order, HandOver) and int(order.machine) == self.number:
                 realm.hands_over(self)
                 return
-            elif isinstance(order, (Tell, Know, Begin, HandOver, StopReplacing)):
+            elif isinstance(order, (Tell, Know, Begin, HandOver, Fence, StopReplacing)):
                 link = self.followers.get(int(order.machine))
                 if link is not None:
                     realm.send_down(link, order)

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from random import Random
 
-from elastic_model.faults import GENTLE, KINDS, check_end, check_view, strike
+from elastic_model.faults import GENTLE, KINDS, check_end, check_view, current_of, fenced, strike
 from elastic_model.learners import Learner, begin_lessons, hear_lesson, log_all
 from elastic_model.members import NO_STATE, Group, Member, Site, Violation
 from paceline.elastic.coordinator import Coordinator
 from paceline.elastic.messages import Broken, FromWorker, View
-from paceline.elastic.orders import Begin, End, Order, Say, StopReplacing, Tell
+from paceline.elastic.orders import Begin, End, Fence, Order, Say, StopReplacing, Tell
 from paceline.elastic.policy import Policy
 
 LONGEST_S = 5000.0
@@ -257,6 +257,10 @@ class World:
                         self.later(0.1, None, self.starts, site, slot)
             elif type(order) is StopReplacing:
                 self.sites[order.machine].replaces = False
+            elif type(order) is Fence:
+                member = self.members[order.uid]
+                if not member.site.is_cut:
+                    self.later(0.02 * self.slowness, None, self.fenced, member, member.site.cuts)
             elif type(order) is End:
                 self.over = order
             elif self.log is not None and type(order) is Say:
@@ -275,10 +279,14 @@ class World:
         else:
             member.hear(message)
 
+    def fenced(self, member: Member, cuts: int) -> None:
+        """A launcher is told to kill a worker that is stopped."""
+        if member.site.cuts == cuts:
+            fenced(member, self.current())
+
     def current(self) -> set[str]:
         """Returns the workers that the coordinator counts among the members."""
-        views = self.coordinator._job.views
-        return {each.uid for each in views.concerned}
+        return current_of(self.coordinator)
 
     def tick(self, due_s: float) -> None:
         """The coordinator's clock."""

@@ -57,6 +57,40 @@ def test_a_worker_of_another_machine_is_replaced_there(machines):
         here.expect(launcher, 0)
 
 
+def test_the_only_worker_with_the_state_survives_a_stop(machines):
+    here = machines(2)
+    serving = here.join(0, "1:2")
+    here.wait(lambda: len(here.latest()) == 1)
+    (holder,) = here.workers()
+    os.kill(here.pid(holder), signal.SIGSTOP)
+    told = f"waiting for {holder}: it is stopped, and nobody else holds the job's state; send it SIGCONT"
+    here.expect_line(serving, told)
+    other = here.join(1, "1:2")
+    here.wait(lambda: len(here.workers()) == 2)
+    assert is_alive(here.pid(holder))
+    os.kill(here.pid(holder), signal.SIGCONT)
+    here.wait_for_view(*here.workers())
+    assert "was killed" not in here.said(serving)
+    here.say("end")
+    here.expect(serving, 0)
+    here.expect(other, 0)
+
+
+def test_a_stopped_worker_is_replaced_while_another_machine_goes_on(machines):
+    here = machines(2)
+    launchers = [here.join(host, "2") for host in range(2)]
+    here.wait(lambda: len(here.latest()) == 2)
+    victim = next(uid for uid in here.workers() if uid.startswith("1."))
+    other = next(uid for uid in here.workers() if uid.startswith("0."))
+    pid = here.pid(victim)
+    os.kill(pid, signal.SIGSTOP)
+    here.wait_for_view(other, victim[:-1] + "1")
+    assert not is_alive(pid) and is_alive(here.pid(other))
+    here.say("end")
+    for launcher in launchers:
+        here.expect(launcher, 0)
+
+
 def test_the_others_go_on_when_a_launcher_is_killed(machines):
     here = machines(2)
     # The majority stays: a launcher that dies with unread messages resets its connection, which proves no death.

@@ -173,6 +173,17 @@ def test_a_stopped_worker_is_killed_and_replaced(job):
     job.expect(0)
 
 
+def test_the_only_worker_is_left_alone_when_it_is_stopped(job):
+    job.start(1)
+    job.wait_for("0.0.0")
+    os.kill(job.pid("0.0.0"), signal.SIGSTOP)
+    wait_until(lambda: "it is stopped, and nobody else holds the job's state; send it SIGCONT" in job.said())
+    os.kill(job.pid("0.0.0"), signal.SIGCONT)
+    job.order("end")
+    job.expect(0)
+    assert len(job.log()) == 1
+
+
 def test_a_short_stop_harms_nobody(job):
     job.start(2)
     job.wait_for("0.0.0", "0.1.0")

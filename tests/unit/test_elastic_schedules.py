@@ -18,7 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import FACTOR
 
-from paceline.elastic import views
+from paceline.elastic import coordinator, views
+from paceline.elastic.job import Job
+from paceline.elastic.orders import Fence
 from paceline.elastic.views import Views
 
 BLOCK = 5_000
@@ -97,6 +99,17 @@ def without_snapshots_at_batches(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(World, "snapshots_at_batches", False)
 
 
+def fences_whoever_is_stopped(job: Job) -> None:
+    for worker in job.roster.workers.values():
+        if worker.is_stopped and not worker.is_fenced:
+            worker.is_fenced = True
+            job.orders.append(Fence(worker.machine.name, worker.uid))
+
+
+def without_sparing_the_last_holder(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(coordinator, "fence", fences_whoever_is_stopped)
+
+
 MUTATIONS = {
     without_waiting_for_newcomers: "in the middle of a batch",
     without_a_memory_of_the_state: "another result",
@@ -106,6 +119,7 @@ MUTATIONS = {
     without_agreeing_on_views: "without a cause",
     without_waiting_for_the_log: "comes in with round",
     without_snapshots_at_batches: "is given the state in the middle of a batch",
+    without_sparing_the_last_holder: "is killed, and is one of",
 }
 
 

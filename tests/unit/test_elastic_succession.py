@@ -9,7 +9,7 @@ from paceline.elastic.coordinator import Coordinator
 from paceline.elastic.election import Answer, Candidacy, GiveUp, Loss, Pause, Seeker, Try, knowledge_of
 from paceline.elastic.knowledge import Knowledge, Peer, Report, WorkerReport, merge, next_term
 from paceline.elastic.messages import Broken, Dismissed, Installed, Ready, View
-from paceline.elastic.orders import Know, Order, Say, Tell
+from paceline.elastic.orders import Fence, Know, Order, Say, Tell
 from paceline.elastic.policy import Policy
 
 POLICY = Policy(max_machines=3, return_patience_s=2.0)
@@ -31,6 +31,10 @@ def resumed(*reports: Report) -> tuple[Coordinator, list[Order]]:
 
 def views(orders: list[Order]) -> list[View]:
     return [each.message for each in orders if isinstance(each, Tell) and isinstance(each.message, View)]
+
+
+def fenced(orders: list[Order]) -> list[str]:
+    return [each.uid for each in orders if isinstance(each, Fence)]
 
 
 def running(**slots: int) -> tuple[Coordinator, View]:
@@ -66,6 +70,15 @@ def test_a_minority_is_told_its_view_once_the_others_know_it():
     assert generation > first.generation and not views(orders)
     assert not views(coordinator.machine_knows("0", generation, 0.0))
     assert views(coordinator.machine_knows("1", generation, 0.0))[0].members == ("0.0.0",)
+
+
+def test_the_stopped_are_killed_once_the_others_know_of_the_view_without_them():
+    coordinator, _ = running(m0=1, m1=2)
+    assert fenced(coordinator.worker_stalled("1.0.0", "stopped", 0.0)) == ["1.0.0"], "a majority is in the view"
+    orders = coordinator.worker_stalled("1.1.0", "stopped", 0.0)
+    generation = max(each.knowledge.views[-1].generation for each in orders if isinstance(each, Know))
+    assert not fenced(orders) and not fenced(coordinator.machine_knows("0", generation, 0.0))
+    assert fenced(coordinator.machine_knows("1", generation, 0.0)) == ["1.1.0"]
 
 
 def test_a_new_coordinator_leaves_a_view_alone_that_all_are_in():

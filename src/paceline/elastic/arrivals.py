@@ -29,7 +29,7 @@ def runs(job: Job, found: Machine, uid: str, said: Sequence[FromWorker], now_s: 
     if not worker.lives:  # its machine was taken for dead, wrongly, and the others have gone on without it
         job.orders.append(Tell(found.name, uid, Dismissed("the others have gone on without it")))
         return
-    worker.stalled = None
+    worker.runs()
     if is_known:
         job.remind(worker)
     hear_again(job, worker, said, is_known, now_s)

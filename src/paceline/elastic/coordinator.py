@@ -14,6 +14,8 @@ order in which they are applied:
    If nobody who holds the state is left: members that may still come back are awaited; newcomers of which it is not
    known are given time to say so (they report what they hold when their connections break); if no round can have
    been committed, the job begins again; otherwise its state is lost, and it ends.
+   A member that is stopped is killed once the others go on without it, so that it does not wake up among them. The
+   last one that holds the state is left alone, however long it is stopped.
 4. When everybody has entered the latest view, those who are ready come in, and those who leave go, by a planned view
    (`planning.py`). Those who can catch up while the others train do so first (`lessons.py`).
 5. When the coordinator's own launcher is about to end, another coordinates (`retiring.py`).
@@ -35,7 +37,7 @@ from collections.abc import Collection, Mapping, Sequence
 from paceline.elastic.arrivals import came, has_gone, is_away, runs, was_listed
 from paceline.elastic.election import knowledge_of
 from paceline.elastic.ending import finish, has_closed
-from paceline.elastic.forcing import force, lacks_quorum, why_forced
+from paceline.elastic.forcing import fence, force, lacks_quorum, why_forced
 from paceline.elastic.hearing import hear
 from paceline.elastic.job import Job
 from paceline.elastic.knowledge import Report, next_term
@@ -209,7 +211,8 @@ class Coordinator:
     def worker_stalled(self, uid: str, why: str, now_s: float) -> Orders:
         """Notes that a worker does nothing; all that it sent before has been reported.
 
-        It is left out while others can go on. When it answers again, its launcher reports that it started.
+        It is left out, and its launcher is told to kill it, while others can go on. When it answers again, its launcher
+        reports that it started.
         """
         worker = self._roster.workers.get(uid)
         if worker is None or not worker.lives:
@@ -232,7 +235,7 @@ class Coordinator:
         worker = self._roster.workers.get(uid)
         if worker is None or not worker.lives or worker.place is Place.DISMISSED:
             return []
-        worker.stalled = None
+        worker.runs()
         hear(self._job, worker, message, now_s)
         return self._settle(now_s)
 
@@ -254,6 +257,7 @@ class Coordinator:
             if not self._step(job, now_s):
                 break
         job.release()
+        fence(job)
         if retirement is not None and may_hand_over(job, retirement, now_s):
             tell_successor(job, retirement, now_s)
             job.due_s = [deadline_s(retirement)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from paceline.elastic.job import Job
 from paceline.elastic.messages import Wait
-from paceline.elastic.orders import End
-from paceline.elastic.roster import Worker
+from paceline.elastic.orders import End, Fence
+from paceline.elastic.roster import Place, Worker
 
 
 def why_forced(job: Job, now_s: float) -> str | None:
@@ -79,9 +79,29 @@ def force(job: Job, why: str, now_s: float) -> bool:
     return True
 
 
+def fence(job: Job) -> None:
+    """Has those killed that are stopped and hold nothing that anybody needs: no view that counts contains them."""
+    if job.withheld is not None or job.over is not None:
+        return  # a coordinator that does not know of the latest view may yet need them
+    for worker in job.roster.workers.values():
+        is_needless = worker.place is not Place.MEMBER and not worker.has_finished
+        if worker.is_stopped and is_needless and not worker.is_fenced:
+            worker.is_fenced = True
+            job.orders.append(Fence(worker.machine.name, worker.uid))
+
+
 def _nobody_left(job: Job, now_s: float) -> bool:
-    """Looks for somebody who holds the state, or may: else the job begins again, or ends."""
+    """Looks for somebody who holds the state, or may: else the job begins again, or ends.
+
+    Whoever is only stopped has lost nothing, and is waited for until it is continued or ends.
+    """
     members = job.views.concerned
+    if stopped := [each for each in members if each.may_return and each.is_stopped]:
+        job.lacks_quorum = not job.views.is_allowed()
+        _tell_whom_it_waits_for(
+            job, stopped, "it is stopped, and nobody else holds the job's state; send it SIGCONT", now_s
+        )
+        return False
     if away := [each for each in members if each.may_return]:
         job.lacks_quorum = not job.views.is_allowed()
         return _must_end(job, away, "nobody else holds the job's state", now_s)
@@ -112,6 +132,12 @@ def _must_end(job: Job, missing: list[Worker], why: str, now_s: float) -> bool:
 
 def _wait_for(job: Job, missing: list[Worker], why: str, now_s: float, timeout_s: float) -> bool:
     """Says for whom the job waits, once; returns False when it has waited long enough."""
+    _tell_whom_it_waits_for(job, missing, why, now_s)
+    job.due_s.append(job.held_s + timeout_s)
+    return now_s < job.held_s + timeout_s
+
+
+def _tell_whom_it_waits_for(job: Job, missing: list[Worker], why: str, now_s: float) -> None:
     text = f"waiting for {', '.join(each.uid for each in missing)}: {why}"
     if job.held is None:
         job.held_s = now_s
@@ -121,5 +147,3 @@ def _wait_for(job: Job, missing: list[Worker], why: str, now_s: float, timeout_s
         for worker in job.views.concerned:
             if worker.trains:
                 job.tell(worker, Wait(text))
-    job.due_s.append(job.held_s + timeout_s)
-    return now_s < job.held_s + timeout_s

@@ -44,6 +44,14 @@ class HandOver:
 
 
 @dataclass(frozen=True)
+class Fence:
+    """The machine's launcher kills a worker that is stopped: others go on without it, and it must not wake up then."""
+
+    machine: str
+    uid: str
+
+
+@dataclass(frozen=True)
 class StopReplacing:
     """The machine replaces no worker from now on; those that run go on."""
 
@@ -66,5 +74,5 @@ class Say:
     text: str
 
 
-Order = Tell | Know | Begin | HandOver | StopReplacing | End | Say
+Order = Tell | Know | Begin | HandOver | Fence | StopReplacing | End | Say
 Orders = list[Order]

@@ -66,6 +66,7 @@ class Worker:
         has_state: it has entered a view that contains it, so that its state is the job's.
         leaving: why it was asked to end, if it was.
         stalled: why its launcher thinks that it does nothing, if so.
+        is_fenced: its launcher was told to kill it, as it does nothing.
         ended: how it ended.
         was_drained: all that it sent before it ended is known.
     """
@@ -86,6 +87,7 @@ class Worker:
     leaving: str | None = None
     has_finished: bool = False
     stalled: str | None = None
+    is_fenced: bool = False
     ended: str | None = None
     exit_code: int = 0
     was_drained: bool = True
@@ -109,6 +111,15 @@ class Worker:
     def may_return(self) -> bool:
         """It is a member that cannot go on now, but perhaps later."""
         return self.place is Place.MEMBER and self.ended is None and not self.is_here and not self.has_finished
+
+    @property
+    def is_stopped(self) -> bool:
+        """It does nothing, on a machine that answers: when it is continued, it goes on."""
+        return self.ended is None and self.machine.is_reachable and self.stalled is not None
+
+    def runs(self) -> None:
+        """Notes that it does something."""
+        self.stalled, self.is_fenced = None, False
 
     @property
     def has_left_well(self) -> bool:

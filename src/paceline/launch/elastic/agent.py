@@ -32,6 +32,7 @@ from paceline.launch.nodes.meeting import NodeConnection
 from paceline.launch.nodes.messages import (
     Begin,
     End,
+    Fence,
     Order,
     Report,
     Slots,
@@ -40,6 +41,7 @@ from paceline.launch.nodes.messages import (
     Wait,
     WorkerEnded,
     WorkerStalled,
+    WorkerStarted,
 )
 from paceline.launch.shared_secret import SharedSecret
 from paceline.observe.watching import Watched
@@ -102,8 +104,8 @@ class ElasticAgent(Loop):
     def _tick(self, now_s: float) -> None:
         if self._members is None or self._places is None:
             return
-        for member in self._members.tick(now_s):
-            self._fence(member)
+        self._members.tick(now_s)
+        self._tell_of_frozen(now_s)
         if self._next_signal is not None and now_s >= self._next_signal[0]:
             self._members.end(self._next_signal[1])
             self._next_signal = (now_s + self._job.shutdown_timeout_s, signal.SIGKILL)
@@ -120,6 +122,8 @@ class ElasticAgent(Loop):
                 self._begin(order)
             case TellWorker(uid, body):
                 self._tell(uid, body)
+            case Fence(uid):
+                self._fence(uid)
             case StopReplacing(reason):
                 self._say(reason)
                 self._close_places()
@@ -173,7 +177,9 @@ class ElasticAgent(Loop):
     def _on_children(self, crew: LoopCrew | None) -> None:
         super()._on_children(crew)
         if self._members is not None:
-            self._members.look_for_stopped(time.monotonic())
+            now_s = time.monotonic()
+            self._members.look_for_stopped(now_s)
+            self._tell_of_frozen(now_s)
 
     def _on_start(self, member: Member) -> None:
         assert member.worker is not None and self._post is not None
@@ -217,15 +223,24 @@ class ElasticAgent(Loop):
         if member.worker is not None:
             self._cleanup.end_worker(member.uid, member.worker.pid, self._members.pids())
 
-    def _fence(self, member: Member) -> None:
-        """Kills a worker that is frozen, so that it cannot wake up among those that have gone on without it.
+    def _tell_of_frozen(self, now_s: float) -> None:
+        """Reports the workers that are frozen, and those that are no more; the coordinator knows who is needed."""
+        assert self._members is not None
+        frozen = self._members.frozen(now_s)
+        for member in list(self._members.members.values()):
+            if (member in frozen) == member.life.is_stalled:
+                continue
+            member.life.is_stalled = not member.life.is_stalled
+            if member.life.is_stalled:
+                self._connection.client.send(WorkerStalled(member.uid, f"stopped by a signal for {PATIENCE_S:g} s"))
+            elif member.runs:
+                self._connection.client.send(WorkerStarted(member.uid))
 
-        If there are no others, here or on other machines, it is left alone: nobody else holds the job's state.
-        """
-        others = [each.life for each in self._members.members.values()] if self._members is not None else []
-        if not member.life.is_fenced and (self._departure.is_shared or member.life.is_needless(others)):
+    def _fence(self, uid: str) -> None:
+        """Kills a worker that is frozen, so that it cannot wake up among those that have gone on without it."""
+        member = self._members.by_uid(uid) if self._members is not None else None
+        if member is not None and member.life.is_stalled:
             member.life.is_fenced = True
-            self._connection.client.send(WorkerStalled(member.uid, f"stopped by a signal for {PATIENCE_S:g} s"))
             member.signal(signal.SIGKILL)
 
     def _close_places(self) -> None:

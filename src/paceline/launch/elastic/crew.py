@@ -161,14 +161,17 @@ class Crew:
         times_s = [self.stopped.deadline_s, self._forker.deadline_s, *(each.deadline_s for each in followings)]
         return min((each for each in times_s if each is not None), default=None)
 
-    def tick(self, now_s: float) -> list[Member]:
-        """Does what is due; returns the workers that have been stopped for too long."""
+    def tick(self, now_s: float) -> None:
+        """Does what is due."""
         self._forker.tick(now_s)
         for member in self.members.values():
             if member.following is not None:
                 member.following.tick(now_s)
         if (deadline_s := self.stopped.deadline_s) is not None and now_s >= deadline_s:
             self.look_for_stopped(now_s)
+
+    def frozen(self, now_s: float) -> list[Member]:
+        """Returns the workers that have been stopped for too long."""
         frozen = self.stopped.frozen(now_s)
         return [member for member in self.members.values() if member.worker is not None and member.worker.pid in frozen]
 

@@ -14,10 +14,12 @@ class StopWatch:
     """Which processes are stopped, and since when."""
 
     since_s: dict[int, float] = field(default_factory=dict)
+    _looked_s: float = 0.0
 
     def look(self, stopped: Iterable[int], now_s: float) -> None:
         """Takes the process ids of those that are stopped now."""
         self.since_s = {pid: self.since_s.get(pid, now_s) for pid in stopped}
+        self._looked_s = now_s
 
     def frozen(self, now_s: float) -> list[int]:
         """Returns those that have been stopped for too long."""
@@ -26,7 +28,10 @@ class StopWatch:
     @property
     def deadline_s(self) -> float | None:
         """When to look again; None while nobody is stopped."""
-        return min(self.since_s.values()) + PATIENCE_S if self.since_s else None
+        known_s = [
+            self._looked_s if pid in self.frozen(self._looked_s) else since_s for pid, since_s in self.since_s.items()
+        ]
+        return min(known_s) + PATIENCE_S if known_s else None
 
 
 def is_stopped(pid: int) -> bool:

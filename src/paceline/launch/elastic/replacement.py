@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -41,6 +40,7 @@ class Life:
         is_leaving: it said that it leaves.
         has_finished: it said that its loop is over.
         dismissed: the exit code with which it was dismissed.
+        is_stalled: the coordinator was told that it is frozen.
         is_fenced: the launcher killed it, because it was frozen.
     """
 
@@ -48,6 +48,7 @@ class Life:
     is_leaving: bool = False
     has_finished: bool = False
     dismissed: int | None = None
+    is_stalled: bool = False
     is_fenced: bool = False
 
     def heard(self, message: FromWorker, now_s: float) -> None:
@@ -59,11 +60,6 @@ class Life:
                 self.is_leaving = True
             case Finished():
                 self.has_finished = True
-
-    def is_needless(self, all_here: Sequence[Life]) -> bool:
-        """Returns whether others of these lives hold the job's state, if this one does."""
-        others = [life for life in all_here if life is not self and life.took_part_s is not None]
-        return self.took_part_s is None or any(not life.is_fenced for life in others)
 
 
 def fate_of(life: Life, exit_code: int, has_record: bool, is_out_of_memory: bool) -> Fate:

@@ -24,6 +24,7 @@ from paceline.launch.nodes.messages import (
     Answered,
     Departing,
     End,
+    Fence,
     Follow,
     HandOver,
     Join,
@@ -280,6 +281,8 @@ class ElasticSteering:
                     carried.append((nodes[name], self._machines.begin(nodes[name], self.policy.run_id)))
                 case orders.HandOver(name, to) if name in nodes:
                     carried.append((nodes[name], self._hand_over(int(name), to)))
+                case orders.Fence(name, uid) if name in nodes:
+                    carried.append((nodes[name], Fence(uid)))
                 case orders.StopReplacing(name, reason) if name in nodes:
                     carried.append((nodes[name], StopReplacing(reason)))
                 case orders.Say(text):

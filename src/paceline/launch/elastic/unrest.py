@@ -11,6 +11,7 @@ from paceline.launch.elastic.crew import Member
 from paceline.launch.elastic.cutting import cut
 from paceline.launch.elastic.ledger import Ledger
 
+_CONTINUES_AFTER_S = 5.0  # the last worker that holds the state is not killed when it is stopped
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
@@ -32,19 +33,29 @@ class Unrest:
         self._say = say
         self._ledger: Ledger | None = None
         self._hit: set[str] = set()
+        self._stopped: list[tuple[float, Member]] = []  # and when each is continued
 
     @property
     def deadline_s(self) -> float | None:
         """When (monotonic) the next act is due; None before the chaos has begun."""
-        return None if self._ledger is None else self._ledger.began_s + self._next.at_s
+        if self._ledger is None:
+            return None
+        return min([self._ledger.began_s + self._next.at_s, *(at_s for at_s, _ in self._stopped)])
 
     def tick(self, now_s: float, members: Sequence[Member]) -> None:
         """Does what is due, to workers that take part."""
+        while self._stopped and now_s >= self._stopped[0][0]:
+            self._stopped.pop(0)[1].signal(signal.SIGCONT)
         while self._ledger is not None and now_s >= self._ledger.began_s + self._next.at_s:
             act, self._next = self._next, next(self._acts)
             candidates = [each for each in members if _takes_part(each) and each.uid not in self._hit]
-            if len(candidates) > self._spared and self._do(act, act.victim_of(candidates)):
+            if len(candidates) <= self._spared:
+                continue
+            victim = act.victim_of(candidates)
+            if self._do(act, victim):
                 self._ledger.acted(act.kind)
+                if act.kind == "stop":
+                    self._stopped.append((now_s + _CONTINUES_AFTER_S, victim))
 
     def entered(self, member: Member, is_new: bool, now_s: float) -> None:
         """Notes that a worker has entered a view."""

@@ -70,7 +70,7 @@ class WorkerStarted:
 
 @dataclass(frozen=True)
 class WorkerStalled:
-    """In an elastic job: a worker is stopped, and will be killed."""
+    """In an elastic job: a worker is stopped; once it is continued, a WorkerStarted comes."""
 
     uid: str
     why: str
@@ -230,6 +230,13 @@ class TellWorker:
 
 
 @dataclass(frozen=True)
+class Fence:
+    """In an elastic job: kill a worker that is stopped, since the others go on without it."""
+
+    uid: str
+
+
+@dataclass(frozen=True)
 class StopReplacing:
     """In an elastic job: start no further worker; those that run go on."""
 
@@ -335,6 +342,7 @@ Order = (
     | TellTime
     | Begin
     | TellWorker
+    | Fence
     | StopReplacing
     | Know
     | Remember
