@@ -1,9 +1,10 @@
 """Horovod's interface for PyTorch over Paceline: `import paceline.horovod as hvd`.
 
 This is a thin layer. May use: `group`, `functional` and `parallel`, and `launch` for `run`. `ranks.py` has `init` and
-the ranks, `calls.py` and `varying.py` the collectives, `handles.py` the asynchronous ones' handles, `optimizer.py`
-`DistributedOptimizer`, whose gradients `gradients.py` averages; `stand_in/` is what `paceline run --compat horovod`
-puts on the path. Start reading at `calls.py`; docs/migrating.md says what differs from Horovod.
+the ranks, `calls.py` and `varying.py` the collectives, `negotiation.py` makes them and checks that the ranks agree,
+`handles.py` has the asynchronous ones' handles, `optimizer.py` `DistributedOptimizer`, whose gradients `gradients.py`
+averages; `stand_in/` is what `paceline run --compat horovod` puts on the path. Start reading at `calls.py`;
+docs/migrating.md says what differs from Horovod.
 """
 
 from __future__ import annotations
@@ -67,8 +68,12 @@ from paceline.horovod.varying import (
     alltoall,
     alltoall_async,
     grouped_allgather,
+    grouped_allgather_async,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
     reducescatter,
     reducescatter_async,
+    sparse_allreduce_async,
 )
 from paceline.parallel.sync_batch_norm import SyncBatchNorm
 
@@ -111,10 +116,13 @@ __all__ = [
     "gloo_built",
     "gloo_enabled",
     "grouped_allgather",
+    "grouped_allgather_async",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_homogeneous",
     "is_initialized",
@@ -134,6 +142,7 @@ __all__ = [
     "run",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
     "synchronize",
 ]
 

@@ -1,25 +1,136 @@
 """Collectives whose result has the shape of the argument: all-reduce, broadcast and barrier.
 
-Horovod's `name` is accepted and not used: calls are matched by their order, as everywhere in Paceline, and a call that
-does not fit fails with an error that names both sides.
+Calls are matched by their order, as everywhere in Paceline, and not by `name`; ranks whose names or shapes differ at
+one place of that order get an error that names both sides. Gradients are Horovod's: a sum or average reduces the
+gradients in the same way, and a broadcast averages them on the root.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
+from torch.autograd import Function
 
-from paceline import functional
 from paceline.group.barriers import barrier as wait_for_all
 from paceline.group.coalesced import all_reduce_coalesced
-from paceline.group.collectives import all_gather_into_tensor
+from paceline.group.default import default_group
+from paceline.group.process_group import ProcessGroup
+from paceline.group.reduce_op import ReduceOp
 from paceline.group.rooted import broadcast as broadcast_into
 from paceline.horovod.compression import Compression, Compressor
-from paceline.horovod.handles import Handle, synchronize
+from paceline.horovod.handles import Handle
+from paceline.horovod.negotiation import CallKind, Request
 from paceline.horovod.process_sets import ProcessSet, global_process_set
-from paceline.horovod.reductions import Op, reduction
+from paceline.horovod.reductions import Average, Op, Product, Sum, reduction
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A reduction, and the factors before and after it.
+
+    Integers are multiplied in float64 and rounded towards zero, as in Horovod.
+    """
+
+    by: ReduceOp
+    before: float
+    after: float
+
+    def of(self, size: int) -> Scaled:
+        """Returns the same with one division for `size` ranks where an average would be multiplied again."""
+        if self.by is Average and self.after != 1.0:
+            return Scaled(Sum, self.before, self.after / size)
+        return self
+
+    def __str__(self) -> str:
+        """Returns what all ranks' calls must have in common."""
+        factors = (("prescale_factor", self.before), ("postscale_factor", self.after))
+        return ", ".join([f"op={self.by.name}", *(f"{name}={value!r}" for name, value in factors if value != 1.0)])
+
+
+def scale_(tensor: torch.Tensor, factor: float) -> None:
+    """Multiplies a tensor in place; integers in float64, and rounded towards zero."""
+    if factor == 1.0:
+        return
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.mul_(factor)
+    else:
+        tensor.copy_(tensor.double().mul_(factor))
+
+
+def reducing(
+    tensors: Sequence[torch.Tensor],
+    how: Scaled,
+    name: str | None,
+    process_set: ProcessSet,
+    finish: Callable[[], Result],
+) -> Request[Result]:
+    """Returns the call that reduces tensors in place and then returns what `finish` does."""
+    listed = [tensor.detach() for tensor in tensors]  # they share the memory of `tensors`
+    merged = how.of(process_set.size())
+
+    def run(group: ProcessGroup) -> Result:
+        for tensor in listed:
+            scale_(tensor, merged.before)
+        all_reduce_coalesced(listed, merged.by, group)
+        for tensor in listed:
+            scale_(tensor, merged.after)
+        return finish()
+
+    return Request(CallKind.ALLREDUCE, listed, run, str(how), name, merged.by)
+
+
+class _Allreduce(Function):
+    """Reduces copies of tensors over the ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, how: Scaled, name: str | None, process_set: ProcessSet, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Returns new tensors."""
+        ctx.how, ctx.process_set = how, process_set
+        copies = _copies(tensors)
+        process_set.calls().perform(reducing(copies, how, name, process_set, lambda: None))
+        if how.by not in (Sum, Average):
+            ctx.save_for_backward(*tensors)
+        return tuple(copies)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Returns the gradients, reduced in the same way; those of a product or an extreme are the true ones."""
+        if ctx.how.by in (Sum, Average):
+            return None, None, None, *_reduced(ctx.how, None, ctx.process_set, grads)
+        summed = _reduced(replace(ctx.how, by=Sum), None, ctx.process_set, grads)
+        slopes = [slope(tensor * ctx.how.before, ctx.how.by, ctx.process_set) for tensor in ctx.saved_tensors]
+        return None, None, None, *(grad * each for grad, each in zip(summed, slopes, strict=True))
+
+
+def slope(mine: torch.Tensor, by: ReduceOp, process_set: ProcessSet) -> torch.Tensor:
+    """Returns the derivative of a product, minimum or maximum of the ranks' tensors with respect to this rank's."""
+    if by is Product:
+        everybodys = torch.stack([torch.ones_like(mine)] * process_set.size())
+        everybodys[process_set.rank()] = mine
+        (everybodys,) = _reduced(Scaled(Product, 1.0, 1.0), None, process_set, [everybodys])
+        return torch.cat([everybodys[: process_set.rank()], everybodys[process_set.rank() + 1 :]]).prod(0)
+    (extreme,) = _reduced(Scaled(by, 1.0, 1.0), None, process_set, [mine])
+    is_mine = (mine == extreme).to(mine.dtype)
+    (holders,) = _reduced(Scaled(Sum, 1.0, 1.0), None, process_set, [is_mine])
+    return is_mine / holders
+
+
+def _reduced(
+    how: Scaled, name: str | None, process_set: ProcessSet, tensors: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    results: tuple[torch.Tensor, ...] = _Allreduce.apply(how, name, process_set, *tensors)
+    return results
+
+
+def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
 
 
 def allreduce_async_(
@@ -31,9 +142,13 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[torch.Tensor]:
-    """Starts to reduce `tensor` over the ranks in place, and returns a handle. The default is the average."""
-    handle = grouped_allreduce_async_([tensor], average, name, op, prescale_factor, postscale_factor, process_set)
-    return Handle(handle.work, lambda: handle.result()[0])
+    """Starts to reduce `tensor` over the ranks in place, and returns a handle. The default is the average.
+
+    Raises:
+        ValueError: a call with this name is under way.
+    """
+    how = Scaled(reduction(op, average), prescale_factor, postscale_factor)
+    return Handle(process_set.calls(), reducing([tensor], how, name, process_set, lambda: tensor))
 
 
 def grouped_allreduce_async_(
@@ -46,16 +161,8 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[list[torch.Tensor]]:
     """Starts to reduce several tensors in place as one call, and returns a handle."""
-    by, group = reduction(op, average), process_set.group()
-    listed = [tensor.detach() for tensor in tensors]  # they share the memory of `tensors`
-    _scale(listed, prescale_factor)
-    work = all_reduce_coalesced(listed, by, group, async_op=True)
-
-    def finish() -> list[torch.Tensor]:
-        _scale(listed, postscale_factor)
-        return list(tensors)
-
-    return Handle(work, _once(finish))
+    how = Scaled(reduction(op, average), prescale_factor, postscale_factor)
+    return Handle(process_set.calls(), reducing(tensors, how, name, process_set, lambda: list(tensors)))
 
 
 def allreduce_async(
@@ -68,7 +175,7 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[torch.Tensor]:
     """Starts to reduce a copy of `tensor` over the ranks, and returns a handle."""
-    copy = tensor.detach().clone()
+    (copy,) = _copies([tensor])
     return allreduce_async_(copy, average, name, op, prescale_factor, postscale_factor, process_set)
 
 
@@ -89,11 +196,9 @@ def allreduce(
         PeerLostError, CollectiveMismatchError, CollectiveTimeoutError: as for `paceline.all_reduce`.
     """
     compressed, ctx = compression.compress(tensor)
-    if tensor.requires_grad and torch.is_grad_enabled():
-        reduced = functional.all_reduce(compressed * prescale_factor, reduction(op, average), process_set.group())
-        return compression.decompress(reduced * postscale_factor, ctx)
-    handle = allreduce_async(compressed, average, name, op, prescale_factor, postscale_factor, process_set)
-    return compression.decompress(synchronize(handle), ctx)
+    how = Scaled(reduction(op, average), prescale_factor, postscale_factor)
+    (reduced,) = _reduced(how, name, process_set, [compressed])
+    return compression.decompress(reduced, ctx)
 
 
 def allreduce_(
@@ -106,7 +211,8 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Reduces `tensor` over the ranks in place, and returns it."""
-    return synchronize(allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set))
+    how = Scaled(reduction(op, average), prescale_factor, postscale_factor)
+    return process_set.calls().perform(reducing([tensor], how, name, process_set, lambda: tensor))
 
 
 def grouped_allreduce_async(
@@ -119,8 +225,7 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[list[torch.Tensor]]:
     """Starts to reduce copies of several tensors as one call, and returns a handle."""
-    copies = [tensor.detach().clone() for tensor in tensors]
-    return grouped_allreduce_async_(copies, average, name, op, prescale_factor, postscale_factor, process_set)
+    return grouped_allreduce_async_(_copies(tensors), average, name, op, prescale_factor, postscale_factor, process_set)
 
 
 def grouped_allreduce(
@@ -133,11 +238,10 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Returns the reductions of several tensors over the ranks, made as one call."""
+    """Returns the reductions of several tensors over the ranks, made as one call. Gradients flow through it."""
     pairs = [compression.compress(tensor) for tensor in tensors]
-    compressed = [tensor for tensor, _ in pairs]
-    handle = grouped_allreduce_async(compressed, average, name, op, prescale_factor, postscale_factor, process_set)
-    reduced = synchronize(handle)
+    how = Scaled(reduction(op, average), prescale_factor, postscale_factor)
+    reduced = _reduced(how, name, process_set, [tensor for tensor, _ in pairs])
     return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, pairs, strict=True)]
 
 
@@ -151,77 +255,88 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Reduces several tensors over the ranks in place as one call, and returns them."""
-    return synchronize(
-        grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
-    )
+    how = Scaled(reduction(op, average), prescale_factor, postscale_factor)
+    return process_set.calls().perform(reducing(tensors, how, name, process_set, lambda: list(tensors)))
+
+
+def _broadcasting(
+    tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+) -> Request[torch.Tensor]:
+    detached = tensor.detach()
+
+    def run(group: ProcessGroup) -> torch.Tensor:
+        broadcast_into(detached, root_rank, group)
+        return tensor
+
+    return Request(CallKind.BROADCAST, [detached], run, f"root_rank={root_rank}", name)
+
+
+class _Broadcast(Function):
+    """Copies the root's tensor to every rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+    ) -> torch.Tensor:
+        """Returns a new tensor."""
+        ctx.root_rank, ctx.process_set = root_rank, process_set
+        (copy,) = _copies([tensor])
+        return process_set.calls().perform(_broadcasting(copy, root_rank, name, process_set))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Returns the mean of the ranks' gradients on the root, and zeros elsewhere."""
+        (mean,) = _reduced(Scaled(Average, 1.0, 1.0), None, ctx.process_set, [grad])
+        return mean if default_group().rank() == ctx.root_rank else torch.zeros_like(mean), None, None, None
 
 
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[torch.Tensor]:
-    """Starts to copy the root's `tensor` into that of every rank, and returns a handle."""
-    work = broadcast_into(tensor.detach(), root_rank, process_set.group(), async_op=True)
-    return Handle(work, lambda: tensor)
+    """Starts to copy the root's `tensor` into that of every rank, and returns a handle.
+
+    Raises:
+        ValueError: a broadcast with this name is under way.
+    """
+    return Handle(process_set.calls(), _broadcasting(tensor, root_rank, name, process_set))
 
 
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[torch.Tensor]:
     """Starts to copy the root's `tensor` to every rank, and returns a handle."""
-    return broadcast_async_(tensor.detach().clone(), root_rank, name, process_set)
+    (copy,) = _copies([tensor])
+    return broadcast_async_(copy, root_rank, name, process_set)
 
 
 def broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Returns the root's `tensor` on every rank. Gradients flow through it."""
-    if tensor.requires_grad and torch.is_grad_enabled():
-        return functional.broadcast(tensor, root_rank, process_set.group())
-    return synchronize(broadcast_async(tensor, root_rank, name, process_set))
+    """Returns the root's `tensor` on every rank. Gradients flow through it: the root's is the mean of the ranks'."""
+    copy: torch.Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)
+    return copy
 
 
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
     """Copies the root's `tensor` into that of every rank, and returns it."""
-    return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+    return process_set.calls().perform(_broadcasting(tensor, root_rank, name, process_set))
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Waits until all ranks have called it."""
-    wait_for_all(process_set.group())
+    """Waits until all ranks have called it. It does not wait for asynchronous calls that are under way."""
+    wait_for_all(process_set.barrier_group())
 
 
 def join(device: int = -1) -> int:
-    """Waits until all ranks have called it, and returns the rank that called it last.
+    """Waits until all ranks have called it, and returns the rank that called it last, the same on every rank.
 
-    All ranks have to have made the same calls before: a rank that waits here does not take part in the others'
-    all-reduces, as it would in Horovod. Where ranks have different numbers of batches, the call of another rank fails
-    with a `CollectiveMismatchError`; use `paceline.DistributedDataParallel.join` or a sampler that evens them out.
+    A rank that waits contributes zeros to the others' all-reduces, those of `DistributedOptimizer` included, and is
+    counted in their averages. So ranks may have different numbers of batches. The others' further calls, such as
+    `allgather` and `broadcast`, raise a `CollectiveMismatchError` meanwhile.
 
     Args:
-        device: is not used.
+        device: the number of the CUDA device for the zeros, if tensors are on GPUs.
     """
-    group = global_process_set.group()
-    mine = torch.tensor([time.time_ns()])
-    everybodys = torch.empty(group.size(), dtype=torch.int64)
-    all_gather_into_tensor(everybodys, mine, group)
-    return int(everybodys.argmax())
-
-
-def _scale(tensors: Sequence[torch.Tensor], factor: float) -> None:
-    if factor != 1.0:
-        for tensor in tensors:
-            tensor.mul_(factor)
-
-
-def _once(finish: Callable[[], list[torch.Tensor]]) -> Callable[[], list[torch.Tensor]]:
-    """Returns a function that finishes once, however often a handle is synchronized."""
-    results: list[list[torch.Tensor]] = []
-
-    def result() -> list[torch.Tensor]:
-        if not results:
-            results.append(finish())
-        return results[0]
-
-    return result
+    return global_process_set.calls().join(device)

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.group.reduce_op import ReduceOp
-from paceline.group.work import Work
+from paceline.horovod.calls import Scaled, reducing
 from paceline.horovod.compression import Compressor
+from paceline.horovod.handles import Handle
 from paceline.horovod.process_sets import ProcessSet
+from paceline.horovod.varying import adding_sparse
 
 _BUCKET_BYTES = 25 << 20  # that of DistributedDataParallel
 
@@ -28,12 +30,13 @@ class Reducing:
 
 @dataclass
 class _Bucket:
-    """Parameters whose gradients are reduced in one call; while it runs, what it reduces and how to undo that."""
+    """Parameters whose gradients are reduced together; while that runs, its calls and what undoes the compression."""
 
     params: list[torch.Tensor]
     missing: int = 0  # parameters whose gradients are not complete
-    work: Work | None = None
-    reduced: list[tuple[torch.Tensor, torch.dtype | None]] = field(default_factory=list)
+    dense: list[tuple[torch.Tensor, torch.dtype | None]] = field(default_factory=list)  # each parameter's type
+    dense_sums: Handle[list[torch.Tensor]] | None = None
+    sparse: list[tuple[torch.Tensor, Handle[torch.Tensor]]] = field(default_factory=list)
 
 
 class GradientReducer:
@@ -51,7 +54,7 @@ class GradientReducer:
     def __init__(self, params: Sequence[torch.Tensor], passes: int, how: Reducing) -> None:
         self.passes = passes
         self._how = how
-        self._group = how.process_set.group()
+        self._calls = how.process_set.calls()
         self._buckets = _buckets(params)
         self._bucket_of = {param: bucket for bucket in self._buckets for param in bucket.params}
         self._to_come: dict[torch.Tensor, int] = {}
@@ -79,8 +82,6 @@ class GradientReducer:
         for bucket in self._buckets[self._next :]:
             self._begin(bucket)
         for bucket in self._buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
             self._take_back(bucket)
         self._reset()
 
@@ -88,13 +89,14 @@ class GradientReducer:
         self._to_come = dict.fromkeys(self._bucket_of, self.passes)
         self._next = 0
         for bucket in self._buckets:
-            bucket.missing, bucket.work, bucket.reduced = len(bucket.params), None, []
+            bucket.missing = len(bucket.params)
+            bucket.dense, bucket.dense_sums, bucket.sparse = [], None, []
 
     def _on_gradient(self, param: torch.Tensor) -> None:
         bucket = self._bucket_of[param]
         if self._to_come[param] <= 0:
             raise AssertionError(
-                f"rank {self._group.rank()}: a gradient was computed more than backward_passes_per_step = "
+                f"rank {self._calls.group.rank()}: a gradient was computed more than backward_passes_per_step = "
                 f"{self.passes} times before optimizer.step(); call step() or synchronize() after that many "
                 "backwards, or increase backward_passes_per_step"
             )
@@ -106,37 +108,36 @@ class GradientReducer:
             self._next += 1
 
     def _begin(self, bucket: _Bucket) -> None:
-        sparse = []
+        compressed = []
         for param in bucket.params:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
             if param.grad.is_sparse and not self._how.sparse_as_dense:
-                sparse.append(param.grad)
+                request = adding_sparse(param.grad, None, self._how.op, self._how.process_set)
+                bucket.sparse.append((param, Handle(self._calls, request)))
                 continue
             gradient = param.grad.to_dense() if param.grad.is_sparse else param.grad
-            if self._how.predivide_factor != 1.0:
-                gradient.div_(self._how.predivide_factor)
-            bucket.reduced.append(self._how.compression.compress(gradient))
-        tensors = [tensor for tensor, _ in bucket.reduced]
-        bucket.work = self._group.all_reduce(tensors, self._how.op, async_op=True) if tensors else None
-        for gradient in sparse:
-            self._group.all_reduce(gradient, self._how.op)
+            tensor, ctx = self._how.compression.compress(gradient)
+            compressed.append(tensor)
+            bucket.dense.append((param, ctx))
+        if compressed:
+            before, after = 1.0 / self._how.predivide_factor, self._how.predivide_factor
+            how = Scaled(self._how.op, before, after)
+            request = reducing(compressed, how, None, self._how.process_set, lambda: compressed)
+            bucket.dense_sums = Handle(self._calls, request)
 
     def _take_back(self, bucket: _Bucket) -> None:
-        """Puts what was reduced into the gradients."""
-        dense = [param for param in bucket.params if param.grad is not None and self._is_dense(param.grad)]
-        for param, (tensor, ctx) in zip(dense, bucket.reduced, strict=True):
+        """Waits for a bucket, and puts what was reduced into the gradients."""
+        for param, handle in bucket.sparse:
+            param.grad = handle.result()
+        sums = [] if bucket.dense_sums is None else bucket.dense_sums.result()
+        for (param, ctx), tensor in zip(bucket.dense, sums, strict=True):
             result = self._how.compression.decompress(tensor, ctx)
-            if self._how.predivide_factor != 1.0:
-                result.mul_(self._how.predivide_factor)
             assert param.grad is not None
             if param.grad.is_sparse:
                 param.grad = result.to_sparse()
             elif result is not param.grad:
                 param.grad.copy_(result)
-
-    def _is_dense(self, gradient: torch.Tensor) -> bool:
-        return not gradient.is_sparse or self._how.sparse_as_dense
 
 
 def _buckets(params: Sequence[torch.Tensor]) -> list[_Bucket]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from paceline.group.work import Work
+from paceline.horovod.negotiation import CallQueue, Request
 
 Result = TypeVar("Result")
 
@@ -14,24 +13,27 @@ class Handle(Generic[Result]):
     """An asynchronous call, for `poll` and `synchronize`.
 
     Args:
-        work: the call; None if it is over.
-        finish: returns the result once the call is over.
+        queue: the calls of the process set.
+        request: the call, which is submitted.
     """
 
-    def __init__(self, work: Work | None, finish: Callable[[], Result]) -> None:
-        self.work = work
-        self._finish = finish
+    def __init__(self, queue: CallQueue, request: Request[Result]) -> None:
+        self._queue = queue
+        self._request = queue.submit(request)
+
+    def is_over(self) -> bool:
+        """Returns whether the call is over, whether or not it succeeded."""
+        self._queue.observe(self._request)
+        return self._request.future.done()
 
     def result(self) -> Result:
-        """Waits for the call and returns its result."""
-        if self.work is not None:
-            self.work.wait()
-        return self._finish()
+        """Waits for the call and returns its result, the same one each time."""
+        return self._queue.result(self._request)
 
 
 def poll(handle: Handle[Result]) -> bool:
     """Returns whether the call is over, so that `synchronize` would not wait."""
-    return handle.work is None or handle.work.is_completed()
+    return handle.is_over()
 
 
 def synchronize(handle: Handle[Result]) -> Result:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from paceline.horovod.calls import allreduce
 from paceline.horovod.compression import Compression, Compressor
 from paceline.horovod.gradients import GradientReducer, Reducing
 from paceline.horovod.process_sets import ProcessSet, global_process_set
@@ -23,6 +24,8 @@ class _Distributed(torch.optim.Optimizer):
     _reducer: GradientReducer | None
     _synchronizes: bool
     _is_synchronized: bool
+    _parameter_names: dict[torch.Tensor, str]
+    _process_set: ProcessSet
 
     def synchronize(self) -> None:
         """Waits until the gradients are reduced; `step` does this itself unless `skip_synchronize` is in force."""
@@ -45,17 +48,46 @@ class _Distributed(torch.optim.Optimizer):
             self._reducer.set_passes(passes)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Waits until the gradients are reduced, and makes the optimizer's own step."""
+        """Waits until the gradients are reduced, and makes the optimizer's own step.
+
+        Args:
+            closure: computes the loss and its gradients. They are reduced each time that the optimizer calls it, and
+                the optimizer receives the mean of the ranks' losses, so that all ranks decide alike.
+
+        Raises:
+            ValueError: a closure is given within `skip_synchronize`, where nothing would reduce its gradients.
+        """
+        if closure is not None:
+            return self._step_by(closure)
         if self._synchronizes:
             if self._is_synchronized:
                 warnings.warn(
-                    "optimizer.step() reduces gradients again that optimizer.synchronize() has reduced; put it into "
-                    "`with optimizer.skip_synchronize():`",
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(): the gradients are reduced twice",
                     stacklevel=2,
                 )
             self.synchronize()
         self._is_synchronized = False
-        return super().step(closure)
+        return super().step()
+
+    def _step_by(self, closure: Callable[[], Any]) -> Any:
+        if not self._synchronizes:
+            raise ValueError(
+                "optimizer.step(closure) within skip_synchronize() would apply gradients that are not reduced, and the "
+                "ranks' parameters would differ; call step(closure) outside of it, or compute the gradients before"
+            )
+
+        def reduced() -> Any:
+            loss = closure()
+            self.synchronize()
+            if self._reducer is None or loss is None:
+                return loss
+            mean = allreduce(torch.as_tensor(loss).detach(), process_set=self._process_set)
+            return mean if isinstance(loss, torch.Tensor) else mean.item()
+
+        result = super().step(reduced)
+        self._is_synchronized = False
+        return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients.
@@ -98,19 +130,23 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         backward_passes_per_step: how many backwards add to a gradient before it is reduced.
         op: `Average` (the default) or another reduction.
         gradient_predivide_factor: gradients are divided by it before the sum, and multiplied afterwards.
-        num_groups, groups: are not used, since gradients are always reduced in buckets.
+        num_groups, groups: are checked and not used, since gradients are always reduced in buckets.
         sparse_as_dense: reduce sparse gradients as dense ones.
         process_set: the ranks whose gradients are reduced; others make their own steps.
 
     Raises:
-        ValueError: `op` is Adasum, a parameter has no name or two have one, or a number is out of range.
+        ValueError: a parameter has no name or two have one, a number is out of range, or `groups` is no division of
+            parameters.
+        NotImplementedError: `op` is Adasum.
     """
     by = reduction(op)
     if gradient_predivide_factor != 1.0 and by is not Average:
         raise ValueError("gradient_predivide_factor divides an average in two; it needs op=Average")
     if backward_passes_per_step < 1:
         raise ValueError(f"backward_passes_per_step is {backward_passes_per_step}; it must be at least 1")
-    params = _parameters(optimizer, named_parameters)
+    _require_groups(groups)
+    names = _names(optimizer, named_parameters)
+    params = [param for param in names if param.requires_grad]
     kind = type(type(optimizer).__name__, (_Distributed, type(optimizer)), {"__doc__": type(optimizer).__doc__})
     taken_over: Any = object.__new__(kind)
     # A scheduler that was made before has put a `step` of its own into the optimizer, which would pass by ours.
@@ -119,17 +155,34 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     reduces = process_set.included() and process_set.size() > 1
     taken_over._reducer = GradientReducer(params, backward_passes_per_step, how) if reduces else None
     taken_over._synchronizes, taken_over._is_synchronized = True, False
+    taken_over._parameter_names, taken_over._process_set = names, process_set
     result: AnyOptimizer = taken_over
     return result
 
 
-def _parameters(
+def _require_groups(groups: int | Sequence[Sequence[torch.Tensor]] | None) -> None:
+    if groups is None or (isinstance(groups, int) and groups > 0):
+        return
+    if isinstance(groups, int):
+        raise ValueError(f"groups is {groups}; it is a positive number of groups or a list of lists of parameters")
+    grouped = [param for group in groups for param in group]
+    if not all(isinstance(param, torch.Tensor) for param in grouped):
+        raise ValueError("groups has an entry that is no tensor; it is a list of lists of parameters")
+    if len({id(param) for param in grouped}) != len(grouped):
+        raise ValueError("groups has a parameter twice; each parameter is in at most one group")
+
+
+def _names(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
-) -> list[torch.Tensor]:
-    """Returns the optimizer's parameters that need gradients, in the order of their names' list."""
-    mine: list[torch.Tensor] = [param for group in optimizer.param_groups for param in group["params"]]
+) -> dict[torch.Tensor, str]:
+    """Returns the names of the optimizer's parameters, in the order of the list that was given."""
+    mine: list[list[torch.Tensor]] = [group["params"] for group in optimizer.param_groups]
     if named_parameters is None:
-        return [param for param in mine if param.requires_grad]
+        return {
+            param: f"allreduce.noname.{at}.{number}"
+            for at, group in enumerate(mine)
+            for number, param in enumerate(group)
+        }
     named = list(named_parameters)
     if not all(isinstance(each, tuple) and len(each) == 2 for each in named):
         raise ValueError("named_parameters takes pairs of a name and a parameter, as model.named_parameters() gives")
@@ -138,8 +191,9 @@ def _parameters(
         raise ValueError(
             f"names in named_parameters must differ from each other; these occur twice: {', '.join(twice)}"
         )
+    owned = [param for group in mine for param in group]
     known = {id(param) for _, param in named}
-    if unnamed := sum(id(param) not in known for param in mine):
-        raise ValueError(f"named_parameters has no name for {unnamed} of the {len(mine)} parameters of the optimizer")
-    owned = {id(param) for param in mine}
-    return [param for _, param in named if param.requires_grad and id(param) in owned]
+    if unnamed := sum(id(param) not in known for param in owned):
+        raise ValueError(f"named_parameters has no name for {unnamed} of the {len(owned)} parameters of the optimizer")
+    chosen = {id(param) for param in owned}
+    return {param: name for name, param in named if id(param) in chosen}

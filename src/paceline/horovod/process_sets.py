@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from multiprocessing import util
 
 from paceline.group.default import default_group
-from paceline.group.init import destroy_process_group, new_group
+from paceline.group.init import new_group
 from paceline.group.process_group import ProcessGroup
+from paceline.horovod.negotiation import CallQueue
 
 
 class ProcessSet:
@@ -18,7 +20,9 @@ class ProcessSet:
 
     def __init__(self, ranks: Sequence[int] | None = None) -> None:
         self._given = None if ranks is None else sorted(ranks)
-        self._group: ProcessGroup | None = None
+        self._queue: CallQueue | None = None
+        self._barrier_group: ProcessGroup | None = None
+        self._world: ProcessGroup | None = None
         self.process_set_id: int | None = 0 if ranks is None else None
 
     def __repr__(self) -> str:
@@ -45,35 +49,57 @@ class ProcessSet:
         """
         return self.ranks.index(default_group().rank())
 
-    def group(self) -> ProcessGroup:
-        """Returns Paceline's group of these ranks.
+    def calls(self) -> CallQueue:
+        """Returns the queue of the set's calls.
 
         Raises:
             ValueError: the set has not been added, or this rank is not in it.
         """
-        if self._given is None:
-            return default_group()
-        if self._group is None:
+        if self._queue is None:
             me = default_group().rank()
+            if self._given is None:
+                raise ValueError(f"rank {me} made a call before init(); all ranks call paceline.horovod.init() first")
             why = "is not in it" if self.process_set_id is not None else "has not added it; call add_process_set on all"
             raise ValueError(f"rank {me} made a call on {self!r} and {why}")
-        return self._group
+        return self._queue
+
+    def barrier_group(self) -> ProcessGroup:
+        """Returns the group in which the set's ranks wait for each other, whatever calls are under way."""
+        group = self.calls().group
+        if self._barrier_group is None:
+            # Only the set's ranks call this.
+            made = new_group(group.ranks, use_local_synchronization=True, group_desc=f"barriers of {self!r}")
+            assert isinstance(made, ProcessGroup)
+            self._barrier_group = made
+        return self._barrier_group
+
+    def is_of(self, world: ProcessGroup) -> bool:
+        """Returns whether the set is open, and of ranks of this default group."""
+        return self._world is world
 
     def open(self, number: int) -> None:
         """Makes the group; every rank of the job calls this, in the same order."""
-        made = new_group(self.ranks)
-        self._group = made if isinstance(made, ProcessGroup) else None
+        self._world = default_group()
+        made = new_group(self._given, group_desc=f"paceline.horovod's calls of ranks {self.ranks}")
+        self._queue = CallQueue(made) if isinstance(made, ProcessGroup) else None
         self.process_set_id = number
+        _opened.append(self)
 
     def close(self) -> None:
-        """Ends the group; idempotent."""
-        if self._group is not None:
-            destroy_process_group(self._group)
-        self._group = None
-        self.process_set_id = None
+        """Ends the groups; idempotent."""
+        if self._queue is not None:
+            self._queue.close()
+            self._queue.group.close()
+        if self._barrier_group is not None:
+            self._barrier_group.close()
+        self._queue = self._barrier_group = self._world = None
+        self.process_set_id = 0 if self._given is None else None
+        if self in _opened:
+            _opened.remove(self)
 
 
 global_process_set = ProcessSet()
+_opened: list[ProcessSet] = []
 _added = 0
 
 
@@ -92,3 +118,19 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         return False
     process_set.close()
     return True
+
+
+def begin() -> None:
+    """Makes the group of all ranks, unless it is there; every rank of the job calls this."""
+    if global_process_set.is_of(default_group()):
+        return
+    end()
+    global_process_set.open(0)
+    # Before the groups end with the process: their calls on threads end first.
+    util.Finalize(None, end, exitpriority=1)
+
+
+def end() -> None:
+    """Ends all process sets, the global one included."""
+    for each in list(_opened):
+        each.close()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from paceline.group.default import default_group
 from paceline.group.init import destroy_process_group, init_process_group
 from paceline.group.queries import is_initialized as group_exists
-from paceline.horovod.process_sets import ProcessSet, add_process_set
+from paceline.horovod.process_sets import ProcessSet, add_process_set, begin, end
 from paceline.store.hash import HashStore
 
 _OTHER_LAUNCHERS = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
@@ -31,6 +31,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
         raise ValueError("paceline.horovod.init has no comm; give process_sets=[ProcessSet(ranks)] instead")
     if not group_exists():
         _join()
+    begin()
     for each in process_sets or ():
         add_process_set(each)
 
@@ -52,6 +53,7 @@ def _join() -> None:
 def shutdown() -> None:
     """Leaves the job; has no effect if this process is in none."""
     if group_exists():
+        end()
         destroy_process_group()
 
 
@@ -113,12 +115,15 @@ def mpi_threads_supported() -> bool:
     return False
 
 
-mpi_enabled = mpi_built = gloo_enabled = mpi_threads_supported
+mpi_enabled = mpi_built = mpi_threads_supported
 
 
 def gloo_built() -> bool:
     """Returns True: tensors on the CPU can be reduced without MPI, which is what scripts ask this for."""
     return True
+
+
+gloo_enabled = gloo_built
 
 
 def nccl_built() -> int:

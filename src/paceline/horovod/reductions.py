@@ -18,7 +18,8 @@ def reduction(op: Op | None, average: bool | None = None) -> ReduceOp:
     """Returns the reduction that a call asks for, by `op` or by Horovod's older argument `average`.
 
     Raises:
-        ValueError: both are given, or `op` is Adasum.
+        ValueError: both are given.
+        NotImplementedError: `op` is Adasum.
     """
     if average is not None:
         if op is not None:
@@ -27,7 +28,7 @@ def reduction(op: Op | None, average: bool | None = None) -> ReduceOp:
     if op is None:
         return Average
     if not isinstance(op, ReduceOp):
-        raise ValueError(
+        raise NotImplementedError(
             f"the reduction {op} is not available in paceline.horovod: Adasum adds gradients pairwise with weights "
             "that depend on their angle, which Paceline's engines do not compute; use op=Average, with a learning rate "
             "that fits the number of ranks"

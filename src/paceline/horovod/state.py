@@ -9,6 +9,8 @@ import torch
 
 from paceline.group.coalesced import broadcast_coalesced
 from paceline.group.objects.collectives import all_gather_object, broadcast_object_list
+from paceline.group.process_group import ProcessGroup
+from paceline.horovod.negotiation import CallKind, Request
 from paceline.horovod.process_sets import ProcessSet, global_process_set
 
 Parameters = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor]
@@ -29,7 +31,15 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0) -> None:
     if (other := next((each for each in tensors if not isinstance(each, torch.Tensor)), None)) is not None:
         raise ValueError(f"broadcast_parameters got a {type(other).__name__}; it takes tensors")
     if tensors:
-        broadcast_coalesced([tensor.detach() for tensor in tensors], root_rank, global_process_set.group())
+        detached = [tensor.detach() for tensor in tensors]
+        global_process_set.calls().perform(
+            Request(
+                CallKind.BROADCAST,
+                detached,
+                lambda group: broadcast_coalesced(detached, root_rank, group),
+                f"broadcast_parameters, root_rank={root_rank}",
+            )
+        )
 
 
 def broadcast_optimizer_state(
@@ -60,14 +70,19 @@ def broadcast_object(
     Args:
         obj: the object; that of the root counts.
         root_rank: the rank that has it.
-        name: is not used.
+        name: the call's name, the same on all ranks.
         process_set: the ranks that take part.
         allow_pickle: whether objects of any type are sent. Horovod always pickles, which lets each rank run code on the
             others; here numbers, strings, containers, tensors and arrays need no pickling.
     """
     objects = [obj]
-    broadcast_object_list(objects, root_rank, process_set.group(), allow_pickle=allow_pickle)
-    return objects[0]
+
+    def run(group: ProcessGroup) -> Any:
+        broadcast_object_list(objects, root_rank, group, allow_pickle=allow_pickle)
+        return objects[0]
+
+    details = f"broadcast_object, root_rank={root_rank}"
+    return process_set.calls().perform(Request(CallKind.OBJECTS, [], run, details, name))
 
 
 def allgather_object(
@@ -75,5 +90,9 @@ def allgather_object(
 ) -> list[Any]:
     """Returns all ranks' objects by rank; `allow_pickle` is that of `broadcast_object`."""
     objects: list[Any] = [None] * process_set.size()
-    all_gather_object(objects, obj, process_set.group(), allow_pickle=allow_pickle)
-    return objects
+
+    def run(group: ProcessGroup) -> list[Any]:
+        all_gather_object(objects, obj, group, allow_pickle=allow_pickle)
+        return objects
+
+    return process_set.calls().perform(Request(CallKind.OBJECTS, [], run, "allgather_object", name))

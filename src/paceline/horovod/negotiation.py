@@ -1,0 +1,309 @@
+"""Makes the calls of a process set in the order in which its ranks make them, and checks before each that they agree.
+
+Before a call the ranks exchange what it is, as a few numbers. So a call that does not fit raises an error on every rank
+and the next one works, tensors whose shapes differ are refused although they have as many elements, and a rank that
+waits in `join` can contribute zeros. Asynchronous calls run on a thread of the process set. A call that the program
+waits for runs on the program's thread if no other is under way.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from enum import IntEnum
+from hashlib import blake2b
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from paceline.engine.codes import DTYPE_CODES, DTYPES
+from paceline.errors import CollectiveError, CollectiveMismatchError
+from paceline.group.coalesced import all_reduce_coalesced
+from paceline.group.collectives import all_gather_into_tensor
+from paceline.group.objects.collectives import all_gather_object
+from paceline.group.process_group import ProcessGroup
+from paceline.group.reduce_op import ReduceOp
+
+Result = TypeVar("Result")
+_END_S = 5.0  # how long `close` waits for the thread, whose call has been aborted
+
+
+class CallKind(IntEnum):
+    """The calls that ranks tell apart."""
+
+    ALLREDUCE = 0
+    SPARSE_ALLREDUCE = 1
+    ALLGATHER = 2
+    BROADCAST = 3
+    ALLTOALL = 4
+    REDUCESCATTER = 5
+    OBJECTS = 6
+    JOIN = 7
+
+
+_ROWS_MAY_DIFFER = (CallKind.SPARSE_ALLREDUCE, CallKind.ALLGATHER, CallKind.ALLTOALL)
+
+
+@dataclass
+class Request(Generic[Result]):
+    """A call that a rank wants to make with the other ranks of a process set.
+
+    Args:
+        kind: the call.
+        tensors: the tensors that it sends, whose types and shapes must agree; numbers of rows may differ where the call
+            permits it.
+        run: makes the call once all ranks are there, and returns its result.
+        details: the other arguments that must agree.
+        name: the name that the program gave; None if it gave none.
+        op: the reduction of an all-reduce.
+    """
+
+    kind: CallKind
+    tensors: Sequence[torch.Tensor]
+    run: Callable[[ProcessGroup], Result]
+    details: str = ""
+    name: str | None = None
+    op: ReduceOp = ReduceOp.SUM
+    future: Future[Result] = field(default_factory=Future)
+    number: int = 0  # in the order of the process set's requests
+
+    def __post_init__(self) -> None:
+        # A thread has a current stream of its own; the results belong onto the program's.
+        tensor = next((each for each in self.tensors if each.is_cuda), None)
+        self.stream: AbstractContextManager[object] = nullcontext()
+        if tensor is not None:
+            self.stream = torch.cuda.stream(torch.cuda.current_stream(tensor.device))
+
+    @property
+    def text(self) -> str:
+        """Returns everything that must be the same on all ranks, to be read by people."""
+        rows = ["any"] if self.kind in _ROWS_MAY_DIFFER else []
+        parts = [
+            f"{str(each.dtype).removeprefix('torch.')} [{', '.join([*rows, *map(str, each.shape[len(rows) :])])}]"
+            for each in self.tensors
+        ]
+        parts += [self.details, "" if self.name is None else f"name={self.name!r}"]
+        return f"{self.kind.name.lower()}({', '.join(part for part in parts if part)})"
+
+
+@dataclass(frozen=True)
+class _Header:
+    """The numbers that a rank sends ahead of a call; `since` and `time_ns` order the ranks that wait in `join`."""
+
+    kind: int
+    digest: int
+    count: int
+    since: int = 0
+    time_ns: int = 0
+
+    @staticmethod
+    def of(request: Request[Result]) -> _Header:
+        digest = int.from_bytes(blake2b(request.text.encode(), digest_size=7).digest(), "big")
+        return _Header(request.kind, digest, len(request.tensors))
+
+    def words(self) -> list[int]:
+        return [self.kind, self.digest, self.count, self.since, self.time_ns]
+
+
+class CallQueue:
+    """The calls of one process set on this rank.
+
+    Args:
+        group: a group of the set's ranks that nothing else uses; `close` does not end it.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+        self._condition = threading.Condition()
+        self._waiting: deque[Request[Any]] = deque()
+        self._is_busy = False
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+        self._submitted = 0
+        self._exchanges = 0
+        self._named: dict[tuple[CallKind, str], int] = {}
+
+    def submit(self, request: Request[Result]) -> Request[Result]:
+        """Has the thread make a call after those before it, and returns `request` at once.
+
+        Raises:
+            ValueError: a call of the same kind and name has been begun, and the program has not waited for it or for a
+                later one yet.
+        """
+        with self._condition:
+            self._enter(request)
+            self._append(request)
+        return request
+
+    def perform(self, request: Request[Result]) -> Result:
+        """Makes a call after those before it, and returns its result.
+
+        Raises:
+            ValueError: as for `submit`.
+            CollectiveMismatchError: the ranks' calls do not fit together; later ones work.
+            PeerLostError, CollectiveTimeoutError: the call failed.
+        """
+        with self._condition:
+            self._enter(request)
+            is_next = not self._is_busy and not self._waiting
+            if is_next:
+                self._is_busy = True
+            else:
+                self._append(request)
+        if is_next:
+            self._execute(request)
+        return self.result(request)
+
+    def result(self, request: Request[Result]) -> Result:
+        """Waits for a call and returns its result, or raises its error."""
+        try:
+            return request.future.result()
+        finally:
+            self.observe(request)
+
+    def observe(self, request: Request[Result]) -> None:
+        """Notes that the program knows of the end of a call, and so of those before it: their names are free."""
+        if request.future.done():
+            with self._condition:
+                self._named = {key: number for key, number in self._named.items() if number > request.number}
+
+    def join(self, device: int) -> int:
+        """Contributes zeros to the others' all-reduces until all ranks have called this; returns the last one to call.
+
+        Args:
+            device: the CUDA device of the zeros for CUDA tensors.
+        """
+        return self.perform(Request(CallKind.JOIN, [], lambda group: self._join(group, device)))
+
+    def close(self) -> None:
+        """Ends the thread; calls that have not been made fail. Idempotent."""
+        with self._condition:
+            self._is_closed = True
+            left, self._waiting = list(self._waiting), deque()
+            is_busy = self._is_busy
+            self._condition.notify_all()
+        for request in left:
+            request.future.set_exception(CollectiveError(f"{self.group}: {request.text}: shutdown() ended it"))
+        if self._thread is not None:
+            if is_busy:
+                self.group.abort()
+            self._thread.join(_END_S)
+
+    def _enter(self, request: Request[Result]) -> None:
+        if self._is_closed:
+            raise ValueError(f"{self.group}: the process set has ended; call init() or add_process_set() again")
+        if request.name is not None:
+            key = (request.kind, request.name)
+            if key in self._named:
+                raise ValueError(
+                    f"{self.group}: {request.text} has the name of another call that has not been waited for; "
+                    "synchronize its handle first, or give each call a name of its own"
+                )
+            self._named[key] = self._submitted + 1
+        self._submitted += 1
+        request.number = self._submitted
+
+    def _append(self, request: Request[Result]) -> None:
+        self._waiting.append(request)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._make_calls, name="paceline-horovod", daemon=True)
+            self._thread.start()
+        self._condition.notify_all()
+
+    def _make_calls(self) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._is_closed or (self._waiting and not self._is_busy))
+                if self._is_closed:
+                    return
+                request = self._waiting.popleft()
+                self._is_busy = True
+            self._execute(request)
+            del request
+
+    def _execute(self, request: Request[Result]) -> None:
+        try:
+            with request.stream:
+                if request.kind is not CallKind.JOIN:
+                    self._agree(request)
+                request.future.set_result(request.run(self.group))
+        except CollectiveError as error:
+            error.args = (f"{error} (This rank called {request.text}.)",)
+            request.future.set_exception(error)
+        except BaseException as error:
+            request.future.set_exception(error)
+        with self._condition:
+            self._is_busy = False
+            self._condition.notify_all()
+
+    def _agree(self, request: Request[Result]) -> None:
+        """Returns when all ranks are about to make the same call, or wait in `join` and have learnt what to contribute.
+
+        Raises:
+            CollectiveMismatchError: the calls differ, or a rank waits in `join` and cannot take part in this one.
+        """
+        headers = self._exchange(_Header.of(request))
+        callers = [header for header in headers if header.kind != CallKind.JOIN]
+        if len(set(callers)) > 1:
+            raise self._mismatch(request.text)
+        if len(callers) == len(headers):
+            return
+        if request.kind is not CallKind.ALLREDUCE:
+            joined = [rank for rank, header in zip(self.group.ranks, headers, strict=True) if header not in callers]
+            raise CollectiveMismatchError(
+                f"{self.group}: ranks {joined} wait in join(), from where a rank takes part only in all-reduces of "
+                "dense tensors; make this call before any rank joins"
+            )
+        layout = [[DTYPE_CODES[each.dtype], each.numel(), request.op, each.is_cuda] for each in request.tensors]
+        self._gather(torch.tensor(layout, dtype=torch.int64))
+
+    def _join(self, group: ProcessGroup, device: int) -> int:
+        since, time_ns = self._exchanges, time.time_ns()
+        while True:
+            headers = self._exchange(_Header(CallKind.JOIN, 0, 0, since, time_ns))
+            callers = {header for header in headers if header.kind != CallKind.JOIN}
+            if not callers:
+                last = max(range(len(headers)), key=lambda rank: (headers[rank].since, headers[rank].time_ns))
+                return group.ranks[last]
+            if len(callers) > 1:
+                self._mismatch("join()")
+            elif (header := callers.pop()).kind == CallKind.ALLREDUCE:
+                self._contribute_zeros(header.count, device)
+
+    def _contribute_zeros(self, count: int, device: int) -> None:
+        layouts = self._gather(torch.full((count, 4), -1, dtype=torch.int64))
+        layout = next(each for each in layouts if not (each < 0).any())
+        zeros = [
+            torch.zeros(numel, dtype=DTYPES[code], device=f"cuda:{max(device, 0)}" if is_cuda else "cpu")
+            for code, numel, _, is_cuda in layout.tolist()
+        ]
+        all_reduce_coalesced(zeros, ReduceOp(int(layout[0, 2])) if count else ReduceOp.SUM, self.group)
+
+    def _exchange(self, mine: _Header) -> list[_Header]:
+        self._exchanges += 1
+        if self.group.size() == 1:
+            return [mine]
+        return [_Header(*words) for words in self._gather(torch.tensor(mine.words())).tolist()]
+
+    def _gather(self, mine: torch.Tensor) -> torch.Tensor:
+        everybodys = mine.new_empty((self.group.size(), *mine.shape))
+        all_gather_into_tensor(everybodys, mine, self.group)
+        return everybodys
+
+    def _mismatch(self, mine: str) -> CollectiveMismatchError:
+        """Returns the error of ranks whose calls differ. Every rank of the set calls this."""
+        texts: list[Any] = [None] * self.group.size()
+        all_gather_object(texts, mine, self.group)
+        callers: dict[str, list[int]] = {}
+        for rank, text in zip(self.group.ranks, texts, strict=True):
+            callers.setdefault(text, []).append(rank)
+        told = "; ".join(f"ranks {ranks} called {text}" for text, ranks in callers.items())
+        return CollectiveMismatchError(
+            f"{self.group}: the ranks' calls do not fit together: {told}. All ranks make the same calls in the same "
+            "order, with the same names, types and shapes. Nothing was exchanged, and later calls work"
+        )
