@@ -14,7 +14,6 @@ from paceline.engine.codes import dtype_name
 from paceline.engine.failures import GROUP_LOST, MESSAGES_LOST, Member
 from paceline.group.arguments import checked_tag, require_peer
 from paceline.group.buffers import Buffers, Tensors, as_list, count_elements, dtype_code
-from paceline.group.profiling import Recording
 from paceline.group.running import RunningGroup
 from paceline.group.work import Work
 from paceline.group.writes import count_writes, counting_writes
@@ -64,7 +63,8 @@ class MessagingGroup(RunningGroup):
         code = dtype_code(tensors, name)
         buffers = Buffers()
         pieces = buffers.read(tensors) if name == "send" else buffers.write(tensors)
-        recording = Recording("recvAnySource" if peer < 0 else name, tensors) if profiler._is_profiler_enabled else None
+        shown = "recvAnySource" if peer < 0 else name
+        recording = self.recording(shown, tensors) if profiler._is_profiler_enabled else None
         opened = self._devices.of(tensors, name)
         messages = opened.messages
         lost = MESSAGES_LOST if isinstance(opened.channel, _core.HostGroup) else GROUP_LOST

@@ -200,7 +200,7 @@ class EngineCall(PersistentCall):
         return work
 
     def _recording(self) -> Recording:
-        return Recording(str(self._plan[0].operation), self._plan[1].kept)
+        return self._group.recording(str(self._plan[0].operation), self._plan[1].kept)
 
     def _who(self) -> str:
         return f"rank {self._group.me.rank}: "

@@ -20,16 +20,16 @@ _starting = threading.Lock()
 
 
 class Recording:
-    """One call in the profile, from the creation of this object until `end`, which any thread may call.
+    """One call in the profile, under `name`, from the creation of this object until `end`, which any thread may call.
 
     Programs select the calls of a backend among a profile's events by `is_async`, which torch sets on every event of
     its own backends. An event that was recorded from Python has it only if another thread than the one that began the
     event ends it. Therefore `end` runs on another thread if the call was synchronous.
     """
 
-    def __init__(self, call: str, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         self._begun_by = threading.get_ident()
-        self._record = _autograd._record_function_with_args_enter(f"paceline:{call}", *tensors)
+        self._record = _autograd._record_function_with_args_enter(name, *tensors)
 
     def end(self) -> None:
         """Records that the call is over; returns when that is in the profile."""

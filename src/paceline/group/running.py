@@ -59,6 +59,7 @@ class RunningGroup(BaseGroup):
         self.ranks = [member.rank for member in members]
         self.name = name
         self.backend = backend
+        self.profiled_as = "paceline"  # a profile's events are named `paceline:all_reduce` and so on
         recorder.begin()
         recorder.identify_once(self.ranks[group_rank], len(everybody or members))
         ranks = self.ranks
@@ -160,7 +161,7 @@ class RunningGroup(BaseGroup):
         if self._closed:
             raise self.closed_error()
         call, buffers = plan
-        recording = Recording(str(call.operation), _shown(plan)) if profiler._is_profiler_enabled else None
+        recording = self.recording(str(call.operation), _shown(plan)) if profiler._is_profiler_enabled else None
         channel = self._channel_of(call, buffers)
         if async_op:
             work = self.work_of(channel.submit(call), plan)
@@ -186,6 +187,10 @@ class RunningGroup(BaseGroup):
             raise self.closed_error()
         call, buffers = plan
         return self._channel_of(call, buffers).prepare(call)
+
+    def recording(self, call: str, tensors: Sequence[torch.Tensor]) -> Recording:
+        """Begins the event of a call in the profile that is being recorded."""
+        return Recording(f"{self.profiled_as}:{call}", tensors)
 
     def _channel_of(self, call: Call, buffers: Buffers) -> Channel:
         channel = self._devices.of(buffers.kept, call.operation).channel

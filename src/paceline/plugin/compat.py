@@ -2,7 +2,7 @@
 
 All groups of torch.distributed are made in one function of its own, which is replaced here by one that passes on the
 backend "paceline" in place of gloo. What the program asks about the group (`get_backend`) is answered as before, since
-programs branch on it.
+programs branch on it, and profiles and DDP's logging name the calls and the backend as before.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
 
 _GLOO, _OURS = "gloo", "paceline"
 _MIXES_FROM = (2, 14)  # the first release of torch in which a backend in Python can be one of several
@@ -38,11 +39,16 @@ def take_over() -> None:
             return original(*args, **options)
         given.arguments["backend"] = c10d.Backend(ours)
         group, store = original(*given.args, **given.kwargs)
-        if group in c10d._world.pg_map:
+        if group in c10d._world.pg_map:  # and not on a rank that is not in the group
             c10d._world.pg_map[group] = (asked, store)
+            from paceline.plugin.part import part_of  # this module is loaded by `import torch`, before it is needed
+
+            if (part := part_of(group)) is not None:
+                part.stand_in_for(_GLOO)
         return group, store
 
     setattr(c10d, _MAKER, make)
+    _name_as_asked()
 
 
 def in_place_of(asked: str) -> str | None:
@@ -62,6 +68,20 @@ def release() -> tuple[int, int]:
     """Returns torch's release, such as (2, 13)."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
+
+
+def _name_as_asked() -> None:
+    """Makes the logging data of torch's DistributedDataParallel name the backend that the program has named."""
+    original = DistributedDataParallel._get_ddp_logging_data
+
+    @functools.wraps(original)
+    def figures(self: DistributedDataParallel) -> dict[str, Any]:
+        found: dict[str, Any] = original(self)
+        if found.get("backend_name") == _OURS:
+            found["backend_name"] = c10d.get_backend(self.process_group)
+        return found
+
+    DistributedDataParallel._get_ddp_logging_data = figures
 
 
 def _tell(asked: str, ours: str | None, size: int, has_options: bool) -> None:

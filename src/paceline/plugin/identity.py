@@ -45,6 +45,7 @@ class Identity(torch_dist.ProcessGroup):
         self._absence = Absence.NOT_MET
         self._name = ""
         self._description = "undefined"
+        self._backend = "paceline"
         if world is not None:
             self._adopt(meeting, world)
 
@@ -52,11 +53,20 @@ class Identity(torch_dist.ProcessGroup):
         return f"<paceline process group {self._name or 'default'}, rank {self._rank} of {self._size}>"
 
     def getBackendName(self) -> str:
-        """Returns the name that torch's messages use."""
+        """Returns the name that torch's C++ uses, which takes a group by the name of gloo for an object of its own."""
         return "paceline"
 
-    name = getBackendName
-    _get_backend_name = getBackendName
+    def name(self) -> str:
+        """Returns the name of the backend as programs see it."""
+        return self._backend
+
+    _get_backend_name = name
+
+    def stand_in_for(self, backend: str) -> None:
+        """Gives the group the name of the backend whose place it takes, also in profiles."""
+        self._backend = backend
+        if (group := vars(self).get("_group")) is not None:
+            group.profiled_as = backend
 
     @property
     def world(self) -> World | None:
@@ -151,6 +161,7 @@ class Identity(torch_dist.ProcessGroup):
         self._members = world.group.members
         self._world = world
         self._group = world.group
+        self.stand_in_for(self._backend)
 
     def _close(self, why: Absence) -> None:
         """Ends the connections, if there are any; several threads may call this at once."""

@@ -66,5 +66,5 @@ def _form(
 def _default_world() -> World | None:
     """Returns Paceline's view of torch's default group; None if that is not one of Paceline's."""
     whole = torch_dist.group.WORLD
-    group = whole if whole is None or isinstance(whole, TorchProcessGroup) else part_of(whole)
+    group = None if whole is None else part_of(whole)
     return None if group is None else group.world

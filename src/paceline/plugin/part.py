@@ -39,7 +39,7 @@ class BackendOfGroup(Backend):
 
     def getBackendName(self) -> str:
         """Returns the name that torch's messages use."""
-        return self.group.name()
+        return self.group.getBackendName()
 
     name = getBackendName
 
@@ -50,8 +50,8 @@ class BackendOfGroup(Backend):
     _set_default_timeout = set_timeout
 
     def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
-        """Waits until all ranks have called it; its error names those that did not, as every call's error does."""
-        self.group.barrier(opts).wait()
+        """Waits until all ranks have called it; see `TorchProcessGroup.monitored_barrier`."""
+        self.group.monitored_barrier(opts.timeout, wait_all_ranks)
 
     def shutdown(self) -> None:
         """Ends the group for this rank; idempotent."""
@@ -107,7 +107,9 @@ for _name in (
 
 
 def part_of(whole: torch_dist.ProcessGroup) -> TorchProcessGroup | None:
-    """Returns the Paceline group for the CPU tensors of a process group with several backends; None without one."""
+    """Returns `whole` if it is a Paceline group, or else the Paceline group for its CPU tensors; None without one."""
+    if isinstance(whole, TorchProcessGroup):
+        return whole
     if _CPU not in whole._device_types:
         return None
     backend = whole._get_backend(_CPU)

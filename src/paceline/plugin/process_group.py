@@ -23,6 +23,7 @@ from paceline.group.default import World
 from paceline.group.options import one_list, reduction_of, time_limit
 from paceline.group.work import JoinedWork, Work
 from paceline.plugin.meeting import Meeting
+from paceline.plugin.monitored_barrier import put_into_gloos_words
 from paceline.plugin.recovery import Recovery
 from paceline.plugin.works import FinishedWork, RunningWork, kept
 
@@ -223,8 +224,17 @@ class TorchProcessGroup(Recovery):
         return self._finish(opts, timeout, [], self._group.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Waits until all ranks have called it; its error names those that did not, as every call's error does."""
-        self._group.barrier(timeout=timeout)
+        """Waits until all ranks have called it; its errors begin with gloo's words.
+
+        As with gloo, `timeout` is rank 0's, and the other ranks wait for rank 0 as long as the group's calls wait.
+        """
+        limit = self._group.timeout if timeout is None or timeout < timedelta(0) else timeout
+        try:
+            self._group.barrier(timeout=limit if self._rank == 0 else max(limit, self._group.timeout))
+        except CollectiveError as error:
+            self._note_failure()
+            put_into_gloos_words(error, self._rank, self._group.ranks, limit, wait_all_ranks)
+            raise
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> TorchWork:
         """Sends tensors to one rank."""

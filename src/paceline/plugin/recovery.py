@@ -92,7 +92,9 @@ class Recovery(Identity):
         named = range(len(staying)) if self._is_default() else [self._named[rank] for rank in staying]
         store = PrefixStore(f"{key}/{attempt}", self._store)
         meeting = Meeting(store, staying.index(self._rank), len(staying), self._timeout, named, self._name)
-        return type(self)(meeting, meet(meeting, expected=expected))
+        group = type(self)(meeting, meet(meeting, expected=expected))
+        group.stand_in_for(self._backend)
+        return group
 
     def get_reconfigure_handle(self) -> str:
         """Returns what names this rank in `_reconfigure`; it stays the same for the life of the group object."""

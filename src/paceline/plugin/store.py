@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store as TorchStore
 
 from paceline.store.base import Answer, Op, Status, Store
 
-_SHORTEST_S = 0.001  # torch's FileStore takes less for no limit
+# torch's own `wait` prints a warning for each wait that ends by its time limit, and cannot be interrupted. The pauses
+# between questions grow with the time waited, so that waits are a sixteenth longer and ask the server rarely.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _SHARE_OF_WAIT = 0.001, 0.25, 1 / 16
 
 
 class BorrowedStore(Store):
@@ -32,10 +35,17 @@ class BorrowedStore(Store):
             return Status.OK, int(self._store.check(names)), []
         if op not in (Op.GET, Op.WAIT, Op.MULTI_GET):
             return Status.REFUSED, 0, [b"the engine does not need it"]
-        try:
-            self._store.wait(names, timedelta(seconds=max(timeout_s, _SHORTEST_S)))
-        except RuntimeError:  # torch's stores raise different errors for this
-            # What is there by now came between the time-out and this question.
-            if absent := [name.encode() for name in names if not self._store.check([name])]:
-                return Status.TIMED_OUT, 0, absent
+        if not self._come(names, timeout_s) and (absent := [name for name in names if not self._store.check([name])]):
+            return Status.TIMED_OUT, 0, [name.encode() for name in absent]
         return Status.OK, 0, [] if op is Op.WAIT else [self._store.get(name) for name in names]
+
+    def _come(self, names: list[str], timeout_s: float) -> bool:
+        """Waits until all keys exist; returns whether they did before the time was over."""
+        began = time.monotonic()
+        while not self._store.check(names):
+            waited_s = time.monotonic() - began
+            if waited_s >= timeout_s:
+                return False
+            pause_s = min(max(_FIRST_PAUSE_S, waited_s * _SHARE_OF_WAIT), _LONGEST_PAUSE_S)
+            time.sleep(min(pause_s, timeout_s - waited_s))
+        return True
