@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from paceline.group.eager import eager
 from paceline.group.reduce_op import ReduceOp
 from paceline.group.work import Work
 from paceline.horovod.compression import Compressor
@@ -90,6 +91,7 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.missing, bucket.work, bucket.reduced = len(bucket.params), None, []
 
+    @eager
     def _on_gradient(self, param: torch.Tensor) -> None:
         bucket = self._bucket_of[param]
         if self._to_come[param] <= 0:

@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 from torch.distributed import Work as TorchWork
 
+from paceline.group.eager import eager_methods
 from paceline.group.work import Work
 
 _FOR_EVER = timedelta(0)
@@ -17,6 +18,7 @@ _KEEPS_WORKS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= 
 _kept: set[TorchWork] = set()
 
 
+@eager_methods
 class RunningWork(TorchWork):
     """A call that runs, or ran, asynchronously."""
 
@@ -63,6 +65,7 @@ class RunningWork(TorchWork):
     _source_rank = source_rank
 
 
+@eager_methods
 class FinishedWork(TorchWork):
     """A call that had completed successfully when it returned."""
 
