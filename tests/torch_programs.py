@@ -78,8 +78,8 @@ def _keep(program: Program, results: dict[str, object]) -> None:
 class Comparison(OneWorld):
     """Programs that share a world, whose results over Paceline must be those over gloo."""
 
-    def __init__(self, *programs: Program, tolerance: float = TRAINING) -> None:
-        super().__init__(*programs, timeout_s=180)
+    def __init__(self, *programs: Program, tolerance: float = TRAINING, timeout_s: float = 180) -> None:
+        super().__init__(*programs, timeout_s=timeout_s)
         self._tolerance = tolerance
 
     def run(self, size: int) -> dict[str, str]:

@@ -14,6 +14,7 @@ import torch
 from torch.autograd import Function
 
 from paceline.group import collectives, rooted
+from paceline.group.eager import eager_methods
 from paceline.group.process_group import ProcessGroup
 from paceline.group.reduce_op import ReduceOp
 
@@ -32,6 +33,7 @@ def all_exchanged(
     return cast(tuple[torch.Tensor, ...], AllToAll.apply(group, outputs, *tensors))  # type: ignore[no-untyped-call]
 
 
+@eager_methods
 class AllReduce(Function):
     """Reduces all ranks' tensors on every rank; differentiable for SUM and AVG."""
 
@@ -49,6 +51,7 @@ class AllReduce(Function):
         return None, None, applied(AllReduce, ctx.group, ctx.op, grad)
 
 
+@eager_methods
 class Broadcast(Function):
     """Copies the root's tensor to every rank."""
 
@@ -66,6 +69,7 @@ class Broadcast(Function):
         return None, None, applied(Reduce, ctx.group, ctx.root, ReduceOp.SUM, grad)
 
 
+@eager_methods
 class Reduce(Function):
     """Reduces all ranks' tensors on the root, with zeros elsewhere; differentiable for SUM and AVG."""
 
@@ -83,6 +87,7 @@ class Reduce(Function):
         return None, None, None, _averaged(applied(Broadcast, ctx.group, ctx.root, grad), ctx.op, ctx.group)
 
 
+@eager_methods
 class AllGather(Function):
     """Concatenates all ranks' tensors in rank order in the contiguous tensor `output`."""
 
@@ -100,6 +105,7 @@ class AllGather(Function):
         return None, None, applied(ReduceScatter, ctx.group, ReduceOp.SUM, grad.new_empty(ctx.shape), grad.contiguous())
 
 
+@eager_methods
 class ReduceScatter(Function):
     """Gives each rank its part of the reduction of all contiguous tensors; differentiable for SUM and AVG."""
 
@@ -120,6 +126,7 @@ class ReduceScatter(Function):
         return None, None, None, _averaged(gathered, ctx.op, ctx.group)
 
 
+@eager_methods
 class Gather(Function):
     """Stacks all ranks' tensors on the root, along a new first dimension, with zeros elsewhere."""
 
@@ -140,6 +147,7 @@ class Gather(Function):
         return None, None, applied(Scatter, ctx.group, ctx.root, grad.new_empty(grad.shape[1:]), *grad.unbind(0))
 
 
+@eager_methods
 class Scatter(Function):
     """Copies the root's tensor for this rank to `output`.
 
@@ -163,6 +171,7 @@ class Scatter(Function):
         return None, None, None, *(grad.new_zeros(shape) for shape in ctx.shapes)
 
 
+@eager_methods
 class AllToAll(Function):
     """Copies one tensor from each rank to each rank, into tensors that share the memory of `outputs`."""
 
@@ -182,6 +191,7 @@ class AllToAll(Function):
         return None, None, *all_exchanged(ctx.group, returned, grads)
 
 
+@eager_methods
 class AllToAllSingle(Function):
     """Copies rows of one tensor from each rank to each rank; None as split sizes divides them evenly."""
 

@@ -30,18 +30,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from paceline.durations import Timeout
 from paceline.group.arguments import parts_by_rank, rows_by_rank
 from paceline.group.buffers import Tensors
 from paceline.group.default import Group, resolve
-from paceline.group.eager import outside
+from paceline.group.eager import eager
 from paceline.group.reduce_op import ReduceOp, Reduction
 from paceline.group.wire import WireLike
 from paceline.group.work import Work, ended
 
 
+@eager
 def all_reduce(
     tensor: Tensors,
     op: Reduction = ReduceOp.SUM,
@@ -64,12 +64,11 @@ def all_reduce(
         op: the reduction; a `ReduceOp`, a `PremulSum`, or torch's. The default is SUM.
         group, async_op, timeout, wire: see above.
     """
-    if is_dynamo_compiling():
-        return outside(all_reduce, tensor, op, group, async_op, timeout, wire)
     chosen = resolve(group)
     return None if chosen is None else chosen.all_reduce(tensor, op, async_op, timeout, False, wire)
 
 
+@eager
 def all_gather(
     tensor_list: Sequence[Tensors],
     tensor: Tensors,
@@ -87,12 +86,11 @@ def all_gather(
     Raises:
         ValueError: `tensor_list` does not have one entry for each rank, or an entry has another number of elements.
     """
-    if is_dynamo_compiling():
-        return outside(all_gather, tensor_list, tensor, group, async_op, timeout)
     chosen = resolve(group)
     return None if chosen is None else chosen.all_gather(tensor_list, tensor, async_op, timeout, wire)
 
 
+@eager
 def all_gather_into_tensor(
     output_tensor: torch.Tensor,
     input_tensor: torch.Tensor,
@@ -110,8 +108,6 @@ def all_gather_into_tensor(
     Raises:
         ValueError: `output_tensor` has another number of elements, or is not contiguous.
     """
-    if is_dynamo_compiling():
-        return outside(all_gather_into_tensor, output_tensor, input_tensor, group, async_op, timeout)
     chosen = resolve(group)
     if chosen is None:
         return None
@@ -122,6 +118,7 @@ def all_gather_into_tensor(
     return ended([work], "all_gather_into_tensor", [output_tensor])
 
 
+@eager
 def all_gather_single(
     output_tensor: torch.Tensor,
     input_tensor: torch.Tensor,
@@ -134,6 +131,7 @@ def all_gather_single(
     return all_gather_into_tensor(output_tensor, input_tensor, group, async_op, timeout, wire)
 
 
+@eager
 def reduce_scatter(
     output: Tensors,
     input_list: Sequence[Tensors],
@@ -153,12 +151,11 @@ def reduce_scatter(
     Raises:
         ValueError: `input_list` does not have one entry for each rank, or an entry has another number of elements.
     """
-    if is_dynamo_compiling():
-        return outside(reduce_scatter, output, input_list, op, group, async_op, timeout)
     chosen = resolve(group)
     return None if chosen is None else chosen.reduce_scatter(output, input_list, op, async_op, timeout, wire)
 
 
+@eager
 def reduce_scatter_tensor(
     output: torch.Tensor,
     input: torch.Tensor,
@@ -178,8 +175,6 @@ def reduce_scatter_tensor(
     Raises:
         ValueError: `input` has another number of elements, or is not contiguous.
     """
-    if is_dynamo_compiling():
-        return outside(reduce_scatter_tensor, output, input, op, group, async_op, timeout)
     chosen = resolve(group)
     if chosen is None:
         return None
@@ -189,6 +184,7 @@ def reduce_scatter_tensor(
     return chosen.reduce_scatter(output, parts, op, async_op, timeout, wire)
 
 
+@eager
 def reduce_scatter_single(
     output: torch.Tensor,
     input: torch.Tensor,
@@ -202,6 +198,7 @@ def reduce_scatter_single(
     return reduce_scatter_tensor(output, input, op, group, async_op, timeout, wire)
 
 
+@eager
 def all_to_all(
     output_tensor_list: Sequence[Tensors],
     input_tensor_list: Sequence[Tensors],
@@ -220,12 +217,11 @@ def all_to_all(
     Raises:
         ValueError: a list does not have one entry for each rank, or this rank's entries for itself differ in size.
     """
-    if is_dynamo_compiling():
-        return outside(all_to_all, output_tensor_list, input_tensor_list, group, async_op, timeout)
     chosen = resolve(group)
     return None if chosen is None else chosen.all_to_all(output_tensor_list, input_tensor_list, async_op, timeout)
 
 
+@eager
 def all_to_all_single(
     output: torch.Tensor,
     input: torch.Tensor,
@@ -245,10 +241,6 @@ def all_to_all_single(
     Raises:
         ValueError: the split sizes do not add up to the number of rows, or the rows cannot be divided evenly.
     """
-    if is_dynamo_compiling():
-        return outside(
-            all_to_all_single, output, input, output_split_sizes, input_split_sizes, group, async_op, timeout
-        )
     chosen = resolve(group)
     if chosen is None:
         return None

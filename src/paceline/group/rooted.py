@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch.compiler import is_dynamo_compiling
-
 from paceline.durations import Timeout
 from paceline.group.arguments import root_rank
 from paceline.group.buffers import Tensors
 from paceline.group.default import Group, resolve
-from paceline.group.eager import outside
+from paceline.group.eager import eager
 from paceline.group.reduce_op import ReduceOp, Reduction
 from paceline.group.work import Work
 
 
+@eager
 def broadcast(
     tensor: Tensors,
     src: int | None = None,
@@ -35,14 +34,13 @@ def broadcast(
     Raises:
         ValueError: there is no source, or it is given twice, or it is not in the group.
     """
-    if is_dynamo_compiling():
-        return outside(broadcast, tensor, src, group, async_op, group_src, timeout)
     chosen = resolve(group)
     if chosen is None:
         return None
     return chosen.broadcast(tensor, root_rank(chosen, src, group_src, "broadcast", "src"), async_op, timeout)
 
 
+@eager
 def reduce(
     tensor: Tensors,
     dst: int | None = None,
@@ -62,14 +60,13 @@ def reduce(
     Raises:
         ValueError: there is no destination, or it is given twice, or it is not in the group.
     """
-    if is_dynamo_compiling():
-        return outside(reduce, tensor, dst, op, group, async_op, group_dst, timeout)
     chosen = resolve(group)
     if chosen is None:
         return None
     return chosen.reduce(tensor, root_rank(chosen, dst, group_dst, "reduce", "dst"), op, async_op, timeout)
 
 
+@eager
 def gather(
     tensor: Tensors,
     gather_list: Sequence[Tensors] | None = None,
@@ -89,14 +86,13 @@ def gather(
     Raises:
         ValueError: `gather_list` is missing on the destination, does not fit, or is given on another rank.
     """
-    if is_dynamo_compiling():
-        return outside(gather, tensor, gather_list, dst, group, async_op, group_dst, timeout)
     chosen = resolve(group)
     if chosen is None:
         return None
     return chosen.gather(gather_list, tensor, root_rank(chosen, dst, group_dst, "gather", "dst", 0), async_op, timeout)
 
 
+@eager
 def scatter(
     tensor: Tensors,
     scatter_list: Sequence[Tensors] | None = None,
@@ -116,8 +112,6 @@ def scatter(
     Raises:
         ValueError: `scatter_list` is missing on the source, does not fit, or is given on another rank.
     """
-    if is_dynamo_compiling():
-        return outside(scatter, tensor, scatter_list, src, group, async_op, group_src, timeout)
     chosen = resolve(group)
     if chosen is None:
         return None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from paceline.group.eager import eager
 from paceline.group.reduce_op import ReduceOp
 from paceline.horovod.calls import Scaled, reducing
 from paceline.horovod.compression import Compressor
@@ -92,6 +93,7 @@ class GradientReducer:
             bucket.missing = len(bucket.params)
             bucket.dense, bucket.dense_sums, bucket.sparse = [], None, []
 
+    @eager
     def _on_gradient(self, param: torch.Tensor) -> None:
         bucket = self._bucket_of[param]
         if self._to_come[param] <= 0:

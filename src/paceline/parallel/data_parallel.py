@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -90,12 +90,13 @@ def apply_on_devices(
     dim: int,
     args: Sequence[object],
     kwargs: Mapping[str, object],
+    call: Callable[..., object] | None = None,
 ) -> object:
-    """Calls replicas of the module on parts of the batch."""
+    """Calls replicas of the module on parts of the batch; where there is one part, calls `call`, or the module."""
     parts = scatter_arguments(args, kwargs, devices, dim)
     used = devices[: len(parts)]
     if len(used) == 1:
-        return module(*parts[0][0], **parts[0][1])
+        return (call or module)(*parts[0][0], **parts[0][1])
     replicas = replicate(module, used, detach=not torch.is_grad_enabled())
     outputs = parallel_apply(replicas, [part[0] for part in parts], [part[1] for part in parts], used)
     return gather(outputs, output_device, dim)

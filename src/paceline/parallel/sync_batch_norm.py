@@ -11,6 +11,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from paceline.group.default import default_group
+from paceline.group.eager import eager
 from paceline.group.process_group import ProcessGroup
 from paceline.group.queries import is_initialized
 from paceline.parallel.statistics import Statistics, combine, measure
@@ -52,6 +53,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self.process_group = process_group
 
+    @eager
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalises the input, of shape (N, C) or (N, C, ...)."""
         group = self._group()
@@ -96,7 +98,9 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             running.mul_(1 - momentum).add_(batch.to(running.dtype), alpha=momentum)
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name != "process_group"}
+        state: dict[str, object] = super().__getstate__()
+        del state["process_group"]
+        return state
 
     def __setstate__(self, state: dict[str, object]) -> None:
         restore: Callable[[dict[str, object]], None] = super().__setstate__
@@ -191,6 +195,7 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @eager
     def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         input, weight, packed, inverse = ctx.saved_tensors
         whole = Statistics.unpack(packed)

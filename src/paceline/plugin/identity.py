@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import _world
 from paceline.engine.failures import Member
 from paceline.errors import GroupAbortedError, RendezvousError
 from paceline.group.default import World
+from paceline.group.eager import eager_methods
 from paceline.plugin.meeting import OTHER_DEVICES, Meeting
 
 _CPU = torch.device("cpu")
@@ -26,6 +27,7 @@ class Absence(Enum):
     NOT_MET = "not met"
 
 
+@eager_methods
 class Identity(torch_dist.ProcessGroup):
     """Names, ranks and devices of a group. PyTorch keeps these in the group's backend; here the group is its own."""
 

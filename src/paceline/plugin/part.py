@@ -14,6 +14,7 @@ import torch
 import torch.distributed as torch_dist
 from torch._C._distributed_c10d import Backend
 
+from paceline.group.eager import eager, eager_methods
 from paceline.plugin.process_group import TorchProcessGroup
 
 _CPU = torch.device("cpu")
@@ -26,6 +27,7 @@ def has_others(options: Any) -> bool:
     return whole is not None and (bool(whole._device_types) or whole.name() != _ALONE)
 
 
+@eager_methods
 class BackendOfGroup(Backend):
     """Passes calls on CPU tensors to `group`."""
 
@@ -75,6 +77,7 @@ class BackendOfGroup(Backend):
 
 
 def _passed_on(name: str) -> Callable[..., torch_dist.Work]:
+    @eager
     def call(self: BackendOfGroup, *args: Any) -> torch_dist.Work:
         work: torch_dist.Work = getattr(self.group, name)(*args)
         return work

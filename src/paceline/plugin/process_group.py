@@ -20,6 +20,7 @@ from paceline.group import coalesced, collectives
 from paceline.group.arguments import parts_by_rank
 from paceline.group.buffers import Tensors
 from paceline.group.default import World
+from paceline.group.eager import eager_methods
 from paceline.group.options import one_list, reduction_of, time_limit
 from paceline.group.work import JoinedWork, Work
 from paceline.plugin.meeting import Meeting
@@ -31,6 +32,7 @@ Call = Callable[[bool, Timeout | None], Work | None]
 Lists = Sequence[Sequence[torch.Tensor]] | Sequence[torch.Tensor]
 
 
+@eager_methods
 class TorchProcessGroup(Recovery):
     """A group of ranks, which torch.distributed's `init_process_group` and `new_group` create.
 

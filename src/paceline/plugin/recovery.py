@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import _world
 from paceline.engine.failures import Code
 from paceline.errors import RendezvousError
 from paceline.group.default import World
+from paceline.group.eager import eager_methods
 from paceline.group.reduce_op import ReduceOp
 from paceline.plugin import shrinking
 from paceline.plugin.abort_hooks import AbortHooks
@@ -27,6 +28,7 @@ _ERRORS = {Code.OK: "SUCCESS", Code.TIMED_OUT: "TIMEOUT", Code.PEER_LOST: "REMOT
 _ABORT = 1  # torch's SHRINK_ABORT
 
 
+@eager_methods
 class Recovery(Identity):
     """A group that can be aborted, and whose ranks can change."""
 

@@ -11,6 +11,7 @@ import torch
 from torch.distributed import Reducer
 from torch.distributed import Work as TorchWork
 
+from paceline.group.eager import eager_methods
 from paceline.group.work import Work
 
 _FOR_EVER = timedelta(0)
@@ -23,6 +24,7 @@ _GIVE = "_set_forward_pass_work_handle"
 _given: WeakKeyDictionary[Reducer, TorchWork] = WeakKeyDictionary()
 
 
+@eager_methods
 class RunningWork(TorchWork):
     """A call that runs, or ran, asynchronously."""
 
@@ -74,6 +76,7 @@ class RunningWork(TorchWork):
         return super().boxed()
 
 
+@eager_methods
 class FinishedWork(TorchWork):
     """A call that had completed successfully when it returned."""
 

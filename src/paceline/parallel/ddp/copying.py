@@ -9,7 +9,17 @@ from torch import nn
 from paceline.group.default import default_group
 from paceline.group.process_group import ProcessGroup
 
-_OF_THIS_PROCESS = ("process_group", "_reducer", "_replica", "_watched", "_delayed", "_steps", "_averages", "_checks")
+_OF_THIS_PROCESS = (
+    "process_group",
+    "_reducer",
+    "_replica",
+    "_watched",
+    "_delayed",
+    "_steps",
+    "_averages",
+    "_checks",
+    "_call_module",
+)
 
 
 class CopyableModule(nn.Module):
@@ -21,7 +31,8 @@ class CopyableModule(nn.Module):
     process_group: ProcessGroup
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_PROCESS}
+        state: dict[str, object] = super().__getstate__()  # without what `compile()` has made
+        return {name: value for name, value in state.items() if name not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from paceline.group.eager import eager
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.broadcast import broadcast_tensors
 from paceline.parallel.ddp.averaging import Averager
@@ -52,12 +53,14 @@ class DelayedParameters:
         """Takes the hook off the trigger; idempotent."""
         self._hook.remove()
 
+    @eager
     def _begin(self, _: torch.Tensor) -> None:
         task = running_backward()
         if task != self._task:
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
+    @eager
     def _end(self) -> None:
         self._task = NO_BACKWARD
         for param, zero in zip(self._gradients.params, self._gradients.zeros(), strict=True):

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.group.eager import eager
+
 _OPTIMIZERS = "_in_backward_optimizers"  # as torch's _apply_optimizer_in_backward sets it
 _HOOK = "_paceline_step_hook"
 
@@ -69,6 +71,7 @@ def step_params(params: Iterable[nn.Parameter]) -> None:
 
 
 @torch.no_grad()
+@eager
 def _step(param: torch.Tensor) -> None:
     if param.grad is not None:
         for optimizer in getattr(param, _OPTIMIZERS):

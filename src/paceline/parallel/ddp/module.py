@@ -5,12 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from paceline.errors import CollectiveError
+from paceline.group.eager import Compiler, compiled_by, eager_around, own_code, set_eval_frame
 from paceline.group.process_group import ProcessGroup
 from paceline.group.wire import WireKind
 from paceline.parallel.conditions import unsupported_reason
@@ -197,6 +199,7 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
         if self._delayed is not None:
             self._delayed.broadcast()
 
+    @eager_around
     def forward(self, *args: object, **kwargs: object) -> object:
         """Calls the module; the backward of what it returns averages the gradients (see `no_sync`).
 
@@ -207,20 +210,28 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
             RuntimeError: the last backward left gradients that were not averaged, or a module with `deterministic` is
                 called inside a backward.
         """
+        # What surrounds the module is no part of what torch.compile compiles.
+        compiler = set_eval_frame(None)
+        try:
+            return self._forward(args, kwargs, compiler)
+        finally:
+            set_eval_frame(compiler)
+
+    def _forward(self, args: Sequence[object], kwargs: Mapping[str, object], compiler: Compiler) -> object:
         records = torch.is_grad_enabled()
         if records and not self._reducer.is_recomputing():
             self._reducer.recorded.forward_begins()
         if self._replica is not None and records:
             self._watched.check_unchanged()
-            return self._replica(args, kwargs, self.require_backward_grad_sync)
+            return self._replica(args, kwargs, self.require_backward_grad_sync, compiler)
         if records and self._reducer.is_recomputing():
-            output = self._call(args, kwargs)
+            output = self._call(args, kwargs, compiler)
             self._reducer.follow(output)
             return output
         self._checks.is_uneven = self._join_config.enable
         root = self._announce_step() if self._join_config.enable and records else 0
         if not (self.require_backward_grad_sync and records):
-            output = self._call(args, kwargs)
+            output = self._call(args, kwargs, compiler)
             if records:
                 self._reducer.leave_out(output)
             return output
@@ -228,7 +239,7 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
         self._watched.check_unchanged()
         if self.forward_sync_buffers and self.training and self._averages is None:
             self._send_buffers(root)
-        output = self._call(args, kwargs)
+        output = self._call(args, kwargs, compiler)
         self._reducer.expect(output, any(tensor.requires_grad for tensor in find_tensors((args, kwargs))))
         return output
 
@@ -241,11 +252,12 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
             add_context(error, sending_buffers_context(name, reducer.forwards + 1, reducer.awaits_backward()))
             raise
 
-    def _call(self, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+    def _call(self, args: Sequence[object], kwargs: Mapping[str, object], compiler: Compiler) -> object:
+        call = self.module if compiler is None else partial(compiled_by, compiler, self._call_module, self.module)
         with Recorded(EventKind.FORWARD, "ddp"):
             if not self.device_ids:
-                return self.module(*args, **kwargs)
-            return apply_on_devices(self.module, self.device_ids, self.output_device, self.dim, args, kwargs)
+                return call(*args, **kwargs)
+            return apply_on_devices(self.module, self.device_ids, self.output_device, self.dim, args, kwargs, call)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -295,6 +307,7 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
         return self._reducer.wait_s
 
     def _start(self) -> None:
+        self._call_module = own_code(_call_module)
         self._watched = WatchedModule(self.module, self.process_group, [name for name, _ in self._delayed_pairs])
         self._steps = UnevenSteps(self.process_group)
         tracked, exact = self._watched.tracked, self.logical_shards is not None
@@ -325,6 +338,11 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
             self._replica = ShardedReplica(
                 self.module, tracked, self.logical_shards, self.seed, self.dim, self.process_group, self._checks
             )
+
+
+def _call_module(module: nn.Module, *args: object, **kwargs: object) -> object:
+    """Calls the module in a frame that torch.compile compiles, which it does not do with frames of PyTorch's layers."""
+    return module(*args, **kwargs)
 
 
 DistributedDataParallelCPU = DistributedDataParallel

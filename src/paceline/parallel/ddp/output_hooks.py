@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from paceline.group.eager import eager
 from paceline.parallel.graph import NO_BACKWARD, running_backward
 
 Begin = Callable[[int], None]
@@ -50,6 +51,7 @@ class OutputHooks:
     def tell_apart(self, others: Iterable[torch.Tensor]) -> None:
         """Makes `in_other` true during each backward that reaches one of `others`, of a forward that is not watched."""
 
+        @eager
         def reach(_: torch.Tensor) -> None:
             if not self.in_other:
                 self.in_other = True
@@ -58,10 +60,12 @@ class OutputHooks:
         for tensor in others:
             tensor.register_hook(reach)
 
+    @eager
     def _end_other(self) -> None:
         self.in_other = False
 
     def _hook(self, begin: Begin, is_counted: bool) -> Callable[[torch.Tensor], None]:
+        @eager
         def reach(_: torch.Tensor) -> None:
             nonlocal is_counted
             if is_counted:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import CollectiveError
+from paceline.group.eager import eager
 from paceline.group.process_group import ProcessGroup
 from paceline.group.wire import WireKind
 from paceline.parallel.ddp.averaging import Averager
@@ -230,6 +231,7 @@ class Reducer:
 
     # - How a backward begins
 
+    @eager
     def _begin_unseen(self, _: torch.Tensor) -> None:
         is_own = self._state is State.EXPECTING and not self._outputs.in_other
         if is_own or self._state is State.INCOMPLETE:
@@ -246,6 +248,7 @@ class Reducer:
     def _count_hook(self, index: int, at: int) -> Callable[[torch.Tensor], None]:
         countdown, backward = self._countdown, State.BACKWARD  # this runs once for each parameter
 
+        @eager
         def count(param: torch.Tensor) -> None:
             if self._state is not backward:
                 self._begin_unseen(param)
@@ -263,6 +266,7 @@ class Reducer:
 
     # - How it ends
 
+    @eager
     def _end(self) -> None:
         started = time.perf_counter()
         self._outputs.task = NO_BACKWARD

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.group.eager import Compiler, compiled_by, eager
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.broadcast import broadcast_tensors
 from paceline.parallel.graph import NO_BACKWARD, in_backward, running_backward
@@ -88,13 +89,16 @@ class ShardedReplica:
         self._begun: list[_Forward] = []  # forwards that the running backward has reached
         self._task = NO_BACKWARD  # the engine's number of the backward that runs
 
-    def __call__(self, args: Sequence[object], kwargs: Mapping[str, object], reduces: bool) -> object:
+    def __call__(
+        self, args: Sequence[object], kwargs: Mapping[str, object], reduces: bool, compiler: Compiler = None
+    ) -> object:
         """Returns what the module returns for this rank's batch, with its shards put together.
 
         Args:
             args: the module's positional arguments.
             kwargs: its keyword arguments.
             reduces: the backward averages the gradients; otherwise they are kept for a backward that does.
+            compiler: what compiles the module.
 
         Raises:
             ValueError: the samples of the batch cannot be dealt out evenly.
@@ -107,7 +111,7 @@ class ShardedReplica:
                 "random numbers. Checkpoint layers inside the module, and not the wrapped module"
             )
         forward = _Forward(reduces)
-        outputs = [self._call(shard, args, kwargs, forward) for shard in range(self._local)]
+        outputs = [self._call(shard, args, kwargs, forward, compiler) for shard in range(self._local)]
         self._forwards += 1
         return map_tensors(gather(outputs, "cpu", self._dim), self._deal_back)
 
@@ -117,6 +121,7 @@ class ShardedReplica:
         args: Sequence[object],
         kwargs: Mapping[str, object],
         forward: _Forward,
+        compiler: Compiler,
     ) -> object:
         params = {name: param.detach().requires_grad_() for name, param in self._tracked.trained.items()}
         # Every shard starts with the buffers as they were before the step.
@@ -125,7 +130,7 @@ class ShardedReplica:
         inputs: Any = map_tensors((tuple(args), dict(kwargs)), lambda tensor: self._deal_out(tensor, shard))
         number = shard * self._group.size() + self._group.rank()
         with random_stream(self._seed, _FORWARD, self._forwards, number):
-            output = torch.func.functional_call(self._module, {**params, **buffers}, *inputs)
+            output = compiled_by(compiler, torch.func.functional_call, self._module, {**params, **buffers}, *inputs)
         changed = [(buffers[name], old) for name, old in self._tracked.buffers.items() if old.is_floating_point()]
         forward.changes.append([torch.where(new == old, 0, new - old) for new, old in changed])
         if shard == 0:
@@ -153,6 +158,7 @@ class ShardedReplica:
         return by_shard.transpose(self._dim, self._dim + 1).flatten(self._dim, self._dim + 1)
 
     def _watch(self, tensor: torch.Tensor, forward: _Forward) -> torch.Tensor:
+        @eager
         def begin(gradient: torch.Tensor) -> torch.Tensor:
             if forward.is_over:
                 raise RuntimeError(
@@ -172,6 +178,7 @@ class ShardedReplica:
             tensor.register_hook(begin)
         return tensor
 
+    @eager
     def _end(self) -> None:
         """Averages the gradients at the end of a backward, if one of its forwards asked for it."""
         self._task = NO_BACKWARD

@@ -23,42 +23,50 @@ import torch
 from torch.autograd import Function
 
 from paceline.group import collectives
+from paceline.group.eager import eager, eager_methods
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.tensor.slices import bounds
 
 Gradients = tuple[torch.Tensor | None, ...]
 
 
+@eager
 def copied(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Returns `tensor`, which the ranks now use differently."""
     return _applied(_Copied, tensor, group)
 
 
+@eager
 def summed(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Returns the sum of the ranks' tensors."""
     return _applied(_Summed, tensor, group)
 
 
+@eager
 def split(tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
     """Returns this rank's part of a tensor that all ranks have."""
     return _applied(_Split, tensor, dim % tensor.ndim, group)
 
 
+@eager
 def joined(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
     """Returns the ranks' parts as one tensor, which is `length` long in that dimension, for all to use alike."""
     return _applied(_Joined, tensor, dim % tensor.ndim, length, group)
 
 
+@eager
 def joined_for_parts(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
     """Returns the ranks' parts as one tensor, which is `length` long in that dimension, for a divided layer."""
     return _applied(_JoinedForParts, tensor, dim % tensor.ndim, length, group)
 
 
+@eager
 def summed_into_parts(tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
     """Returns this rank's part of the sum of the ranks' tensors."""
     return _applied(_SummedIntoParts, tensor, dim % tensor.ndim, group)
 
 
+@eager_methods
 class _Copied(Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
@@ -70,6 +78,7 @@ class _Copied(Function):
         return _applied(_Summed, grad, ctx.group), None
 
 
+@eager_methods
 class _Summed(Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
@@ -81,6 +90,7 @@ class _Summed(Function):
         return _applied(_Copied, grad, ctx.group), None
 
 
+@eager_methods
 class _Split(Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
@@ -92,6 +102,7 @@ class _Split(Function):
         return _applied(_Joined, grad, ctx.dim, ctx.length, ctx.group), None, None
 
 
+@eager_methods
 class _Joined(Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
@@ -103,12 +114,14 @@ class _Joined(Function):
         return _applied(_Split, grad, ctx.dim, ctx.group), None, None, None
 
 
+@eager_methods
 class _JoinedForParts(_Joined):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
         return _applied(_SummedIntoParts, grad, ctx.dim, ctx.group), None, None, None
 
 
+@eager_methods
 class _SummedIntoParts(Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from paceline.group.eager import eager
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.tensor.flow import joined, joined_for_parts, split, summed
 from paceline.parallel.tensor.layers import (
@@ -234,7 +235,7 @@ def _moved(tensor: Any, come: Placement | None, wanted: Placement | None, group:
 
 
 def _summing(group: ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda grad: summed(grad, group)
+    return eager(lambda grad: summed(grad, group))
 
 
 def _become(module: nn.Module, kind: type[Divided], group: ProcessGroup) -> Divided:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from paceline.group.eager import eager
 from paceline.parallel.graph import NO_BACKWARD, running_backward
 
 
@@ -38,6 +39,7 @@ class BackwardEnd:
         """Forgets a backward that failed and will not end."""
         self._task = NO_BACKWARD
 
+    @eager
     def _end(self) -> None:
         self._task = NO_BACKWARD
         for callback in self.callbacks:

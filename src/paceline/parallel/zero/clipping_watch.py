@@ -10,6 +10,8 @@ from functools import partial
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from paceline.group.eager import eager
+
 _FEW = 4  # parameters, which torch's clip_grad_norm_ changes with all others
 
 
@@ -72,6 +74,7 @@ class ClippingWatch:
             self._versions[name] = param.grad._version
 
 
+@eager
 def _note_for(watch: weakref.ref[ClippingWatch], name: str, param: torch.Tensor) -> None:
     held = watch()
     if held is not None:

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from paceline.group.eager import eager
 from paceline.group.process_group import ProcessGroup
 from paceline.group.reduce_op import ReduceOp
 from paceline.group.work import Work
@@ -106,6 +107,7 @@ class GradientReducer:
         if self._check is not None:
             self._check.forget()
 
+    @eager
     def _set_aside(self, index: int, _: torch.Tensor) -> None:
         """Sets a gradient that was averaged in an earlier backward aside, before autograd adds the new one to it."""
         param = self._params[index]
@@ -113,6 +115,7 @@ class GradientReducer:
             self._earlier[self._shards[index][0]] = param.grad
             param.grad = None
 
+    @eager
     def _arrive(self, index: int, _: torch.Tensor) -> None:
         self._ends.begin()
         bucket = self._bucket_of[index]

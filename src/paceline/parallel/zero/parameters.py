@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import CollectiveMismatchError
+from paceline.group.eager import eager
 from paceline.group.process_group import ProcessGroup
 from paceline.group.work import Work
 from paceline.parallel.graph import find_tensors, in_backward
@@ -217,6 +218,7 @@ class ShardedParameters:
             f"{names[other]!r}. With stage=3 every rank must go through the same layers in the same order"
         )
 
+    @eager
     def _before_forward(self, number: int, module: nn.Module, inputs: object) -> None:
         self._gather(number)
         if torch.is_grad_enabled() and not self._is_trained(
@@ -226,6 +228,7 @@ class ShardedParameters:
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._after_backward, number))
 
+    @eager
     def _after_forward(self, number: int, module: nn.Module, inputs: object, output: object) -> None:
         if torch.is_grad_enabled():
             outputs = [tensor for tensor in find_tensors(output) if tensor.requires_grad]
@@ -236,10 +239,12 @@ class ShardedParameters:
         if not in_backward():  # a checkpointed layer runs again there, and its backward follows
             self.free(number)
 
+    @eager
     def _before_backward(self, number: int, _: torch.Tensor) -> None:
         self._ends.begin()
         self._gather(number)
 
+    @eager
     def _after_backward(self, number: int, _: torch.Tensor) -> None:
         self.free(number)
 
