@@ -48,7 +48,7 @@ nb::list to_list(const std::vector<std::string>& fields) {
 // In a forked child the server's thread does not exist, so the server can be neither closed nor destroyed there.
 class OwnedServer {
   public:
-    OwnedServer() : owner_(getpid()), server_(std::make_unique<store::Server>()) {}
+    explicit OwnedServer(int listener) : owner_(getpid()), server_(std::make_unique<store::Server>(listener)) {}
     OwnedServer(const OwnedServer&) = delete;
     OwnedServer& operator=(const OwnedServer&) = delete;
     ~OwnedServer() {
@@ -106,7 +106,7 @@ void register_store(nb::module_& module) {
         .def("apply", &apply, nb::arg("op"), nb::arg("number"), nb::arg("fields"))
         .def("missing", &missing, nb::arg("op"), nb::arg("keys"));
     nb::class_<OwnedServer>(module, "StoreServer")
-        .def(nb::init<>())
+        .def(nb::init<int>(), nb::arg("listener") = -1)
         .def("adopt", &OwnedServer::adopt, nb::arg("connection"))
         .def("close", &OwnedServer::close, nb::call_guard<nb::gil_scoped_release>());
     nb::class_<Client>(module, "StoreClient")

@@ -1,10 +1,13 @@
 #include "store/server.hpp"
 
 #include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <pthread.h>
 #include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -18,6 +21,8 @@ namespace {
 constexpr int kEvents = 64;
 constexpr int kLooks = 50;  // polls of the sockets after a request, before sleeping: the next often follows soon
 constexpr std::int64_t kLongestWaitMs = std::int64_t{1} << 40;
+constexpr int kPauseMs = 100;  // until the server accepts again after it ran out of descriptors
+constexpr auto kNoDeadline = std::chrono::steady_clock::time_point::max();
 
 [[noreturn]] void fail(const char* what) {
     throw std::system_error(errno, std::generic_category(), what);
@@ -49,7 +54,7 @@ void empty(std::string& buffer) {
 
 }  // namespace
 
-Server::Server() : buffer_(std::make_unique_for_overwrite<char[]>(kReadBytes)) {
+Server::Server(int listener) : listener_(listener), buffer_(std::make_unique_for_overwrite<char[]>(kReadBytes)) {
     epoll_ = epoll_create1(EPOLL_CLOEXEC);
     if (epoll_ < 0) fail("epoll_create1");
     wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
@@ -60,6 +65,13 @@ Server::Server() : buffer_(std::make_unique_for_overwrite<char[]>(kReadBytes)) {
         fail("eventfd");
     }
     watch(epoll_, EPOLL_CTL_ADD, wake_, EPOLLIN);
+    if (listener_ >= 0) {
+        rlimit descriptors{};
+        getrlimit(RLIMIT_NOFILE, &descriptors);
+        most_ = descriptors.rlim_cur / 2;  // the process needs the others
+        fcntl(listener_, F_SETFL, fcntl(listener_, F_GETFL) | O_NONBLOCK);
+        watch(epoll_, EPOLL_CTL_ADD, listener_, EPOLLIN);
+    }
     try {
         thread_ = std::thread([this] { serve(); });
     } catch (...) {
@@ -110,12 +122,17 @@ void Server::serve() {
         }
         if (n == 0) n = epoll_wait(epoll_, events, kEvents, next_timeout_ms());
         looks = n > 0 ? kLooks : 0;
+        if (std::exchange(is_paused_, false)) watch(epoll_, EPOLL_CTL_MOD, listener_, EPOLLIN);
         for (int i = 0; i < n; ++i) {
             const int fd = events[i].data.fd;
             if (fd == wake_) {
                 take_new();
                 const std::lock_guard hold(mutex_);
                 open = !closing_;
+                continue;
+            }
+            if (fd == listener_) {
+                accept_new();
                 continue;
             }
             const auto found = connections_.find(fd);
@@ -129,8 +146,13 @@ void Server::serve() {
         send_answers(waiters_.expire(std::chrono::steady_clock::now(), table_));
         while (!changed_.empty()) send_answers(waiters_.wake(table_, changed_));
     }
-    for (const auto& [fd, connection] : connections_)
-        say_goodbye(connection.socket, connection.out.substr(connection.sent));
+    if (listener_ >= 0) ::close(listener_);
+    for (const auto& [fd, connection] : connections_) {
+        if (connection.torch)
+            ::close(fd);  // its protocol has no goodbye
+        else
+            say_goodbye(connection.socket, connection.out.substr(connection.sent));
+    }
     const std::lock_guard hold(mutex_);
     for (const tls::Socket& socket : fresh_) say_goodbye(socket);
     fresh_.clear();
@@ -151,16 +173,35 @@ void Server::take_new() {
     }
 }
 
+void Server::accept_new() {
+    while (connections_.size() < most_) {
+        const int fd = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
+        if (fd < 0 && (errno == EINTR || errno == ECONNABORTED)) continue;
+        if (fd < 0 && errno == EAGAIN) return;
+        if (fd < 0) break;
+        const int on = 1;
+        setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+        setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+        Connection& connection = connections_[fd];
+        connection.socket = fd;
+        connection.torch = std::make_unique<TorchReader>();
+        watch(epoll_, EPOLL_CTL_ADD, fd, EPOLLIN);
+    }
+    is_paused_ = true;
+    watch(epoll_, EPOLL_CTL_MOD, listener_, 0);
+}
+
 // Returns false when the connection has ended.
 bool Server::receive(Connection& connection) {
     const ssize_t got = connection.socket.recv(buffer_.get(), kReadBytes);
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return true;
-    if (got <= 0 || waiters_.holds(connection.socket.descriptor)) return false;
+    if (got <= 0 || (!connection.torch && waiters_.holds(connection.socket.descriptor))) return false;
     connection.in.append(buffer_.get(), static_cast<std::size_t>(got));
     return handle_requests(connection);
 }
 
 bool Server::handle_requests(Connection& connection) {
+    if (connection.torch) return handle_torch(connection);
     std::size_t done = 0;
     Message request;
     for (;;) {
@@ -200,6 +241,68 @@ bool Server::handle_requests(Connection& connection) {
     }
 }
 
+// As `handle_requests`, for a client of PyTorch's. While one of its queries waits, it may only cancel that.
+bool Server::handle_torch(Connection& connection) {
+    const int fd = connection.socket.descriptor;
+    TorchReader& reader = *connection.torch;
+    std::size_t done = 0;
+    for (;;) {
+        if (!flush(connection)) return false;
+        std::size_t used = 0;
+        const Parse parsed =
+            connection.blocked ? Parse::partial : reader.read(std::span(connection.in).subspan(done), used);
+        if (parsed == Parse::malformed) return false;
+        if (parsed == Parse::partial) {
+            connection.in.erase(0, done);
+            if (connection.in.empty()) empty(connection.in);
+            return true;
+        }
+        done += used;
+        if (!connection.is_valid) {
+            connection.is_valid = reader.query() == TorchQuery::validate && reader.request().number == kTorchMagic;
+            if (!connection.is_valid) return false;
+        } else if (reader.query() == TorchQuery::cancel_wait) {
+            waiters_.forget(fd);
+            encode(TorchWait::canceled, connection.out);
+        } else if (waiters_.holds(fd) || reader.query() == TorchQuery::validate) {
+            return false;
+        } else if (reader.query() == TorchQuery::barrier) {
+            if (!meet(connection)) return false;
+        } else {
+            switch (apply(reader.query(), reader.request(), table_, changed_, connection.out)) {
+                case TorchOutcome::answered:
+                    break;
+                case TorchOutcome::waits:
+                    waiters_.park(fd, std::move(reader.request()), kNoDeadline, table_, true);
+                    break;
+                case TorchOutcome::refused:
+                    return false;
+            }
+        }
+    }
+}
+
+// Counts a client that has come to a barrier. The last one wakes the others, which wait for a key that exists only for
+// this moment; later ones do not wait.
+bool Server::meet(Connection& connection) {
+    Message& request = connection.torch->request();
+    const std::int64_t wanted = std::exchange(request.number, 1);
+    const auto come = table_.apply(request, changed_);
+    if (come->code != static_cast<std::uint8_t>(Status::ok)) return false;
+    const std::string met = std::string("\0barrier/", 9) + request.fields[0];
+    if (come->number < wanted) {
+        const Message wait{static_cast<std::uint8_t>(Op::wait), 0, {met}};
+        waiters_.park(connection.socket.descriptor, wait, kNoDeadline, table_);
+        return true;
+    }
+    encode(TorchWait::over, connection.out);
+    std::vector<std::string> changed;
+    table_.apply({static_cast<std::uint8_t>(Op::set), 0, {met, ""}}, changed);
+    send_answers(waiters_.wake(table_, changed));
+    table_.apply({static_cast<std::uint8_t>(Op::remove), 0, {met}}, changed_);
+    return true;
+}
+
 // Returns false when the peer is gone.
 bool Server::flush(Connection& connection) {
     const int fd = connection.socket.descriptor;
@@ -224,7 +327,10 @@ bool Server::flush(Connection& connection) {
 void Server::send_answers(const Waiters::Answers& answers) {
     for (const auto& [fd, answer] : answers) {
         Connection& connection = connections_.at(fd);
-        encode(answer, connection.out);
+        if (connection.torch)
+            encode(TorchWait::over, connection.out);
+        else
+            encode(answer, connection.out);
         if (!flush(connection)) drop(fd);
     }
 }
@@ -239,8 +345,9 @@ void Server::drop(int fd) {
 }
 
 int Server::next_timeout_ms() const {
+    if (is_paused_) return kPauseMs;
     const auto first = waiters_.next_deadline();
-    if (!first) return -1;
+    if (!first || *first == kNoDeadline) return -1;
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(*first - std::chrono::steady_clock::now()).count();
     return static_cast<int>(std::clamp<std::int64_t>(left, 0, 60'000));
 }

@@ -4,6 +4,9 @@
 // for a key is parked until the key is set or its time is up, and a client that sends more meanwhile is disconnected.
 // The server does not read from a client that does not read its answers, so no connection holds more than one request
 // and its answer.
+//
+// A server that was given a listener accepts the clients of PyTorch's TCPStore there, which are not authenticated: it
+// should be nothing else's server.
 #pragma once
 
 #include <map>
@@ -12,6 +15,7 @@
 #include <thread>
 #include <unordered_map>
 
+#include "store/torch_wire.hpp"
 #include "store/waiters.hpp"
 #include "tls/socket.hpp"
 
@@ -19,8 +23,9 @@ namespace paceline::store {
 
 class Server {
   public:
+    // Takes over `listener`, a listening socket for PyTorch's clients, unless it is -1.
     // Throws std::system_error when the system has no descriptors or threads left.
-    Server();
+    explicit Server(int listener = -1);
     Server(const Server&) = delete;
     Server& operator=(const Server&) = delete;
     ~Server();
@@ -38,13 +43,18 @@ class Server {
         std::size_t sent = 0;
         bool blocked = false;                      // `out` waits for room in the socket
         std::map<std::string, std::string> wills;  // keys and values to set when the connection ends
+        std::unique_ptr<TorchReader> torch;        // if the client is PyTorch's
+        bool is_valid = false;                     // whether that has sent its magic number
     };
     using Connections = std::unordered_map<int, Connection>;
 
     void serve();
     void take_new();
+    void accept_new();
     bool receive(Connection& connection);
     bool handle_requests(Connection& connection);
+    bool handle_torch(Connection& connection);
+    bool meet(Connection& connection);
     bool flush(Connection& connection);
     void send_answers(const Waiters::Answers& answers);
     void drop(int fd);
@@ -52,6 +62,9 @@ class Server {
 
     int epoll_ = -1;
     int wake_ = -1;
+    int listener_ = -1;
+    std::size_t most_ = 0;    // how many connections are accepted at a time
+    bool is_paused_ = false;  // nothing is accepted for a moment, since there are too many connections
     std::mutex mutex_;
     std::vector<tls::Socket> fresh_;  // guarded by mutex_
     bool closing_ = false;            // guarded by mutex_

@@ -37,6 +37,12 @@ bool Table::holds(Op op, const std::string& key) const {
     return op != Op::get && op != Op::multi_get && queues_.contains(key);
 }
 
+std::vector<std::string> Table::keys() const {
+    std::vector<std::string> keys;
+    for (const auto& [key, value] : values_) keys.push_back(key);
+    return keys;
+}
+
 std::vector<std::string> Table::missing(const Message& request) const {
     std::vector<std::string> keys;
     for (const std::string& key : request.fields)

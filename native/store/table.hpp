@@ -20,6 +20,12 @@ class Table {
     // Whether `key` exists for a request of `op`: as a value, as a queue, or (for wait and check) as either.
     bool holds(Op op, const std::string& key) const;
 
+    // Whether `key` names a queue with values in it, and no value.
+    bool is_queue(const std::string& key) const { return !values_.contains(key) && queues_.contains(key); }
+
+    // Returns the keys that have a value.
+    std::vector<std::string> keys() const;
+
     // Returns the keys that a waiting request waits for.
     std::vector<std::string> missing(const Message& request) const;
 

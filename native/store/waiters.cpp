@@ -4,9 +4,9 @@
 
 namespace paceline::store {
 
-void Waiters::park(Id id, Message request, Time deadline, const Table& table) {
+void Waiters::park(Id id, Message request, Time deadline, const Table& table, bool takes_turns) {
     Parked& parked = parked_[id];
-    parked = {std::move(request), deadline, 0};
+    parked = {std::move(request), deadline, takes_turns, 0};
     by_deadline_.emplace(deadline, id);
     register_next(id, parked, 0, table);
 }
@@ -48,8 +48,14 @@ Waiters::Answers Waiters::wake(Table& table, std::vector<std::string>& changed) 
         if (found == by_key_.end()) continue;
         const std::vector<Id> ids = std::move(found->second);
         by_key_.erase(found);
+        const bool has_turns = table.is_queue(changed[next]);
+        bool is_taken = false;
         for (const Id id : ids) {
             Parked& parked = parked_.at(id);
+            if (has_turns && parked.takes_turns && std::exchange(is_taken, true)) {
+                by_key_[changed[next]].push_back(id);
+                continue;
+            }
             const std::vector<std::string>& keys = parked.request.fields;
             const auto op = static_cast<Op>(parked.request.code);
             std::size_t at = parked.misses;

@@ -22,8 +22,9 @@ class Waiters {
     using Time = std::chrono::steady_clock::time_point;
     using Answers = std::vector<std::pair<Id, Message>>;
 
-    // `request` must be one that `table` did not answer.
-    void park(Id id, Message request, Time deadline, const Table& table);
+    // `request` must be one that `table` did not answer. Of the requests that take turns, each value pushed to a queue
+    // wakes only the first: its client pops the value by another request.
+    void park(Id id, Message request, Time deadline, const Table& table, bool takes_turns = false);
     bool holds(Id id) const { return parked_.contains(id); }
     void forget(Id id);
 
@@ -37,6 +38,7 @@ class Waiters {
     struct Parked {
         Message request;
         Time deadline;
+        bool takes_turns;
         std::size_t misses = 0;  // index of the field it is registered under
     };
 

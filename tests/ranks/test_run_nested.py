@@ -26,14 +26,15 @@ child = "import paceline, torch; paceline.init_process_group(); t = torch.ones(1
 sys.exit(subprocess.run([sys.executable, "-c", child]).returncode)
 """
 OWN_JOB = """
-import os, subprocess, sys
+import os, socket, subprocess, sys
 child = '''
 import sys, paceline, torch
 paceline.init_process_group(init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
 t = torch.ones(1); paceline.all_reduce(t); print(t)
 '''
 environment = {**os.environ, "PACELINE_SECRET": "a secret of the children, long enough"}
-place = "tcp://127.0.0.1:" + os.environ["MASTER_PORT"]
+with socket.create_server(("127.0.0.1", 0)) as probe:
+    place = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 children = [subprocess.Popen([sys.executable, "-c", child, place, str(n)], env=environment) for n in range(2)]
 sys.exit(max(each.wait() for each in children))
 """

@@ -23,11 +23,11 @@ from paceline.launch.shared_secret import SharedSecret, secret_of
 from paceline.launch.start_workers import Surroundings, start_workers
 from paceline.launch.watching import ending_of, last_picture
 from paceline.launch.worker import Worker
+from paceline.launch.worker_stores import WorkerStores
 from paceline.observe.watching import Watched
 from paceline.security.doorkeeper import Listener
 from paceline.security.inherited import VARIABLE as SECRET_FD
 from paceline.security.inherited import SecretFile
-from paceline.store.server import StoreServer
 
 if TYPE_CHECKING:
     from paceline.observe.evidence import Ending
@@ -88,12 +88,19 @@ class _Agent(Loop):
     ) -> None:
         super().__init__(job, connection, secret, shared, cleanup)
         self._generation: Generation | None = None
-        self._store: StoreServer | None = None
+        self._stores = WorkerStores(job, connection.address, secret, self._say)
         self._secret_fd = -1
         self._interrupted: set[int] = set()  # ranks that were sent a Ctrl-C of their own
         self._was_told_to_stop = False
         self._has_explained = False  # a failure of this generation, before the workers have ended
         self._started_s = 0.0  # when (monotonic) the generation was started
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        self._stores.close()
+
+    def _ports(self) -> tuple[int, int]:
+        return self._stores.reserve()
 
     def _crew(self) -> Crew | None:
         return self._generation
@@ -191,10 +198,7 @@ class _Agent(Loop):
             file = SecretFile.create(secret)
             self._secret_fd = file.fd
             environment[SECRET_FD] = str(file)
-        if self._job.rendezvous.address is None:
-            path = Path(self._cleanup.directory, f"store-{start.generation}")
-            self._store = StoreServer.on_unix_path(str(path), secret)
-            environment["PACELINE_STORE"] = f"unix:{path}"
+        environment |= self._stores.serve(start, secret, self._cleanup.directory)
         door = Path(self._cleanup.directory, f"copies-{start.generation}")
         environment[COPIES] = self._copies.open(str(door), secret)
         return environment
@@ -238,7 +242,8 @@ class _Agent(Loop):
         if self._stopped_by is not None:
             self._connection.client.send(Leave(self._stopped_by.name))
         elif failures or self._was_told_to_stop:
-            self._connection.client.send(Stopped(number, self._port(), shortened(failures)))
+            port, store_port = self._ports()
+            self._connection.client.send(Stopped(number, port, shortened(failures), store_port))
         else:
             self._connection.client.send(Finished(number))
 
@@ -248,9 +253,7 @@ class _Agent(Loop):
             self._cleanup.end_generation(str(self._generation.number))
             self._generation = None
         self._copies.shut()
-        if self._store is not None:
-            self._store.close()
-            self._store = None
+        self._stores.end_generation()
         if self._secret_fd >= 0:
             os.close(self._secret_fd)
             self._secret_fd = -1

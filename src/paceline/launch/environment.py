@@ -10,6 +10,7 @@ from paceline import _core
 from paceline.one_port.choice import GATE_VARIABLE as GATE
 from paceline.one_port.choice import VARIABLE as PORT
 from paceline.record.memory import HANDED_VARIABLE as RECORD_FD
+from paceline.rendezvous.environment import STORE, TORCH_STORE, USES_TORCH_STORE
 from paceline.security.inherited import VARIABLE as SECRET_FD
 
 # Variables of the job around this launcher, if a worker started it; the launcher's own workers must not use them.
@@ -17,7 +18,9 @@ _NOT_PASSED_ON = (
     "PACELINE_SECRET",
     "PACELINE_SECRET_FILE",
     SECRET_FD,
-    "PACELINE_STORE",
+    STORE,
+    TORCH_STORE,
+    USES_TORCH_STORE,
     "PACELINE_COPIES",
     "PACELINE_TERMINAL",
     "PACELINE_ELASTIC_FD",
@@ -25,7 +28,6 @@ _NOT_PASSED_ON = (
     PORT,
     GATE,
     RECORD_FD,
-    "TORCHELASTIC_USE_AGENT_STORE",
 )
 
 

@@ -15,7 +15,7 @@ from paceline import __version__
 from paceline.checkpoint.copies.service import CopyService
 from paceline.launch.cleanup import Cleanup
 from paceline.launch.compat import compat_variables
-from paceline.launch.environment import free_port, inherited
+from paceline.launch.environment import inherited
 from paceline.launch.events import Events
 from paceline.launch.failures import report_parts
 from paceline.launch.job import Job
@@ -26,7 +26,7 @@ from paceline.launch.logs import Logs
 from paceline.launch.machine import Machine
 from paceline.launch.nodes.meeting import NodeConnection
 from paceline.launch.nodes.messages import AskStacks, End, Join, Look, Order, Seen, Sighting, Told, Watching
-from paceline.launch.one_port import gate_variables, port_beside
+from paceline.launch.one_port import gate_variables
 from paceline.launch.output import Console
 from paceline.launch.shared_secret import SharedSecret
 from paceline.launch.showing import Showing
@@ -155,11 +155,12 @@ class Loop(ABC):
 
     def _join(self) -> Join:
         job, connection = self._job, self._connection
+        port, store_port = self._ports()
         return Join(
             host=socket.gethostname(),
             pid=os.getpid(),
             address=connection.address,
-            port=self._port(),
+            port=port,
             workers=job.workers,
             role=job.role,
             node_rank=job.rendezvous.node_rank,
@@ -167,11 +168,12 @@ class Loop(ABC):
             version=__version__,
             is_elastic=job.elastic is not None,
             listens=connection.listens,
+            store_port=store_port,
         )
 
-    def _port(self) -> int:
-        """Returns the port of the workers' own store, where this machine is the one that has it."""
-        return port_beside(self._job.one_port) or free_port(self._connection.address)
+    @abstractmethod
+    def _ports(self) -> tuple[int, int]:
+        """Returns the ports of torch's store and of Paceline's, should the others' workers meet at this machine."""
 
     def _environment(self, mark: str) -> dict[str, str]:
         """Returns the variables that the workers share; `mark` tells those that start together from the others."""

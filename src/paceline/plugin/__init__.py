@@ -24,6 +24,8 @@ def register() -> None:
             import_module("torch.distributed._dist2").register_backend("paceline", _create_alone)
         if "torch" in os.environ.get("PACELINE_COMPAT", "").split(","):  # from `paceline run --compat torch`
             import_module("paceline.plugin.compat").take_over()
+        if os.environ.get("PACELINE_TORCH_STORE"):  # from `paceline run`, which serves torch's store at MASTER_PORT
+            import_module("paceline.plugin.launchers_store").take_over()
         if os.environ.get("PACELINE_PORT"):
             import_module("paceline.plugin.one_port").take_over()
     except Exception as error:

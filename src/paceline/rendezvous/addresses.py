@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
+from paceline.rendezvous.environment import STORE, is_torch_store
 from paceline.rendezvous.tcp import serve_or_connect
 from paceline.store.base import Store
 from paceline.store.file import FileStore
@@ -35,6 +37,15 @@ def _whole(value: str, name: str, split: SplitResult) -> int:
         return int(value)
     except ValueError:
         raise ValueError(f"{name} in {split.geturl()!r} is {value!r}; it must be a whole number") from None
+
+
+def is_launchers(url: str) -> bool:
+    """Returns whether no rank can serve a store at the address, since it is MASTER_PORT and the launcher serves one."""
+    try:
+        port = urlsplit(url).port
+    except ValueError:
+        return False
+    return port is not None and STORE in os.environ and is_torch_store(port)
 
 
 def open_store(url: str, rank: int, world_size: int, timeout: timedelta) -> Store:

@@ -12,6 +12,10 @@ from paceline.security.secret import job_secret
 from paceline.store.base import Store
 from paceline.store.remote import connect_unix
 
+STORE = "PACELINE_STORE"  # the launcher's store
+TORCH_STORE = "PACELINE_TORCH_STORE"  # host:port of the launcher's store for torch.distributed
+USES_TORCH_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torch's: True if MASTER_ADDR and MASTER_PORT are a launcher's store
+
 
 def place(rank: int, world_size: int) -> tuple[int, int]:
     """Returns rank and world size; where an argument is -1, takes it from RANK or WORLD_SIZE, or from the scheduler.
@@ -37,7 +41,7 @@ def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
         ValueError: a variable is missing or malformed.
         StoreConnectionError: nobody serves it.
     """
-    served = os.environ.get("PACELINE_STORE")
+    served = os.environ.get(STORE)
     if served is not None:
         return open_store_at(served, timeout)
     if _is_without_launcher() and "MASTER_ADDR" not in os.environ:
@@ -48,7 +52,7 @@ def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
             return started.open_store(scheduler, world_size, timeout)
     host = _variable("MASTER_ADDR")
     port = _number("MASTER_PORT", "init_method='tcp://host:port'")
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if os.environ.get(USES_TORCH_STORE) == "True":
         from paceline.rendezvous.torchrun import open_file
 
         return open_file(port, world_size, timeout)
@@ -72,7 +76,12 @@ def open_store_at(served: str, timeout: timedelta) -> Store:
         from paceline.store.tcp import TCPStore
 
         return TCPStore(host.strip("[]"), int(port), timeout=timeout, wait_for_workers=False)
-    raise ValueError(f"PACELINE_STORE is {served!r}; it must be unix:PATH or tcp:HOST:PORT, as `paceline run` sets it")
+    raise ValueError(f"{STORE} is {served!r}; it must be unix:PATH or tcp:HOST:PORT, as `paceline run` sets it")
+
+
+def is_torch_store(port: int) -> bool:
+    """Returns whether the launcher serves torch's store at `port`, so that no rank can serve another one there."""
+    return os.environ.get(TORCH_STORE, "").rpartition(":")[2] == str(port)
 
 
 def _is_without_launcher() -> bool:

@@ -75,19 +75,23 @@ def rendezvous(
 
     url = init_method if init_method is not None else "env://"
     scheme = url.partition(":")[0].lower()
+    if scheme not in ("env", "tcp", "file"):
+        return _meet_by_handler(url, scheme, rank, world_size, timeout_s)
     open_store: Callable[[int, int, timedelta], Store] = environment.open_store
     attempt = "0"
     if scheme == "env":
         rank, world_size = environment.place(rank, world_size)
-        # Workers that the launcher has restarted meet in the same store as those before them.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", attempt)
-    elif scheme in ("tcp", "file"):
+    else:
         from paceline.rendezvous import addresses
 
         rank, world_size = addresses.place(url, rank, world_size)
-        open_store = partial(addresses.open_store, url)
-    else:
-        return _meet_by_handler(url, scheme, rank, world_size, timeout_s)
+        if addresses.is_launchers(url):
+            url = "env://"
+        else:
+            open_store = partial(addresses.open_store, url)
+    if open_store is environment.open_store:
+        # Workers that the launcher has restarted may meet in the same store as those before them.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", attempt)
     _check_place(rank, world_size)
     prefix = f"paceline/{attempt}/{_next_at_address(url)}"
     return _meet(partial(open_store, rank, world_size), prefix, Claim.mine(rank, world_size), timeout_s)

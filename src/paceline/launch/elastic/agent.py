@@ -23,6 +23,7 @@ from paceline.launch.elastic.post import Post
 from paceline.launch.elastic.premises import Premises
 from paceline.launch.elastic.replacement import Close, Fate, Life, Replace, fate_of
 from paceline.launch.elastic.unrest import Unrest
+from paceline.launch.environment import free_port
 from paceline.launch.failures import shortened, signal_name
 from paceline.launch.generation import CONSEQUENCES_S
 from paceline.launch.job import Job
@@ -43,6 +44,7 @@ from paceline.launch.nodes.messages import (
     WorkerStalled,
     WorkerStarted,
 )
+from paceline.launch.one_port import port_beside
 from paceline.launch.shared_secret import SharedSecret
 from paceline.observe.watching import Watched
 
@@ -87,8 +89,9 @@ class ElasticAgent(Loop):
             if member.worker is not None and member.runs
         ]
 
-    def _port(self) -> int:
-        return self._premises.port or super()._port()
+    def _ports(self) -> tuple[int, int]:
+        port = self._premises.port or port_beside(self._job.one_port) or free_port(self._connection.address)
+        return port, 0
 
     def _is_over(self) -> bool:
         return self._end is not None and (self._members is None or not self._members.members)

@@ -50,7 +50,7 @@ class Policy:
     max_restarts: int = 0
     last_call_s: float = 0.5  # how long the others wait for more after each arrival, once MIN nodes are there
     join_timeout_s: float = 600.0
-    port: int | None = None  # of the workers' store, where the user chose it
+    port: int | None = None  # of torch's store, where the user chose it
     return_timeout_s: float = 120.0  # how long an elastic job waits for machines without which it cannot go on
     meeting_first: bool = False  # the node that serves has the first ranks, since all others can reach it
 
@@ -138,7 +138,7 @@ class Membership:
     def stopped(self, node: str, report: Stopped, now_s: float) -> Orders:
         """Records that none of a node's workers runs any more."""
         if node in self.nodes:
-            self.nodes[node] = replace(self.nodes[node], port=report.port)
+            self.nodes[node] = replace(self.nodes[node], port=report.port, store_port=report.store_port)
         if report.generation == self.generation:
             known = {(failure.rank, failure.pid) for failure in self._failures}
             self._failures += [each for each in report.failures if (each.rank, each.pid) not in known]

@@ -9,7 +9,10 @@ from paceline.launch.failures import Failure
 
 @dataclass(frozen=True)
 class Join:
-    """A node asks to take part; `port` is free on it, for the workers' own store."""
+    """A node asks to take part.
+
+    Should rank 0 run there, it serves torch's store at `port` and Paceline's at `store_port`.
+    """
 
     host: str
     pid: int
@@ -23,6 +26,7 @@ class Join:
     is_elastic: bool = False
     listens: str = ""  # in an elastic job: where other launchers reach this one, should it have to coordinate
     number: int = -1  # of the machine, if it takes part already; a Follow comes next
+    store_port: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,11 +46,12 @@ class Finished:
 
 @dataclass(frozen=True)
 class Stopped:
-    """None of the node's workers runs any more; `port` is free for the next generation."""
+    """None of the node's workers runs any more; `port` and `store_port` are for the next generation, as in `Join`."""
 
     generation: int
     port: int
     failures: tuple[Failure, ...] = ()
+    store_port: int = 0
 
 
 @dataclass(frozen=True)
@@ -188,6 +193,7 @@ class Start:
     master_addr: str
     master_port: int
     hosts: tuple[str, ...] = ()  # of all nodes, in the order of their ranks
+    store_port: int = 0  # of Paceline's store at `master_addr`; 0 on a single machine
 
 
 @dataclass(frozen=True)

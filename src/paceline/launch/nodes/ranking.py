@@ -18,7 +18,7 @@ def ranked(
         restart_count: how often the workers were restarted.
         max_restarts: how often they may be.
         run_id: the name of the job.
-        port: the port of the workers' store; if None, the first node's.
+        port: the port of torch's store, where the user chose it; if None, the first node's.
     """
     sizes = [join.workers for join in joins]
     starts = []
@@ -38,6 +38,7 @@ def ranked(
             master_addr=joins[0].address,
             master_port=port or joins[0].port,
             hosts=tuple(each.host for each in joins),
+            store_port=joins[0].store_port,
         )
         starts.append(start)
     return starts

@@ -1,0 +1,182 @@
+#include "store/torch_wire.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <optional>
+
+namespace paceline::store {
+namespace {
+
+static_assert(std::endian::native == std::endian::little);
+
+struct Shape {
+    std::optional<Op> op;       // the table's operation that does the same
+    bool many = false;          // a count comes first, and as many items follow
+    std::uint64_t strings = 0;  // of an item: a key, and values after it
+    std::size_t number = 0;     // bytes of the number at the end
+};
+
+std::optional<Shape> shape_of(TorchQuery query) {
+    switch (query) {
+        case TorchQuery::validate:
+        case TorchQuery::ping:
+            return Shape{std::nullopt, false, 0, sizeof(std::uint32_t)};
+        case TorchQuery::set:
+            return Shape{Op::set, false, 2};
+        case TorchQuery::compare_set:
+            return Shape{Op::compare_set, false, 3};
+        case TorchQuery::get:
+            return Shape{Op::get, false, 1};
+        case TorchQuery::add:
+            return Shape{Op::add, false, 1, sizeof(std::int64_t)};
+        case TorchQuery::check:
+            return Shape{Op::check, true, 1};
+        case TorchQuery::wait:
+            return Shape{Op::wait, true, 1};
+        case TorchQuery::count:
+            return Shape{Op::count};
+        case TorchQuery::remove:
+            return Shape{Op::remove, false, 1};
+        case TorchQuery::append:
+            return Shape{Op::append, false, 2};
+        case TorchQuery::multi_get:
+            return Shape{Op::multi_get, true, 1};
+        case TorchQuery::multi_set:
+            return Shape{Op::multi_set, true, 2};
+        case TorchQuery::queue_push:
+            return Shape{Op::queue_push, false, 2};
+        case TorchQuery::queue_pop:
+            return Shape{Op::queue_pop, false, 1};
+        case TorchQuery::queue_length:
+            return Shape{Op::queue_length, false, 1};
+        case TorchQuery::cancel_wait:
+        case TorchQuery::list_keys:
+            return Shape{};
+        case TorchQuery::barrier:
+            return Shape{Op::add, false, 1, sizeof(std::int64_t)};
+    }
+    return std::nullopt;
+}
+
+template <class T>
+T number_at(std::span<const char> bytes, std::size_t at) {
+    T value;
+    std::memcpy(&value, bytes.data() + at, sizeof value);
+    return value;
+}
+
+template <class T>
+void put(std::string& out, T value) {
+    char bytes[sizeof(T)];
+    std::memcpy(bytes, &value, sizeof value);
+    out.append(bytes, sizeof bytes);
+}
+
+void put(std::string& out, const std::string& value) {
+    put(out, static_cast<std::uint64_t>(value.size()));
+    out.append(value);
+}
+
+// PyTorch's server gives an empty value for a key that does not exist; its clients wait for the key first.
+void put_value(std::string& out, const std::string& key, Table& table, std::vector<std::string>& changed) {
+    const auto found = table.apply({static_cast<std::uint8_t>(Op::get), 0, {key}}, changed);
+    put(out, found ? found->fields[0] : std::string());
+}
+
+}  // namespace
+
+Parse TorchReader::read(std::span<const char> bytes, std::size_t& used) {
+    if (bytes.empty()) return Parse::partial;
+    query_ = static_cast<TorchQuery>(bytes[0]);
+    const auto shape = shape_of(query_);
+    if (!shape) return Parse::malformed;
+    if (at_ == 0) {
+        at_ = 1;
+        request_ = {static_cast<std::uint8_t>(shape->op.value_or(Op::count)), 0, {}};
+        counted_ = !shape->many;
+        left_ = shape->strings;
+    }
+    if (!counted_) {
+        if (bytes.size() - at_ < sizeof(std::uint64_t)) return Parse::partial;
+        const auto items = number_at<std::uint64_t>(bytes, at_);
+        if (items > kMostTorchKeys) return Parse::malformed;
+        at_ += sizeof(std::uint64_t);
+        counted_ = true;
+        left_ = items * shape->strings;
+    }
+    for (; left_ != 0; --left_) {
+        if (bytes.size() - at_ < sizeof(std::uint64_t)) return Parse::partial;
+        const auto length = number_at<std::uint64_t>(bytes, at_);
+        const bool is_key = request_.fields.size() % shape->strings == 0;
+        if (length > (is_key ? kLongestTorchKey : kLongestTorchValue) || at_ + length > kMaxFrame)
+            return Parse::malformed;
+        if (bytes.size() - at_ - sizeof(std::uint64_t) < length) return Parse::partial;
+        at_ += sizeof(std::uint64_t);
+        request_.fields.emplace_back(bytes.data() + at_, length);
+        at_ += length;
+    }
+    if (bytes.size() - at_ < shape->number) return Parse::partial;
+    if (shape->number == sizeof(std::uint32_t)) request_.number = number_at<std::uint32_t>(bytes, at_);
+    if (shape->number == sizeof(std::int64_t)) request_.number = number_at<std::int64_t>(bytes, at_);
+    used = at_ + shape->number;
+    at_ = 0;
+    return Parse::complete;
+}
+
+void encode(TorchWait answer, std::string& out) {
+    put(out, static_cast<std::uint8_t>(answer));
+}
+
+TorchOutcome apply(TorchQuery query, const Message& request, Table& table, std::vector<std::string>& changed,
+                   std::string& out) {
+    switch (query) {
+        case TorchQuery::ping:
+            put(out, static_cast<std::uint32_t>(request.number));
+            return TorchOutcome::answered;
+        case TorchQuery::get:
+        case TorchQuery::multi_get:
+            for (const std::string& key : request.fields) put_value(out, key, table, changed);
+            return TorchOutcome::answered;
+        case TorchQuery::list_keys: {
+            const std::vector<std::string> keys = table.keys();
+            put(out, static_cast<std::int64_t>(keys.size()));
+            for (const std::string& key : keys) put(out, key);
+            return TorchOutcome::answered;
+        }
+        case TorchQuery::queue_pop: {
+            const Message asked{static_cast<std::uint8_t>(Op::queue_length), 0, request.fields};
+            const auto length = table.apply(asked, changed);
+            put(out, length->number);
+            if (length->number > 0) put(out, table.apply(request, changed)->fields[0]);
+            return TorchOutcome::answered;
+        }
+        default:
+            break;
+    }
+    const auto answer = table.apply(request, changed);
+    if (!answer) return TorchOutcome::waits;
+    if (answer->code != static_cast<std::uint8_t>(Status::ok)) return TorchOutcome::refused;
+    switch (query) {
+        case TorchQuery::compare_set:
+            put(out, answer->fields[0]);
+            break;
+        case TorchQuery::check:
+            put(out, static_cast<std::uint8_t>(answer->number == 0));  // 0 is ready
+            break;
+        case TorchQuery::wait:
+            encode(TorchWait::over, out);
+            break;
+        case TorchQuery::add:
+        case TorchQuery::count:
+        case TorchQuery::remove:
+        case TorchQuery::queue_length:
+            put(out, answer->number);
+            break;
+        default:
+            break;
+    }
+    return TorchOutcome::answered;
+}
+
+}  // namespace paceline::store

@@ -1,0 +1,114 @@
+"""Serves the stores in which a generation's workers meet: the launcher's, so that rank 0 may end or begin again.
+
+Workers reach Paceline's store at PACELINE_STORE with the job's secret; on one machine it is a Unix socket. Beside it,
+torch.distributed has a store at MASTER_ADDR and MASTER_PORT, where its clients expect one of a launcher that sets
+TORCHELASTIC_USE_AGENT_STORE. Their protocol authenticates nobody. That store therefore has keys of its own, and on one
+machine it listens on loopback only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from paceline import _core
+from paceline.launch.job import Job
+from paceline.launch.nodes.messages import Start
+from paceline.launch.one_port import port_beside
+from paceline.rendezvous.environment import STORE, TORCH_STORE, USES_TORCH_STORE
+from paceline.security.doorkeeper import Listener
+from paceline.store.server import StoreServer
+from paceline.store.tcp import PortInUseError, listen, listen_at_port
+
+
+class WorkerStores:
+    """The stores of this machine's launcher; only those of the machine with rank 0 are used.
+
+    Args:
+        job: says whether there are several machines, and which ports were chosen.
+        address: of this machine, for the others.
+        secret: the job's; None if it has none.
+        say: is called with a line for the user.
+    """
+
+    def __init__(self, job: Job, address: str, secret: bytes | None, say: Callable[[str], None]) -> None:
+        self._job = job
+        self._address = address
+        self._secret = secret
+        self._say = say
+        self._torch_listener: socket.socket | None = None
+        self._listener: Listener | None = None
+        self._torch_server: _core.StoreServer | None = None
+        self._server: StoreServer | None = None
+
+    def reserve(self) -> tuple[int, int]:
+        """Returns the ports of torch's store and of Paceline's for the next generation, at which this process listens.
+
+        The first is 0 for none: with one port for everything, the plug-in gives torch.distributed Paceline's store. The
+        second is 0 on a single machine.
+        """
+        job = self._job
+        if job.one_port is None and self._torch_listener is None:
+            try:
+                self._torch_listener = listen_at_port(self._address, job.port or 0, self._secret)
+            except PortInUseError as error:
+                if job.port is None:
+                    raise
+                self._say(f"MASTER_PORT cannot be served, which the env:// of torch.distributed needs: {error}")
+        if job.rendezvous.address is not None and self._listener is None:
+            self._listener = listen(self._address, 0, self._secret)
+        torch_port = job.port if self._torch_listener is None else self._torch_listener.getsockname()[1]
+        return torch_port or port_beside(job.one_port) or 0, 0 if self._listener is None else _port_of(self._listener)
+
+    def serve(self, start: Start, secret: bytes | None, directory: str) -> dict[str, str]:
+        """Serves the stores of a generation if rank 0 runs here; returns the variables by which workers find them.
+
+        Args:
+            start: the order to start the generation.
+            secret: of its workers.
+            directory: the job's on this machine, which is its owner's alone.
+        """
+        variables = {}
+        if self._job.rendezvous.address is None:
+            path = str(Path(directory, f"store-{start.generation}"))
+            self._server = StoreServer.on_unix_path(path, secret)
+            variables[STORE] = f"unix:{path}"
+        else:
+            variables[STORE] = f"tcp:{_place(start.master_addr, start.store_port)}"
+        has_torch_store = self._job.one_port is None and (self._torch_listener is not None or start.group_rank != 0)
+        if has_torch_store:
+            variables |= {TORCH_STORE: _place(start.master_addr, start.master_port), USES_TORCH_STORE: "True"}
+        if start.group_rank == 0:
+            if self._listener is not None:
+                self._server, self._listener = StoreServer(self._listener, secret), None
+            if self._torch_listener is not None:
+                self._torch_server = _core.StoreServer(self._torch_listener.detach())
+                self._torch_listener = None
+        return variables
+
+    def end_generation(self) -> None:
+        """Closes what the workers of a generation had; idempotent."""
+        for server in (self._server, self._torch_server):
+            if server is not None:
+                server.close()
+        self._server = self._torch_server = None
+
+    def close(self) -> None:
+        """Closes everything; idempotent."""
+        self.end_generation()
+        for listener in (self._listener, self._torch_listener):
+            if listener is not None:
+                with contextlib.suppress(OSError):
+                    listener.close()
+        self._listener = self._torch_listener = None
+
+
+def _port_of(listener: Listener) -> int:
+    port: int = listener.getsockname()[1]
+    return port
+
+
+def _place(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,133 @@
+"""The launcher serves the stores of a job, so that rank 0 may end or begin again, as under torchrun."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from launching import run
+
+AGAIN_AND_LEAVE = """
+import datetime, os, sys, time
+import torch, torch.distributed as dist
+backend, url = sys.argv[1], "env://"
+for turn in range(3):
+    dist.init_process_group(backend, url, timeout=datetime.timedelta(seconds=60),
+                            rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+    t = torch.ones(1)
+    dist.all_reduce(t)
+    print("turn", turn, t.item(), flush=True)
+    if turn < 2:
+        dist.destroy_process_group()
+        url = "tcp://localhost:" + os.environ["MASTER_PORT"]
+pair = dist.new_group([1, 2])  # rank 0 is no member, and ends
+if dist.get_rank() != 0:
+    while os.path.exists(sys.argv[2]):
+        time.sleep(0.02)
+    again = dist.new_group([1, 2], use_local_synchronization=True)
+    for group in (pair, again):
+        t = torch.ones(1)
+        dist.all_reduce(t, group=group)
+        print("pair", t.item(), flush=True)
+    dist.destroy_process_group()
+else:
+    os.unlink(sys.argv[2])
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("backend", ["gloo", "paceline"])
+def test_groups_of_torch_form_again_and_without_rank_0(script, tmp_path, backend):
+    held = tmp_path / "rank 0 is here"
+    held.touch()
+    done = run("--nproc-per-node=3", script(AGAIN_AND_LEAVE), backend, str(held))
+    assert done.returncode == 0, done.stderr
+    turns = [f"[rank {rank}] turn {turn} 3.0" for rank in range(3) for turn in range(3)]
+    pairs = [f"[rank {rank}] pair 2.0" for rank in (1, 2) for _ in range(2)]
+    assert sorted(done.stdout.splitlines()) == sorted([*turns, *pairs])
+
+
+KEYS = """
+import datetime, os, sys
+import torch.distributed as dist
+store, rank, world_size = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=60)))
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+assert not store.check(["key of attempt"]) or store.get("key of attempt").decode() == attempt
+store.set("key of attempt", attempt)
+store.set(f"rank {rank}", "")
+store.wait(["rank 0", "rank 1"])
+print("attempt", attempt, store.get("key of attempt").decode(), flush=True)
+sys.exit(1 if attempt == "0" else 0)
+"""
+
+
+def test_a_restarted_generation_finds_no_key_of_the_one_before(script):
+    done = run("--nproc-per-node=2", "--max-restarts=1", script(KEYS))
+    assert done.returncode == 0, done.stderr
+    assert [f"[rank {rank}] attempt 1 1" in done.stdout for rank in range(2)] == [True, True]
+
+
+OWN = """
+import datetime, os, socket, subprocess, sys
+child = '''
+import datetime, os, sys
+import torch.distributed as dist
+place = dict(rank=int(sys.argv[2]), world_size=2)
+dist.init_process_group("gloo", sys.argv[1], timeout=datetime.timedelta(seconds=60), **place)
+sys.stdout.write(f"own {dist.get_world_size()}\\n")
+'''
+with socket.create_server(("127.0.0.1", 0)) as probe:
+    port = probe.getsockname()[1]
+words = [[sys.executable, "-c", child, f"tcp://127.0.0.1:{port}", str(rank)] for rank in range(2)]
+sys.exit(max(each.wait() for each in [subprocess.Popen(each) for each in words]))
+"""
+
+
+def test_torch_serves_a_store_of_the_programs_own_at_another_port(script):
+    done = run(script(OWN))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("own 2") == 2
+
+
+MEETS_AT_MASTER_PORT = """
+import os
+from paceline.rendezvous.rendezvous import rendezvous
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+for url in ("env://", "tcp://127.0.0.1:" + os.environ["MASTER_PORT"], "env://"):
+    met = rendezvous(url, None, size, rank, 60)
+    met.store.set(f"rank {rank}", url)
+    met.store.wait([f"rank {each}" for each in range(size)])
+    print("met", met.rank, met.world_size, flush=True)
+"""
+
+
+def test_ranks_meet_at_master_port_in_the_launchers_store(script):
+    done = run("--nproc-per-node=2", script(MEETS_AT_MASTER_PORT))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] met {rank} 2" for rank in range(2) for _ in range(3)]
+
+
+LISTENERS = """
+import os, socket
+for address in ("127.0.0.1", "127.0.0.2"):
+    try:
+        socket.create_connection((address, int(os.environ["MASTER_PORT"])), 10).close()
+        print(address, "answers")
+    except ConnectionRefusedError:
+        print(address, "refuses")
+"""
+
+
+def test_the_store_of_torch_listens_on_one_loopback_address_only(script):
+    done = run(script(LISTENERS))
+    assert done.stdout.splitlines() == ["[rank 0] 127.0.0.1 answers", "[rank 0] 127.0.0.2 refuses"], done.stderr
+
+
+def test_a_taken_master_port_is_told_and_harms_no_program_of_paceline(script):
+    text = MEETS_AT_MASTER_PORT.replace('"tcp://127.0.0.1:" + os.environ["MASTER_PORT"]', '"env://"')
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = run("--nproc-per-node=2", f"--master-port={port}", script(text))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("met") == 6
+    assert f"MASTER_PORT cannot be served, which the env:// of torch.distributed needs: port {port}" in done.stderr
