@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -24,19 +25,26 @@ class Journal:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def note(self, text: str) -> None:
+        text = f"{time.monotonic():.1f} {text}".replace("\n", " ")
         os.write(self._file, text.encode(errors="replace")[:2000] + b"\n")
 
 
 def last_line(path: str) -> str:
     with open(path, errors="replace") as file:
-        return [line for line in file.read().splitlines() if line][-1]
+        return next((line for line in reversed(file.read().splitlines()) if line), "none")
 
 
 class Hostile:
-    """Chooses values by a seed; ranks with the same seed choose the same."""
+    """Chooses values by a seed; ranks with the same seed choose the same.
+
+    Attributes:
+        frees: whether a tensor may be without its memory. Errors of torch's own C++ print tensors, and torch ends the
+            process when it prints such a one.
+    """
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
+        self.frees = True
         self._kinds: list[Callable[[], object]] = [
             lambda: None,
             lambda: self.random.choice(NUMBERS),
@@ -89,7 +97,7 @@ class Hostile:
                 lambda t: t.requires_grad_(),
                 lambda t: nn.Parameter(t),
                 lambda t: t.new_empty(0).set_(),
-                _without_memory,
+                _without_memory if self.frees else torch.clone,
                 lambda t: torch.nested.nested_tensor([t.float().reshape(-1), t.float().reshape(-1)[:1]]),
                 lambda t: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.qint8),
                 lambda t: t.view(torch.uint8),
@@ -147,7 +155,8 @@ def _for_inference(tensor: torch.Tensor) -> torch.Tensor:
 def shown(value: object, depth: int = 2) -> str:
     """Returns what a value is, without reading a tensor's memory."""
     if isinstance(value, torch.Tensor):
-        return f"{type(value).__name__}({value.dtype}, {value.layout}, {value.device}, {list(value.shape)})"
+        shape = "nested" if value.is_nested else list(value.shape)
+        return f"{type(value).__name__}({value.dtype}, {value.layout}, {value.device}, {shape})"
     if isinstance(value, (list, tuple)) and depth:
         return f"[{', '.join(shown(each, depth - 1) for each in value)}]"
     return repr(value)[:100]

@@ -129,7 +129,10 @@ class ScheduleGroup {
         messenger_->record_as(group);
         lanes_->meter().record_as(group);
     }
-    void record_messages_as(std::uint32_t group) const { messenger_->record_as(group); }
+    void record_messages_as(std::uint32_t group) const {
+        if (!messenger_) throw nb::value_error("the group is closed");
+        messenger_->record_as(group);
+    }
 
     void abort() const { abort_calls(queue_); }
     int failure() const { return failure_of(queue_); }

@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import pytest
@@ -124,13 +126,14 @@ def methods(group: Any) -> Surface:
         right[name] = lambda: [pair(), pair(8)]
     for name in ("all_to_all_single", "alltoall_base"):
         right[name] = lambda: [one(), one(), [], []]
-    names = [name for name in dir(group) if not name.startswith("__") and name not in ENDS]
     nothing: Arguments = list
-    return {
-        f"group.{name}": (getattr(group, name), right.get(name, nothing))
-        for name in names
-        if callable(getattr(group, name, None)) and not isinstance(getattr(group, name), type)
-    }
+    surface: Surface = {}
+    for name in dir(group):
+        with suppress(RuntimeError):  # of a property that this group does not have
+            method = getattr(group, name)
+            if callable(method) and not isinstance(method, type) and not name.startswith("__") and name not in ENDS:
+                surface[f"group.{name}"] = method, right.get(name, nothing)
+    return surface
 
 
 def operators(group: Any) -> Surface:
@@ -167,7 +170,7 @@ def worry(work: Any, hostile: Hostile, journal: Journal) -> None:
             ["is_completed", "is_success", "exception", "source_rank", "boxed", "get_future", "result", "wait"]
         )
         arguments = hostile.random.choice([[], [], [hostile.value()], [hostile.random.choice(SOON)]])
-        attempt(f"work.{name}", getattr(work, name), arguments, journal)
+        attempt(f"work.{name}", getattr(work, name, list), arguments, journal)
     if hostile.random.random() < 0.7:
         attempt("work.wait", work.wait, [], journal)
 
@@ -189,6 +192,7 @@ def make_calls(surface: Surface, seed: int, journal: Journal, is_over: Callable[
         function, right = surface[name]
         alone = same.random.random() < 0.05
         hostile = mine if alone else same
+        hostile.frees = isinstance(function, (FunctionType, MethodType))  # in Python
         try:
             arguments = right() if same.random.random() < 0.1 else hostile.instead_in(right())
         except Exception as error:  # P2POp, for instance, refuses what it is given
@@ -196,7 +200,7 @@ def make_calls(surface: Surface, seed: int, journal: Journal, is_over: Callable[
             continue
         ready()
         made = attempt(name, function, arguments, journal)
-        if hasattr(made, "wait") and not isinstance(made, torch.Tensor):
+        if isinstance(made, (torch_dist.Work, paceline.Work)):
             worry(made, hostile, journal)
         if is_over():
             left -= 1

@@ -34,6 +34,8 @@ CODES = [-(2**31), -1, 0, 1, 2, 3, 4, 5, 6, 8, 9, 11, 12, 20, 21, 31, 32, 63, 64
 SOON_NS = [-(2**63), -1, 0, 1, 1_000_000]
 SOON_S = [-1e300, -1.0, float("nan"), 0.0, 0.001]
 SIZES = [-1, 0, 1, 3, 4096, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64]
+ADDRESSES = {"address", "out", "averages", "packed", "residual"}
+NOTHING: list[object] = [None, "", b"", 1.5, object(), [], [None], {}, torch.ones(3)]
 NEVER = {"read_tensors"}  # it is for `import paceline`, and would change how this process reads tensors
 
 
@@ -55,7 +57,7 @@ class Values:
         pair = _core.ScheduleGroup.create(mesh, 2, 0, [0, -1], [[], ends], 5.0)
         assert host is not None
         assert pair is not None
-        copy = struct.pack("9i", 2, 0, -1, 1, 0, 1, 0, 0, 1)
+        copy = struct.pack("9i", 3, 0, -1, 1, 0, 1, 0, 0, 1)
         schedule = _core.Schedule.make(1, 1, 0, 2, copy)
         numbers = (self.address, self.address, self.address, self.address, 64, 0)
         return {
@@ -86,13 +88,14 @@ class Values:
 
     def of(self, name: str, annotation: str) -> object:
         choose = self.random.choice
+        is_address = name in ADDRESSES or (name, annotation) == ("tensor", "int")
         if self.random.random() < 0.05:
-            return choose([None, "", b"", 1.5, object(), [], [None], {}, torch.ones(3), self, *NUMBERS])
+            return choose(NOTHING if is_address else [*NOTHING, *NUMBERS])
         if annotation == "Call":
             return self._call()
         if annotation in self.objects:
             return choose(self.objects[annotation])
-        if name in ("address", "out", "averages", "packed", "residual") or (name, annotation) == ("tensor", "int"):
+        if is_address:
             return self.address
         if name in ("sources", "pieces", "tensor") or (name in ("inputs", "outputs") and "int" in annotation):
             pieces = [self.address if at % 2 == 0 else choose(COUNTS) for at in range(2 * self.random.randrange(3))]

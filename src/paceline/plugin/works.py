@@ -8,7 +8,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.distributed import Reducer
+from torch._C._distributed_c10d import Reducer
 from torch.distributed import Work as TorchWork
 
 from paceline.group.eager import eager_methods
