@@ -5,14 +5,14 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from paceline.checkpoint.element_types import type_of
 from paceline.checkpoint.format.checkpoint import Checkpoint
 from paceline.checkpoint.format.regions import Flat, Region, count, whole
-from paceline.checkpoint.format.values import Json, TensorRef, decode
+from paceline.checkpoint.format.values import TensorRef, decode
 from paceline.checkpoint.names import SEPARATOR, of_rank, unescaped
 from paceline.checkpoint.sources import Elsewhere
 from paceline.checkpoint.trees import put_together
@@ -46,7 +46,9 @@ class Filling:
     def __init__(self, checkpoint: Checkpoint | Elsewhere, rank: int) -> None:
         self.checkpoint = checkpoint
         self.tensors = checkpoint.manifest.tensors
-        self.values = cast("dict[str, Json]", checkpoint.manifest.values)
+        if not isinstance(checkpoint.manifest.values, dict):
+            raise CheckpointError(f"{checkpoint.describe()} was not saved by paceline.save: its values have no names")
+        self.values = checkpoint.manifest.values
         self.wanted: list[Wanted] = []
         self._names = sorted({*self.tensors, *self.values})
         self._rank = rank
@@ -121,7 +123,13 @@ class Filling:
 
     def region(self, name: str, region: Region, *, by_all: bool = False) -> torch.Tensor:
         """Returns memory in which the elements of a region will be."""
-        memory = torch.empty(count(region), dtype=type_of(self.tensors[name].dtype), device="cpu")
+        try:
+            memory = torch.empty(count(region), dtype=type_of(self.tensors[name].dtype), device="cpu")
+        except RuntimeError as error:  # torch's, for want of memory
+            raise CheckpointError(
+                f"{name!r} in {self.checkpoint.describe()} has {count(region):,} elements, for which this process "
+                f"cannot get memory: {error}"
+            ) from None
         self.wanted.append(Wanted(name, region, memory, by_all))
         return memory
 

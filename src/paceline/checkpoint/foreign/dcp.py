@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 from paceline.checkpoint.foreign.dcp_metadata import Chunk, Item, read_metadata
 from paceline.checkpoint.foreign.state import TensorInfo, infos_of
+from paceline.checkpoint.format.regular_files import open_regular
 from paceline.checkpoint.format.values import TensorRef
 from paceline.checkpoint.names import escaped
 from paceline.checkpoint.trees import take_apart
@@ -81,7 +83,9 @@ class DcpDirectory:
                 f"{self.path}/{chunk.file} holds an object for {name}, and to unpickle objects is to run what the file "
                 f"says: {str(error).splitlines()[0]} Leave it out of the state that is saved, or save plain values"
             ) from None
-        except RuntimeError as error:
+        except CheckpointError:
+            raise
+        except Exception as error:  # a damaged pickle can raise anything
             raise CheckpointDamagedError(f"{self.path}/{chunk.file} has no readable {name}: {error}") from error
 
     def _inside(self, file: str) -> Path:
@@ -95,14 +99,14 @@ class DcpDirectory:
 
 def _read(path: Path, at: int = 0, nbytes: int = -1) -> bytes:
     try:
-        with path.open("rb") as file:
+        with open(open_regular(path), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if at + max(nbytes, 0) > size:
+                raise CheckpointDamagedError(f"{path} is cut: it ends before byte {at + nbytes:,}")
             file.seek(at)
-            data = file.read(nbytes)
+            return file.read(nbytes)
     except FileNotFoundError:
         raise CheckpointDamagedError(f"{path} is missing") from None
-    if 0 <= nbytes != len(data):
-        raise CheckpointDamagedError(f"{path} is cut: it ends before byte {at + nbytes:,}")
-    return data
 
 
 @dataclass

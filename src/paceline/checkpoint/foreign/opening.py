@@ -7,6 +7,7 @@ from pathlib import Path
 
 from paceline.checkpoint.foreign.state import Foreign
 from paceline.checkpoint.format.headers import length_of
+from paceline.checkpoint.format.regular_files import open_regular
 from paceline.errors import CheckpointError
 
 _ZIP = b"PK\x03\x04"
@@ -22,12 +23,12 @@ def open_foreign(path: str | os.PathLike[str]) -> Foreign | None:
     """
     where = Path(path)
     if where.is_dir():
-        if not (where / ".metadata").is_file():
+        if not os.path.lexists(where / ".metadata"):
             return None
         from paceline.checkpoint.foreign.dcp import DcpDirectory
 
         return DcpDirectory(where)
-    with where.open("rb") as file:
+    with open(open_regular(where, follows=True), "rb") as file:
         beginning = file.read(8)
     if beginning.startswith((_ZIP, _PICKLE)):
         from paceline.checkpoint.foreign.torch_files import TorchFile

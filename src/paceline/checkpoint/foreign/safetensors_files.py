@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from paceline.checkpoint.element_types import type_of
 from paceline.checkpoint.foreign.state import TensorInfo
 from paceline.checkpoint.format.headers import Slot, length_of, read_header
+from paceline.checkpoint.format.regular_files import open_regular
 from paceline.checkpoint.format.values import TensorRef
 from paceline.checkpoint.names import escaped
 from paceline.errors import CheckpointDamagedError
@@ -44,9 +46,9 @@ class SafetensorsFile:
 
 
 def _slots_of(path: Path) -> list[Slot]:
-    nbytes = path.stat().st_size
     try:
-        with path.open("rb") as file:
+        with open(open_regular(path, follows=True), "rb") as file:
+            nbytes = os.fstat(file.fileno()).st_size
             beginning = file.read(8)
             header = beginning + file.read(length_of(beginning) - len(beginning))
         slots = read_header(header)[0]
@@ -55,4 +57,6 @@ def _slots_of(path: Path) -> list[Slot]:
     end = max((slot.at + slot.nbytes for slot in slots), default=len(header))
     if end > nbytes:
         raise CheckpointDamagedError(f"{path} is cut: it has {nbytes:,} bytes, and its tensors end at {end:,}")
+    if end < nbytes:
+        raise CheckpointDamagedError(f"{path} has {nbytes:,} bytes, and its tensors end at {end:,} already")
     return slots

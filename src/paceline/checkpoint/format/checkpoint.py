@@ -19,7 +19,6 @@ from paceline.errors import CheckpointDamagedError, CheckpointError
 
 Progress: TypeAlias = Callable[[int, int], None]
 
-_MOST_TRIES = 5
 _DIRECT_NBYTES = 64 << 10  # what is read without the block around it, if nothing is to be verified
 
 
@@ -274,12 +273,16 @@ def open_checkpoint(where: str | os.PathLike[str]) -> Checkpoint:
     place = place_at(where)
     if place.size(FILE) is not None:
         return Checkpoint(place, "")
-    for _ in range(_MOST_TRIES):
+    damaged: dict[str, str] = {}
+    while True:
         listings = listing_of(place)
-        whole_one = next((each for each in listings if each.fault is None), None)
+        whole_one = next((each for each in listings if each.fault is None and each.name not in damaged), None)
         if whole_one is None:
             break
-        with contextlib.suppress(CheckpointDamagedError):  # a save has just removed it, since there is a newer one
+        try:
             return Checkpoint(place, whole_one.name)
-    faults = "; ".join(f"{each.name}: {each.fault}" for each in listings if each.fault is not None)
+        except CheckpointDamagedError as error:  # or a save has just removed it, since there is a newer one
+            damaged[whole_one.name] = str(error)
+    known = {each.name: each.fault or damaged[each.name] for each in listings}
+    faults = "; ".join(map(": ".join, known.items()))
     raise CheckpointError(f"{place.describe()} has no whole checkpoint" + (f" ({faults})" if faults else ""))

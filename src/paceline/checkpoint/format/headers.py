@@ -90,18 +90,22 @@ def read_header(header: bytes | bytearray) -> tuple[list[Slot], dict[str, str]]:
     """Returns where the tensors of a file are, and the metadata, from its header.
 
     Raises:
-        ValueError: this is no safetensors file.
+        ValueError: this is no safetensors file, or its tensors do not follow one another without gaps and overlaps.
     """
     try:
         raw = msgspec.json.decode(header[_LENGTH_NBYTES:], type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(raw.pop(_METADATA, msgspec.Raw(b"{}")), type=dict[str, str])
         infos = {key: msgspec.json.decode(each, type=_Info) for key, each in raw.items()}
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"its header is not that of a safetensors file: {error}") from None
-    slots = []
     for key, info in infos.items():
-        slot = Slot(key, info.dtype, info.shape, len(header) + info.data_offsets[0])
-        if info.dtype not in ITEMSIZE or slot.nbytes != info.data_offsets[1] - info.data_offsets[0]:
+        is_sound = info.dtype in ITEMSIZE and all(size >= 0 for size in info.shape)
+        if not is_sound or nbytes_of(info.dtype, info.shape) != info.data_offsets[1] - info.data_offsets[0]:
             raise ValueError(f"its header has {info.dtype} {list(info.shape)} with bytes {info.data_offsets} for {key}")
-        slots.append(slot)
+    end = 0
+    for key, info in sorted(infos.items(), key=lambda each: each[1].data_offsets):
+        if info.data_offsets[0] != end:
+            raise ValueError(f"the bytes {info.data_offsets} of {key} do not begin at {end}, where those before end")
+        end = info.data_offsets[1]
+    slots = [Slot(key, info.dtype, info.shape, len(header) + info.data_offsets[0]) for key, info in infos.items()]
     return slots, metadata

@@ -12,9 +12,11 @@ from paceline.checkpoint.format.direct import DirectWriter
 from paceline.checkpoint.format.disk import Disk
 from paceline.checkpoint.format.manifest import FILE as MANIFEST
 from paceline.checkpoint.format.places import InputFile, OutputFile
+from paceline.checkpoint.format.regular_files import open_regular, status_of
 
 _MOST_TRIES = 100
 _LARGE = ".safetensors"  # files that may be large
+_OPENING = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # whatever somebody has put in the place of a manifest
 # The manifests that this process holds, by device and inode: to open and close one would let it go.
 _held_here: set[tuple[int, int]] = set()
 
@@ -41,9 +43,13 @@ class LocalPlace:
             return []
 
     def size(self, name: str) -> int | None:
-        """Returns a file's size in bytes; None if there is no such file."""
+        """Returns a file's size in bytes; None if there is no such file.
+
+        Raises:
+            CheckpointDamagedError: it is a link, a pipe or something else than a regular file.
+        """
         try:
-            return (self.path / name).stat().st_size
+            return status_of(self.path / name).st_size
         except (FileNotFoundError, NotADirectoryError):
             return None
 
@@ -67,8 +73,8 @@ class LocalPlace:
         return file
 
     def open(self, name: str) -> InputFile:
-        """Opens a file for reading."""
-        return _Input(os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC))
+        """Opens a file for reading; raises what `size` raises."""
+        return _Input(open_regular(self.path / name))
 
     def sync_directory(self, name: str) -> None:
         """Returns when the names in a directory survive the loss of power."""
@@ -102,7 +108,7 @@ class LocalPlace:
 
     def share(self, directory: str) -> _Shared:
         """Keeps a checkpoint from being removed while it is read; on a file system without locks it does nothing."""
-        descriptor = os.open(self.path / directory / MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(self.path / directory / MANIFEST, os.O_RDONLY | _OPENING)
         for _ in range(_MOST_TRIES):  # somebody who asks whether it is held has the lock for an instant
             with contextlib.suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -113,9 +119,9 @@ class LocalPlace:
         """Returns whether a live process writes or reads this directory."""
         manifest = self.path / directory / MANIFEST
         try:
-            if _identity(os.stat(manifest)) in _held_here:
+            if _identity(os.lstat(manifest)) in _held_here:
                 return True
-            descriptor = os.open(manifest, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(manifest, os.O_RDWR | _OPENING)
         except OSError:
             return False
         try:

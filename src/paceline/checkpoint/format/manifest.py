@@ -5,16 +5,22 @@ A checkpoint is what its manifest says; a directory without a readable one is no
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from paceline.checkpoint.format.dtypes import ITEMSIZE
-from paceline.checkpoint.format.regions import Region, untiled
-from paceline.checkpoint.format.values import Json
+from paceline.checkpoint.format.dtypes import ITEMSIZE, nbytes_of
+from paceline.checkpoint.format.regions import Region, count, untiled
+from paceline.checkpoint.format.regions import fault_of as fault_of_region
+from paceline.checkpoint.format.values import Json, tensors_in
 from paceline.errors import CheckpointError
 
 VERSION = 1
 FILE = "manifest.json"
+_FILE_NAME = re.compile(r"\w[\w.-]{0,254}", re.ASCII)
+_LARGEST = 1 << 62
+_LARGEST_SEQUENCE = 1 << 53
+_LATEST_S = 1 << 37  # which a date of four digits has
 BLOCK_NBYTES = 1 << 20  # each block of a piece has a digest of its own, so that a reader of a part can check it
 
 
@@ -135,13 +141,53 @@ def merged(parts: Iterable[Part]) -> tuple[dict[str, FileEntry], dict[str, Tenso
 
 def fault_of(manifest: Manifest) -> str | None:
     """Returns what in a manifest contradicts itself, as one that was edited may; None if nothing does."""
+    if (fault := fault_of_summary(manifest)) is not None:
+        return fault
+    if manifest.block_nbytes < 1 or manifest.world_size < 1 or not 0 <= manifest.written_at_s < _LATEST_S:
+        return "a size or the time is none that can be"
+    used: dict[str, list[tuple[int, int]]] = {name: [(0, each.header_nbytes)] for name, each in manifest.files.items()}
     for name, entry in manifest.tensors.items():
-        if entry.dtype not in ITEMSIZE:
-            return f"the tensor {name} has the unknown type {entry.dtype}"
-        if (fault := untiled(entry.shape, [piece.region for piece in entry.pieces])) is not None:
+        if (fault := _fault_of_tensor(entry, manifest, used)) is not None:
             return f"of the tensor {name} {fault}"
-        for piece in entry.pieces:
-            if piece.file not in manifest.files:
-                return f"the tensor {name} is in {piece.file}, which is not listed"
-    unlisted = [name for name in manifest.here or () if name not in manifest.files]
+    for name, ranges in used.items():
+        ends = [stop for _, stop in sorted(ranges)]
+        starts = [start for start, _ in sorted(ranges)]
+        if any(start < end for start, end in zip(starts[1:], ends, strict=False)):
+            return f"two tensors, or a tensor and the header, have the same bytes of {name}"
+    if missing := sorted(tensors_in(manifest.values) - manifest.tensors.keys()):
+        return f"a value refers to the tensor {missing[0]}, which is not listed"
+    return None
+
+
+def fault_of_summary(summary: Summary | Manifest) -> str | None:
+    """Returns what is wrong with the numbers and names of files that a manifest states; None if nothing is."""
+    for name, entry in summary.files.items():
+        if not _FILE_NAME.fullmatch(name) or name == FILE:
+            return f"{name!r} is no name of a file beside it"
+        if not 0 <= entry.header_nbytes <= entry.nbytes <= _LARGEST:
+            return f"{name} has {entry.nbytes:,} bytes, {entry.header_nbytes:,} of them as its header"
+    if not 0 <= summary.sequence <= _LARGEST_SEQUENCE:
+        return f"its sequence is {summary.sequence}"
+    unlisted = [name for name in summary.here or () if name not in summary.files]
     return f"{unlisted[0]} is said to be here, but is not listed" if unlisted else None
+
+
+def _fault_of_tensor(entry: TensorEntry, manifest: Manifest, used: dict[str, list[tuple[int, int]]]) -> str | None:
+    """Adds the bytes of a tensor's pieces to those of its files that are in use; returns what is wrong with them."""
+    if entry.dtype not in ITEMSIZE:
+        return f"the type {entry.dtype} is unknown"
+    if any(size < 0 for size in entry.shape) or nbytes_of(entry.dtype, entry.shape) > _LARGEST:
+        return f"the shape {list(entry.shape)} is none that can be"
+    for piece in entry.pieces:
+        if piece.file not in manifest.files:
+            return f"a piece is in {piece.file}, which is not listed"
+        if (fault := fault_of_region(piece.region, entry.shape)) is not None:
+            return f"a piece has {fault}"
+        nbytes, file = count(piece.region) * ITEMSIZE[entry.dtype], manifest.files[piece.file]
+        if not 0 <= piece.at <= piece.at + nbytes <= file.nbytes:
+            return f"the bytes {piece.at} to {piece.at + nbytes} of {piece.file} are named, which has {file.nbytes}"
+        if len(piece.digests) != max(-(-nbytes // manifest.block_nbytes), 1):
+            return f"a piece of {nbytes} bytes has {len(piece.digests)} digests"
+        if nbytes:
+            used[piece.file].append((piece.at, piece.at + nbytes))
+    return untiled(entry.shape, [piece.region for piece in entry.pieces])

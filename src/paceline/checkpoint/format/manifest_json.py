@@ -18,9 +18,10 @@ from paceline.checkpoint.format.manifest import (
     Summary,
     TensorEntry,
     fault_of,
+    fault_of_summary,
 )
 from paceline.checkpoint.format.regions import Box, Flat, Region
-from paceline.checkpoint.format.values import Json
+from paceline.checkpoint.format.values import Json, tensors_in
 from paceline.errors import CheckpointDamagedError, CheckpointError
 
 T = TypeVar("T")
@@ -128,9 +129,7 @@ def from_bytes(data: bytes, where: str) -> Manifest:
         CheckpointError: it is no manifest, or one of a newer version.
     """
     manifest = _read(data, where, lambda: _manifest_in(msgspec.json.decode(data, type=_Manifest)))
-    if (fault := fault_of(manifest)) is not None:
-        raise CheckpointDamagedError(f"{where} contradicts itself: {fault}")
-    return manifest
+    return _sound(manifest, where, fault_of)
 
 
 def summary_from_bytes(data: bytes, where: str) -> Summary:
@@ -140,7 +139,13 @@ def summary_from_bytes(data: bytes, where: str) -> Summary:
         CheckpointDamagedError: the text is cut or was changed.
         CheckpointError: it is no manifest, or one of a newer version.
     """
-    return _read(data, where, lambda: msgspec.json.decode(data, type=Summary))
+    return _sound(_read(data, where, lambda: msgspec.json.decode(data, type=Summary)), where, fault_of_summary)
+
+
+def _sound(read: T, where: str, fault_of: Callable[[T], str | None]) -> T:
+    if (fault := fault_of(read)) is not None:
+        raise CheckpointDamagedError(f"{where} contradicts itself: {fault}")
+    return read
 
 
 def _read(data: bytes, where: str, decode: Callable[[], T]) -> T:
@@ -159,7 +164,7 @@ def _read(data: bytes, where: str, decode: Callable[[], T]) -> T:
         if not is_intact:
             raise CheckpointDamagedError(f"{where} was changed: its text does not have the digest at its end")
         return decode()
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         if not is_intact:
             seen = f"is cut or was changed: {error}" if data else "is empty"
             raise CheckpointDamagedError(f"{where} {seen}") from None
@@ -170,6 +175,7 @@ def _manifest_in(read: _Manifest) -> Manifest:
     if read.digests != digests.NAME:
         raise ValueError(f"its digests are {read.digests!r}; this version knows {digests.NAME!r}")
     values: Json = msgspec.json.decode(read.values)
+    tensors_in(values)  # fails here where they are nested too deeply
     return Manifest(
         step=read.step,
         sequence=read.sequence,

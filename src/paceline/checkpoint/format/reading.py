@@ -12,6 +12,8 @@ from paceline.checkpoint.format.places import Place, Source
 from paceline.checkpoint.format.refusals import could_not
 from paceline.errors import CheckpointDamagedError, CheckpointError
 
+_MOST_NBYTES = 4 << 30  # of a manifest, which has some tens of bytes for each MiB of the checkpoint
+
 
 @dataclass(frozen=True)
 class Listing:
@@ -50,7 +52,9 @@ def read_file(place: Source, name: str) -> bytes:
     """Returns all that a small file holds."""
     file = place.open(name)
     with contextlib.closing(file):
-        buffer = bytearray(file.size())
+        if (nbytes := file.size()) > _MOST_NBYTES:
+            raise CheckpointDamagedError(f"{place.describe(name)} has {nbytes:,} bytes, too many for what it should be")
+        buffer = bytearray(nbytes)
         return bytes(buffer[: file.read_into(0, memoryview(buffer))])
 
 
@@ -92,5 +96,5 @@ def latest_name(place: Place) -> str | None:
     """Returns what the pointer `latest` names; None if there is none."""
     try:
         return read_file(place, LATEST).decode("utf-8", "replace").strip() or None
-    except FileNotFoundError:
+    except (FileNotFoundError, CheckpointDamagedError):
         return None

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 from math import prod
 
 
@@ -127,11 +125,19 @@ def _runs_of_box(box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     row = prod(shape[axis + 1 :])
     length = (box.shape[axis] if shape else 1) * row
     strides = [prod(shape[each + 1 :]) for each in range(len(shape))]
-    outer = [range(first, first + extent) for first, extent in zip(box.offset[:axis], box.shape[:axis], strict=True)]
     start = box.offset[axis] * row if shape else 0
-    for index in product(*outer):
-        begin = start + sum(each * stride for each, stride in zip(index, strides, strict=False))
+    for begin in _begins(start, list(zip(box.offset, box.shape, strides, strict=True))[:axis]):
         yield begin, begin + length
+
+
+def _begins(start: int, outer: list[tuple[int, int, int]]) -> Iterator[int]:
+    """Yields where the runs of a box begin, given the offset, extent and stride of each dimension around them."""
+    if not outer:
+        yield start
+        return
+    (first, extent, stride), *inner = outer
+    for index in range(first, first + extent):
+        yield from _begins(start + index * stride, inner)
 
 
 def untiled(shape: tuple[int, ...], regions: Sequence[Region]) -> str | None:
@@ -140,10 +146,13 @@ def untiled(shape: tuple[int, ...], regions: Sequence[Region]) -> str | None:
         if (fault := fault_of(region, shape)) is not None:
             return fault
     held = [each for each in (simplified(region, shape) for region in regions) if count(each) > 0]
+    flat = sorted((each.start, each.stop) for each in held if isinstance(each, Flat))
+    if len(flat) == len(held):
+        return _untiled_runs(prod(shape), iter(flat))
     boxes = [each for each in held if isinstance(each, Box)]
-    if boxes and len(boxes) == len(held):
-        return _untiled_boxes(shape, boxes)
-    return _untiled_runs(prod(shape), heapq.merge(*(runs(each, shape) for each in held)))
+    for start, stop in flat:
+        boxes += blocks(shape, start, stop)
+    return _untiled_boxes(shape, boxes)
 
 
 def _untiled_runs(total: int, ascending: Iterator[tuple[int, int]]) -> str | None:
