@@ -57,8 +57,13 @@ class Machines:
         verb: str = "run",
         more: Mapping[str, str] | None = None,
         shift_s: int = 0,
+        says: str | None = None,
     ) -> subprocess.Popen[str]:
-        """Starts a launcher on a host, whose clock is ahead; its output goes to files that `said` reads."""
+        """Starts a launcher on a host, whose clock is ahead; its output goes to files that `said` reads.
+
+        Args:
+            says: a line for its stdin.
+        """
         name, value = self.mark.split("=")
         environment = {**ENVIRONMENT, name: value, "GLOO_SOCKET_IFNAME": "eth0", **(more or {})}
         if secret is not None:
@@ -70,7 +75,12 @@ class Machines:
         def inside() -> subprocess.Popen[str]:
             enter(self.network.hosts[host])
             with open(self.directory / f"out-{number}", "w") as out, open(self.directory / f"err-{number}", "w") as err:
-                return subprocess.Popen(words, stdout=out, stderr=err, text=True, env=environment)
+                stdin = None if says is None else subprocess.PIPE
+                started = subprocess.Popen(words, stdin=stdin, stdout=out, stderr=err, text=True, env=environment)
+            if started.stdin is not None:
+                started.stdin.write(f"{says}\n")
+                started.stdin.close()
+            return started
 
         with ThreadPoolExecutor(1) as thread:
             self._started.append(thread.submit(inside).result())

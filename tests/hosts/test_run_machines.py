@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 from hosts.machines import Machines
 from hosts.network import ipv4
@@ -147,15 +150,24 @@ def test_the_others_end_when_the_serving_launcher_is_killed(machines):
     assert f"the launcher at {ipv4(0)}:29400, where the machines meet, was lost: " in here.said(other)
 
 
+def command_lines() -> Iterator[str]:
+    """Yields the command lines of all processes, which every user of the machine can read."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            yield path.read_text(errors="replace")
+
+
 def test_a_token_is_all_that_another_machine_needs(machines):
     here = machines(2)
     words = (str(here.script), str(here.directory))
     serving = here.start(0, "--print-token", "--nnodes=2", "--master-addr", ipv4(0), *words, secret=None)
     here.wait(lambda: here.said(serving, "out").endswith("\n"))
-    verb, join, token, *rest = here.said(serving, "out").split()
-    assert (verb, join, rest) == ("paceline", "join", list(words))
-    other = here.start(1, token, "--nproc-per-node=2", *rest, secret=None, verb="join")
+    verb, join, dash, *rest, token = here.said(serving, "out").split()
+    assert (verb, join, dash, rest) == ("paceline", "join", "-", list(words))
+    other = here.start(1, "-", "--nproc-per-node=2", *rest, secret=None, verb="join", says=token)
     here.wait_for(3)
+    assert "join\0-\0" in Path(f"/proc/{other.pid}/cmdline").read_text()
+    assert not any(token in text for text in command_lines())
     here.say("end")
     here.expect(serving, 0)
     here.expect(other, 0)
@@ -228,7 +240,7 @@ def test_doctors_of_two_machines_examine_the_path_between_them(machines):
     listening = here.start(0, "--listen", ipv4(0), verb="doctor", secret=None)
     here.wait(lambda: here.said(listening, "out").endswith("\n"))
     token = here.said(listening, "out").split()[-1]
-    visiting = here.start(1, "--peer", token, verb="doctor", secret=None)
+    visiting = here.start(1, "--peer", "-", verb="doctor", secret=None, says=token)
     here.expect(visiting, 0)
     here.expect(listening, 0)
     assert "3 MiB each way at" in here.said(visiting, "out")

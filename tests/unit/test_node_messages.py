@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import pty
+import termios
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from launching import wait_until
 
 from paceline.launch.failures import Failure, Record
 from paceline.launch.nodes.framing import LARGEST, Inbox, MessageError, decode, encode
-from paceline.launch.nodes.join_token import Token, TokenError
+from paceline.launch.nodes.join_token import Token, TokenError, read_token
 from paceline.launch.nodes.messages import (
     Alive,
     Answered,
@@ -113,6 +119,26 @@ def test_any_json_is_a_message_or_refused(content):
 @given(st.text(min_size=1, max_size=60).filter(lambda text: len(text.encode()) < 256), st.integers(0, 65535))
 def test_a_token_brings_back_address_and_secret(host, port):
     assert Token.decode(f" {Token(host, port, b's' * 32).encode()}\n") == Token(host, port, b"s" * 32)
+
+
+def test_a_token_is_asked_for_at_a_terminal_and_not_shown(monkeypatch, capsys):
+    ours, theirs = pty.openpty()
+    with os.fdopen(ours, "r+b", buffering=0) as terminal, os.fdopen(theirs) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        with ThreadPoolExecutor(1) as thread:
+            asked = thread.submit(read_token)
+            wait_until(lambda: not termios.tcgetattr(stdin)[3] & termios.ECHO)
+            terminal.write(b"pl1-token\n")
+            assert asked.result(60) == "pl1-token\n"
+        assert termios.tcgetattr(stdin)[3] & termios.ECHO
+        os.set_blocking(terminal.fileno(), False)
+        assert b"pl1" not in (terminal.read(4096) or b"")
+    assert capsys.readouterr().err.startswith("join token: ")
+
+
+def test_a_token_comes_from_a_pipe(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("pl1-token\nfor the workers\n"))
+    assert read_token() == "pl1-token\n"
 
 
 def test_a_damaged_token_is_refused_and_the_secret_is_not_shown():

@@ -52,7 +52,12 @@ def parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentPars
         description="Joins the job whose launcher printed TOKEN, with workers of this machine. Only what is given here "
         "is run: the script is the same on all machines.",
     )
-    joining.add_argument("token", metavar="TOKEN", help="from `paceline run --print-token`; - reads it from stdin")
+    joining.add_argument(
+        "token",
+        metavar="TOKEN",
+        help="- asks for what `paceline run --print-token` printed, or reads it from stdin; "
+        "as an argument it could be seen by other users",
+    )
     add_run_arguments(joining, environment)
     printing = commands.add_parser(
         "launch-script",

@@ -71,7 +71,8 @@ def _run(options: argparse.Namespace) -> int:
     if not options.print_token:
         return run_job(job)
     job, listener, secret, token = _token(job)
-    print(f"paceline join {token} {' '.join(_words(options))}", flush=True)
+    # Two lines: the token holds the secret, and every user of a machine can read the arguments of its processes.
+    print(f"paceline join - {' '.join(_words(options))}\n{token}", flush=True)
     return run_job(job, listener, secret)
 
 
@@ -131,14 +132,21 @@ def _words(options: argparse.Namespace) -> list[str]:
 def _join(options: argparse.Namespace) -> int:
     from paceline.launch.agent import run as run_job
     from paceline.launch.job import job_of
-    from paceline.launch.nodes.join_token import Token
+    from paceline.launch.nodes.join_token import Token, read_token
     from paceline.launch.values import OptionError
 
     if options.hosts:
         raise OptionError("--hosts starts a job on other machines, and `paceline join` takes part in one: leave it out")
     choose_security(options)
-    word = sys.stdin.readline() if options.token == "-" else options.token
-    token = Token.decode(word)
+    if options.token == "-":
+        token = Token.decode(read_token())
+    else:
+        token = Token.decode(options.token)
+        print(
+            "paceline join: other users of this machine can read the token in its list of processes, and join the job "
+            "with it; `paceline join -` asks for it",
+            file=sys.stderr,
+        )
     host = f"[{token.host}]" if ":" in token.host else token.host
     options.rdzv_endpoint, options.rdzv_backend = f"{host}:{token.port}", "c10d"
     options.rdzv_conf = {**options.rdzv_conf, "is_host": "0"}

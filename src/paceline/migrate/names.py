@@ -97,6 +97,14 @@ _GROUP_USERS = {
 }
 _PARTS_WITH_GROUPS = {"timm": ("timm.utils",), "transformers": ("Trainer", "TrainingArguments")}
 
+TELLING_WORDS = (
+    ("distributed",),
+    ("horovod",),
+    *((name.rpartition(".")[2],) for name in _RENAMED),
+    *((library, *part.split(".")) for library in _GROUP_USERS for part in _PARTS_WITH_GROUPS.get(library, ("",))),
+)
+"""Words of which one group is in each file that `concerns_us` or `group_user` has to do with."""
+
 
 def concerns_us(name: str) -> bool:
     """Returns whether `name` belongs to what is migrated."""

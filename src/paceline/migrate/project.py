@@ -76,8 +76,11 @@ def migrate(paths: Sequence[Path], way: Way | None = None) -> Program:
     """
     texts = {path: text for path in files_at(paths) if (text := _text(path)) is not None}
     scripts = {path: text for path, text in texts.items() if path.suffix == ".py"}
-    readings, unread = _readings({path: text for path, text in scripts.items() if _is_worth_reading(text)})
-    program = Program(Choice(way) if way is not None else _choice(readings), unread=unread)
+    worth = {path: text for path, text in scripts.items() if _is_worth_reading(text)}
+    readings, unread = _readings(worth)
+    for path, _ in unread:
+        del worth[path]
+    program = Program(Choice(way) if way is not None else _choice(readings, worth), unread=unread)
     for path, text in texts.items():
         if path in readings:
             from paceline.migrate.python_files import migrate_python
@@ -133,7 +136,7 @@ def _is_worth_reading(text: str) -> bool:
 
 
 def _readings(texts: dict[Path, str]) -> tuple[dict[Path, Reading], list[tuple[Path, str]]]:
-    """Returns the Python files as they were read, and those that cannot be."""
+    """Returns the Python files that may concern the migration as they were read, and those of them that cannot be."""
     if not texts:
         return {}, []
     try:
@@ -142,11 +145,14 @@ def _readings(texts: dict[Path, str]) -> tuple[dict[Path, Reading], list[tuple[P
         raise MissingLibCST(
             f"{next(iter(texts))} is read with LibCST, which is not installed: pip install 'paceline[migrate]'"
         ) from None
+    from paceline.migrate.prefilter import may_concern
     from paceline.migrate.reading import read
 
     readings: dict[Path, Reading] = {}
     unread: list[tuple[Path, str]] = []
     for path, text in texts.items():
+        if not may_concern(text):
+            continue
         try:
             readings[path] = read(text)
         except libcst.ParserSyntaxError as error:
@@ -154,16 +160,16 @@ def _readings(texts: dict[Path, str]) -> tuple[dict[Path, Reading], list[tuple[P
     return readings, unread
 
 
-def _choice(readings: dict[Path, Reading]) -> Choice:
+def _choice(readings: dict[Path, Reading], texts: dict[Path, str]) -> Choice:
     """Returns the way for these files; modules beside them that they import count too."""
-    if not readings:
+    if not texts:
         return Choice(Way.IMPORT)
     from paceline.migrate.survey import choose_way
 
     choice = choose_way({str(path): reading for path, reading in readings.items()})
     if choice.way is Way.PLUGIN:
         return choice
-    for path in _modules_beside(readings):
+    for path in _modules_beside(texts, readings):
         if "torch.distributed" in (_text(path) or ""):
             reason = (
                 f"{path} mentions torch.distributed and is not among the files to migrate; name its folder for both"
@@ -172,13 +178,29 @@ def _choice(readings: dict[Path, Reading]) -> Choice:
     return choice
 
 
-def _modules_beside(readings: dict[Path, Reading]) -> Iterator[Path]:
+def _modules_beside(texts: dict[Path, str], readings: dict[Path, Reading]) -> Iterator[Path]:
     """Yields the modules that the files import from their own folders, and that are not among them."""
-    known = {path.resolve() for path in readings}
-    for path, reading in readings.items():
-        for imported in reading.imports:
-            parts = imported.name.split(".")
+    from paceline.migrate.prefilter import imports_of
+
+    known = {path.resolve() for path in texts}
+    folders = {path.parent for path in texts}
+    neighbours = {folder: _names_in(folder, known) for folder in folders}
+    for path, text in texts.items():
+        if not any(name in text for name in neighbours[path.parent]):
+            continue  # most files: to parse them all would take longer than all else
+        names = [each.name for each in readings[path].imports] if path in readings else imports_of(text)
+        for imported in names:
+            parts = imported.split(".")
             for length in range(1, len(parts) + 1):
                 module = path.parent.joinpath(*parts[:length]).with_suffix(".py")
                 if module.is_file() and module.resolve() not in known:
                     yield module
+
+
+def _names_in(folder: Path, known: set[Path]) -> set[str]:
+    """Returns the first words by which a file in a folder could import modules that are not known."""
+    return {
+        each.stem if each.suffix == ".py" else each.name
+        for each in folder.iterdir()
+        if each.is_dir() or (each.suffix == ".py" and each.resolve() not in known)
+    }

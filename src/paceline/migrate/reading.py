@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import cast
 
 import libcst as cst
@@ -46,7 +47,12 @@ class Reading:
     stars: list[tuple[int, str]] = field(default_factory=list)  # line and module of `from module import *`
     uses: list[Use] = field(default_factory=list)
     calls: dict[cst.CSTNode, cst.Call] = field(default_factory=dict)
-    parents: Mapping[cst.CSTNode, cst.CSTNode] = field(default_factory=dict)
+    resolve_parents: Callable[[], Mapping[cst.CSTNode, cst.CSTNode]] = dict
+
+    @cached_property
+    def parents(self) -> Mapping[cst.CSTNode, cst.CSTNode]:
+        """The parent of each node. They are looked for on first use: it takes a third of the time of all the rest."""
+        return self.resolve_parents()
 
     def concerning(self) -> Iterator[Imported | Use]:
         """Yields what concerns the migration."""
@@ -68,8 +74,11 @@ def read(text: str) -> Reading:
         libcst.ParserSyntaxError: the text is not valid Python.
     """
     wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
-    parents = cast("Mapping[cst.CSTNode, cst.CSTNode]", wrapper.resolve(ParentNodeProvider))
-    collector = _Collector(Reading(wrapper.module, parents=parents))
+
+    def parents() -> Mapping[cst.CSTNode, cst.CSTNode]:
+        return cast("Mapping[cst.CSTNode, cst.CSTNode]", wrapper.resolve(ParentNodeProvider))
+
+    collector = _Collector(Reading(wrapper.module, resolve_parents=parents))
     wrapper.visit(collector)
     return collector.found
 

@@ -18,7 +18,8 @@ from paceline.one_port.header import HEADER_BYTES, NOBODY, PASSED_ON, has_no_hea
 from paceline.one_port.numbers import Numbers
 from paceline.routes import for_resolver
 from paceline.security.handshake import TIMEOUT_S, WITHOUT_HEADER, is_hello
-from paceline.security.peers import is_same_user
+from paceline.security.peers import is_same_user, origin_of_connection
+from paceline.security.pending import Pending
 from paceline.security.refusals import Refusals
 
 MAX_COMERS = 128
@@ -49,7 +50,8 @@ class Gate:
     """Serves, in a thread of its own, until `close`.
 
     It listens on the addresses for which numbers are asked, at one port. At most `MAX_COMERS` connections may be about
-    to say what they want: one more ends the oldest, so that silent connections cannot keep others out.
+    to say what they want: one more ends the oldest of the user or host that has the most of them, so that silent
+    connections cannot keep others out.
 
     Args:
         port: the port.
@@ -62,7 +64,7 @@ class Gate:
     def __init__(self, port: int, name: str) -> None:
         self._port = port
         self._numbers: Numbers[_Tenant] = Numbers()
-        self._comers: dict[_Comer, None] = {}  # in the order of arrival
+        self._comers: Pending[_Comer] = Pending(MAX_COMERS, lambda comer: origin_of_connection(comer.connection))
         self._addresses: set[object] = set()
         self._refusals = Refusals("port")
         self._owner = os.getpid()
@@ -122,12 +124,11 @@ class Gate:
             if is_shortage(error):
                 time.sleep(_PAUSE_S)
             return
-        if len(self._comers) >= MAX_COMERS:
-            oldest = next(iter(self._comers))
-            self._refuse(oldest, f"{oldest.host} was silent while {MAX_COMERS} others came")
         comer = _Comer(connection, str(address[0]), time.monotonic() + TIMEOUT_S)
-        self._comers[comer] = None
         self._watch(connection, partial(self._hear, comer))
+        crowded_out = self._comers.add(comer)
+        if crowded_out is not None:
+            self._refuse(crowded_out, f"{crowded_out.host} was silent while {MAX_COMERS} others came")
 
     def _hear(self, comer: _Comer) -> None:
         try:
@@ -169,7 +170,7 @@ class Gate:
 
     def _forget(self, comer: _Comer) -> None:
         self._selector.unregister(comer.connection)
-        del self._comers[comer]
+        self._comers.remove(comer)
 
     def _welcome(self, asking: socket.socket) -> None:
         try:

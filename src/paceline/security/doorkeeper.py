@@ -14,6 +14,8 @@ from paceline.descriptors import is_shortage
 from paceline.errors import AuthenticationError
 from paceline.security.encryption import Connection, accept
 from paceline.security.handshake import TIMEOUT_S, Hello, PeerGoneError, verify
+from paceline.security.peers import origin_of_connection
+from paceline.security.pending import Pending
 from paceline.security.refusals import Refusals
 
 MAX_HANDSHAKES = 128
@@ -45,9 +47,9 @@ class Listener(Protocol):
 class Doorkeeper:
     """Accepts on `listener`, which it takes over.
 
-    At most `MAX_HANDSHAKES` connections may be proving the secret at a time: one more ends the oldest, so that silent
-    connections cannot keep others out. What is refused is logged, but not a connection that its other end closes before
-    it has sent anything wrong.
+    At most `MAX_HANDSHAKES` connections may be proving the secret at a time: one more ends the oldest of the user or
+    host that has the most of them, so that silent connections cannot keep others out. What is refused is logged, but
+    not a connection that its other end closes before it has sent anything wrong.
 
     Args:
         listener: the listening socket.
@@ -75,7 +77,7 @@ class Doorkeeper:
         self._generation = generation
         self._secret = secret
         self._refusals = Refusals(channel)
-        self._handshakes: dict[int, socket.socket] = {}  # in the order of arrival
+        self._handshakes: Pending[socket.socket] = Pending(MAX_HANDSHAKES, origin_of_connection)
         self._changing = threading.Lock()
         self._owner = os.getpid()
         self._closed = False
@@ -103,12 +105,11 @@ class Doorkeeper:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
         self._listener.close()
         with self._changing:
-            for connection in self._handshakes.values():
+            for connection in self._handshakes:
                 _end(connection)
         self._refusals.close()
 
     def _accept(self) -> None:
-        number = 0
         while not self._closed:
             try:
                 connection, address = self._listener.accept()
@@ -117,35 +118,34 @@ class Doorkeeper:
                     self._shortage = error if is_shortage(error) else None
                     time.sleep(_PAUSE_S)
                 continue
-            number += 1
             _send_at_once(connection)
             with self._changing:
-                if len(self._handshakes) >= MAX_HANDSHAKES:
-                    _end(self._handshakes.pop(next(iter(self._handshakes))))
-                self._handshakes[number] = connection
+                crowded_out = self._handshakes.add(connection)
+                if crowded_out is not None:
+                    _end(crowded_out)
             try:
-                threading.Thread(target=self._check, args=(number, connection, _host(address)), daemon=True).start()
+                threading.Thread(target=self._check, args=(connection, _host(address)), daemon=True).start()
             except RuntimeError:  # the system gives no more threads
-                self._leave(number)
+                self._leave(connection)
                 connection.close()
 
-    def _check(self, number: int, connection: socket.socket, host: str) -> None:
+    def _check(self, connection: socket.socket, host: str) -> None:
         has_proved = False
         try:
             by_s = time.monotonic() + TIMEOUT_S
             checked = accept(connection, self._secret, TIMEOUT_S)
             hello = verify(checked, self._key, self._channel, self._generation, by_s - time.monotonic())
             has_proved = True
-            if self._leave(number) and not self._closed:
+            if self._leave(connection) and not self._closed:
                 checked.settimeout(None)
                 self._admit(checked, hello)
                 return
         except (AuthenticationError, OSError) as error:
-            was_dropped = not (self._leave(number) or has_proved)
+            was_dropped = not (self._leave(connection) or has_proved)
             if not self._closed:  # otherwise it was not refused, but came too late
                 self._refuse(host, error, was_dropped)
         finally:
-            self._leave(number)
+            self._leave(connection)
         connection.close()
 
     def _refuse(self, host: str, error: Exception, was_dropped: bool) -> None:
@@ -155,9 +155,9 @@ class Doorkeeper:
         elif not isinstance(error, (PeerGoneError, ConnectionError)):
             self._refusals.add(host, error)
 
-    def _leave(self, number: int) -> bool:
+    def _leave(self, connection: socket.socket) -> bool:
         with self._changing:
-            return self._handshakes.pop(number, None) is not None
+            return self._handshakes.remove(connection)
 
 
 def _send_at_once(connection: socket.socket) -> None:

@@ -29,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="wait for the doctor on another machine, and print the command to run there",
     )
     pair.add_argument(
-        "--peer", metavar="TOKEN", help="check the network to and from the machine whose doctor printed TOKEN"
+        "--peer",
+        metavar="TOKEN",
+        help="check the network to and from the machine whose doctor printed TOKEN; - asks for it",
     )
 
 
@@ -82,13 +84,13 @@ def _listen(place: str) -> list[Finding]:
     secret = secrets.token_bytes(32)
     with listen_at_port(host, int(port or 0), secret) as listener:
         token = Token(host, listener.getsockname()[1], secret).encode()
-        print(f"paceline doctor --peer {token}", flush=True)
+        print(f"paceline doctor --peer -\n{token}", flush=True)
         return serve(listener, secret)
 
 
 def _visit(word: str) -> list[Finding]:
     from paceline.cli.doctor.pair import visit
-    from paceline.launch.nodes.join_token import Token
+    from paceline.launch.nodes.join_token import Token, read_token
 
-    token = Token.decode(word)
+    token = Token.decode(read_token() if word == "-" else word)
     return visit((token.host, token.port), token.secret)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import base64
 import binascii
 import struct
+import sys
+import termios
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -62,3 +64,18 @@ class Token:
             return cls(body[1:end].decode(), _PORT.unpack_from(body, end)[0], body[end + _PORT.size :])
         except (binascii.Error, struct.error, IndexError, UnicodeDecodeError):
             raise TokenError("the join token is damaged or cut off; copy all of it") from None
+
+
+def read_token() -> str:
+    """Returns the first line of stdin; at a terminal it is asked for, and not shown."""
+    if not sys.stdin.isatty():
+        return sys.stdin.readline()
+    shown = termios.tcgetattr(sys.stdin)
+    hidden = [each & ~termios.ECHO if at == 3 else each for at, each in enumerate(shown)]
+    print("join token: ", end="", file=sys.stderr, flush=True)
+    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, hidden)  # a line that was pasted with the command stays
+    try:
+        return sys.stdin.readline()
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, shown)
+        print(file=sys.stderr)

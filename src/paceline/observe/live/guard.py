@@ -26,12 +26,16 @@ class Guard:
         access: the rules.
         prefix: the path under which a proxy serves the page, such as "/user/ana/proxy/8080", or "". Paths with and
             without it are understood, since some proxies take it away and others do not.
+        passed: is told the address of each connection with a request that has shown the token.
     """
 
-    def __init__(self, inner: Application, access: Access, prefix: str = "") -> None:
+    def __init__(
+        self, inner: Application, access: Access, prefix: str = "", passed: Callable[[object], None] = lambda _: None
+    ) -> None:
         self._inner = inner
         self._access = access
         self._prefix = prefix
+        self._passed = passed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one connection."""
@@ -43,6 +47,8 @@ class Guard:
             return
         request = self._request_of(scope)
         verdict = self._access.decide(request)
+        if verdict in (Verdict.PASSES, Verdict.ENTERS):
+            self._passed(scope.get("client"))
         if verdict is Verdict.PASSES:
             await self._inner({**scope, "path": request.path, "root_path": ""}, receive, _with_headers(send))
         elif verdict is Verdict.ENTERS:

@@ -22,7 +22,11 @@ _BEAT_S = 15.0  # a comment goes out after so long without a change, so that pro
 
 
 def application(
-    hub: Hub, access: Access, prefix: str = "", actions: dict[str, Callable[[], str]] | None = None
+    hub: Hub,
+    access: Access,
+    prefix: str = "",
+    actions: dict[str, Callable[[], str]] | None = None,
+    passed: Callable[[object], None] = lambda _: None,
 ) -> Guard:
     """Returns the page.
 
@@ -32,6 +36,7 @@ def application(
         prefix: the path under which a proxy serves it.
         actions: what may be asked for by POST to actions/NAME, each returning a word about what was done. It is used
             only if `access.acts`.
+        passed: is told the address of each connection with a request that has shown the token.
     """
     known_files = assets()  # no path is ever made of what a request asks for
     index = known_files["index.html"]
@@ -76,7 +81,7 @@ def application(
         Route("/metrics", prometheus),
         Route("/actions/{name}", action, methods=["POST"]),
     ]
-    return Guard(Starlette(routes=routes), access, prefix)
+    return Guard(Starlette(routes=routes), access, prefix, passed)
 
 
 async def _events(hub: Hub, last_id: str | None) -> AsyncIterator[bytes]:

@@ -95,14 +95,16 @@ class Serving:
     async def _serve(self) -> None:
         import uvicorn
 
+        from paceline.observe.live.connections import PageConnections, protocol_of
         from paceline.observe.live.hub import Hub
         from paceline.observe.live.server import application
 
+        connections = PageConnections()
         hub = self._hub = Hub(self._look, life=secrets.token_hex(4))
         config = uvicorn.Config(
-            application(hub, self._access, self._prefix, self._actions),
+            application(hub, self._access, self._prefix, self._actions, connections.passed),
             loop="asyncio",
-            http="h11",
+            http=protocol_of(connections),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -110,7 +112,6 @@ class Serving:
             server_header=False,
             date_header=False,
             proxy_headers=False,
-            limit_concurrency=256,
             h11_max_incomplete_event_size=16384,
             timeout_keep_alive=30,
             timeout_graceful_shutdown=1,
