@@ -23,6 +23,7 @@ class Join:
     is_elastic: bool = False
     listens: str = ""  # in an elastic job: where other launchers reach this one, should it have to coordinate
     number: int = -1  # of the machine, if it takes part already; a Follow comes next
+    job: str = ""  # in an elastic job: the one that it was told to join, by its identity
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,18 @@ class Follow:
 
     body: str
     failures: tuple[Failure, ...] = ()
+
+
+@dataclass(frozen=True)
+class Running:
+    """In an elastic job: tells a launcher where the machines meet that a job runs already.
+
+    `job` is its identity; `address` is that of the launcher that coordinates it, empty while its launchers look for
+    another. The answer is an Answered from a launcher that takes part in that job, and nothing from another one.
+    """
+
+    job: str
+    address: str = ""
 
 
 @dataclass(frozen=True)
@@ -267,11 +280,23 @@ class HandOver:
 
 @dataclass(frozen=True)
 class Answered:
-    """In an elastic job: whether the node may follow this launcher, or whom this one follows, -1 if nobody."""
+    """In an elastic job: whether the node may follow this launcher, or whom this one follows, -1 if nobody.
+
+    With `is_stranger` this launcher takes no part in the node's job, so the one that was there before has ended.
+    """
 
     is_welcome: bool
     number: int
     address: str = ""
+    is_stranger: bool = False
+
+
+@dataclass(frozen=True)
+class Moved:
+    """In an elastic job: this job gives way to another, which runs already; join that one at `address`."""
+
+    job: str
+    address: str
 
 
 @dataclass(frozen=True)
@@ -327,6 +352,7 @@ Report = (
     | WorkerSaid
     | Slots
     | Follow
+    | Running
     | Knows
     | Sighting
     | Watching
@@ -348,6 +374,7 @@ Order = (
     | Remember
     | HandOver
     | Answered
+    | Moved
     | Dropped
     | Look
     | Told
