@@ -32,7 +32,7 @@ def test_another_machine_coordinates_when_the_first_is_killed(machines):
 
 
 @pytest.mark.parametrize("nnodes", ["1:2", "2:3"])
-def test_the_first_launcher_joins_the_running_job_when_it_is_started_again(machines, nnodes):
+def test_the_first_launcher_joins_the_job_when_it_starts_again(machines, nnodes):
     hosts = int(nnodes[-1])
     here = machines(hosts)
     launchers = [here.join(host, nnodes) for host in range(hosts)]
@@ -53,7 +53,7 @@ def test_the_first_launcher_joins_the_running_job_when_it_is_started_again(machi
         here.expect(launcher, 0)
 
 
-def test_a_job_that_began_while_it_was_cut_off_gives_way(machines):
+def test_a_job_that_began_while_cut_off_gives_way(machines):
     here = machines(3, bridged=True)
     launchers = [here.join(host, "1:3") for host in range(3)]
     here.wait(lambda: len(here.latest()) == 3)

@@ -162,7 +162,7 @@ def test_no_number_of_a_machine_is_given_again():
     assert begin.machine == 8
 
 
-def test_calls_of_the_own_job_are_answered_and_others_move_a_job_that_has_just_begun():
+def test_calls_of_the_own_job_are_answered_and_others_obeyed():
     aside = deputy()
     assert aside.reported("x", Running("job", "h1:1"), 0.0) == [], "it takes part in no job yet"
     aside.takes_part("job", 3)

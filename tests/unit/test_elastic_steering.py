@@ -291,7 +291,7 @@ def test_only_an_orderly_departure_is_well():
 OTHER = Running("other", "10.0.0.9:29400")
 
 
-def test_a_lone_machine_trains_at_once_and_others_wait_for_a_call_first():
+def test_only_a_lone_machine_trains_without_awaiting_calls():
     for most, waits_s in ((1, 0.0), (2, 2.0)):
         play = Play(1, most)
         play.join("a", serves=True)
@@ -322,7 +322,7 @@ def test_a_job_gives_way_to_one_that_runs_already(trains):
     assert play.steering.running() is None and play.steering.deadline_s is None
 
 
-def test_machines_that_wait_for_others_join_a_job_that_runs_already():
+def test_machines_that_wait_for_others_join_another_job():
     play = Play(2, 3)
     play.join("a", serves=True)
     play.asked("a")
@@ -330,7 +330,7 @@ def test_machines_that_wait_for_others_join_a_job_that_runs_already():
     assert play.asked("a") == [Moved("other", OTHER.address)]
 
 
-def test_no_view_is_given_while_the_machines_of_another_job_look_for_a_coordinator():
+def test_no_view_is_given_while_another_job_seeks():
     play = Play(1, 3)
     play.join("a", serves=True)
     play.report("a", WorkerStarted("0.0.0"))
@@ -360,7 +360,7 @@ def test_a_machine_of_another_job_is_a_stranger():
     assert not play.steering.is_here(1)
 
 
-def test_whoever_was_to_join_a_job_that_has_ended_since_ends_as_it_did():
+def test_who_was_to_join_a_job_ends_as_it_ended():
     play = Play(1, 3)
     play.join("a", serves=True)
     play.report("a", WorkerStarted("0.0.0"), WorkerEnded("0.0.0", "exit code 0", 0), Slots(0))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.checkpoint.copies.service import VARIABLE as COPIES
+from paceline.errors import RendezvousTimeoutError
 from paceline.launch.cleanup import Cleanup
 from paceline.launch.failures import Failure, shortened
 from paceline.launch.generation import CONSEQUENCES_S, Generation
@@ -71,10 +72,16 @@ def _run(job: Job, listener: Listener | None, secret: bytes | None, cleanup: Cle
     try:
         if secret is None:
             secret = secret_of(job, shared, Console().say)
+        until_s = time.monotonic() + job.rendezvous.join_timeout_s
         while True:
             try:
                 code, moved = _take_part(job, listener, secret, shared, cleanup)
             except JobMovedError as error:
+                if time.monotonic() >= until_s:
+                    raise RendezvousTimeoutError(
+                        f"a job runs already, but its coordinator could not be reached for "
+                        f"{job.rendezvous.join_timeout_s:.0f} s ({error}). Check that no firewall is between"
+                    ) from error
                 Console().say(f"the job that runs already cannot be reached ({error}); looking for it again")
                 moved = None
             else:

@@ -267,8 +267,10 @@ class ElasticAgent(Loop):
 
     def _give_way(self, moved: Moved) -> None:
         """Ends the workers, which have no part in the job that this machine is to join."""
-        self._say(f"the job runs already: the launcher at {moved.address} coordinates it; this machine joins it")
-        self.moved, self._end = moved, End(0)
+        self._end = End(0)
+        if self._stopped_by is None:
+            self._say(f"the job runs already: the launcher at {moved.address} coordinates it; this machine joins it")
+            self.moved = moved
         self._close_places()
         if self._members is not None:
             self._members.kill()
@@ -306,6 +308,8 @@ class ElasticAgent(Loop):
         self._premises.close()
 
     def _conclude(self, end: End) -> int:
+        if self.moved is not None:
+            return end.code
         if self._unrest is not None:
             for line in self._unrest.summary(time.monotonic()):
                 self._say(line)

@@ -42,6 +42,7 @@ class EndpointCaller:
     ) -> None:
         self._address, self._secret = address, secret
         self._running, self._is_here = running, is_here
+        self._pause_s = _PAUSE_S
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-caller", daemon=True)
         self._thread.start()
@@ -53,16 +54,15 @@ class EndpointCaller:
 
     def _run(self) -> None:
         listens_there = -1  # the machine of the job that has answered last
-        pause_s = _PAUSE_S
-        while not self._closed.wait(pause_s):
-            pause_s = _PAUSE_S
+        while not self._closed.wait(self._pause_s):
+            self._pause_s = _PAUSE_S
             running = self._running()
             if running is None or (listens_there >= 0 and self._is_here(listens_there)):
                 continue
             try:
                 listens_there = self._call(running)
             except (AuthenticationError, HandshakeUnfinishedError, MessageError, ValueError):
-                pause_s = _LONG_PAUSE_S
+                self._pause_s = _LONG_PAUSE_S
             except OSError:
                 listens_there = -1
 
