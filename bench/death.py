@@ -37,6 +37,7 @@ CORES = 2
 TIMEOUT_S = 5  # of the calls: what takes this long was not told
 ELEMENTS = 25_000
 GROUPS = 9
+WORKS = 8  # asynchronous calls at a time, in `works`
 _LATE = 1  # the rank that stays away in `late`
 _ENTERED = struct.Struct("q")
 
@@ -78,6 +79,19 @@ def _group_calls() -> dict[str, Callable[[], Callable[[], object]]]:
         tensor = torch.zeros(ELEMENTS)
         return lambda: dist.all_reduce(tensor, async_op=True).wait()
 
+    def works() -> Callable[[], object]:
+        tensors = [torch.zeros(ELEMENTS) for _ in range(WORKS)]
+        return lambda: [work.wait() for work in [dist.all_reduce(each, async_op=True) for each in tensors]]
+
+    def futures() -> Callable[[], object]:
+        tensor = torch.zeros(ELEMENTS)
+        return lambda: dist.all_reduce(tensor, async_op=True).get_future().wait()
+
+    def messages() -> Callable[[], object]:
+        sent, received = torch.zeros(ELEMENTS), torch.zeros(ELEMENTS)
+        after, before = (dist.get_rank() + 1) % RANKS, (dist.get_rank() - 1) % RANKS
+        return lambda: [work.wait() for work in (dist.isend(sent, after), dist.irecv(received, before))]
+
     def ddp() -> Callable[[], object]:
         model = dist.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Linear(128, 8)))
         batch = torch.ones(4, 128)
@@ -89,7 +103,16 @@ def _group_calls() -> dict[str, Callable[[], Callable[[], object]]]:
         turn = iter(range(1 << 60))
         return lambda: dist.all_reduce(tensor, group=made[next(turn) % GROUPS])
 
-    return {"all_reduce": all_reduce, "ddp": ddp, "asynchronous": asynchronous, "groups": groups, "hosts": all_reduce}
+    return {
+        "all_reduce": all_reduce,
+        "ddp": ddp,
+        "asynchronous": asynchronous,
+        "works": works,
+        "futures": futures,
+        "messages": messages,
+        "groups": groups,
+        "hosts": all_reduce,
+    }
 
 
 def work(case: str, victim: int, ballast_mib: int, board_path: str) -> Raised | None:
@@ -239,7 +262,7 @@ def measure(case: str, kills: int, ballast_mib: int) -> dict[str, object]:
     return tally.row(case, kills)
 
 
-CASES = ("all_reduce", "ddp", "asynchronous", "groups", "hosts", "late", "gloo")
+CASES = ("all_reduce", "ddp", "asynchronous", "works", "futures", "messages", "groups", "hosts", "late", "gloo")
 
 
 def main() -> None:

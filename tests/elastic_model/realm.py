@@ -21,13 +21,14 @@ from paceline.elastic.orders import End, Order, Say, Tell
 from paceline.elastic.policy import Policy
 
 SILENT_S = 2.0
+CALL_S, QUIET_S, QUIET_SINCE_A_CALL_S = 0.25, 2.0, 5.0  # of a launcher that was started again where the machines meet
 FAULTS = (
     *("kill", "kill", "kill newest", "freeze", "leave", "reset", "cut", "cut", "cut control", "split", "split"),
     *("crash coordinator", "crash coordinator", "crash", "power", "reset links", "reset links", "shrink"),
     *("freeze machine", "split at view", "split at view", "leave coordinator", "leave coordinator"),
 )  # fmt: skip
 HANDED_OVER = End(0, "handed over")
-LASTING = {"power", "crash", "crash coordinator"}
+LASTING = {"power", "crash", "crash coordinator", "restart"}
 TEARING = {
     "cut",
     "split",
@@ -70,6 +71,8 @@ class RealmGroup(Group):
 class Realm(World):
     """One schedule."""
 
+    calls_while_seeking = True  # mutation: without it, only a launcher that coordinates tells of the job
+
     def __init__(
         self,
         seed: int,
@@ -107,8 +110,10 @@ class Realm(World):
         home = str(first.number)
         first.coordinator = Coordinator(self.policy, 0.0, 1, home=home, store=home)
         self.terms[1] = first.number
+        self.meets_at = first  # the launcher at the address where the machines meet
+        self.joined_again = self.second_jobs = 0  # launchers that were started again there
         for launcher in self.launchers.values():
-            self.at(self.chance() * 0.2, None, self.comes, launcher)
+            self.at(self.chance() * 0.2, None, self.comes, launcher, first)
         self.faults = self.some_faults() if faults is None else sorted(faults, reverse=True)
         self.is_calm = not self.is_rude and not self.faults
 
@@ -120,9 +125,9 @@ class Realm(World):
             when += random.randint(0, 60)
         return found[::-1]
 
-    def comes(self, launcher: Launcher) -> None:
-        """A launcher joins the job."""
-        first, site = self.first, launcher.site
+    def comes(self, launcher: Launcher, first: Launcher) -> None:
+        """A launcher joins the job where it is coordinated."""
+        site = launcher.site
         if first.coordinator is None or not first.lives or not self.reach(first.site, site):
             self.launcher_over(launcher, End(1, "no meeting"))
             return
@@ -133,6 +138,33 @@ class Realm(World):
         )
         first.obey(came)
         first.obey(first.coordinator.machine_listed(site.name, self.now_s))
+
+    def restart(self) -> None:
+        """The launcher where the machines meet is killed, and started again with the same command."""
+        if self.meets_at.lives:
+            self.crash(self.meets_at)
+        self.later(0.5, None, self.listens, Site("new", self.meets_at.site.slots, 6), 0.0)
+
+    def listens(self, site: Site, until_s: float) -> None:
+        """A launcher that was started again waits until it is told of a job, or begins one itself."""
+        until_s = until_s or self.now_s + QUIET_S
+        others = [each for each in self.launchers.values() if each.lives and each.account.knowledge.views]
+        leader = next((each for each in others if each.coordinator is not None), None)
+        if leader is not None and leader.coordinator is not None and leader.coordinator.lacks_quorum_s is None:
+            number = len(self.launchers)
+            site.name = str(number)
+            self.sites[site.name] = site
+            account = Account(f"host-{number}", site.slots, number, 2 * number)
+            self.meets_at = self.launchers[number] = Launcher(self, site, account, Seeker(number, SEEKS_S, self.chance))
+            self.joined_again += 1
+            self.comes(self.meets_at, leader)
+            return
+        if self.calls_while_seeking and any(each.seeker.is_seeking for each in others):
+            until_s = self.now_s + QUIET_SINCE_A_CALL_S
+        if self.now_s < until_s:
+            self.after(CALL_S, None, self.listens, site, until_s)
+        elif others:
+            self.second_jobs += 1
 
     def run(self) -> Realm:
         played, faults, heap = 0, self.faults, self.heap
@@ -371,6 +403,8 @@ class Realm(World):
             random.choice(leaders).leaves()
         elif kind == "crash coordinator" and leaders:
             self.crash(random.choice(leaders))
+        elif kind == "restart":
+            self.restart()
         elif kind == "crash" and up:
             self.crash(random.choice(up))
         elif kind == "power" and up:

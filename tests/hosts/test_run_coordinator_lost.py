@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from forked_scripts import run_alone
+from launching import is_alive
 from world import Ranks
 
 from hosts.elastic_machines import TRAINS, machines
+from hosts.network import ipv4
 from hosts.resetting import reset_connections
 
 __all__ = ["machines"]  # a fixture
@@ -25,6 +28,49 @@ def test_another_machine_coordinates_when_the_first_is_killed(machines):
     here.wait(lambda: any(re.search(told, here.said(launcher)) for launcher in launchers[1:]))
     here.say("end")
     for launcher in launchers[1:]:
+        here.expect(launcher, 0)
+
+
+@pytest.mark.parametrize("nnodes", ["1:2", "2:3"])
+def test_the_first_launcher_joins_the_job_when_it_starts_again(machines, nnodes):
+    hosts = int(nnodes[-1])
+    here = machines(hosts)
+    launchers = [here.join(host, nnodes) for host in range(hosts)]
+    here.wait(lambda: len(here.latest()) == hosts)
+    before = here.workers().keys()
+    left = [uid for uid in before if here.host_of(uid) != "h0"]
+    launchers[0].kill()
+    launchers[0] = here.join(0, nnodes)
+    here.wait(lambda: any(here.host_of(uid) == "h0" for uid in here.latest().keys() - before))
+    (new,) = here.latest().keys() - before
+    here.wait_for_view(*left, new)
+    told = "the job runs already: the launcher at (.*):29400 coordinates it; this machine joins it"
+    (coordinator,) = re.findall(told, here.said(launchers[0]))
+    assert coordinator in [ipv4(host) for host in range(1, hosts)]
+    assert all(is_alive(here.pid(uid)) for uid in left)
+    here.say("end")
+    for launcher in launchers:
+        here.expect(launcher, 0)
+
+
+def test_a_job_that_began_while_cut_off_gives_way(machines):
+    here = machines(3, bridged=True)
+    launchers = [here.join(host, "1:3") for host in range(3)]
+    here.wait(lambda: len(here.latest()) == 3)
+    (out,) = (uid for uid in here.workers() if here.host_of(uid) == "h0")
+    left = [uid for uid in here.workers() if uid != out]
+    here.network.cut_host(0)
+    launchers[0].kill()
+    here.wait_for_view(*left)
+    launchers[0] = here.join(0, "1:3")
+    here.expect_line(launchers[0], "slot 0 of 1 is here")
+    here.wait(lambda: here.host_of("0.0.0") == "h0" and here.latest().get("0.0.0") == ["0.0.0"])
+    here.network.heal()
+    here.expect_line(launchers[0], "this machine joins it")
+    here.wait_for_view(*left, f"3.{out[2]}.0")
+    assert "killed by" not in here.said(launchers[0])
+    here.say("end")
+    for launcher in launchers:
         here.expect(launcher, 0)
 
 

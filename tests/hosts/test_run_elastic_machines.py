@@ -76,7 +76,7 @@ def test_the_only_worker_with_the_state_survives_a_stop(machines):
     here.expect(other, 0)
 
 
-def test_a_stopped_worker_is_replaced_while_another_machine_goes_on(machines):
+def test_a_stopped_worker_is_replaced_on_its_machine(machines):
     here = machines(2)
     launchers = [here.join(host, "2") for host in range(2)]
     here.wait(lambda: len(here.latest()) == 2)

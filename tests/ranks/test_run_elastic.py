@@ -173,7 +173,7 @@ def test_a_stopped_worker_is_killed_and_replaced(job):
     job.expect(0)
 
 
-def test_the_only_worker_is_left_alone_when_it_is_stopped(job):
+def test_the_only_worker_may_be_stopped(job):
     job.start(1)
     job.wait_for("0.0.0")
     os.kill(job.pid("0.0.0"), signal.SIGSTOP)

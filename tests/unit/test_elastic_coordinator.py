@@ -264,7 +264,7 @@ def test_a_stopped_worker_is_killed_when_the_others_go_on():
     assert fenced(play) == ["a0"], "once"
 
 
-def test_the_only_worker_with_the_state_is_left_alone_when_it_is_stopped():
+def test_the_only_worker_with_the_state_may_be_stopped():
     play = running("a0", "b0")
     first = play.view()
     play.kill("b0")
@@ -293,7 +293,7 @@ def test_of_two_that_are_stopped_at_once_one_is_left_alone():
     assert play.view().members == ("b0",) and play.view().is_planned is False
 
 
-def test_a_stopped_worker_that_was_killed_by_hand_is_not_waited_for():
+def test_a_stopped_worker_that_is_killed_is_not_awaited():
     play = running("a0")
     stopped(play, "a0")
     play.kill("a0")

@@ -11,6 +11,7 @@ from paceline.elastic.knowledge import Knowledge, Peer, Report, WorkerReport
 from paceline.elastic.messages import Finished, Installed, Leaving, Ready, View, encode, to_worker
 from paceline.launch.elastic.deputy import RESIGN_S, Deputy
 from paceline.launch.elastic.options import ElasticOptions
+from paceline.launch.elastic.steering import ElasticSteering
 from paceline.launch.nodes.membership import Policy
 from paceline.launch.nodes.messages import (
     Answered,
@@ -21,7 +22,9 @@ from paceline.launch.nodes.messages import (
     HandOver,
     Join,
     Know,
+    Moved,
     Order,
+    Running,
     TellWorker,
     WorkerEnded,
     WorkerSaid,
@@ -157,3 +160,33 @@ def test_no_number_of_a_machine_is_given_again():
     assert stands.coordinates
     (begin,) = [each for _, each in stands.reported("node-9", join(-1), now_s) if isinstance(each, Begin)]
     assert begin.machine == 8
+
+
+def test_calls_of_the_own_job_are_answered_and_others_obeyed():
+    aside = deputy()
+    assert aside.reported("x", Running("job", "h1:1"), 0.0) == [], "it takes part in no job yet"
+    aside.takes_part("job", 3)
+    assert aside.reported("x", Running("job", "h1:1"), 0.0) == [("x", Answered(False, 3))]
+    assert aside.reported("x", Running("other", "h1:1"), 0.0) == []
+    policy = Policy("job", 1, 3)
+    steering = ElasticSteering(policy, ElasticOptions())
+    begins = Deputy(policy, ElasticOptions(), steering)
+    begins.reported("a", join(-1), 0.0)
+    assert begins.reported("x", Running(steering.identity, "h1:1"), 0.0) == [("x", Answered(False, -1))]
+    assert begins.reported("x", Running("other", "h1:1"), 0.0) == [("a", Moved("other", "h1:1"))]
+
+
+def test_a_coordinator_tells_of_its_job_and_knows_who_is_there():
+    stands, _ = elected()
+    assert stands.running() == Running("", "x:1")
+    assert stands.is_here(2) and not stands.is_here(0)
+    assert deputy().running() is None and not deputy().is_here(1)
+
+
+def test_one_that_stands_sends_the_machines_of_other_jobs_away():
+    stands = deputy()
+    stands.takes_part("mine", 1)
+    stands.stand(1, 0.5)
+    report = Report(2, "h2", 1, 2, msgspec.structs.replace(KNOWN, job="theirs"))
+    told = stands.reported("node-2", Follow(msgspec.json.encode(report).decode()), time.monotonic())
+    assert told == [("node-2", Answered(False, -1, is_stranger=True)), ("node-2", Dropped())]

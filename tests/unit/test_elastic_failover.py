@@ -10,7 +10,7 @@ import gc
 import pytest
 from elastic_model.launchers import Launcher
 from elastic_model.members import Violation
-from elastic_model.realm import Realm
+from elastic_model.realm import FAULTS, Realm
 from sampling import FACTOR
 
 from paceline.elastic import coordinator, retiring
@@ -51,6 +51,24 @@ def test_the_schedules_notice_views_that_others_do_not_know(monkeypatch):
     with pytest.raises(Violation, match="two views at once"):
         for seed in range(300):
             Realm(seed, *CUT_OFF_AS_IT_DECIDES).run()
+
+
+def restarts(seed: int) -> Realm:
+    """Plays a schedule in which the launcher where the machines meet is started again, and something else happens."""
+    when = 100 + seed % 100
+    other = FAULTS[seed % len(FAULTS)]
+    return Realm(seed, [(when, "restart"), (when + seed % 30, other)], rounds=60).run()
+
+
+def test_a_launcher_that_starts_again_joins_the_job():
+    realms = [restarts(seed) for seed in range(200)]
+    assert sum(each.joined_again for each in realms) > 150
+    assert not [each.seed for each in realms if each.second_jobs]
+
+
+def test_the_schedules_notice_calls_of_coordinators_only(monkeypatch):
+    monkeypatch.setattr(Realm, "calls_while_seeking", False)
+    assert any(restarts(seed).second_jobs for seed in range(200))
 
 
 def leaves(seed: int) -> Realm:

@@ -18,15 +18,19 @@ from paceline.launch.elastic.steering import ElasticSteering
 from paceline.launch.failures import Failure, Record
 from paceline.launch.nodes.membership import Policy
 from paceline.launch.nodes.messages import (
+    Answered,
     Begin,
     Departing,
+    Dropped,
     End,
     Follow,
     HandOver,
     Join,
     Leave,
+    Moved,
     Order,
     Remember,
+    Running,
     Slots,
     TellWorker,
     Wait,
@@ -282,3 +286,86 @@ def test_only_an_orderly_departure_is_well():
     assert not departed(signal.SIGTERM, insists=True).is_well(0)
     assert not departed(signal.SIGTERM, is_shared=False).is_well(0), "a job of one machine was cut short"
     assert not departed(signal.SIGTERM, took_part=False).is_well(0), "it has no elastic loop"
+
+
+OTHER = Running("other", "10.0.0.9:29400")
+
+
+def test_only_a_lone_machine_trains_without_awaiting_calls():
+    for most, waits_s in ((1, 0.0), (2, 2.0)):
+        play = Play(1, most)
+        play.join("a", serves=True)
+        play.report("a", WorkerStarted("0.0.0"), WorkerStarted("0.0.0"))
+        play.say("a", "0.0.0", Ready("same"))
+        if waits_s:
+            assert not any(isinstance(each, TellWorker) for each in play.asked("a"))
+            assert play.steering.deadline_s == waits_s
+            play.now_s += waits_s
+            play.take(play.steering.tick(play.now_s))
+        assert any(isinstance(each, TellWorker) for each in play.asked("a"))
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_job_gives_way_to_one_that_runs_already(trains):
+    play = Play(1, 3)
+    play.join("a", serves=True)
+    if trains:
+        play.run("a", "0.0.0")
+        assert play.views == {"0.0.0": ("0.0.0",)}
+    play.join("b")
+    play.asked("a"), play.asked("b")
+    play.take(play.steering.heard_of(OTHER, play.now_s))
+    moved = Moved("other", OTHER.address)
+    assert play.asked("a") == [moved] and play.asked("b") == [moved]
+    play.join("late")
+    assert play.asked("late") == [moved]
+    assert play.steering.running() is None and play.steering.deadline_s is None
+
+
+def test_machines_that_wait_for_others_join_another_job():
+    play = Play(2, 3)
+    play.join("a", serves=True)
+    play.asked("a")
+    play.take(play.steering.heard_of(OTHER, play.now_s))
+    assert play.asked("a") == [Moved("other", OTHER.address)]
+
+
+def test_no_view_is_given_while_another_job_seeks():
+    play = Play(1, 3)
+    play.join("a", serves=True)
+    play.report("a", WorkerStarted("0.0.0"))
+    play.say("a", "0.0.0", Ready("same"))
+    for _ in range(20):
+        play.now_s += 1.0
+        play.take(play.steering.heard_of(Running("other"), play.now_s))
+        play.take(play.steering.tick(play.now_s))
+    told = play.asked("a")
+    assert [each.reason for each in told if isinstance(each, Wait)].count(
+        "a job of this address runs already, and looks for a coordinator; waiting for it"
+    ) == 1
+    assert not any(isinstance(each, TellWorker) for each in told)
+    play.now_s += 5.0
+    play.take(play.steering.tick(play.now_s))
+    assert any(isinstance(each, TellWorker) for each in play.asked("a")), "they have given up"
+
+
+def test_a_machine_of_another_job_is_a_stranger():
+    play = Play(1, 3)
+    play.join("a", serves=True)
+    play.asked("a")
+    play.join("b", number=1)
+    play.report("b", Follow(msgspec.json.encode(Report(1, "b", 1, 1, Knowledge(job="other"))).decode()))
+    assert play.asked("b") == [Answered(False, -1, is_stranger=True), Dropped()]
+    assert play.asked("a") == [Wait("a job of this address runs already, and looks for a coordinator; waiting for it")]
+    assert not play.steering.is_here(1)
+
+
+def test_who_was_to_join_a_job_ends_as_it_ended():
+    play = Play(1, 3)
+    play.join("a", serves=True)
+    play.report("a", WorkerStarted("0.0.0"), WorkerEnded("0.0.0", "exit code 0", 0), Slots(0))
+    assert End(0) in play.asked("a")
+    play.join("b", job=play.steering.identity)
+    assert play.asked("b") == [End(0, "the job is over")]
+    play.join("c")
+    assert play.asked("c") == [End(1, "the job is over")]

@@ -72,7 +72,7 @@ def test_a_minority_is_told_its_view_once_the_others_know_it():
     assert views(coordinator.machine_knows("1", generation, 0.0))[0].members == ("0.0.0",)
 
 
-def test_the_stopped_are_killed_once_the_others_know_of_the_view_without_them():
+def test_the_stopped_are_killed_when_others_know_the_view():
     coordinator, _ = running(m0=1, m1=2)
     assert fenced(coordinator.worker_stalled("1.0.0", "stopped", 0.0)) == ["1.0.0"], "a majority is in the view"
     orders = coordinator.worker_stalled("1.1.0", "stopped", 0.0)

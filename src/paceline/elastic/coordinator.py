@@ -61,7 +61,14 @@ class Coordinator:
     """
 
     def __init__(
-        self, policy: Policy, now_s: float, term: int = 1, *, home: str | None = None, store: str = ""
+        self,
+        policy: Policy,
+        now_s: float,
+        term: int = 1,
+        *,
+        home: str | None = None,
+        store: str = "",
+        identity: str = "",
     ) -> None:
         """Makes the coordinator of a job that begins now.
 
@@ -72,10 +79,12 @@ class Coordinator:
             home: the machine that the coordinator is on, if there are others that may have to coordinate after it;
                 the names of machines are their numbers then.
             store: where the members of the views meet, if not in the store of their environment.
+            identity: tells the job from all others.
         """
         self._roster = Roster()
         self._home = home
         self._job = Job(policy, now_s, self._roster, Views(self._roster, term, store=store), is_shared=home is not None)
+        self._job.identity, self._job.quiet_until_s = identity, now_s + policy.quiet_s
         self._is_resuming = False
         self.retirement: Retirement | None = None  # once this coordinator's launcher is about to end
         self.lacks_quorum_s: float | None = None  # since when it waits for those without whom it may not decide
@@ -126,6 +135,11 @@ class Coordinator:
         self.machine_listed(machine, now_s)
         self._is_resuming = was_resuming
         return [self._job.over] if self._job.over is not None else self._settle(now_s)
+
+    def hold_back(self, until_s: float) -> bool:
+        """Gives no first view before that time, since another job may run already; returns False if there is one."""
+        self._job.quiet_until_s = max(self._job.quiet_until_s, until_s)
+        return self._job.views.latest is None
 
     def machine_knows(self, machine: str, generation: int, now_s: float) -> Orders:
         """Notes that the machine's launcher has taken in a Know, with views up to that number."""

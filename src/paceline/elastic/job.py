@@ -34,6 +34,8 @@ class Job:
         lacks_quorum: the job waits for members without whom it may not go on.
         lessons: of learners that another coordinator has known, and that have not been heard of yet.
         donations: by lesson, what its donors have said.
+        identity: tells this job from all others.
+        quiet_until_s: no first view is given before.
         must_move: the members are to meet in another store, since the one of the latest view is about to end.
     """
 
@@ -58,6 +60,8 @@ class Job:
     lessons: dict[str, Lesson] = field(default_factory=dict)
     donations: dict[int, dict[str, Donating]] = field(default_factory=dict)
     must_move: bool = False
+    identity: str = ""
+    quiet_until_s: float = 0.0
     _said: str = ""
 
     def say(self, text: str) -> None:

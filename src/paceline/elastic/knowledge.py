@@ -36,6 +36,7 @@ class Knowledge(msgspec.Struct, frozen=True):
         ended: machines whose launchers have ended, and their workers with them.
         peers: the machines.
         lessons: the last one of each learner that may not have caught up with the others.
+        job: tells the job from all others.
     """
 
     term: int = 0
@@ -47,6 +48,7 @@ class Knowledge(msgspec.Struct, frozen=True):
     ended: tuple[int, ...] = ()
     peers: tuple[Peer, ...] = ()
     lessons: tuple[Lesson, ...] = ()
+    job: str = ""
 
     def is_dead(self, uid: str) -> bool:
         """Returns whether a worker's end was confirmed."""
@@ -122,6 +124,7 @@ def merge(parts: Iterable[Knowledge]) -> Knowledge:
         lessons=_open(
             (lesson for each in known for lesson in each.lessons), views[complete].members if complete in views else ()
         ),
+        job=next((each.job for each in reversed(known) if each.job), ""),
     )
 
 

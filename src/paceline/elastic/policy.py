@@ -23,6 +23,7 @@ class Policy:
         join_timeout_s: how long the job waits for `min_workers`.
         return_patience_s: how long after it was heard of last the workers of a machine that cannot be reached are left
             out, unless workers report before that their connections broke.
+        quiet_s: how long after the job began the first view waits for the news that another job runs already.
         follow_patience_s: how long a new coordinator gives machines to follow it, before it leaves their workers out.
     """
 
@@ -37,4 +38,5 @@ class Policy:
     quorum_timeout_s: float = 120.0
     join_timeout_s: float = 600.0
     return_patience_s: float = 0.0
+    quiet_s: float = 0.0
     follow_patience_s: float = 0.5

@@ -38,12 +38,13 @@ def _knowledge(job: Job, home: int) -> Knowledge:
         ended=tuple(int(each.name) for each in machines if each.has_left and each.has_said_so),
         peers=tuple(Peer(int(each.name), each.host, each.address) for each in machines if not each.has_left),
         lessons=tuple(job.open_lessons()),
+        job=job.identity,
     )
 
 
 def resume(job: Job, known: Knowledge, now_s: float) -> None:
     """Puts the job into the state that is known; the machines are yet to come back."""
-    job.fingerprint = known.fingerprint or None
+    job.fingerprint, job.identity = known.fingerprint or None, known.job
     lost_s = now_s - job.policy.return_patience_s + job.policy.follow_patience_s
     for peer in known.peers:
         name = str(peer.number)

@@ -25,8 +25,9 @@ def give_first(job: Job, now_s: float) -> bool:
     """
     policy, ready = job.policy, job.roster.ready()
     if len(ready) >= policy.min_workers:
-        until_s = ready[0].ready_s + policy.start_patience_s
-        if len(ready) >= job.roster.expected() or now_s >= until_s:
+        is_complete = len(ready) >= job.roster.expected()
+        until_s = max(job.quiet_until_s, 0.0 if is_complete else ready[0].ready_s + policy.start_patience_s)
+        if now_s >= until_s:
             _start(job, ready)
             return True
         job.due_s.append(until_s)

@@ -6,17 +6,31 @@ import hmac
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.checkpoint.copies.service import VARIABLE as COPIES
+from paceline.errors import RendezvousTimeoutError
 from paceline.launch.cleanup import Cleanup
 from paceline.launch.failures import Failure, shortened
 from paceline.launch.generation import CONSEQUENCES_S, Generation
 from paceline.launch.job import Job
 from paceline.launch.loop import Crew, Loop
-from paceline.launch.nodes.meeting import NodeConnection, open_meeting
-from paceline.launch.nodes.messages import End, Failed, Finished, Leave, Order, Sighting, Start, Stop, Stopped, Wait
+from paceline.launch.nodes.meeting import JobMovedError, NodeConnection, open_meeting
+from paceline.launch.nodes.messages import (
+    End,
+    Failed,
+    Finished,
+    Leave,
+    Moved,
+    Order,
+    Sighting,
+    Start,
+    Stop,
+    Stopped,
+    Wait,
+)
 from paceline.launch.one_port import open_gate, require_port
 from paceline.launch.output import Console
 from paceline.launch.shared_secret import SharedSecret, secret_of
@@ -54,20 +68,43 @@ def run(job: Job, listener: Listener | None = None, secret: bytes | None = None)
 
 
 def _run(job: Job, listener: Listener | None, secret: bytes | None, cleanup: Cleanup) -> int:
-    connection = None
     shared = SharedSecret(os.environ)
     try:
         if secret is None:
             secret = secret_of(job, shared, Console().say)
-        connection = open_meeting(job, secret, Console().say, listener)
+        until_s = time.monotonic() + job.rendezvous.join_timeout_s
+        while True:
+            try:
+                code, moved = _take_part(job, listener, secret, shared, cleanup)
+            except JobMovedError as error:
+                if time.monotonic() >= until_s:
+                    raise RendezvousTimeoutError(
+                        f"a job runs already, but its coordinator could not be reached for "
+                        f"{job.rendezvous.join_timeout_s:.0f} s ({error}). Check that no firewall is between"
+                    ) from error
+                Console().say(f"the job that runs already cannot be reached ({error}); looking for it again")
+                moved = None
+            else:
+                if moved is None:
+                    return code
+            running = (moved.job, moved.address) if moved is not None else None
+            job, listener = replace(job, rendezvous=replace(job.rendezvous, running=running)), None
+    finally:
+        shared.close()
+
+
+def _take_part(
+    job: Job, listener: Listener | None, secret: bytes | None, shared: SharedSecret, cleanup: Cleanup
+) -> tuple[int, Moved | None]:
+    """Runs this machine's part of the job; returns the exit code, and the job that it is to join instead."""
+    connection = open_meeting(job, secret, Console().say, listener)
+    try:
         if job.one_port is not None:
             require_port(connection.address, secret)
         with _agent_of(job, connection, secret, shared, cleanup) as agent:
-            return agent.run()
+            return agent.run(), agent.moved
     finally:
-        shared.close()
-        if connection is not None:
-            connection.close()
+        connection.close()
 
 
 def _agent_of(

@@ -79,6 +79,7 @@ class RendezvousOptions:
     last_call_s: float = 0.5
     silence_s: float = 2.0
     return_timeout_s: float = 120.0  # how long the machines of an elastic job wait for those that they cannot reach
+    running: tuple[str, str] | None = None  # the elastic job that this machine joins, and its coordinator's address
 
 
 @dataclass(frozen=True)

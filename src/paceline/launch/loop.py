@@ -25,7 +25,7 @@ from paceline.launch.keyboard import Keyboard
 from paceline.launch.logs import Logs
 from paceline.launch.machine import Machine
 from paceline.launch.nodes.meeting import NodeConnection
-from paceline.launch.nodes.messages import AskStacks, End, Join, Look, Order, Seen, Sighting, Told, Watching
+from paceline.launch.nodes.messages import AskStacks, End, Join, Look, Moved, Order, Seen, Sighting, Told, Watching
 from paceline.launch.one_port import gate_variables
 from paceline.launch.output import Console
 from paceline.launch.shared_secret import SharedSecret
@@ -59,6 +59,7 @@ class Loop(ABC):
     """One machine's launcher. The subclasses say which workers run, and what follows when one ends."""
 
     word = "rank"  # what the numbers in front of the workers' lines are
+    moved: Moved | None = None  # the job gives way to another, which this machine is to join
 
     def __init__(
         self, job: Job, connection: NodeConnection, secret: bytes | None, shared: SharedSecret, cleanup: Cleanup
@@ -169,6 +170,7 @@ class Loop(ABC):
             is_elastic=job.elastic is not None,
             listens=connection.listens,
             store_port=store_port,
+            job=job.rendezvous.running[0] if job.rendezvous.running is not None else "",
         )
 
     @abstractmethod

@@ -34,6 +34,7 @@ from paceline.launch.nodes.messages import (
     Begin,
     End,
     Fence,
+    Moved,
     Order,
     Report,
     Slots,
@@ -133,6 +134,8 @@ class ElasticAgent(Loop):
             case Wait(reason):
                 self._events.tell("wait", reason=reason)
                 self._say(reason)
+            case Moved() if self._end is None:
+                self._give_way(order)
             case End() if self._end is None:
                 self._end = order
                 self._on_end(order)
@@ -145,7 +148,7 @@ class ElasticAgent(Loop):
             self._say(of_slots(first, count, begin.slots))
         self._directory.note(job=begin.run_id, machine=begin.machine)
         environment = self._environment("0")
-        path = os.path.join(self._cleanup.directory, "copies")
+        path = os.path.join(self._cleanup.directory, f"copies-{begin.machine}")
         environment[COPIES] = self._copies.open(path, self._premises.secret)
         around = self._premises.open(begin, environment, self._machine, self._logs, self._keyboard, self._keeper)
         self._members = Crew(
@@ -212,7 +215,7 @@ class ElasticAgent(Loop):
         decision = self._places.ended(member.slot, fate, member.life, now_s)
         if self._unrest is not None and isinstance(decision, Replace):
             self._unrest.lost(member, list(self._members.members.values()), now_s)
-        if self._stopped_by is None:
+        if self._stopped_by is None and self.moved is None:
             self._endings.report(member, code, fate, failure, decision, self._end is not None)
             if isinstance(decision, Close) and failure is not None and record is not None and self._places.count:
                 self._say(f"the last traceback of slot {member.number}:\n{record.text.rstrip()}")
@@ -265,6 +268,16 @@ class ElasticAgent(Loop):
         patience_s = CONSEQUENCES_S if end.code else self._job.shutdown_timeout_s
         self._next_signal = (time.monotonic() + patience_s, signal.SIGTERM)
 
+    def _give_way(self, moved: Moved) -> None:
+        """Ends the workers, which have no part in the job that this machine is to join."""
+        self._end = End(0)
+        if self._stopped_by is None:
+            self._say(f"the job runs already: the launcher at {moved.address} coordinates it; this machine joins it")
+            self.moved = moved
+        self._close_places()
+        if self._members is not None:
+            self._members.kill()
+
     def _on_end_signal(self, number: signal.Signals, crew: LoopCrew | None) -> None:
         self._departure.insists = self._stopped_by is not None
         super()._on_end_signal(number, crew)
@@ -298,6 +311,8 @@ class ElasticAgent(Loop):
         self._premises.close()
 
     def _conclude(self, end: End) -> int:
+        if self.moved is not None:
+            return end.code
         if self._unrest is not None:
             for line in self._unrest.summary(time.monotonic()):
                 self._say(line)

@@ -11,7 +11,7 @@ from paceline.launch.elastic.notebook import report_in
 from paceline.launch.elastic.options import ElasticOptions
 from paceline.launch.elastic.steering import ElasticSteering
 from paceline.launch.nodes.membership import Policy
-from paceline.launch.nodes.messages import Answered, Dropped, Follow, Join, Order, Report
+from paceline.launch.nodes.messages import Answered, Dropped, Follow, Join, Order, Report, Running
 from paceline.launch.nodes.steering import Orders
 
 RESIGN_S = 2.0  # a coordinator that lacks a quorum for so long looks for another
@@ -34,7 +34,7 @@ class Deputy:
         self._candidacy: Candidacy | None = None
         self._leader = (-1, "")  # whom this launcher follows, if it is another
         self._successor: tuple[int, str] | None = None  # to whom it has handed the job over, since it ends
-        self._number = -1
+        self._job, self._number = "", -1
         self._nodes: dict[str, int] = {}  # the machines of those that follow a candidate
         self._said: list[tuple[str, Report]] = []  # to a candidate
         self._orders: Orders = []
@@ -45,6 +45,21 @@ class Deputy:
     def coordinates(self) -> bool:
         """Whether this launcher coordinates the job."""
         return self._steering is not None
+
+    def running(self) -> Running | None:
+        """Returns what a launcher that has not heard of the job is told, if this one coordinates it."""
+        with self._changing:
+            return self._steering.running() if self._steering is not None else None
+
+    def is_here(self, number: int) -> bool:
+        """Returns whether this launcher coordinates the job, and that machine's is connected to it."""
+        with self._changing:
+            return self._steering is not None and self._steering.is_here(number)
+
+    def takes_part(self, job: str, number: int) -> None:
+        """Notes as which machine, and in which job, this launcher takes part."""
+        with self._changing:
+            self._job, self._number = job, number
 
     def follows(self, number: int, address: str) -> None:
         """Notes whom this launcher follows; -1 for nobody."""
@@ -76,6 +91,8 @@ class Deputy:
     def reported(self, node: str, report: Report, now_s: float) -> Orders:
         """Takes another launcher's report."""
         with self._changing:
+            if isinstance(report, Running):
+                return self._heard_of(node, report, now_s)
             if self._steering is not None and not (self._successor and isinstance(report, (Follow, Join))):
                 return self._with(self._steering.reported(node, report, now_s))
             if self._candidacy is None:
@@ -86,6 +103,8 @@ class Deputy:
             body = report_in(report)
             if body is None:
                 return []
+            if body.knowledge.job not in ("", self._job):
+                return [(node, Answered(False, -1, is_stranger=True)), (node, Dropped())]
             self._nodes = {name: number for name, number in self._nodes.items() if number != body.number}
             self._nodes[node] = body.number
             self._candidacy.follows(body, now_s)
@@ -117,6 +136,11 @@ class Deputy:
                 return given
             nodes, self._steering = steering.nodes, None
             return given + [(node, Dropped()) for node in nodes]
+
+    def _heard_of(self, node: str, running: Running, now_s: float) -> Orders:
+        if running.job == (self._steering.identity if self._steering is not None else self._job):
+            return [(node, Answered(False, self._number))]
+        return self._steering.heard_of(running, now_s) if self._steering is not None else []
 
     def _with(self, given: Orders) -> Orders:
         """Notes whether the coordinator, which has given these orders, has handed its office over."""

@@ -26,9 +26,11 @@ from paceline.launch.nodes.messages import (
     HandOver,
     Know,
     Knows,
+    Moved,
     Order,
     Remember,
     Report,
+    Running,
     Wait,
 )
 from paceline.launch.nodes.remote_client import OrderQueue, lost_at
@@ -97,6 +99,15 @@ class Follower:
             if self._notes.leave is not None and self._seeker.has_lost:
                 self._over(End(1))  # there is nobody to take leave of
 
+    def running(self) -> Running | None:
+        """Returns what a launcher that has not heard of the job is to be told by this one; None if by another."""
+        with self._changing:
+            known = self._account.knowledge
+            if self._is_over or self._account.number < 0 or not known.views:
+                return None
+            told = self._deputy.running()
+            return Running(known.job) if told is None and self._seeker.is_seeking else told
+
     def receive(self) -> list[Order]:
         """Returns the orders that have come."""
         return self._queue.receive()
@@ -141,13 +152,14 @@ class Follower:
                 case HandOver():
                     self._turn_over(wire, order)
                 case _:
-                    self._is_over = isinstance(order, End)
+                    self._is_over = isinstance(order, End | Moved)
                     if isinstance(order, Begin):
                         self._seeker.me = order.machine
                     self._queue.put(order)
 
     def _learn(self, wire: Wire, knowledge: Knowledge) -> None:
         self._account.learns(knowledge)
+        self._deputy.takes_part(self._account.knowledge.job, self._account.number)
         self._leader, self._leads = knowledge.coordinator, True
         peers = self._account.knowledge.peers
         address = next((each.address for each in peers if each.number == knowledge.coordinator), "")
@@ -288,6 +300,8 @@ class Follower:
             if self._wire is wire:
                 self._wire = None
         wire.close(lives_on=True)
+        if self._answer.is_stranger:
+            return Answer.ENDED, None
         there = self._answer.number
         return (Answer.SEEKING, None) if there < 0 else (Answer.ELSEWHERE, there)
 

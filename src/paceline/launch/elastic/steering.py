@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -23,6 +24,7 @@ from paceline.launch.nodes.membership import Policy, misfit
 from paceline.launch.nodes.messages import (
     Answered,
     Departing,
+    Dropped,
     End,
     Fence,
     Follow,
@@ -31,9 +33,11 @@ from paceline.launch.nodes.messages import (
     Know,
     Knows,
     Leave,
+    Moved,
     Order,
     Remember,
     Report,
+    Running,
     Slots,
     StopReplacing,
     TellWorker,
@@ -46,6 +50,10 @@ from paceline.launch.nodes.messages import (
 from paceline.launch.nodes.steering import Orders
 
 _RETURN_PATIENCE_S = 2.0  # since a machine was heard of last
+# A job that runs already calls at the address where the machines meet four times a second. Until the first view is
+# given, workers start, which takes them about as long.
+_QUIET_S = 2.0
+_QUIET_SINCE_A_CALL_S = 5.0
 
 
 @dataclass
@@ -59,11 +67,14 @@ class ElasticSteering:
     options: ElasticOptions
     started_s: float = 0.0
     successor: tuple[int, str] | None = None  # the machine that was told to coordinate, and its launcher's address
+    identity: str = field(default_factory=lambda: secrets.token_hex(8))  # of the job
     _is_gathered: bool = False
     _has_spoken: bool = False  # a worker has said anything
     _blame: Blame = field(default_factory=Blame)
-    _end: End | None = None
+    _end: End | Moved | None = None
+    _has_heard_of_another: bool = False
     _returning: dict[str, Join] = field(default_factory=dict)
+    _quiet_until_s: float = 0.0
 
     def __post_init__(self) -> None:
         self._machines = Machines(is_lone=self.policy.max_nodes == 1)
@@ -76,8 +87,9 @@ class ElasticSteering:
             join_timeout_s=self.policy.join_timeout_s,
             quorum_timeout_s=self.policy.return_timeout_s,
             return_patience_s=_RETURN_PATIENCE_S,
+            quiet_s=0.0 if self.policy.max_nodes == 1 else _QUIET_S,
         )
-        return Coordinator(limits, self.started_s, term, home=home, store=store)
+        return Coordinator(limits, self.started_s, term, home=home, store=store, identity=self.identity)
 
     @property
     def deadline_s(self) -> float | None:
@@ -122,7 +134,7 @@ class ElasticSteering:
             now_s: the time.
         """
         machines, known = self._machines, knowledge_of(reports.values())
-        machines.home, self._is_gathered, self._has_spoken = home, True, True
+        machines.home, self._is_gathered, self._has_spoken, self.identity = home, True, True, known.job
         for number, report in reports.items():
             machines.returns(*joins[number], report)
         machines.count = 1 + max([*(peer.number for peer in known.peers), *known.ended, *reports])
@@ -159,6 +171,32 @@ class ElasticSteering:
             case Leave(reason):
                 return self._left(node, reason, now_s)
         return []
+
+    def running(self) -> Running | None:
+        """Returns what a launcher that has not heard of this job is told of it; None when that is over."""
+        if self._end is not None:
+            return None
+        is_sure = self._is_gathered and self._coordinator.lacks_quorum_s is None
+        return Running(self.identity, self._machines.listens(self._machines.home) if is_sure else "")
+
+    def is_here(self, number: int) -> bool:
+        """Returns whether a machine is connected."""
+        return any(each.number == number for each in self._machines.here.values())
+
+    def heard_of(self, other: Running, now_s: float) -> Orders:
+        """Lets this job give way to one that runs already, or wait until that has found a coordinator."""
+        if self._end is not None:
+            return []
+        if other.address:
+            self._end = Moved(other.job, other.address)
+            return [(node, self._end) for node in self._machines.here]
+        self._quiet_until_s = now_s + _QUIET_SINCE_A_CALL_S
+        is_held_back = self._coordinator.hold_back(self._quiet_until_s)
+        if self._has_heard_of_another or not is_held_back:
+            return []
+        self._has_heard_of_another = True
+        text = "a job of this address runs already, and looks for a coordinator; waiting for it"
+        return [(node, Wait(text)) for node in self._machines.here]
 
     def ended(self, node: str, why: str, now_s: float) -> Orders:
         """Removes a node whose launcher has ended: the kernel has killed its workers."""
@@ -208,8 +246,10 @@ class ElasticSteering:
         if join.number >= 0:
             self._returning[node] = join
             return []
+        if isinstance(self._end, Moved):
+            return [(node, self._end)]
         if self._end is not None:
-            return [(node, End(1, "the job is over"))]
+            return [(node, End(self._end.code if join.job == self.identity else 1, "the job is over"))]
         self._machines.add(node, join)
         if self._is_gathered:
             return self._take_in(node, now_s)
@@ -220,6 +260,7 @@ class ElasticSteering:
         machines.home = next(each.number for each in machines.here.values() if each.join.serves)
         if not machines.is_lone:
             self._coordinator = self._make_coordinator(str(machines.home), store=machines.store() or "")
+            self._coordinator.hold_back(self._quiet_until_s)
         return [order for each in list(machines.here) for order in self._take_in(each, now_s)]
 
     def _take_in(self, node: str, now_s: float) -> Orders:
@@ -233,6 +274,9 @@ class ElasticSteering:
         join, report = self._returning.pop(node, None), report_in(follow)
         if join is None or report is None:
             return []
+        if report.knowledge.job not in ("", self.identity):
+            waits = self.heard_of(Running(report.knowledge.job), now_s)
+            return [*waits, (node, Answered(False, -1, is_stranger=True)), (node, Dropped())]
         if self._end is not None:
             return [(node, self._end)]
         machines = self._machines

@@ -25,6 +25,11 @@ from paceline.store.tcp import PortInUseError, listen
 
 if TYPE_CHECKING:
     from paceline.launch.elastic.deputy import Deputy
+    from paceline.launch.elastic.endpoint_caller import EndpointCaller
+
+
+class JobMovedError(Exception):
+    """The elastic job that this machine was to join cannot be reached any more where it was coordinated."""
 
 
 @dataclass
@@ -37,6 +42,7 @@ class NodeConnection:
         server: of the meeting, if it runs here; the launchers of an elastic job all have one.
         deputy: what that does in an elastic job.
         serves: whether the meeting began here.
+        caller: tells those that come to the meeting's address that an elastic job is elsewhere, if it may be.
     """
 
     client: MeetingClient
@@ -44,6 +50,7 @@ class NodeConnection:
     server: MeetingServer | None = None
     deputy: Deputy | None = None
     serves: bool = True
+    caller: EndpointCaller | None = None
 
     @property
     def listens(self) -> str:
@@ -55,6 +62,8 @@ class NodeConnection:
 
     def close(self) -> None:
         """Disconnects; a server waits a little for the others to do so."""
+        if self.caller is not None:
+            self.caller.close()
         self.client.close()
         if self.server is not None:
             self.server.close()
@@ -84,7 +93,7 @@ def open_meeting(
     server = None
     if listener is None and options.serves is not False:
         listener = _listener(options, address, secret)
-    steering = _steering(job) if listener is not None else None
+    steering = _steering(job) if listener is not None and options.running is None else None
     if job.elastic is not None:
         from paceline.launch.elastic.joining import join_elastic
 

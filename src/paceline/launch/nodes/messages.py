@@ -27,6 +27,7 @@ class Join:
     listens: str = ""  # in an elastic job: where other launchers reach this one, should it have to coordinate
     number: int = -1  # of the machine, if it takes part already; a Follow comes next
     store_port: int = 0
+    job: str = ""  # in an elastic job: the one that it was told to join, by its identity
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,18 @@ class Follow:
 
     body: str
     failures: tuple[Failure, ...] = ()
+
+
+@dataclass(frozen=True)
+class Running:
+    """In an elastic job: tells a launcher where the machines meet that a job runs already.
+
+    `job` is its identity; `address` is that of the launcher that coordinates it, empty while its launchers look for
+    another. The answer is an Answered from a launcher that takes part in that job, and nothing from another one.
+    """
+
+    job: str
+    address: str = ""
 
 
 @dataclass(frozen=True)
@@ -273,11 +286,23 @@ class HandOver:
 
 @dataclass(frozen=True)
 class Answered:
-    """In an elastic job: whether the node may follow this launcher, or whom this one follows, -1 if nobody."""
+    """In an elastic job: whether the node may follow this launcher, or whom this one follows, -1 if nobody.
+
+    With `is_stranger` this launcher takes no part in the node's job, so the one that was there before has ended.
+    """
 
     is_welcome: bool
     number: int
     address: str = ""
+    is_stranger: bool = False
+
+
+@dataclass(frozen=True)
+class Moved:
+    """In an elastic job: this job gives way to another, which runs already; join that one at `address`."""
+
+    job: str
+    address: str
 
 
 @dataclass(frozen=True)
@@ -333,6 +358,7 @@ Report = (
     | WorkerSaid
     | Slots
     | Follow
+    | Running
     | Knows
     | Sighting
     | Watching
@@ -354,6 +380,7 @@ Order = (
     | Remember
     | HandOver
     | Answered
+    | Moved
     | Dropped
     | Look
     | Told

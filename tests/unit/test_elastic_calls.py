@@ -1,0 +1,103 @@
+"""Calls of a job's launchers at the address where its machines meet, over sockets of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from launching import wait_until
+
+from paceline.launch.elastic.endpoint_caller import EndpointCaller
+from paceline.launch.nodes.messages import Answered, Join, Report, Running
+from paceline.launch.nodes.server import MeetingServer
+from paceline.launch.nodes.steering import Orders
+from paceline.store.tcp import listen
+
+SECRET = b"42" * 16
+JOB = Running("job", "10.0.0.1:29400")
+
+
+class Called:
+    """A launcher where the machines meet, which takes part in `job` as machine 3."""
+
+    deadline_s = None
+
+    def __init__(self, job: str) -> None:
+        self.job, self.heard = job, list[Report]()
+
+    def reported(self, node: str, report: Report, now_s: float) -> Orders:
+        self.heard.append(report)
+        return [(node, Answered(False, 3))] if report == JOB and self.job == JOB.job else []
+
+    def ended(self, node: str, why: str, now_s: float) -> Orders:
+        return []
+
+    def lost(self, node: str, why: str, now_s: float, silent_s: float = 0.0) -> Orders:
+        return []
+
+    def tick(self, now_s: float) -> Orders:
+        return []
+
+
+@pytest.fixture
+def serving() -> Iterator[dict[str, MeetingServer]]:
+    servers: dict[str, MeetingServer] = {}
+    yield servers
+    for server in servers.values():
+        server.close(0.0)
+
+
+def serve(serving: dict[str, MeetingServer], called: Called) -> tuple[str, int]:
+    server = serving[called.job] = MeetingServer(listen("127.0.0.1", 0, SECRET), SECRET, called, 2.0)
+    return server.address
+
+
+def test_a_launcher_of_no_job_is_called_again_and_again(serving):
+    called = Called("")
+    caller = EndpointCaller(serve(serving, called), SECRET, lambda: JOB, lambda _: True)
+    try:
+        wait_until(lambda: called.heard == [JOB] * 2)
+    finally:
+        caller.close()
+
+
+def test_a_launcher_of_the_job_is_called_once_while_it_is_there(serving):
+    called, here = Called("job"), {3}
+    asked: list[int] = []
+
+    def is_here(number: int) -> bool:
+        asked.append(number)
+        return number in here
+
+    caller = EndpointCaller(serve(serving, called), SECRET, lambda: JOB, is_here)
+    try:
+        wait_until(lambda: len(asked) >= 3)
+        assert called.heard == [JOB] and {*asked} == {3}
+        here.clear()
+        wait_until(lambda: len(called.heard) >= 2)
+    finally:
+        caller.close()
+
+
+def test_nobody_calls_while_there_is_nothing_to_tell(serving):
+    called, asked = Called(""), list[int]()
+
+    def nothing() -> None:
+        asked.append(1)
+
+    caller = EndpointCaller(serve(serving, called), SECRET, nothing, lambda _: False)
+    try:
+        wait_until(lambda: len(asked) >= 3)
+    finally:
+        caller.close()
+    assert called.heard == []
+
+
+def test_a_listener_with_another_secret_gets_no_message(serving):
+    called = Called("")
+    caller = EndpointCaller(serve(serving, called), b"17" * 16, lambda: JOB, lambda _: False)
+    try:
+        wait_until(lambda: caller._pause_s > 1)
+    finally:
+        caller.close()
+    assert not any(isinstance(each, Running | Join) for each in called.heard)
