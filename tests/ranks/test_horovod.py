@@ -173,6 +173,9 @@ def a_barrier_overtakes_calls_under_way() -> None:
     hvd.barrier()
     handle = handle or hvd.allreduce_async(mine, name="early", op=hvd.Sum)
     assert torch.equal(hvd.synchronize(handle), torch.full((3,), float(RANKS)))
+    with pytest.raises(hvd.HorovodInternalError, match="called allreduce.*called barrier"):
+        hvd.synchronize(hvd.allreduce_async(mine)) if hvd.rank() == 0 else hvd.barrier()
+    hvd.barrier()
 
 
 def a_name_is_given_once_at_a_time() -> None:
@@ -222,6 +225,12 @@ def ranks_that_have_joined_contribute_zeros() -> None:
             assert hvd.allreduce(torch.full((4,), 6)).tolist() == [4] * 4
             both = hvd.grouped_allreduce([torch.ones(2), torch.ones(3, dtype=torch.int64)], op=hvd.Sum)
             assert [each.tolist() for each in both] == [[2.0] * 2, [2] * 3]
+            if hvd.rank() != last:
+                early = hvd.allreduce_async(torch.ones(1), op=hvd.Sum)
+            hvd.barrier()
+            if hvd.rank() == last:
+                early = hvd.allreduce_async(torch.ones(1), op=hvd.Sum)
+            assert hvd.synchronize(early).item() == 2
             with pytest.raises(hvd.HorovodInternalError, match=rf"ranks \[{joined_first}\] wait in join"):
                 hvd.allgather(torch.ones(1))
             with pytest.raises(hvd.HorovodInternalError, match=r"wait in join.*broadcast_object"):

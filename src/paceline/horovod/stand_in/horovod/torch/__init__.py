@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import sys
 
-from horovod.common.util import check_extension
-
 import paceline.horovod
 from paceline.horovod import compression, optimizer, state
 from paceline.parallel import sync_batch_norm
+
+from ..common.util import check_extension
 
 _TOLD = "PACELINE_COMPAT_TOLD"  # also reaches the processes that the script starts
 _MODULES = {
