@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -62,10 +63,238 @@ def all_reduces_write_in_place() -> None:
     assert all(torch.equal(each, sum(everybodys()) / RANKS) for each in pair)
 
 
-def gradients_flow_through_an_all_reduce() -> None:
-    mine = of_rank(hvd.rank()).requires_grad_()
-    hvd.allreduce(mine, op=hvd.Sum).sum().backward()
-    assert torch.equal(mine.grad, torch.full((2, 3), float(RANKS)))
+def weight(rank: int) -> float:
+    """Returns the gradient of rank `rank`'s loss, which differs between the ranks."""
+    return 2.0 * rank + 1
+
+
+SUM = sum(weight(rank) for rank in range(RANKS))
+MEAN = SUM / RANKS
+
+
+def gradient(call: Callable[[torch.Tensor], torch.Tensor], mine: torch.Tensor) -> torch.Tensor:
+    """Returns the gradient of a call's argument, where that of its result is `weight(rank)` everywhere."""
+    leaf = mine.clone().requires_grad_()
+    (call(leaf) * weight(hvd.rank())).sum().backward()
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+def gradients_of_all_reduces_are_reduced() -> None:
+    mine = of_rank(hvd.rank())
+    assert torch.equal(gradient(partial(hvd.allreduce, op=hvd.Sum), mine), torch.full((2, 3), SUM))
+    assert torch.equal(gradient(hvd.allreduce, mine), torch.full((2, 3), MEAN))
+    scaled = partial(hvd.allreduce, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4)
+    assert torch.equal(gradient(scaled, mine), torch.full((2, 3), 2 * SUM))
+    assert torch.equal(gradient(lambda x: hvd.grouped_allreduce([x, x], op=hvd.Sum)[1], mine), torch.full((2, 3), SUM))
+    both = gradient(lambda x: sum(hvd.grouped_allreduce([x, 2 * x])), mine)
+    assert torch.equal(both, torch.full((2, 3), 3 * MEAN))
+
+
+def gradients_of_products_and_extremes_are_true() -> None:
+    mine = torch.tensor([hvd.rank() + 1.0, 0.0, -hvd.rank()])
+    product = gradient(partial(hvd.allreduce, op=hvd.Product), mine)
+    assert torch.equal(product, SUM * torch.tensor([6 / (hvd.rank() + 1), 0, {0: 2.0, 1: 0.0, 2: 0.0}[hvd.rank()]]))
+    most = gradient(partial(hvd.allreduce, op=hvd.Max, prescale_factor=2.0), mine)
+    assert torch.equal(most, 2 * SUM * torch.tensor([hvd.rank() == 2, 1 / RANKS, hvd.rank() == 0]))
+    least = gradient(lambda x: hvd.reducescatter(x, op=hvd.Min), mine)
+    assert torch.equal(least, torch.tensor([1.0 * (hvd.rank() == 0), weight(1) / RANKS, weight(2) * (hvd.rank() == 2)]))
+
+
+def gradients_of_a_broadcast_are_averaged_on_its_root() -> None:
+    got = gradient(partial(hvd.broadcast, root_rank=1), of_rank(hvd.rank()))
+    assert torch.equal(got, torch.full((2, 3), MEAN if hvd.rank() == 1 else 0.0))
+
+
+def gradients_of_rows_go_back() -> None:
+    mine = of_rank(hvd.rank(), rows=hvd.rank() + 1)
+    assert torch.equal(gradient(hvd.allgather, mine), torch.full_like(mine, MEAN))
+    assert torch.equal(gradient(lambda x: hvd.grouped_allgather([mine, x])[1], mine), torch.full_like(mine, MEAN))
+    places = gradient(lambda x: hvd.allgather(x) * torch.arange(6.0)[:, None], mine)
+    first = sum(range(hvd.rank() + 1))
+    assert torch.equal(places, MEAN * torch.arange(6.0)[first : first + hvd.rank() + 1, None].expand_as(mine))
+    sent = gradient(hvd.alltoall, torch.ones(RANKS))
+    assert torch.equal(sent, torch.tensor([weight(rank) for rank in range(RANKS)]))
+    sent = gradient(lambda x: hvd.alltoall(x, splits=[2, 0, 1])[0], torch.ones(3))
+    assert torch.equal(sent, torch.tensor([weight(0), weight(0), weight(2)]))
+    of_rows = torch.tensor([weight(0), weight(0), weight(1), weight(2)])
+    whole = torch.arange(4.0)
+    assert torch.equal(gradient(hvd.reducescatter, whole), of_rows)
+    assert torch.equal(gradient(partial(hvd.reducescatter, op=hvd.Sum), whole), of_rows * RANKS)
+    scaled = partial(hvd.reducescatter, prescale_factor=0.5, postscale_factor=3)
+    assert torch.equal(gradient(scaled, whole), of_rows * 1.5)
+    assert torch.equal(gradient(lambda x: hvd.grouped_reducescatter([whole, x])[1], whole), of_rows)
+
+
+def integers_are_scaled_in_float64() -> None:
+    mine = torch.tensor([3, -3, 2**40 + 1]) + hvd.rank()
+    halves = [sum(int((value + rank) * 0.5) for rank in range(RANKS)) for value in (3, -3, 2**40 + 1)]
+    assert hvd.allreduce(mine, op=hvd.Sum, prescale_factor=0.5).tolist() == halves
+    total = [3 * value + 3 for value in (3, -3, 2**40 + 1)]
+    assert hvd.allreduce(mine, op=hvd.Sum, postscale_factor=0.3).tolist() == [int(value * 0.3) for value in total]
+    assert hvd.allreduce(mine, postscale_factor=1.5).tolist() == [int(value * (1.5 / 3)) for value in total]
+    shares = hvd.reducescatter(mine, op=hvd.Sum, prescale_factor=0.5)
+    assert shares.tolist() == halves[hvd.rank() : hvd.rank() + 1]
+    (flags,) = hvd.grouped_allreduce([torch.tensor([7], dtype=torch.uint8)], op=hvd.Sum, prescale_factor=0.5)
+    assert flags.tolist() == [9]
+
+
+def sparse_tensors_are_added() -> None:
+    mine = torch.zeros(5, 2)
+    mine[: hvd.rank()] = hvd.rank()
+    expected = torch.tensor([3.0, 2.0, 0, 0, 0])[:, None].expand(5, 2)
+    total = hvd.sparse_allreduce_async(mine.to_sparse(), name="sparse", op=hvd.Sum)
+    mean = hvd.sparse_allreduce_async(mine.to_sparse(), name="other", op=hvd.Average)
+    assert torch.equal(total().to_dense(), expected)
+    torch.testing.assert_close(mean().to_dense(), expected / RANKS)
+    with pytest.raises(ValueError, match="Sum or Average; got MAX"):
+        hvd.sparse_allreduce_async(mine.to_sparse(), None, hvd.Max)
+    with pytest.raises(ValueError, match="sparse COO"):
+        hvd.sparse_allreduce_async(mine, None, hvd.Sum)
+
+
+def asynchronous_calls_end_in_order() -> None:
+    mine = of_rank(hvd.rank())
+    gathered = hvd.grouped_allgather_async([mine, mine[:1]], name="gathered")
+    scattered = hvd.grouped_reducescatter_async([torch.arange(4.0)], op=hvd.Sum)
+    exchanged = hvd.alltoall_async(torch.full((RANKS,), hvd.rank()))
+    reduced = hvd.allreduce(mine, op=hvd.Sum)
+    assert hvd.poll(gathered)
+    assert torch.equal(reduced, sum(everybodys()))
+    assert torch.equal(hvd.synchronize(gathered)[1], torch.cat([of_rank(rank)[:1] for rank in range(RANKS)]))
+    assert hvd.synchronize(scattered)[0].tolist() == [[0.0, 3.0], [6.0], [9.0]][hvd.rank()]
+    rows, counts = hvd.synchronize(exchanged)
+    assert (rows.tolist(), counts.tolist(), counts.dtype) == ([0, 1, 2], [1, 1, 1], torch.int32)
+
+
+def a_barrier_overtakes_calls_under_way() -> None:
+    mine = torch.ones(3)
+    handle = hvd.allreduce_async(mine, name="early", op=hvd.Sum) if hvd.rank() == 0 else None
+    hvd.barrier()
+    handle = handle or hvd.allreduce_async(mine, name="early", op=hvd.Sum)
+    assert torch.equal(hvd.synchronize(handle), torch.full((3,), float(RANKS)))
+    with pytest.raises(hvd.HorovodInternalError, match="called allreduce.*called barrier"):
+        hvd.synchronize(hvd.allreduce_async(mine)) if hvd.rank() == 0 else hvd.barrier()
+    hvd.barrier()
+
+
+def a_name_is_given_once_at_a_time() -> None:
+    begin = {
+        "allreduce": hvd.allreduce_async,
+        "allgather": hvd.allgather_async,
+        "broadcast": partial(hvd.broadcast_async, root_rank=0),
+        "alltoall": hvd.alltoall_async,
+        "reducescatter": hvd.reducescatter_async,
+    }
+    mine = torch.ones(RANKS)
+    handles = {kind: call(mine, name="same") for kind, call in begin.items()}
+    for kind, call in begin.items():
+        with pytest.raises(ValueError, match=f"(?s){kind}.*'same'.* has the name of another call"):
+            call(mine, name="same")
+    for handle in handles.values():
+        hvd.synchronize(handle)
+    hvd.synchronize(hvd.allreduce_async(mine, name="same"))
+    hvd.allreduce_async(mine, name="forgotten")
+    hvd.allreduce(mine)  # it is made after the other, so that has ended
+    hvd.allreduce(mine, name="forgotten")
+
+
+def calls_that_differ_are_refused_and_the_next_ones_work() -> None:
+    me = hvd.rank()
+    with pytest.raises(hvd.HorovodInternalError, match=r"\[6, 2\].*\[4, 3\]|\[4, 3\].*\[6, 2\]"):
+        hvd.allreduce(torch.ones(*((6, 2) if me == 1 else (4, 3))))
+    with pytest.raises(hvd.HorovodInternalError, match="name='a'.*name='b'|name='b'.*name='a'"):
+        hvd.allreduce(torch.ones(3), name="a" if me == 0 else "b")
+    with pytest.raises(hvd.HorovodInternalError, match="float32.*int64|int64.*float32"):
+        hvd.grouped_allgather([torch.ones(1), torch.ones(1, dtype=torch.float32 if me else torch.int64)])
+    with pytest.raises(hvd.HorovodInternalError, match="root_rank=0.*root_rank=1"):
+        hvd.broadcast(torch.ones(1), root_rank=min(me, 1))
+    with pytest.raises(hvd.HorovodInternalError, match="ranks .* called allreduce.*called reducescatter"):
+        hvd.allreduce(torch.ones(RANKS)) if me == 0 else hvd.reducescatter(torch.ones(RANKS))
+    with pytest.raises(hvd.HorovodInternalError, match="op=SUM"):
+        hvd.synchronize(hvd.allreduce_async(torch.ones(1), op=hvd.Sum if me else hvd.Average))
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == RANKS
+
+
+def ranks_that_have_joined_contribute_zeros() -> None:
+    for last in (2, 0):
+        joined_first = (last + 1) % RANKS
+        if hvd.rank() == joined_first:
+            ended = hvd.join()
+        else:
+            assert hvd.allreduce(torch.full((4,), 6)).tolist() == [4] * 4
+            both = hvd.grouped_allreduce([torch.ones(2), torch.ones(3, dtype=torch.int64)], op=hvd.Sum)
+            assert [each.tolist() for each in both] == [[2.0] * 2, [2] * 3]
+            if hvd.rank() != last:
+                early = hvd.allreduce_async(torch.ones(1), op=hvd.Sum)
+            hvd.barrier()
+            if hvd.rank() == last:
+                early = hvd.allreduce_async(torch.ones(1), op=hvd.Sum)
+            assert hvd.synchronize(early).item() == 2
+            with pytest.raises(hvd.HorovodInternalError, match=rf"ranks \[{joined_first}\] wait in join"):
+                hvd.allgather(torch.ones(1))
+            with pytest.raises(hvd.HorovodInternalError, match=r"wait in join.*broadcast_object"):
+                hvd.broadcast_object(1)
+            if hvd.rank() == last:
+                assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 1
+            ended = hvd.join()
+        assert ended == last
+        assert hvd.allgather_object(ended) == [last] * RANKS
+
+
+def trainings_of_different_lengths_join() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    alone = copy.deepcopy(model)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for step in range(RANKS):
+        plain.zero_grad()
+        for rank in range(step, RANKS):  # rank r has r + 1 batches
+            inputs, targets = batches(step, rank)
+            (mse_loss(alone(inputs), targets) / RANKS).backward()
+        plain.step()
+        if step > hvd.rank():
+            continue
+        inputs, targets = batches(step, hvd.rank())
+        optimizer.zero_grad()
+        mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+    assert hvd.join() == RANKS - 1
+    hvd.broadcast_parameters(model.state_dict(), root_rank=RANKS - 1)
+    torch.testing.assert_close(model.weight, alone.weight)
+
+
+def steps_by_a_closure_are_those_of_one_process(name: str, options: dict[str, object]) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    reference = copy.deepcopy(model)
+    make = getattr(torch.optim, name)
+    optimizer = hvd.DistributedOptimizer(make(model.parameters(), **options), model.named_parameters())
+    alone = make(reference.parameters(), **options)
+
+    def mine() -> torch.Tensor:
+        optimizer.zero_grad()
+        inputs, targets = batches(0, hvd.rank())
+        loss = mse_loss(model(inputs), targets)
+        loss.backward()
+        return loss
+
+    def everything() -> torch.Tensor:
+        alone.zero_grad()
+        losses = [mse_loss(reference(inputs), targets) for inputs, targets in (batches(0, r) for r in range(RANKS))]
+        loss = torch.stack(losses).mean()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        torch.testing.assert_close(optimizer.step(mine), alone.step(everything).detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.weight, reference.weight, rtol=1e-3, atol=1e-4)
+    weights = hvd.allgather(model.weight.detach()[None])
+    assert all(torch.equal(each, weights[0]) for each in weights)
+    with optimizer.skip_synchronize(), pytest.raises(ValueError, match="not reduced"):
+        optimizer.step(mine)
+    optimizer.synchronize()
 
 
 def rows_of_different_numbers_are_gathered() -> None:
@@ -73,9 +302,6 @@ def rows_of_different_numbers_are_gathered() -> None:
     expected = torch.cat([of_rank(rank, rows=rank + 1) for rank in range(RANKS)])
     assert torch.equal(hvd.allgather(mine), expected)
     assert torch.equal(hvd.synchronize(hvd.allgather_async(mine)), expected)
-    mine.requires_grad_()
-    hvd.allgather(mine).sum().backward()
-    assert torch.equal(mine.grad, torch.full_like(mine, RANKS))
     with pytest.raises(ValueError, match="without dimensions"):
         hvd.allgather(torch.tensor(1.0))
 
@@ -96,6 +322,11 @@ def rows_are_reduced_and_shared() -> None:
     shares = [[0, 1], [2], [3]]
     expected = torch.tensor([float(i) for i in shares[hvd.rank()]]) * RANKS + 3
     assert torch.equal(hvd.reducescatter(mine, op=hvd.Sum), expected)
+    even, uneven = hvd.grouped_reducescatter([torch.ones(RANKS, 2), mine])
+    assert torch.equal(even, torch.ones(1, 2))
+    torch.testing.assert_close(uneven, expected / RANKS)
+    with pytest.raises(ValueError, match="without dimensions"):
+        hvd.reducescatter(torch.tensor(1.0))
 
 
 def roots_state_is_everybodys() -> None:
@@ -133,8 +364,10 @@ def process_sets_are_groups() -> None:
 
 
 def refusals_give_their_reasons() -> None:
-    with pytest.raises(ValueError, match="Adasum adds gradients pairwise"):
+    with pytest.raises(NotImplementedError, match="Adasum adds gradients pairwise"):
         hvd.allreduce(torch.ones(1), op=hvd.Adasum)
+    with pytest.raises(NotImplementedError, match="Adasum adds gradients pairwise"):
+        hvd.reducescatter(torch.ones(1), op=hvd.Adasum)
     with pytest.raises(ValueError, match="both op and average"):
         hvd.allreduce(torch.ones(1), op=hvd.Sum, average=True)
     with pytest.raises(AttributeError, match="paceline.ElasticState"):
@@ -197,6 +430,10 @@ def mistakes_around_a_step_are_said() -> None:
         optimizer.step()
     with pytest.raises(ValueError, match="no name for 1 of the 2"):
         hvd.DistributedOptimizer(torch.optim.SGD(model.parameters()), [("weight", model.weight)])
+    with pytest.raises(ValueError, match="positive number of groups"):
+        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters()), groups=0)
+    with pytest.raises(ValueError, match="a parameter twice"):
+        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters()), groups=[[model.weight], [model.weight]])
     with pytest.raises(ValueError, match="occur twice: a"):
         hvd.DistributedOptimizer(torch.optim.SGD(model.parameters()), [("a", p) for p in model.parameters()])
 
@@ -206,7 +443,20 @@ _WORLD = OneWorld(
     ranks_are_numbered,
     all_reduces_return_new_tensors,
     all_reduces_write_in_place,
-    gradients_flow_through_an_all_reduce,
+    gradients_of_all_reduces_are_reduced,
+    gradients_of_products_and_extremes_are_true,
+    gradients_of_a_broadcast_are_averaged_on_its_root,
+    gradients_of_rows_go_back,
+    integers_are_scaled_in_float64,
+    sparse_tensors_are_added,
+    asynchronous_calls_end_in_order,
+    a_barrier_overtakes_calls_under_way,
+    a_name_is_given_once_at_a_time,
+    calls_that_differ_are_refused_and_the_next_ones_work,
+    ranks_that_have_joined_contribute_zeros,
+    trainings_of_different_lengths_join,
+    partial(steps_by_a_closure_are_those_of_one_process, "SGD", {"lr": 0.1, "momentum": 0.9}),
+    partial(steps_by_a_closure_are_those_of_one_process, "LBFGS", {"line_search_fn": "strong_wolfe"}),
     rows_of_different_numbers_are_gathered,
     rows_go_to_each_rank,
     rows_are_reduced_and_shared,
@@ -243,6 +493,32 @@ ALONE = """
 import horovod.torch as hvd
 import torch
 hvd.init()
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from horovod.common.util import check_extension, gpu_available, split_list
+from horovod.runner import run
+from horovod.torch import mpi_ops
+from horovod.torch.compression import Compression
+from horovod.torch.functions import broadcast_object
+from horovod.torch.mpi_ops import allreduce, rank
+from horovod.torch.optimizer import DistributedOptimizer
+from horovod.torch.sync_batch_norm import SyncBatchNorm
+import horovod, os
+assert rank() == hvd.rank() and mpi_ops.size() == 2 and allreduce is hvd.allreduce is hvd.mpi_ops.allreduce
+assert HorovodInternalError is hvd.HorovodInternalError and run is horovod.run and Compression is hvd.Compression
+assert SyncBatchNorm is hvd.SyncBatchNorm and DistributedOptimizer is hvd.DistributedOptimizer
+check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", __file__, "mpi_lib_v2")
+assert [list(each) for each in split_list([1, 2, 3], 2)] == [[1, 2], [3]]
+try:
+    import horovod.torch.elastic
+except ImportError as error:
+    assert "paceline.ElasticState" in str(error)
+else:
+    raise AssertionError
+names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+mine = (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size())
+assert [int(os.environ[f"HOROVOD_{name}"]) for name in names] == list(mine)
+hvd.shutdown()
+hvd.init()
 print(hvd.allreduce(torch.ones(2)).tolist(), hvd.size(), hvd.__name__)
 """
 
@@ -250,7 +526,7 @@ print(hvd.allreduce(torch.ones(2)).tolist(), hvd.size(), hvd.__name__)
 def test_a_script_of_horovod_runs_as_it_is(script):
     done = run("--compat", "horovod", "--nproc-per-node", "2", script(ALONE))
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] [1.0, 1.0] 2 paceline.horovod" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] [1.0, 1.0] 2 horovod.torch" for rank in range(2)]
     assert (done.stdout + done.stderr).count("--compat horovod") == 1
 
 

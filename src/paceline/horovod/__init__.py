@@ -146,7 +146,7 @@ __all__ = [
     "synchronize",
 ]
 
-_ABSENT = {
+ABSENT = {
     "elastic": "Horovod's elastic state goes back to its last commit when a worker dies; paceline.ElasticState loses "
     "no step and has another form (docs/elastic.md)",
     "start_timeline": "`paceline trace` writes the timeline of any job after it has ended (docs/observe.md)",
@@ -155,5 +155,5 @@ _ABSENT = {
 
 
 def __getattr__(name: str) -> NoReturn:
-    reason = f": {_ABSENT[name]}" if name in _ABSENT else ""
+    reason = f": {ABSENT[name]}" if name in ABSENT else ""
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{reason}")

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.autograd import Function
 
-from paceline.group.barriers import barrier as wait_for_all
+from paceline.functional.linear import applied
 from paceline.group.coalesced import all_reduce_coalesced
 from paceline.group.default import default_group
 from paceline.group.process_group import ProcessGroup
@@ -125,8 +125,12 @@ def slope(mine: torch.Tensor, by: ReduceOp, process_set: ProcessSet) -> torch.Te
 def _reduced(
     how: Scaled, name: str | None, process_set: ProcessSet, tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    results: tuple[torch.Tensor, ...] = _Allreduce.apply(how, name, process_set, *tensors)
-    return results
+    return outputs_of(_Allreduce, how, name, process_set, *tensors)
+
+
+def outputs_of(function: type[Function], *arguments: object) -> tuple[torch.Tensor, ...]:
+    """Returns the tensors that `function.apply` returns, which torch leaves untyped."""
+    return cast(tuple[torch.Tensor, ...], function.apply(*arguments))
 
 
 def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -313,8 +317,7 @@ def broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
     """Returns the root's `tensor` on every rank. Gradients flow through it: the root's is the mean of the ranks'."""
-    copy: torch.Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)
-    return copy
+    return applied(_Broadcast, tensor, root_rank, name, process_set)
 
 
 def broadcast_(
@@ -326,15 +329,15 @@ def broadcast_(
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Waits until all ranks have called it. It does not wait for asynchronous calls that are under way."""
-    wait_for_all(process_set.barrier_group())
+    process_set.calls().barrier()
 
 
 def join(device: int = -1) -> int:
     """Waits until all ranks have called it, and returns the rank that called it last, the same on every rank.
 
     A rank that waits contributes zeros to the others' all-reduces, those of `DistributedOptimizer` included, and is
-    counted in their averages. So ranks may have different numbers of batches. The others' further calls, such as
-    `allgather` and `broadcast`, raise a `CollectiveMismatchError` meanwhile.
+    counted in their averages. So ranks may have different numbers of batches. The others' barriers do not wait for it,
+    and their further calls, such as `allgather` and `broadcast`, raise a `CollectiveMismatchError` meanwhile.
 
     Args:
         device: the number of the CUDA device for the zeros, if tensors are on GPUs.

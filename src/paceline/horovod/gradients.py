@@ -125,8 +125,8 @@ class GradientReducer:
         if compressed:
             before, after = 1.0 / self._how.predivide_factor, self._how.predivide_factor
             how = Scaled(self._how.op, before, after)
-            request = reducing(compressed, how, None, self._how.process_set, lambda: compressed)
-            bucket.dense_sums = Handle(self._calls, request)
+            sums = reducing(compressed, how, None, self._how.process_set, lambda: compressed)
+            bucket.dense_sums = Handle(self._calls, sums)
 
     def _take_back(self, bucket: _Bucket) -> None:
         """Waits for a bucket, and puts what was reduced into the gradients."""

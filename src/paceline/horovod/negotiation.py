@@ -15,14 +15,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import Enum, IntEnum
 from hashlib import blake2b
 from typing import Any, Generic, TypeVar
 
 import torch
 
+from paceline.durations import to_seconds
 from paceline.engine.codes import DTYPE_CODES, DTYPES
-from paceline.errors import CollectiveError, CollectiveMismatchError
+from paceline.errors import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError
 from paceline.group.coalesced import all_reduce_coalesced
 from paceline.group.collectives import all_gather_into_tensor
 from paceline.group.objects.collectives import all_gather_object
@@ -43,7 +44,8 @@ class CallKind(IntEnum):
     ALLTOALL = 4
     REDUCESCATTER = 5
     OBJECTS = 6
-    JOIN = 7
+    BARRIER = 7
+    JOIN = 8
 
 
 _ROWS_MAY_DIFFER = (CallKind.SPARSE_ALLREDUCE, CallKind.ALLGATHER, CallKind.ALLTOALL)
@@ -70,7 +72,8 @@ class Request(Generic[Result]):
     name: str | None = None
     op: ReduceOp = ReduceOp.SUM
     future: Future[Result] = field(default_factory=Future)
-    number: int = 0  # in the order of the process set's requests
+    number: int = 0  # in the order of the process set's requests; 0 for a barrier, which does not keep it
+    is_awaited: bool = False  # whether the program waits for it
 
     def __post_init__(self) -> None:
         # A thread has a current stream of its own; the results belong onto the program's.
@@ -93,21 +96,49 @@ class Request(Generic[Result]):
 
 @dataclass(frozen=True)
 class _Header:
-    """The numbers that a rank sends ahead of a call; `since` and `time_ns` order the ranks that wait in `join`."""
+    """The numbers that a rank sends ahead of a call.
+
+    Attributes:
+        kind: the call.
+        digest: of everything that must be the same on all ranks.
+        count: the number of tensors.
+        is_awaited: whether the rank's program waits for this call or a later one, and so cannot make another one first.
+        since, time_ns: order the ranks that wait in `join`.
+    """
 
     kind: int
-    digest: int
-    count: int
+    digest: int = 0
+    count: int = 0
+    is_awaited: int = 0
     since: int = 0
     time_ns: int = 0
 
-    @staticmethod
-    def of(request: Request[Result]) -> _Header:
-        digest = int.from_bytes(blake2b(request.text.encode(), digest_size=7).digest(), "big")
-        return _Header(request.kind, digest, len(request.tensors))
+    @property
+    def call(self) -> tuple[int, int, int]:
+        return self.kind, self.digest, self.count
 
     def words(self) -> list[int]:
-        return [self.kind, self.digest, self.count, self.since, self.time_ns]
+        return [*self.call, self.is_awaited, self.since, self.time_ns]
+
+
+class _Verdict(Enum):
+    """The relation between the ranks' calls, those of ranks that wait in `join` aside."""
+
+    AGREED = "all make the same"
+    BARRIER_FIRST = "some wait in a barrier, and the others have a barrier to come that overtakes their calls"
+    DIFFERENT = "they differ"
+    ALL_JOINED = "there are none"
+
+
+def _verdict(headers: Sequence[_Header]) -> _Verdict:
+    callers = [header for header in headers if header.kind != CallKind.JOIN]
+    if not callers:
+        return _Verdict.ALL_JOINED
+    if len({header.call for header in callers}) == 1:
+        return _Verdict.AGREED
+    others = [header for header in callers if header.kind != CallKind.BARRIER]
+    may_come = len(others) < len(callers) and not any(header.is_awaited for header in others)
+    return _Verdict.BARRIER_FIRST if may_come else _Verdict.DIFFERENT
 
 
 class CallQueue:
@@ -119,8 +150,9 @@ class CallQueue:
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
-        self._condition = threading.Condition()
+        self._condition = threading.Condition()  # reentrant
         self._waiting: deque[Request[Any]] = deque()
+        self._barriers: deque[Request[Any]] = deque()
         self._is_busy = False
         self._is_closed = False
         self._thread: threading.Thread | None = None
@@ -137,7 +169,7 @@ class CallQueue:
         """
         with self._condition:
             self._enter(request)
-            self._append(request)
+            self._append(request, self._waiting)
         return request
 
     def perform(self, request: Request[Result]) -> Result:
@@ -148,19 +180,39 @@ class CallQueue:
             CollectiveMismatchError: the ranks' calls do not fit together; later ones work.
             PeerLostError, CollectiveTimeoutError: the call failed.
         """
+        request.is_awaited = True
         with self._condition:
             self._enter(request)
-            is_next = not self._is_busy and not self._waiting
-            if is_next:
-                self._is_busy = True
-            else:
-                self._append(request)
+            is_next = self._take()
+            if not is_next:
+                self._append(request, self._waiting)
         if is_next:
             self._execute(request)
         return self.result(request)
 
+    def barrier(self) -> None:
+        """Waits until all ranks have called it, whatever calls are under way; ranks that wait in `join` do not count.
+
+        Raises:
+            CollectiveMismatchError: the program of another rank waits for a call.
+            PeerLostError, CollectiveTimeoutError: the barrier failed.
+        """
+        request: Request[None] = Request(CallKind.BARRIER, [], lambda group: None)
+        with self._condition:
+            self._require_open()
+            is_next = self._take()
+            if not is_next:
+                self._append(request, self._barriers)
+        if is_next:
+            self._execute(request)
+        self.result(request)
+
     def result(self, request: Request[Result]) -> Result:
         """Waits for a call and returns its result, or raises its error."""
+        if not request.future.done():
+            with self._condition:
+                request.is_awaited = True
+                self._condition.notify_all()
         try:
             return request.future.result()
         finally:
@@ -184,7 +236,9 @@ class CallQueue:
         """Ends the thread; calls that have not been made fail. Idempotent."""
         with self._condition:
             self._is_closed = True
-            left, self._waiting = list(self._waiting), deque()
+            left = [*self._barriers, *self._waiting]
+            self._waiting.clear()
+            self._barriers.clear()
             is_busy = self._is_busy
             self._condition.notify_all()
         for request in left:
@@ -194,9 +248,12 @@ class CallQueue:
                 self.group.abort()
             self._thread.join(_END_S)
 
-    def _enter(self, request: Request[Result]) -> None:
+    def _require_open(self) -> None:
         if self._is_closed:
             raise ValueError(f"{self.group}: the process set has ended; call init() or add_process_set() again")
+
+    def _enter(self, request: Request[Result]) -> None:
+        self._require_open()
         if request.name is not None:
             key = (request.kind, request.name)
             if key in self._named:
@@ -208,8 +265,15 @@ class CallQueue:
         self._submitted += 1
         request.number = self._submitted
 
-    def _append(self, request: Request[Result]) -> None:
-        self._waiting.append(request)
+    def _take(self) -> bool:
+        """Takes the turn for a call of the program's thread, and returns whether it was free."""
+        if self._is_busy or self._waiting or self._barriers:
+            return False
+        self._is_busy = True
+        return True
+
+    def _append(self, request: Request[Result], to: deque[Request[Any]]) -> None:
+        to.append(request)
         if self._thread is None:
             self._thread = threading.Thread(target=self._make_calls, name="paceline-horovod", daemon=True)
             self._thread.start()
@@ -218,15 +282,24 @@ class CallQueue:
     def _make_calls(self) -> None:
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: self._is_closed or (self._waiting and not self._is_busy))
+                self._condition.wait_for(lambda: self._is_closed or (self._has_calls() and not self._is_busy))
                 if self._is_closed:
                     return
-                request = self._waiting.popleft()
+                request = (self._barriers or self._waiting).popleft()
                 self._is_busy = True
             self._execute(request)
             del request
 
+    def _has_calls(self) -> bool:
+        return bool(self._barriers or self._waiting)
+
     def _execute(self, request: Request[Result]) -> None:
+        self._make(request)
+        with self._condition:
+            self._is_busy = False
+            self._condition.notify_all()
+
+    def _make(self, request: Request[Result]) -> None:
         try:
             with request.stream:
                 if request.kind is not CallKind.JOIN:
@@ -237,9 +310,6 @@ class CallQueue:
             request.future.set_exception(error)
         except BaseException as error:
             request.future.set_exception(error)
-        with self._condition:
-            self._is_busy = False
-            self._condition.notify_all()
 
     def _agree(self, request: Request[Result]) -> None:
         """Returns when all ranks are about to make the same call, or wait in `join` and have learnt what to contribute.
@@ -247,14 +317,22 @@ class CallQueue:
         Raises:
             CollectiveMismatchError: the calls differ, or a rank waits in `join` and cannot take part in this one.
         """
-        headers = self._exchange(_Header.of(request))
-        callers = [header for header in headers if header.kind != CallKind.JOIN]
-        if len(set(callers)) > 1:
-            raise self._mismatch(request.text)
-        if len(callers) == len(headers):
+        digest = int.from_bytes(blake2b(request.text.encode(), digest_size=7).digest(), "big")
+        while True:
+            is_awaited = self._is_awaited(request)
+            headers = self._exchange(_Header(request.kind, digest, len(request.tensors), is_awaited))
+            match _verdict(headers):
+                case _Verdict.AGREED:
+                    break
+                case _Verdict.BARRIER_FIRST:
+                    if request.kind is not CallKind.BARRIER:
+                        self._make_barrier_before(request)
+                case _:
+                    raise self._mismatch(request.text)
+        joined = [rank for rank, each in zip(self.group.ranks, headers, strict=True) if each.kind == CallKind.JOIN]
+        if not joined or request.kind is CallKind.BARRIER:
             return
         if request.kind is not CallKind.ALLREDUCE:
-            joined = [rank for rank, header in zip(self.group.ranks, headers, strict=True) if header not in callers]
             raise CollectiveMismatchError(
                 f"{self.group}: ranks {joined} wait in join(), from where a rank takes part only in all-reduces of "
                 "dense tensors; make this call before any rank joins"
@@ -262,18 +340,41 @@ class CallQueue:
         layout = [[DTYPE_CODES[each.dtype], each.numel(), request.op, each.is_cuda] for each in request.tensors]
         self._gather(torch.tensor(layout, dtype=torch.int64))
 
+    def _is_awaited(self, request: Request[Result]) -> bool:
+        with self._condition:
+            return request.is_awaited or any(each.is_awaited for each in self._waiting)
+
+    def _make_barrier_before(self, request: Request[Result]) -> None:
+        """Makes the barrier in which other ranks wait, unless the program turns out to wait for `request`."""
+        limit_s = to_seconds(self.group.timeout)
+        with self._condition:
+            is_over = self._condition.wait_for(
+                lambda: self._is_closed or bool(self._barriers) or self._is_awaited(request), limit_s
+            )
+            barrier = self._barriers.popleft() if self._barriers else None
+        if not is_over:
+            raise CollectiveTimeoutError(
+                f"{self.group}: other ranks wait in barrier(), which this rank has not called within {limit_s:g} s"
+            )
+        if self._is_closed:
+            raise CollectiveError(f"{self.group}: shutdown() ended the call")
+        if barrier is not None:
+            self._make(barrier)
+
     def _join(self, group: ProcessGroup, device: int) -> int:
-        since, time_ns = self._exchanges, time.time_ns()
+        mine = _Header(CallKind.JOIN, since=self._exchanges, time_ns=time.time_ns())
         while True:
-            headers = self._exchange(_Header(CallKind.JOIN, 0, 0, since, time_ns))
-            callers = {header for header in headers if header.kind != CallKind.JOIN}
-            if not callers:
-                last = max(range(len(headers)), key=lambda rank: (headers[rank].since, headers[rank].time_ns))
-                return group.ranks[last]
-            if len(callers) > 1:
-                self._mismatch("join()")
-            elif (header := callers.pop()).kind == CallKind.ALLREDUCE:
-                self._contribute_zeros(header.count, device)
+            headers = self._exchange(mine)
+            match _verdict(headers):
+                case _Verdict.ALL_JOINED:
+                    last = max(range(len(headers)), key=lambda rank: (headers[rank].since, headers[rank].time_ns))
+                    return group.ranks[last]
+                case _Verdict.DIFFERENT:
+                    self._mismatch("join()")
+                case _Verdict.AGREED:
+                    caller = next(header for header in headers if header.kind != CallKind.JOIN)
+                    if caller.kind == CallKind.ALLREDUCE:
+                        self._contribute_zeros(caller.count, device)
 
     def _contribute_zeros(self, count: int, device: int) -> None:
         layouts = self._gather(torch.full((count, 4), -1, dtype=torch.int64))

@@ -21,7 +21,6 @@ class ProcessSet:
     def __init__(self, ranks: Sequence[int] | None = None) -> None:
         self._given = None if ranks is None else sorted(ranks)
         self._queue: CallQueue | None = None
-        self._barrier_group: ProcessGroup | None = None
         self._world: ProcessGroup | None = None
         self.process_set_id: int | None = 0 if ranks is None else None
 
@@ -63,16 +62,6 @@ class ProcessSet:
             raise ValueError(f"rank {me} made a call on {self!r} and {why}")
         return self._queue
 
-    def barrier_group(self) -> ProcessGroup:
-        """Returns the group in which the set's ranks wait for each other, whatever calls are under way."""
-        group = self.calls().group
-        if self._barrier_group is None:
-            # Only the set's ranks call this.
-            made = new_group(group.ranks, use_local_synchronization=True, group_desc=f"barriers of {self!r}")
-            assert isinstance(made, ProcessGroup)
-            self._barrier_group = made
-        return self._barrier_group
-
     def is_of(self, world: ProcessGroup) -> bool:
         """Returns whether the set is open, and of ranks of this default group."""
         return self._world is world
@@ -86,13 +75,11 @@ class ProcessSet:
         _opened.append(self)
 
     def close(self) -> None:
-        """Ends the groups; idempotent."""
+        """Ends the group; idempotent."""
         if self._queue is not None:
             self._queue.close()
             self._queue.group.close()
-        if self._barrier_group is not None:
-            self._barrier_group.close()
-        self._queue = self._barrier_group = self._world = None
+        self._queue = self._world = None
         self.process_set_id = 0 if self._given is None else None
         if self in _opened:
             _opened.remove(self)

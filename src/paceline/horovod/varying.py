@@ -20,7 +20,7 @@ from paceline.group.collectives import (
     reduce_scatter_tensor,
 )
 from paceline.group.process_group import ProcessGroup
-from paceline.horovod.calls import Scaled, grouped_allreduce, scale_, slope
+from paceline.horovod.calls import Scaled, grouped_allreduce, outputs_of, scale_, slope
 from paceline.horovod.compression import Compression, Compressor
 from paceline.horovod.handles import Handle
 from paceline.horovod.negotiation import CallKind, Request
@@ -115,8 +115,7 @@ def allgather(
     Raises:
         ValueError: the tensor has no dimensions.
     """
-    gathered: torch.Tensor = _Allgather.apply(name, process_set, "allgather", tensor)[0]
-    return gathered
+    return outputs_of(_Allgather, name, process_set, "allgather", tensor)[0]
 
 
 def grouped_allgather_async(
@@ -130,7 +129,7 @@ def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
     """Returns what `allgather` returns for each of the tensors, by one call."""
-    return list(_Allgather.apply(name, process_set, "grouped_allgather", *tensors))
+    return list(outputs_of(_Allgather, name, process_set, "grouped_allgather", *tensors))
 
 
 def sparse_allreduce_async(
@@ -164,7 +163,9 @@ def adding_sparse(tensor: torch.Tensor, name: str | None, op: Op, process_set: P
         everybodys_entries, everybodys_values = gather_rows([entries, values], group).tensors
         if by is Average:
             everybodys_values = everybodys_values / group.size()
-        return torch.sparse_coo_tensor(everybodys_entries.t(), everybodys_values, detached.shape)
+        return torch.sparse_coo_tensor(
+            everybodys_entries.t(), everybodys_values, detached.shape, check_invariants=False
+        )
 
     details = f"shape={list(detached.shape)}, op={by.name}"
     return Request(CallKind.SPARSE_ALLREDUCE, [entries, values], run, details, name)
@@ -243,7 +244,7 @@ def alltoall(
     The arguments and errors are those of `alltoall_async`. The result is a pair with the numbers of rows by rank only
     if `splits` is given.
     """
-    output, received = _Alltoall.apply(tensor, splits, name, process_set)
+    output, received = outputs_of(_Alltoall, tensor, splits, name, process_set)
     return output if splits is None else (output, received)
 
 
@@ -345,7 +346,8 @@ def reducescatter(
     """
     compressed, ctx = compression.compress(tensor)
     how = Scaled(reduction(op), prescale_factor, postscale_factor)
-    return compression.decompress(_Reducescatter.apply(how, name, process_set, "reducescatter", compressed)[0], ctx)
+    (share,) = outputs_of(_Reducescatter, how, name, process_set, "reducescatter", compressed)
+    return compression.decompress(share, ctx)
 
 
 def grouped_reducescatter_async(
@@ -376,7 +378,7 @@ def grouped_reducescatter(
     pairs = [compression.compress(tensor) for tensor in tensors]
     how = Scaled(reduction(op), prescale_factor, postscale_factor)
     compressed = [tensor for tensor, _ in pairs]
-    shares = _Reducescatter.apply(how, name, process_set, "grouped_reducescatter", *compressed)
+    shares = outputs_of(_Reducescatter, how, name, process_set, "grouped_reducescatter", *compressed)
     return [compression.decompress(share, ctx) for share, (_, ctx) in zip(shares, pairs, strict=True)]
 
 

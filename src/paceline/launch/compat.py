@@ -13,6 +13,14 @@ from pathlib import Path
 VARIABLE = "PACELINE_COMPAT"  # names the libraries; the plug-in reads it at the end of `import torch`
 _LIBRARIES = ("torch", "horovod")
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # 0 would keep torch from calling the plug-in
+_HOROVODS = {
+    "HOROVOD_RANK": "RANK",
+    "HOROVOD_SIZE": "WORLD_SIZE",
+    "HOROVOD_LOCAL_RANK": "LOCAL_RANK",
+    "HOROVOD_LOCAL_SIZE": "LOCAL_WORLD_SIZE",
+    "HOROVOD_CROSS_RANK": "GROUP_RANK",
+    "HOROVOD_CROSS_SIZE": "GROUP_WORLD_SIZE",
+}
 _STAND_IN = Path(__file__).parents[1] / "horovod" / "stand_in"  # holds a package `horovod`
 
 
@@ -23,6 +31,11 @@ def libraries(text: str) -> tuple[str, ...]:
         if name not in _LIBRARIES:
             raise ArgumentTypeError(f"{name!r} is not a library that Paceline stands in for; it is torch or horovod")
     return chosen
+
+
+def horovods_variables(of_torchrun: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables in which horovodrun tells a worker its ranks, from torchrun's."""
+    return {name: of_torchrun[theirs] for name, theirs in _HOROVODS.items()}
 
 
 def compat_variables(chosen: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:

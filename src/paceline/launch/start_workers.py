@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.launch.alarm import Alarm
+from paceline.launch.compat import horovods_variables
 from paceline.launch.environment import Place, place_variables
 from paceline.launch.failures import Failure
 from paceline.launch.generation import Generation
@@ -48,6 +49,8 @@ def variables_of(job: Job, start: Start, index: int, environment: Mapping[str, s
     if job.virtual_local_rank:
         variables["CUDA_VISIBLE_DEVICES"] = device_of(place.local_rank, environment, gpus)
         variables["LOCAL_RANK"] = "0"
+    if "horovod" in job.compat:
+        variables |= horovods_variables(variables)
     return variables
 
 

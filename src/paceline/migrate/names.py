@@ -26,11 +26,12 @@ HOROVODS_NAMES = frozenset(
         "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier",
         "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object",
         "broadcast_optimizer_state", "broadcast_parameters", "ccl_built", "cross_rank", "cross_size", "cuda_built",
-        "ddl_built", "global_process_set", "gloo_built", "gloo_enabled", "grouped_allgather", "grouped_allreduce",
-        "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "init", "is_homogeneous",
+        "ddl_built", "global_process_set", "gloo_built", "gloo_enabled", "grouped_allgather",
+        "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async",
+        "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async", "init", "is_homogeneous",
         "is_initialized", "join", "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported",
         "nccl_built", "poll", "rank", "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built", "run",
-        "shutdown", "size", "synchronize",
+        "shutdown", "size", "sparse_allreduce_async", "synchronize",
     )
 )  # fmt: skip
 

@@ -1,6 +1,6 @@
-"""Stands in for Horovod: `horovod.torch` is `paceline.horovod`, and `horovod.run` its `run`.
+"""Stands in for Horovod: `horovod.torch` has what `paceline.horovod` has, and `horovod.run` is its `run`.
 
-May use: `paceline.horovod`. Start reading at `torch.py`, which puts it in place.
+May use: `paceline.horovod`. Start reading at `torch/__init__.py`.
 """
 
 from paceline.horovod.running import run as run
