@@ -8,7 +8,6 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
