@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 RANKS ?= 2
 KILL_EVERY ?= 1s
 WORKERS ?= 3
+TORCH :=
+RELEASE := 2.15
 BENCH ?= usual
 SOURCES := $(shell find src native release/linux_only.py CMakeLists.txt pyproject.toml -type f -not -name '*.so' -not -path '*/__pycache__/*')
 CODE := src tests bench examples docs/pictures release
@@ -14,7 +16,7 @@ CXX_CODE := $(shell find native tests/native -name '*.cpp' -o -name '*.hpp' -o -
 unexport MAKEFLAGS
 
 .DEFAULT_GOAL := help
-.PHONY: help demo chaos test newer nightly lint format bench figures sanitize site wheel workflows clean
+.PHONY: help demo chaos test plugin nightly lint format bench figures sanitize site wheel workflows clean
 .DELETE_ON_ERROR:
 
 help: ## List the tasks
@@ -35,20 +37,21 @@ chaos: $(VENV)/built ## Train while workers are killed, and compare with an undi
 
 # Files are handed out in order, and tests/conftest.py puts the longest ones first; a file's tests share worlds of ranks,
 # so it is not divided.
-test: $(VENV)/built ## Run the test suite, WORKERS=n files at a time
+test: $(VENV)/built ## Run the test suite, WORKERS=n files at a time (TORCH=2.15 VENV=DIR: with another torch)
 	@echo "==> Running the tests"
 	@$(BIN)/python -m pytest -m "not soak and not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 nightly: $(VENV)/built ## Run what takes too long for the test suite (PARTS="soak docs" for some of it)
 	@$(BIN)/python tests/nightly.py $(PARTS)
 
-newer: $(VENV)/built $(VENV)/newer/installed ## Run the plug-in's tests with the newest torch, in an environment of its own
-	@PACELINE_NEWER_TORCH="$(CURDIR)/$(VENV)/newer/bin/python" $(BIN)/python -m pytest tests/ranks/test_plugin_newer_torch.py
+plugin: $(VENV)/built $(VENV)/torch$(RELEASE)/installed ## Run the plug-in's tests with another torch, in an environment of its own (RELEASE=2.15)
+	@PACELINE_OTHER_TORCH="$(CURDIR)/$(VENV)/torch$(RELEASE)/bin/python" $(BIN)/python -m pytest tests/ranks/test_plugin_other_torch.py
 
-$(VENV)/newer/installed: $(VENV)/installed
-	@echo "==> Making an environment with the newest torch in $(VENV)/newer"
-	@$(BIN)/python -m venv $(VENV)/newer
-	@$(VENV)/newer/bin/python -m pip install --quiet --disable-pip-version-check "torch>=2.15" msgspec numpy pytest pytest-timeout hypothesis
+$(VENV)/torch$(RELEASE)/installed: $(VENV)/installed
+	@echo "==> Making an environment with torch $(RELEASE) in $(VENV)/torch$(RELEASE)"
+	@$(BIN)/python -m venv $(VENV)/torch$(RELEASE)
+	@$(VENV)/torch$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check "torch==$(RELEASE).*" \
+	  msgspec numpy pytest pytest-timeout hypothesis
 	@touch $@
 
 lint: $(VENV)/built ## Check style, formatting, types and layers
@@ -103,8 +106,9 @@ $(VENV)/tools: constraints.txt
 	@touch $@
 
 $(VENV)/installed: constraints.txt | $(VENV)/tools
-	@echo "==> Installing what the project needs into .venv"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	@echo "==> Installing what the project needs into $(VENV)"
+	@sed 's/^torch==.*/$(if $(TORCH),torch==$(TORCH).*,&)/' constraints.txt >$(VENV)/constraints.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt \
 	  torch msgspec xxhash scikit-build-core nanobind pytest pytest-timeout pytest-xdist hypothesis numpy scikit-learn \
 	  mpi4py starlette uvicorn textual matplotlib pyyaml accelerate lightning transformers tensorboard nbclient ipykernel libcst \
 	  ruff mypy import-linter clang-format \

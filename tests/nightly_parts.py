@@ -24,6 +24,7 @@ _ARM_COMPILER = "aarch64-linux-gnu-g++"
 _ARM_EMULATOR = "qemu-aarch64"
 _ARM_LIBRARIES = "/usr/aarch64-linux-gnu"
 _REPEATS_UNDER_SANITIZERS = "20"
+_NEWEST_TORCH = "2.15"
 _EXAMPLES_OF_PROPERTIES = "20"  # times as many as in the suite
 
 
@@ -64,7 +65,8 @@ def parts(root: Path) -> list[Part]:
         _stable_abi(),
         _clang(),
         *(_other_python(minor) for minor in range(10, 15) if minor != sys.version_info.minor),
-        _newer_torch(),
+        *(_plugin_with_torch(release) for release in ("2.6", _NEWEST_TORCH)),
+        _newest_torch(),
         _slurm(),
         _ray(),
         _schemas(),
@@ -202,9 +204,15 @@ def _other_python(minor: int) -> Part:
     )
 
 
-def _newer_torch() -> Part:
-    words = ["make", "newer"]
-    return Part("torch", "runs the tests of the plug-in with the newest torch", [words], 2 * _HOUR_S)
+def _plugin_with_torch(release: str) -> Part:
+    words = ["make", "plugin", f"RELEASE={release}"]
+    return Part(f"plugin{release}", f"runs the tests of the plug-in with torch {release}", [words], 2 * _HOUR_S)
+
+
+def _newest_torch() -> Part:
+    """The whole suite, in an environment of its own below build/."""
+    words = ["make", "test", f"TORCH={_NEWEST_TORCH}", f"VENV=build/nightly/torch{_NEWEST_TORCH}"]
+    return Part(f"torch{_NEWEST_TORCH}", f"runs the suite with torch {_NEWEST_TORCH}", [words], 2 * _HOUR_S)
 
 
 def _interpreter(minor: int) -> str | None:

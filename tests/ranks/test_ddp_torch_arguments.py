@@ -68,6 +68,7 @@ def compare_with_torch(directory: str) -> None:
         "broadcast_buffers": lambda m: {"broadcast_buffers": False},
         "skip_all_reduce_unused_params": lambda m: {"skip_all_reduce_unused_params": True},
         "batched_grad_copy": lambda m: {"batched_grad_copy": True},
+        "lazy_bucket_allocation": lambda m: {"lazy_bucket_allocation": True},
         "bucket_cap_mb_list": lambda m: {"bucket_cap_mb_list": [0.0001, 0.0003]},
         "device_mesh": lambda m: {"device_mesh": init_device_mesh("cpu", (2,))},
         "delay_all_reduce_named_params": delayed,

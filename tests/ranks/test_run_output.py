@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -52,6 +53,13 @@ def test_only_chosen_ranks_are_shown(script):
     done = run("--nproc-per-node=3", "--local-ranks-filter=0,2", script(SPEAKS))
     assert sorted(done.stdout.splitlines()) == ["[rank 0] out 0", "[rank 2] out 2"]
     assert "[rank 1]" not in done.stderr
+
+
+def test_lines_begin_as_a_template_says(script):
+    flags = ("--nproc-per-node=2", "--role=eval", "--log-line-prefix-template=${hostname}/${role_name}${local_rank}: ")
+    done = run(*flags, script(SPEAKS))
+    assert sorted(done.stdout.splitlines()) == [f"{socket.gethostname()}/eval{rank}: out {rank}" for rank in range(2)]
+    assert "[rank" not in done.stdout + done.stderr
 
 
 def test_lines_with_chosen_words_go_to_a_file_too(script, tmp_path):

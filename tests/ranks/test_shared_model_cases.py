@@ -8,7 +8,6 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -174,17 +173,19 @@ def clip_within_join() -> None:
 def bytes_of_its_own() -> int:
     """Returns this rank's private memory and its share of what the ranks share.
 
-    Its share of other mappings depends on which processes, of other tests too, use the same libraries at the time.
+    Its share of other mappings depends on which processes, of other tests too, use the same libraries at the time. The
+    file is read line by line, since a process with many libraries would keep a part of the memory for the whole text.
     """
     gc.collect()
     trim_memory()
     total, counted = 0, ""
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        name, *values = line.split()
-        if not name.endswith(":"):
-            counted = "Pss:" if "/memfd:" in line else "Private_Dirty:"
-        elif name == counted:
-            total += int(values[0]) << 10
+    with open("/proc/self/smaps") as smaps:
+        for line in smaps:
+            name, *values = line.split()
+            if not name.endswith(":"):
+                counted = "Pss:" if "/memfd:" in line else "Private_Dirty:"
+            elif name == counted:
+                total += int(values[0]) << 10
     return total
 
 

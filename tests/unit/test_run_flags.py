@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,7 @@ VALUES = {  # by flag: what is written, what it means
     "redirects": ("0:1,1:2", {0: Streams.OUT, 1: Streams.ERR}),
     "tee": ("3", {None: Streams.BOTH}),
     "local-ranks-filter": ("0,2", frozenset({0, 2})),
+    "log-line-prefix-template": ("${rank}: ", "${rank}: "),
     "duplicate-stdout-filters": ("loss,a,,b", ("loss", "a,b")),
     "duplicate-stderr-filters": ("Error", ("Error",)),
     "event-log-handler": ("console", "console"),
@@ -63,6 +65,7 @@ VALUES = {  # by flag: what is written, what it means
     "export": ("LR=0.1,COLOUR", {"LR": "0.1", "COLOUR": None}),
 }
 REFUSED = {"logs-specs"}
+END_AT_ONCE = {"print-completion"}
 SWITCHES = [flag for flag in FLAGS if flag.parse is None]
 
 
@@ -95,7 +98,7 @@ def test_launchers_of_one_machine_cannot_share_a_port():
 
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
 def test_the_flag_has_two_spellings_and_a_variable(flag):
-    if flag.name in REFUSED:
+    if flag.name in REFUSED | END_AT_ONCE:
         return
     text, meaning = VALUES.get(flag.name, (None, True))
     for spelling in flag.spellings:
@@ -264,6 +267,41 @@ def test_a_log_directory_asks_for_logs():
     assert streams_of(job("--log-dir=d").output.tee, 5) is Streams.BOTH
     assert not streams_of(job("--log-dir=d", "--redirects=1").output.tee, 0)
     assert streams_of({0: Streams.OUT}, 1) is Streams.NONE
+
+
+def test_a_template_says_what_stands_before_each_line(monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "node7")
+    assert job().output.line_prefix == ""
+    template = "${hostname}:${role_name}:${rank}:${local_rank} $1 "
+    assert job("--role=eval", f"--log-line-prefix-template={template}").output.line_prefix == (
+        "node7:eval:${rank}:${local_rank} $1 "
+    )
+    torchruns = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${rank}> "}
+    assert job(environment=torchruns).output.line_prefix == "${rank}> "
+    assert job("--log_line_prefix_template=x", environment=torchruns).output.line_prefix == "x"
+
+
+def completed(*words: str, script: str) -> list[str]:
+    """What bash offers for the last of the words, the first of which is the command's name."""
+    text = f'{script}\nCOMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _paceline; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    done = subprocess.run(["bash", "-c", text, "bash", *words], capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_a_shell_is_told_what_can_be_completed(shell, capsys):
+    for spelling in ("--print-completion", "--print_completion"):
+        with pytest.raises(SystemExit) as ended:
+            parser({}).parse_args(["run", spelling, shell])
+        assert ended.value.code == 0
+    script = capsys.readouterr().out
+    assert "paceline" in script and "nproc-per-node" in script and "launch-script" in script
+    if shell == "bash":
+        assert completed("paceline", "mig", script=script) == ["migrate"]
+        assert completed("paceline", "run", "--nproc", script=script) == ["--nproc-per-node"]
+        assert completed("paceline", "run", "--start-method", "fork", script=script) == ["fork", "forkserver"]
+        assert completed("paceline", "run", "train", script=script) == [], "bash completes the names of files itself"
+        assert "--write" in completed("paceline", "migrate", "--", script=script)
 
 
 def test_cores_are_bound_unless_told_otherwise():

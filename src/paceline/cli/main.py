@@ -131,6 +131,8 @@ def parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentPars
         "the reason. Needs paceline[migrate].",
     )
     migrate.add_arguments(migrating)
+    for command in commands.choices.values():
+        command.whole = whole
     return whole
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from paceline.launch import values
 from paceline.launch.compat import libraries
+from paceline.launch.completion import SHELLS, CompletionAction
 from paceline.launch.elastic.chaos import Chaos
 from paceline.security.levels import LEVELS
 
@@ -25,6 +26,7 @@ class Flag:
     choices: Sequence[str] | None = None
     variable: bool = True
     ours: bool = False
+    action: type[argparse.Action] | None = None
 
     @property
     def dest(self) -> str:
@@ -81,6 +83,9 @@ FLAGS = (
     Flag("tee", "streams that go to files and to the console, in the form of --redirects", values.streams, "0",
          "STREAMS", short="-t"),
     Flag("local-ranks-filter", "the local ranks that are shown on the console", values.ranks, "", "0,1,..."),
+    Flag("log-line-prefix-template", "what stands before each line on the console; ${role_name}, ${local_rank}, "
+         "${rank} and ${hostname} are replaced (default: '[rank ${rank}] ', or TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE)",
+         str, "", "TEMPLATE"),
     Flag("duplicate-stdout-filters", "lines with one of these words also go to filtered_stdout.log", values.words, "",
          "WORDS"),
     Flag("duplicate-stderr-filters", "the same for stderr, to filtered_stderr.log", values.words, "", "WORDS"),
@@ -133,6 +138,8 @@ FLAGS = (
          "SECONDS", variable=False, ours=True),
     Flag("stdin", "the rank that reads the launcher's stdin, or none; the other ranks' stdin is empty",
          values.rank_or_none, "0", "RANK|none", ours=True),
+    Flag("print-completion", "print a script with which this shell completes `paceline`, and exit", str,
+         metavar="SHELL", choices=SHELLS, variable=False, action=CompletionAction),
     Flag("dry-run", "print what would start where with which variables, and exit", variable=False, ours=True),
     Flag("print-token", "serve the meeting and print the token with which other machines join it", variable=False,
          ours=True),
@@ -159,5 +166,6 @@ def add_flags(parser: argparse.ArgumentParser, environment: Mapping[str, str]) -
                 default=flag.default if given is None else given,
                 metavar=flag.metavar,
                 choices=flag.choices,
+                action=flag.action or "store",
                 help=flag.help if flag.default in (None, "") else f"{flag.help} (default: {flag.default})",
             )

@@ -8,7 +8,12 @@ from typing import NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` whose errors name the mistake, the nearest flag and `--help`, with exit code 2."""
+    """An `ArgumentParser` whose errors name the mistake, the nearest flag and `--help`, with exit code 2.
+
+    `whole` is the parser of which this one parses a command.
+    """
+
+    whole: Parser | None = None
 
     def error(self, message: str) -> NoReturn:
         """Prints the mistake and ends the process."""

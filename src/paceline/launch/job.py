@@ -6,10 +6,12 @@ import argparse
 import os
 import secrets
 import signal
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from string import Template
 
 from paceline.launch import values
 from paceline.launch.elastic.options import ElasticOptions, elastic_of
@@ -22,6 +24,7 @@ from paceline.rendezvous.schedulers import Scheduler, detect
 
 _SHUTDOWN_TIMEOUT_S = 30.0  # torchrun's
 _TORCHRUNS_PORT = 29500
+_PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"  # torchrun's
 _MANY_A_CORE = 8
 _TIMEOUTS = {"join_timeout", "timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "return_timeout"}
 _SETTINGS = _TIMEOUTS | {"is_host"}
@@ -56,6 +59,7 @@ class Output:
     shown: frozenset[int] = frozenset()  # empty: all
     stdout_words: tuple[str, ...] = ()
     stderr_words: tuple[str, ...] = ()
+    line_prefix: str = ""  # in place of "[rank N] "; ${rank} and ${local_rank} are replaced
 
     @property
     def needs_files(self) -> bool:
@@ -145,7 +149,7 @@ def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.envi
         workers=workers,
         run_id=options.rdzv_id if options.rdzv_id not in ("", "none") else secrets.token_hex(4),
         rendezvous=rendezvous,
-        output=_output(options),
+        output=_output(options, environment),
         port=options.master_port if rendezvous.address is None else None,
         max_restarts=options.max_restarts or 0,
         shutdown_timeout_s=shutdown_timeout_s(options, environment),
@@ -291,10 +295,11 @@ def endpoint_of(text: str, otherwise: int = _TORCHRUNS_PORT) -> tuple[str, int]:
     return host, int(port) if port else otherwise
 
 
-def _output(options: argparse.Namespace) -> Output:
+def _output(options: argparse.Namespace, environment: Mapping[str, str]) -> Output:
     tee = options.tee
     if options.log_dir and not any((*options.redirects.values(), *tee.values())):
         tee = {None: Streams.BOTH}  # a directory for logs asks for logs
+    template = options.log_line_prefix_template or environment.get(_PREFIX_VARIABLE, "")
     return Output(
         options.log_dir,
         options.redirects,
@@ -302,4 +307,5 @@ def _output(options: argparse.Namespace) -> Output:
         options.local_ranks_filter,
         options.duplicate_stdout_filters,
         options.duplicate_stderr_filters,
+        Template(template).safe_substitute(role_name=options.role, hostname=socket.gethostname()),
     )

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 
 from paceline.launch.job import Output
 from paceline.launch.output import (
@@ -15,6 +16,7 @@ from paceline.launch.output import (
     LogFile,
     Sink,
     Stream,
+    in_colour,
     only_with,
     prefix_of,
     wants_colours,
@@ -83,12 +85,20 @@ class Logs:
         sinks: list[Sink] = [] if self._listener is None else [self._listener(rank, which.value)]
         screen = self._console.screen(which.value)
         if is_shown:
-            sinks.append(self._shown(which, prefix_of(rank, wants_colours(which.value), self._word), screen, draws))
+            sinks.append(self._shown(which, self._prefix(which, rank, local_rank), screen, draws))
         if words:
             matches = self._open(attempt, ".", f"filtered_{_NAMES[which]}")
             sinks.append(LinePrefixer(prefix_of(rank, False, self._word), only_with(words, matches.write)))
         is_all_drawn = draws and is_shown and file is None and not words
         return Destination(stream=Stream(file, sinks), screen=screen if is_all_drawn else None)
+
+    def _prefix(self, which: Streams, rank: int, local_rank: int) -> bytes:
+        """Returns what stands before a worker's lines on the console."""
+        coloured = wants_colours(which.value)
+        if not self._output.line_prefix:
+            return prefix_of(rank, coloured, self._word)
+        text = Template(self._output.line_prefix).safe_substitute(rank=rank, local_rank=local_rank)
+        return in_colour(text, rank, coloured)
 
     def _shown(self, which: Streams, prefix: bytes, screen: Screen | None, draws: bool) -> Sink:
         if screen is None:

@@ -32,7 +32,11 @@ def prefix_of(rank: int, coloured: bool, word: str = "rank") -> bytes:
 
 def prefix(name: str, number: int, coloured: bool) -> bytes:
     """Returns the prefix of the lines of something with this name; the number chooses its colour."""
-    text = f"[{name}] "
+    return in_colour(f"[{name}] ", number, coloured)
+
+
+def in_colour(text: str, number: int, coloured: bool) -> bytes:
+    """Returns a text, if `coloured` in the colour of this number."""
     return f"\x1b[{_COLOURS[number % len(_COLOURS)]}m{text}\x1b[0m".encode() if coloured else text.encode()
 
 

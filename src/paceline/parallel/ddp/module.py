@@ -85,6 +85,7 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
         batched_grad_copy: has no effect, since there are no copies for buckets.
         forward_sync_buffers: whether rank 0's buffers are copied to all ranks before each forward in training mode, and
             at the end of `join`; True if None.
+        lazy_bucket_allocation: has no effect, since there is no memory for buckets.
         deterministic: whether training ends with the same bits on any number of ranks that is a power of two (see
             docs/reproducible.md).
         logical_shards: with `deterministic`, a power of two that is at least the number of ranks. A step's samples are
@@ -136,6 +137,7 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
         *,
         deterministic: bool = False,
         logical_shards: int | None = None,

@@ -1,34 +1,32 @@
-"""Tests of the plug-in under a newer torch than the other tests', in an environment of its own.
+"""Tests of the plug-in under another release of torch than the other tests', in an environment of its own.
 
-`PACELINE_NEWER_TORCH` names that environment's interpreter, of the same version of Python, with torch 2.15 or newer,
-msgspec, numpy, pytest, pytest-timeout and hypothesis; `make newer` makes one.
+`PACELINE_OTHER_TORCH` names that environment's interpreter, of the same version of Python, with torch, msgspec, numpy,
+pytest, pytest-timeout and hypothesis; `make plugin RELEASE=2.6` makes one.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import paceline
 
-VARIABLE = "PACELINE_NEWER_TORCH"
+VARIABLE = "PACELINE_OTHER_TORCH"
 PYTHON = os.environ.get(VARIABLE)
 HERE = Path(__file__).parent
 MODULES = sorted(path.name for path in HERE.glob("test_plugin*.py") if path != Path(__file__))
 FRAMEWORKS = "test_plugin_frameworks.py"  # needs packages that pin torch
 
 
-@pytest.mark.skipif(
-    not PYTHON, reason=f"set {VARIABLE} to an interpreter with torch 2.15 or newer, or run `make newer`"
-)
+@pytest.mark.skipif(not PYTHON, reason=f"set {VARIABLE} to an interpreter with another torch, or run `make plugin`")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("module", [module for module in MODULES if module != FRAMEWORKS])
-def test_the_plug_in_works_with_a_newer_torch(module, tmp_path):
+def test_the_plug_in_works_with_another_torch(module, tmp_path):
     (tmp_path / "paceline").symlink_to(Path(paceline.__file__).parent)  # the package alone, without its torch
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
     environment.pop(VARIABLE)
@@ -40,8 +38,7 @@ def test_the_plug_in_works_with_a_newer_torch(module, tmp_path):
         timeout=600,
     )
     assert version.returncode == 0, f"{PYTHON} has to be Python {sys.version_info[:2]}\n{version.stderr}"
-    found = re.search(r"(\d+)\.(\d+)", version.stdout.split()[-1])
-    assert found is not None and tuple(map(int, found.groups())) >= (2, 15), version.stdout
+    assert version.stdout.split()[-1] != torch.__version__, "that interpreter has the torch of the other tests"
     command = [str(PYTHON), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not soak and not gpu"]
     done = subprocess.run([*command, str(HERE / module)], env=environment, capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5_000:]
