@@ -1,6 +1,6 @@
 """The C++ core. Codes (operation, dtype, reduce op, status) are the enum values of `native/`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -116,7 +116,8 @@ class QuickCall:
     def arm(
         self,
         prepared: PreparedCall,
-        places: Sequence[tuple[torch.Tensor, int]],
+        tensors: Sequence[tuple[torch.Tensor, tuple[object, ...]]],
+        layout_of: Callable[[torch.Tensor], tuple[object, ...]],
         limits: HasTimeout,
         watched: dict[str, object],
         key: str,
