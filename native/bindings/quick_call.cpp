@@ -24,12 +24,13 @@ PyObject* with_care(PyObject* self) {
 
 }  // namespace
 
-void QuickCall::arm(nb::object prepared, std::vector<Place> places, nb::object limits, nb::dict watched, nb::str key,
-                    nb::object count_writes, nb::tuple written) {
+void QuickCall::arm(nb::object prepared, std::vector<std::pair<nb::object, nb::object>> tensors, nb::object layout_of,
+                    nb::object limits, nb::dict watched, nb::str key, nb::object count_writes, nb::tuple written) {
     if (!nb::isinstance<PreparedCall>(prepared)) throw nb::type_error("a persistent call needs a PreparedCall");
     call_ = nb::cast<PreparedCall*>(prepared);
     prepared_ = std::move(prepared);
-    places_ = std::move(places);
+    for (auto& [tensor, layout] : tensors) tensors_.push_back({tensor, layout, read_layout(tensor)});
+    layout_of_ = std::move(layout_of);
     limits_ = std::move(limits);
     watched_ = std::move(watched);
     key_ = std::move(key);
@@ -40,10 +41,12 @@ void QuickCall::arm(nb::object prepared, std::vector<Place> places, nb::object l
 bool QuickCall::is_as_usual() const {
     if (call_ == nullptr || is_started) return false;
     if (PyDict_GetItemWithError(watched_.ptr(), key_.ptr()) != Py_False) return false;
-    return std::all_of(places_.begin(), places_.end(), [](const Place& place) {
-        const auto& [tensor, address] = place;
-        return address_of(tensor) == address;
-    });
+    return std::all_of(tensors_.begin(), tensors_.end(), [this](const Prepared& each) { return has_its_layout(each); });
+}
+
+bool QuickCall::has_its_layout(const Prepared& prepared) const {
+    if (prepared.read) return has_layout(prepared.tensor, *prepared.read);
+    return layout_of_(prepared.tensor).equal(prepared.layout);
 }
 
 PyObject* QuickCall::call(PyObject* self, PyObject* arguments, PyObject* keywords) {
@@ -81,15 +84,20 @@ int QuickCall::traverse(PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(quick.limits_.ptr());
     Py_VISIT(quick.watched_.ptr());
     Py_VISIT(quick.written_.ptr());
-    for (const auto& [tensor, address] : quick.places_) Py_VISIT(tensor.ptr());
+    Py_VISIT(quick.layout_of_.ptr());
+    for (const Prepared& each : quick.tensors_) {
+        Py_VISIT(each.tensor.ptr());
+        Py_VISIT(each.layout.ptr());
+    }
     return 0;
 }
 
 int QuickCall::clear(PyObject* self) {
     QuickCall& quick = *nb::inst_ptr<QuickCall>(self);
     quick.call_ = nullptr;
-    const auto dropped = std::pair(std::move(quick.places_), std::move(quick.prepared_));
-    quick.places_.clear();
+    const auto dropped = std::pair(std::move(quick.tensors_), std::move(quick.prepared_));
+    quick.tensors_.clear();
+    quick.layout_of_.reset();
     quick.limits_.reset();
     quick.watched_.reset();
     quick.written_.reset();

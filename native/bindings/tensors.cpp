@@ -2,6 +2,8 @@
 
 #include <nanobind/ndarray.h>
 
+#include <algorithm>
+
 #include "bindings/bindings.hpp"
 
 namespace nb = nanobind;
@@ -106,9 +108,23 @@ void count_write(nb::handle tensor) {
     known().count_writes(nb::make_tuple(tensor));
 }
 
-std::uint64_t address_of(nb::handle tensor) {
-    if (const auto found = read(tensor)) return begin_of(*found);
-    return nb::cast<std::uint64_t>(tensor.attr("data_ptr")());
+std::optional<TensorLayout> read_layout(nb::handle tensor) {
+    const auto found = read(tensor);
+    if (!found || found->strides == nullptr) return std::nullopt;
+    if (found->dtype.code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Complex)) return std::nullopt;
+    if (!known().is_neg(tensor).is(Py_False)) return std::nullopt;
+    return TensorLayout{begin_of(*found), found->dtype.code, found->dtype.bits,
+                        std::vector<std::int64_t>(found->shape, found->shape + found->ndim),
+                        std::vector<std::int64_t>(found->strides, found->strides + found->ndim)};
+}
+
+bool has_layout(nb::handle tensor, const TensorLayout& layout) {
+    const auto found = read(tensor);
+    if (!found || found->strides == nullptr || begin_of(*found) != layout.address) return false;
+    if (found->dtype.code != layout.type || found->dtype.bits != layout.bits) return false;
+    return std::equal(layout.shape.begin(), layout.shape.end(), found->shape, found->shape + found->ndim) &&
+           std::equal(layout.strides.begin(), layout.strides.end(), found->strides, found->strides + found->ndim) &&
+           known().is_neg(tensor).is(Py_False);
 }
 
 std::optional<ReduceOp> read_reduction(nb::handle object) {

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "reduce/reduce.hpp"
 
@@ -25,8 +26,21 @@ std::optional<DenseTensor> read_dense(nanobind::handle object);
 // Tells autograd that a tensor, which `read_dense` has read, is written to.
 void count_write(nanobind::handle tensor);
 
-// Returns where the values of a tensor begin, on whatever device it is.
-std::uint64_t address_of(nanobind::handle tensor);
+// Where the values of a tensor are in memory, and how they lie there.
+struct TensorLayout {
+    std::uint64_t address = 0;
+    std::uint8_t type = 0;  // DLPack's
+    std::uint8_t bits = 0;
+    std::vector<std::int64_t> shape;
+    std::vector<std::int64_t> strides;
+};
+
+// Returns the layout of a tensor on whatever device it is; nothing where only Python can tell, as with an older
+// PyTorch, and with complex numbers, of which DLPack does not say whether they are conjugates.
+std::optional<TensorLayout> read_layout(nanobind::handle tensor);
+
+// Returns whether a tensor that `read_layout` could read has this layout.
+bool has_layout(nanobind::handle tensor, const TensorLayout& layout);
 
 // Returns the reduction if `object` is a member of paceline.ReduceOp.
 std::optional<ReduceOp> read_reduction(nanobind::handle object);

@@ -124,7 +124,8 @@ class QuickCall:
     def arm(
         self,
         prepared: PreparedCall,
-        places: Sequence[tuple[torch.Tensor, int]],
+        tensors: Sequence[tuple[torch.Tensor, tuple[object, ...]]],
+        layout_of: Callable[[torch.Tensor], tuple[object, ...]],
         limits: HasTimeout,
         watched: dict[str, object],
         key: str,

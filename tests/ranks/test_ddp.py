@@ -355,6 +355,54 @@ def test_buffers_follow_rank_0_in_training_only(ranks):
     ranks(2)(change_buffers)
 
 
+def buffers_that_become_other_views() -> None:
+    dist.init_process_group()
+    rank = dist.get_rank()
+    module = nn.Linear(4, 1)
+    module.store = torch.zeros(8)
+    module.register_buffer("seen", module.store[:1])
+    wrapped = dist.DistributedDataParallel(module)
+    for length in (1, 3, 5):  # each begins at the same address
+        module.seen = module.store[:length]
+        module.store.copy_(torch.arange(8.0) + 10 * length + rank)
+        wrapped(torch.ones(2, 4)).sum().backward()
+        assert module.seen.tolist() == [10.0 * length + at for at in range(length)]
+        assert module.store[length:].tolist() == [10.0 * length + at + rank for at in range(length, 8)]
+    changes = (  # in place, and to what a stale view would not reach, or would reach in another order
+        (lambda seen: setattr(seen, "data", module.store), [*range(8)]),
+        (lambda seen: setattr(seen, "data", module.store[::2]), [0, 2, 4, 6]),
+        (lambda seen: setattr(seen, "data", module.store.view(2, 4)), [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (lambda seen: setattr(seen, "data", module.store.view(2, 4).t()), [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        (lambda seen: setattr(seen, "data", torch._neg_view(module.store)), [-float(at) for at in range(8)]),
+        (lambda seen: seen.resize_(2), [0, -1]),
+    )
+    for change, expected in changes:
+        module.store.copy_(torch.arange(8.0) + 100 * rank)
+        with torch.no_grad():
+            change(module.seen)
+        wrapped(torch.ones(2, 4)).sum().backward()
+        assert module.seen.tolist() == expected
+
+
+def test_a_buffer_that_becomes_another_view_of_its_memory_is_sent_as_it_is(ranks):
+    ranks(2)(buffers_that_become_other_views)
+
+
+def parameters_that_become_parts_of_themselves() -> None:
+    dist.init_process_group()
+    module = nn.Linear(4, 6)
+    wrapped = dist.DistributedDataParallel(module)
+    module.bias.data = module.bias.data[:1]
+    with pytest.raises(
+        ValueError, match=r"'bias' has the shape \[1\]; when .* wrapped, the parameter had the shape \[6\]"
+    ):
+        wrapped(torch.ones(2, 4)).sum().backward()
+
+
+def test_a_gradient_of_another_shape_is_refused(ranks):
+    ranks(2)(parameters_that_become_parts_of_themselves)
+
+
 def copy_pickle_and_replace() -> None:
     dist.init_process_group()
     rank = dist.get_rank()

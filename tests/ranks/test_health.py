@@ -322,7 +322,25 @@ def raises_on_every_rank_when_asked() -> None:
     assert [each.part for each in dist.check_replicas(module, random_state=True, raises=False)] == ["random states"]
 
 
+def looks_at_types_shapes_and_signs() -> None:
+    values = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    alike: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+        lambda each: each.view(2, 2),
+        lambda each: each.view(torch.int32),
+        torch._neg_view,
+    )
+    for change in alike:
+        module = nn.Module()
+        module.register_buffer("values", change(values.clone()) if dist.get_rank() == 1 else values.clone())
+        with pytest.raises(dist.ReplicasDifferError, match="1 of 1 buffers, first in 'values'"):
+            dist.check_replicas(module)
+    module = nn.Module()
+    module.register_buffer("values", torch._neg_view(-values) if dist.get_rank() == 1 else values)
+    assert dist.check_replicas(module) == []
+
+
 REPLICAS = OneWorld(
+    looks_at_types_shapes_and_signs,
     names_the_rank_that_differs_once,
     names_a_setting_of_the_optimizer,
     leaves_alone_what_may_differ,

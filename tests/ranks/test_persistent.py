@@ -96,8 +96,14 @@ def moved_memory_is_noticed() -> None:
             lambda tensor: tensor.set_(torch.ones(3)),
             lambda tensor: tensor.untyped_storage().resize_(0),
             lambda tensor: setattr(tensor, "data", torch.ones(3)),
+            lambda tensor: setattr(tensor, "data", tensor.data[:2]),  # the rest have the same address
+            lambda tensor: setattr(tensor, "data", tensor.data.as_strided((5,), (1,))),
+            lambda tensor: setattr(tensor, "data", tensor.data.as_strided((3,), (2,))),
+            lambda tensor: setattr(tensor, "data", tensor.data.view(3, 1)),
+            lambda tensor: setattr(tensor, "data", tensor.data.view(torch.int32)),
+            lambda tensor: setattr(tensor, "data", torch._neg_view(tensor.data)),
         ):
-            tensor = torch.ones(3)
+            tensor = torch.ones(6)[:3]
             call = prepare(tensor)
             call()
             other = torch.empty(3)  # where a freed tensor was, another may be

@@ -55,11 +55,19 @@ def double_first(model: nn.Module) -> None:
     model.get_parameter("0.weight").mul_(2)
 
 
+@torch.no_grad()
+def turn_first(model: nn.Module) -> None:
+    """Gives the parameter the same memory in another order."""
+    weight = model.get_parameter("0.weight")
+    weight.data = weight.data.t()
+
+
 def writing_is_refused() -> None:
     told = refused_step(double_first)
     assert "rank 1 wrote to parameter '0.weight'" in told
     assert "full_parameters()" in told
     assert "rank 1 replaced the memory of parameter '0.weight'" in refused_step(lambda model: model.double())
+    assert "rank 1 replaced the memory of parameter '0.weight'" in refused_step(turn_first)
 
 
 def steps_within_full_parameters_are_refused() -> None:

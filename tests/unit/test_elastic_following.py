@@ -231,6 +231,12 @@ def test_gradients_that_a_learner_has_are_not_sent_again():
     first.grad.mul_(2)
     others[0].grad = None
     assert [member.steps.are_noted(param) for param in (first, *others)] == [False, False, *[True] * (len(others) - 1)]
+    other, memory = others[1], bytearray(others[1].grad.nbytes)
+    other.grad = torch.frombuffer(memory, dtype=torch.float32).view_as(other)
+    member.steps.note([other])
+    assert member.steps.are_noted(other)
+    other.grad = torch.frombuffer(memory, dtype=torch.float32).view_as(other)  # another one, where that was before
+    assert not member.steps.are_noted(other)
     member.steps.at = 7, 6
     assert not any(member.steps.are_noted(param) for param in member.module.parameters())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -45,6 +46,17 @@ def dtype_code(tensors: Sequence[torch.Tensor], call: str) -> int:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Returns whether the tensor is contiguous, and its memory holds its values as they are."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+MemoryLayout: TypeAlias = tuple[int, torch.Size, tuple[int, ...], torch.dtype, bool, bool]
+
+
+def memory_layout(tensor: torch.Tensor) -> MemoryLayout:
+    """Returns where the values of a dense tensor are in memory, and how they lie there.
+
+    Of two tensors with the same address, one may be longer, have other strides, or be another type's view of it.
+    """
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 def address_of(tensor: torch.Tensor) -> int:

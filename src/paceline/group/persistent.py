@@ -13,7 +13,7 @@ from torch.autograd import profiler
 from paceline import _core
 from paceline.durations import Timeout, to_nanoseconds
 from paceline.engine.channel import Outcome
-from paceline.group.buffers import Tensors, as_list
+from paceline.group.buffers import Tensors, as_list, memory_layout
 from paceline.group.eager import eager
 from paceline.group.planning import Plan
 from paceline.group.profiling import Recording
@@ -30,12 +30,12 @@ class PersistentCall(_core.QuickCall):
     ranks may make the same call in any form: each start counts as one call of the group, and all ranks make the calls
     of a group in the same order. Preparing one is not a call: it needs no other rank, and no order.
 
-    The tensors must stay where they are in memory; their values may change between two calls. A persistent call
+    The tensors must stay where and how they are in memory; their values may change between two calls. A persistent call
     belongs to its group, and ends with it. In an elastic job, each view has a group of its own.
 
     Raises:
-        ValueError: a tensor is no longer where it was; the call is started and not over, or has not been started; or
-            its group has ended.
+        ValueError: a tensor is no longer where it was, or has another shape, strides or type; the call is started and
+            not over, or has not been started; or its group has ended.
         CollectiveError: as the plain call does.
     """
 
@@ -43,7 +43,7 @@ class PersistentCall(_core.QuickCall):
         super().__init__()
         self._name = name
         dense = [tensor for tensor in tensors if tensor.layout is torch.strided]
-        self._memory = [(tensor, tensor.data_ptr()) for tensor in dense]
+        self._memory = [(tensor, memory_layout(tensor)) for tensor in dense]
         self._work: Work | None = None  # of the latest start, until `wait`
         self._starting = threading.Lock()
 
@@ -115,15 +115,15 @@ class PersistentCall(_core.QuickCall):
         return work
 
     def _require_memory(self) -> None:
-        for tensor, address in self._memory:
-            if tensor.data_ptr() != address:
+        for tensor, layout in self._memory:
+            if memory_layout(tensor) != layout:
                 raise self._moved()
 
     def _moved(self) -> ValueError:
         return ValueError(
             f"{self._who()}{self._name}: a tensor of this persistent call is no longer where {self._name}_init found "
-            "it; resize_, set_ or an assignment to .data has given it other memory. Prepare the call again, or write "
-            "new values into the old memory with copy_"
+            "it, or has another shape, strides or type; resize_, set_ or an assignment to .data has changed that. "
+            "Prepare the call again, or write new values into the old memory with copy_"
         )
 
 
@@ -163,6 +163,7 @@ class EngineCall(PersistentCall):
         self.arm(
             prepared,
             self._memory,
+            memory_layout,
             self._limits,
             profiler.__dict__,
             "_is_profiler_enabled",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from paceline.group.buffers import is_plain
 from paceline.group.process_group import ProcessGroup
 
 
@@ -22,7 +23,7 @@ def byte_views(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def broadcast_tensors(tensors: list[torch.Tensor], group: ProcessGroup, root: int = 0) -> None:
     """Copies the root's values to all ranks, whatever the dtypes and layouts."""
-    plain = [tensor for tensor in tensors if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()]
+    plain = [tensor for tensor in tensors if is_plain(tensor)]
     kept = {id(tensor) for tensor in plain}
     for together in by_device(plain):
         group.broadcast(byte_views(together), root)

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 import torch
 import xxhash
 
+from paceline.group.buffers import memory_layout
 from paceline.group.exchange import as_memory
 
 
 def digest_of(tensors: Sequence[torch.Tensor]) -> int:
-    """Returns a digest (XXH3, 63 bits) of tensors."""
+    """Returns a digest (XXH3, 63 bits) of tensors, of their types, shapes and values."""
     total = xxhash.xxh3_64(seed=0)
     for tensor in tensors:
+        total.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
         total.update(memory_of(tensor))
     return total.intdigest() >> 1
 
@@ -25,6 +27,6 @@ def digest_of_text(text: str) -> int:
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """Returns the bytes of a tensor, or of a contiguous copy of it in the CPU's memory, without another copy."""
-    flat = tensor.detach().cpu().contiguous()
+    flat = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
     kept = as_memory(flat)
-    return kept if flat.data_ptr() == tensor.data_ptr() else memoryview(bytes(kept))
+    return kept if memory_layout(flat) == memory_layout(tensor) else memoryview(bytes(kept))

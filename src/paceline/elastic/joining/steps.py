@@ -6,13 +6,16 @@ options of the groups, such as the learning rate, and from what the optimizer ke
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from paceline.elastic.joining.course import StrayedError
 from paceline.elastic.joining.wire import Stepped
+from paceline.group.buffers import MemoryLayout, memory_layout
 from paceline.group.objects.codec import MalformedPayload
 from paceline.group.objects.serialization import decode, encode
 from paceline.parallel.digests import memory_of
@@ -22,6 +25,28 @@ _CLOSURE = "an optimizer's step was called with a closure, which computes gradie
 _SCALED = "an optimizer's step unscales its gradients itself (GradScaler with a fused optimizer)"
 
 OnStep = Callable[[Stepped, list[memoryview]], None]
+
+
+@dataclass(frozen=True)
+class _Note:
+    """A gradient as it was in a round: another one may get the memory of one that was freed, and its version."""
+
+    round: int
+    gradient: weakref.ref[torch.Tensor] | None
+    layout: MemoryLayout | None
+    version: int
+
+    @staticmethod
+    def of(round: int, gradient: torch.Tensor | None) -> _Note:
+        if gradient is None:
+            return _Note(round, None, None, 0)
+        return _Note(round, weakref.ref(gradient), _layout(gradient), gradient._version)
+
+    def is_of(self, gradient: torch.Tensor | None) -> bool:
+        if self.gradient is None or gradient is None:
+            return self.gradient is None and gradient is None
+        is_same = self.gradient() is gradient and self.version == gradient._version
+        return is_same and self.layout == _layout(gradient)
 
 
 class Steps:
@@ -37,7 +62,7 @@ class Steps:
         self.on_step: OnStep | None = None
         self.at = 0, 0
         self._again: tuple[Stepped, Values] | None = None
-        self._notes: dict[int, tuple[int, int, int]] = {}  # by parameter: a round, the gradient's place and version
+        self._notes: dict[int, _Note] = {}  # by parameter
         for name, optimizer in optimizers.items():
             optimizer.register_step_pre_hook(self._hook(name))
 
@@ -65,7 +90,7 @@ class Steps:
     def note(self, params: Iterable[torch.Tensor]) -> None:
         """Notes which gradients these parameters have, since learners have them too."""
         for param in params:
-            self._notes[id(param)] = (self.at[0], *_place(param))
+            self._notes[id(param)] = _Note.of(self.at[0], param.grad)
 
     def forget(self) -> None:
         """Forgets the gradients that were noted."""
@@ -73,7 +98,8 @@ class Steps:
 
     def are_noted(self, param: torch.Tensor) -> bool:
         """Whether a parameter's gradient was noted in this round, and has not changed since."""
-        return self._notes.get(id(param)) == (self.at[0], *_place(param))
+        note = self._notes.get(id(param))
+        return note is not None and note.round == self.at[0] and note.is_of(param.grad)
 
     def _hook(self, name: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
         def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -91,8 +117,8 @@ def _params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
-def _place(param: torch.Tensor) -> tuple[int, int]:
-    return (0, 0) if param.grad is None else (param.grad.data_ptr(), param.grad._version)
+def _layout(gradient: torch.Tensor) -> MemoryLayout | None:
+    return memory_layout(gradient) if gradient.layout is torch.strided else None
 
 
 def _closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:

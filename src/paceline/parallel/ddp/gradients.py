@@ -18,6 +18,7 @@ from paceline.engine.codes import DTYPE_CODES
 
 _storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 _is_contiguous = torch.Tensor.is_contiguous
+_numel = torch.Tensor.numel
 _dtype = attrgetter("dtype")
 
 
@@ -75,8 +76,10 @@ class BucketGradients:
         self.dtype = self.params[0].dtype
         self._device = self.params[0].device
         self.dtype_code = DTYPE_CODES[self.dtype]
-        self._count = sum(param.numel() for param in self.params)
+        self._shapes = [param.shape for param in self.params]
         self._layouts = [_layout_of(param) for param in self.params]
+        self._numels = [param.numel() for param in self.params]
+        self._count = sum(self._numels)
         self._pieces = [0] * (2 * len(self.params))
         self._pieces[1::2] = [param.nbytes for param in self.params]
         # A complex gradient may be a conjugate view, which only the flag of that gradient shows.
@@ -94,7 +97,7 @@ class BucketGradients:
 
         Raises:
             TypeError: a gradient is sparse, or of another type than its parameter had.
-            ValueError: a gradient is on another device than its parameter was.
+            ValueError: a gradient is on another device than its parameter was, or has another shape.
         """
         gradients = [gradient for param in self.params if (gradient := param.grad) is not None]
         if len(gradients) != len(self.params):
@@ -103,6 +106,7 @@ class BucketGradients:
             self._plain
             and all(map(_is_contiguous, gradients))
             and set(map(_dtype, gradients)) <= {self.dtype}
+            and list(map(_numel, gradients)) == self._numels
             and gradients[0].device == self._device  # a module moves as a whole
             and not (copy_shared and any(map(shares_memory, gradients)))
         ):
@@ -113,8 +117,9 @@ class BucketGradients:
 
     def _collect_each(self, gradients: Sequence[torch.Tensor], copy_shared: bool) -> Memory:
         memory = Memory([], [], self._count)
-        for param, name, layout, gradient in zip(self.params, self.names, self._layouts, gradients, strict=True):
-            self._require_reducible(name, param, gradient)
+        known = zip(self.params, self.names, self._shapes, self._layouts, gradients, strict=True)
+        for param, name, shape, layout, gradient in known:
+            self._require_reducible(name, param, shape, gradient)
             shared = copy_shared and shares_memory(gradient)
             dense = gradient.detach()
             if shared or not _lies_as(gradient, layout):
@@ -127,7 +132,7 @@ class BucketGradients:
             memory.tensors.append(dense)
         return memory
 
-    def _require_reducible(self, name: str, param: nn.Parameter, gradient: torch.Tensor) -> None:
+    def _require_reducible(self, name: str, param: nn.Parameter, shape: torch.Size, gradient: torch.Tensor) -> None:
         if gradient.layout is not torch.strided:
             raise TypeError(
                 f"the gradient of parameter {name!r} is {gradient.layout}, which is averaged only for the "
@@ -137,6 +142,12 @@ class BucketGradients:
             raise ValueError(
                 f"the gradient of parameter {name!r} is on {gradient.device}; when the module was wrapped, the "
                 f"parameter was on {self._device}. Move the module first and wrap it afterwards"
+            )
+        if gradient.shape != shape:
+            raise ValueError(
+                f"the gradient of parameter {name!r} has the shape {list(gradient.shape)}; when the module was "
+                f"wrapped, the parameter had the shape {list(shape)} (now it has {list(param.shape)}). Change the "
+                "module first and wrap it afterwards"
             )
         if gradient.dtype is not self.dtype:
             raise TypeError(

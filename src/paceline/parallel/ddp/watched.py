@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from paceline.group.buffers import is_plain
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.broadcast import broadcast_tensors, by_device, byte_views
 from paceline.parallel.ddp.structure import ModuleStructure
@@ -24,7 +25,7 @@ class WatchedModule:
         self._group = group
         self._structure = ModuleStructure(module, self.tracked.ignored)
         self._forwards = 0
-        self._buffers_sent: list[int] = []
+        self._buffers_sent: list[tuple[int, int]] = []  # where their values are, and the number of bytes there
         self._buffer_bytes: list[list[torch.Tensor]] = []  # byte views, for each device
 
     def check_unchanged(self) -> None:
@@ -69,13 +70,14 @@ class WatchedModule:
         buffers = [buffer.data for buffer in self._structure.buffers()]
         if not buffers:
             return
-        addresses = [buffer.data_ptr() for buffer in buffers]
-        if addresses != self._buffers_sent:
-            if not all(buffer.is_contiguous() for buffer in buffers):
-                broadcast_tensors(buffers, self._group, root)
-                return
+        if not all(map(is_plain, buffers)):
+            broadcast_tensors(buffers, self._group, root)
+            return
+        # A buffer may become a longer view of the same memory; of plain ones, nothing else has to be compared.
+        memory = [(buffer.data_ptr(), buffer.nbytes) for buffer in buffers]
+        if memory != self._buffers_sent:
             self._buffer_bytes = [byte_views(together) for together in by_device(buffers)]
-            self._buffers_sent = addresses
+            self._buffers_sent = memory
         for views in self._buffer_bytes:
             self._group.broadcast(views, root)
 

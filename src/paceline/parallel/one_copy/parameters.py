@@ -18,6 +18,7 @@ from torch import nn
 
 from paceline.engine.native.host_memory import HostRanks
 from paceline.errors import CollectiveError
+from paceline.group.buffers import memory_layout
 from paceline.group.host_memory import share_on_host
 from paceline.group.process_group import ProcessGroup
 from paceline.group.writes import count_writes
@@ -28,7 +29,6 @@ from paceline.parallel.zero.partition import ALIGNMENT_BYTES
 from paceline.parallel.zero.shards import flat, is_dense
 
 _version = attrgetter("_version")
-_address = torch.Tensor.data_ptr
 _of_modules: weakref.WeakKeyDictionary[nn.Module, SharedParameters] = weakref.WeakKeyDictionary()
 
 
@@ -90,7 +90,7 @@ class SharedParameters:
     def accept(self) -> None:
         """Takes the parameters as they are now for unchanged."""
         self._versions = list(map(_version, self._params))
-        self._addresses = list(map(_address, self._params))
+        self._layouts = list(map(memory_layout, self._params))
 
     def changed(self) -> str | None:
         """Returns what somebody else has done to the parameters since `accept`, None if nothing is known."""
@@ -98,8 +98,8 @@ class SharedParameters:
             return "called step() within full_parameters()"
         if list(map(_version, self._params)) != self._versions:
             return f"wrote to {self._first(list(map(_version, self._params)), self._versions)}"
-        if list(map(_address, self._params)) != self._addresses:
-            return f"replaced the memory of {self._first(list(map(_address, self._params)), self._addresses)}"
+        if list(map(memory_layout, self._params)) != self._layouts:
+            return f"replaced the memory of {self._first(list(map(memory_layout, self._params)), self._layouts)}"
         return None
 
     def require_whole(self) -> None:
@@ -147,9 +147,9 @@ class SharedParameters:
             self.accept()
 
     def _drop_replaced(self) -> None:
-        """Forgets parameters that somebody has given other memory, as `module.to(dtype)` does."""
+        """Forgets parameters that somebody has given other memory, as `module.to(dtype)` does, or a part of theirs."""
         pairs = zip(self._params, self._shared, strict=True)
-        kept = [at for at, (param, shared) in enumerate(pairs) if param.data_ptr() == shared.data_ptr()]
+        kept = [at for at, (param, shared) in enumerate(pairs) if memory_layout(param) == memory_layout(shared)]
         self._params = [self._params[at] for at in kept]
         self._names = [self._names[at] for at in kept]
         self._shared = [self._shared[at] for at in kept]
@@ -176,7 +176,7 @@ class SharedParameters:
                     "module before the SharedModelOptimizer is made"
                 )
 
-    def _first(self, now: Sequence[int], before: Sequence[int]) -> str:
+    def _first(self, now: Sequence[object], before: Sequence[object]) -> str:
         return next(f"parameter {name!r}" for name, a, b in zip(self._names, now, before, strict=True) if a != b)
 
 
