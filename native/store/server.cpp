@@ -247,7 +247,7 @@ bool Server::handle_torch(Connection& connection) {
     TorchReader& reader = *connection.torch;
     std::size_t done = 0;
     for (;;) {
-        if (!flush(connection)) return false;
+        if (!flush(connection) || !has_room(connection)) return false;
         std::size_t used = 0;
         const Parse parsed =
             connection.blocked ? Parse::partial : reader.read(std::span(connection.in).subspan(done), used);
@@ -273,6 +273,7 @@ bool Server::handle_torch(Connection& connection) {
                 case TorchOutcome::answered:
                     break;
                 case TorchOutcome::waits:
+                    connection.parked = used;
                     waiters_.park(fd, std::move(reader.request()), kNoDeadline, table_, true);
                     break;
                 case TorchOutcome::refused:
@@ -280,6 +281,15 @@ bool Server::handle_torch(Connection& connection) {
             }
         }
     }
+}
+
+// Returns whether what is stored and held for PyTorch's clients, whoever they are, leaves this process its memory.
+bool Server::has_room(Connection& connection) {
+    if (!waiters_.holds(connection.socket.descriptor)) connection.parked = 0;
+    const std::size_t held =
+        connection.in.capacity() + connection.torch->nbytes() + connection.parked + connection.out.capacity();
+    held_ += held - std::exchange(connection.held, held);
+    return held_ + table_.nbytes() <= kMostTorchBytes;
 }
 
 // Counts a client that has come to a barrier. The last one wakes the others, which wait for a key that exists only for
@@ -338,6 +348,7 @@ void Server::send_answers(const Waiters::Answers& answers) {
 void Server::drop(int fd) {
     waiters_.forget(fd);
     const std::map<std::string, std::string> wills = std::move(connections_.at(fd).wills);
+    held_ -= connections_.at(fd).held;
     connections_.erase(fd);
     ::close(fd);
     for (const auto& [key, value] : wills)

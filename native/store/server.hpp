@@ -45,6 +45,8 @@ class Server {
         std::map<std::string, std::string> wills;  // keys and values to set when the connection ends
         std::unique_ptr<TorchReader> torch;        // if the client is PyTorch's
         bool is_valid = false;                     // whether that has sent its magic number
+        std::size_t parked = 0;                    // bytes of its query that waits
+        std::size_t held = 0;                      // bytes of its messages, as counted in held_
     };
     using Connections = std::unordered_map<int, Connection>;
 
@@ -55,6 +57,7 @@ class Server {
     bool handle_requests(Connection& connection);
     bool handle_torch(Connection& connection);
     bool meet(Connection& connection);
+    bool has_room(Connection& connection);
     bool flush(Connection& connection);
     void send_answers(const Waiters::Answers& answers);
     void drop(int fd);
@@ -64,6 +67,7 @@ class Server {
     int wake_ = -1;
     int listener_ = -1;
     std::size_t most_ = 0;    // how many connections are accepted at a time
+    std::size_t held_ = 0;    // bytes of the messages from and to PyTorch's clients
     bool is_paused_ = false;  // nothing is accepted for a moment, since there are too many connections
     std::mutex mutex_;
     std::vector<tls::Socket> fresh_;  // guarded by mutex_

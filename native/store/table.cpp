@@ -9,6 +9,9 @@ Message ok(std::int64_t number = 0, std::vector<std::string> fields = {}) {
     return {static_cast<std::uint8_t>(Status::ok), number, std::move(fields)};
 }
 
+// What a key or a queued value occupies beside its bytes.
+constexpr std::size_t kEntry = 128;
+
 Message refused(std::string why) {
     return {static_cast<std::uint8_t>(Status::refused), 0, {std::move(why)}};
 }
@@ -54,9 +57,35 @@ std::optional<Message> Table::pop(const Message& request) {
     const auto queue = queues_.find(request.fields[0]);
     if (queue == queues_.end()) return std::nullopt;
     std::string value = std::move(queue->second.front());
+    nbytes_ -= kEntry + value.size();
     queue->second.pop_front();
-    if (queue->second.empty()) queues_.erase(queue);
+    if (queue->second.empty()) {
+        nbytes_ -= kEntry + queue->first.size();
+        queues_.erase(queue);
+    }
     return ok(0, {std::move(value)});
+}
+
+void Table::assign(const std::string& key, std::string value) {
+    const auto [entry, is_new] = values_.try_emplace(key);
+    nbytes_ += (is_new ? kEntry + key.size() : 0) + value.size() - entry->second.size();
+    entry->second = std::move(value);
+}
+
+bool Table::remove(const std::string& key) {
+    const auto value = values_.find(key);
+    const auto queue = queues_.find(key);
+    const bool is_there = value != values_.end() || queue != queues_.end();
+    if (value != values_.end()) {
+        nbytes_ -= kEntry + key.size() + value->second.size();
+        values_.erase(value);
+    }
+    if (queue != queues_.end()) {
+        nbytes_ -= kEntry + key.size();
+        for (const std::string& each : queue->second) nbytes_ -= kEntry + each.size();
+        queues_.erase(queue);
+    }
+    return is_there;
 }
 
 std::optional<Message> Table::apply(const Message& request, std::vector<std::string>& changed) {
@@ -66,7 +95,7 @@ std::optional<Message> Table::apply(const Message& request, std::vector<std::str
     if (!many && field.size() != fields_needed(op)) return refused("wrong number of fields");
     switch (op) {
         case Op::set:
-            values_[field[0]] = field[1];
+            assign(field[0], field[1]);
             changed.push_back(field[0]);
             return ok();
         case Op::get:
@@ -80,13 +109,14 @@ std::optional<Message> Table::apply(const Message& request, std::vector<std::str
             return answer;
         }
         case Op::add: {
-            std::string& value = values_[field[0]];
+            const auto found = values_.find(field[0]);
+            const std::string value = found == values_.end() ? std::string() : found->second;
             std::int64_t number = 0;
             const auto parsed = std::from_chars(value.data(), value.data() + value.size(), number);
             if (!value.empty() && (parsed.ec != std::errc() || parsed.ptr != value.data() + value.size()))
                 return refused("the value of the key is not a number, so nothing can be added to it");
             if (__builtin_add_overflow(number, request.number, &number)) return refused("the sum exceeds 64 bits");
-            value = std::to_string(number);
+            assign(field[0], std::to_string(number));
             changed.push_back(field[0]);
             return ok(number);
         }
@@ -94,7 +124,7 @@ std::optional<Message> Table::apply(const Message& request, std::vector<std::str
             const auto found = values_.find(field[0]);
             if (found == values_.end() && !field[1].empty()) return ok(0, {field[1]});
             if (found != values_.end() && found->second != field[1]) return ok(0, {found->second});
-            values_[field[0]] = field[2];
+            assign(field[0], field[2]);
             changed.push_back(field[0]);
             return ok(0, {field[2]});
         }
@@ -104,22 +134,28 @@ std::optional<Message> Table::apply(const Message& request, std::vector<std::str
         case Op::check:
             return ok(missing(request).empty() ? 1 : 0);
         case Op::remove:
-            return ok(static_cast<std::int64_t>(values_.erase(field[0]) + queues_.erase(field[0]) != 0));
+            return ok(static_cast<std::int64_t>(remove(field[0])));
         case Op::count:
             return ok(static_cast<std::int64_t>(values_.size() + queues_.size()));
         case Op::multi_set:
             if (field.size() % 2 != 0) return refused("wrong number of fields");
             for (std::size_t i = 0; i < field.size(); i += 2) {
-                values_[field[i]] = field[i + 1];
+                assign(field[i], field[i + 1]);
                 changed.push_back(field[i]);
             }
             return ok();
         case Op::append:
-            values_[field[0]] += field[1];
+            if (const auto [entry, is_new] = values_.try_emplace(field[0]); true) {
+                nbytes_ += (is_new ? kEntry + field[0].size() : 0) + field[1].size();
+                entry->second += field[1];
+            }
             changed.push_back(field[0]);
             return ok();
         case Op::queue_push:
-            queues_[field[0]].push_back(field[1]);
+            if (const auto [entry, is_new] = queues_.try_emplace(field[0]); true) {
+                nbytes_ += (is_new ? kEntry + field[0].size() : 0) + kEntry + field[1].size();
+                entry->second.push_back(field[1]);
+            }
             changed.push_back(field[0]);
             return ok();
         case Op::queue_pop:

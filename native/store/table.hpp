@@ -23,6 +23,9 @@ class Table {
     // Whether `key` names a queue with values in it, and no value.
     bool is_queue(const std::string& key) const { return !values_.contains(key) && queues_.contains(key); }
 
+    // About how many bytes the keys and values occupy.
+    std::size_t nbytes() const { return nbytes_; }
+
     // Returns the keys that have a value.
     std::vector<std::string> keys() const;
 
@@ -31,6 +34,10 @@ class Table {
 
   private:
     std::optional<Message> pop(const Message& request);
+    void assign(const std::string& key, std::string value);
+    bool remove(const std::string& key);
+
+    std::size_t nbytes_ = 0;
 
     std::unordered_map<std::string, std::string> values_;
     std::unordered_map<std::string, std::deque<std::string>> queues_;

@@ -136,7 +136,10 @@ TorchOutcome apply(TorchQuery query, const Message& request, Table& table, std::
             return TorchOutcome::answered;
         case TorchQuery::get:
         case TorchQuery::multi_get:
-            for (const std::string& key : request.fields) put_value(out, key, table, changed);
+            for (const std::string& key : request.fields) {
+                put_value(out, key, table, changed);
+                if (out.size() > kMostTorchBytes / 4) return TorchOutcome::refused;
+            }
             return TorchOutcome::answered;
         case TorchQuery::list_keys: {
             const std::vector<std::string> keys = table.keys();

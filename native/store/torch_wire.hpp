@@ -37,6 +37,7 @@ constexpr std::uint32_t kTorchMagic = 0x3C85F7CE;
 constexpr std::uint64_t kMostTorchKeys = 128 << 10;
 constexpr std::uint64_t kLongestTorchKey = 8 << 10;
 constexpr std::uint64_t kLongestTorchValue = 8 << 20;
+constexpr std::size_t kMostTorchBytes = std::size_t{1} << 30;  // of all keys, values and messages; PyTorch has no limit
 
 enum class TorchWait : std::uint8_t { over = 0, canceled = 1 };
 
@@ -49,6 +50,9 @@ class TorchReader {
     // The complete query, and its keys, values and number as a request to the table where that has one like it.
     TorchQuery query() const { return query_; }
     Message& request() { return request_; }
+
+    // How much of an incomplete query has been read; it is held here as well as by the caller.
+    std::size_t nbytes() const { return at_; }
 
   private:
     TorchQuery query_ = TorchQuery::validate;

@@ -331,6 +331,76 @@ void a_request_to_a_silent_server_ends_at_its_deadline() {
     close(ends[1]);
 }
 
+template <class T>
+std::string raw(T value) {
+    return {reinterpret_cast<const char*>(&value), sizeof value};
+}
+
+std::string torch_text(const std::string& text) {
+    return raw(std::uint64_t{text.size()}) + text;
+}
+
+void torch_queries_are_read_whichever_parts_they_come_in() {
+    const std::string query = "\x0b" + raw(std::uint64_t{2}) + torch_text("a") + torch_text("one") + torch_text("b") +
+                              torch_text(std::string(1000, '2'));
+    for (std::size_t first = 0; first < query.size(); first += 7) {
+        TorchReader reader;
+        std::size_t used = 0;
+        CHECK(reader.read(std::string_view(query).substr(0, first), used) == Parse::partial);
+        CHECK(reader.read(query + "\x07", used) == Parse::complete && used == query.size());
+        CHECK(reader.query() == TorchQuery::multi_set);
+        CHECK((reader.request().fields == std::vector<std::string>{"a", "one", "b", std::string(1000, '2')}));
+        CHECK(reader.read(std::string("\x07"), used) == Parse::complete && used == 1);
+        CHECK(reader.query() == TorchQuery::count && reader.request().fields.empty());
+    }
+}
+
+void random_bytes_are_no_trouble_for_the_reader_of_torch_queries() {
+    std::uint32_t state = 1;
+    const auto next = [&state] { return state = state * 1664525u + 1013904223u, state >> 24; };
+    for (int round = 0; round < 20'000; ++round) {
+        std::string bytes;
+        const std::uint32_t length = next();
+        for (std::uint32_t i = 0; i < length; ++i) bytes += static_cast<char>(next() < 160 ? next() % 3 : next());
+        if (!bytes.empty()) bytes[0] = static_cast<char>(next() % 20);
+        TorchReader reader;
+        std::size_t used = 0;
+        std::size_t end = 0;
+        Parse parsed = Parse::partial;
+        while (parsed == Parse::partial && end < bytes.size()) {
+            end = std::min(bytes.size(), end + 1 + next() % 16);
+            parsed = reader.read(std::string_view(bytes).substr(0, end), used);
+        }
+        CHECK(parsed != Parse::complete || used <= end);
+    }
+}
+
+void a_table_counts_what_it_holds() {
+    Table table;
+    std::vector<std::string> changed;
+    const auto apply = [&](Op op, std::vector<std::string> fields, std::int64_t number = 0) {
+        CHECK(table.apply(request(op, std::move(fields), number), changed));
+    };
+    apply(Op::set, {"k", std::string(1000, 'v')});
+    const std::size_t once = table.nbytes();
+    CHECK(once >= 1000);
+    apply(Op::set, {"k", std::string(10, 'v')});
+    CHECK(table.nbytes() == once - 990);
+    apply(Op::append, {"k", std::string(990, 'v')});
+    CHECK(table.nbytes() == once);
+    apply(Op::add, {"n"}, 5);
+    apply(Op::compare_set, {"c", "", "value"});
+    apply(Op::multi_set, {"a", "1", "b", "2"});
+    apply(Op::queue_push, {"q", "first"});
+    apply(Op::queue_push, {"q", "second"});
+    apply(Op::queue_push, {"p", "only"});
+    CHECK(table.nbytes() > once);
+    apply(Op::queue_pop, {"q"});
+    apply(Op::queue_pop, {"p"});
+    for (const char* key : {"k", "n", "c", "a", "b", "q", "p", "none"}) apply(Op::remove, {key});
+    CHECK(table.nbytes() == 0);
+}
+
 void all_of_the_server() {
     hostile_clients_are_dropped_and_the_others_served();
     keys_set_before_garbage_wake_their_waiters();
@@ -354,6 +424,9 @@ int main() {
     a_waiter_that_times_out_learns_which_key_is_missing();
     a_get_waits_for_a_value_although_a_queue_has_the_name();
     malformed_messages_are_recognised();
+    torch_queries_are_read_whichever_parts_they_come_in();
+    random_bytes_are_no_trouble_for_the_reader_of_torch_queries();
+    a_table_counts_what_it_holds();
     all_of_the_server();
     encrypts = !encrypted::unavailable();
     if (encrypts) all_of_the_server();

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import os
+import py_compile
 import subprocess
 import sys
+import zipapp
 
 import pytest
 from launching import ENVIRONMENT, run
@@ -53,6 +55,96 @@ def test_the_old_form_with_use_env_does_not(place):
 def test_each_kind_of_command_runs(place, flags, words):
     done = run(*flags, *words(place), cwd=os.path.dirname(place))
     assert (done.returncode, done.stdout) == (0, "[rank 0] 0 0 a __main__\n"), done.stderr
+
+
+PACKAGED = """
+import os, pickle, sys
+from beside import word
+class Record: pass
+assert isinstance(pickle.loads(pickle.dumps(Record())), Record)
+print(word, os.environ["RANK"], *sys.argv[1:], __name__, os.path.basename(__file__))
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("form", ["directory", "zip", "compiled"])
+def test_what_python_runs_as_a_script_runs(tmp_path, form, method):
+    program = tmp_path / "program"
+    program.mkdir()
+    (program / "beside.py").write_text("word = 'beside'")
+    (program / "__main__.py").write_text(PACKAGED)
+    path, file = str(program), "__main__.py"
+    if form == "zip":
+        path = str(tmp_path / "program.pyz")
+        zipapp.create_archive(program, path, interpreter="/usr/bin/env python3")
+    elif form == "compiled":
+        file = "train.pyc"
+        path = py_compile.compile(str(program / "__main__.py"), str(program / file))
+    expected = f"[rank 0] beside 0 --lr 1 __main__ {file}\n"
+    done = run("--start-method", method, path, "--lr", "1", cwd=str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, expected), done.stderr
+    relative = run("--start-method", method, os.path.relpath(path, tmp_path), "--lr", "1", cwd=str(tmp_path))
+    assert (relative.returncode, relative.stdout) == (0, expected), relative.stderr
+
+
+def test_an_exception_in_a_directorys_program_has_its_traceback(tmp_path):
+    (tmp_path / "__main__.py").write_text("\nraise ValueError('a mistake')")
+    done = run(str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith("ValueError: a mistake")
+    assert f'File "{tmp_path}/__main__.py", line 2' in done.stderr
+
+
+def test_what_cannot_be_a_script_is_told(tmp_path):
+    done = run(str(tmp_path))
+    assert done.returncode == 2
+    assert f"{tmp_path} is a directory without __main__.py" in done.stderr
+    other = tmp_path / "other.pyc"
+    other.write_bytes(bytes(100))
+    done = run(str(other))
+    assert done.returncode == 1
+    assert f"{other} is not compiled code of this version of Python (" in done.stderr
+
+
+WITHOUT_CALLS = """
+import fcntl, os, signal
+for module in (os, fcntl, signal):
+    for name in [*vars(module)]:
+        if name.startswith(("pidfd_", "memfd_", "MFD_", "F_ADD_SEALS", "F_GET_SEALS", "F_SEAL_", "F_OFD_")):
+            delattr(module, name)
+"""
+REFUSED = """
+import errno, os
+def refuse(*_): raise OSError({}, "refused")
+os.pidfd_open = refuse
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize(
+    "system",
+    [WITHOUT_CALLS, REFUSED.format("errno.ENOSYS"), REFUSED.format("errno.EPERM")],
+    ids=["a Python built for older systems", "an old kernel", "a sandbox"],
+)
+def test_a_job_runs_without_calls_of_newer_systems(script, tmp_path, system, method):
+    (tmp_path / "system").mkdir()
+    (tmp_path / "system" / "sitecustomize.py").write_text(system)
+    text = "import os; print('attempt', os.environ['TORCHELASTIC_RESTART_COUNT']); " + (
+        "from paceline.rendezvous.rendezvous import rendezvous; rendezvous(None, None, -1, -1, 60); "
+        "assert os.environ['RANK'] == '0' or os.environ['TORCHELASTIC_RESTART_COUNT'] == '1'"
+    )
+    path = os.pathsep.join([str(tmp_path / "system"), os.environ.get("PYTHONPATH", "")])
+    words = ["--nproc-per-node=2", "--max-restarts=1", "--start-method", method, script(text)]
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "run", *words],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**ENVIRONMENT, "PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr
+    attempts = [f"[rank {rank}] attempt {attempt}" for rank in range(2) for attempt in range(2)]
+    assert sorted(done.stdout.splitlines()) == sorted(attempts)
 
 
 def test_a_program_that_is_none_is_named():

@@ -10,6 +10,7 @@ import pytest
 
 from paceline.cli import main as command_line
 from paceline.cli.main import COMMANDS, main, parser
+from paceline.launch.flags import flags_after_script
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
@@ -89,3 +90,51 @@ def test_another_broken_pipe_is_an_error(capfd, monkeypatch):
     monkeypatch.setattr(command_line.runs, "run", broken)
     with pytest.raises(BrokenPipeError, match="the other machine"):
         main(["runs"])
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("--versoin", "--versoin is not a flag; did you mean `paceline --version`?"),
+        ("--hepl", "--hepl is not a flag; did you mean `paceline --help`?"),
+        ("--qqqq", "--qqqq is not a flag"),
+        ("-", "- is not a flag"),
+        ("--nproc=2", "--nproc=2 is not a command; did you mean `paceline run --nproc=2`?"),
+    ],
+)
+def test_a_flag_in_place_of_a_command_is_taken_for_what_it_resembles(capsys, word, said):
+    assert complaint(capsys, word)[0] == f"paceline: {said}"
+
+
+@pytest.mark.parametrize("word", ["--nproc", "--nproc-per", "--nproc_per", "--nproc_per_node", "--nproc-per-node"])
+def test_the_beginning_of_a_flag_stands_for_both_of_its_spellings(word):
+    assert parser({}).parse_args(["run", word, "2", "x.py"]).nproc_per_node == 2
+
+
+def test_a_beginning_of_several_flags_is_ambiguous(capsys):
+    (first, _) = complaint(capsys, "run", "--rdzv", "a", "x.py")
+    assert "ambiguous option: --rdzv could match --rdzv-backend, --rdzv-endpoint, --rdzv-id, --rdzv-conf" in first
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "flags"),
+    [
+        ("", ["--nproc-per-node", "2", "--nnodes=3", "--lr", "1"], "--nproc-per-node, --nnodes"),
+        ("", ["--nproc_per_node=2", "--nproc_per_node=2"], "--nproc_per_node"),
+        ('parser.add_argument("--log-dir")', ["--log-dir", "x"], None),
+        ("parse(log_dir=None)", ["--log-dir", "x"], None),
+        ("", ["--", "--nnodes", "2"], None),
+        ("", ["--lr", "0.1", "-m", "x", "nnodes"], None),
+    ],
+)
+def test_flags_of_the_launcher_behind_the_script_are_pointed_out(tmp_path, text, words, flags):
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    said = list(flags_after_script(str(script), words))
+    assert len(said) == (flags is not None)
+    assert all(
+        each.startswith(
+            f"the script gets {flags}, which the launcher has too: the launcher's flags stand before the script"
+        )
+        for each in said
+    )

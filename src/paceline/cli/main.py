@@ -15,6 +15,7 @@ from paceline.cli.doctor import command as doctor
 from paceline.cli.top import command as top
 from paceline.cli.version import VersionAction
 from paceline.launch.command import add_run_arguments, run
+from paceline.launch.flags import is_flag
 from paceline.launch.grammar import Parser
 
 COMMANDS = (
@@ -146,6 +147,9 @@ def _mistaken_command(words: Sequence[str]) -> str | None:
     first = words[0]
     if first in (*COMMANDS, "-h", "--help", "--version"):
         return None
+    if first.startswith("-") and (first == "-" or not is_flag(first)):
+        meant = get_close_matches(first, ("--version", "--help"), n=1)
+        return f"{first} is not a flag" + (f"; did you mean `paceline {meant[0]}`?" if meant else "")
     near = get_close_matches(first, COMMANDS, n=1)
     if near and not os.path.exists(first):
         return f"{first} is not a command; did you mean `paceline {near[0]}`?"

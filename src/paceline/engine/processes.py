@@ -29,6 +29,18 @@ class Process:
         """Returns the calling process."""
         return Process(_namespace(), os.getpid(), int(_stat("self")[_STARTED]))
 
+    @staticmethod
+    def of(pid: int) -> Process:
+        """Returns the process with this id here.
+
+        Raises:
+            ProcessLookupError: there is none.
+        """
+        try:
+            return Process(_namespace(), pid, int(_stat(str(pid))[_STARTED]))
+        except FileNotFoundError:
+            raise ProcessLookupError(f"process {pid} has ended") from None
+
     def has_ended(self) -> bool | None:
         """Returns whether the process has ended.
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import os
 import sys
-from types import TracebackType
+from types import CodeType, TracebackType
 
 _OWN_NAMES = (
     "run",
     "die_with_parent",
     "annotations",
     "offer_stack",
+    "_code_of",
+    "_holds_modules",
     "_join_cgroup",
+    "_new_file",
     "_package",
     "_prepare_stdin",
     "_print_uncaught",
@@ -79,14 +82,45 @@ def _run_script(rest: list[str]) -> None:
     script = rest[0]
     if not os.path.isabs(script):  # as Python does since 3.9, so that __file__ stays right after os.chdir
         script = os.path.join(os.getcwd(), script)
+    if _holds_modules(script):
+        import runpy
+
+        del sys.path[0]
+        runpy.run_path(script, run_name="__main__")
+        return
     sys.path[0] = os.path.dirname(os.path.abspath(script))
     with open(script, "rb") as file:
-        code = compile(file.read(), script, "exec")
+        code = _code_of(file.read(), script)
     namespace = sys.modules["__main__"].__dict__
     for name in _OWN_NAMES:
         namespace.pop(name, None)
     namespace["__file__"] = script
     exec(code, namespace)
+
+
+def _holds_modules(script: str) -> bool:
+    """Returns whether the script is a directory or a zip file, of which Python runs the module `__main__`."""
+    for hook in sys.path_hooks:
+        try:
+            hook(script)
+            return True
+        except ImportError:
+            pass
+    return False
+
+
+def _code_of(content: bytes, script: str) -> CodeType:
+    """Returns the code of a source file, or of a file that holds compiled code."""
+    if not script.endswith(".pyc"):
+        return compile(content, script, "exec")
+    import marshal
+    from importlib.util import MAGIC_NUMBER
+
+    if content[:4] != MAGIC_NUMBER:
+        here = sys.version.split()[0]
+        sys.exit(f"paceline: {script} is not compiled code of this version of Python ({here})")
+    code: CodeType = marshal.loads(content[16:])
+    return code
 
 
 def die_with_parent(parent: int) -> None:
@@ -131,12 +165,24 @@ def offer_stack() -> None:
     import signal
 
     try:
-        file = os.memfd_create(f"paceline-stack-{os.getpid()}")
+        file = _new_file(f"paceline-stack-{os.getpid()}")
         appending = os.open(f"/proc/self/fd/{file}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         os.close(file)
     except OSError:  # there are no memory files here, or no descriptors
         return
     faulthandler.register(signal.SIGRTMAX - 7, appending, all_threads=False, chain=False)
+
+
+def _new_file(name: str) -> int:
+    """Does what `paceline.system_calls.memfd_create` does, without its imports."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    import ctypes
+
+    file = int(ctypes.CDLL(None).memfd_create(name.encode(), 1))
+    if file < 0:
+        raise OSError(f"{name} cannot be made")
+    return file
 
 
 def _join_cgroup(directory: str | None) -> None:

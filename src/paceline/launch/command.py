@@ -60,6 +60,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.print_token and options.nnodes[1] == 1:
         raise OptionError("--print-token needs --nnodes N or MIN:MAX: how many machines are to join, this one included")
     job = job_of(options)
+    _look_over(options, job)
     if options.dry_run:
         from paceline.launch.dry_run import describe_plan
         from paceline.launch.machine import Machine
@@ -151,4 +152,16 @@ def _join(options: argparse.Namespace) -> int:
     options.rdzv_endpoint, options.rdzv_backend = f"{host}:{token.port}", "c10d"
     options.rdzv_conf = {**options.rdzv_conf, "is_host": "0"}
     options.nnodes = (2, 2)  # more than one; how many they are is decided where they meet
-    return run_job(job_of(options), secret=token.secret)
+    job = job_of(options)
+    _look_over(options, job)
+    return run_job(job, secret=token.secret)
+
+
+def _look_over(options: argparse.Namespace, job: Job) -> None:
+    """Checks the variables that workers read, and points out what is probably a mistake."""
+    from paceline.launch.flags import flags_after_script
+    from paceline.launch.variables import check_variables, misspelt
+
+    check_variables(job.rendezvous.address is not None)
+    for sentence in (*misspelt(), *flags_after_script(options.script, options.args)):
+        print(f"paceline: {sentence}", file=sys.stderr)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.launch import values
@@ -11,6 +12,8 @@ from paceline.launch.compat import libraries
 from paceline.launch.completion import SHELLS, CompletionAction
 from paceline.launch.elastic.chaos import Chaos
 from paceline.security.levels import LEVELS
+
+_WORD = re.compile(r"[A-Za-z][\w-]*")
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,39 @@ FLAGS = (
     Flag("print-token", "serve the meeting and print the token with which other machines join it", variable=False,
          ours=True),
 )  # fmt: skip
+
+
+def is_flag(word: str) -> bool:
+    """Returns whether a word is a flag, or the beginning of one, with or without a value."""
+    name = word.split("=")[0]
+    return any(each.startswith(name) if name.startswith("--") else each == name[:2] for each in _spellings())
+
+
+def flags_after_script(script: str, arguments: Sequence[str]) -> Iterator[str]:
+    """Yields a sentence if the script gets flags of the launcher and does not seem to have flags of these names."""
+    own = {each for each in _spellings() if each.startswith("--")}
+    before_dashes = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    found = [name for word in before_dashes if (name := word.split("=")[0]) in own]
+    if found and (text := _text_of(script)):
+        found = [name for name in found if not {name[2:], name[2:].replace("-", "_")} & set(_WORD.findall(text))]
+    if found:
+        flags = ", ".join(dict.fromkeys(found))
+        yield (
+            f"the script gets {flags}, which the launcher has too: the launcher's flags stand before the script, as in "
+            f"`paceline run {found[0]} ... {script}`"
+        )
+
+
+def _text_of(script: str) -> str:
+    try:
+        with open(script, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, ValueError):  # a module, a directory, or compiled code
+        return ""
+
+
+def _spellings() -> list[str]:
+    return [spelling for flag in FLAGS for spelling in flag.spellings]
 
 
 def add_flags(parser: argparse.ArgumentParser, environment: Mapping[str, str]) -> None:

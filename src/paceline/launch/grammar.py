@@ -30,6 +30,11 @@ class Parser(argparse.ArgumentParser):
             self.error(self._not_known(unknown[0]))
         return found, unknown
 
+    def _get_option_tuples(self, option_string: str) -> list[tuple[argparse.Action, str, str | None]]:
+        """Finds what a beginning stands for: the two spellings of one flag do not make it ambiguous."""
+        found = super()._get_option_tuples(option_string)
+        return list({id(each[0]): each for each in reversed(found)}.values())[::-1]
+
     def _not_known(self, word: str) -> str:
         from difflib import get_close_matches
 

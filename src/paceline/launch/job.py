@@ -192,7 +192,11 @@ def _kind(options: argparse.Namespace) -> Kind:
     kind = Kind.MODULE if options.module else Kind.PROGRAM if options.no_python else Kind.SCRIPT
     if kind in (Kind.SCRIPT, Kind.MODULE) and not os.path.isabs(options.script):
         _check_directory()
-    if kind is Kind.SCRIPT and not Path(options.script).is_file():
+    path = Path(options.script)
+    if kind is Kind.SCRIPT and path.is_dir():
+        if not any((path / name).is_file() for name in ("__main__.py", "__main__.pyc")):
+            raise OptionError(f"{options.script} is a directory without __main__.py, so there is nothing in it to run")
+    elif kind is Kind.SCRIPT and not path.is_file():
         raise OptionError(f"{options.script} is not a file; with -m it would be a module")
     return kind
 

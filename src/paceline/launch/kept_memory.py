@@ -10,11 +10,13 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from paceline import system_calls
 from paceline.observe.runs import RECORDING_FILE
 from paceline.record import layout
 from paceline.record.memory import HANDED_VARIABLE, MEMORY_NAME, HandedMemory, is_switched_off
 
-_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # a worker must not shrink what is mapped here
+# A worker must not shrink what is mapped here.
+_SEALS = system_calls.F_SEAL_SEAL | system_calls.F_SEAL_SHRINK | system_calls.F_SEAL_GROW
 _FAST = 1  # zlib's level
 _MOST_FILES = 256  # of a job: in a long elastic one, many workers die
 
@@ -23,9 +25,9 @@ class KeptMemory:
     """The memory of one worker. `release` must follow when the worker has ended."""
 
     def __init__(self, keeper: Keeper, path: Path | None) -> None:
-        self.fd = os.memfd_create(MEMORY_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fd = system_calls.memfd_create(MEMORY_NAME, system_calls.MFD_CLOEXEC | system_calls.MFD_ALLOW_SEALING)
         os.truncate(self.fd, layout.NBYTES)
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(self.fd, system_calls.F_ADD_SEALS, _SEALS)
         self._keeper = keeper
         self._path = path
 

@@ -22,7 +22,7 @@ from paceline.launch.pipes import WITHOUT_PAGERS, Output, outputs_of
 from paceline.launch.placement import Cores
 from paceline.launch.starting import Interpreters, Starter, Template
 from paceline.launch.values import Streams
-from paceline.launch.worker import Worker, allow_descriptors, bootstrap_argv
+from paceline.launch.worker import Worker, allow_descriptors, bootstrap_argv, watch_end
 
 
 def place_of(job: Job, start: Start, index: int) -> Place:
@@ -122,7 +122,7 @@ class Prepared:
             place.local_rank,
             pid,
             self.error_file,
-            os.pidfd_open(pid),
+            watch_end(pid),
             self.log,
             reads=self.reads,
             memory=self.memory,

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
+import threading
+import time
 from dataclasses import dataclass
 
 from paceline.launch.job import Command, Kind
 from paceline.launch.kept_memory import KeptMemory
 from paceline.launch.lifeline import kill_group
 from paceline.launch.placement import Cores
+from paceline.system_calls import pidfd_open
 
 _FLAG = {Kind.SCRIPT: [], Kind.MODULE: ["-m"], Kind.PATH: ["--path"], Kind.PROGRAM: ["--exec"]}
+
+_NO_PIDFDS = (errno.ENOSYS, errno.EPERM, errno.EINVAL)  # an old kernel, or a sandbox that does not know the call
+_ADOPTION_S = 0.02
 
 
 def bootstrap_argv(command: Command, local_rank: int) -> list[str]:
@@ -31,7 +38,7 @@ class Worker:
     local_rank: int
     pid: int
     error_file: str
-    pidfd: int
+    pidfd: int  # of `watch_end`
     log: str | None = None
     reads: bool = False  # whether it reads the launcher's stdin
     memory: KeptMemory | None = None  # what it records into
@@ -59,6 +66,36 @@ class Worker:
     def signal(self, number: int) -> None:
         """Sends a signal to the worker and to what it started in its process group."""
         kill_group(self.pid, number)
+
+
+def watch_end(pid: int) -> int:
+    """Returns a descriptor that can be read when a child of this process, present or about to be adopted, has ended.
+
+    Raises:
+        ProcessLookupError: there is no such process.
+        OSError: there are no descriptors left.
+    """
+    try:
+        return pidfd_open(pid)
+    except OSError as error:
+        if error.errno not in _NO_PIDFDS:
+            raise
+    reading, writing = os.pipe()
+    threading.Thread(target=_close_at_end, args=(pid, writing), name=f"paceline-end-of-{pid}", daemon=True).start()
+    return reading
+
+
+def _close_at_end(pid: int, writing: int) -> None:
+    """Waits for a child without reaping it, then closes the writing end of the pipe whose other end is watched."""
+    try:
+        while os.path.exists(f"/proc/{pid}"):
+            try:
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+                return
+            except ChildProcessError:  # it is not adopted yet
+                time.sleep(_ADOPTION_S)
+    finally:
+        os.close(writing)
 
 
 def allow_descriptors(workers: int) -> tuple[int, int] | None:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from paceline.observe import stacks
 from paceline.observe.evidence import Frame
 from paceline.observe.processes import threads
+from paceline.system_calls import pidfd_open, pidfd_send_signal
 
 SIGNAL = signal.SIGRTMAX - 7  # programs rarely use it; `launch/bootstrap.py` names it too
 FILE = "paceline-stack"  # and the process's number, since a fork inherits the file of its parent
@@ -59,12 +60,12 @@ def take_all(pids: Sequence[int], timeout_s: float = 1.0) -> dict[int, tuple[Fra
 def _is_asked(pid: int, file: int) -> bool:
     """Asks a worker's main thread for its stack; returns whether the worker is still there."""
     try:
-        pidfd = os.pidfd_open(pid)
+        pidfd = pidfd_open(pid)
     except OSError:  # it has just ended
         return False
     try:
         os.ftruncate(file, 0)
-        signal.pidfd_send_signal(pidfd, SIGNAL)
+        pidfd_send_signal(pidfd, SIGNAL)
     except OSError:
         return False
     finally:

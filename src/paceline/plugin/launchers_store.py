@@ -25,7 +25,7 @@ def take_over() -> None:
 
     @functools.wraps(original)
     def make(*args: Any, **options: Any) -> Any:
-        from torch.distributed import PrefixStore, TCPStore
+        from torch._C._distributed_c10d import PrefixStore, TCPStore
 
         from paceline.rendezvous.environment import is_torch_store
 

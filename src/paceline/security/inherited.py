@@ -12,10 +12,13 @@ import contextlib
 import fcntl
 import os
 
+from paceline import system_calls
+from paceline.system_calls import F_ADD_SEALS, F_GET_SEALS
+
 VARIABLE = "PACELINE_SECRET_FD"
 
 _NAME = "paceline-secret"
-_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+_SEALS = system_calls.F_SEAL_SEAL | system_calls.F_SEAL_SHRINK | system_calls.F_SEAL_GROW | system_calls.F_SEAL_WRITE
 _LONGEST = 1024
 
 
@@ -30,10 +33,10 @@ class SecretFile:  # no dataclass: every worker imports this, and would pay for 
     @classmethod
     def create(cls, secret: bytes) -> SecretFile:
         """Writes `secret` into a new memory file and seals it against changes; the caller closes `fd`."""
-        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = system_calls.memfd_create(_NAME, system_calls.MFD_CLOEXEC | system_calls.MFD_ALLOW_SEALING)
         try:
             os.write(fd, secret)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            fcntl.fcntl(fd, F_ADD_SEALS, _SEALS)
             return cls(fd, os.fstat(fd).st_ino, os.getpid())
         except BaseException:
             os.close(fd)
@@ -93,7 +96,7 @@ class SecretFile:  # no dataclass: every worker imports this, and would pay for 
             is_ours = (
                 os.fstat(fd).st_ino == self.inode
                 and os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_NAME} ")
-                and fcntl.fcntl(fd, fcntl.F_GET_SEALS) == _SEALS
+                and fcntl.fcntl(fd, F_GET_SEALS) == _SEALS
             )
             return os.pread(fd, _LONGEST, 0) if is_ours else None
         return None

@@ -25,6 +25,7 @@ from paceline.durations import Timeout
 from paceline.errors import StoreError
 from paceline.security.own_files import SharedFileError, open_own
 from paceline.store.base import DEFAULT_TIMEOUT, Answer, Op, Status, Store
+from paceline.system_calls import F_OFD_SETLK, F_OFD_SETLKW
 
 _OPERATION, _MEMBERS, _TESTATORS = 1 << 60, (1 << 60) + 1, 1 << 61  # beyond any data
 _MAGIC = b"paceln/f"  # with which the log begins
@@ -218,7 +219,7 @@ def _lock(fd: int, kind: int, byte: int, *, wait: bool) -> bool:
     """Sets an open-file-description lock, which unlike a POSIX lock belongs to the descriptor, not to the process."""
     request = _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0)
     try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK, request)
+        fcntl.fcntl(fd, F_OFD_SETLKW if wait else F_OFD_SETLK, request)
     except (BlockingIOError, PermissionError):
         return False
     return True

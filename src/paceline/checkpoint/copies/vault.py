@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from paceline.checkpoint.copies.messages import Begin, Commit, Entry, Finish, GiveManifest, Read
 from paceline.checkpoint.copies.room import available_nbytes
 from paceline.checkpoint.format.refusals import size
+from paceline.system_calls import memfd_create
 
 _NAME = "paceline-copy"
 _SPARE = 1.1  # of the memory that a copy takes, so much must be available
@@ -167,4 +168,4 @@ def new_file() -> int:
     Raises:
         OSError: there are no descriptors left.
     """
-    return os.memfd_create(_NAME, os.MFD_CLOEXEC)
+    return memfd_create(_NAME)

@@ -24,6 +24,7 @@ from paceline.elastic.joining.wire import (
     decode_head,
     encode_head,
 )
+from paceline.system_calls import memfd_create
 
 _LENGTH = struct.Struct("<Q")  # of the head that follows
 _PIECES = 512  # that one system call writes
@@ -37,7 +38,7 @@ def new_log() -> int:
     Raises:
         OSError: there are no descriptors, or no memory.
     """
-    return os.memfd_create("paceline-results", os.MFD_CLOEXEC)
+    return memfd_create("paceline-results")
 
 
 def append(log: int, item: Item, body: Sequence[memoryview] = ()) -> int:

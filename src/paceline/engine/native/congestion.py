@@ -35,18 +35,32 @@ def set_congestion_control(connection: Connection) -> None:
     """
     wanted = os.environ.get(VARIABLE)
     if wanted:
-        try:
-            _set(connection, wanted)
-        except OSError as error:
-            raise ValueError(
-                f"{VARIABLE} is {wanted!r}, which this kernel refuses ({error.strerror}); take one of those in "
-                "/proc/sys/net/ipv4/tcp_allowed_congestion_control, or unset it"
-            ) from None
+        _choose(connection, wanted)
     elif _get(connection).startswith(_PACED) and _round_trip_us(connection) < _NEAR_US:
         for name in _UNPACED:
             with contextlib.suppress(OSError):
                 _set(connection, name)
                 return
+
+
+def require_control(name: str) -> None:
+    """Makes sure that this kernel has a congestion control that this user may choose.
+
+    Raises:
+        ValueError: it has not.
+    """
+    with socket.socket() as connection:
+        _choose(connection, name)
+
+
+def _choose(connection: Connection, name: str) -> None:
+    try:
+        _set(connection, name)
+    except OSError as error:
+        raise ValueError(
+            f"{VARIABLE} is {name!r}, which this kernel refuses ({error.strerror}); take one of those in "
+            "/proc/sys/net/ipv4/tcp_allowed_congestion_control, or unset it"
+        ) from None
 
 
 def _get(connection: Connection) -> str:

@@ -8,7 +8,7 @@ import time
 from dataclasses import astuple
 
 from paceline import _core
-from paceline.engine.algorithms import UNMEASURED
+from paceline.engine.algorithms import COSTS_VARIABLE, UNMEASURED, parse_costs
 from paceline.engine.api import KnownCosts
 from paceline.engine.channel import Messages
 from paceline.engine.formation import Formation
@@ -20,8 +20,6 @@ from paceline.errors import RendezvousTimeoutError
 from paceline.schedule.cost import CostModel, LinkCost
 from paceline.schedule.network import Network
 from paceline.schedule.pairwise import Pair
-
-VARIABLE = "PACELINE_COSTS"
 
 _KEY, _NETWORK_KEY, _PAIRS_KEY = _KEYS = ["engine/costs", "engine/network", "engine/pairs"]
 _REDUCED = 1 << 20
@@ -60,7 +58,7 @@ def agree_on_costs(
                 f"{timeout_s:.0f} s; look at its output"
             )
         costs, described, found = (value.decode() for value in formation.store.multi_get(_KEYS))
-        model, pairs = _parse(costs), {(one, other): LinkCost(*cost) for one, other, *cost in json.loads(found)}
+        model, pairs = parse_costs(costs), {(one, other): LinkCost(*cost) for one, other, *cost in json.loads(found)}
         network = read_network(described, model, topology.hosts)
     known.models[_measured_ranks(topology)] = model
     remember(topology, known, pairs)
@@ -71,9 +69,9 @@ def _measure_all(
     formation: Formation, topology: Topology, links: Messages, known: KnownCosts, deadline: float
 ) -> tuple[CostModel, str, dict[Pair, LinkCost]]:
     """Returns the model, the network as PACELINE_NETWORK says it, and the links of pairs of hosts; for rank 0."""
-    given, described = os.environ.get(VARIABLE), os.environ.get(NETWORK_VARIABLE, "")
+    given, described = os.environ.get(COSTS_VARIABLE), os.environ.get(NETWORK_VARIABLE, "")
     probes = [Probe(formation, topology, links, peer) for peer in _partners(topology)]
-    model = _parse(given) if given else known.models.get(_measured_ranks(topology))
+    model = parse_costs(given) if given else known.models.get(_measured_ranks(topology))
     if model is None:
         *within_host, between_hosts = map(measure, probes)
         gamma = _core.time_reduction(_REDUCED) / _REDUCED
@@ -104,17 +102,6 @@ def _partners(topology: Topology) -> list[int]:
 def _measured_ranks(topology: Topology) -> tuple[str, ...]:
     """Returns a text for each of the hosts whose ranks the model is measured with: its name and how many they are."""
     return tuple(f"{topology.members[ranks[0]].host} {min(len(ranks), 2)}" for ranks in topology.hosts[:2])
-
-
-def _parse(text: str) -> CostModel:
-    try:
-        data = json.loads(text)
-        return CostModel(LinkCost(*data["within_host"]), LinkCost(*data["between_hosts"]), float(data["gamma"]))
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{VARIABLE} is {text!r}; it must be JSON like "
-            '{"within_host": [2e-6, 1e-10], "between_hosts": [3e-5, 5e-10], "gamma": 1e-10}'
-        ) from error
 
 
 def _format(model: CostModel) -> str:

@@ -14,7 +14,13 @@ import torch
 from paceline import _core
 from paceline.descriptors import is_shortage
 from paceline.engine.addresses import own_address
-from paceline.engine.algorithms import ALGORITHM_VARIABLE, UNMEASURED, known_algorithm
+from paceline.engine.algorithms import (
+    ALGORITHM_VARIABLE,
+    STREAMS_VARIABLE,
+    UNMEASURED,
+    known_algorithm,
+    parse_streams,
+)
 from paceline.engine.api import EngineContext, KnownCosts
 from paceline.engine.channel import Channel, Messages
 from paceline.engine.failures import Member
@@ -32,9 +38,7 @@ from paceline.wording import and_more
 # Each rank has four slots of this many bytes in each group, so that the part of a tensor that passes through a slot
 # stays in the second-level cache.
 SLOT_BYTES = 128 << 10
-STREAMS_VARIABLE = "PACELINE_STREAMS"
 _DEFAULT_STREAMS = 1
-_MOST_STREAMS = 64
 _MOST_NAMED = 8  # ranks in an error message
 _START = "native"  # names the formation of an engine that starts after the default group has formed
 _LINKS = 1 << 63  # distinguishes the id of a group's rings from that of its slots
@@ -240,7 +244,4 @@ def start(context: EngineContext) -> NativeEngine:
 
 
 def _streams() -> int:
-    text = os.environ.get(STREAMS_VARIABLE, str(_DEFAULT_STREAMS))
-    if not text.isdecimal() or not 1 <= int(text) <= _MOST_STREAMS:
-        raise ValueError(f"{STREAMS_VARIABLE} is {text!r}; it must be a number from 1 to {_MOST_STREAMS}")
-    return int(text)
+    return parse_streams(os.environ.get(STREAMS_VARIABLE, str(_DEFAULT_STREAMS)))

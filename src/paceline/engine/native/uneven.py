@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from paceline.schedule.cost import CostModel
 from paceline.schedule.network import Group, Link, Network, parse_links
@@ -30,14 +30,42 @@ def read_network(text: str, model: CostModel, hosts: Sequence[Sequence[int]]) ->
     """
     if not text:
         return None
+    described = parse_network(text)
+    try:
+        network = Network.of_costs(model, tuple(map(tuple, hosts)))
+        return replace(
+            network,
+            node=described.node or network.node,
+            nodes=described.nodes,
+            pairs=described.pairs,
+            groups=described.groups,
+        )
+    except (ValueError, TypeError) as error:
+        raise _wrong(text, error) from error
+
+
+@dataclass(frozen=True)
+class DescribedLinks:
+    """The links that PACELINE_NETWORK describes, whichever hosts there are; see `read_network`."""
+
+    node: Link | None
+    nodes: Mapping[int, Link]
+    pairs: Mapping[tuple[int, int], Link]
+    groups: tuple[Group, ...]
+
+
+def parse_network(text: str) -> DescribedLinks:
+    """Parses what PACELINE_NETWORK says.
+
+    Raises:
+        ValueError: the text does not have the variable's form.
+    """
     try:
         data = json.loads(text)
         if not isinstance(data, dict) or not set(data) <= {"node", "nodes", "pairs", "groups"}:
             raise ValueError("its parts are node, nodes, pairs and groups")
-        network = Network.of_costs(model, tuple(map(tuple, hosts)))
-        return replace(
-            network,
-            node=_link(data["node"]) if "node" in data else network.node,
+        return DescribedLinks(
+            node=_link(data["node"]) if "node" in data else None,
             nodes={int(host): _link(link) for host, link in data.get("nodes", {}).items()},
             pairs=_pairs(data.get("pairs", {})),
             groups=tuple(
@@ -45,7 +73,11 @@ def read_network(text: str, model: CostModel, hosts: Sequence[Sequence[int]]) ->
             ),
         )
     except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{NETWORK_VARIABLE} is {text!r}: {error}; it must be JSON like {_EXAMPLE}") from error
+        raise _wrong(text, error) from error
+
+
+def _wrong(text: str, error: Exception) -> ValueError:
+    return ValueError(f"{NETWORK_VARIABLE} is {text!r}: {error}; it must be JSON like {_EXAMPLE}")
 
 
 def _link(text: str) -> Link:

@@ -8,6 +8,8 @@ import select
 from collections.abc import Sequence
 
 from paceline.engine.nccl.meeting import Presence
+from paceline.engine.processes import Process
+from paceline.system_calls import pidfd_open
 
 
 class Peers:
@@ -15,23 +17,36 @@ class Peers:
 
     def __init__(self, presences: Sequence[Presence], at: int) -> None:
         self._places: dict[int, int] = {}
+        self._looked_for: dict[int, Process] = {}  # where the kernel gives no descriptor, by place
         self._gone: set[int] = set()
         self._poll = select.poll()
         for place, presence in enumerate(presences):
             if place == at or presence.machine != presences[at].machine:
                 continue
             try:
-                descriptor = os.pidfd_open(presence.pid)
+                descriptor = self._open(place, presence.pid)
             except ProcessLookupError:
                 self._gone.add(place)
                 continue
+            if descriptor is None:
+                continue
             self._places[descriptor] = place
             self._poll.register(descriptor, select.POLLIN)
+
+    def _open(self, place: int, pid: int) -> int | None:
+        try:
+            return pidfd_open(pid)
+        except ProcessLookupError:
+            raise
+        except OSError:
+            self._looked_for[place] = Process.of(pid)
+            return None
 
     def gone(self) -> list[int]:
         """Returns the places of the watched processes that have ended."""
         ended = {descriptor for descriptor, _ in self._poll.poll(0)}
         self._gone.update(place for descriptor, place in tuple(self._places.items()) if descriptor in ended)
+        self._gone.update(place for place, process in self._looked_for.items() if process.has_ended())
         return sorted(self._gone)
 
     def close(self) -> None:

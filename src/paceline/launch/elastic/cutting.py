@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import socket
 
-_PIDFD_GETFD = 438  # the number of the system call, on every architecture
+from paceline.system_calls import pidfd_getfd
 
 
 def cut(pid: int, pidfd: int) -> int:
@@ -20,11 +19,7 @@ def cut(pid: int, pidfd: int) -> int:
     for name in os.listdir(f"/proc/{pid}/fd"):
         if not _is_socket(f"/proc/{pid}/fd/{name}"):
             continue
-        fd = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, pidfd, int(name), 0)
-        if fd < 0:
-            number = ctypes.get_errno()
-            raise OSError(number, f"pidfd_getfd of process {pid}: {os.strerror(number)}")
-        with socket.socket(fileno=fd) as connection, contextlib.suppress(OSError):
+        with socket.socket(fileno=pidfd_getfd(pidfd, int(name))) as connection, contextlib.suppress(OSError):
             if _leads_elsewhere(connection):
                 connection.shutdown(socket.SHUT_RDWR)
                 count += 1

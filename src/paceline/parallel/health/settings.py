@@ -31,7 +31,7 @@ def choose_checks(checks: bool | int | None) -> Checks:
         ValueError: either is no such value.
     """
     if checks is None:
-        return _from_environment(os.environ.get(VARIABLE, "on"))
+        return parse_checks(os.environ.get(VARIABLE, "on"))
     if checks < 0:
         raise ValueError(
             f"checks is {checks}; it must be False, True, or the number of steps from one comparison of the replicas "
@@ -40,7 +40,12 @@ def choose_checks(checks: bool | int | None) -> Checks:
     return Checks(bool(checks), None if isinstance(checks, bool) else checks or None)
 
 
-def _from_environment(text: str) -> Checks:
+def parse_checks(text: str) -> Checks:
+    """Returns the checks that PACELINE_CHECKS chooses.
+
+    Raises:
+        ValueError: the text does not have the variable's form.
+    """
     if text in ("on", "off"):
         return Checks(text == "on")
     if text.isascii() and text.isdecimal() and int(text) > 0:
