@@ -69,7 +69,7 @@ def test_a_restarted_generation_finds_no_key_of_the_one_before(script):
 
 OWN = """
 import datetime, os, socket, subprocess, sys
-child = '''
+child = r'''
 import datetime, os, sys
 import torch.distributed as dist
 place = dict(rank=int(sys.argv[2]), world_size=2)
