@@ -63,6 +63,20 @@ for step in range(20):
     dist.broadcast(b, 0)
     dist.barrier()
 """
+BACKWARD_IN_JOIN = """
+import time
+import torch
+import torch.distributed as dist
+from torch import nn
+import paceline.plugin
+
+paceline.plugin.register()
+dist.init_process_group("paceline")
+model = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
+with model.join(divide_by_initial_world_size=False):
+    loss = model(torch.ones(2, 3)).sum() if dist.get_rank() == 0 else time.sleep(300)
+    loss.backward()
+"""
 FLAGS = ("--nproc-per-node=2", "--no-pin", "--stall-after=1.5", "--shutdown-timeout=1")
 WAITS = "rank 0 waits in all_reduce(float32, 4096) call 32 (script.py:"
 
@@ -74,9 +88,9 @@ def said(script, tmp_path):
     A rank that is "busy" works until `until` is said.
     """
 
-    def start(fault: str, word: str | None = None, until: str = "") -> str:
+    def start(fault: str, word: str | None = None, until: str = "", job: str = JOB) -> str:
         over = tmp_path / "over"
-        arguments = command(*FLAGS, "--log-dir", str(tmp_path / "runs"), "--rdzv-id=job", script(JOB), fault, str(over))
+        arguments = command(*FLAGS, "--log-dir", str(tmp_path / "runs"), "--rdzv-id=job", script(job), fault, str(over))
         with (
             open(tmp_path / "said", "w+") as output,
             subprocess.Popen(arguments, stderr=output, stdout=output, env=ENVIRONMENT) as launcher,
@@ -115,6 +129,12 @@ def test_two_groups_that_wait_for_each_other_are_named(said):
     told = said("deadlock", "deadlock")
     assert "deadlock: rank 0 waits in all_reduce(float32, 4096) call 2 of the group" in told
     assert "(no. 2 of 2)" in told and "(no. 1 of 2)" in told
+
+
+def test_a_backward_of_torchs_that_waits_in_join_is_explained(said):
+    told = said("sleep", "rank 1 is not there", job=BACKWARD_IN_JOIN)
+    assert "rank 0 waits in all_reduce(float32, 1) call " in told
+    assert "rank 1 is not there: it is at script.py:" in told
 
 
 def test_a_rank_that_works_is_no_error_and_its_return_is_told(said):
