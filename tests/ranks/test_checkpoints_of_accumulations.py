@@ -57,14 +57,14 @@ class Loop:
                         return
 
 
-def final(save_after: int, root: Path, clears_in_place: bool = False) -> str:
+def train_to_the_end(save_after: int, root: Path, clears_in_place: bool = False) -> str:
     dist.init_process_group()
     loop = Loop(clears_in_place)
     loop.train(save_after, root, stops=False)
     return loop.state.digest()
 
 
-def resumed(root: Path, clears_in_place: bool = False) -> str:
+def go_on_from_it(root: Path, clears_in_place: bool = False) -> str:
     dist.init_process_group()
     loop = Loop(clears_in_place)
     nn.init.zeros_(loop.model[0].weight)
@@ -79,8 +79,8 @@ def resumed(root: Path, clears_in_place: bool = False) -> str:
 def test_a_training_goes_on_in_an_accumulation(
     ranks: type[Ranks], tmp_path: Path, save_after: int, sizes: tuple[int, int], clears_in_place: bool
 ) -> None:
-    expected = {*ranks(sizes[0])(final, save_after, tmp_path, clears_in_place)}
-    assert {*ranks(sizes[1])(resumed, tmp_path, clears_in_place)} == expected and len(expected) == 1
+    expected = {*ranks(sizes[0])(train_to_the_end, save_after, tmp_path, clears_in_place)}
+    assert {*ranks(sizes[1])(go_on_from_it, tmp_path, clears_in_place)} == expected and len(expected) == 1
 
 
 def sizes_of_gradients(root: Path) -> list[int]:
@@ -150,7 +150,7 @@ def warned(work: Any) -> list[str]:
     return [str(each.message) for each in caught if issubclass(each.category, RuntimeWarning)]
 
 
-def accumulate(root: Path, kind: str) -> list[list[str]]:
+def save_while_accumulating(root: Path, kind: str) -> list[list[str]]:
     """Returns what is said in saves after two backwards, after one more and a step, and after another backward."""
     dist.init_process_group()
     model = dist.DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1)))
@@ -180,14 +180,14 @@ def accumulate(root: Path, kind: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("kind", ["SGD", "zero2", "zero3"])
 def test_the_manager_names_once_what_it_does_not_save(ranks: type[Ranks], tmp_path: Path, kind: str) -> None:
-    first, other = ranks(2)(accumulate, tmp_path, kind)
+    first, other = ranks(2)(save_while_accumulating, tmp_path, kind)
     assert [len(each) for each in first] == [1, 0, 0, 0, 0, 0]
     assert "rank 0: the checkpoint of step 0 is saved while the parameters ['model/0." in first[0][0]
     assert "Save after optimizer.step() and before the next backward" in first[0][0]
     assert not any(other)
 
 
-def test_a_manager_that_comes_late_does_not_take_used_gradients_for_others(ranks: type[Ranks], tmp_path: Path) -> None:
+def test_a_late_manager_does_not_take_used_gradients_for_others(ranks: type[Ranks], tmp_path: Path) -> None:
     ranks(1)(save_late, tmp_path)
 
 

@@ -157,7 +157,7 @@ def test_whatever_is_empty_is_loaded_at_every_depth(kind, is_alone, depth):
     require_round_trip(state(1), {"top": None})
 
 
-def test_an_optimizer_that_is_loaded_into_none_has_its_numbers_of_parameters(tmp_path):
+def test_an_optimizer_loaded_into_none_has_numbers_of_parameters(tmp_path):
     saved, other = optimizer_of(torch.optim.AdamW, 2), optimizer_of(torch.optim.AdamW, 0)
     dist.save({"optimizer": saved}, tmp_path)
     state: dict[str, Any] = {"optimizer": None}
@@ -167,7 +167,7 @@ def test_an_optimizer_that_is_loaded_into_none_has_its_numbers_of_parameters(tmp
     assert sorted(state["optimizer"]["state"]) == list(range(1, 12))
 
 
-def test_what_an_optimizer_keeps_for_no_parameter_or_emptily_comes_back(tmp_path):
+def test_what_an_optimizer_keeps_for_no_parameter_comes_back(tmp_path):
     saved, other = optimizer_of(torch.optim.SGD, 0), optimizer_of(torch.optim.SGD, 0)
     first = saved.param_groups[0]["params"][0]
     saved.state[first] = {}
@@ -178,7 +178,7 @@ def test_what_an_optimizer_keeps_for_no_parameter_or_emptily_comes_back(tmp_path
     assert plain(other) == plain(saved)
 
 
-def test_checkpoints_that_say_nothing_of_modules_without_state_are_loaded(tmp_path):
+def test_checkpoints_without_stateless_modules_are_loaded(tmp_path):
     """As those from before it was noted that there is such a module."""
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     dist.save({"model": model}, tmp_path)

@@ -391,7 +391,7 @@ def test_compressed_and_overlapping_records_are_refused(tmp_path: Path) -> None:
 
 @settings(max_examples=examples(100))
 @given(st.integers(0, 400), st.integers(0, 255), st.integers(0, 400), st.integers(0, 255))
-def test_changed_files_of_torch_are_refused_or_give_whole_records(at, byte, other, second):
+def test_changed_files_of_torch_are_refused_or_give_records(at, byte, other, second):
     def change(text: bytes) -> bytes:
         changed = bytearray(text)
         changed[at % len(text)], changed[other % len(text)] = byte, second

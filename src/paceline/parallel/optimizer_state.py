@@ -9,14 +9,16 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+_STEP = "step"  # of which torch itself keeps the type
 
-def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+
+def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Loads what `state_dict` returned; scalars keep the types that they have there.
 
     Torch gives all but the number of steps the type of the parameter, and so rounds the float32 scalars of NAdam and
     ASGD where that is bfloat16.
     """
-    optimizer.load_state_dict(dict(state))
+    optimizer.load_state_dict(state)
     if "param_groups" not in state or not isinstance(state.get("state"), Mapping):
         return  # an optimizer of others may have a state of its own kind
     numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
@@ -25,11 +27,8 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         saved, own = state["state"].get(number), optimizer.state.get(param)
         if isinstance(saved, Mapping) and isinstance(own, dict):
             for key, value in saved.items():
-                if _is_converted(value, loaded := own.get(key)):
+                loaded = own.get(key)
+                if key == _STEP or not isinstance(value, torch.Tensor) or not isinstance(loaded, torch.Tensor):
+                    continue
+                if value.dim() == 0 and value.dtype != loaded.dtype:
                     own[key] = value.to(loaded.device, copy=True)
-
-
-def _is_converted(saved: Any, loaded: Any) -> bool:
-    if not isinstance(saved, torch.Tensor) or not isinstance(loaded, torch.Tensor):
-        return False
-    return saved.dim() == 0 and saved.dtype != loaded.dtype
