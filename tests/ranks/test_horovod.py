@@ -535,3 +535,24 @@ def test_another_launcher_is_not_taken_for_a_job_of_one(monkeypatch, no_secret):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
     with pytest.raises(ValueError, match="paceline run --nproc-per-node"):
         hvd.init()
+
+
+def leaves_a_call_behind() -> str:
+    hvd.init()
+    handle = hvd.allreduce_async(torch.ones(2), name="alone") if hvd.rank() == 0 else None
+    hvd.barrier()
+    if handle is not None:
+        hvd.shutdown()
+        with pytest.raises(hvd.HorovodInternalError, match=r"(?s)allreduce\(float32 \[2\], op=AVG, name='alone'\)"):
+            hvd.synchronize(handle)
+    else:
+        with pytest.raises(hvd.HorovodInternalError, match="rank 0"):
+            hvd.allreduce(torch.ones(2), name="alone")
+        hvd.shutdown()
+    with pytest.raises(ValueError, match="init"):
+        hvd.allreduce(torch.ones(2))
+    return "left"
+
+
+def test_shutdown_ends_calls_under_way(ranks):
+    assert ranks(2)(leaves_a_call_behind) == ["left", "left"]
