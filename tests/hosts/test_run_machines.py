@@ -114,6 +114,46 @@ def test_a_silent_machine_is_noticed_soon(machines):
     here.expect(launchers[1], 0)
 
 
+def test_a_machine_that_hears_none_of_the_others_suspects_itself(machines):
+    here = machines(3, bridged=True)
+    launchers = [here.elastic(host, "2:3") for host in range(3)]
+    here.wait_for(3)
+    here.network.cut_host(0)
+    here.wait(lambda: "nor of any other machine: " in here.said(launchers[0]))
+    assert "where they meet, may be the one that is cut off" in here.said(launchers[0])
+    for launcher in launchers[1:]:
+        here.expect(launcher, 1)
+    launchers[0].kill()
+
+
+LEAVES = """
+import os, time
+import paceline, torch, torch.distributed as dist
+paceline.init_process_group()
+dist.init_process_group("gloo")
+mine, pair = dist.new_group([0]), dist.new_group([1, 2])
+if dist.get_rank() == 0:
+    os._exit(0)
+time.sleep(2)
+again = dist.new_group([1, 2], use_local_synchronization=True)
+for group in (pair, again):
+    t = torch.ones(1)
+    dist.all_reduce(t, group=group)
+    print("pair", t.item())
+os._exit(0)
+"""
+
+
+def test_the_stores_of_several_machines_outlive_rank_0(machines):
+    here = machines(2)
+    here.script.write_text(LEAVES)
+    launchers = [by_number(here, 0, "--nproc-per-node=2", str(here.script)), by_number(here, 1, str(here.script))]
+    for launcher in launchers:
+        here.expect(launcher, 0)
+    said = "".join(here.said(launcher, "out") for launcher in launchers)
+    assert sorted(said.splitlines()) == [f"[rank {rank}] pair 2.0" for rank in (1, 2) for _ in range(2)]
+
+
 def test_a_spare_machine_replaces_one_that_is_stopped(machines):
     here = machines(3)
     serving, leaving = here.elastic(0, "1:2"), here.elastic(1, "1:2")

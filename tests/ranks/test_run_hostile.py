@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import signal
 import subprocess
 import sys
 
 import pytest
 from launching import ENVIRONMENT, command, processes_with, run, wait_until
+
+from paceline.launch.command import explained
 
 SPEAKS = "print('here')"
 
@@ -118,3 +122,46 @@ def test_ctrl_c_is_heard_at_any_time(script, after_s):
         os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does
     assert launcher.wait(60) in (1, 130, -signal.SIGINT)
     launcher.communicate()
+
+
+def test_a_launcher_without_descriptors_says_what_it_needs(script):
+    words = ["sh", "-c", 'ulimit -n 24; exec "$@"', "sh", *command("--nproc-per-node=2", script("print(1)"))]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=110, env=ENVIRONMENT)
+    assert done.returncode == 1
+    assert re.search(
+        r"^paceline run: the launcher \(pid \d+\): out of file descriptors \(24 of 24\), needed for its workers, about "
+        r"8 for each\. Raise the limit \(ulimit -n",
+        done.stderr,
+        re.MULTILINE,
+    ), done.stderr
+
+
+def test_a_system_without_proc_is_told(monkeypatch):
+    missing = FileNotFoundError(errno.ENOENT, "No such file or directory", "/proc/self/stat")
+    assert explained(missing) is missing, "it is there"
+    monkeypatch.setattr(os.path, "exists", lambda path: path != "/proc/self/stat")
+    assert re.match(r"/proc is not there, .*: '/proc/self/stat'\); .*Mount it \(mount -t proc", str(explained(missing)))
+
+
+FAILS_ALIKE = """
+import os, sys, time
+from pathlib import Path
+rank, here = os.environ["RANK"], Path(sys.argv[1])
+(here / rank).touch()
+while len(list(here.iterdir())) < int(os.environ["WORLD_SIZE"]):
+    time.sleep(0.01)
+raise ValueError(f"rank {rank}: port {4000 + int(rank)} cannot be reached")
+"""
+
+
+def test_a_failure_of_all_ranks_is_told_once(script, tmp_path):
+    (tmp_path / "here").mkdir()
+    done = run("--nproc-per-node=4", script(FAILS_ALIKE), str(tmp_path / "here"))
+    assert done.returncode == 1
+    first = int(re.search(r"paceline: rank (\d) failed first", done.stderr)[1])
+    told = re.findall(r"^(?:\[rank \d\] )?ValueError: rank (\d)", done.stderr, re.MULTILINE)
+    assert len(told) == 2, "once by the rank, and once by the launcher"
+    assert done.stderr.count("Traceback") == 2
+    others = re.search(r"^paceline: ranks ([\d, -]+) failed likewise$", done.stderr, re.MULTILINE)[1]
+    numbers = [int(each) for each in re.findall(r"\d", others)]
+    assert first not in numbers and len(numbers) >= 2

@@ -16,6 +16,21 @@ def failure(rank: int, text: str | None, code: int = 1, time_s: float = 1.0) -> 
     return Failure(rank, 100 + rank, code, time_s, record, host="h0")
 
 
+def test_ranks_that_failed_as_the_first_did_share_a_line():
+    alike = [failure(rank, f"ValueError: rank {rank} found no port {40 + rank}", time_s=rank) for rank in (3, 1, 2, 5)]
+    other = failure(4, "ValueError: rank 4 found no host", time_s=9.0)
+    assert report([*alike, other]).splitlines()[:3] == [
+        "rank 4 (h0, pid 104), failed too: ValueError: rank 4 found no host",
+        "ranks 2-3, 5 failed likewise",
+        "rank 1 failed first (h0, pid 101, exit code 1):",
+    ]
+
+
+def test_the_line_of_a_single_other_rank_stays():
+    both = [failure(rank, f"ValueError: rank {rank} found no port", time_s=rank) for rank in (0, 1)]
+    assert report(both).splitlines()[0] == "rank 1 (h0, pid 101), failed too: ValueError: rank 1 found no port"
+
+
 @pytest.mark.parametrize(
     "text",
     [

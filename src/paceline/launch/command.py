@@ -42,10 +42,27 @@ def carry_out(options: argparse.Namespace, action: Callable[[argparse.Namespace]
     try:
         return action(options)
     except (PacelineError, ValueError, OSError) as error:
-        print(f"paceline {getattr(options, 'command', 'run')}: {error}", file=sys.stderr)
+        print(f"paceline {getattr(options, 'command', 'run')}: {explained(error)}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:  # while the machines meet; no worker runs yet
         return 130
+
+
+def explained(error: Exception) -> Exception:
+    """Returns an error that says what the system lacks, if `error` is only the system's word for that."""
+    from paceline.descriptors import is_shortage, out_of_descriptors
+    from paceline.errors import PacelineError
+
+    if not isinstance(error, OSError) or isinstance(error, PacelineError):
+        return error
+    if is_shortage(error):
+        return out_of_descriptors(f"the launcher (pid {os.getpid()})", "its workers, about 8 for each")
+    if not os.path.exists("/proc/self/stat"):
+        return PacelineError(
+            f"/proc is not there, or not that of this system ({error}); the launcher watches its workers by it. Mount "
+            "it (mount -t proc proc /proc), or start the container with it"
+        )
+    return error
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from paceline.launch.alarm import ring
+from paceline.launch.placement import format_cpulist
 
 # Errors that another rank's failure causes: Paceline's own, and what gloo, NCCL and sockets report about a lost peer.
 _CONSEQUENCES = {
@@ -169,9 +170,12 @@ def report(failures: Sequence[Failure]) -> str:
 def report_parts(failures: Sequence[Failure], ranks: Sequence[int] = (), word: str = "rank") -> list[str]:
     """Returns the parts of `report`, and before the cause a line on those of `ranks` that did not fail."""
     cause = first_failure(failures)
+    likewise = [each for each in failures if each is not cause and _are_alike(each, cause)]
+    if len(likewise) == 1:
+        likewise = []  # its line is as short
     parts = []
     for failure in sorted(failures, key=lambda each: each.rank):
-        if failure is not cause:
+        if failure is not cause and failure not in likewise:
             what = failure.how
             if failure.record is not None:
                 what = last_line(failure.record.text).partition(". ")[0][:200]
@@ -181,7 +185,20 @@ def report_parts(failures: Sequence[Failure], ranks: Sequence[int] = (), word: s
     ended = [str(rank) for rank in ranks if rank not in failed]
     if ended:
         parts.append(f"the other ranks ({', '.join(ended[:16])}{', ...' if len(ended) > 16 else ''}) were ended")
+    if likewise:
+        parts.append(f"{word}s {format_cpulist({each.rank for each in likewise}).replace(',', ', ')} failed likewise")
     return [*parts, describe(cause, word)]
+
+
+def _are_alike(one: Failure, other: Failure) -> bool:
+    """Returns whether two workers failed by the same exception at the same place, up to numbers such as their ranks."""
+    if one.record is None or other.record is None:
+        return False
+    return _without_numbers(one.record.text[-_LAST_WORDS:]) == _without_numbers(other.record.text[-_LAST_WORDS:])
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"\d+", "0", text)
 
 
 def keep(failure: Failure) -> None:
@@ -228,7 +245,8 @@ def print_uncaught(kind: type[BaseException], error: BaseException, trace: Trace
     """Prints an exception without the launcher's own frames.
 
     If another rank caused the exception, only the user's own frames are printed, so that the cause stays in view; the
-    launcher prints all of it if this rank turns out to be the cause.
+    launcher prints all of it if this rank turns out to be the cause. What another rank of this machine has printed
+    already is not printed again: the launcher names the ranks that failed likewise.
     """
     if issubclass(kind, KeyboardInterrupt):
         return  # the launcher reports the interrupt; a traceback from each rank would add nothing
@@ -239,7 +257,26 @@ def print_uncaught(kind: type[BaseException], error: BaseException, trace: Trace
         shown.stack = traceback.StackSummary.from_list(ours)
         shown.__cause__ = shown.__context__ = None
         text = "".join(shown.format()).replace("Traceback (", "Another rank's failure led to this (", 1)
+    elif not _is_first_to_print(text):
+        return
     sys.stderr.write(text)
+
+
+def _is_first_to_print(text: str) -> bool:
+    """Returns whether no other rank of this machine and generation has printed a like exception."""
+    import hashlib
+
+    path = os.environ.get("PACELINE_ERROR_FILE", "")
+    if not path or "PACELINE_ELASTIC_FD" in os.environ:  # an elastic job has no generations, and fails again later
+        return True
+    digest = hashlib.sha256(_without_numbers(text).encode(errors="replace")).hexdigest()[:16]
+    try:
+        os.close(os.open(f"{path.rpartition('-')[0]}-like-{digest}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        return False
+    except OSError:  # for example, the disk is full
+        return True
+    return True
 
 
 def _is_installed(file: str) -> bool:

@@ -6,8 +6,10 @@ import contextlib
 import math
 import os
 import selectors
+import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.launch.nodes.framing import Inbox, MessageError, encode
@@ -38,6 +40,14 @@ class _Node:
     fault: str = ""
     _sending: threading.Lock = field(default_factory=threading.Lock)
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the node is on another machine than the server."""
+        try:
+            return bool(self.connection.getpeername()[0] != self.connection.getsockname()[0])
+        except OSError:  # it was reset
+            return False
+
     def send(self, message: Order) -> None:
         """Sends a message whole, or sets `fault`."""
         with self._sending:
@@ -57,6 +67,20 @@ class _Node:
         with self._sending:
             self.fault = self.fault or "the connection was closed"
             self.connection.close()
+
+
+def explain_silence(silent_s: float, elsewhere_s: Sequence[float], limit_s: float) -> str:
+    """Returns why a node is taken for lost.
+
+    Args:
+        silent_s: for how long nothing was heard of it.
+        elsewhere_s: the same for all nodes on other machines, itself among them.
+        limit_s: how long a node may be silent.
+    """
+    text = f"nothing was heard of it for {silent_s:.1f} s"
+    if elsewhere_s and min(elsewhere_s) > limit_s / 2:
+        text += f", nor of any other machine: {socket.gethostname()}, where they meet, may be the one that is cut off"
+    return text
 
 
 class MeetingServer:
@@ -202,12 +226,14 @@ class MeetingServer:
 
         What has come since `now_s` may not have been read, as long as this thread was busy.
         """
-        for node in list(self._nodes.values()):
+        nodes = list(self._nodes.values())
+        elsewhere = [now_s - node.heard_s for node in nodes if node.is_elsewhere]
+        for node in nodes:
             silent_s = now_s - node.heard_s
             if node.fault:
                 self._drop(node, node.fault)
             elif silent_s > self._silence_s and not self._is_starved(node, silent_s):
-                self._drop(node, f"nothing was heard of it for {silent_s:.1f} s", silent_s=silent_s)
+                self._drop(node, explain_silence(silent_s, elsewhere, self._silence_s), silent_s=silent_s)
 
     def _is_starved(self, node: _Node, silent_s: float) -> bool:
         return self._bears_starvation and is_starved(node.connection, silent_s, self._silence_s / 2)
