@@ -52,13 +52,22 @@ def test_ranks_do_not_meet_in_a_file_of_another_user(tmp_path):
         open_store(f"file://{foreign(tmp_path / 'meet')}", 0, 1, timedelta(seconds=5))
 
 
-@pytest.mark.parametrize("mode", [0o644, 0o660, 0o602])
-def test_a_store_is_not_kept_in_a_file_that_others_may_read_or_write(tmp_path, mode):
+@pytest.mark.parametrize(("mode", "content"), [(0o644, b"paceln/f"), (0o660, b""), (0o602, b"")])
+def test_a_store_is_not_kept_in_a_file_that_others_may_read_or_write(tmp_path, mode, content):
     path = tmp_path / "meet"
-    path.touch()
+    path.write_bytes(content)
     path.chmod(mode)
     with pytest.raises(StoreError, match=rf"has mode {mode:o} \(expected user {os.geteuid()}, mode 600\)"):
         FileStore(path)
+
+
+def test_an_empty_file_that_others_may_only_read_becomes_a_store_that_they_cannot(tmp_path):
+    path = tmp_path / "meet"
+    path.touch(mode=0o644)
+    path.chmod(0o644)
+    with FileStore(path) as store:
+        store.set("key", "value")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_a_store_follows_no_link(tmp_path):

@@ -18,6 +18,7 @@ from paceline.errors import RendezvousError
 
 _OPENING = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a named pipe would wait for its other end
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class SharedFileError(PermissionError):
@@ -26,6 +27,8 @@ class SharedFileError(PermissionError):
 
 def open_own(path: str, access: int = os.O_RDWR) -> int:
     """Opens a file of this user alone, or creates it with mode 600; returns the descriptor, which is the caller's.
+
+    An empty file of this user that others may only read, as `touch` makes one, is given mode 600.
 
     Args:
         path: of the file. Its last part must not be a link.
@@ -57,7 +60,9 @@ def _open_existing(path: str, access: int) -> int:
             raise _refusal(path, "is no plain file")
         if status.st_nlink > 1:
             raise _refusal(path, f"is one of {status.st_nlink} names of a file")
-        if not is_own(status) and not _is_usual_there(path, status):
+        if status.st_uid == os.geteuid() and not status.st_size and not status.st_mode & _OTHERS_WRITE:
+            os.fchmod(fd, 0o600)
+        elif not is_own(status) and not _is_usual_there(path, status):
             seen = f"belongs to user {status.st_uid} and has mode {stat.S_IMODE(status.st_mode):o}"
             raise _refusal(path, f"{seen} (expected user {os.geteuid()}, mode 600)")
     except BaseException:
