@@ -136,7 +136,7 @@ def miss_a_backward_in_join(directory: str, dies: bool) -> str:
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_a_backward_in_join_that_waits_for_a_forward_fails_with_it(ranks, tmp_path, dies):
+def test_a_backward_in_join_fails_with_its_forward(ranks, tmp_path, dies):
     with ranks(2).start(miss_a_backward_in_join, str(tmp_path), dies) as world:
         told = world.join(60, expect_dead={1} if dies else set())[0]
     assert re.search(r"rank 1 \(.*, pid \d+\) died" if dies else r"timed out after 1\.0 s.*rank 1 \(", told), told
@@ -151,7 +151,7 @@ def box_a_work(directory: str) -> None:
         assert tensor[0] == 2
 
 
-def test_torchs_side_of_a_work_can_be_waited_for_when_the_other_is_dropped(ranks, tmp_path):
+def test_torchs_side_of_a_work_outlives_the_other(ranks, tmp_path):
     ranks(2)(box_a_work, str(tmp_path), timeout_s=60)
 
 

@@ -322,7 +322,7 @@ def forward_twice() -> None:
     assert all(param.grad is not None and param.grad.isfinite().all() for param in model.parameters())
 
 
-def test_two_forwards_before_a_backward_are_no_error_with_batch_normalization(ranks):
+def test_two_forwards_before_a_backward_are_no_error(ranks):
     ranks(2)(forward_twice)
 
 
@@ -347,7 +347,7 @@ def one_copy(module: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("make", [partial(zero, 1), one_copy], ids=["stage 1", "one copy"])
-def test_a_backward_raises_after_a_step_that_other_ranks_made_a_part_of(ranks, make):
+def test_a_backward_raises_after_a_step_of_all_ranks(ranks, make):
     ranks(2)(step_between, make)
 
 

@@ -47,7 +47,8 @@ class Pair:
         reduction = ReduceOp.SUM if operation in (Operation.ALL_REDUCE, Operation.REDUCE_SCATTER) else NO_REDUCTION
         count = (outputs or inputs)[0].numel()
         pieces = [[[each.data_ptr(), each.nbytes] for each in tensors] for tensors in (inputs, outputs)]
-        call = Call(operation, DTYPE_CODES[torch.float32], reduction, -1, count, MILLISECOND_NS, *pieces)
+        root = 0 if operation == Operation.BROADCAST else -1
+        call = Call(operation, DTYPE_CODES[torch.float32], reduction, root, count, MILLISECOND_NS, *pieces)
         return self.group.run(schedule, call)
 
     def __enter__(self) -> Pair:

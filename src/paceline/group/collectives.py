@@ -10,6 +10,7 @@ Every rank of a group makes the same calls in the same order. These rules hold f
   and returns None.
 - With `async_op=True` a call returns a `Work` at once, and its tensors must not be touched before the work is over.
   Otherwise the call returns None when it is complete.
+- What a call writes to counts as modified in place: a backward that needs the values before raises, as autograd does.
 - `timeout` is a timedelta or a number of seconds; the group's if None.
 - `wire` has sums of floats, and floats that all_gather moves, rounded on their way between hosts: "bf16", "int8" or
   "int4", or a `Wire`, which makes up for the rounding in the next call (docs/slow-networks.md). Within a host all is

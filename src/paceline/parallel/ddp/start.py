@@ -36,5 +36,7 @@ def start_alike(
     facts = rank_facts(group, overlap, on_cpu=any(tensor.is_cpu for tensor in tracked.trained.values()))
     everyones = require_same_module(tracked, compared, facts, problem, group)
     warn_of_too_many_threads(everyones, group)
-    broadcast_tensors(tracked.tensors(with_buffers), group)
+    # By `data`, which counts no writes: no backward is to come yet, and whoever shares the parameters between the ranks
+    # of a host (SharedModelOptimizer) would take a write to them for one that a single rank has made.
+    broadcast_tensors([tensor.data for tensor in tracked.tensors(with_buffers)], group)
     return reduces_during_backward(everyones)
