@@ -134,7 +134,7 @@ def test_a_report_of_a_machine_that_cannot_be_read_is_none(body):
 
 
 @pytest.mark.parametrize("body", JSON_BODIES.values(), ids=JSON_BODIES.keys())
-def test_an_introduction_that_cannot_be_read_is_one_of_another_version(body):
+def test_a_malformed_introduction_is_of_another_version(body):
     own = msgspec.json.encode({"version": __version__, "host": "h", "pid": 1, "namespace": 1, "started": 1})
     with pytest.raises(RendezvousError, match="the ranks run different versions of Paceline"):
         introduction.read([own, body], 0)

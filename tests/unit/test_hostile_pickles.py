@@ -100,7 +100,7 @@ operations = st.one_of(
 
 @given(st.lists(operations, max_size=30).map(lambda parts: b"\x80\x04" + b"".join(parts) + b"."))
 @example(POISON)
-def test_no_operation_of_a_pickle_changes_a_module_a_class_or_a_function(data):
+def test_no_operation_changes_a_module_class_or_function(data):
     before = seen()
     with pytest.raises(CheckpointError, match=r"x was not read|x cannot be read"):
         read_metadata(data, "x")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import signal
 import time
@@ -106,9 +107,9 @@ def test_what_is_told_between_machines_fits_into_a_message(tmp_path: Path):
     assert shortened(()) == ()
 
 
-def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path: Path):
+def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path: Path, monkeypatch):
     said: list[str] = []
-    (tmp_path / "stdout.log").symlink_to("/dev/full")
+    monkeypatch.setattr("paceline.launch.output.append_to", lambda _: os.open("/dev/full", os.O_WRONLY))
     file = LogFile(tmp_path / "stdout.log", said.append)
     file.write(b"one")
     file.write(b"two")

@@ -69,7 +69,7 @@ def test_what_this_python_cannot_parse_is_read_in_full():
     assert not may_concern("import torch\nprint 'no word of it'\n")
 
 
-def test_only_files_that_may_concern_the_migration_are_read_in_full(tmp_path, monkeypatch):
+def test_only_files_of_concern_are_read_in_full(tmp_path, monkeypatch):
     texts: list[str] = []
 
     def counting(text: str) -> reading.Reading:
@@ -90,7 +90,7 @@ def test_only_files_that_may_concern_the_migration_are_read_in_full(tmp_path, mo
     assert migrated.files[0].after.text == "import paceline as dist\ndist.barrier()\n"
 
 
-def test_a_module_beside_counts_although_its_importer_has_nothing_to_migrate(tmp_path):
+def test_a_module_beside_an_unconcerned_importer_counts(tmp_path):
     (tmp_path / "train.py").write_text("import torch\nimport helper\nhelper.start()\n")
     (tmp_path / "main.py").write_text("import torch.distributed as dist\ndist.barrier()\n")
     (tmp_path / "helper.py").write_text("import torch.distributed\n")

@@ -53,7 +53,7 @@ def test_ranks_do_not_meet_in_a_file_of_another_user(tmp_path):
 
 
 @pytest.mark.parametrize(("mode", "content"), [(0o644, b"paceln/f"), (0o660, b""), (0o602, b"")])
-def test_a_store_is_not_kept_in_a_file_that_others_may_read_or_write(tmp_path, mode, content):
+def test_a_store_is_not_kept_in_a_file_open_to_others(tmp_path, mode, content):
     path = tmp_path / "meet"
     path.write_bytes(content)
     path.chmod(mode)
@@ -117,7 +117,7 @@ def test_a_secret_of_another_user_is_not_taken(tmp_path, monkeypatch):
         job_secret()
 
 
-def test_a_secret_behind_a_link_is_read_and_one_in_a_pipe_is_refused(tmp_path, monkeypatch):
+def test_a_secret_is_read_through_a_link_and_not_from_a_pipe(tmp_path, monkeypatch):
     (tmp_path / "data").write_text("0123456789abcdef\n")
     (tmp_path / "data").chmod(0o400)
     (tmp_path / "secret").symlink_to("data")  # as Kubernetes does

@@ -108,9 +108,15 @@ def rows_by_rank(
     Rank r's part has `sizes[r]` rows. If `sizes` is None, all parts have the same number of rows.
 
     Raises:
-        ValueError: the sizes do not add up to the number of rows, or the rows cannot be divided evenly.
+        ValueError: the sizes do not add up to the number of rows, the rows cannot be divided evenly, or there are none
+            since the tensor has no dimensions.
     """
-    rows = whole.shape[0] if whole.dim() else 0
+    if whole.dim() == 0:
+        raise ValueError(
+            f"rank {group.me.rank}: {call}: {name} has no dimensions, so no rows to divide among {group.size()} ranks; "
+            f"give it one: {name}.view(1)"
+        )
+    rows = whole.shape[0]
     if sizes is None:
         if rows % group.size():
             raise ValueError(
@@ -118,10 +124,10 @@ def rows_by_rank(
                 f"among {group.size()} ranks; give {name}_split_sizes"
             )
         sizes = [rows // group.size()] * group.size()
-    if len(sizes) != group.size() or sum(sizes) != rows:
+    if len(sizes) != group.size() or sum(sizes) != rows or min(sizes) < 0:
         raise ValueError(
             f"rank {group.me.rank}: {call}: {name}_split_sizes is {list(sizes)}; it needs {group.size()} with the sum "
-            f"{rows}"
+            f"{rows}, none of them negative"
         )
     return list(whole.detach().split(list(sizes)))
 

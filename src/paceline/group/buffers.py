@@ -22,7 +22,7 @@ def as_list(tensors: Tensors, argument: str) -> list[torch.Tensor]:
         return [tensors]
     if isinstance(tensors, (list, tuple)) and all(isinstance(each, torch.Tensor) for each in tensors):
         return list(tensors)
-    raise TypeError(f"{argument} must be a tensor or a list of tensors, not {type(tensors).__name__}")
+    raise TypeError(f"{argument}: the argument must be a tensor or a list of tensors, not {type(tensors).__name__}")
 
 
 def dtype_code(tensors: Sequence[torch.Tensor], call: str) -> int:

@@ -64,7 +64,11 @@ class ProcessGroup(PlainCallsGroup, TorchMethods):
         """Reduces `tensors` over all ranks, in place; the argument `any_order` is that of `Buffers`."""
         if timeout is None and wire is None and not async_op and not profiler._is_profiler_enabled:
             # The path of most calls, on which each line counts.
-            outcome = self._channel.all_reduce_tensor(tensors, op, self.timeout_ns)
+            try:
+                outcome = self._channel.all_reduce_tensor(tensors, op, self.timeout_ns)
+            except TypeError:  # the core takes no None
+                as_list(tensors, "all_reduce")
+                raise
             if outcome is False:
                 outcome = self.all_reduce_as_it_is(tensors, op)
             if outcome is None:

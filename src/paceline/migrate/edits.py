@@ -46,6 +46,8 @@ class Edits:
 
     def made(self) -> str:
         """Returns the file's new text."""
+        if not (self.expressions or self.arguments or self.imports or self.comments or self.modules):
+            return self.module.code
         edited = self.module.visit(_Editor(self))
         missing = sorted(self.modules - _bound(edited))
         for name in missing:

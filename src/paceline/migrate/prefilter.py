@@ -7,11 +7,14 @@ of a program import torch and have nothing to migrate.
 from __future__ import annotations
 
 import ast
+import re
 import warnings
 from collections.abc import Iterator
 
 from paceline.migrate.calls import reported
 from paceline.migrate.names import TELLING_WORDS, concerns_us, group_user
+
+_IMPORTS_US = re.compile(r"^[ \t]*(?:import|from)[ \t]+(?:torch\.distributed|horovod)\b", re.MULTILINE)
 
 
 def may_concern(text: str) -> bool:
@@ -22,6 +25,8 @@ def may_concern(text: str) -> bool:
     """
     if not any(all(word in text for word in words) for words in TELLING_WORDS):
         return False
+    if _IMPORTS_US.search(text):
+        return True
     tree = _parsed(text)
     if tree is None:
         return True
