@@ -306,7 +306,7 @@ def send_what_torch_does_not() -> None:
     assert traced(batch(1)).shape == expected.shape
 
 
-def test_conjugate_buffers_are_sent_also_while_a_module_is_traced(ranks):
+def test_conjugate_buffers_are_sent_in_a_trace_too(ranks):
     ranks(2)(send_what_torch_does_not)
 
 
@@ -327,5 +327,5 @@ def refuse_buffers_that_cannot_be_sent() -> None:
         dist.DistributedDataParallel(module)
 
 
-def test_what_cannot_be_sent_or_averaged_is_refused_with_what_to_do(ranks):
+def test_what_cannot_be_sent_or_averaged_is_refused(ranks):
     ranks(1)(refuse_buffers_that_cannot_be_sent)

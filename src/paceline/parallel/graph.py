@@ -14,7 +14,7 @@ NO_BACKWARD = -1
 
 _MOST_ENTRIES = 1000
 _FEW = 100  # entries, which are looked at one by one
-_LEAVES = frozenset((int, float, complex, bool, str, bytes, type(None)))
+_LEAVES: frozenset[type] = frozenset((int, float, complex, bool, str, bytes, type(None)))
 _Open: TypeAlias = Callable[[Any], Iterator[object]]
 
 
@@ -29,15 +29,21 @@ def in_backward() -> bool:
     return running_backward() != NO_BACKWARD
 
 
+def is_traced() -> bool:
+    """Returns whether `torch.jit.trace` records what this thread computes."""
+    return torch._C._get_tracing_state() is not None
+
+
 @contextmanager
 def untraced() -> Iterator[None]:
     """Returns a context whose calls `torch.jit.trace` does not record."""
-    state = torch._C._get_tracing_state()
-    torch._C._set_tracing_state(None)
+    tracer: Any = torch._C
+    state = tracer._get_tracing_state()
+    tracer._set_tracing_state(None)
     try:
         yield
     finally:
-        torch._C._set_tracing_state(state)
+        tracer._set_tracing_state(state)
 
 
 def find_tensors(output: object) -> Iterator[torch.Tensor]:

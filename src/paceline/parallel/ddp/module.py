@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,7 +35,7 @@ from paceline.parallel.ddp.join_hook import UnevenSteps
 from paceline.parallel.ddp.reducer import Reducer
 from paceline.parallel.ddp.start import start_alike
 from paceline.parallel.ddp.watched import WatchedModule
-from paceline.parallel.graph import may_require_grad, untraced
+from paceline.parallel.graph import is_traced, may_require_grad, untraced
 from paceline.parallel.health.module_checks import ModuleChecks
 from paceline.parallel.health.settings import choose_checks
 from paceline.parallel.hooks.average import allreduce_hook, compress_wrapper
@@ -238,7 +237,7 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
             if records:
                 self._reducer.leave_out(output)
             return output
-        if torch.jit.is_tracing():
+        if is_traced():
             with untraced():
                 self._prepare(args, kwargs, root)
         else:
@@ -264,11 +263,14 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
             raise
 
     def _call(self, args: Sequence[object], kwargs: Mapping[str, object], compiler: Compiler) -> object:
-        call = self.module if compiler is None else partial(compiled_by, compiler, self._call_module, self.module)
+        def call(*args: object, **kwargs: object) -> object:
+            return compiled_by(compiler, self._call_module, self.module, *args, **kwargs)
+
+        called = self.module if compiler is None else call
         with Recorded(EventKind.FORWARD, "ddp"):
             if not self.device_ids:
-                return call(*args, **kwargs)
-            return apply_on_devices(self.module, self.device_ids, self.output_device, self.dim, args, kwargs, call)
+                return called(*args, **kwargs)
+            return apply_on_devices(self.module, self.device_ids, self.output_device, self.dim, args, kwargs, called)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
