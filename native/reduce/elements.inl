@@ -69,6 +69,13 @@ struct Number<Half> {
     }
 };
 
+template <>
+struct Number<Complex<Half>> {
+    using Acc = Complex<float>;
+    static Acc load(Complex<Half> value) { return {Number<Half>::load(value.re), Number<Half>::load(value.im)}; }
+    static Complex<Half> store(Acc value) { return {Number<Half>::store(value.re), Number<Half>::store(value.im)}; }
+};
+
 // Integers use unsigned arithmetic, so that overflow wraps as in PyTorch.
 template <class T>
 struct Wrapping {

@@ -168,6 +168,8 @@ ReduceFn find(DType dtype, ReduceOp op) {
             return for_real<float>(op);
         case DType::f64:
             return for_real<double>(op);
+        case DType::c32:
+            return for_complex<Complex<Half>>(op);
         case DType::c64:
             return for_complex<Complex<float>>(op);
         case DType::c128:

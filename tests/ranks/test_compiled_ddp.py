@@ -192,7 +192,7 @@ OF_PACELINE = OneWorld(
 
 
 @pytest.mark.parametrize("name", OF_TORCH.programs)
-def test_torchs_data_parallelism_trains_compiled_models_as_over_gloo(name: str) -> None:
+def test_torchs_wrapper_trains_compiled_models_as_over_gloo(name: str) -> None:
     OF_TORCH.require(2, name)
 
 

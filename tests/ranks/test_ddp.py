@@ -384,7 +384,7 @@ def buffers_that_become_other_views() -> None:
         assert module.seen.tolist() == expected
 
 
-def test_a_buffer_that_becomes_another_view_of_its_memory_is_sent_as_it_is(ranks):
+def test_a_buffer_that_becomes_another_view_is_sent_as_it_is(ranks):
     ranks(2)(buffers_that_become_other_views)
 
 

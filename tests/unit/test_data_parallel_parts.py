@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import pkgutil
 from collections import OrderedDict, namedtuple
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -15,7 +16,7 @@ from torch import nn
 import paceline.parallel
 from paceline.parallel.ddp.gradients import BucketGradients, have_aliases, shares_memory
 from paceline.parallel.ddp.structure import ModuleStructure
-from paceline.parallel.graph import find_tensors, used_parameters
+from paceline.parallel.graph import find_tensors, may_require_grad, used_parameters
 
 MODULES = [each.name for each in pkgutil.walk_packages(paceline.parallel.__path__, "paceline.parallel.")]
 Pair = namedtuple("Pair", "left right")
@@ -92,6 +93,33 @@ def test_buffers_are_listed_once_and_anew_when_replaced():
     assert len(structure.buffers()) == 5
     module[0].running_var = torch.zeros(2)
     assert any(buffer is module[0].running_var for buffer in structure.buffers())
+
+
+def test_what_contains_itself_is_looked_into_once():
+    tensor = torch.ones(1)
+    outer: list[object] = [tensor]
+    outer += [outer, {"outer": outer}, (tensor,)]
+    assert [id(each) for each in find_tensors(outer)] == [id(tensor)] * 2
+
+
+class Long(list[object]):
+    """A list that notes how far it was read."""
+
+    read = 0
+
+    def __iter__(self) -> Iterator[object]:
+        for entry in super().__iter__():
+            self.read += 1
+            yield entry
+
+
+def test_long_inputs_are_looked_at_in_part():
+    inputs, tensor = Long([object()] * 10**5), torch.ones(1)
+    assert may_require_grad((tensor, inputs)), "not all was looked at"
+    assert inputs.read < 2000
+    assert not may_require_grad((tensor, inputs[:100], {"text": ["words"] * 500}))
+    assert may_require_grad((tensor, ["words"] * 500, [tensor.clone().requires_grad_()]))
+    assert list(find_tensors((Long([object()] * 10**4), ["words"] * 10**4, tensor))) == [tensor]
 
 
 def gradients_of(*params: nn.Parameter) -> BucketGradients:

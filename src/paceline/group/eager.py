@@ -12,7 +12,7 @@ from types import FunctionType
 from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
 
 from torch._C._dynamo import eval_frame
-from torch._C._dynamo.eval_frame import set_eval_frame
+from torch._C._dynamo.eval_frame import set_eval_frame as set_eval_frame
 
 Compiler: TypeAlias = Any
 """What compiles the functions that a thread calls; None if nothing does."""

@@ -13,6 +13,8 @@ import torch
 from paceline import _core
 from paceline.engine.codes import DTYPE_CODES
 from paceline.group.process_group import ProcessGroup
+from paceline.group.reduce_op import ReduceOp
+from paceline.group.reductions import reduces
 from paceline.parallel.agreement import RankFacts
 from paceline.parallel.placement import absent_device_text, wrong_device_text
 from paceline.parallel.tracked_tensors import TrackedTensors
@@ -40,7 +42,8 @@ def unsupported_reason(
     if absent is not None:
         return ValueError(f"rank {group.me.rank}: {absent}")
     device = device_ids[0] if device_ids else None
-    for name, tensor in (tracked.trained | tracked.frozen | tracked.buffers).items():
+    with_values = {name: buffer for name, buffer in tracked.buffers.items() if not buffer.is_meta}
+    for name, tensor in (tracked.trained | tracked.frozen | with_values).items():
         if torch.nn.parameter.is_lazy(tensor):
             return ValueError(f"{name!r} has no shape yet; call the module once, then wrap it")
         if tensor.device.type not in group.device_types:
@@ -52,12 +55,20 @@ def unsupported_reason(
             )
         if device is not None and tensor.device != device:
             return ValueError(wrong_device_text(name, tensor, device))
+    for name, buffer in tracked.buffers.items():
+        if buffer.layout is not torch.strided or buffer.is_nested:
+            what = "nested tensor" if buffer.is_nested else f"tensor of layout {buffer.layout}"
+            return TypeError(
+                f"the buffer {name!r} is a {what}, which cannot be copied to other ranks; give "
+                "broadcast_buffers=False, or leave it out with "
+                "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model"
+            )
     if not tracked.trained and not has_delayed:
         return RuntimeError(
             "no parameter of the module requires a gradient, so there is nothing to reduce; use it unwrapped"
         )
     for name, param in tracked.trained.items():
-        if param.dtype not in DTYPE_CODES:
+        if param.dtype not in DTYPE_CODES or (param.is_cpu and not reduces(DTYPE_CODES[param.dtype], ReduceOp.AVG)):
             return TypeError(f"parameter {name!r} is of {param.dtype}, which cannot be averaged over the ranks")
     return None
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import torch
 
 NO_BACKWARD = -1
+
+_MOST_ENTRIES = 1000
+_FEW = 100  # entries, which are looked at one by one
+_LEAVES: frozenset[type] = frozenset((int, float, complex, bool, str, bytes, type(None)))
+_Open: TypeAlias = Callable[[Any], Iterator[object]]
 
 
 def running_backward() -> int:
@@ -21,19 +29,87 @@ def in_backward() -> bool:
     return running_backward() != NO_BACKWARD
 
 
+def is_traced() -> bool:
+    """Returns whether `torch.jit.trace` records what this thread computes."""
+    return torch._C._get_tracing_state() is not None
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Returns a context whose calls `torch.jit.trace` does not record."""
+    tracer: Any = torch._C
+    state = tracer._get_tracing_state()
+    tracer._set_tracing_state(None)
+    try:
+        yield
+    finally:
+        tracer._set_tracing_state(state)
+
+
 def find_tensors(output: object) -> Iterator[torch.Tensor]:
-    """Yields the tensors in an output, which may be nested in lists, tuples, sets, mappings and dataclasses."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from find_tensors(value)
-    elif isinstance(output, (list, tuple, set, frozenset)):
-        for value in output:
-            yield from find_tensors(value)
-    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        for field in dataclasses.fields(output):
-            yield from find_tensors(getattr(output, field.name, None))
+    """Yields the tensors in an output, which may be nested in lists, tuples, sets, mappings and dataclasses.
+
+    It looks once into each of these, which may contain itself.
+    """
+    return (tensor for tensor in _walk(output, sys.maxsize) if tensor is not None)
+
+
+def find_first_tensors(inputs: object) -> Iterator[torch.Tensor | None]:
+    """Yields the tensors in a forward's inputs as `find_tensors` does; None at the end if there is more to look at.
+
+    Inputs may have any number of entries that are no tensors, such as the words of a text.
+    """
+    return _walk(inputs, _MOST_ENTRIES)
+
+
+def may_require_grad(inputs: object) -> bool:
+    """Returns whether a tensor in a forward's inputs requires a gradient; True where not all could be looked at."""
+    return any(tensor is None or tensor.requires_grad for tensor in find_first_tensors(inputs))
+
+
+def _walk(value: object, most: int) -> Iterator[torch.Tensor | None]:
+    """Yields the tensors among the first `most` entries in the order of a recursion, and None if there are more."""
+    open_by_type: dict[type, _Open | None] = dict.fromkeys(_LEAVES)
+    seen: dict[int, object] = {}  # which keeps them, so that no other has the same id
+    waiting: list[Iterator[object]] = [iter((value,))]
+    while waiting:
+        for entry in waiting[-1]:
+            most -= 1
+            if most < 0:
+                yield None
+                return
+            kind = type(entry)
+            if kind not in open_by_type:
+                open_by_type[kind] = _open_of(kind)
+            open_ = open_by_type[kind]
+            if open_ is None or id(entry) in seen:
+                continue
+            if isinstance(entry, torch.Tensor):
+                yield entry
+                continue
+            if isinstance(entry, Sized) and _FEW < len(entry) <= most and _has_leaves_only(entry):
+                continue
+            seen[id(entry)] = entry
+            waiting.append(open_(entry))
+            break
+        else:
+            waiting.pop()
+
+
+def _has_leaves_only(entries: object) -> bool:
+    return isinstance(entries, (list, tuple, set, frozenset)) and _LEAVES.issuperset(map(type, entries))
+
+
+def _open_of(kind: type) -> _Open | None:
+    """Returns what gets the entries of a value of this type, None if it has none."""
+    if issubclass(kind, (torch.Tensor, list, tuple, set, frozenset)):
+        return iter
+    if issubclass(kind, Mapping):
+        return lambda value: iter(value.values())
+    if dataclasses.is_dataclass(kind):
+        names = [field.name for field in dataclasses.fields(kind)]
+        return lambda value: (getattr(value, name, None) for name in names)
+    return None
 
 
 def used_parameters(outputs: Iterable[torch.Tensor]) -> set[int]:

@@ -98,7 +98,8 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             running.mul_(1 - momentum).add_(batch.to(running.dtype), alpha=momentum)
 
     def __getstate__(self) -> dict[str, object]:
-        state: dict[str, object] = super().__getstate__()
+        all_state: Callable[[], dict[str, object]] = super().__getstate__
+        state = all_state()
         del state["process_group"]
         return state
 

@@ -25,8 +25,9 @@ class TrackedTensors:
     ignored: frozenset[str]
 
     def tensors(self, with_buffers: bool = True) -> list[torch.Tensor]:
-        """Returns all parameters and, by default, buffers."""
-        return [*self.trained.values(), *self.frozen.values(), *(self.buffers.values() if with_buffers else ())]
+        """Returns all parameters and, by default, buffers, but those on the meta device, which have no values."""
+        buffers = [each for each in self.buffers.values() if not each.is_meta] if with_buffers else []
+        return [*self.trained.values(), *self.frozen.values(), *buffers]
 
 
 def collect_tracked(module: nn.Module, also_ignored: Iterable[str] = ()) -> TrackedTensors:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 from torch import nn
 
@@ -31,8 +32,8 @@ class CopyableModule(nn.Module):
     process_group: ProcessGroup
 
     def __getstate__(self) -> dict[str, object]:
-        state: dict[str, object] = super().__getstate__()  # without what `compile()` has made
-        return {name: value for name, value in state.items() if name not in _OF_THIS_PROCESS}
+        state: Callable[[], dict[str, object]] = super().__getstate__  # without what `compile()` has made
+        return {name: value for name, value in state().items() if name not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,7 +35,7 @@ from paceline.parallel.ddp.join_hook import UnevenSteps
 from paceline.parallel.ddp.reducer import Reducer
 from paceline.parallel.ddp.start import start_alike
 from paceline.parallel.ddp.watched import WatchedModule
-from paceline.parallel.graph import find_tensors
+from paceline.parallel.graph import is_traced, may_require_grad, untraced
 from paceline.parallel.health.module_checks import ModuleChecks
 from paceline.parallel.health.settings import choose_checks
 from paceline.parallel.hooks.average import allreduce_hook, compress_wrapper
@@ -174,6 +174,8 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
         self.overlap = self.asks_for_overlap = bool(overlap)
         self.checks = choose_checks(checks)
         tracked = collect_tracked(module, [name for name, _ in self._delayed_pairs])
+        if not (init_sync_buffers or self.forward_sync_buffers):
+            tracked = replace(tracked, buffers={})  # they are each rank's own, of whatever kind
         has_delayed = bool(self._delayed_pairs)
         problem = unsupported_reason(tracked, self.process_group, self.device_ids, self.output_device, has_delayed)
         excluded = {"deterministic=True": deterministic, "mixed_precision": self._reduce_dtype is not None}
@@ -237,13 +239,21 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
             if records:
                 self._reducer.leave_out(output)
             return output
+        if is_traced():
+            with untraced():
+                self._prepare(args, kwargs, root)
+        else:
+            self._prepare(args, kwargs, root)
+        output = self._call(args, kwargs, compiler)
+        self._reducer.expect(output, may_require_grad((args, kwargs)))
+        return output
+
+    def _prepare(self, args: Sequence[object], kwargs: Mapping[str, object], root: int) -> None:
+        """Does what comes before a forward whose backward averages."""
         self._reducer.before_forward((args, kwargs))
         self._watched.check_unchanged()
         if self.forward_sync_buffers and self.training and self._averages is None:
             self._send_buffers(root)
-        output = self._call(args, kwargs, compiler)
-        self._reducer.expect(output, any(tensor.requires_grad for tensor in find_tensors((args, kwargs))))
-        return output
 
     def _send_buffers(self, root: int) -> None:
         try:
@@ -255,11 +265,14 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
             raise
 
     def _call(self, args: Sequence[object], kwargs: Mapping[str, object], compiler: Compiler) -> object:
-        call = self.module if compiler is None else partial(compiled_by, compiler, self._call_module, self.module)
+        def call(*args: object, **kwargs: object) -> object:
+            return compiled_by(compiler, self._call_module, self.module, *args, **kwargs)
+
+        called = self.module if compiler is None else call
         with Recorded(EventKind.FORWARD, "ddp"):
             if not self.device_ids:
-                return call(*args, **kwargs)
-            return apply_on_devices(self.module, self.device_ids, self.output_device, self.dim, args, kwargs, call)
+                return called(*args, **kwargs)
+            return apply_on_devices(self.module, self.device_ids, self.output_device, self.dim, args, kwargs, called)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -310,7 +323,12 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
 
     def _start(self) -> None:
         self._call_module = own_code(_call_module)
-        self._watched = WatchedModule(self.module, self.process_group, [name for name, _ in self._delayed_pairs])
+        self._watched = WatchedModule(
+            self.module,
+            self.process_group,
+            [name for name, _ in self._delayed_pairs],
+            may_leave_out=self.find_unused_parameters,
+        )
         self._steps = UnevenSteps(self.process_group)
         tracked, exact = self._watched.tracked, self.logical_shards is not None
         self._checks = ModuleChecks(self.module, tracked, self.process_group, self.checks, with_buffers=exact)

@@ -15,7 +15,7 @@ import torch
 
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.ddp.gradients import Memory
-from paceline.parallel.graph import find_tensors
+from paceline.parallel.graph import find_first_tensors
 from paceline.wording import and_more
 
 _LOOKS = 3  # the number of steps whose digests must agree for a warning
@@ -94,10 +94,13 @@ def digest(inputs: object) -> int | None:
     """Returns a digest of the tensors in `inputs`, None if each is constant or one is not on the CPU."""
     hashed = hashlib.blake2b(digest_size=8)
     tells = False
-    for tensor in find_tensors(inputs):
-        if tensor.layout is not torch.strided or not tensor.is_cpu:
+    for tensor in find_first_tensors(inputs):
+        if tensor is None:
+            break
+        if tensor.layout is not torch.strided or tensor.is_nested or not tensor.is_cpu:
             return None
-        flat = tensor.detach().reshape(-1)[: _MOST_BYTES // tensor.element_size()].contiguous().resolve_conj()
+        flat = tensor.detach().reshape(-1)[: _MOST_BYTES // tensor.element_size()].contiguous()
+        flat = flat.resolve_conj().resolve_neg()
         data = ctypes.string_at(flat.data_ptr(), flat.nbytes)
         hashed.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
         hashed.update(data)
