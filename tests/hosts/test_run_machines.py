@@ -114,7 +114,7 @@ def test_a_silent_machine_is_noticed_soon(machines):
     here.expect(launchers[1], 0)
 
 
-def test_a_machine_that_hears_none_of_the_others_suspects_itself(machines):
+def test_a_machine_that_hears_nobody_suspects_itself(machines):
     here = machines(3, bridged=True)
     launchers = [here.elastic(host, "2:3") for host in range(3)]
     here.wait_for(3)

@@ -87,7 +87,7 @@ def test_what_python_runs_as_a_script_runs(tmp_path, form, method):
     assert (relative.returncode, relative.stdout) == (0, expected), relative.stderr
 
 
-def test_an_exception_in_a_directorys_program_has_its_traceback(tmp_path):
+def test_an_exception_in_a_directory_has_its_traceback(tmp_path):
     (tmp_path / "__main__.py").write_text("\nraise ValueError('a mistake')")
     done = run(str(tmp_path))
     assert done.returncode == 1

@@ -37,7 +37,7 @@ else:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "paceline"])
-def test_groups_of_torch_form_again_and_without_rank_0(script, tmp_path, backend):
+def test_torch_forms_groups_again_and_without_rank_0(script, tmp_path, backend):
     held = tmp_path / "rank 0 is here"
     held.touch()
     done = run("--nproc-per-node=3", script(AGAIN_AND_LEAVE), backend, str(held))
@@ -61,7 +61,7 @@ sys.exit(1 if attempt == "0" else 0)
 """
 
 
-def test_a_restarted_generation_finds_no_key_of_the_one_before(script):
+def test_a_restarted_generation_finds_no_old_key(script):
     done = run("--nproc-per-node=2", "--max-restarts=1", script(KEYS))
     assert done.returncode == 0, done.stderr
     assert [f"[rank {rank}] attempt 1 1" in done.stdout for rank in range(2)] == [True, True]
@@ -83,7 +83,7 @@ sys.exit(max(each.wait() for each in [subprocess.Popen(each) for each in words])
 """
 
 
-def test_torch_serves_a_store_of_the_programs_own_at_another_port(script):
+def test_torch_serves_a_store_of_its_own_elsewhere(script):
     done = run(script(OWN))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("own 2") == 2
@@ -101,7 +101,7 @@ for url in ("env://", "tcp://127.0.0.1:" + os.environ["MASTER_PORT"], "env://"):
 """
 
 
-def test_ranks_meet_at_master_port_in_the_launchers_store(script):
+def test_ranks_meet_at_master_port(script):
     done = run("--nproc-per-node=2", script(MEETS_AT_MASTER_PORT))
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] met {rank} 2" for rank in range(2) for _ in range(3)]
@@ -118,12 +118,12 @@ for address in ("127.0.0.1", "127.0.0.2"):
 """
 
 
-def test_the_store_of_torch_listens_on_one_loopback_address_only(script):
+def test_the_store_of_torch_listens_on_loopback_only(script):
     done = run(script(LISTENERS))
     assert done.stdout.splitlines() == ["[rank 0] 127.0.0.1 answers", "[rank 0] 127.0.0.2 refuses"], done.stderr
 
 
-def test_a_taken_master_port_is_told_and_harms_no_program_of_paceline(script):
+def test_a_taken_master_port_is_told(script):
     text = MEETS_AT_MASTER_PORT.replace('"tcp://127.0.0.1:" + os.environ["MASTER_PORT"]', '"env://"')
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -102,12 +102,12 @@ def test_another_broken_pipe_is_an_error(capfd, monkeypatch):
         ("--nproc=2", "--nproc=2 is not a command; did you mean `paceline run --nproc=2`?"),
     ],
 )
-def test_a_flag_in_place_of_a_command_is_taken_for_what_it_resembles(capsys, word, said):
+def test_a_flag_in_place_of_a_command_is_understood(capsys, word, said):
     assert complaint(capsys, word)[0] == f"paceline: {said}"
 
 
 @pytest.mark.parametrize("word", ["--nproc", "--nproc-per", "--nproc_per", "--nproc_per_node", "--nproc-per-node"])
-def test_the_beginning_of_a_flag_stands_for_both_of_its_spellings(word):
+def test_the_beginning_of_a_flag_is_enough(word):
     assert parser({}).parse_args(["run", word, "2", "x.py"]).nproc_per_node == 2
 
 
@@ -127,7 +127,7 @@ def test_a_beginning_of_several_flags_is_ambiguous(capsys):
         ("", ["--lr", "0.1", "-m", "x", "nnodes"], None),
     ],
 )
-def test_flags_of_the_launcher_behind_the_script_are_pointed_out(tmp_path, text, words, flags):
+def test_flags_behind_the_script_are_pointed_out(tmp_path, text, words, flags):
     script = tmp_path / "train.py"
     script.write_text(text)
     said = list(flags_after_script(str(script), words))

@@ -56,7 +56,7 @@ def test_a_wrong_value_ends_the_launcher_in_one_line(monkeypatch, capsys, tmp_pa
         ("PACELINE_CONGESTION", "lightspeed", "PACELINE_CONGESTION is 'lightspeed', which this kernel refuses"),
     ],
 )
-def test_what_only_machines_need_is_checked_where_there_are_several(name, value, said):
+def test_what_several_machines_need_is_checked_there(name, value, said):
     check_variables(False, {name: value})
     with pytest.raises(ValueError, match=said):
         check_variables(True, {name: value})
@@ -68,7 +68,7 @@ def test_right_values_pass(monkeypatch):
     check_variables(True)
 
 
-def test_a_misspelt_name_is_pointed_out_and_a_variable_of_others_is_not():
+def test_a_misspelt_name_is_pointed_out():
     names = ("PACELINE_CHEKS", "PACELINE_STREAM", "PACELINE_STORE", "PACELINE_CHECKS", "PACELINE_MY_OWN", "PATH")
     assert list(misspelt(dict.fromkeys(names, "1"))) == [
         f"the environment variable {seen} is not known and has no effect; did you mean {meant}?"

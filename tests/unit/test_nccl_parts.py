@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import errno
+import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -12,11 +16,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from launching import wait_until
 
 import paceline as dist
 from paceline.engine.codes import DTYPE_CODES, ReduceOp
 from paceline.engine.failures import Member
-from paceline.engine.nccl import loader
+from paceline.engine.nccl import loader, peers
 from paceline.engine.nccl.communicator import Communicator, NcclTimeoutError
 from paceline.engine.nccl.engine import missing_piece
 from paceline.engine.nccl.functions import UNIQUE_ID_BYTES, Config, NcclError, UniqueId, without_blocking
@@ -262,3 +267,19 @@ def test_the_watch_ends_whenever_it_is_closed():
     watch.wake()
     watch._thread.join(10)
     assert not watch._thread.is_alive()
+
+
+@pytest.mark.parametrize("refusal", [errno.ENOSYS, errno.EPERM])
+def test_peers_are_watched_without_descriptors_too(monkeypatch, refusal):
+    def refuse(pid: int) -> int:
+        raise OSError(refusal, "refused")
+
+    monkeypatch.setattr(peers, "pidfd_open", refuse)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as peer:
+        presences = [Presence("here", pid, "", "") for pid in (os.getpid(), peer.pid)]
+        watched = peers.Peers(presences, 0)
+        assert watched.gone() == []
+        peer.kill()
+        wait_until(lambda: watched.gone() == [1])
+        watched.close()
+    assert peers.Peers(presences, 0).gone() == [1], "it had ended before"
