@@ -130,5 +130,5 @@ def wait_for_a_late_first_rank(directory: str) -> None:
         torch_dist.monitored_barrier(timeout=timedelta(seconds=0.1 if rank else 60))
 
 
-def test_only_rank_0_is_held_to_the_time_limit_of_a_monitored_barrier(ranks, tmp_path):
+def test_the_time_limit_of_a_monitored_barrier_is_rank_0s(ranks, tmp_path):
     ranks(2)(wait_for_a_late_first_rank, str(tmp_path))

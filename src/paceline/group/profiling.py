@@ -18,7 +18,7 @@ from paceline.group.work import Work
 
 # An event that ends on another thread than the one that began it is missing in the profiles of releases such as 2.6; it
 # was found in those of 2.13.
-_ENDS_ON_ANY_THREAD = torch.__version__ >= (2, 13)
+_ENDS_ON_ANY_THREAD = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 _autograd: Any = torch.autograd  # its stubs do not list what is used here
 _other_thread: ThreadPoolExecutor | None = None
 _starting = threading.Lock()
