@@ -48,7 +48,8 @@ def finish(work: torch_dist.Work | None, asynchronous: bool) -> None:
 def reduce_everything(asynchronous: bool) -> list[torch.Tensor]:
     rank, size = torch_dist.get_rank(), torch_dist.get_world_size()
     results = []
-    for dtype in [*INTEGERS, *FLOATS, *COMPLEX]:
+    complex_types = COMPLEX if torch.__version__ >= (2, 7) else []  # gloo's reduce takes none before
+    for dtype in [*INTEGERS, *FLOATS, *complex_types]:
         for op in reductions(dtype):
             if size > 2 and dtype in (torch.float16, torch.bfloat16) and op in (ReduceOp.SUM, ReduceOp.PRODUCT):
                 continue  # gloo rounds after each addition, Paceline once

@@ -56,7 +56,8 @@ def events() -> list[tuple[str, bool, list[list[int]]]]:
             torch_dist.recv(two)
     torch_dist.barrier()
     calls = [event for event in profiled.events() if event.name.startswith(("gloo:", "paceline:"))]
-    return sorted((event.name, event.is_async, event.input_shapes) for event in calls)
+    older = torch.__version__ < (2, 13)  # their profiles lack events from Python that end on another thread
+    return sorted((event.name, older or event.is_async, event.input_shapes) for event in calls)
 
 
 def show_names(directory: str) -> None:
@@ -129,5 +130,5 @@ def wait_for_a_late_first_rank(directory: str) -> None:
         torch_dist.monitored_barrier(timeout=timedelta(seconds=0.1 if rank else 60))
 
 
-def test_only_rank_0_is_held_to_the_time_limit_of_a_monitored_barrier(ranks, tmp_path):
+def test_the_time_limit_of_a_monitored_barrier_is_rank_0s(ranks, tmp_path):
     ranks(2)(wait_for_a_late_first_rank, str(tmp_path))

@@ -130,20 +130,22 @@ def fsdp2(half: bool = False, hybrid: bool = False) -> Result:
     return [*losses, norm, *(parameter.full_tensor().detach() for parameter in model.parameters())]
 
 
+HAS_FSDP2 = torch.__version__ >= (2, 7)  # before, `fully_shard` needs an accelerator with any backend
 OPTIONS = [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.001}]
 PROGRAMS = [
     *(partial(ddp, options) for options in OPTIONS),
     *(partial(ddp_with_uneven_inputs, at_first) for at_first in (True, False)),
-    *(unused_parameters, no_sync, zero, fsdp1, fsdp2),
+    *(unused_parameters, no_sync, zero, fsdp1),
+    *([fsdp2] if HAS_FSDP2 else []),
 ]
 WORLDS = {
     2: Comparison(
         *PROGRAMS,
-        partial(fsdp2, True),
+        *([partial(fsdp2, True)] if HAS_FSDP2 else []),
         *(partial(ddp, {}, hook) for hook in ("fp16", "C++ all-reduce", "PowerSGD", "local SGD")),
     ),
     3: Comparison(*PROGRAMS),
-    4: Comparison(partial(fsdp2, False, True)),
+    4: Comparison(*([partial(fsdp2, False, True)] if HAS_FSDP2 else [])),
 }
 
 

@@ -239,3 +239,20 @@ def test_ranks_without_a_secret_share_one_while_they_meet(ranks, tmp_path):
 
 def test_a_secret_that_only_some_ranks_have_is_told(ranks, tmp_path):
     ranks(2)(form_with_one_secret, str(tmp_path))
+
+
+def meet_late(directory: str) -> None:
+    with torch_group("paceline", directory):
+        if torch_dist.get_rank() == 1:
+            time.sleep(1.5)
+        group = torch_dist.new_group(timeout=timedelta(seconds=0.5))
+        torch_dist.all_reduce(one := torch.ones(1), group=group)
+        assert one.item() == 2.0
+        if torch_dist.get_rank() == 0:
+            with pytest.raises(paceline.CollectiveTimeoutError, match=r"timed out after 0\.5 s"):
+                torch_dist.all_reduce(one, group=group)
+        torch_dist.barrier()
+
+
+def test_a_short_time_limit_is_for_calls_and_not_for_meeting(ranks, tmp_path):
+    ranks(2)(meet_late, str(tmp_path))

@@ -46,7 +46,8 @@ def test_a_broken_installation_breaks_only_its_own_groups(installed):
         "import sys; sys.modules['paceline._core'] = None; sys.modules['msgspec'] = None\n"
         f"{KNOWN}\n"
         "try:\n"
-        "    torch.distributed.init_process_group('paceline', init_method='tcp://localhost:0', rank=0, world_size=1)\n"
+        "    store = torch.distributed.HashStore()\n"
+        "    torch.distributed.init_process_group('paceline', store=store, rank=0, world_size=1)\n"
         "except ImportError as error:\n"
         "    print(error)\n"
     )

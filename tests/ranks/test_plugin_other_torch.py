@@ -42,4 +42,4 @@ def test_the_plug_in_works_with_another_torch(module, tmp_path):
     command = [str(PYTHON), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not soak and not gpu"]
     done = subprocess.run([*command, str(HERE / module)], env=environment, capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5_000:]
-    assert " passed" in done.stdout
+    assert " passed" in done.stdout or " skipped" in done.stdout, "a module is skipped where torch lacks what it tests"

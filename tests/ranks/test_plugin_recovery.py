@@ -16,12 +16,22 @@ import torch
 import torch.distributed as torch_dist
 from launching import wait_until
 from torch import nn
-from torch._C._distributed_c10d import ErrorType
-from torch.distributed.distributed_c10d import SHRINK_ABORT, _abort_process_group
+from torch._C import _distributed_c10d as torch_core
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import _abort_process_group
 from torch.nn.parallel import DistributedDataParallel
 from torch_programs import torch_group
 
 import paceline
+
+HAS_RECOVERY = hasattr(torch_core, "ErrorType") and hasattr(c10d, "shrink_group")
+pytestmark = pytest.mark.skipif(
+    not HAS_RECOVERY, reason=f"torch {torch.__version__} has neither get_error nor shrink_group"
+)
+if HAS_RECOVERY:
+    ErrorType, SHRINK_ABORT = torch_core.ErrorType, c10d.SHRINK_ABORT
+else:
+    ErrorType, SHRINK_ABORT = None, 1
 
 LONG_S = 120
 SOON_S = 40.0  # far below the calls' time-out, far above what it takes

@@ -46,7 +46,7 @@ def test_a_key_that_does_not_come_is_named():
 
 
 @pytest.mark.parametrize("kind", ["tcp", "file", "hash"])
-def test_a_key_that_is_late_is_waited_for_without_a_warning_of_torchs(kind, tmp_path, capfd):
+def test_torch_prints_no_warning_about_a_late_key(kind, tmp_path, capfd):
     theirs = store_of_torchs(kind, tmp_path / "store")
     store = BorrowedStore(theirs, timedelta(seconds=60))
     late = threading.Timer(0.3, lambda: theirs.set("key", "value"))

@@ -84,7 +84,7 @@ class MessagingGroup(RunningGroup):
         )
         if background:
             if recording is not None:
-                work.when_over(recording.end)
+                recording.end_with(work)
             return work
         try:
             work.wait()

@@ -197,7 +197,7 @@ class EngineCall(PersistentCall):
             raise self._refused(error) from None
         work = self._group.work_of(pending, self._plan)
         if recording is not None:
-            work.when_over(recording.end)
+            recording.end_with(work)
         return work
 
     def _recording(self) -> Recording:

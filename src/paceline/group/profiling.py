@@ -14,6 +14,11 @@ from typing import Any
 
 import torch
 
+from paceline.group.work import Work
+
+# An event that ends on another thread than the one that began it is missing in the profiles of releases such as 2.6; it
+# was found in those of 2.13.
+_ENDS_ON_ANY_THREAD = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 _autograd: Any = torch.autograd  # its stubs do not list what is used here
 _other_thread: ThreadPoolExecutor | None = None
 _starting = threading.Lock()
@@ -24,16 +29,24 @@ class Recording:
 
     Programs select the calls of a backend among a profile's events by `is_async`, which torch sets on every event of
     its own backends. An event that was recorded from Python has it only if another thread than the one that began the
-    event ends it. Therefore `end` runs on another thread if the call was synchronous.
+    event ends it. Therefore `end` runs on another thread if the call was synchronous. Releases of PyTorch that show no
+    such event get ordinary ones; that of an asynchronous call ends when the call has begun.
     """
 
     def __init__(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         self._begun_by = threading.get_ident()
         self._record = _autograd._record_function_with_args_enter(name, *tensors)
 
+    def end_with(self, work: Work) -> None:
+        """Records the end of an asynchronous call when it is over."""
+        if _ENDS_ON_ANY_THREAD:
+            work.when_over(self.end)
+        else:
+            self._exit()
+
     def end(self) -> None:
         """Records that the call is over; returns when that is in the profile."""
-        if threading.get_ident() != self._begun_by:
+        if not _ENDS_ON_ANY_THREAD or threading.get_ident() != self._begun_by:
             self._exit()
             return
         try:

@@ -166,7 +166,7 @@ class RunningGroup(BaseGroup):
         if async_op:
             work = self.work_of(channel.submit(call), plan)
             if recording is not None:
-                work.when_over(recording.end)
+                recording.end_with(work)
             return work
         count_writes(self.written_by(plan))
         outcome = channel.run(call)

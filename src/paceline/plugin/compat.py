@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 _GLOO, _OURS = "gloo", "paceline"
 _MIXES_FROM = (2, 14)  # the first release of torch in which a backend in Python can be one of several
 _MAKER = "_new_process_group_helper"
+_FIGURES = "_get_ddp_logging_data"
 
 
 @functools.cache
@@ -72,16 +74,16 @@ def release() -> tuple[int, int]:
 
 def _name_as_asked() -> None:
     """Makes the logging data of torch's DistributedDataParallel name the backend that the program has named."""
-    original = DistributedDataParallel._get_ddp_logging_data
+    original: Callable[[DistributedDataParallel], dict[str, Any]] = getattr(DistributedDataParallel, _FIGURES)
 
     @functools.wraps(original)
     def figures(self: DistributedDataParallel) -> dict[str, Any]:
-        found: dict[str, Any] = original(self)
+        found = original(self)
         if found.get("backend_name") == _OURS:
             found["backend_name"] = c10d.get_backend(self.process_group)
         return found
 
-    DistributedDataParallel._get_ddp_logging_data = figures
+    setattr(DistributedDataParallel, _FIGURES, figures)
 
 
 def _tell(asked: str, ours: str | None, size: int, has_options: bool) -> None:

@@ -32,6 +32,7 @@ OTHER_DEVICES = (
     "a mixture such as 'cpu:paceline,cuda:nccl' PyTorch makes no more than one backend before release 2.14, if that "
     "is written in Python), or "
 )
+_SHORTEST_PATIENCE = timedelta(seconds=10)  # for groups whose calls are to fail soon; processors may be busy meanwhile
 _SECRET_KEY = "paceline/secret"
 _SECRET_VARIABLE = "PACELINE_SECRET"
 _OWN = "own"  # published instead of a secret if the job has its own
@@ -62,13 +63,13 @@ def meet(meeting: Meeting, patience: timedelta | None = None, expected: Sequence
 
     Args:
         meeting: who meets, and where.
-        patience: how long to wait for the others; by default as long as the group's calls wait.
+        patience: how long to wait for the others; by default as long as the group's calls wait, but at least 10 s.
         expected: the processes of the ranks, if they are known. The meeting ends as soon as one of this host ends.
 
     Raises:
         RendezvousError, AuthenticationError: the ranks did not find each other.
     """
-    rank, size, patience = meeting.rank, meeting.size, patience or meeting.timeout
+    rank, size, patience = meeting.rank, meeting.size, patience or max(meeting.timeout, _SHORTEST_PATIENCE)
     store, patience_s = BorrowedStore(meeting.store, patience), to_seconds(patience)
     backend = choose("paceline")
     with contextlib.ExitStack() as undo:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,7 @@ _FOR_EVER = timedelta(0)
 # Before release 2.7, torch's C++ keeps only its side of a Work alive, and waits forever if the Python side is freed.
 _KEEPS_WORKS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 7)
 _kept: set[TorchWork] = set()
+_WORK = "_paceline_work"
 
 _GIVE = "_set_forward_pass_work_handle"
 _given: WeakKeyDictionary[Reducer, TorchWork] = WeakKeyDictionary()
@@ -31,11 +33,24 @@ class RunningWork(TorchWork):
     def __init__(self, work: Work, results: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self._running = work.with_results(results)
+        self._written: list[weakref.ref[torch.Tensor]] = []  # by a call that was handed over to its results
 
     def wait(self, timeout: timedelta = _FOR_EVER) -> bool:
         """Waits for the call, at most for `timeout` if that is positive."""
+        self._running.wait(timeout if timeout > _FOR_EVER else None)
+        if self in _kept:
+            self._hand_over()
+        return True
+
+    def _hand_over(self) -> None:
+        """Has the tensors that the call wrote keep this object: torch may wait for it once for each of them."""
         _kept.discard(self)
-        return self._running.wait(timeout if timeout > _FOR_EVER else None)
+        results = self._running.result()
+        if len(results) > 1:
+            self._running = Work(None, "a call that is over")  # which does not keep the tensors in turn
+            self._written = [weakref.ref(tensor) for tensor in results]
+            for tensor in results:
+                vars(tensor)[_WORK] = self
 
     def synchronize(self) -> None:
         """Waits for the call like `wait`, since there are no streams."""
@@ -57,12 +72,14 @@ class RunningWork(TorchWork):
 
     def result(self) -> list[torch.Tensor]:
         """Waits for the call, and returns the tensors that it wrote."""
+        if self._written:
+            return [tensor for each in self._written if (tensor := each()) is not None]
         return self._running.result()
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Returns a future of the tensors, which completes without a `wait`."""
         _kept.discard(self)
-        return self._running.get_future()
+        return _completed(self.result()) if self._written else self._running.get_future()
 
     def source_rank(self) -> int:
         """Returns the sender's rank in the group, if the call is a receive."""
@@ -106,9 +123,7 @@ class FinishedWork(TorchWork):
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Returns a completed future of the tensors."""
         _kept.discard(self)
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-        future.set_result(self.result())
-        return future
+        return _completed(self.result())
 
     def source_rank(self) -> int:
         """Returns -1, since the call was not a receive."""
@@ -120,6 +135,12 @@ class FinishedWork(TorchWork):
         """Returns torch's side of the Work, and keeps this one until it is waited for or its future is taken."""
         _kept.add(self)
         return super().boxed()
+
+
+def _completed(results: list[torch.Tensor]) -> torch.futures.Future[list[torch.Tensor]]:
+    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+    future.set_result(results)
+    return future
 
 
 def kept(work: RunningWork | FinishedWork) -> RunningWork | FinishedWork:
