@@ -168,9 +168,20 @@ main()
     cause = [at for at, line in enumerate(told) if line.startswith("paceline: rank 1 failed first (")]
     assert len(cause) == 1
     assert all("a consequence: " in told[at] and at < cause[0] for at in consequence)
-    assert told[-1] == "ValueError: the cause"
+    assert told[-1].endswith("exit code 1): ValueError: the cause; its traceback is above")
     assert "bootstrap" not in done.stderr
-    assert done.stderr.count("ValueError: the cause") == 2, "where it happened, and at the end"
+    assert done.stderr.count('raise ValueError("the cause")') == 1, "where it happened, and not again"
+
+
+def test_a_traceback_that_is_out_of_view_is_printed_again_at_the_end(script):
+    text = """
+import atexit, sys
+atexit.register(lambda: sys.stderr.write("".join(f"line {number}\\n" for number in range(100))))
+raise ValueError("the cause")
+"""
+    done = run("--nproc-per-node=1", script(text))
+    assert done.stderr.splitlines()[-1] == "ValueError: the cause"
+    assert done.stderr.count('raise ValueError("the cause")') == 2, "where it happened, and at the end"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -142,11 +142,19 @@ def shortened(failures: Sequence[Failure]) -> tuple[Failure, ...]:
     return tuple(kept)
 
 
-def describe(failure: Failure, word: str = "rank") -> str:
-    """Describes the failure in one line, followed by its traceback if it left one; `word` is what its number is."""
+def describe(failure: Failure, word: str = "rank", is_in_view: bool = False) -> str:
+    """Describes the failure in one line, followed by its traceback if it left one.
+
+    Args:
+        failure: the failure.
+        word: the name of its number.
+        is_in_view: whether the user still sees the traceback, so that its last line is enough.
+    """
     code = failure.exit_code
     log = f"; its output is in {failure.log}" if failure.log else ""
     line = f"{word} {failure.rank} failed first ({failure.host}, pid {failure.pid}, {failure.how})"
+    if failure.record is not None and is_in_view:
+        return f"{line}: {failure.summary}; its traceback is above{log}"
     if failure.record is not None:
         return f"{line}{log}:\n{failure.record.text.rstrip()}"
     if failure.memory is not None:
@@ -167,8 +175,20 @@ def report(failures: Sequence[Failure]) -> str:
     return "\n".join(report_parts(failures))
 
 
-def report_parts(failures: Sequence[Failure], ranks: Sequence[int] = (), word: str = "rank") -> list[str]:
-    """Returns the parts of `report`, and before the cause a line on those of `ranks` that did not fail."""
+def report_parts(
+    failures: Sequence[Failure],
+    ranks: Sequence[int] = (),
+    word: str = "rank",
+    is_in_view: Callable[[str], bool] = lambda _: False,
+) -> list[str]:
+    """Returns the parts of `report`, and before the cause a line on those of `ranks` that did not fail.
+
+    Args:
+        failures: at least one failure.
+        ranks: all ranks of the job.
+        word: the name of their numbers.
+        is_in_view: returns whether the user still sees a text, which is then not repeated.
+    """
     cause = first_failure(failures)
     likewise = [each for each in failures if each is not cause and _are_alike(each, cause)]
     if len(likewise) == 1:
@@ -187,7 +207,8 @@ def report_parts(failures: Sequence[Failure], ranks: Sequence[int] = (), word: s
         parts.append(f"the other ranks ({', '.join(ended[:16])}{', ...' if len(ended) > 16 else ''}) were ended")
     if likewise:
         parts.append(f"{word}s {format_cpulist({each.rank for each in likewise}).replace(',', ', ')} failed likewise")
-    return [*parts, describe(cause, word)]
+    is_seen = cause.record is not None and is_in_view(cause.record.text)
+    return [*parts, describe(cause, word, is_seen)]
 
 
 def _are_alike(one: Failure, other: Failure) -> bool:

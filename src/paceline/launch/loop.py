@@ -266,8 +266,9 @@ class Loop(ABC):
         if self._stopped_by is not None:
             return 1
         self._events.tell("end", code=end.code)
-        for part in report_parts(end.failures, self._world, self.word) if end.failures else ():
-            self._say(part)
+        if end.failures:
+            for part in report_parts(end.failures, self._world, self.word, self._console.is_in_view):
+                self._say(part)
         for text in self._last_words:
             self._say(text)
         if end.reason:

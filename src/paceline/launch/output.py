@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +17,8 @@ from paceline.security.own_files import append_to
 _COLOURS = (36, 33, 35, 32, 34, 31)
 _LONGEST_LINE = 1 << 16
 _PATIENCE_S = 0.2
+_LINES_IN_VIEW = 40  # about the height of a terminal
+_LINES_COMPARED = 6
 
 Write = Callable[[bytes], None]
 
@@ -226,6 +229,7 @@ class Console:
     def __init__(self, hurries: Callable[[], bool] = lambda: False) -> None:
         self._hurries = hurries
         self._unread: set[int] = set()
+        self._latest: deque[bytes] = deque(maxlen=_LINES_IN_VIEW)
         self._screens = {fd: Screen(self._writer(fd), fd) for fd in (1, 2) if can_redraw(fd)}
         if len(self._screens) == 2 and os.fstat(1).st_rdev == os.fstat(2).st_rdev:
             self._screens[2] = self._screens[1]
@@ -242,6 +246,7 @@ class Console:
         """Returns a function that writes to `fd`, and gives up quietly when nobody reads it any more."""
 
         def write(data: bytes) -> None:
+            self._latest.extend(data.rstrip().rsplit(b"\n", _LINES_IN_VIEW)[-_LINES_IN_VIEW:])
             while data and fd not in self._unread:
                 if not select.select([], [fd], [], _PATIENCE_S)[1]:
                     if self._hurries():
@@ -260,6 +265,12 @@ class Console:
         """Redraws what workers have drawn, from the row of the cursor."""
         for screen in set(self._screens.values()):
             screen.redraw()
+
+    def is_in_view(self, text: str) -> bool:
+        """Returns whether the end of a text is among the last lines that were written, in its order."""
+        latest = iter(self._latest)
+        end = [line.strip().encode(errors="backslashreplace") for line in text.splitlines() if line.strip()]
+        return all(any(line in shown for shown in latest) for line in end[-_LINES_COMPARED:])
 
     def say(self, text: str) -> None:
         """Writes a line of the launcher's own to stderr."""
