@@ -4,6 +4,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <memory>
 #include <stdexcept>
@@ -54,6 +55,22 @@ std::vector<Route> to_routes(const std::vector<double>& numbers) {
     return routes;
 }
 
+// Throws what becomes a ValueError if an amount, a time or a rate is such that time would not go on.
+void require_times(const Scenario& scenario) {
+    const auto is_amount = [](double number) { return number >= 0 && std::isfinite(number); };
+    const auto is_rate = [](double number) { return number > 0; };
+    bool are_sound = is_amount(scenario.block_nbytes) && is_amount(scenario.gamma_s_per_byte) &&
+                     is_rate(scenario.piece_nbytes) &&
+                     std::all_of(scenario.capacities.begin(), scenario.capacities.end(), is_rate);
+    for (const auto& program : scenario.programs)
+        are_sound = are_sound && std::isfinite(program.arrival_s) && is_rate(program.speed);
+    for (const Route& route : scenario.routes) {
+        are_sound = are_sound && is_amount(route.latency_s) && is_amount(route.overhead_s) && is_rate(route.most);
+        for (const auto& use : route.uses) are_sound = are_sound && is_amount(use.weight);
+    }
+    if (!are_sound) throw std::invalid_argument("amounts and times are finite and not negative, and rates are positive");
+}
+
 using Transfers = std::vector<std::tuple<std::uint32_t, std::uint32_t, double, double, double>>;
 
 std::tuple<std::vector<double>, std::vector<double>, Transfers> simulate_schedules(
@@ -76,6 +93,7 @@ std::tuple<std::vector<double>, std::vector<double>, Transfers> simulate_schedul
     scenario.block_nbytes = block_nbytes;
     scenario.gamma_s_per_byte = gamma_s_per_byte;
     scenario.piece_nbytes = piece_nbytes;
+    require_times(scenario);
     scenario.records = records;
     simulate::Timing timing;
     {

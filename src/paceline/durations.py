@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from datetime import timedelta
 
+from paceline.wording import shown
+
 Timeout = timedelta | float  # numbers are in seconds
 
 LONGEST_S = 100 * 365.25 * 86_400  # the core counts nanoseconds in 64 bits, which overflow after 292 years
@@ -27,7 +29,9 @@ def to_seconds(timeout: Timeout) -> float:
         try:
             seconds = float(timeout)
         except (TypeError, ValueError):
-            raise TypeError(f"timeout is {timeout!r}; it must be a datetime.timedelta or a number of seconds") from None
+            raise TypeError(
+                f"timeout is {shown(timeout)}; it must be a datetime.timedelta or a number of seconds"
+            ) from None
         if math.isnan(seconds):
             raise ValueError("timeout is nan; it must be a number of seconds or a datetime.timedelta")
     return min(max(0.0, seconds), LONGEST_S)

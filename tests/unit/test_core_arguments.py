@@ -90,7 +90,7 @@ class Values:
         choose = self.random.choice
         is_address = name in ADDRESSES or (name, annotation) == ("tensor", "int")
         if self.random.random() < 0.05:
-            return choose(NOTHING if is_address else [*NOTHING, *NUMBERS])
+            return choose(NOTHING if is_address or name.startswith("timeout") else [*NOTHING, *NUMBERS])
         if annotation == "Call":
             return self._call()
         if annotation in self.objects:

@@ -14,6 +14,7 @@ import torch
 from paceline.durations import Timeout
 from paceline.group.buffers import Tensors
 from paceline.group.reduce_op import PremulSum, ReduceOp, Reduction
+from paceline.wording import shown
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -73,7 +74,7 @@ def reduction_of(op: object) -> Reduction:
     if ours is None or (not hasattr(type(op), "RedOpType") and not type(op).__name__ == "RedOpType"):
         raise TypeError(
             f"op must be a paceline.ReduceOp, a paceline.PremulSum or a torch.distributed.ReduceOp, "
-            f"not {op!r} ({type(op).__name__})"
+            f"not {shown(op)} ({type(op).__name__})"
         )
     if ours is ReduceOp.PREMUL_SUM:
         factor: float | torch.Tensor = cast(Any, op).__getstate__()[1]

@@ -30,6 +30,7 @@ from paceline.group.messages import ANY_SOURCE
 from paceline.group.process_group import ProcessGroup
 from paceline.group.queries import get_global_rank
 from paceline.group.work import Work
+from paceline.wording import shown
 
 
 @eager
@@ -139,7 +140,7 @@ class P2POp:
         group_peer: int | None = None,
     ) -> None:
         if op is not isend and op is not irecv:
-            raise ValueError(f"P2POp: op is {op!r}; it must be paceline.isend or paceline.irecv")
+            raise ValueError(f"P2POp: op is {shown(op)}; it must be paceline.isend or paceline.irecv")
         self.op = op
         self.tensor = tensor
         self._count = sum(each.numel() for each in as_list(tensor, "P2POp"))
