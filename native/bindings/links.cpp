@@ -223,7 +223,8 @@ ScheduleGroup* create_group(std::shared_ptr<shm::Mesh> mesh, std::uint64_t id, i
 
 std::shared_ptr<Schedule> make_schedule(int algorithm, std::uint32_t blocks, int rank, int size, const nb::bytes& steps,
                                         int wire) {
-    if (algorithm < 0 || algorithm >= kQuantised) throw nb::value_error("there is no such algorithm");
+    constexpr int last = kQuantised + static_cast<int>(Wire::int4);
+    if (algorithm < 0 || algorithm > last) throw nb::value_error("there is no such algorithm");
     if (wire < 0 || wire > static_cast<int>(Wire::int4)) throw nb::value_error("there is no such wire");
     const std::span numbers(reinterpret_cast<const std::int32_t*>(steps.c_str()), steps.size() / sizeof(std::int32_t));
     std::size_t bad_step = 0;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 
 import pytest
-from launching import run
+from launching import ENVIRONMENT, run
 
 AGAIN_AND_LEAVE = """
 import datetime, os, sys, time
@@ -109,18 +109,32 @@ def test_ranks_meet_at_master_port(script):
 
 LISTENERS = """
 import os, socket
-for address in ("127.0.0.1", "127.0.0.2"):
-    try:
-        socket.create_connection((address, int(os.environ["MASTER_PORT"])), 10).close()
-        print(address, "answers")
-    except ConnectionRefusedError:
-        print(address, "refuses")
+def look():
+    for address in ("127.0.0.1", "127.0.0.2"):
+        try:
+            socket.create_connection((address, int(os.environ["MASTER_PORT"])), 10).close()
+            print(address, "answers")
+        except ConnectionRefusedError:
+            print(address, "refuses")
+look()
+import torch.distributed as dist
+dist.init_process_group("gloo")
+look()
 """
 
 
-def test_the_store_of_torch_listens_on_loopback_only(script):
+def test_the_store_of_torch_listens_on_loopback_once_it_is_used(script):
     done = run(script(LISTENERS))
-    assert done.stdout.splitlines() == ["[rank 0] 127.0.0.1 answers", "[rank 0] 127.0.0.2 refuses"], done.stderr
+    found = ["127.0.0.1 refuses", "127.0.0.2 refuses", "127.0.0.1 answers", "127.0.0.2 refuses"]
+    assert done.stdout.splitlines() == [f"[rank 0] {line}" for line in found], done.stderr
+
+
+def test_the_store_of_torch_is_there_at_once_without_the_plug_in(script):
+    environment = {**ENVIRONMENT, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = run("--nproc-per-node=2", script(LISTENERS), env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("127.0.0.1 answers") == 4
+    assert done.stdout.count("refuses") == 4
 
 
 def test_a_taken_master_port_is_told(script):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import selectors
 import signal
 import time
 from dataclasses import replace
@@ -236,9 +237,15 @@ class _Agent(Loop):
             self._secret_fd = file.fd
             environment[SECRET_FD] = str(file)
         environment |= self._stores.serve(start, secret, self._cleanup.directory)
+        if (requests := self._stores.requests_fileno()) >= 0:
+            self._selector.register(requests, selectors.EVENT_READ, self._open_torch_store)
         door = Path(self._cleanup.directory, f"copies-{start.generation}")
         environment[COPIES] = self._copies.open(str(door), secret)
         return environment
+
+    def _open_torch_store(self) -> None:
+        self._selector.unregister(self._stores.requests_fileno())
+        self._stores.open_torch_store()
 
     def _on_exception(self, failure: Failure) -> None:
         """Explains an exception whose worker has not ended; one of calls that do not fit when all have raised it.
@@ -290,6 +297,8 @@ class _Agent(Loop):
             self._cleanup.end_generation(str(self._generation.number))
             self._generation = None
         self._copies.shut()
+        if (requests := self._stores.requests_fileno()) >= 0:
+            self._selector.unregister(requests)
         self._stores.end_generation()
         if self._secret_fd >= 0:
             os.close(self._secret_fd)

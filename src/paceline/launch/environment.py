@@ -10,7 +10,7 @@ from paceline import _core
 from paceline.one_port.choice import GATE_VARIABLE as GATE
 from paceline.one_port.choice import VARIABLE as PORT
 from paceline.record.memory import HANDED_VARIABLE as RECORD_FD
-from paceline.rendezvous.environment import STORE, TORCH_STORE, USES_TORCH_STORE
+from paceline.rendezvous.environment import STORE, TORCH_STORE, TORCH_STORE_REQUESTS, USES_TORCH_STORE
 from paceline.security.inherited import VARIABLE as SECRET_FD
 
 # Variables of the job around this launcher, if a worker started it; the launcher's own workers must not use them.
@@ -20,6 +20,7 @@ _NOT_PASSED_ON = (
     SECRET_FD,
     STORE,
     TORCH_STORE,
+    TORCH_STORE_REQUESTS,
     USES_TORCH_STORE,
     "PACELINE_COPIES",
     "PACELINE_TERMINAL",

@@ -112,7 +112,7 @@ _BETWEEN_MACHINES: Mapping[str, Callable[[str], None]] = {
 # What launchers set for their workers, one of which may have started this launcher.
 _OF_WORKERS = {
     *("CGROUP", "COMPAT_TOLD", "COPIES", "ELASTIC_FD", "ERROR_FILE", "GATE", "JOB", "RECORD_DIR", "RECORD_FD"),
-    *("SECRET_FD", "STDIN", "STORE", "TERMINAL", "TORCH_STORE", "WORKER"),
+    *("SECRET_FD", "STDIN", "STORE", "TERMINAL", "TORCH_STORE", "TORCH_STORE_REQUESTS", "WORKER"),
 }
 _NEAR = 0.75
 

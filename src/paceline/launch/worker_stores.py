@@ -1,26 +1,30 @@
-"""Serves the stores in which a generation's workers meet: the launcher's, so that rank 0 may end or begin again.
+"""Stores in which a generation's workers meet. The launcher serves them, so that rank 0 may end or begin again.
 
 Workers reach Paceline's store at PACELINE_STORE with the job's secret; on one machine it is a Unix socket. Beside it,
 torch.distributed has a store at MASTER_ADDR and MASTER_PORT, where its clients expect one of a launcher that sets
-TORCHELASTIC_USE_AGENT_STORE. Their protocol authenticates nobody. That store therefore has keys of its own, and on one
-machine it listens on loopback only.
+TORCHELASTIC_USE_AGENT_STORE. Their protocol authenticates nobody. That store therefore has keys of its own, on one
+machine it listens on loopback only, and it listens only once a worker asks for it: a job that uses only Paceline's
+groups opens no such port.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
 
 from paceline import _core
-from paceline.launch.job import Job
+from paceline.launch.job import Job, Kind
 from paceline.launch.nodes.messages import Start
 from paceline.launch.one_port import port_beside
-from paceline.rendezvous.environment import STORE, TORCH_STORE, USES_TORCH_STORE
+from paceline.rendezvous.environment import STORE, TORCH_STORE, TORCH_STORE_REQUESTS, USES_TORCH_STORE
 from paceline.security.doorkeeper import Listener
 from paceline.store.server import StoreServer
-from paceline.store.tcp import PortInUseError, listen, listen_at_port
+from paceline.store.tcp import BACKLOG, PortInUseError, bind_to_port, listen
+
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # 0: PyTorch does not load the plug-in, whose part it is to ask
 
 
 class WorkerStores:
@@ -38,28 +42,29 @@ class WorkerStores:
         self._address = address
         self._secret = secret
         self._say = say
-        self._torch_listener: socket.socket | None = None
+        self._torch_socket: socket.socket | None = None  # which is bound, and listens once a worker asks for that
+        self._requests = -1  # a pipe with a name, to which such workers write
         self._listener: Listener | None = None
         self._torch_server: _core.StoreServer | None = None
         self._server: StoreServer | None = None
 
     def reserve(self) -> tuple[int, int]:
-        """Returns the ports of torch's store and of Paceline's for the next generation, at which this process listens.
+        """Returns the ports of torch's store and of Paceline's for the next generation, which this process has bound.
 
         The first is 0 for none: with one port for everything, the plug-in gives torch.distributed Paceline's store. The
         second is 0 on a single machine.
         """
         job = self._job
-        if job.one_port is None and self._torch_listener is None:
+        if job.one_port is None and self._torch_socket is None:
             try:
-                self._torch_listener = listen_at_port(self._address, job.port or 0, self._secret)
+                self._torch_socket = bind_to_port(self._address, job.port or 0, self._secret)
             except PortInUseError as error:
                 if job.port is None:
                     raise
                 self._say(f"MASTER_PORT cannot be served, which the env:// of torch.distributed needs: {error}")
         if job.rendezvous.address is not None and self._listener is None:
             self._listener = listen(self._address, 0, self._secret)
-        torch_port = job.port if self._torch_listener is None else self._torch_listener.getsockname()[1]
+        torch_port = job.port if self._torch_socket is None else self._torch_socket.getsockname()[1]
         return torch_port or port_beside(job.one_port) or 0, 0 if self._listener is None else _port_of(self._listener)
 
     def serve(self, start: Start, secret: bytes | None, directory: str) -> dict[str, str]:
@@ -77,16 +82,35 @@ class WorkerStores:
             variables[STORE] = f"unix:{path}"
         else:
             variables[STORE] = f"tcp:{_place(start.master_addr, start.store_port)}"
-        has_torch_store = self._job.one_port is None and (self._torch_listener is not None or start.group_rank != 0)
-        if has_torch_store:
+        if self._job.one_port is None and (self._torch_socket is not None or start.group_rank != 0):
             variables |= {TORCH_STORE: _place(start.master_addr, start.master_port), USES_TORCH_STORE: "True"}
-        if start.group_rank == 0:
-            if self._listener is not None:
-                self._server, self._listener = StoreServer(self._listener, secret), None
-            if self._torch_listener is not None:
-                self._torch_server = _core.StoreServer(self._torch_listener.detach())
-                self._torch_listener = None
+        if start.group_rank != 0:
+            self._close_listeners()
+            return variables
+        if self._listener is not None:
+            self._server, self._listener = StoreServer(self._listener, secret), None
+        if self._torch_socket is not None:
+            path = str(Path(directory, f"torch-store-{start.generation}"))
+            os.mkfifo(path, 0o600)
+            self._requests = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+            variables[TORCH_STORE_REQUESTS] = path
+            if self._job.command.kind is Kind.PROGRAM or os.environ.get(_AUTOLOAD) == "0":
+                self.open_torch_store()  # the workers may be programs that do not load what would ask for it
         return variables
+
+    def requests_fileno(self) -> int:
+        """Returns the descriptor that is readable once a worker asks for torch's store; -1 if there is none to open."""
+        return self._requests if self._torch_socket is not None else -1
+
+    def open_torch_store(self) -> None:
+        """Begins to serve torch's store; without effect if it is served, or if another process listens at its port."""
+        if self._torch_socket is None:
+            return
+        with contextlib.suppress(OSError):  # the program serves a store of its own there
+            self._torch_socket.listen(BACKLOG)
+            self._torch_server = _core.StoreServer(os.dup(self._torch_socket.fileno()))
+        self._torch_socket.close()
+        self._torch_socket = None
 
     def end_generation(self) -> None:
         """Closes what the workers of a generation had; idempotent."""
@@ -94,15 +118,21 @@ class WorkerStores:
             if server is not None:
                 server.close()
         self._server = self._torch_server = None
+        if self._requests >= 0:
+            os.close(self._requests)
+            self._requests = -1
 
     def close(self) -> None:
         """Closes everything; idempotent."""
         self.end_generation()
-        for listener in (self._listener, self._torch_listener):
+        self._close_listeners()
+
+    def _close_listeners(self) -> None:
+        for listener in (self._listener, self._torch_socket):
             if listener is not None:
                 with contextlib.suppress(OSError):
                     listener.close()
-        self._listener = self._torch_listener = None
+        self._listener = self._torch_socket = None
 
 
 def _port_of(listener: Listener) -> int:

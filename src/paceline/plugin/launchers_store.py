@@ -7,12 +7,18 @@ Torch would also take every other address for the launcher's; at those, rank 0 s
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import os
+import socket
+import time
+from datetime import timedelta
 from importlib import import_module
 from typing import Any
 
 _MAKER = "_create_c10d_store"
+_LONGEST_PAUSE_S = 0.25
 
 
 @functools.cache
@@ -32,6 +38,7 @@ def take_over() -> None:
         nonlocal meetings
         given = signature.bind(*args, **options).arguments
         if is_torch_store(given["port"]):
+            _await_store(given["hostname"], given["port"], given["timeout"])
             store = original(*args, **options)
             meetings += 1
             return store if meetings == 1 else PrefixStore(f"meeting/{meetings}", store)
@@ -47,3 +54,21 @@ def take_over() -> None:
         )
 
     rendezvous[_MAKER] = make
+
+
+def _await_store(host: str, port: int, timeout: timedelta) -> None:
+    """Has the launcher open its store for torch, and returns when that listens, or the time is up.
+
+    Torch's own client would report each attempt that came too early, and then wait for a second.
+    """
+    from paceline.rendezvous.environment import TORCH_STORE_REQUESTS
+
+    if path := os.environ.get(TORCH_STORE_REQUESTS):
+        with contextlib.suppress(OSError), open(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "wb") as pipe:
+            pipe.write(b"\n")
+    until_s, pause_s = time.monotonic() + timeout.total_seconds(), 0.002
+    while (left_s := until_s - time.monotonic()) > 0:
+        with contextlib.suppress(OSError), socket.create_connection((host, port), left_s):
+            return
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

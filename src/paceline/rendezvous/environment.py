@@ -14,6 +14,7 @@ from paceline.store.remote import connect_unix
 
 STORE = "PACELINE_STORE"  # the launcher's store
 TORCH_STORE = "PACELINE_TORCH_STORE"  # host:port of the launcher's store for torch.distributed
+TORCH_STORE_REQUESTS = "PACELINE_TORCH_STORE_REQUESTS"  # the named pipe by which a worker has the launcher open it
 USES_TORCH_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torch's: True if MASTER_ADDR and MASTER_PORT are a launcher's store
 
 

@@ -21,6 +21,7 @@ from paceline.store.port_owner import port_owner
 from paceline.store.remote import RemoteStore, connect
 from paceline.store.server import StoreServer
 
+BACKLOG = 1024  # connections that may wait to be accepted
 _JOINED, _ALL_JOINED = "paceline/store/joined", "paceline/store/all"
 
 _shared_servers: weakref.WeakValueDictionary[int, StoreServer] = weakref.WeakValueDictionary()
@@ -178,13 +179,27 @@ def listen_at_port(host_name: str, port: int, secret: bytes | None) -> socket.so
     Raises:
         PortInUseError, StoreConnectionError, ValueError: see `listen`.
     """
+    return _bound(host_name, port, secret, is_listening=True)
+
+
+def bind_to_port(host_name: str, port: int, secret: bytes | None) -> socket.socket:
+    """Returns a socket that has a port of its own and does not listen there yet.
+
+    Raises:
+        PortInUseError, StoreConnectionError, ValueError: see `listen`.
+    """
+    return _bound(host_name, port, secret, is_listening=False)
+
+
+def _bound(host_name: str, port: int, secret: bytes | None, is_listening: bool) -> socket.socket:
     family, kind, protocol, _, address = _first_address(host_name, port)
     require_secret(str(address[0]), secret)
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(1024)
+        if is_listening:
+            listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:

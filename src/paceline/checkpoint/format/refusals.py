@@ -16,8 +16,8 @@ _ADVICE = {
     errno.EACCES: "Give this user the right to write there, or save somewhere else",
     errno.EPERM: "Give this user the right to write there, or save somewhere else",
     errno.EIO: "The disk or its connection fails; look into the kernel's log (dmesg), and save somewhere else",
-    errno.ENOENT: "The ranks were given different directories, or something removed this one while it was used; see that all "
-    "ranks name the same one, and that only one job saves there",
+    errno.ENOENT: "The ranks were given different directories, or something removed this one while it was used; see "
+    "that all ranks name the same one, and that only one job saves there",
     errno.ESTALE: "The server of the file system no longer knows it; have it mounted anew",
     errno.ENOTDIR: "A file has the name that a directory should have; save somewhere else, or move the file",
     errno.EEXIST: "Something else has made that file; see that only one job saves there",

@@ -26,7 +26,7 @@ from paceline.plan.measuring.meeting import Meeting
 from paceline.plan.measuring.notes import TooFewStepsError
 from paceline.plan.measuring.summing import LEFT_OUT, calibration_of, reduction_s_per_byte, world_of_one
 from paceline.plan.measuring.watching import StepWatch
-from paceline.rendezvous.environment import STORE, TORCH_STORE, USES_TORCH_STORE
+from paceline.rendezvous.environment import STORE, TORCH_STORE, TORCH_STORE_REQUESTS, USES_TORCH_STORE
 
 _LATEST_S = 300.0  # for the ranks that run together to begin
 _MOST_EXTRA_STEPS = 10  # times the measured ones, in which a rank waits for others that still measure
@@ -60,7 +60,7 @@ def main(words: Sequence[str]) -> None:
     if rank not in here or (rank != 0 and not settings.together):
         return
     together = len(here) if settings.together else 1
-    for name in (STORE, TORCH_STORE, USES_TORCH_STORE):
+    for name in (STORE, TORCH_STORE, TORCH_STORE_REQUESTS, USES_TORCH_STORE):
         os.environ.pop(name, None)
     os.environ.update(world_of_one(len(here)))
     meeting = Meeting(Path(settings.directory), here.index(rank), together)
