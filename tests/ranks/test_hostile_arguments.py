@@ -192,7 +192,7 @@ def make_calls(surface: Surface, seed: int, journal: Journal, is_over: Callable[
         function, right = surface[name]
         alone = same.random.random() < 0.05
         hostile = mine if alone else same
-        hostile.frees = isinstance(getattr(function, "__func__", function), FunctionType)  # it is in Python
+        hostile.spares_torch = not isinstance(getattr(function, "__func__", function), FunctionType)
         try:
             arguments = right() if same.random.random() < 0.1 else hostile.instead_in(right())
         except Exception as error:  # P2POp, for instance, refuses what it is given
