@@ -38,7 +38,7 @@ class Hostile:
     """Chooses values by a seed; ranks with the same seed choose the same.
 
     Attributes:
-        spares_torch: whether torch's own C++ gets the values first, which is not to be tested. Tensors then have their
+        spares_torch: whether torch's own code gets the values first, which is not to be tested. Tensors then have their
             memory, for it prints them in its errors, and dimensions, for it divides the first.
     """
 
