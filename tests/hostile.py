@@ -38,13 +38,13 @@ class Hostile:
     """Chooses values by a seed; ranks with the same seed choose the same.
 
     Attributes:
-        frees: whether a tensor may be without its memory. Errors of torch's own C++ print tensors, and torch ends the
-            process when it prints such a one.
+        spares_torch: whether torch's own code gets the values first, which is not to be tested. Tensors then have their
+            memory, for it prints them in its errors, and dimensions, for it divides the first.
     """
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.frees = True
+        self.spares_torch = False
         self._kinds: list[Callable[[], object]] = [
             lambda: None,
             lambda: self.random.choice(NUMBERS),
@@ -75,7 +75,7 @@ class Hostile:
 
     def tensor(self) -> torch.Tensor:
         choose = self.random.choice
-        dtype, shape = choose(DTYPES), choose(SHAPES)
+        dtype, shape = choose(DTYPES), choose(SHAPES[self.spares_torch :])
         try:
             tensor = torch.empty(shape, dtype=dtype).fill_(1)
         except (RuntimeError, TypeError):  # it cannot be filled, or made without more
@@ -97,7 +97,7 @@ class Hostile:
                 lambda t: t.requires_grad_(),
                 lambda t: nn.Parameter(t),
                 lambda t: t.new_empty(0).set_(),
-                _without_memory if self.frees else torch.clone,
+                torch.clone if self.spares_torch else _without_memory,
                 lambda t: torch.nested.nested_tensor([t.float().reshape(-1), t.float().reshape(-1)[:1]]),
                 lambda t: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.qint8),
                 lambda t: t.view(torch.uint8),
@@ -159,4 +159,4 @@ def shown(value: object, depth: int = 2) -> str:
         return f"{type(value).__name__}({value.dtype}, {value.layout}, {value.device}, {shape})"
     if isinstance(value, (list, tuple)) and depth:
         return f"[{', '.join(shown(each, depth - 1) for each in value)}]"
-    return repr(value)[:100]
+    return type(value).__name__ if isinstance(value, (list, tuple, dict)) else repr(value)[:100]

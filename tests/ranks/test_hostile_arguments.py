@@ -192,7 +192,8 @@ def make_calls(surface: Surface, seed: int, journal: Journal, is_over: Callable[
         function, right = surface[name]
         alone = same.random.random() < 0.05
         hostile = mine if alone else same
-        hostile.frees = isinstance(getattr(function, "__func__", function), FunctionType)  # it is in Python
+        in_python = isinstance(getattr(function, "__func__", function), FunctionType)
+        hostile.spares_torch = not in_python or function.__module__.startswith("torch")
         try:
             arguments = right() if same.random.random() < 0.1 else hostile.instead_in(right())
         except Exception as error:  # P2POp, for instance, refuses what it is given

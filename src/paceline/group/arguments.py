@@ -8,6 +8,7 @@ import torch
 
 from paceline.group.base import BaseGroup
 from paceline.group.buffers import Tensors, as_list, count_elements
+from paceline.wording import shown
 
 _MOST_TAG = 2**31 - 1  # the core's tags are of 32 bits
 
@@ -19,7 +20,7 @@ def group_rank_of(group: BaseGroup, rank: int) -> int:
         ValueError: it is not a member of the group.
     """
     if rank not in group.ranks:
-        raise ValueError(f"rank {rank} is not in {group}; its members are {group.ranks}")
+        raise ValueError(f"rank {shown(rank)} is not in {group}; its members are {group.ranks}")
     return group.ranks.index(rank)
 
 

@@ -15,6 +15,7 @@ from paceline.errors import GroupAbortedError, RendezvousError
 from paceline.group.default import World
 from paceline.group.eager import eager_methods
 from paceline.plugin.meeting import OTHER_DEVICES, Meeting
+from paceline.wording import shown
 
 _CPU = torch.device("cpu")
 
@@ -99,11 +100,11 @@ class Identity(torch_dist.ProcessGroup):
 
     def setGroupName(self, name: str) -> None:
         """Sets `group_name`."""
-        self._name = name
+        self._name = _text(name)
 
     def setGroupDesc(self, description: str) -> None:
         """Sets `group_desc`."""
-        self._description = description
+        self._description = _text(description)
 
     _set_group_name = setGroupName
     _set_group_desc = setGroupDesc
@@ -194,3 +195,14 @@ class Identity(torch_dist.ProcessGroup):
         return ValueError(
             f"{me} was destroyed (destroy_process_group); make a new one with init_process_group or new_group"
         )
+
+
+def _text(name: object) -> str:
+    """Returns `name`, which messages show.
+
+    Raises:
+        TypeError: it is no string, as torch's own groups say.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"the name and the description of a group are strings, not {shown(name)}")
+    return name
