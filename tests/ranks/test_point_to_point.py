@@ -196,7 +196,7 @@ def give_bad_arguments() -> None:
             call(tensor, 7)
         with pytest.raises(ValueError, match=f"{name} and group_{name} exclude each other"):
             call(tensor, 1 - rank, None, 0, 1 - rank)
-        with pytest.raises(ValueError, match="tag is -1; it must be 0 or more"):
+        with pytest.raises(ValueError, match="tag is -1; it must be from 0 to 2147483647"):
             call(tensor, 1 - rank, tag=-1)
         with pytest.raises(TypeError, match="must be a tensor or a list of tensors, not int"):
             call(5, 1 - rank)

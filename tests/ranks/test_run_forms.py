@@ -91,7 +91,7 @@ def test_an_exception_in_a_directory_has_its_traceback(tmp_path):
     (tmp_path / "__main__.py").write_text("\nraise ValueError('a mistake')")
     done = run(str(tmp_path))
     assert done.returncode == 1
-    assert done.stderr.rstrip().endswith("ValueError: a mistake")
+    assert done.stderr.rstrip().endswith("ValueError: a mistake; its traceback is above")
     assert f'File "{tmp_path}/__main__.py", line 2' in done.stderr
 
 
