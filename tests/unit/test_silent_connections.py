@@ -25,7 +25,7 @@ from paceline.one_port.listener import claim
 from paceline.security.doorkeeper import MAX_HANDSHAKES
 from paceline.security.handshake import Hello, prove
 from paceline.security.peers import origin_of_connection
-from paceline.security.pending import Pending
+from paceline.security.pending_connections import PendingConnections
 from paceline.security.secret import derive_key
 from paceline.store import remote
 from paceline.store.server import StoreServer
@@ -70,7 +70,7 @@ def flooded(port: int, count: int, beginning: bytes) -> Iterator[None]:
 
 @given(st.lists(st.sampled_from("abc"), max_size=60), st.integers(1, 8))
 def test_the_oldest_of_the_most_frequent_origin_makes_room(origins, most):
-    pending: Pending[tuple[int, str]] = Pending(most, lambda each: each[1])
+    pending: PendingConnections[tuple[int, str]] = PendingConnections(most, lambda each: each[1])
     kept: list[tuple[int, str]] = []
     for each in enumerate(origins):
         kept.append(each)
@@ -86,7 +86,7 @@ def test_the_oldest_of_the_most_frequent_origin_makes_room(origins, most):
 
 
 def test_a_connection_that_proves_itself_takes_no_place():
-    pending: Pending[int] = Pending(2, lambda _: "one")
+    pending: PendingConnections[int] = PendingConnections(2, lambda _: "one")
     assert [pending.add(number) for number in (1, 2)] == [None, None]
     assert pending.remove(1) and not pending.remove(1)
     assert pending.add(3) is None and pending.add(4) == 2

@@ -22,7 +22,7 @@ from paceline.group.reduce_op import ReduceOp
 from paceline.group.rooted import broadcast as broadcast_into
 from paceline.horovod.compression import Compression, Compressor
 from paceline.horovod.handles import Handle
-from paceline.horovod.negotiation import CallKind, Request
+from paceline.horovod.negotiation import CallKind, CallRequest
 from paceline.horovod.process_sets import ProcessSet, global_process_set
 from paceline.horovod.reductions import Average, Op, Product, Sum, reduction
 
@@ -68,7 +68,7 @@ def reducing(
     name: str | None,
     process_set: ProcessSet,
     finish: Callable[[], Result],
-) -> Request[Result]:
+) -> CallRequest[Result]:
     """Returns the call that reduces tensors in place and then returns what `finish` does."""
     listed = [tensor.detach() for tensor in tensors]  # they share the memory of `tensors`
     merged = how.of(process_set.size())
@@ -81,7 +81,7 @@ def reducing(
             scale_(tensor, merged.after)
         return finish()
 
-    return Request(CallKind.ALLREDUCE, listed, run, str(how), name, merged.by)
+    return CallRequest(CallKind.ALLREDUCE, listed, run, str(how), name, merged.by)
 
 
 class _Allreduce(Function):
@@ -265,14 +265,14 @@ def grouped_allreduce_(
 
 def _broadcasting(
     tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
-) -> Request[torch.Tensor]:
+) -> CallRequest[torch.Tensor]:
     detached = tensor.detach()
 
     def run(group: ProcessGroup) -> torch.Tensor:
         broadcast_into(detached, root_rank, group)
         return tensor
 
-    return Request(CallKind.BROADCAST, [detached], run, f"root_rank={root_rank}", name)
+    return CallRequest(CallKind.BROADCAST, [detached], run, f"root_rank={root_rank}", name)
 
 
 class _Broadcast(Function):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
-from paceline.horovod.negotiation import CallQueue, Request
+from paceline.horovod.negotiation import CallQueue, CallRequest
 
 Result = TypeVar("Result")
 
@@ -17,7 +17,7 @@ class Handle(Generic[Result]):
         request: the call, which is submitted.
     """
 
-    def __init__(self, queue: CallQueue, request: Request[Result]) -> None:
+    def __init__(self, queue: CallQueue, request: CallRequest[Result]) -> None:
         self._queue = queue
         self._request = queue.submit(request)
 

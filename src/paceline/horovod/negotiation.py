@@ -52,7 +52,7 @@ _ROWS_MAY_DIFFER = (CallKind.SPARSE_ALLREDUCE, CallKind.ALLGATHER, CallKind.ALLT
 
 
 @dataclass
-class Request(Generic[Result]):
+class CallRequest(Generic[Result]):
     """A call that a rank wants to make with the other ranks of a process set.
 
     Args:
@@ -151,8 +151,8 @@ class CallQueue:
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
         self._condition = threading.Condition()  # reentrant
-        self._waiting: deque[Request[Any]] = deque()
-        self._barriers: deque[Request[Any]] = deque()
+        self._waiting: deque[CallRequest[Any]] = deque()
+        self._barriers: deque[CallRequest[Any]] = deque()
         self._is_busy = False
         self._is_closed = False
         self._thread: threading.Thread | None = None
@@ -160,7 +160,7 @@ class CallQueue:
         self._exchanges = 0
         self._named: dict[tuple[CallKind, str], int] = {}
 
-    def submit(self, request: Request[Result]) -> Request[Result]:
+    def submit(self, request: CallRequest[Result]) -> CallRequest[Result]:
         """Has the thread make a call after those before it, and returns `request` at once.
 
         Raises:
@@ -172,7 +172,7 @@ class CallQueue:
             self._append(request, self._waiting)
         return request
 
-    def perform(self, request: Request[Result]) -> Result:
+    def perform(self, request: CallRequest[Result]) -> Result:
         """Makes a call after those before it, and returns its result.
 
         Raises:
@@ -197,7 +197,7 @@ class CallQueue:
             CollectiveMismatchError: the program of another rank waits for a call.
             PeerLostError, CollectiveTimeoutError: the barrier failed.
         """
-        request: Request[None] = Request(CallKind.BARRIER, [], lambda group: None)
+        request: CallRequest[None] = CallRequest(CallKind.BARRIER, [], lambda group: None)
         with self._condition:
             self._require_open()
             is_next = self._take()
@@ -207,7 +207,7 @@ class CallQueue:
             self._execute(request)
         self.result(request)
 
-    def result(self, request: Request[Result]) -> Result:
+    def result(self, request: CallRequest[Result]) -> Result:
         """Waits for a call and returns its result, or raises its error."""
         if not request.future.done():
             with self._condition:
@@ -218,7 +218,7 @@ class CallQueue:
         finally:
             self.observe(request)
 
-    def observe(self, request: Request[Result]) -> None:
+    def observe(self, request: CallRequest[Result]) -> None:
         """Notes that the program knows of the end of a call, and so of those before it: their names are free."""
         if request.future.done():
             with self._condition:
@@ -230,7 +230,7 @@ class CallQueue:
         Args:
             device: the CUDA device of the zeros for CUDA tensors.
         """
-        return self.perform(Request(CallKind.JOIN, [], lambda group: self._join(group, device)))
+        return self.perform(CallRequest(CallKind.JOIN, [], lambda group: self._join(group, device)))
 
     def close(self) -> None:
         """Ends the thread; calls that have not been made fail. Idempotent."""
@@ -252,7 +252,7 @@ class CallQueue:
         if self._is_closed:
             raise ValueError(f"{self.group}: the process set has ended; call init() or add_process_set() again")
 
-    def _enter(self, request: Request[Result]) -> None:
+    def _enter(self, request: CallRequest[Result]) -> None:
         self._require_open()
         if request.name is not None:
             key = (request.kind, request.name)
@@ -272,7 +272,7 @@ class CallQueue:
         self._is_busy = True
         return True
 
-    def _append(self, request: Request[Result], to: deque[Request[Any]]) -> None:
+    def _append(self, request: CallRequest[Result], to: deque[CallRequest[Any]]) -> None:
         to.append(request)
         if self._thread is None:
             self._thread = threading.Thread(target=self._make_calls, name="paceline-horovod", daemon=True)
@@ -293,13 +293,13 @@ class CallQueue:
     def _has_calls(self) -> bool:
         return bool(self._barriers or self._waiting)
 
-    def _execute(self, request: Request[Result]) -> None:
+    def _execute(self, request: CallRequest[Result]) -> None:
         self._make(request)
         with self._condition:
             self._is_busy = False
             self._condition.notify_all()
 
-    def _make(self, request: Request[Result]) -> None:
+    def _make(self, request: CallRequest[Result]) -> None:
         try:
             with request.stream:
                 if request.kind is not CallKind.JOIN:
@@ -311,7 +311,7 @@ class CallQueue:
         except BaseException as error:
             request.future.set_exception(error)
 
-    def _agree(self, request: Request[Result]) -> None:
+    def _agree(self, request: CallRequest[Result]) -> None:
         """Returns when all ranks are about to make the same call, or wait in `join` and have learnt what to contribute.
 
         Raises:
@@ -340,11 +340,11 @@ class CallQueue:
         layout = [[DTYPE_CODES[each.dtype], each.numel(), request.op, each.is_cuda] for each in request.tensors]
         self._gather(torch.tensor(layout, dtype=torch.int64))
 
-    def _is_awaited(self, request: Request[Result]) -> bool:
+    def _is_awaited(self, request: CallRequest[Result]) -> bool:
         with self._condition:
             return request.is_awaited or any(each.is_awaited for each in self._waiting)
 
-    def _make_barrier_before(self, request: Request[Result]) -> None:
+    def _make_barrier_before(self, request: CallRequest[Result]) -> None:
         """Makes the barrier in which other ranks wait, unless the program turns out to wait for `request`."""
         limit_s = to_seconds(self.group.timeout)
         with self._condition:

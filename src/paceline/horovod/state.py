@@ -10,7 +10,7 @@ import torch
 from paceline.group.coalesced import broadcast_coalesced
 from paceline.group.objects.collectives import all_gather_object, broadcast_object_list
 from paceline.group.process_group import ProcessGroup
-from paceline.horovod.negotiation import CallKind, Request
+from paceline.horovod.negotiation import CallKind, CallRequest
 from paceline.horovod.process_sets import ProcessSet, global_process_set
 
 Parameters = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor]
@@ -33,7 +33,7 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0) -> None:
     if tensors:
         detached = [tensor.detach() for tensor in tensors]
         global_process_set.calls().perform(
-            Request(
+            CallRequest(
                 CallKind.BROADCAST,
                 detached,
                 lambda group: broadcast_coalesced(detached, root_rank, group),
@@ -82,7 +82,7 @@ def broadcast_object(
         return objects[0]
 
     details = f"broadcast_object, root_rank={root_rank}"
-    return process_set.calls().perform(Request(CallKind.OBJECTS, [], run, details, name))
+    return process_set.calls().perform(CallRequest(CallKind.OBJECTS, [], run, details, name))
 
 
 def allgather_object(
@@ -95,4 +95,4 @@ def allgather_object(
         all_gather_object(objects, obj, group, allow_pickle=allow_pickle)
         return objects
 
-    return process_set.calls().perform(Request(CallKind.OBJECTS, [], run, "allgather_object", name))
+    return process_set.calls().perform(CallRequest(CallKind.OBJECTS, [], run, "allgather_object", name))

@@ -23,7 +23,7 @@ from paceline.group.process_group import ProcessGroup
 from paceline.horovod.calls import Scaled, grouped_allreduce, outputs_of, scale_, slope
 from paceline.horovod.compression import Compression, Compressor
 from paceline.horovod.handles import Handle
-from paceline.horovod.negotiation import CallKind, Request
+from paceline.horovod.negotiation import CallKind, CallRequest
 from paceline.horovod.process_sets import ProcessSet, global_process_set
 from paceline.horovod.reductions import Average, Op, Sum, reduction
 
@@ -60,10 +60,10 @@ def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 
 def _gathering(
     tensors: Sequence[torch.Tensor], name: str | None, pick: Callable[[Gathered], Any], call: str
-) -> Request[Any]:
+) -> CallRequest[Any]:
     _require_rows(tensors, call)
     listed = [tensor.detach() for tensor in tensors]
-    return Request(CallKind.ALLGATHER, listed, lambda group: pick(gather_rows(listed, group)), "", name)
+    return CallRequest(CallKind.ALLGATHER, listed, lambda group: pick(gather_rows(listed, group)), "", name)
 
 
 def _require_rows(tensors: Sequence[torch.Tensor], call: str) -> None:
@@ -149,7 +149,7 @@ def sparse_allreduce_async(
     return Handle(process_set.calls(), adding_sparse(tensor, name, op, process_set)).result
 
 
-def adding_sparse(tensor: torch.Tensor, name: str | None, op: Op, process_set: ProcessSet) -> Request[torch.Tensor]:
+def adding_sparse(tensor: torch.Tensor, name: str | None, op: Op, process_set: ProcessSet) -> CallRequest[torch.Tensor]:
     """Returns the call of `sparse_allreduce_async`."""
     if tensor.layout is not torch.sparse_coo:
         raise ValueError(f"sparse_allreduce_async got a tensor of layout {tensor.layout}; it takes sparse COO tensors")
@@ -168,12 +168,12 @@ def adding_sparse(tensor: torch.Tensor, name: str | None, op: Op, process_set: P
         )
 
     details = f"shape={list(detached.shape)}, op={by.name}"
-    return Request(CallKind.SPARSE_ALLREDUCE, [entries, values], run, details, name)
+    return CallRequest(CallKind.SPARSE_ALLREDUCE, [entries, values], run, details, name)
 
 
 def _exchanging(
     tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None, name: str | None, process_set: ProcessSet
-) -> Request[tuple[torch.Tensor, torch.Tensor]]:
+) -> CallRequest[tuple[torch.Tensor, torch.Tensor]]:
     sent = _splits(tensor, splits, process_set)
     detached = tensor.detach().contiguous()
     like = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32)
@@ -185,7 +185,7 @@ def _exchanging(
         all_to_all_single(output, detached, received.tolist(), sent, group)
         return output, received.to(like)
 
-    return Request(CallKind.ALLTOALL, [detached], run, "", name)
+    return CallRequest(CallKind.ALLTOALL, [detached], run, "", name)
 
 
 class _Alltoall(Function):
@@ -255,7 +255,7 @@ def _scattering(
     process_set: ProcessSet,
     pick: Callable[[list[torch.Tensor]], Any],
     call: str,
-) -> Request[Any]:
+) -> CallRequest[Any]:
     _require_rows(tensors, call)
     listed = [tensor.detach() for tensor in tensors]
     merged = how.of(process_set.size())
@@ -270,7 +270,7 @@ def _scattering(
             shares.append(share)
         return pick(shares)
 
-    return Request(CallKind.REDUCESCATTER, listed, run, str(how), name)
+    return CallRequest(CallKind.REDUCESCATTER, listed, run, str(how), name)
 
 
 def _share(whole: torch.Tensor, how: Scaled, group: ProcessGroup) -> torch.Tensor:

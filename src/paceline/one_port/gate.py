@@ -19,7 +19,7 @@ from paceline.one_port.numbers import Numbers
 from paceline.routes import for_resolver
 from paceline.security.handshake import TIMEOUT_S, WITHOUT_HEADER, is_hello
 from paceline.security.peers import is_same_user, origin_of_connection
-from paceline.security.pending import Pending
+from paceline.security.pending_connections import PendingConnections
 from paceline.security.refusals import Refusals
 
 MAX_COMERS = 128
@@ -64,7 +64,9 @@ class Gate:
     def __init__(self, port: int, name: str) -> None:
         self._port = port
         self._numbers: Numbers[_Tenant] = Numbers()
-        self._comers: Pending[_Comer] = Pending(MAX_COMERS, lambda comer: origin_of_connection(comer.connection))
+        self._comers: PendingConnections[_Comer] = PendingConnections(
+            MAX_COMERS, lambda comer: origin_of_connection(comer.connection)
+        )
         self._addresses: set[object] = set()
         self._refusals = Refusals("port")
         self._owner = os.getpid()

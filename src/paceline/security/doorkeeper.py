@@ -15,7 +15,7 @@ from paceline.errors import AuthenticationError
 from paceline.security.encryption import Connection, accept
 from paceline.security.handshake import TIMEOUT_S, Hello, PeerGoneError, verify
 from paceline.security.peers import origin_of_connection
-from paceline.security.pending import Pending
+from paceline.security.pending_connections import PendingConnections
 from paceline.security.refusals import Refusals
 
 MAX_HANDSHAKES = 128
@@ -77,7 +77,7 @@ class Doorkeeper:
         self._generation = generation
         self._secret = secret
         self._refusals = Refusals(channel)
-        self._handshakes: Pending[socket.socket] = Pending(MAX_HANDSHAKES, origin_of_connection)
+        self._handshakes: PendingConnections[socket.socket] = PendingConnections(MAX_HANDSHAKES, origin_of_connection)
         self._changing = threading.Lock()
         self._owner = os.getpid()
         self._closed = False

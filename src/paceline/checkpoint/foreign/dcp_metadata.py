@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.checkpoint.foreign.record_unpickler import Global, Make, Record, UnneededPickleError, unpickle
+from paceline.checkpoint.foreign.record_unpickler import Global, Make, PickledRecord, UnneededPickleError, unpickle
 from paceline.errors import CheckpointDamagedError, CheckpointError
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -42,18 +42,18 @@ def _empty_dict(_: Global, args: tuple[object, ...]) -> object:
 
 _KNOWN: dict[Global, Make] = {
     **{
-        Global(_METADATA, name): Record
+        Global(_METADATA, name): PickledRecord
         for name in (
             "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
             "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
         )
     },
-    Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Record,
+    Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"): PickledRecord,
     Global("torch", "Size"): _tuple_of,
-    Global("torch.serialization", "_get_layout"): Record,
+    Global("torch.serialization", "_get_layout"): PickledRecord,
     Global("collections", "OrderedDict"): _empty_dict,
     Global("builtins", "getattr"): _member,
-    Global("builtins", "set"): Record,
+    Global("builtins", "set"): PickledRecord,
 }  # fmt: skip
 _DTYPES = (
     "bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32",
@@ -67,10 +67,10 @@ def _known(found: Global) -> Make | None:
         return _KNOWN[found]
     is_dtype = found.module == "torch" and found.name in _DTYPES
     is_path = found.module.split(".")[0] == "pathlib" and found.name in ("PosixPath", "PurePosixPath", "Path")
-    return Record if is_dtype or is_path else None
+    return PickledRecord if is_dtype or is_path else None
 
 
-def _key_of(record: Record) -> object:
+def _key_of(record: PickledRecord) -> object:
     """Returns the key that stands for a `MetadataIndex` in the table of blocks."""
     if record.made_by != _INDEX:
         raise UnneededPickleError(f"it uses a {record.made_by.name} as a key")
@@ -114,7 +114,7 @@ def read_metadata(data: bytes, where: str) -> dict[str, Item]:
     """
     try:
         metadata = unpickle(data, _known, _key_of)
-        if not isinstance(metadata, Record) or metadata.made_by != Global(_METADATA, "Metadata"):
+        if not isinstance(metadata, PickledRecord) or metadata.made_by != Global(_METADATA, "Metadata"):
             raise _UnsoundMetadataError("it holds no metadata of torch.distributed.checkpoint")
         return _Reader(metadata, most_blocks=len(data)).items()
     except UnneededPickleError as error:
@@ -135,7 +135,7 @@ class _Reader:
             metadata, and a list that a thousand tensors share would keep the process busy.
     """
 
-    def __init__(self, metadata: Record, most_blocks: int) -> None:
+    def __init__(self, metadata: PickledRecord, most_blocks: int) -> None:
         self._described = _dict(metadata["state_dict_metadata"], "what is in the checkpoint")
         self._table = _dict(metadata["storage_data"], "where it is")
         self._paths = _dict(metadata["planner_data"] or {}, "how it is nested")
@@ -157,7 +157,7 @@ class _Reader:
             or not all(type(key) is str or type(key) is int for key in path)
         ):
             raise _UnsoundMetadataError(f"the place of {name} is no tuple of keys")
-        if not isinstance(found, Record):
+        if not isinstance(found, PickledRecord):
             raise _UnsoundMetadataError(f"it does not describe {name}")
         if found.made_by == Global(_METADATA, "BytesStorageMetadata"):
             return Item(None, (), (self._chunk(name, None, ()),), path)
@@ -175,7 +175,7 @@ class _Reader:
             raise _UnsoundMetadataError("it has more blocks than bytes")
         blocks: dict[tuple[int, ...], tuple[int, ...]] = {}
         for each in found:
-            if not isinstance(each, Record):
+            if not isinstance(each, PickledRecord):
                 raise _UnsoundMetadataError(f"it does not describe a block of {name}")
             offset = _sizes(each["offsets"], f"the offset of a block of {name}")
             sizes = _sizes(each["sizes"], f"the shape of a block of {name}")
@@ -187,7 +187,7 @@ class _Reader:
 
     def _chunk(self, name: str, offset: tuple[int, ...] | None, shape: tuple[int, ...]) -> Chunk:
         info = self._table.get((name, *((None,) if offset is None else offset)))
-        if not isinstance(info, Record):
+        if not isinstance(info, PickledRecord):
             raise _UnsoundMetadataError(f"it does not say where {name} at {offset} is")
         file = _text(info["relative_path"], f"the file of {name}")
         at, nbytes = _sizes((info["offset"], info["length"]), f"the place of {name} in {file!r}")
@@ -221,7 +221,7 @@ def _sizes(value: object, what: str) -> tuple[int, ...]:
 
 
 def _dtype(properties: object, name: str) -> str:
-    state = properties.state if isinstance(properties, Record) else None
+    state = properties.state if isinstance(properties, PickledRecord) else None
     found = state[0] if isinstance(state, tuple) and state else None
     if not isinstance(found, Global) or found.module != "torch" or found.name not in _DTYPES:
         raise _UnsoundMetadataError(f"{name} has no type that is known")

@@ -3,8 +3,8 @@
 Python's own unpickler trusts what `find_class` returns: BUILD sets attributes on whatever is on the stack, also on a
 class or function, APPEND calls its `append`, a memo index of 2^31 allocates memory for as many entries, and a tuple
 that is nested deeply enough, used as a key, overflows the stack of C. Here a name of the pickle stays a name, calling
-it makes a `Record`, state goes into records only, and keys are scalars or short flat tuples of scalars. The memory that
-a pickle takes is proportional to its length.
+it makes a `PickledRecord`, state goes into records only, and keys are scalars or short flat tuples of scalars. The
+memory that a pickle takes is proportional to its length.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Global:
     name: str
 
 
-class Record:
+class PickledRecord:
     """An object of the pickle: what was called to make it, with which arguments, and its state.
 
     Attributes:
@@ -65,12 +65,12 @@ Make = Callable[[Global, tuple[object, ...]], object]
 """Makes a value of a called name and the arguments; it must copy nothing."""
 
 
-def unpickle(data: bytes, known: Callable[[Global], Make | None], key_of: Callable[[Record], object]) -> object:
+def unpickle(data: bytes, known: Callable[[Global], Make | None], key_of: Callable[[PickledRecord], object]) -> object:
     """Returns what a pickle of protocol 2 or newer holds, with records in place of objects.
 
     Args:
         data: the pickle.
-        known: returns what a call of a name makes, such as `Record`; None refuses the name.
+        known: returns what a call of a name makes, such as `PickledRecord`; None refuses the name.
         key_of: returns the key that stands for a record that is used as one, a scalar or a flat tuple of scalars.
 
     Raises:
@@ -81,7 +81,9 @@ def unpickle(data: bytes, known: Callable[[Global], Make | None], key_of: Callab
 
 
 class _Interpreter:
-    def __init__(self, data: bytes, known: Callable[[Global], Make | None], key_of: Callable[[Record], object]) -> None:
+    def __init__(
+        self, data: bytes, known: Callable[[Global], Make | None], key_of: Callable[[PickledRecord], object]
+    ) -> None:
         self._nbytes = len(data)
         self._file = io.BytesIO(data)
         self._read = self._file.read
@@ -138,7 +140,7 @@ class _Interpreter:
         raise self._damage("too few marks")
 
     def _key(self, value: object) -> object:
-        if isinstance(value, Record):
+        if isinstance(value, PickledRecord):
             value = self._key_of(value)
         parts = value if isinstance(value, tuple) else (value,)
         if len(parts) > _LONGEST_KEY or not all(isinstance(each, _SCALARS) for each in parts):
@@ -175,7 +177,7 @@ class _Interpreter:
 
     def build(self) -> None:
         state, record = self._pop(), self._top()
-        if not isinstance(record, Record) or record.fields is not None or record.state is not None:
+        if not isinstance(record, PickledRecord) or record.fields is not None or record.state is not None:
             raise self._refuse("gives a state to something other than a new record")
         if isinstance(state, dict):
             record.fields = state

@@ -8,7 +8,7 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from paceline.security.peers import origin_of
-from paceline.security.pending import Pending
+from paceline.security.pending_connections import PendingConnections
 
 ENTRANCE_S = 10.0  # from the connection to a request that passes, however many come before
 _MOST_PENDING = 64
@@ -21,7 +21,7 @@ class PageConnections:
     """
 
     def __init__(self) -> None:
-        self._pending: Pending[asyncio.Transport] = Pending(_MOST_PENDING, _origin_of)
+        self._pending: PendingConnections[asyncio.Transport] = PendingConnections(_MOST_PENDING, _origin_of)
         self._by_address: dict[object, tuple[asyncio.Transport, asyncio.TimerHandle]] = {}
 
     def opened(self, transport: asyncio.Transport) -> None:

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T", bound=Hashable)
 
 
-class Pending(Generic[T]):
+class PendingConnections(Generic[T]):
     """At most `most` connections. One more ends the oldest of those whose origin has the most of them.
 
     A peer that opens many connections thus ends its own, and one that opens few keeps its place.
