@@ -222,9 +222,15 @@ int failure_of(std::shared_ptr<CallQueue> queue) {
     return static_cast<int>(code);
 }
 
+std::chrono::nanoseconds to_duration(double timeout_s) {
+    constexpr double kLongestS = 100 * 365.25 * 86'400;
+    if (!(timeout_s > 0)) return {};
+    const std::chrono::duration<double> timeout(std::min(timeout_s, kLongestS));
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(timeout);
+}
+
 std::chrono::steady_clock::time_point deadline_in(double timeout_s) {
-    return std::chrono::steady_clock::now() +
-           std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(timeout_s));
+    return std::chrono::steady_clock::now() + to_duration(timeout_s);
 }
 
 }  // namespace paceline::bindings

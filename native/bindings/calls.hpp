@@ -75,6 +75,9 @@ nanobind::object run_call(CallQueue& queue, Call& call, bool may_be_over_at_once
 void abort_calls(std::shared_ptr<CallQueue> queue);
 int failure_of(std::shared_ptr<CallQueue> queue);
 
+// The time-out in seconds: none for one that is negative or no number, and a hundred years for one that is longer.
+std::chrono::nanoseconds to_duration(double timeout_s);
+
 std::chrono::steady_clock::time_point deadline_in(double timeout_s);
 
 }  // namespace paceline::bindings

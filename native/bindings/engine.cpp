@@ -344,7 +344,8 @@ void register_engine(nb::module_& module) {
         .def(
             "absent",
             [](const shm::Mesh& mesh, double timeout_s) {
-                return mesh.board().absent(std::chrono::milliseconds(static_cast<std::int64_t>(timeout_s * 1000)));
+                return mesh.board().absent(
+                    std::chrono::duration_cast<std::chrono::milliseconds>(to_duration(timeout_s)));
             },
             nb::arg("timeout_s"), nb::call_guard<nb::gil_scoped_release>())
         .def("close", &shm::Mesh::close, nb::call_guard<nb::gil_scoped_release>());

@@ -68,7 +68,8 @@ void require_times(const Scenario& scenario) {
         are_sound = are_sound && is_amount(route.latency_s) && is_amount(route.overhead_s) && is_rate(route.most);
         for (const auto& use : route.uses) are_sound = are_sound && is_amount(use.weight);
     }
-    if (!are_sound) throw std::invalid_argument("amounts and times are finite and not negative, and rates are positive");
+    if (!are_sound)
+        throw std::invalid_argument("amounts and times are finite and not negative, and rates are positive");
 }
 
 using Transfers = std::vector<std::tuple<std::uint32_t, std::uint32_t, double, double, double>>;

@@ -8,6 +8,7 @@
 #include <memory>
 
 #include "bindings/bindings.hpp"
+#include "bindings/calls.hpp"
 #include "bindings/tls.hpp"
 #include "store/client.hpp"
 #include "store/server.hpp"
@@ -19,11 +20,6 @@ namespace {
 
 using store::Client;
 using store::Message;
-
-bool python_interrupted() {
-    const nb::gil_scoped_acquire gil;
-    return PyErr_Occurred() != nullptr || PyErr_CheckSignals() != 0;
-}
 
 Message to_message(int op, std::int64_t number, const std::vector<nb::bytes>& fields) {
     Message message{static_cast<std::uint8_t>(op), number, {}};
@@ -77,9 +73,7 @@ nb::tuple ask(Client& client, int op, std::int64_t number, const std::vector<nb:
     Client::Result result{};
     {
         const nb::gil_scoped_release release;
-        const auto timeout =
-            std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::duration<double>(timeout_s));
-        result = client.ask(request, answer, std::chrono::steady_clock::now() + timeout, python_interrupted);
+        result = client.ask(request, answer, deadline_in(timeout_s), python_interrupted);
     }
     if (PyErr_Occurred() != nullptr) throw nb::python_error();
     return nb::make_tuple(static_cast<int>(result), static_cast<int>(answer.code), answer.number,
