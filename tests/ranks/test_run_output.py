@@ -173,7 +173,7 @@ main()
     assert done.stderr.count('raise ValueError("the cause")') == 1, "where it happened, and not again"
 
 
-def test_a_traceback_that_is_out_of_view_is_printed_again_at_the_end(script):
+def test_a_traceback_out_of_view_is_printed_again(script):
     text = """
 import atexit, sys
 atexit.register(lambda: sys.stderr.write("".join(f"line {number}\\n" for number in range(100))))

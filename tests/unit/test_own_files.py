@@ -61,12 +61,13 @@ def test_a_store_is_not_kept_in_a_file_open_to_others(tmp_path, mode, content):
         FileStore(path)
 
 
-def test_an_empty_file_that_others_may_only_read_becomes_a_store_that_they_cannot(tmp_path):
+def test_an_empty_file_that_others_may_read_becomes_private(tmp_path):
     path = tmp_path / "meet"
-    path.touch(mode=0o644)
+    path.touch()
     path.chmod(0o644)
-    with FileStore(path) as store:
-        store.set("key", "value")
+    store = FileStore(path)
+    store.set("key", "value")
+    store.close()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 

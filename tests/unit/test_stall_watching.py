@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from dataclasses import replace
 
 import pytest
 from observed_world import loop, play
 
+from paceline.launch import watching
 from paceline.launch.failures import Failure, Record
 from paceline.launch.nodes.framing import decode, encode
 from paceline.launch.nodes.messages import End, Join, Look, Sighting, Told
@@ -17,11 +21,11 @@ from paceline.launch.nodes.sightings import (
     PATIENCE_S,
     Sightings,
 )
-from paceline.observe import picture
+from paceline.observe import glancing, picture
 from paceline.observe.evidence import Call, Ending, Header, Manner, Place, Process, Rank, State
 from paceline.observe.picture import Picture
 from paceline.observe.verdict import Cause, Verdict
-from paceline.observe.watching import Patience, Pulse, Said, overdue
+from paceline.observe.watching import Patience, Pulse, Said, Watched, overdue
 
 SUM = Header("all_reduce", "float32", 4096, "SUM")
 
@@ -54,6 +58,22 @@ def test_a_recording_that_changes_is_not_quiet():
     assert pulse.quiet(19.0, 10.0) == [0]
     pulse.keep({1})
     assert pulse.quiet(40.0, 10.0) == [1]
+
+
+def test_no_thread_imports_any_more_when_a_process_may_fork(monkeypatch):
+    goes_on, ended = threading.Event(), []
+
+    def prepare():
+        goes_on.wait(60)
+        ended.append(True)
+
+    monkeypatch.setattr(glancing, "prepare", prepare)
+    monkeypatch.setattr(watching, "latest_tick", lambda _: 1)
+    watcher = watching.Watcher(15.0, lambda: [Watched(0, os.getpid(), 0)], lambda *_: None)
+    watcher.tick(time.monotonic() + 10)
+    threading.Timer(0.2, goes_on.set).start()
+    watcher.close(lives_on=True)
+    assert ended == [True]
 
 
 def test_a_verdict_is_said_once_and_its_end_too():

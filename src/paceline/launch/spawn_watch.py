@@ -83,7 +83,7 @@ class SpawnWatch:
 
     def close(self) -> None:
         """Waits for a look that goes on; idempotent."""
-        self._watcher.close()
+        self._watcher.close(lives_on=True)
         for recording in self._recordings.values():
             os.close(recording)
         self._recordings.clear()

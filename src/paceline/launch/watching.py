@@ -55,7 +55,8 @@ class Watcher:
         self._pause_s = 0.0
         self._has_reported = False
         self._threads: dict[bool, threading.Thread] = {}  # those that look now, by whether it is at a failure
-        self._is_paused = self._is_prepared = False
+        self._preparing: threading.Thread | None = None
+        self._is_paused = False
         self._pictures: queue.SimpleQueue[tuple[Picture | None, bool]] = queue.SimpleQueue()
         self._waiting, self._waking = os.pipe()
 
@@ -72,7 +73,7 @@ class Watcher:
         """Feels the pulse of the workers, and begins a look if it is still for too long."""
         if not self._is_on or now_s < self._next_s:
             return
-        self._next_s = now_s + (self._every_s if self._is_prepared else min(_BEFORE_S, self._every_s))
+        self._next_s = now_s + (self._every_s if self._preparing is not None else min(_BEFORE_S, self._every_s))
         if self._is_paused:
             return
         workers = self._workers()
@@ -80,7 +81,7 @@ class Watcher:
             if worker.recording is not None and worker.ending is None:
                 tick = latest_tick(worker.recording)
                 self._pulse.felt(worker.number, tick, now_s)
-                if tick and not self._is_prepared:
+                if tick and self._preparing is None:
                     self._prepare()
         self._pulse.keep({worker.number for worker in workers})
         if not self._pulse.quiet(now_s, self.patience.floor_s - self._look_s):
@@ -122,8 +123,8 @@ class Watcher:
 
             carefully(prepare, None)
 
-        self._is_prepared = True
-        threading.Thread(target=run, name="paceline-prepare", daemon=True).start()
+        self._preparing = threading.Thread(target=run, name="paceline-prepare", daemon=True)
+        self._preparing.start()
 
     def _begin(self, see: Callable[[Sequence[Watched]], Picture | None], is_failure: bool) -> None:
         if is_failure in self._threads:
@@ -177,8 +178,15 @@ class Watcher:
             return False
         return has_failed or (lasted_s >= 2 * self.patience.ceiling_s and workers <= _FEW_WORKERS)
 
-    def close(self) -> None:
-        """Waits for a look that goes on; idempotent."""
+    def close(self, lives_on: bool = False) -> None:
+        """Waits for a look that goes on; idempotent.
+
+        Args:
+            lives_on: whether this process may fork later. A thread that imports modules then ends first: in a fork, the
+                locks of the modules that it was importing would be held for ever.
+        """
+        if lives_on and self._preparing is not None:
+            self._preparing.join()
         if self._waiting >= 0:
             for thread in self._threads.values():
                 thread.join()

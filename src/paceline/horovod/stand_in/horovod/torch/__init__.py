@@ -1,6 +1,6 @@
 """Has what `paceline.horovod` has under Horovod's names, its modules included, and says so on rank 0.
 
-May use: `paceline.horovod`.
+May use: `paceline.horovod`. Start reading at `_MODULES`, which says what stands for which module.
 """
 
 from __future__ import annotations
