@@ -11,13 +11,6 @@ static_assert(std::endian::native == std::endian::little);
 constexpr std::size_t kPrefix = sizeof(std::uint32_t);
 
 template <class T>
-void put(std::string& out, T value) {
-    char bytes[sizeof(T)];
-    std::memcpy(bytes, &value, sizeof value);
-    out.append(bytes, sizeof bytes);
-}
-
-template <class T>
 T take(const char*& at) {
     T value;
     std::memcpy(&value, at, sizeof value);
@@ -31,12 +24,12 @@ void encode(const Message& message, std::string& out) {
     std::size_t nbytes = kMessageOverhead;
     for (const std::string& field : message.fields) nbytes += kFieldOverhead + field.size();
     out.reserve(out.size() + kPrefix + nbytes);
-    put(out, static_cast<std::uint32_t>(nbytes));
-    put(out, message.code);
-    put(out, message.number);
-    put(out, static_cast<std::uint32_t>(message.fields.size()));
+    append_number(out, static_cast<std::uint32_t>(nbytes));
+    append_number(out, message.code);
+    append_number(out, message.number);
+    append_number(out, static_cast<std::uint32_t>(message.fields.size()));
     for (const std::string& field : message.fields) {
-        put(out, static_cast<std::uint32_t>(field.size()));
+        append_number(out, static_cast<std::uint32_t>(field.size()));
         out.append(field);
     }
 }

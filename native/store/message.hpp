@@ -5,12 +5,21 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 namespace paceline::store {
+
+// Appends the bytes of a number, in the order of the machine, which is little-endian.
+template <class T>
+void append_number(std::string& out, T value) {
+    char bytes[sizeof(T)];
+    std::memcpy(bytes, &value, sizeof value);
+    out.append(bytes, sizeof bytes);
+}
 
 enum class Op : std::uint8_t {
     set = 1,

@@ -66,22 +66,15 @@ T number_at(std::span<const char> bytes, std::size_t at) {
     return value;
 }
 
-template <class T>
-void put(std::string& out, T value) {
-    char bytes[sizeof(T)];
-    std::memcpy(bytes, &value, sizeof value);
-    out.append(bytes, sizeof bytes);
-}
-
-void put(std::string& out, const std::string& value) {
-    put(out, static_cast<std::uint64_t>(value.size()));
+void append_text(std::string& out, const std::string& value) {
+    append_number(out, static_cast<std::uint64_t>(value.size()));
     out.append(value);
 }
 
 // PyTorch's server gives an empty value for a key that does not exist; its clients wait for the key first.
 void put_value(std::string& out, const std::string& key, Table& table, std::vector<std::string>& changed) {
     const auto found = table.apply({static_cast<std::uint8_t>(Op::get), 0, {key}}, changed);
-    put(out, found ? found->fields[0] : std::string());
+    append_text(out, found ? found->fields[0] : std::string());
 }
 
 }  // namespace
@@ -125,14 +118,14 @@ Parse TorchReader::read(std::span<const char> bytes, std::size_t& used) {
 }
 
 void encode(TorchWait answer, std::string& out) {
-    put(out, static_cast<std::uint8_t>(answer));
+    append_number(out, static_cast<std::uint8_t>(answer));
 }
 
 TorchOutcome apply(TorchQuery query, const Message& request, Table& table, std::vector<std::string>& changed,
                    std::string& out) {
     switch (query) {
         case TorchQuery::ping:
-            put(out, static_cast<std::uint32_t>(request.number));
+            append_number(out, static_cast<std::uint32_t>(request.number));
             return TorchOutcome::answered;
         case TorchQuery::get:
         case TorchQuery::multi_get:
@@ -143,15 +136,15 @@ TorchOutcome apply(TorchQuery query, const Message& request, Table& table, std::
             return TorchOutcome::answered;
         case TorchQuery::list_keys: {
             const std::vector<std::string> keys = table.keys();
-            put(out, static_cast<std::int64_t>(keys.size()));
-            for (const std::string& key : keys) put(out, key);
+            append_number(out, static_cast<std::int64_t>(keys.size()));
+            for (const std::string& key : keys) append_text(out, key);
             return TorchOutcome::answered;
         }
         case TorchQuery::queue_pop: {
             const Message asked{static_cast<std::uint8_t>(Op::queue_length), 0, request.fields};
             const auto length = table.apply(asked, changed);
-            put(out, length->number);
-            if (length->number > 0) put(out, table.apply(request, changed)->fields[0]);
+            append_number(out, length->number);
+            if (length->number > 0) append_text(out, table.apply(request, changed)->fields[0]);
             return TorchOutcome::answered;
         }
         default:
@@ -162,10 +155,10 @@ TorchOutcome apply(TorchQuery query, const Message& request, Table& table, std::
     if (answer->code != static_cast<std::uint8_t>(Status::ok)) return TorchOutcome::refused;
     switch (query) {
         case TorchQuery::compare_set:
-            put(out, answer->fields[0]);
+            append_text(out, answer->fields[0]);
             break;
         case TorchQuery::check:
-            put(out, static_cast<std::uint8_t>(answer->number == 0));  // 0 is ready
+            append_number(out, static_cast<std::uint8_t>(answer->number == 0));  // 0 is ready
             break;
         case TorchQuery::wait:
             encode(TorchWait::over, out);
@@ -174,7 +167,7 @@ TorchOutcome apply(TorchQuery query, const Message& request, Table& table, std::
         case TorchQuery::count:
         case TorchQuery::remove:
         case TorchQuery::queue_length:
-            put(out, answer->number);
+            append_number(out, answer->number);
             break;
         default:
             break;
