@@ -179,7 +179,7 @@ def report_parts(
     failures: Sequence[Failure],
     ranks: Sequence[int] = (),
     word: str = "rank",
-    is_in_view: Callable[[str], bool] = lambda _: False,
+    is_in_view: Callable[[str, str], bool] = lambda _text, _name: False,
 ) -> list[str]:
     """Returns the parts of `report`, and before the cause a line on those of `ranks` that did not fail.
 
@@ -187,7 +187,8 @@ def report_parts(
         failures: at least one failure.
         ranks: all ranks of the job.
         word: the name of their numbers.
-        is_in_view: returns whether the user still sees a text, which is then not repeated.
+        is_in_view: returns whether the user still sees a text of the worker with a name such as "rank 0"; it is then
+            not repeated.
     """
     cause = first_failure(failures)
     likewise = [each for each in failures if each is not cause and _are_alike(each, cause)]
@@ -207,7 +208,7 @@ def report_parts(
         parts.append(f"the other ranks ({', '.join(ended[:16])}{', ...' if len(ended) > 16 else ''}) were ended")
     if likewise:
         parts.append(f"{word}s {format_cpulist({each.rank for each in likewise}).replace(',', ', ')} failed likewise")
-    is_seen = cause.record is not None and is_in_view(cause.record.text)
+    is_seen = cause.record is not None and is_in_view(cause.record.text, f"{word} {cause.rank}")
     return [*parts, describe(cause, word, is_seen)]
 
 

@@ -266,9 +266,9 @@ class Console:
         for screen in set(self._screens.values()):
             screen.redraw()
 
-    def is_in_view(self, text: str) -> bool:
-        """Returns whether the end of a text is among the last lines that were written, in its order."""
-        latest = iter(self._latest)
+    def is_in_view(self, text: str, name: str) -> bool:
+        """Returns whether the end of a text of the worker `name` is among the last lines, in its order."""
+        latest = iter([shown for shown in self._latest if f"[{name}] ".encode() in shown])
         end = [line.strip().encode(errors="backslashreplace") for line in text.splitlines() if line.strip()]
         return all(any(line in shown for shown in latest) for line in end[-_LINES_COMPARED:])
 
