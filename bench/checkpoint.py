@@ -89,7 +89,7 @@ def torchs(state: dict[str, Any], path: Path) -> Callable[[], bool]:
 def the_disk(nbytes: int, asynchronous: bool) -> Save:
     """Writes as many bytes as the state has, without a format, a digest or a copy in the page cache."""
     import paceline as dist
-    from paceline.elastic.joining.priority import be_modest
+    from paceline.train.elastic.process_priority import lower_thread_priority
 
     block = mmap.mmap(-1, 8 << 20)  # aligned to a page, as O_DIRECT demands
     block.write(bytes(len(block)))
@@ -102,7 +102,7 @@ def the_disk(nbytes: int, asynchronous: bool) -> Save:
         os.close(file)
 
     def write_modestly(path: Path) -> None:
-        be_modest()
+        lower_thread_priority()
         write(path)
 
     def save(state: dict[str, Any], path: Path) -> Callable[[], bool]:
@@ -248,15 +248,15 @@ def save_of_four(rank: int, gigabytes: float, path: str, directory: str) -> None
 
 def load_main(rank: int, gigabytes: float, path: str, directory: str) -> None:
     import paceline as dist
-    from paceline.checkpoint.loading import load_from
-    from paceline.checkpoint.talking import talk_of
+    from paceline.train.checkpoint.load import load_from
+    from paceline.train.checkpoint.rank_channel import channel_of
 
     dist.init_process_group()
     state = parts(gigabytes)
     dist.barrier()
     began = time.perf_counter()
     (name,) = Path(path).glob("state_*")
-    loaded = load_from(state, str(name), talk_of(None))
+    loaded = load_from(state, str(name), channel_of(None))
     took = time.perf_counter() - began
     counts = torch.tensor([loaded.nbytes_read], dtype=torch.float64)
     dist.all_reduce(counts)

@@ -11,7 +11,7 @@
 - shards: the loop with as many shards as workers against DistributedDataParallel on the same samples. In both cases a
   third loop trains the bare model, which only waits for the other workers after backward ("barrier").
 - join: how long a replacement takes to take part, the others' pause when it does and their longest one before, while
-  donors fork and it learns, and how much longer than usual their
+  senders fork and it learns, and how much longer than usual their
   steps are until then, in both loops, for states of several sizes, on one machine and on two (network namespaces at
   1 Gbit/s, as root). As a bound for the steps, the same loop runs beside an unrelated process that uses as much of a
   core as the replacements did.

@@ -68,7 +68,7 @@ def rank_main(rank: int, ranks: int, sizes: list[int], directory: str, by_mpirun
     import torch.distributed as torch_dist
 
     import paceline as dist
-    import paceline.plugin
+    import paceline.interop.torch_backend
 
     torch.set_num_threads(1)
     dist.init_process_group("mpi" if by_mpirun else "paceline")
@@ -78,7 +78,7 @@ def rank_main(rank: int, ranks: int, sizes: list[int], directory: str, by_mpirun
         torch.cuda.set_device(rank)
         names.append("nccl")
     GROUPS.update({name: dist.new_group(backend=name) for name in names})
-    paceline.plugin.register()
+    paceline.interop.torch_backend.register()
     torch_dist.init_process_group("paceline", init_method=f"file://{directory}/store", rank=rank, world_size=ranks)
     TORCH_GROUPS.update({"plug-in": torch_dist.group.WORLD, "torch gloo": torch_dist.new_group(backend="gloo")})
     results: dict[int, dict[str, Spread]] = {}

@@ -18,7 +18,7 @@ from report import columns_of, parser, show, spread
 
 SCRIPT = """
 import os, sys, time
-from paceline.rendezvous.rendezvous import rendezvous
+from paceline.comm.rendezvous.rendezvous import rendezvous
 joined = rendezvous(None, None, -1, -1, 60)
 if joined.rank == 0:
     open(sys.argv[1], "w").write(str(time.time()))

@@ -17,23 +17,22 @@ import time
 
 from report import columns_of, parser, show, spread
 
-from paceline.observe.live.board import Board
-from paceline.observe.live.feed import Feed
-from paceline.observe.live.hub import ALONE_S, WATCHED_S
-from paceline.observe.live.lookout import Lookout
-from paceline.observe.live.notes import Notes
-from paceline.observe.live.sample import Facts
-from paceline.record.layout import NBYTES
-from paceline.record.memory import HANDED_VARIABLE, HandedMemory
+from paceline.comm.record.layout import NBYTES
+from paceline.comm.record.memory import HANDED_VARIABLE, HandedMemory
+from paceline.operate.dashboard.aggregator import DashboardAggregator
+from paceline.operate.dashboard.event_queue import EventQueue
+from paceline.operate.dashboard.event_stream import ALONE_S, WATCHED_S, Feed
+from paceline.operate.dashboard.job_sample import JobInfo
+from paceline.operate.dashboard.local_collector import LocalCollector
 
 BUCKETS = 4
 WRITER = """
 import sys, time
 import paceline._core as core
-from paceline.record.names import EventKind as K
-from paceline.record.recorder import begin, identify
-from paceline.record.spans import begin_event
-from paceline.record.values import log
+from paceline.comm.record.layout import EventKind as K
+from paceline.comm.record.recorder import begin, identify
+from paceline.comm.record.spans import begin_event
+from paceline.comm.record.log import log
 
 begin(); identify(0, 1)
 group = core.record_group("default", "native", 7, 0, [0, 1])
@@ -68,9 +67,9 @@ def measure(ranks: int, steps_per_s: float, seconds: float, every_s: float) -> d
     os.ftruncate(fd, NBYTES)
     handed = HandedMemory(fd, os.fstat(fd).st_ino, os.getpid())
     words = [sys.executable, "-c", WRITER, str(BUCKETS), str(1 / steps_per_s), str(seconds + 8)]
-    notes = Notes()
-    lookout = Lookout(notes, Facts("bench", world_size=ranks))
-    board, feed = Board(), Feed("bench")
+    notes = EventQueue()
+    lookout = LocalCollector(notes, JobInfo("bench", world_size=ranks))
+    board, feed = DashboardAggregator(), Feed("bench")
     writer = subprocess.Popen(words, env={**os.environ, HANDED_VARIABLE: str(handed)})
     try:
         for rank in range(ranks):

@@ -90,8 +90,8 @@ def each_task_timed(stages: Iterable[object]) -> Iterator[list[float]]:
 
 def rank_main(rank: int, options: dict[str, int], with_torch: bool, directory: str) -> None:
     import paceline as dist
-    from paceline.parallel.pipeline.plan import Phase, Plan, Task
-    from paceline.parallel.pipeline.simulation import simulate
+    from paceline.train.pipeline.program import simulate
+    from paceline.train.pipeline.schedule import PipelinePhase, PipelineSchedule, Task
 
     torch.set_num_threads(1)
     dist.init_process_group()
@@ -133,18 +133,18 @@ def rank_main(rank: int, options: dict[str, int], with_torch: bool, directory: s
                 break
             kinds[name] = step
 
-    def work(name: str) -> dict[Phase, float]:
+    def work(name: str) -> dict[PipelinePhase, float]:
         """Returns what each phase of a micro-batch takes on this rank."""
-        spent = dict.fromkeys(Phase, 0.0)
+        spent = dict.fromkeys(PipelinePhase, 0.0)
         pipeline = pipelines[name]
         small = torch.randn(ROWS_A_MICRO_BATCH, width)
         is_split = name == "zero_bubble"
         for task in pipeline.plan.orders[rank]:
             stage = pipeline._stages[task.stage]
             started = time.perf_counter()
-            if task.phase is Phase.FORWARD:
+            if task.phase is PipelinePhase.FORWARD:
                 stage.forward(task.micro_batch, (small.requires_grad_(task.stage > 0),), None, is_split)
-            elif task.phase is Phase.WEIGHT:
+            elif task.phase is PipelinePhase.WEIGHT:
                 stage.weight(task.micro_batch)
             else:
                 stage.backward(task.micro_batch, (small.detach(),))
@@ -158,7 +158,7 @@ def rank_main(rank: int, options: dict[str, int], with_torch: bool, directory: s
         dist.all_gather(everyone, own)
         return everyone
 
-    def as_measured(plan: Plan) -> dict[Task, float]:
+    def as_measured(plan: PipelineSchedule) -> dict[Task, float]:
         """Returns what each task took in the last step."""
         return {
             task: float(seconds)
@@ -166,8 +166,8 @@ def rank_main(rank: int, options: dict[str, int], with_torch: bool, directory: s
             for task, seconds in zip(order, times, strict=True)
         }
 
-    def lasts(plan: Plan, everyone: list[torch.Tensor], task: Task) -> float:
-        return float(everyone[plan.ranks_of_stages[task.stage]][list(Phase).index(task.phase)])
+    def lasts(plan: PipelineSchedule, everyone: list[torch.Tensor], task: Task) -> float:
+        return float(everyone[plan.ranks_of_stages[task.stage]][list(PipelinePhase).index(task.phase)])
 
     times: dict[str, list[float]] = {name: [] for name in kinds}
     alone: dict[str, list[tuple[float, float, float]]] = {name: [] for name in OURS}

@@ -32,9 +32,9 @@ def rank_main(rank: int, ranks: int, sizes: list[int], steps: bool, directory: s
     import torch
     import torch.distributed as torch_dist
 
-    import paceline.plugin
+    import paceline.interop.torch_backend
 
-    paceline.plugin.register()
+    paceline.interop.torch_backend.register()
     torch.set_num_threads(1)
     torch_dist.init_process_group("paceline", init_method=f"file://{directory}/store", rank=rank, world_size=ranks)
     groups = {"paceline": torch_dist.group.WORLD, "gloo": torch_dist.new_group(backend="gloo")}

@@ -11,8 +11,8 @@ import time
 
 from report import columns_of, parser, show, spread
 
-from paceline.schedule.registry import ALGORITHMS, build
-from paceline.schedule.steps import Operation
+from paceline.comm.schedule.registry import ALGORITHMS, build
+from paceline.comm.schedule.steps import Operation
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ SETTLING_STEPS = 8  # in which the allocator still grows
 
 def shards_stepper(model: nn.Module, x: torch.Tensor, rank: int, ranks: int) -> Callable[[], None]:
     import paceline as dist
-    from paceline.parallel.sharded.batches import ShardBatch
+    from paceline.train.logical_shards.shard_batches import ShardBatch
 
     optimizer = torch.optim.SGD(model.parameters(), 1e-4)
     shards = dist.LogicalShards(model, ranks)

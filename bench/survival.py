@@ -44,10 +44,13 @@ def measured(workers: int, kills: int, steps: int) -> tuple[float, list[float]]:
 
 def simulated(workers: int, times: object) -> list[float]:
     """Returns the pauses of a job that is simulated."""
-    from paceline.plan.survival.job import Job
-    from paceline.plan.survival.timings import Failures
+    from paceline.operate.plan.simulated_job import MeanTimesBetweenFailures, SimulatedJob
 
-    return Job(workers, 1, times, Failures(worker_s=3600.0 * workers, machine_s=0.0), 0).play(SIMULATED).pauses_s
+    return (
+        SimulatedJob(workers, 1, times, MeanTimesBetweenFailures(worker_s=3600.0 * workers, machine_s=0.0), 0)
+        .play(SIMULATED)
+        .pauses_s
+    )
 
 
 def main() -> None:
@@ -57,7 +60,7 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=1500, help="of a job")
     options = arguments.parse_args()
     from paceline import _core
-    from paceline.plan.survival.timings import Timings
+    from paceline.operate.plan.simulated_job import EventTimes
 
     rows: list[dict[str, object]] = []
     forming_s = meeting_s = 0.0
@@ -65,7 +68,7 @@ def main() -> None:
         step_s, pauses_s = measured(workers, options.kills, options.steps)
         p50_s = statistics.median(pauses_s)
         share = max(1.0, (workers - 1) / _core.usable_cores())  # survivors of a core
-        times = Timings(step_s=step_s, forming_s=forming_s * share, meeting_s=meeting_s)
+        times = EventTimes(step_s=step_s, forming_s=forming_s * share, meeting_s=meeting_s)
         found_s = statistics.median(simulated(workers, times))
         row: dict[str, object] = {
             "workers": workers,

@@ -30,7 +30,7 @@ _KEPT = ("HOME", "TMPDIR", "LANG", "CC", "CXX", "CMAKE_CXX_COMPILER_LAUNCHER", "
 _LONGEST_S = 1800
 BORROWED = ("torch", "numpy", "scikit-learn")  # scikit-learn has the digits
 MEETING = (
-    "from paceline.rendezvous.rendezvous import rendezvous\n"
+    "from paceline.comm.rendezvous.rendezvous import rendezvous\n"
     "met = rendezvous('env://', None, -1, -1, 60)\n"
     "print('rank', met.rank, 'of', met.world_size)\n"
     "met.store.close()\n"

@@ -18,18 +18,22 @@ from pathlib import Path
 
 from checkpoint_states import WORLD_SIZE, pieces, steps_in_checkpoint
 
-from paceline.checkpoint.copies.client import dial
-from paceline.checkpoint.copies.finding import Found, newest
-from paceline.checkpoint.copies.messages import Inventory
-from paceline.checkpoint.copies.place import CopySource
-from paceline.checkpoint.copies.sending import Copying, copy
-from paceline.checkpoint.copies.service import CopyService
-from paceline.checkpoint.format.checkpoint import Checkpoint
-from paceline.checkpoint.format.drafts import Draft
-from paceline.checkpoint.format.values import encode
-from paceline.checkpoint.outcomes import heard, told
-from paceline.elastic.failpoints import POINTS_OF_COPIES, arm
 from paceline.errors import CheckpointError
+from paceline.train.checkpoint.format.checkpoint import Checkpoint
+from paceline.train.checkpoint.format.manifest import Draft
+from paceline.train.checkpoint.format.values import encode
+from paceline.train.checkpoint.peer_memory.client import dial
+from paceline.train.checkpoint.peer_memory.protocol import Inventory
+from paceline.train.checkpoint.peer_memory.replicate import (
+    FoundCheckpoint,
+    ReplicaSource,
+    Replication,
+    newest_cached,
+    replicate_checkpoint,
+)
+from paceline.train.checkpoint.peer_memory.server import CacheServer
+from paceline.train.checkpoint.rank_channel import decode_result, encode_result
+from paceline.train.elastic.failpoints import POINTS_OF_COPIES, arm
 
 ROOT = "/checkpoints"
 DEADLINE_S = 60
@@ -69,24 +73,30 @@ class PipeTalk:
             raise CheckpointError("the other rank has died") from error
 
 
-def copying_of(step: int, rank: int, keep: str | None, addresses: Sequence[str]) -> Copying:
+def copying_of(step: int, rank: int, keep: str | None, addresses: Sequence[str]) -> Replication:
     """What a rank copies: its own host's vault comes first."""
     draft = Draft(f"step_{step:010d}", "", step, step, f"t{step}")
     values = encode({"step": step})
     assert isinstance(values, dict)
     order = [addresses[rank], addresses[1 - rank]]
-    return Copying(ROOT, draft, keep, pieces(step, rank), values, order, {"a": "", "b": ""})
+    return Replication(ROOT, draft, keep, pieces(step, rank), values, order, {"a": "", "b": ""})
 
 
 def copy_as(rank: int, step: int, keep: str | None, addresses: Sequence[str], talk: PipeTalk) -> None:
-    copy(copying_of(step, rank, keep, addresses), (talk, talk), dial, partial(told, me=f"rank {rank}"), heard)
+    replicate_checkpoint(
+        copying_of(step, rank, keep, addresses),
+        (talk, talk),
+        dial,
+        partial(encode_result, me=f"rank {rank}"),
+        decode_result,
+    )
 
 
 @contextmanager
 def two_hosts(directory: Path) -> Iterator[list[str]]:
     """The addresses of the vaults of two launchers."""
     with ExitStack() as stack:
-        services = [stack.enter_context(closing(CopyService(None))) for _ in range(2)]
+        services = [stack.enter_context(closing(CacheServer(None))) for _ in range(2)]
         yield [service.open(str(directory / f"door-{host}"), None) for host, service in enumerate(services)]
 
 
@@ -99,7 +109,7 @@ def looked(addresses: Sequence[str], root: str = ROOT) -> list[Inventory]:
     return found
 
 
-def steps_of(found: Found, addresses: Sequence[str], root: str = ROOT) -> set[float]:
+def steps_of(found: FoundCheckpoint, addresses: Sequence[str], root: str = ROOT) -> set[float]:
     """Every number in a checkpoint that is read from these vaults, which compares all bytes with their digests."""
     inventories = looked(addresses, root)
     where = {each.vault: address for each, address in zip(inventories, addresses, strict=True)}
@@ -110,7 +120,7 @@ def steps_of(found: Found, addresses: Sequence[str], root: str = ROOT) -> set[fl
     with ExitStack() as stack:
         clients = {address: stack.enter_context(closing(dial(address))) for address in addresses}
         manifest = clients[holding(found.describers)].manifest(root, found.token)
-        source = CopySource(
+        source = ReplicaSource(
             root, found.token, manifest, found.files, lambda file: clients[holding(found.holders[file])]
         )
         with Checkpoint(source, "") as checkpoint:
@@ -159,7 +169,7 @@ def sweep(addresses: Sequence[str], ranks: str, point: str) -> Iterator[int]:
         assert copy_by_both(step - 1, None, addresses) == Outcome(is_reported=True, is_killed=False)
         orders = ",".join(f"{rank}:{point}@{count}=kill" for rank in ranks)
         outcome = copy_by_both(step, f"t{step - 1}", addresses, orders)
-        found, _ = newest(looked(addresses))
+        found, _ = newest_cached(looked(addresses))
         assert found is not None, f"there is no whole copy after a kill at {orders}"
         assert found.step is not None
         assert found.step >= (step if outcome.is_reported else step - 1), orders

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.checkpoint.format.disk import Disk
+from paceline.train.checkpoint.format.local_storage import Disk
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,11 @@ from checkpoint_disks import KillingDisk
 from checkpoint_states import WORLD_SIZE, steps_in, write
 from checkpoint_states import save as save_alone
 
-from paceline.checkpoint.format.disk import Disk
-from paceline.checkpoint.format.drafts import Draft
-from paceline.checkpoint.format.local import LocalPlace
-from paceline.checkpoint.format.manifest_json import part_from_bytes, part_to_bytes
-from paceline.checkpoint.format.root import Root
-from paceline.checkpoint.format.values import encode
+from paceline.train.checkpoint.format.local_storage import Disk, LocalStorage
+from paceline.train.checkpoint.format.manifest import Draft
+from paceline.train.checkpoint.format.manifest_json import part_from_bytes, part_to_bytes
+from paceline.train.checkpoint.format.root import Root
+from paceline.train.checkpoint.format.values import encode
 
 KEEP = 2
 DEADLINE_S = 60
@@ -73,7 +72,7 @@ def save(directory: Path, step: int, number: int, killed: set[int]) -> Outcome:
             try:
                 ends[1 - rank].close()
                 os.close(reader)
-                root = Root(LocalPlace(directory, KillingDisk(number) if rank in killed else Disk()))
+                root = Root(LocalStorage(directory, KillingDisk(number) if rank in killed else Disk()))
                 if rank == 0:
                     lead(root, step, ends[0], writer)
                 else:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import struct
 
-from paceline.checkpoint.format.checkpoint import Checkpoint
-from paceline.checkpoint.format.drafts import Draft
-from paceline.checkpoint.format.manifest import Part
-from paceline.checkpoint.format.parts import Outgoing, write_part
-from paceline.checkpoint.format.regions import Box, Flat, whole
-from paceline.checkpoint.format.root import Root
-from paceline.checkpoint.format.values import encode
+from paceline.train.checkpoint.format.checkpoint import Checkpoint
+from paceline.train.checkpoint.format.manifest import Draft, RankPart
+from paceline.train.checkpoint.format.part_writer import WriteItem, write_part
+from paceline.train.checkpoint.format.regions import Box, Flat, whole
+from paceline.train.checkpoint.format.root import Root
+from paceline.train.checkpoint.format.values import encode
 
 WORLD_SIZE = 2
 SHAPE = (6, 50)
@@ -21,17 +20,17 @@ def floats(step: int, count: int) -> bytes:
     return struct.pack(f"<{count}f", *([float(step)] * count))
 
 
-def pieces(step: int, rank: int) -> list[Outgoing]:
+def pieces(step: int, rank: int) -> list[WriteItem]:
     """The weight is divided by rows, the bias is rank 1's, and the average is divided by columns."""
     half = SHAPE[0] * SHAPE[1] // 2
     return [
-        Outgoing("model/weight", "F32", SHAPE, Flat(rank * half, (rank + 1) * half), floats(step, half)),
-        *([Outgoing("model/bias", "I64", (3,), whole((3,)), struct.pack("<3q", step, step, step))] if rank else []),
-        Outgoing("optimizer/avg", "F32", SHAPE, Box((0, 25 * rank), (6, 25)), lambda: floats(step, half)),
+        WriteItem("model/weight", "F32", SHAPE, Flat(rank * half, (rank + 1) * half), floats(step, half)),
+        *([WriteItem("model/bias", "I64", (3,), whole((3,)), struct.pack("<3q", step, step, step))] if rank else []),
+        WriteItem("optimizer/avg", "F32", SHAPE, Box((0, 25 * rank), (6, 25)), lambda: floats(step, half)),
     ]
 
 
-def write(root: Root, draft: Draft, step: int, rank: int) -> Part:
+def write(root: Root, draft: Draft, step: int, rank: int) -> RankPart:
     return write_part(root.place, draft, rank, pieces(step, rank), split_nbytes=700)
 
 

@@ -23,11 +23,11 @@ from multiprocessing.process import BaseProcess
 from forking import begin, context
 
 import paceline as dist
-from paceline.elastic import messages
-from paceline.elastic.coordinator import Coordinator
-from paceline.elastic.orders import Begin, End, Order, Say, Tell
-from paceline.elastic.policy import Policy
-from paceline.store.server import StoreServer
+from paceline.comm.store.tcp_store import StoreServer
+from paceline.train.elastic import protocol
+from paceline.train.elastic.coordinator.coordinator import Coordinator
+from paceline.train.elastic.coordinator.elastic_job import CoordinatorPolicy
+from paceline.train.elastic.protocol import CoordinatorOrder, EndOrder, NotifyOrder, SendOrder, StartOrder
 
 MACHINE = "0"
 _MOST_ATTEMPTS = 5
@@ -73,7 +73,7 @@ def run(
         program: a function of a module.
         arguments: its arguments.
         workers: how many workers there are.
-        failpoints: see `paceline.elastic.failpoints`.
+        failpoints: see `paceline.train.elastic.failpoints`.
         policy: settings of the coordinator.
         replaces: whether workers that die are replaced.
         timeout_s: after this time the job is ended and the test fails.
@@ -109,10 +109,10 @@ class Job:
             "PACELINE_FAILPOINTS": failpoints,
             "WORLD_SIZE": str(workers),
         }
-        self._coordinator = Coordinator(Policy(**policy), time.monotonic())
+        self._coordinator = Coordinator(CoordinatorPolicy(**policy), time.monotonic())
         self._selector = selectors.DefaultSelector()
         self._attempts = [0] * workers
-        self._end: End | None = None
+        self._end: EndOrder | None = None
         self.workers: dict[str, Worker] = {}
         self.outcome = Outcome(0, {}, {}, [], {})
 
@@ -173,12 +173,12 @@ class Job:
     def _hear(self, worker: Worker) -> None:
         while True:
             try:
-                datagram = worker.socket.recv(messages.LARGEST)
+                datagram = worker.socket.recv(protocol.LARGEST_DATAGRAM)
             except OSError:
                 return
             if not datagram:
                 return
-            message = messages.from_worker(datagram)
+            message = protocol.decode_from_worker(datagram)
             self.outcome.heard.append((time.monotonic(), worker.uid, message))
             self._follow(self._coordinator.worker_said(worker.uid, message, time.monotonic()))
 
@@ -200,22 +200,22 @@ class Job:
         if self._end is None and self._replaces and code != 0 and self._attempts[worker.slot] < _MOST_ATTEMPTS:
             self._start(worker.slot)
 
-    def _follow(self, orders: list[Order]) -> None:
+    def _follow(self, orders: list[CoordinatorOrder]) -> None:
         for order in orders:
             match order:
-                case Tell(_, uid, message):
+                case SendOrder(_, uid, message):
                     if uid in self.workers:
                         with contextlib.suppress(OSError):  # its end is reported soon
-                            self.workers[uid].socket.send(messages.encode(message))
-                case Begin():
+                            self.workers[uid].socket.send(protocol.encode_message(message))
+                case StartOrder():
                     for slot in range(self._slots):
                         self._start(slot)
-                case End():
+                case EndOrder():
                     self._end = order
                     self.outcome.said.append(order.reason)
                     for worker in self.workers.values():
                         worker.process.kill()
-                case Say(text):
+                case NotifyOrder(text):
                     self.outcome.said.append(text)
 
 

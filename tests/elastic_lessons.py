@@ -1,4 +1,4 @@
-"""What tests of lessons need in one process: a model, donors that serve its state, and results as they are logged."""
+"""What tests of transfers need in one process: a model, senders that serve its state, and results as they are logged."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.elastic.dealings import Dealt
-from paceline.elastic.joining.donors import KEY
-from paceline.elastic.joining.learner import Learner
-from paceline.elastic.joining.snapshot import Snapshot
-from paceline.elastic.joining.wire import Result
-from paceline.elastic.messages import Learn
-from paceline.elastic.registry import Registry
-from paceline.parallel.digests import digest_of, memory_of
-from paceline.security.secret import derive_key, job_secret
-from paceline.store.tcp import listen
+from paceline.comm.security.secret import derive_key, job_secret
+from paceline.comm.store.tcp_store import listen
+from paceline.train.elastic.protocol import TransferOffer
+from paceline.train.elastic.state_transfer.receiver import StateReceiver
+from paceline.train.elastic.state_transfer.sender import KEY, Snapshot
+from paceline.train.elastic.state_transfer.transfer_protocol import RoundResult
+from paceline.train.elastic.worker.agreement import BatchAssignment
+from paceline.train.elastic.worker.training_state import TrainingState
+from paceline.train.module_tensors import digest_of, memory_of
 
-DEALT = Dealt(7, ("a", "b"))
+DEALT = BatchAssignment(7, ("a", "b"))
 
 
-def result(round_: int, *tensors: torch.Tensor, state: int = 0) -> tuple[Result, list[memoryview]]:
+def result(round_: int, *tensors: torch.Tensor, state: int = 0) -> tuple[RoundResult, list[memoryview]]:
     memories = [memoryview(bytes(memory_of(each))) for each in tensors]
     kinds = tuple((str(each.dtype), tuple(each.shape)) for each in tensors)
-    return Result(round_, sum(map(len, memories)), kinds, digest_of(tensors), state, DEALT), memories
+    return RoundResult(round_, sum(map(len, memories)), kinds, digest_of(tensors), state, DEALT), memories
 
 
 class Model:
@@ -38,7 +37,7 @@ class Model:
         self.optimizer = torch.optim.AdamW(self.module.parameters())
         self.module(torch.ones(1, size)).sum().backward()
         self.optimizer.step()
-        self.registry = Registry(self.module, {"optimizer": self.optimizer})
+        self.registry = TrainingState(self.module, {"optimizer": self.optimizer})
 
 
 class Donor:
@@ -46,13 +45,13 @@ class Donor:
 
     def __init__(self, model: Model, name: str, number: int = 5, round_: int = 7) -> None:
         listener = listen("127.0.0.1", 0, job_secret())
-        self.offer = Learn(number, name, round_, f"127.0.0.1:{listener.getsockname()[1]}")
+        self.offer = TransferOffer(number, name, round_, f"127.0.0.1:{listener.getsockname()[1]}")
         key = derive_key(job_secret(), KEY)
         self.snapshot = Snapshot(number, model.registry, round_, 99, DEALT, listener, key)
 
 
 @pytest.fixture
-def donor() -> Iterator[Callable[..., Donor]]:
+def sender() -> Iterator[Callable[..., Donor]]:
     with ExitStack() as closing:
 
         def make(*arguments: object, **rest: object) -> Donor:
@@ -63,5 +62,5 @@ def donor() -> Iterator[Callable[..., Donor]]:
         yield make
 
 
-def learn(*offers: Learn) -> Learner:
-    return Learner(lambda: offers, lambda: False)
+def learn(*offers: TransferOffer) -> StateReceiver:
+    return StateReceiver(lambda: offers, lambda: False)

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from paceline.elastic import vote
-from paceline.elastic.connection import LauncherConnection
-from paceline.elastic.messages import View
-from paceline.elastic.participation import Participation
+from paceline.train.elastic.protocol import View
+from paceline.train.elastic.worker import vote
+from paceline.train.elastic.worker.launcher_connection import LauncherConnection
+from paceline.train.elastic.worker.worker_membership import WorkerMembership
 
 
 def run_without(rule: str, program: Callable[..., Any], *arguments: object) -> Any:
@@ -22,13 +22,13 @@ def run_without(rule: str, program: Callable[..., Any], *arguments: object) -> A
 
 def _forget_sums() -> None:
     """Sums that were computed before a view broke are computed again."""
-    status_of = Participation._status
+    status_of = WorkerMembership._status
 
-    def without_sums(self: Participation) -> Any:
+    def without_sums(self: WorkerMembership) -> Any:
         self._here.mine.held.clear()
         return status_of(self)
 
-    Participation._status = without_sums
+    WorkerMembership._status = without_sums
 
 
 def _take_any_view() -> None:
@@ -43,13 +43,13 @@ def _take_any_view() -> None:
 
 def _go_on_alone() -> None:
     """A worker that others have gone on without does so too."""
-    enter = Participation.enter
+    enter = WorkerMembership.enter
 
-    def enter_anyway(self: Participation, view: View) -> None:
+    def enter_anyway(self: WorkerMembership, view: View) -> None:
         is_out = self._connection.name not in view.members
         enter(self, msgspec.structs.replace(view, members=(self._connection.name,)) if is_out else view)
 
-    Participation.enter = enter_anyway
+    WorkerMembership.enter = enter_anyway
 
 
 def _trust_everybody() -> None:

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import paceline as dist
-from paceline.elastic import forming
-from paceline.elastic.forming import Forming
-from paceline.elastic.position import Position
+from paceline.train.elastic.worker import view_group
+from paceline.train.elastic.worker.progress import WorkerProgress
+from paceline.train.elastic.worker.view_group import ViewGroup
 
 SHARDS = 4
 _WAITING_S = 0.2
@@ -73,17 +73,17 @@ def train_with_a_slow_newcomer(newcomer: str, *arguments: Any) -> tuple[str, lis
     Returns:
         The digest, and for each planned view of the newcomer whether the others have gone on meanwhile.
     """
-    forming._HEAD_START_S = _LONGEST_S
-    form, commit = Forming._form, Position.commit
+    view_group._HEAD_START_S = _LONGEST_S
+    form, commit = ViewGroup._form, WorkerProgress.commit
     commits = 0
     waits: list[bool] = []
 
-    def count(self: Position, *, is_replay: bool) -> None:
+    def count(self: WorkerProgress, *, is_replay: bool) -> None:
         nonlocal commits
         commits += 1
         commit(self, is_replay=is_replay)
 
-    def form_late(self: Forming) -> None:
+    def form_late(self: ViewGroup) -> None:
         if self.view.is_planned:
             before, until_s = commits, time.monotonic() + _LONGEST_S / 2
             while commits < before + 2 and time.monotonic() < until_s:
@@ -91,9 +91,9 @@ def train_with_a_slow_newcomer(newcomer: str, *arguments: Any) -> tuple[str, lis
             waits.append(commits >= before + 2)
         form(self)
 
-    Position.commit = count
+    WorkerProgress.commit = count
     if os.environ["PACELINE_WORKER"] == newcomer:
-        Forming._form = form_late
+        ViewGroup._form = form_late
     return train(*arguments), waits
 
 

@@ -15,8 +15,17 @@ import sys
 import time
 from pathlib import Path
 
-from paceline.elastic import messages
-from paceline.elastic.messages import LEFT_OUT, Dismissed, Finished, FromWorker, Installed, Leaving, Ready, View
+from paceline.train.elastic import protocol
+from paceline.train.elastic.protocol import (
+    LEFT_OUT,
+    Dismissed,
+    FromWorker,
+    Installed,
+    Leaving,
+    LoopFinished,
+    Ready,
+    View,
+)
 
 
 class Toy:
@@ -30,7 +39,7 @@ class Toy:
         signal.signal(signal.SIGTERM, self.leave)
 
     def say(self, message: FromWorker) -> None:
-        self.launcher.send(messages.encode(message))
+        self.launcher.send(protocol.encode_message(message))
 
     def leave(self, *_: object) -> None:
         self.is_leaving = True
@@ -45,10 +54,10 @@ class Toy:
 
     def hear(self) -> None:
         try:
-            datagram = self.launcher.recv(messages.LARGEST)
+            datagram = self.launcher.recv(protocol.LARGEST_DATAGRAM)
         except TimeoutError:
             return
-        match messages.to_worker(datagram):
+        match protocol.decode_to_worker(datagram):
             case Dismissed(_, code):
                 sys.exit(code)
             case View() as view if self.uid in view.members:
@@ -73,7 +82,7 @@ class Toy:
             if self.view is not None and self.is_ordered(f"babble{self.slot}"):
                 os.rename(self.directory / f"babble{self.slot}", self.directory / "babbled")
                 self.launcher.send(b"hello")
-        self.say(Finished(0))
+        self.say(LoopFinished(0))
 
 
 if __name__ == "__main__":

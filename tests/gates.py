@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import pytest
 from world import reserved_port
 
-from paceline.one_port import choice, dialing
-from paceline.one_port.gate import Gate
-from paceline.one_port.listener import random_name
+from paceline.comm.one_port import dialer
+from paceline.comm.one_port.port_multiplexer import PortMultiplexer, random_name
 
 HERE = "127.0.0.1"
 DEADLINE_S = 30.0
@@ -20,8 +19,8 @@ DEADLINE_S = 30.0
 def open_gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Yields the port."""
     port, name = reserved_port(), random_name()
-    monkeypatch.setenv(choice.VARIABLE, str(port))
-    monkeypatch.setenv(choice.GATE_VARIABLE, name)
-    monkeypatch.setattr(dialing, "leads_out", lambda _: True)
-    with contextlib.closing(Gate(port, name)):
+    monkeypatch.setenv(dialer.PORT_VARIABLE, str(port))
+    monkeypatch.setenv(dialer.GATE_VARIABLE, name)
+    monkeypatch.setattr(dialer, "is_reachable_from_outside", lambda _: True)
+    with contextlib.closing(PortMultiplexer(port, name)):
         yield port

@@ -13,7 +13,7 @@ from launching import kill, sleep_for_a_while, wait_until
 from world import World
 
 import paceline as dist
-from paceline.group.default import NonMember
+from paceline.comm.group.default import NonMember
 
 STOPPED = 3
 LONG = timedelta(seconds=60)

@@ -7,15 +7,15 @@ import ssl
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from paceline.cli.doctor.listening import Listener
+from paceline.cli.doctor.security import ListeningSocket
+from paceline.comm.security.handshake import PeerHello, prove
+from paceline.comm.security.secret import derive_key
 from paceline.errors import AuthenticationError
-from paceline.security.handshake import Hello, prove
-from paceline.security.secret import derive_key
 
 DEADLINE_S = 20.0  # that of the handshake is 5 s, but the machine may be busy
 
 
-def connect_to(listener: Listener) -> socket.socket:
+def connect_to(listener: ListeningSocket) -> socket.socket:
     if listener.kind == "unix":
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(DEADLINE_S)
@@ -26,11 +26,11 @@ def connect_to(listener: Listener) -> socket.socket:
 
 
 def _without_secret(connection: socket.socket) -> None:
-    prove(connection, derive_key(None, "store"), Hello("store"))
+    prove(connection, derive_key(None, "store"), PeerHello("store"))
 
 
 def _with_wrong_secret(connection: socket.socket) -> None:
-    prove(connection, derive_key(b"x" * 32, "node"), Hello("node"))
+    prove(connection, derive_key(b"x" * 32, "node"), PeerHello("node"))
 
 
 def _plain_bytes(connection: socket.socket) -> None:
@@ -60,7 +60,7 @@ ATTEMPTS: tuple[Callable[[socket.socket], None], ...] = (
 )
 
 
-def try_each_way(listener: Listener) -> dict[str, str]:
+def try_each_way(listener: ListeningSocket) -> dict[str, str]:
     """Tries to get in in every way; returns how each was refused, by its name. One that gets in is an error."""
 
     def attempt(way: Callable[[socket.socket], None]) -> tuple[str, str]:

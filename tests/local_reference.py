@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from paceline.parallel.local.fragments import cut
+from paceline.train.diloco.outer_parameters import cut
 
 RATE = 0.05
 

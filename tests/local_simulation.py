@@ -8,18 +8,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
-from paceline.parallel.local.course import Course, Rhythm, Use
-from paceline.parallel.local.roll import FINISHED, Roll, Verdict
+from paceline.train.diloco.exchange_timetable import (
+    FINISHED,
+    ArrivalTracker,
+    ExchangeInterval,
+    ExchangeTimetable,
+    Participants,
+    UseResult,
+)
 
 
 @dataclass
 class Rank:
     """One rank: its training, and what its thread has heard."""
 
-    course: Course
+    course: ExchangeTimetable
     step_s: list[float]  # how long each step of its loop takes
     decided: int = 0
-    outcomes: dict[int, Verdict] = field(default_factory=dict)
+    outcomes: dict[int, Participants] = field(default_factory=dict)
     used: list[int] = field(default_factory=list)
     offered: set[int] = field(default_factory=set)
     awaits: int | None = None
@@ -43,15 +49,15 @@ class Simulation:
 
     def __init__(
         self,
-        rhythm: Rhythm,
+        rhythm: ExchangeInterval,
         step_s: list[list[float]],
         grace_s: float,
         latency_s: Callable[[], float],
         exchange_s: float,
     ) -> None:
-        self.ranks = [Rank(Course(rhythm), each) for each in step_s]
-        self.roll = Roll(len(step_s), grace_s)
-        self.held: list[Verdict] = []
+        self.ranks = [Rank(ExchangeTimetable(rhythm), each) for each in step_s]
+        self.roll = ArrivalTracker(len(step_s), grace_s)
+        self.held: list[Participants] = []
         self.first_s: dict[int, float] = {}  # when rank 0 heard of the first rank that came to an exchange
         self.decided_s: list[float] = []
         self.free_s = 0.0  # when the thread of rank 0 has ended its exchange
@@ -87,7 +93,7 @@ class Simulation:
 
     def _proceed(self, number: int, rank: Rank) -> None:
         while (action := rank.course.due()) is not None:
-            if isinstance(action, Use):
+            if isinstance(action, UseResult):
                 if action.exchange not in rank.outcomes:
                     rank.awaits, rank.since_s = action.exchange, self.now_s
                     return
@@ -153,7 +159,7 @@ def drawn(seed: int) -> Simulation:
     """Returns a training with ranks, speeds and numbers that depend on the seed."""
     draw = random.Random(seed)
     every = draw.randint(1, 12)
-    rhythm = Rhythm(every, draw.randint(1, every), draw.randrange(every))
+    rhythm = ExchangeInterval(every, draw.randint(1, every), draw.randrange(every))
     ranks = draw.randint(1, 5)
     pace = [draw.choice([1.0, 1.0, 1.1, 2.0, 7.0]) for _ in range(ranks)]
     loops = [draw.choice([40, 40, 35, 0]) for _ in range(ranks)]

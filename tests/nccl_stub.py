@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from paceline.engine import registry
-from paceline.engine.api import EngineContext
-from paceline.engine.nccl import loader
-from paceline.engine.nccl.engine import NcclEngine
+from paceline.comm.engine import registry
+from paceline.comm.engine.api import EngineContext
+from paceline.comm.engine.nccl import library
+from paceline.comm.engine.nccl.engine import NcclEngine
 
 GPU_VARIABLE = "STUB_NCCL_GPU"
 _SOURCE = Path(__file__).parent / "native" / "nccl_stub" / "nccl.cpp"
@@ -35,7 +35,7 @@ def build(folder: Path) -> Path:
 
 def use(path: Path, folder: Path, log: Path | None = None) -> None:
     """Has backend="nccl" mean the stub at `path` in this process, with its files in `folder`."""
-    os.environ[loader.VARIABLE] = str(path)
+    os.environ[library.LIBRARY_VARIABLE] = str(path)
     os.environ["STUB_NCCL_FOLDER"] = str(folder)
     if log is not None:
         os.environ["STUB_NCCL_LOG"] = str(log)
@@ -59,7 +59,7 @@ def missing_piece() -> None:
 
 
 def start(context: EngineContext) -> NcclEngine:
-    loaded = loader.find()
+    loaded = library.find()
     cuda = stand_in_for_cuda(loaded.path)
     return NcclEngine(context, loaded, lambda device: StubDevice(cuda))
 

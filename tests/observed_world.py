@@ -5,19 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from paceline.observe.evidence import Call, Ending, Header, Manner, Place, Process, Rank, Scene, Seat, State
+from paceline.operate.diagnosis.job_snapshot import (
+    CallSignature,
+    ExitReason,
+    GroupMembership,
+    JobSnapshot,
+    ProcessActivity,
+    ProcessState,
+    RankCall,
+    RankExitStatus,
+    RankState,
+    StackLocation,
+)
 
 WORLD = "default#1"
 LATE_S = 20.0  # how long after the last event the scene is looked at
-CALLING = Place("distributed.all_reduce", "train.py:88", is_call=True)
-IDLE = Process(State.SLEEPS)
+CALLING = StackLocation("distributed.all_reduce", "train.py:88", is_call=True)
+IDLE = ProcessActivity(ProcessState.SLEEPS)
 
 
 @dataclass(frozen=True)
 class Planned:
     """A call that a rank will make."""
 
-    header: Header
+    header: CallSignature
     group: str = WORLD
     step: int | None = None
 
@@ -26,7 +37,7 @@ class Planned:
 class _Player:
     plan: list[Planned]
     stops_at: int | None = None  # it never makes the call with this index
-    calls: list[Call] = field(default_factory=list)
+    calls: list[RankCall] = field(default_factory=list)
     done: int = 0
     is_in: bool = False
     failed: bool = False
@@ -41,8 +52,8 @@ def play(
     plans: Sequence[Sequence[Planned]],
     groups: Mapping[str, Sequence[int]] | None = None,
     stopped: tuple[int, int] | None = None,
-    like: Rank | None = None,
-) -> Scene:
+    like: RankState | None = None,
+) -> JobSnapshot:
     """Returns what is seen after all ranks have gone as far as they can.
 
     Args:
@@ -60,17 +71,19 @@ def play(
         now_s += 0.01
     ranks = []
     for number, player in enumerate(players):
-        seats = {name: Seat(own.index(number), len(own)) for name, own in members.items() if number in own}
+        seats = {name: GroupMembership(own.index(number), len(own)) for name, own in members.items() if number in own}
         last_s = max((call.ended_s for call in player.calls if call.ended_s is not None), default=0.0)
-        rank = Rank(number, "host", 100 + number, seats, tuple(player.calls), _step(player), last_s, CALLING, IDLE)
+        rank = RankState(number, "host", 100 + number, seats, tuple(player.calls), _step(player), last_s, CALLING, IDLE)
         if player.failed:
-            rank = replace(rank, ending=Ending(Manner.MISMATCH, now_s, "CollectiveMismatchError", "train.py:88"))
+            rank = replace(
+                rank, ending=RankExitStatus(ExitReason.MISMATCH, now_s, "CollectiveMismatchError", "train.py:88")
+            )
         elif stopped is not None and number == stopped[0] and like is not None:
             rank = replace(rank, place=like.place, process=like.process, ending=like.ending)
         elif player.done == len(player.plan):
-            rank = replace(rank, place=None, process=None, ending=Ending(Manner.FINISHED, now_s))
+            rank = replace(rank, place=None, process=None, ending=RankExitStatus(ExitReason.FINISHED, now_s))
         ranks.append(rank)
-    return Scene(now_s + LATE_S, tuple(ranks))
+    return JobSnapshot(now_s + LATE_S, tuple(ranks))
 
 
 def _step(player: _Player) -> int | None:
@@ -83,7 +96,7 @@ def _advance(players: Sequence[_Player], members: Mapping[str, Sequence[int]], n
     for player in players:
         if (planned := player.next) is not None and not player.is_in:
             sequence = 1 + sum(1 for call in player.calls if call.group == planned.group)
-            player.calls.append(Call(planned.group, sequence, planned.header, now_s, step=planned.step))
+            player.calls.append(RankCall(planned.group, sequence, planned.header, now_s, step=planned.step))
             player.is_in = has_moved = True
     for group, ranks in members.items():
         own = [players[rank] for rank in ranks]
@@ -99,6 +112,6 @@ def _advance(players: Sequence[_Player], members: Mapping[str, Sequence[int]], n
     return has_moved
 
 
-def loop(step: Sequence[Header], steps: int, marks: bool = True) -> list[Planned]:
+def loop(step: Sequence[CallSignature], steps: int, marks: bool = True) -> list[Planned]:
     """Returns the calls of a training loop; `marks` says whether it records its steps."""
     return [Planned(header, step=number + 1 if marks else None) for number in range(steps) for header in step]

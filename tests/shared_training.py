@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import paceline as dist
-from paceline.parallel.one_copy import optimizer as one_copy
+from paceline.train.shared_model import shared_model_optimizer as one_copy
 
 ROUND_BYTES = 4096  # so that small models have several rounds
 

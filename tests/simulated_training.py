@@ -9,20 +9,20 @@ import math
 import random
 from dataclasses import dataclass, field
 
-from paceline.observe import evidence
-from paceline.observe.live.sample import (
-    Bucket,
-    Event,
-    Facts,
+from paceline.operate.dashboard.job_sample import (
+    BucketTiming,
+    JobEvent,
+    JobInfo,
+    JobSample,
     Line,
-    Link,
+    LinkRate,
+    RankActivity,
     RankSample,
     RankStep,
-    Sample,
     Stack,
-    State,
-    Verdict,
+    StallNotice,
 )
+from paceline.operate.diagnosis import job_snapshot
 
 MIB = 1 << 20
 BUCKETS = (
@@ -63,7 +63,7 @@ class Training:
         self._new: dict[int, list[RankStep]] = {rank: [] for rank in range(self.ranks)}
         self._values: dict[int, list[tuple[int, str, float]]] = {rank: [] for rank in range(self.ranks)}
         self._lines: list[Line] = []
-        self._events: list[Event] = [Event(self._started_s, "start", f"{self.ranks} ranks started", None)]
+        self._events: list[JobEvent] = [JobEvent(self._started_s, "start", f"{self.ranks} ranks started", None)]
         self._hung_s: float | None = None
 
     def run(self, seconds: float) -> None:
@@ -100,7 +100,9 @@ class Training:
         for rank in range(self.ranks):
             end_of_backward = at_backward[rank] + backward[rank]
             waited_until = max(end_of_backward, free_s)
-            buckets = tuple(Bucket(ready[rank], start, done, size, name) for ready, start, done, size, name in times)
+            buckets = tuple(
+                BucketTiming(ready[rank], start, done, size, name) for ready, start, done, size, name in times
+            )
             self._new[rank].append(
                 RankStep(
                     step=step,
@@ -140,20 +142,20 @@ class Training:
             )
         for when, kind, text, cost in self.events:
             if when == step:
-                self._events.append(Event(max(ends), kind, text, cost))
+                self._events.append(JobEvent(max(ends), kind, text, cost))
         self._step += 1
         self._now_s = max(ends)
 
-    def look(self) -> Sample:
+    def look(self) -> JobSample:
         """Returns what has happened since the last look."""
         hung = self.hangs[0] if self._hung_s is not None and self.hangs is not None else None
         quiet_s = self._now_s - self._hung_s if self._hung_s is not None else 0.0
         verdict = self._verdict(hung, quiet_s)
         ranks = []
         for rank in range(self.ranks):
-            state, doing = State.TRAINING, ""
+            state, doing = RankActivity.TRAINING, ""
             if hung is not None:
-                state = State.LOADING if rank == hung else State.WAITING
+                state = RankActivity.LOADING if rank == hung else RankActivity.WAITING
                 doing = "DataLoader.__next__ (train.py:71)" if rank == hung else "all_reduce(float32, 4096), call 5,120"
             ranks.append(
                 RankSample(
@@ -173,7 +175,7 @@ class Training:
         lines, self._lines = tuple(self._lines), []
         events, self._events = tuple(self._events), []
         stacks = () if verdict is None else self._stacks(hung)
-        facts = Facts(
+        facts = JobInfo(
             run_id="digits-7f3a",
             command=f"paceline run --dash --nproc-per-node {min(self.ranks, self.ranks_per_host)} train.py",
             world_size=self.ranks,
@@ -182,23 +184,25 @@ class Training:
             restarts=self.restarts,
             security="auth",
         )
-        return Sample(self._now_s, facts, tuple(ranks), self._links(), events, lines, verdict, stacks)
+        return JobSample(self._now_s, facts, tuple(ranks), self._links(), events, lines, verdict, stacks)
 
-    def _links(self) -> tuple[Link, ...]:
+    def _links(self) -> tuple[LinkRate, ...]:
         hosts = -(-self.ranks // self.ranks_per_host)
-        links = [Link(rank, -1, "shared memory", 2.1e9 + 1e8 * (rank % 3)) for rank in range(min(self.ranks, 4))]
+        links = [LinkRate(rank, -1, "shared memory", 2.1e9 + 1e8 * (rank % 3)) for rank in range(min(self.ranks, 4))]
         for host in range(1, hosts):
             rank = host * self.ranks_per_host
-            carried = evidence.Link(rank, 10 * MIB * (self._step + 1), 0.03 * (self._step + 1))
+            carried = job_snapshot.PeerTraffic(rank, 10 * MIB * (self._step + 1), 0.03 * (self._step + 1))
             trip_s = 0.00018 + 0.00002 * host
-            links.append(Link(rank - 1, rank, "TCP", 3.1e8 - 1e7 * host, 4.2e8, trip_s, trip_s / 4, host % 3, carried))
+            links.append(
+                LinkRate(rank - 1, rank, "TCP", 3.1e8 - 1e7 * host, 4.2e8, trip_s, trip_s / 4, host % 3, carried)
+            )
         return tuple(links)
 
-    def _verdict(self, hung: int | None, quiet_s: float) -> Verdict | None:
+    def _verdict(self, hung: int | None, quiet_s: float) -> StallNotice | None:
         if hung is None or quiet_s < 10:
             return None
         others = f"ranks 0-{self.ranks - 1} but {hung}" if hung != self.ranks - 1 else f"ranks 0-{self.ranks - 2}"
-        return Verdict(
+        return StallNotice(
             f"step {self._step}: {others} wait in all_reduce(float32, 4096) call 5120 (train.py:88); rank {hung} is "
             f"not there: it is in DataLoader.__next__ (train.py:71), for {quiet_s:.0f} s",
             (hung,),
@@ -208,5 +212,5 @@ class Training:
 
     def _stacks(self, hung: int | None) -> tuple[Stack, ...]:
         loader = '  File "train.py", line 71 in <module>\n  File "torch/utils/data/dataloader.py", line 733 in __next__'
-        call = '  File "train.py", line 88 in <module>\n  File "paceline/group/collectives.py", line 60 in all_reduce'
+        call = '  File "train.py", line 88 in <module>\n  File "paceline/comm/group/collectives/collectives.py", line 60 in all_reduce'
         return tuple(Stack(rank, self._now_s, loader if rank == hung else call) for rank in range(min(self.ranks, 8)))

@@ -10,8 +10,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from paceline import FileStore, HashStore, PrefixStore, Store, TCPStore
-from paceline.store.remote import connect_unix
-from paceline.store.server import StoreServer
+from paceline.comm.store.remote_store import connect_unix
+from paceline.comm.store.tcp_store import StoreServer
 
 SHORT = timedelta(milliseconds=50)
 DEADLINE_S = 20

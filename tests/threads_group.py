@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from paceline.group.process_group import ProcessGroup
-from paceline.group.reduce_op import ReduceOp
+from paceline.comm.engine.codes import ReduceOp
+from paceline.comm.group.process_group import ProcessGroup
 
 _TIMEOUT_S = 60.0
 

@@ -14,7 +14,7 @@ import torch.distributed as torch_dist
 from one_world import OneWorld, Program, merged, name_of, run_in_turn
 from world import Ranks
 
-import paceline.plugin
+import paceline.interop.torch_backend
 
 # A gloo group that ends on one of its own threads, in whose callback the last reference was, ends the process.
 _kept: list[object] = []
@@ -23,7 +23,7 @@ _kept: list[object] = []
 @contextmanager
 def torch_group(backend: str, directory: str, timeout_s: float = 60) -> Iterator[None]:
     """The default group of torch.distributed, of all ranks of the test."""
-    paceline.plugin.register()  # as the entry point does where the package is installed
+    paceline.interop.torch_backend.register()  # as the entry point does where the package is installed
     torch.manual_seed(0)
     torch_dist.init_process_group(
         backend,

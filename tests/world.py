@@ -20,7 +20,7 @@ from multiprocessing.context import ForkServerProcess
 from forking import begin, context
 from hosts.namespaces import Host, enter
 
-from paceline.parent import die_with_parent
+from paceline.linux import die_with_parent
 
 _CONSEQUENCES_S = 0.05  # after a failure, for an earlier one of another rank to be read
 _LEAVING_S = 0.5  # for ranks that have answered to end by themselves

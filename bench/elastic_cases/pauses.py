@@ -27,7 +27,7 @@ class Figures:
         back: for each death, the time until a step was committed that nobody had committed before.
         joined: for each death, the time until the replacement's first step.
         at_lesson: for each death and each other slot, the longest time between two steps from when the survivors had
-            settled until the replacement's first step, less the median step: donors fork in it.
+            settled until the replacement's first step, less the median step: senders fork in it.
         shares: for each death, the part of a core that the replacement has used until its first step.
         meanwhile: for each death and each other slot, its median step from when the survivors had settled until the
             replacement's first step, divided by its median step in the whole job.

@@ -12,13 +12,12 @@ from hosts.fixture import Hosts
 from report import p95
 from world import RankFailed
 
-from paceline.plan.calibration import Calibration, Links, decode
-from paceline.plan.networks import network_of
-from paceline.plan.predicting import predict
-from paceline.plan.strategy import measured
-from paceline.schedule.network import Link
-from paceline.schedule.steps import Operation
-from paceline.schedule.timing import simulate_call
+from paceline.comm.schedule.network import NetworkLink
+from paceline.comm.schedule.simulation import simulate_call
+from paceline.comm.schedule.steps import Operation
+from paceline.operate.plan.calibration import Calibration, Links, decode, network_of
+from paceline.operate.plan.prediction import predict
+from paceline.operate.plan.step_time import measured
 from plan_cases import programs
 
 Row = dict[str, object]
@@ -53,8 +52,8 @@ class Grid:
 class Known:
     """What was calibrated: the link of each rate and delay, that within a host, and a step with so many ranks."""
 
-    links: dict[tuple[str, float], Link]
-    within_host: Link
+    links: dict[tuple[str, float], NetworkLink]
+    within_host: NetworkLink
     reduction_s_per_byte: float
     steps: dict[int, dict[str, Calibration]]
 

@@ -12,7 +12,7 @@ from xml.sax.saxutils import escape
 
 from playing import Data, Message, play
 
-from paceline.schedule.steps import Buffer, Operation
+from paceline.comm.schedule.steps import Buffer, Operation
 
 LETTERS = "ABCDEFGH"
 COLOURS = ("#0369a1", "#0e7490", "#a16207", "#15803d")

@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape
 
 from playing import Data, State, play
 
-from paceline.schedule.steps import Buffer, Operation
+from paceline.comm.schedule.steps import Buffer, Operation
 
 RANKS = 4
 LETTERS = "ABCD"

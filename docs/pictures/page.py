@@ -20,35 +20,35 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from browser import Browser, installed
 from simulated_training import Training
 
-from paceline.cli.top.lines import lines_of
-from paceline.observe.live.assets import report
-from paceline.observe.live.board import Board
-from paceline.observe.live.picture import Picture
+from paceline.cli.top.text_view import lines_of
+from paceline.operate.dashboard.aggregator import DashboardAggregator
+from paceline.operate.dashboard.dashboard_state import DashboardState
+from paceline.operate.dashboard.report import report
 
 HERE = Path(__file__).parent
 WIDTH, TALLEST = 1360, 1200
 SECONDS = 60
 
 
-def straggler() -> Picture:
+def straggler() -> DashboardState:
     """Four ranks, of which the last one is slow."""
     return pictured(Training(4, slow={3: 1.22}, restarts=1), SECONDS)
 
 
-def stuck() -> Picture:
+def stuck() -> DashboardState:
     """64 ranks, of which one waits for its data."""
     return pictured(Training(64, hangs=(37, 400), ranks_per_host=8), SECONDS)
 
 
-def pictured(training: Training, seconds: int) -> Picture:
-    board = Board()
+def pictured(training: Training, seconds: int) -> DashboardState:
+    board = DashboardAggregator()
     for _ in range(seconds):
         training.run(1.0)
         board.take(training.look())
     return board.picture()
 
 
-def photograph(picture: Picture, dark: bool) -> bytes:
+def photograph(picture: DashboardState, dark: bool) -> bytes:
     """The page in a browser, as WebP."""
     with tempfile.TemporaryDirectory() as directory, Browser(WIDTH, 900, dark=dark) as browser:
         path = Path(directory, "page.html")

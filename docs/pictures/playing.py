@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from paceline.schedule.registry import build
-from paceline.schedule.steps import ROOTED, Buffer, Kind, Operation, Slice, Step
+from paceline.comm.schedule.registry import build
+from paceline.comm.schedule.steps import ROOTED, Buffer, BufferSlice, Operation, Step, StepKind
 
 Cell = tuple[int, Buffer, int]
 """A rank, one of its buffers, and a block of that."""
@@ -47,7 +47,7 @@ class Play:
 
 
 def first_state(operation: Operation, n: int, blocks: int, root: int) -> State:
-    """Returns what the ranks hold before the call; schedule/steps.py says where."""
+    """Returns what the ranks hold before the call; comm/schedule/steps.py says where."""
     everywhere = range(n)
     parts = range(blocks)
     held = {
@@ -91,7 +91,7 @@ def play(algorithm: str, operation: Operation, n: int, root: int = 0) -> Play:
     return Play(states, rounds)
 
 
-def cells(rank: int, where: Slice) -> list[Cell]:
+def cells(rank: int, where: BufferSlice) -> list[Cell]:
     """Returns the cells of a slice of a rank's buffer."""
     return [(rank, where.buffer, block) for block in range(where.first, where.first + where.length)]
 
@@ -110,7 +110,7 @@ def _ready(steps: list[Step]) -> list[Step]:
     links: set[tuple[bool, int]] = set()
     for step in steps:
         reads, writes = _reads_and_writes(step)
-        link = (step.kind == Kind.SEND, step.peer)
+        link = (step.kind == StepKind.SEND, step.peer)
         if not (reads & written or writes & (read | written) or (step.peer >= 0 and link in links)):
             found.append(step)
         read, written, links = read | reads, written | writes, links | {link}
@@ -125,9 +125,11 @@ def _of_a_round(left: list[list[Step]]) -> list[tuple[int, Step, Step]]:
     pairs = []
     for rank, steps in enumerate(ready):
         for step in steps:
-            if step.kind != Kind.SEND or sends[rank] or receives[step.peer]:
+            if step.kind != StepKind.SEND or sends[rank] or receives[step.peer]:
                 continue
-            taken = [each for each in ready[step.peer] if each.kind in (Kind.RECV, Kind.REDUCE) and each.peer == rank]
+            taken = [
+                each for each in ready[step.peer] if each.kind in (StepKind.RECV, StepKind.REDUCE) and each.peer == rank
+            ]
             if taken:
                 pairs.append((rank, step, taken[0]))
                 sends[rank] += 1
@@ -143,7 +145,7 @@ def _message(state: State, rank: int, sent: Step, received: Step) -> Message:
         tuple(block for _, _, block in cells(rank, sent.src)),
         tuple(block for _, _, block in cells(sent.peer, received.dst)),
         tuple(state[cell] for cell in cells(rank, sent.src)),
-        received.kind == Kind.REDUCE,
+        received.kind == StepKind.REDUCE,
     )
 
 
@@ -151,7 +153,7 @@ def _receive(state: State, rank: int, step: Step, message: Message) -> None:
     assert step.dst is not None
     for at, cell in enumerate(cells(rank, step.dst)):
         ranks = message.data[at].ranks
-        if step.kind == Kind.REDUCE:
+        if step.kind == StepKind.REDUCE:
             assert step.src is not None
             ranks = ranks | state[cells(rank, step.src)[at]].ranks
         state[cell] = Data(ranks, message.data[at].part)
@@ -159,7 +161,7 @@ def _receive(state: State, rank: int, step: Step, message: Message) -> None:
 
 def _copy_what_is_ready(left: list[list[Step]], state: State) -> None:
     for rank, steps in enumerate(left):
-        while found := [step for step in _ready(steps) if step.kind == Kind.COPY]:
+        while found := [step for step in _ready(steps) if step.kind == StepKind.COPY]:
             for step in found:
                 assert step.src is not None and step.dst is not None
                 for target, source in zip(cells(rank, step.dst), cells(rank, step.src), strict=True):

@@ -130,7 +130,7 @@ Stream to_stream(const FlatPieces& flat) {
 
 Call to_call(const nb::tuple& fields) {
     constexpr std::size_t kFields = 11;
-    if (fields.size() != kFields) throw nb::type_error("a call is a paceline.engine.channel.Call");
+    if (fields.size() != kFields) throw nb::type_error("a call is a paceline.comm.engine.channel.CollectiveCall");
     Call call;
     call.operation = to_operation(nb::cast<int>(fields[0]));
     call.dtype = to_dtype(nb::cast<int>(fields[1]));

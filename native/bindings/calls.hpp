@@ -46,7 +46,7 @@ class CheckedUpdate final : public update::Update {
     bool has_begun_ = false;
 };
 
-// Converts a paceline.engine.channel.Call, a tuple: operation, dtype, reduce op, root, count, time-out,
+// Converts a paceline.comm.engine.channel.CollectiveCall, a tuple: operation, dtype, reduce op, root, count, time-out,
 // inputs, outputs, wire, residual, update.
 Call to_call(const nanobind::tuple& fields);
 

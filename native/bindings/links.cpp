@@ -1,4 +1,4 @@
-// Bindings of groups that run schedules over lanes, and of messages between ranks, for paceline.engine.
+// Bindings of groups that run schedules over lanes, and of messages between ranks, for paceline.comm.engine.
 #include <algorithm>
 #include <chrono>
 #include <iterator>

@@ -1,4 +1,4 @@
-// Bindings of encrypted connections for paceline.security. While Python holds a connection it waits as sockets with a
+// Bindings of encrypted connections for paceline.comm.security. While Python holds a connection it waits as sockets with a
 // time-out do; then the store or the lanes take it over.
 #include "bindings/tls.hpp"
 

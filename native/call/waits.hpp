@@ -27,7 +27,7 @@ struct Occasion {
     auto operator<=>(const Occasion&) const = default;
 };
 
-// The id of the group to which rings with this id belong; see _LINKS in engine/native/engine.py.
+// The id of the group to which rings with this id belong; see _LINKS in comm/engine/native/engine.py.
 constexpr std::uint64_t group_of(std::uint64_t id) {
     return id & ~(std::uint64_t{1} << 63);
 }

@@ -1,5 +1,5 @@
-// What one rank does in a collective, as data: made and proved by paceline.schedule, executed by executor.hpp. The
-// words are those of src/paceline/schedule/steps.py.
+// What one rank does in a collective, as data: made and proved by paceline.comm.schedule, executed by executor.hpp. The
+// words are those of src/paceline/comm/schedule/steps.py.
 #pragma once
 
 #include <cstdint>

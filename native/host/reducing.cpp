@@ -169,7 +169,7 @@ bool Group::reduce_in_slices(Call& call, bool receives_result) {
 
 // A slot holds part j, this rank's slice of part j - 1 reduced over its block, and its slice of part j - 2 reduced over
 // all blocks. Only the slices that ranks with the same place in their blocks exchange go between parts of the machine.
-// schedule/within_host.py has the same as a schedule.
+// comm/schedule/hierarchical.py has the same as a schedule.
 bool Group::reduce_in_blocks(Call& call, bool receives_result) {
     Stream& tensor = call.outputs[0];
     Stream input = contribution(call);

@@ -1,5 +1,5 @@
 // The memory of a recording: what a process did last, laid out so that others can read it while it is written and after
-// its writer was killed. src/paceline/record/layout.py is the other half.
+// its writer was killed. src/paceline/comm/record/layout.py is the other half.
 //
 // Every entry of a table begins with a stamp: index << 8 | version << 2 | state. A writer claims an entry by setting
 // its state to `kWriting`, stores the fields, and stores a stamp with the next version and the state `kOpen` (it will

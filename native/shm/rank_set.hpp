@@ -9,7 +9,7 @@
 
 namespace paceline::shm {
 
-constexpr int kMaxRanks = 1024;  // of one host; the same as MAX_RANKS_OF_HOST in engine/native/bootstrap.py
+constexpr int kMaxRanks = 1024;  // of one host; the same as MAX_RANKS_OF_HOST in comm/engine/native/bootstrap.py
 
 class RankSet {
   public:

@@ -16,13 +16,11 @@ FOLDER = "reference"
 MODULES = {
     "paceline.functional": "collectives with gradients",
     "paceline.parallel.hooks": "communication hooks of DistributedDataParallel",
-    "paceline.parallel.scatter_gather": "the parts of DataParallel: dividing and joining",
-    "paceline.parallel.replicate": "the parts of DataParallel: copies of a module",
-    "paceline.parallel.parallel_apply": "the parts of DataParallel: running the copies",
+    "paceline.train.data_parallel": "the parts of DataParallel",
     "paceline.horovod": "Horovod's interface",
     "paceline.plugin": "the back end for torch.distributed",
     "paceline.integrations.lightning": "the strategies for Lightning and Fabric",
-    "paceline.observe.reading": "reading recordings",
+    "paceline.recordings": "reading recordings",
 }
 """Public modules beyond the names of `paceline` itself."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from datetime import timedelta
 
-from paceline.wording import shown
+from paceline.errors import short_repr
 
 Timeout = timedelta | float  # numbers are in seconds
 
@@ -30,7 +30,7 @@ def to_seconds(timeout: Timeout) -> float:
             seconds = float(timeout)
         except (TypeError, ValueError):
             raise TypeError(
-                f"timeout is {shown(timeout)}; it must be a datetime.timedelta or a number of seconds"
+                f"timeout is {short_repr(timeout)}; it must be a datetime.timedelta or a number of seconds"
             ) from None
         if math.isnan(seconds):
             raise ValueError("timeout is nan; it must be a number of seconds or a datetime.timedelta")
@@ -47,11 +47,11 @@ def to_nanoseconds(timeout: Timeout) -> int:
     return int(to_seconds(timeout) * 1e9)
 
 
-def for_event(left_ns: int) -> float:
+def event_timeout_s(left_ns: int) -> float:
     """Returns the seconds that a `threading.Event` is to wait when `left_ns` nanoseconds are left, even 0 or less."""
     return min(max(0.0, left_ns / 1e9), LONGEST_S)
 
 
-def for_socket(left_s: float) -> float:
+def socket_timeout_s(left_s: float) -> float:
     """Returns the time-out to set on a socket when `left_s` seconds are left, even if that is 0 or less."""
     return min(max(0.1, left_s), _LONGEST_OF_SOCKET_S)

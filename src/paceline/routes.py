@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import socket
 
-ELSEWHERE = ("192.0.2.1", "2001:db8::1")
+DEFAULT_ROUTE_TARGETS = ("192.0.2.1", "2001:db8::1")
 """Addresses for documentation (RFC 5737, RFC 3849): no machine has them, so they lie behind the default route."""
 
 _DISCARD_PORT = 9
 
 
-def for_resolver(host: str) -> bytes | str:
+def resolver_name(host: str) -> bytes | str:
     """Returns a host's name or address as bytes if it is ASCII; for text, `socket` imports a codec, in 4 to 6 ms."""
     return host.encode() if host.isascii() else host
 
@@ -22,7 +22,7 @@ def source_address(target: str) -> str:
     Raises:
         OSError: there is no route to it.
     """
-    for family, _, _, _, address in socket.getaddrinfo(for_resolver(target), _DISCARD_PORT, type=socket.SOCK_DGRAM):
+    for family, _, _, _, address in socket.getaddrinfo(resolver_name(target), _DISCARD_PORT, type=socket.SOCK_DGRAM):
         with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
             probe.connect(address)  # sends nothing, since the socket is UDP's
             return str(probe.getsockname()[0])

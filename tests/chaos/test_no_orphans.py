@@ -17,7 +17,7 @@ import pytest
 from launching import ENVIRONMENT, command, is_alive, kill, processes_with, run, wait_until
 from stubborn import STUBBORN, WORKERS, Started
 
-from paceline.launch.cgroup import Cgroup
+from paceline.operate.launch.workers.cleanup import Cgroup
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ time.sleep(300 if "stay" in sys.argv else 0)
 WITHOUT_CGROUPS = """
 import sys
 from paceline.cli.main import main
-from paceline.launch.cgroup import Cgroup
+from paceline.operate.launch.workers.cleanup import Cgroup
 Cgroup.make = lambda cgroup: False
 sys.exit(main(["run", *sys.argv[1:]]))
 """

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 
 import pytest
 
-from paceline.launch.manifests import KINDS, Request
+from paceline.operate.launch.launch_script import KINDS, LaunchScriptOptions
 
 pytestmark = [pytest.mark.cluster, pytest.mark.soak]
 
@@ -60,7 +60,7 @@ def _part(kind: Any, is_list: bool = False) -> Any:
 @pytest.mark.parametrize("kind", ["k8s", "jobset", "kubeflow"])
 @pytest.mark.parametrize("gpus", [0, 8])
 def test_the_manifests_fit_the_published_schemas(schema_of, kind, gpus):
-    request = Request(("train.py", "--epochs", "3"), nodes=4, name="digits", gpus=gpus)
+    request = LaunchScriptOptions(("train.py", "--epochs", "3"), nodes=4, name="digits", gpus=gpus)
     (document,) = documents(KINDS[kind](request))
     schema = schema_of(document)
     assert schema.from_dict(document["spec"]) is not None
@@ -69,6 +69,6 @@ def test_the_manifests_fit_the_published_schemas(schema_of, kind, gpus):
 
 @pytest.mark.parametrize("kind", ["k8s", "jobset", "kubeflow"])
 def test_a_field_that_there_is_not_would_be_found(schema_of, kind):
-    text = KINDS[kind](Request(("train.py",))).replace("command:", "comand:")
+    text = KINDS[kind](LaunchScriptOptions(("train.py",))).replace("command:", "comand:")
     (document,) = documents(text)
     assert any("comand" in each for each in unknown_fields(schema_of(document), document["spec"], ""))

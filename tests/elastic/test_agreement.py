@@ -6,11 +6,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.elastic.agreement import FRESH, WINDOWS, Status, agree, complete, deal_evenly, deal_runs
-from paceline.elastic.audit import EVERY, Audit, audit_of, suspects
-from paceline.elastic.speeds import even_counts, fair_counts
-from paceline.elastic.vote import Ballot, DivergenceError, OthersOutvotedError, OutvotedError, judge
-from paceline.parallel.sharded.tree import Node, add_up, is_tree_over_ranks
+from paceline.train.elastic.worker.agreement import (
+    FRESH,
+    WINDOWS,
+    MemberStatus,
+    agree,
+    complete,
+    deal_evenly,
+    deal_runs,
+    even_counts,
+    fair_counts,
+)
+from paceline.train.elastic.worker.vote import (
+    AUDIT_EVERY,
+    Audit,
+    Ballot,
+    DivergenceError,
+    OthersOutvotedError,
+    OutvotedError,
+    audit_of,
+    judge,
+    suspects,
+)
+from paceline.train.logical_shards.tree_sum import Node, add_up, is_tree_over_ranks
 
 SHARDS = 12
 
@@ -55,12 +73,15 @@ def test_sums_that_two_members_hold_count_once():
 
 
 def test_at_the_beginning_rank_0_gives_the_state():
-    agreed = agree([Status(FRESH)] * 3, SHARDS)
+    agreed = agree([MemberStatus(FRESH)] * 3, SHARDS)
     assert (agreed.round, agreed.source, agreed.late) == (0, (None, 0, 0), frozenset())
 
 
 def test_members_that_are_behind_take_what_they_voted_for():
-    agreed = agree([Status(6, voted=5), Status(7, ((0, 4),), committed=5), Status(FRESH), Status(7)], SHARDS)
+    agreed = agree(
+        [MemberStatus(6, voted=5), MemberStatus(7, ((0, 4),), committed=5), MemberStatus(FRESH), MemberStatus(7)],
+        SHARDS,
+    )
     assert agreed.round == 7
     assert (agreed.late, agreed.outvoted, agreed.committed) == ({0}, frozenset(), 5)
     assert agreed.source == (None, None, 1, None)
@@ -69,18 +90,18 @@ def test_members_that_are_behind_take_what_they_voted_for():
 
 
 def test_who_is_behind_with_another_result_is_outvoted():
-    agreed = agree([Status(6, voted=5), Status(7, committed=5), Status(6, voted=4)], SHARDS)
+    agreed = agree([MemberStatus(6, voted=5), MemberStatus(7, committed=5), MemberStatus(6, voted=4)], SHARDS)
     assert (agreed.late, agreed.outvoted) == ({0, 2}, {2})
 
 
 def test_sums_of_a_round_that_is_over_do_not_count():
-    agreed = agree([Status(6, ((0, 12),)), Status(7)], SHARDS)
+    agreed = agree([MemberStatus(6, ((0, 12),)), MemberStatus(7)], SHARDS)
     assert agreed.deal == deal_evenly(SHARDS, 2)
 
 
 def test_nobody_may_be_two_rounds_behind():
     with pytest.raises(ValueError, match=r"ranks \[0\] are more than one round behind round 7"):
-        agree([Status(5), Status(7)], SHARDS)
+        agree([MemberStatus(5), MemberStatus(7)], SHARDS)
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=6), st.integers(6, 40))
@@ -136,7 +157,7 @@ def test_without_a_majority_all_get_an_error():
 
 def test_audits_come_in_turns_and_name_their_owner():
     deal = deal_evenly(8, 4)
-    audits = [audit for number in range(40 * EVERY) if (audit := audit_of(number, deal, 8)) is not None]
+    audits = [audit for number in range(40 * AUDIT_EVERY) if (audit := audit_of(number, deal, 8)) is not None]
     assert len(audits) == 40
     assert {audit.shard for audit in audits} == set(range(8))
     for audit in audits:
@@ -166,7 +187,9 @@ def test_a_guest_has_no_part_in_the_majority():
 
 
 def test_a_follower_is_a_guest_until_its_state_was_compared():
-    followed = Status(7, committed=3, has_followed=True)
-    agreed = agree([Status(7, committed=3), followed, Status(7, committed=3, guest_until=9), Status(FRESH)], 1)
+    followed = MemberStatus(7, committed=3, has_followed=True)
+    agreed = agree(
+        [MemberStatus(7, committed=3), followed, MemberStatus(7, committed=3, guest_until=9), MemberStatus(FRESH)], 1
+    )
     assert agreed.guest_until == (0, 7 + WINDOWS, 9, 0)
     assert [agreed.guests(number) for number in (8, 9, 6 + WINDOWS, 7 + WINDOWS)] == [{1, 2}, {1}, {1}, set()]

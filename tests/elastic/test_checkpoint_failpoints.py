@@ -9,8 +9,8 @@ import elastic_programs
 import elastic_usual
 import pytest
 
-from paceline.checkpoint.format.root import Root
-from paceline.elastic.failpoints import POINTS_OF_CHECKPOINTS
+from paceline.train.checkpoint.format.root import Root
+from paceline.train.elastic.failpoints import POINTS_OF_CHECKPOINTS
 
 EPOCHS = 3
 LAST_STEP = 12

@@ -7,7 +7,7 @@ import elastic_programs
 import pytest
 from elastic_job import Outcome
 
-from paceline.elastic.failpoints import POINTS
+from paceline.train.elastic.failpoints import POINTS
 
 WORKERS = ("0.0.0", "0.1.0", "0.2.0")
 EPOCHS = 3

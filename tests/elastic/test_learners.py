@@ -9,14 +9,14 @@ import elastic_programs
 import pytest
 from elastic_job import Outcome
 
-from paceline.elastic.failpoints import POINTS_OF_CHILDREN, POINTS_OF_DONORS, POINTS_OF_LEARNERS
-from paceline.elastic.messages import Donating, Installed, Learned
+from paceline.train.elastic.failpoints import POINTS_OF_CHILDREN, POINTS_OF_RECEIVERS, POINTS_OF_SENDERS
+from paceline.train.elastic.protocol import CaughtUp, Installed, TransferReady
 
 EPOCHS = 8
 BALLAST_MIB = 9  # three chunks
 DONORS = ("0.0.0", "0.2.0")
-LEARNER = "0.1.1"
-DEATH = "0.1.0:round.computed@2=kill"  # of the worker that the learner replaces
+RECEIVER = "0.1.1"
+DEATH = "0.1.0:round.computed@2=kill"  # of the worker that the receiver replaces
 
 
 @pytest.fixture(scope="module")
@@ -65,20 +65,20 @@ def said(outcome: Outcome, kind: type, worker: str | None = None) -> list[object
 def test_a_learner_catches_up_and_takes_part(undisturbed: str) -> None:
     outcome = run()
     assert {*outcome.results.values()} == {undisturbed}
-    assert set(outcome.results) == {*DONORS, LEARNER}
-    first, second = said(outcome, Donating)
+    assert set(outcome.results) == {*DONORS, RECEIVER}
+    first, second = said(outcome, TransferReady)
     assert first.round == second.round, "the snapshots are of the same state"
-    assert said(outcome, Learned, LEARNER)
-    (entered,) = said(outcome, Installed, LEARNER)
+    assert said(outcome, CaughtUp, RECEIVER)
+    (entered,) = said(outcome, Installed, RECEIVER)
     assert entered.round > first.round, "the others have gone on meanwhile"
 
 
-@pytest.mark.parametrize("point", [*POINTS_OF_DONORS, *POINTS_OF_CHILDREN])
+@pytest.mark.parametrize("point", [*POINTS_OF_SENDERS, *POINTS_OF_CHILDREN])
 def test_a_donor_may_be_killed_at_any_point(point: str, undisturbed: str) -> None:
     for worker in DONORS:
         outcome = run(f"{worker}:{point}@1=kill")
         assert {*outcome.results.values()} == {undisturbed}, outcome
-        if point in POINTS_OF_DONORS:
+        if point in POINTS_OF_SENDERS:
             assert outcome.ended[worker] == -9, f"{point} was never reached"
 
 
@@ -88,26 +88,26 @@ def test_both_donors_may_be_killed(undisturbed: str) -> None:
     assert outcome.ended["0.0.0"] == -9
 
 
-@pytest.mark.parametrize("point", POINTS_OF_LEARNERS)
+@pytest.mark.parametrize("point", POINTS_OF_RECEIVERS)
 def test_a_learner_may_be_killed_at_any_point(point: str, undisturbed: str) -> None:
-    outcome = run(f"{LEARNER}:{point}@1=kill")
+    outcome = run(f"{RECEIVER}:{point}@1=kill")
     assert {*outcome.results.values()} == {undisturbed}, outcome
-    assert outcome.ended[LEARNER] == -9, f"{point} was never reached"
+    assert outcome.ended[RECEIVER] == -9, f"{point} was never reached"
 
 
 @pytest.mark.parametrize("point", ["view.forming", "view.entering", "view.formed", "view.agreed"])
 def test_a_learner_may_be_killed_when_it_comes_in(point: str, undisturbed: str) -> None:
-    outcome = run(f"{LEARNER}:{point}@1=kill")
+    outcome = run(f"{RECEIVER}:{point}@1=kill")
     assert {*outcome.results.values()} == {undisturbed}, outcome
-    assert outcome.ended[LEARNER] == -9, f"{point} was never reached"
+    assert outcome.ended[RECEIVER] == -9, f"{point} was never reached"
 
 
 @pytest.mark.parametrize("point", ["view.entering", "view.formed"])
 def test_a_learner_that_is_left_out_goes_on_learning(point: str, undisturbed: str) -> None:
-    outcome = run(f"{LEARNER}:{point}@1=lose")
+    outcome = run(f"{RECEIVER}:{point}@1=lose")
     assert {*outcome.results.values()} == {undisturbed}, outcome
-    assert outcome.ended[LEARNER] == 0
-    assert said(outcome, Installed, LEARNER)
+    assert outcome.ended[RECEIVER] == 0
+    assert said(outcome, Installed, RECEIVER)
 
 
 @pytest.mark.parametrize("late", ["", "0.0.0:view.agreed@2=delay"])
@@ -116,7 +116,7 @@ def test_a_learner_is_not_the_first_rank(late: str) -> None:
     failpoints = ",".join(filter(None, [DEATH, late]))
     outcome = elastic_job.run(elastic_programs.look_around, 60, failpoints=failpoints, policy={"gather_s": 0.02})
     assert outcome.code == 0, outcome
-    seen = outcome.results[LEARNER]
+    seen = outcome.results[RECEIVER]
     assert isinstance(seen, list)
     replayed = [each for each in seen if each[0]]
     assert {tuple(each) for each in replayed} == {(True, 2, 3, False)}
@@ -124,19 +124,19 @@ def test_a_learner_is_not_the_first_rank(late: str) -> None:
 
 
 def test_the_others_train_on_while_a_newcomer_connects(undisturbed: str) -> None:
-    outcome = run(program=elastic_programs.train_with_a_slow_newcomer, first=(LEARNER,))
+    outcome = run(program=elastic_programs.train_with_a_slow_newcomer, first=(RECEIVER,))
     waits = {worker: result[1] for worker, result in outcome.results.items()}
-    assert waits == {DONORS[0]: [], DONORS[1]: [], LEARNER: [True]}, "the newcomer waited once, and not in vain"
+    assert waits == {DONORS[0]: [], DONORS[1]: [], RECEIVER: [True]}, "the newcomer waited once, and not in vain"
     assert {result[0] for result in outcome.results.values()} == {undisturbed}
 
 
 def test_a_member_may_die_while_another_learns(undisturbed: str) -> None:
-    outcome = run(f"{LEARNER}:join.chunk@1=delay", "0.3.0:round.computed@9=kill", workers=4)
+    outcome = run(f"{RECEIVER}:join.chunk@1=delay", "0.3.0:round.computed@9=kill", workers=4)
     assert {*outcome.results.values()} == {undisturbed}, outcome
-    assert said(outcome, Installed, LEARNER)
+    assert said(outcome, Installed, RECEIVER)
 
 
 def test_the_job_may_end_while_a_worker_learns(undisturbed: str) -> None:
-    outcome = run(f"{LEARNER}:join.chunk@1=stop", waits=False)
+    outcome = run(f"{RECEIVER}:join.chunk@1=stop", waits=False)
     assert {*outcome.results.values()} == {undisturbed}, outcome
-    assert not said(outcome, Installed, LEARNER)
+    assert not said(outcome, Installed, RECEIVER)

@@ -11,12 +11,12 @@ import pytest
 from elastic_job import Outcome
 from elastic_usual import SAMPLES
 
-from paceline.elastic.failpoints import POINTS_OF_CHILDREN, POINTS_OF_DONORS, POINTS_OF_LEARNERS
-from paceline.elastic.messages import Donating, Installed, Learned, Ready
+from paceline.train.elastic.failpoints import POINTS_OF_CHILDREN, POINTS_OF_RECEIVERS, POINTS_OF_SENDERS
+from paceline.train.elastic.protocol import CaughtUp, Installed, Ready, TransferReady
 
 EPOCHS = 8
-LEARNER = "0.1.1"
-DEATH = "0.1.0:round.computed@2=kill"  # of the worker that the learner replaces
+RECEIVER = "0.1.1"
+DEATH = "0.1.0:round.computed@2=kill"  # of the worker that the receiver replaces
 
 
 def run(*failpoints: str, workers: int = 3, **options: object) -> Outcome:
@@ -49,7 +49,7 @@ def said(outcome: Outcome, kind: type, worker: str) -> list[Any]:
     return [what for _, who, what in outcome.heard if isinstance(what, kind) and who == worker]
 
 
-def gave_up_learning(outcome: Outcome, worker: str = LEARNER) -> bool:
+def gave_up_learning(outcome: Outcome, worker: str = RECEIVER) -> bool:
     return any(not each.learns for each in said(outcome, Ready, worker))
 
 
@@ -57,20 +57,20 @@ def gave_up_learning(outcome: Outcome, worker: str = LEARNER) -> bool:
 def test_a_learner_follows_the_others_and_takes_part(adapts: bool) -> None:
     outcome = run(adapts=adapts)
     result = require_whole(outcome)
-    assert set(outcome.results) == {"0.0.0", "0.2.0", LEARNER}
-    (donated,) = said(outcome, Donating, "0.0.0")
-    assert said(outcome, Learned, LEARNER)
-    (entered,) = said(outcome, Installed, LEARNER)
+    assert set(outcome.results) == {"0.0.0", "0.2.0", RECEIVER}
+    (donated,) = said(outcome, TransferReady, "0.0.0")
+    assert said(outcome, CaughtUp, RECEIVER)
+    (entered,) = said(outcome, Installed, RECEIVER)
     assert entered.round > donated.round, "the others have gone on meanwhile"
     assert not gave_up_learning(outcome)
-    assert [name for _, names, _ in result["views"][1:] for name in names] == [LEARNER]
+    assert [name for _, names, _ in result["views"][1:] for name in names] == [RECEIVER]
 
 
-@pytest.mark.parametrize("point", [*POINTS_OF_DONORS, *POINTS_OF_CHILDREN])
+@pytest.mark.parametrize("point", [*POINTS_OF_SENDERS, *POINTS_OF_CHILDREN])
 def test_a_donor_of_the_usual_loop_may_be_killed(point: str) -> None:
     outcome = run(f"0.0.0:{point}@1=kill")
     require_whole(outcome)
-    if point in POINTS_OF_DONORS:
+    if point in POINTS_OF_SENDERS:
         assert outcome.ended["0.0.0"] == -9, f"{point} was never reached"
 
 
@@ -80,19 +80,19 @@ def test_both_donors_of_the_usual_loop_may_be_killed() -> None:
     assert outcome.ended["0.0.0"] == outcome.ended["0.2.0"] == -9
 
 
-@pytest.mark.parametrize("point", [*POINTS_OF_LEARNERS, "view.formed", "state.loaded", "view.agreed"])
+@pytest.mark.parametrize("point", [*POINTS_OF_RECEIVERS, "view.formed", "state.loaded", "view.agreed"])
 def test_a_learner_of_the_usual_loop_may_be_killed(point: str) -> None:
-    outcome = run(f"{LEARNER}:{point}@1=kill")
+    outcome = run(f"{RECEIVER}:{point}@1=kill")
     require_whole(outcome)
-    assert outcome.ended[LEARNER] == -9, f"{point} was never reached"
+    assert outcome.ended[RECEIVER] == -9, f"{point} was never reached"
 
 
 @pytest.mark.parametrize("point", ["view.formed", "state.loaded", "view.agreed"])
 def test_one_that_is_left_out_goes_on_following(point: str) -> None:
-    outcome = run(f"{LEARNER}:{point}@1=lose")
+    outcome = run(f"{RECEIVER}:{point}@1=lose")
     require_whole(outcome)
-    assert outcome.ended[LEARNER] == 0
-    assert said(outcome, Installed, LEARNER)
+    assert outcome.ended[RECEIVER] == 0
+    assert said(outcome, Installed, RECEIVER)
     assert not gave_up_learning(outcome)
 
 
@@ -102,11 +102,11 @@ def test_steps_that_cannot_be_followed_are_noticed(meddles: str) -> None:
     require_whole(outcome)
     if meddles == "closure":  # otherwise it may be noticed only when it enters the view
         assert gave_up_learning(outcome)
-    assert set(outcome.results) == {"0.0.0", "0.2.0", LEARNER}
-    assert said(outcome, Installed, LEARNER), "it was given the whole state"
+    assert set(outcome.results) == {"0.0.0", "0.2.0", RECEIVER}
+    assert said(outcome, Installed, RECEIVER), "it was given the whole state"
 
 
 def test_a_member_of_the_usual_loop_may_die_meanwhile() -> None:
-    outcome = run(f"{LEARNER}:join.chunk@1=delay", "0.3.0:round.computed@9=kill", workers=4)
+    outcome = run(f"{RECEIVER}:join.chunk@1=delay", "0.3.0:round.computed@9=kill", workers=4)
     require_whole(outcome)
-    assert said(outcome, Installed, LEARNER)
+    assert said(outcome, Installed, RECEIVER)

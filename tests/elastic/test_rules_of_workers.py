@@ -11,7 +11,7 @@ import pytest
 from elastic_job import Job, Outcome
 from elastic_mutations import RULES, run_without
 
-from paceline.elastic.messages import Broken, Installed
+from paceline.train.elastic.protocol import Broken, Installed
 
 POLICY = {"gather_s": 0.02, "start_patience_s": 20.0}
 

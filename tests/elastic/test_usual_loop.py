@@ -14,7 +14,7 @@ from elastic_job import Outcome
 from elastic_usual import BATCH, RATE, SAMPLES
 from torch import nn
 
-from paceline.elastic.failpoints import POINTS, POINTS_OF_MEANS
+from paceline.train.elastic.failpoints import POINTS, POINTS_OF_DDP_LOOPS
 
 WORKERS = ("0.0.0", "0.1.0", "0.2.0")
 EPOCHS = 2
@@ -24,7 +24,7 @@ RARE = {"result.taken"}
 PAIRS = [(late, worker) for late in WORKERS for worker in WORKERS]
 ALL_PAIRS = pytest.param(PAIRS, marks=pytest.mark.soak, id="all")
 SOME_PAIRS = pytest.param([pair for pair in PAIRS if pair[0] <= pair[1]], id="some")
-SWEPT = [point for point in (*POINTS, *POINTS_OF_MEANS) if point not in RARE]
+SWEPT = [point for point in (*POINTS, *POINTS_OF_DDP_LOOPS) if point not in RARE]
 
 
 def run(

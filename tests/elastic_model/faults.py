@@ -6,9 +6,8 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from elastic_model.members import NO_STATE, Member, Site, Violation
-from paceline.elastic.coordinator import Coordinator
-from paceline.elastic.messages import View
-from paceline.elastic.orders import End
+from paceline.train.elastic.coordinator.coordinator import Coordinator
+from paceline.train.elastic.protocol import EndOrder, View
 
 if TYPE_CHECKING:
     from elastic_model.world import World
@@ -206,7 +205,7 @@ def check_view(world: World, view: View) -> None:
         raise Violation(f"{here} go on without the majority of {left} in {view}; {world.story()}")
 
 
-def check_end(world: World, end: End) -> None:
+def check_end(world: World, end: EndOrder) -> None:
     """Checks that the job ended as it should."""
     finished = [each for each in world.members.values() if each.has_finished]
     if end.code == 0:

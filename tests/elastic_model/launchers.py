@@ -7,12 +7,31 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_model.faults import current_of, fenced
 from elastic_model.members import Site
-from paceline.elastic.account import Account
-from paceline.elastic.coordinator import Coordinator
-from paceline.elastic.election import Answer, Candidacy, Deserted, GiveUp, Loss, Pause, Seeker, Try, knowledge_of
-from paceline.elastic.knowledge import next_term
-from paceline.elastic.messages import View
-from paceline.elastic.orders import Begin, End, Fence, HandOver, Know, Order, StopReplacing, Tell
+from paceline.operate.launch.elastic.machine_log import MachineState
+from paceline.train.elastic.coordinator.coordinator import Coordinator
+from paceline.train.elastic.coordinator.election import (
+    Candidacy,
+    ConnectionLoss,
+    ContactResult,
+    CoordinatorSearch,
+    GiveUp,
+    JobDeserted,
+    Pause,
+    TryMachine,
+    merge_reports,
+)
+from paceline.train.elastic.protocol import (
+    CloseSlotsOrder,
+    CoordinatorOrder,
+    EndOrder,
+    FenceStalledOrder,
+    HandoverOrder,
+    ReplicateOrder,
+    SendOrder,
+    StartOrder,
+    View,
+    next_term,
+)
 
 if TYPE_CHECKING:
     from elastic_model.realm import Realm
@@ -40,11 +59,11 @@ class Launcher:
 
     realm: Realm
     site: Site
-    account: Account
-    seeker: Seeker
+    account: MachineState
+    seeker: CoordinatorSearch
     link: Link | None = None  # to whom it follows
     is_dead: bool = False
-    end: End | None = None
+    end: EndOrder | None = None
     coordinator: Coordinator | None = None
     candidacy: Candidacy | None = None
     followers: dict[int, Link] = field(default_factory=dict)
@@ -74,34 +93,34 @@ class Launcher:
         if self.link is not None:
             self.realm.send_up(self.link, kind, args)
 
-    def hears(self, link: Link, order: Order) -> None:
+    def hears(self, link: Link, order: CoordinatorOrder) -> None:
         """An order comes; only whom it follows has something to say."""
         if self.link is not link or not self.lives:
             return
-        if type(order) is Know:
+        if type(order) is ReplicateOrder:
             self.account.learns(order.knowledge)
             self.seeker.found()
             link.leads = True
             if order.knowledge.views:
                 self.realm.send_up(link, "knows", (order.knowledge.views[-1].generation,))
-        elif type(order) is Tell:
+        elif type(order) is SendOrder:
             if type(order.message) is View:
                 self.account.passes_on(order.message)
             member = self.realm.members[order.uid]
             self.realm.later(0.001, None, self.realm.told, member, 0, order.message)
-        elif type(order) is Begin:
+        elif type(order) is StartOrder:
             self.realm.begins(self.site)
-        elif type(order) is Fence:
+        elif type(order) is FenceStalledOrder:
             leader = link.leader.coordinator
             fenced(self.realm.members[order.uid], current_of(leader) if leader is not None else ())
-        elif type(order) is StopReplacing:
+        elif type(order) is CloseSlotsOrder:
             self.site.replaces = False
-        elif type(order) is HandOver:
+        elif type(order) is HandoverOrder:
             self.link, link.is_open_below = None, False
             self.realm.send_up(link, "away", ())
             self.seeker.handed_over(order.to, self.realm.now_s)
             self.seek()
-        elif type(order) is End:
+        elif type(order) is EndOrder:
             self.realm.launcher_over(self, order)
 
     def leaves(self) -> None:
@@ -115,18 +134,18 @@ class Launcher:
             if member.site is self.site:
                 member.asked_to_leave()
 
-    def lost(self, link: Link, loss: Loss) -> None:
+    def lost(self, link: Link, loss: ConnectionLoss) -> None:
         """The connection to whom it follows is at its end."""
         if self.link is not link or not self.lives:
             return
         self.link = None
         link.is_open_below = False
-        if not link.leads and loss in (Loss.ENDED, Loss.RESET):
-            loss = Loss.SILENT  # it may have passed on to its workers what this launcher does not know
+        if not link.leads and loss in (ConnectionLoss.ENDED, ConnectionLoss.RESET):
+            loss = ConnectionLoss.SILENT  # it may have passed on to its workers what this launcher does not know
         was_seeking = self.seeker.is_seeking
         self.seeker.lost(link.leader.number, loss, self.realm.now_s)
         if not self.account.knowledge.views and not was_seeking:
-            self.realm.launcher_over(self, End(1, "lost before the first view"))
+            self.realm.launcher_over(self, EndOrder(1, "lost before the first view"))
             return
         self.realm.after(0.0, None, self.seek)
 
@@ -138,17 +157,17 @@ class Launcher:
         peers = [peer.number for peer in known.peers if peer.number not in known.ended]
         match self.seeker.next(peers, self.realm.now_s, is_done=self.account.is_done):
             case GiveUp():
-                self.realm.launcher_over(self, End(1, "nobody coordinates"))
-            case Deserted():
+                self.realm.launcher_over(self, EndOrder(1, "nobody coordinates"))
+            case JobDeserted():
                 self.realm.deserted(self)
             case Pause(for_s):
                 self.realm.after(for_s, None, self.seek)
-            case Try(number, stand_s):
+            case TryMachine(number, stand_s):
                 if number == self.number and self.coordinator is None:
                     self.stand(stand_s)
                 self.realm.dial(self, number)
 
-    def answered(self, number: int, answer: Answer, elsewhere: int | None = None) -> None:
+    def answered(self, number: int, answer: ContactResult, elsewhere: int | None = None) -> None:
         """A try has failed."""
         if self.lives and self.link is None:
             if self.seeker.tried(number, answer, elsewhere):
@@ -180,7 +199,7 @@ class Launcher:
         assert self.candidacy is not None
         reports = list(self.candidacy.reports.values())
         self.candidacy = None
-        realm, known = self.realm, knowledge_of(reports)
+        realm, known = self.realm, merge_reports(reports)
         term = next_term(known.term, self.number)
         realm.elected(self, term)
         policy, home = realm.policy, str(self.number)
@@ -191,15 +210,17 @@ class Launcher:
         for link, kind, args in waiting:
             self.takes(link, kind, args)
 
-    def joins(self, follower: Launcher) -> tuple[Answer, int | None]:
+    def joins(self, follower: Launcher) -> tuple[ContactResult, int | None]:
         """Another launcher asks to follow this one."""
         retirement = self.coordinator.retirement if self.coordinator is not None else None
         if retirement is not None and retirement.has_resigned:
             assert retirement.successor is not None
-            return Answer.ELSEWHERE, int(retirement.successor.name)
+            return ContactResult.ELSEWHERE, int(retirement.successor.name)
         if self.coordinator is None and self.candidacy is None:
             leader = self.link.leader.number if self.link is not None else None
-            return (Answer.SEEKING if leader is None or self.seeker.is_seeking else Answer.ELSEWHERE), leader
+            return (
+                ContactResult.SEEKING if leader is None or self.seeker.is_seeking else ContactResult.ELSEWHERE
+            ), leader
         before = self.followers.get(follower.number)
         if before is not None:
             before.is_open_above = False
@@ -213,7 +234,7 @@ class Launcher:
             self.candidacy.follows(follower.account.report(), now_s)
             self.realm.after(0.0, None, self.consider, self.candidacies)
         assert link is follower.link
-        return Answer.FOLLOWED, None
+        return ContactResult.FOLLOWED, None
 
     def takes(self, link: Link, kind: str, args: tuple[Any, ...]) -> None:
         """A follower's report comes."""
@@ -262,20 +283,22 @@ class Launcher:
         followers, self.followers = list(self.followers.values()), {}
         for link in followers:
             link.is_open_above = False
-            self.realm.send_down(link, Loss.DROPPED)
+            self.realm.send_down(link, ConnectionLoss.DROPPED)
 
-    def obey(self, orders: list[Order]) -> None:
+    def obey(self, orders: list[CoordinatorOrder]) -> None:
         """Sends the coordinator's orders out."""
         realm = self.realm
         for order in orders:
             realm.ordered(self, order)
-            if isinstance(order, End):
+            if isinstance(order, EndOrder):
                 for link in list(self.followers.values()):
                     realm.send_down(link, order)
-            elif isinstance(order, HandOver) and int(order.machine) == self.number:
+            elif isinstance(order, HandoverOrder) and int(order.machine) == self.number:
                 realm.hands_over(self)
                 return
-            elif isinstance(order, (Tell, Know, Begin, HandOver, Fence, StopReplacing)):
+            elif isinstance(
+                order, (SendOrder, ReplicateOrder, StartOrder, HandoverOrder, FenceStalledOrder, CloseSlotsOrder)
+            ):
                 link = self.followers.get(int(order.machine))
                 if link is not None:
                     realm.send_down(link, order)

@@ -9,23 +9,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.elastic.messages import (
+from paceline.operate.launch.elastic.machine_log import ReplayableMessages
+from paceline.train.elastic.protocol import (
     Broken,
     Dismissed,
-    Finished,
     Installed,
-    Learn,
     Leaving,
-    Lesson,
+    LoopFinished,
     Ready,
+    StateTransfer,
     ToWorker,
+    TransferOffer,
     View,
-    Wait,
+    WaitNotice,
 )
-from paceline.elastic.standing import Standing
 
 if TYPE_CHECKING:
-    from elastic_model.learners import Log
+    from elastic_model.receivers import Log
     from elastic_model.world import World
 
 NO_STATE = -1
@@ -57,7 +57,7 @@ class Group:
             return
         self.top = max(each.round for each in self.arrived.values())
         for each in self.arrived.values():
-            if each.is_learner and each.round != self.top:
+            if each.is_receiver and each.round != self.top:
                 raise Violation(f"{each.uid} comes in with round {each.round}, and the others have {self.top}")
         self.is_inside = any(each.is_inside and each.round == self.top for each in self.arrived.values())
         for each in self.arrived.values():
@@ -115,8 +115,8 @@ class Member:
 
     __slots__ = (
         *("backlog", "code", "coming", "digest", "group", "has_finished", "heard", "is_frozen", "is_leaving"),
-        *("is_inside", "is_learner", "known", "lag", "last_down_s", "last_up_s", "latest", "latest_lesson", "learner"),
-        *("lessons", "logs", "number", "round", "site", "slot", "standing", "state", "uid", "was_stalled", "world"),
+        *("is_inside", "is_receiver", "known", "lag", "last_down_s", "last_up_s", "latest", "latest_transfer", "receiver"),
+        *("transfers", "logs", "number", "round", "site", "slot", "standing", "state", "uid", "was_stalled", "world"),
     )  # fmt: skip
 
     def __init__(self, world: World, number: int, site: Site, slot: int) -> None:
@@ -125,14 +125,14 @@ class Member:
         self.state = "boot"  # boot, ready, learning, following, called, forming, working, idle, broken, done, dead
         self.round, self.digest = NO_STATE, 0
         self.group: Group | None = None
-        self.heard = 0  # the largest number of a view or lesson heard of
+        self.heard = 0  # the largest number of a view or transfer heard of
         self.coming = 0  # the number of a planned view whose connections this worker makes beforehand
         self.latest: View | None = None
         self.known: list[View] = []
-        self.is_learner = False  # it has learned the state, and is in no view yet
-        self.learner = world.learner(self)
-        self.latest_lesson = 0
-        self.lessons: list[Lesson] = []  # which it has to begin
+        self.is_receiver = False  # it has learned the state, and is in no view yet
+        self.receiver = world.receiver(self)
+        self.latest_transfer = 0
+        self.transfers: list[StateTransfer] = []  # which it has to begin
         self.logs: dict[int, Log] = {}
         self.is_inside = False  # it has begun the batch whose first round comes next
         self.code = 0
@@ -140,7 +140,7 @@ class Member:
         self.backlog: list[tuple[object, tuple[object, ...]]] = []
         self.lag = 1.0
         self.last_up_s = self.last_down_s = 0.0
-        self.standing = Standing()
+        self.standing = ReplayableMessages()
 
     def booted(self) -> None:
         """The script has come to its loop."""
@@ -150,16 +150,16 @@ class Member:
 
     def hear(self, message: ToWorker) -> None:
         """A message from the coordinator."""
-        if self.state in ("dead", "done", "boot") or isinstance(message, Wait):
+        if self.state in ("dead", "done", "boot") or isinstance(message, WaitNotice):
             return
         if isinstance(message, Dismissed):
             self.exit(message.code)
             return
-        if isinstance(message, Lesson):
-            self.world.hear_lesson(self, message)
+        if isinstance(message, StateTransfer):
+            self.world.receive_transfer(self, message)
             return
-        if isinstance(message, Learn):
-            self.learner.offered(message)
+        if isinstance(message, TransferOffer):
+            self.receiver.offered(message)
             return
         if self.latest is not None and message.generation <= self.latest.generation:
             return
@@ -171,14 +171,14 @@ class Member:
         if self.state in ("following", "called"):
             if not self.world.waits_for_the_log and self.uid in message.members:
                 self.enter(message)
-            self.learner.come_in()
+            self.receiver.come_in()
         elif self.uid in message.members:
-            if self.is_learner and self.state == "forming":
+            if self.is_receiver and self.state == "forming":
                 if self.group is not None and not message.is_planned:
                     self.broke(self.group, "there is a later view")
             elif not message.is_planned or self.state in ("ready", "idle") or self.round == NO_STATE:
                 self.enter(message)
-        elif self.is_learner:
+        elif self.is_receiver:
             if self.group is not None and not message.is_planned:
                 self.broke(self.group, "there is a later view")
         elif self.is_leaving:
@@ -192,8 +192,8 @@ class Member:
         else:
             self.leave_group()
             self.state, self.round, self.is_inside = "ready", NO_STATE, False
-            self.is_learner, self.logs, self.lessons = False, {}, []
-            self.world.up(self, Ready(self.site.fingerprint, self.world.learns, self.learner.lesson))
+            self.is_receiver, self.logs, self.transfers = False, {}, []
+            self.world.up(self, Ready(self.site.fingerprint, self.world.learns, self.receiver.transfer))
 
     def prepared(self, generation: int) -> None:
         """Has made the connections of a planned view, or does not wait for them any longer."""
@@ -202,7 +202,7 @@ class Member:
 
     @property
     def ready(self) -> int:
-        """The largest number, of the views and lessons heard of, that it can act on at once."""
+        """The largest number, of the views and transfers heard of, that it can act on at once."""
         return self.group.view.generation if self.coming and self.group is not None else self.heard
 
     def enter(self, view: View) -> None:
@@ -256,7 +256,7 @@ class Member:
     def installed(self, group: Group) -> None:
         """All members have the state."""
         if self.group is group and self.state == "forming":
-            self.is_learner = False
+            self.is_receiver = False
             self.world.up(self, Installed(group.view.generation, self.round))
             self.begin_round()
 
@@ -286,7 +286,7 @@ class Member:
             self.state = "done"
             self.has_finished = True
             self.leave_group(is_agreed=True)
-            world.up(self, Finished(round_))
+            world.up(self, LoopFinished(round_))
             world.later(0.2, self, self.exit, 1 if world.chance() < 0.001 else 0)
             return
         self.digest = hash((self.digest, round_))
@@ -298,7 +298,7 @@ class Member:
         if not world.agrees_on_views:
             ready = self.heard
         if at_batch or not world.snapshots_at_batches:
-            world.begin_lessons(self, ready)
+            world.begin_transfers(self, ready)
         if at_batch and (view := self.planned_until(ready, group)) is not None:
             self.follow_to(view)
         else:
@@ -324,8 +324,8 @@ class Member:
         self.leave_group()
         self.state = "broken"
         self.world.up(self, Broken(group.view.generation, self.round, reason))
-        if self.is_learner:
-            self.learner.broke(group.view.generation)
+        if self.is_receiver:
+            self.receiver.broke(group.view.generation)
             return
         if self.is_leaving and self.latest is not None and self.uid not in self.latest.members:
             self.exit(0)

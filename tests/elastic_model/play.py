@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from paceline.elastic.coordinator import Coordinator
-from paceline.elastic.messages import FromWorker, Installed, Ready, View
-from paceline.elastic.orders import End, Orders, Tell
-from paceline.elastic.policy import Policy
-from paceline.elastic.standing import Standing
+from paceline.operate.launch.elastic.machine_log import ReplayableMessages
+from paceline.train.elastic.coordinator.coordinator import Coordinator
+from paceline.train.elastic.coordinator.elastic_job import CoordinatorPolicy
+from paceline.train.elastic.protocol import CoordinatorOrders, EndOrder, FromWorker, Installed, Ready, SendOrder, View
 
 
 @dataclass
 class Play:
     """A job on stage. A worker's name is its machine's and a digit: `a0`, `b1`."""
 
-    policy: Policy = field(default_factory=lambda: Policy(max_machines=3))
+    policy: CoordinatorPolicy = field(default_factory=lambda: CoordinatorPolicy(max_machines=3))
     now_s: float = 0.0
-    orders: Orders = field(default_factory=list)
+    orders: CoordinatorOrders = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.coordinator = Coordinator(self.policy, 0.0)
 
-    def take(self, orders: Orders) -> None:
+    def take(self, orders: CoordinatorOrders) -> None:
         self.orders += orders
 
     def machines(self, **slots: int) -> None:
@@ -49,7 +48,7 @@ class Play:
     def lose(self, machine: str) -> None:
         self.take(self.coordinator.machine_lost(machine, "silence", self.now_s))
 
-    def come_back(self, machine: str, **standings: Standing) -> None:
+    def come_back(self, machine: str, **standings: ReplayableMessages) -> None:
         self.take(self.coordinator.machine_joined(machine, f"host-{machine}", len(standings), self.now_s))
         for uid, standing in standings.items():
             self.take(self.coordinator.worker_started(uid, machine, self.now_s, standing.messages))
@@ -60,28 +59,28 @@ class Play:
         self.take(self.coordinator.tick(self.now_s))
 
     def told(self, uid: str) -> list[object]:
-        return [order.message for order in self.orders if isinstance(order, Tell) and order.uid == uid]
+        return [order.message for order in self.orders if isinstance(order, SendOrder) and order.uid == uid]
 
     def view(self) -> View:
         """Returns the view that was told last, after checking that all its members were told."""
-        view = next(order.message for order in reversed(self.orders) if isinstance(order, Tell) and is_view(order))
+        view = next(order.message for order in reversed(self.orders) if isinstance(order, SendOrder) and is_view(order))
         assert isinstance(view, View)
         assert all(view in self.told(uid) for uid in view.members)
         return view
 
-    def end(self) -> End:
+    def end(self) -> EndOrder:
         last = self.orders[-1]
-        assert isinstance(last, End), last
+        assert isinstance(last, EndOrder), last
         return last
 
 
-def is_view(order: Tell) -> bool:
+def is_view(order: SendOrder) -> bool:
     return isinstance(order.message, View)
 
 
 def running(*uids: str, **rest: object) -> Play:
     """Returns a job whose first view has been entered by these workers."""
-    play = Play(Policy(max_machines=3, **rest))
+    play = Play(CoordinatorPolicy(max_machines=3, **rest))
     slots: dict[str, int] = {}
     for uid in uids:
         slots[uid[0]] = slots.get(uid[0], 0) + 1

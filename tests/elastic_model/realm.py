@@ -13,12 +13,11 @@ from elastic_model.faults import freeze
 from elastic_model.launchers import SEEKS_S, Launcher, Link
 from elastic_model.members import NO_STATE, Group, Member, Site, Violation
 from elastic_model.world import World
-from paceline.elastic.account import Account
-from paceline.elastic.coordinator import Coordinator
-from paceline.elastic.election import Answer, Loss, Seeker
-from paceline.elastic.messages import FromWorker, View
-from paceline.elastic.orders import End, Order, Say, Tell
-from paceline.elastic.policy import Policy
+from paceline.operate.launch.elastic.machine_log import MachineState
+from paceline.train.elastic.coordinator.coordinator import Coordinator
+from paceline.train.elastic.coordinator.elastic_job import CoordinatorPolicy
+from paceline.train.elastic.coordinator.election import ConnectionLoss, ContactResult, CoordinatorSearch
+from paceline.train.elastic.protocol import CoordinatorOrder, EndOrder, FromWorker, NotifyOrder, SendOrder, View
 
 SILENT_S = 2.0
 CALL_S, QUIET_S, QUIET_SINCE_A_CALL_S = 0.25, 2.0, 5.0  # of a launcher that was started again where the machines meet
@@ -27,7 +26,7 @@ FAULTS = (
     *("crash coordinator", "crash coordinator", "crash", "power", "reset links", "reset links", "shrink"),
     *("freeze machine", "split at view", "split at view", "leave coordinator", "leave coordinator"),
 )  # fmt: skip
-HANDED_OVER = End(0, "handed over")
+HANDED_OVER = EndOrder(0, "handed over")
 LASTING = {"power", "crash", "crash coordinator", "restart"}
 TEARING = {
     "cut",
@@ -86,7 +85,7 @@ class Realm(World):
         self.sites.clear()
         slots = slots or [random.choice((1, 1, 2)) for _ in range(random.choice((2, 3, 3, 4, 5)))]
         self.rounds = rounds or random.randint(2, 8) * self.batch
-        self.policy = Policy(
+        self.policy = CoordinatorPolicy(
             min_workers=random.randint(1, max(1, sum(slots) // 2)),
             max_machines=9,
             start_patience_s=1.0,
@@ -104,8 +103,8 @@ class Realm(World):
         for at, count in enumerate(slots):
             site = Site(str(at), count, 6)
             self.sites[site.name] = site
-            seeker = Seeker(at, SEEKS_S, self.chance)
-            self.launchers[at] = Launcher(self, site, Account(f"host-{at}", count, at, 2 * at), seeker)
+            seeker = CoordinatorSearch(at, SEEKS_S, self.chance)
+            self.launchers[at] = Launcher(self, site, MachineState(f"host-{at}", count, at, 2 * at), seeker)
         self.first = first = self.launchers[random.randrange(len(slots))]
         home = str(first.number)
         first.coordinator = Coordinator(self.policy, 0.0, 1, home=home, store=home)
@@ -129,7 +128,7 @@ class Realm(World):
         """A launcher joins the job where it is coordinated."""
         site = launcher.site
         if first.coordinator is None or not first.lives or not self.reach(first.site, site):
-            self.launcher_over(launcher, End(1, "no meeting"))
+            self.launcher_over(launcher, EndOrder(1, "no meeting"))
             return
         link = launcher.link = first.followers[launcher.number] = Link(launcher, first)
         assert link is not None
@@ -154,8 +153,10 @@ class Realm(World):
             number = len(self.launchers)
             site.name = str(number)
             self.sites[site.name] = site
-            account = Account(f"host-{number}", site.slots, number, 2 * number)
-            self.meets_at = self.launchers[number] = Launcher(self, site, account, Seeker(number, SEEKS_S, self.chance))
+            account = MachineState(f"host-{number}", site.slots, number, 2 * number)
+            self.meets_at = self.launchers[number] = Launcher(
+                self, site, account, CoordinatorSearch(number, SEEKS_S, self.chance)
+            )
             self.joined_again += 1
             self.comes(self.meets_at, leader)
             return
@@ -237,17 +238,17 @@ class Realm(World):
         else:
             link.leader.takes(link, kind, args)
 
-    def send_down(self, link: Link, order: Order | Loss) -> None:
+    def send_down(self, link: Link, order: CoordinatorOrder | ConnectionLoss) -> None:
         link.down_s = max(link.down_s, self.now_s + 0.01 * self.slowness * self.chance())
         self.at(link.down_s, None, self.arrives_down, link, order)
 
-    def arrives_down(self, link: Link, order: Order | Loss) -> None:
+    def arrives_down(self, link: Link, order: CoordinatorOrder | ConnectionLoss) -> None:
         if not link.is_open_below or not link.follower.lives:
             return
         if not self.reach(link.follower.site, link.leader.site):
             link.down_s = max(link.down_s, self.now_s + 0.1)
             self.at(self.now_s + 0.1, None, self.arrives_down, link, order)
-        elif isinstance(order, Loss):
+        elif isinstance(order, ConnectionLoss):
             link.follower.lost(link, order)
         else:
             link.follower.hears(link, order)
@@ -257,7 +258,7 @@ class Realm(World):
         if other is launcher:
             self.dialled(launcher, number)
         elif not self.reach(launcher.site, other.site):
-            self.after(0.3, None, launcher.answered, number, Answer.SILENT)
+            self.after(0.3, None, launcher.answered, number, ContactResult.SILENT)
         else:
             self.later(0.01, None, self.dialled, launcher, number)
 
@@ -267,12 +268,12 @@ class Realm(World):
         if not launcher.lives or launcher.link is not None:
             return
         if not self.reach(launcher.site, other.site):
-            self.after(0.3, None, launcher.answered, number, Answer.SILENT)
+            self.after(0.3, None, launcher.answered, number, ContactResult.SILENT)
         elif not other.lives:
-            self.later(0.01, None, launcher.answered, number, Answer.ENDED)
+            self.later(0.01, None, launcher.answered, number, ContactResult.ENDED)
         else:
             answer, elsewhere = other.joins(launcher)
-            if answer is Answer.FOLLOWED:
+            if answer is ContactResult.FOLLOWED:
                 launcher.seeker.tried(number, answer)
             else:
                 self.later(0.01, None, launcher.answered, number, answer, elsewhere)
@@ -302,9 +303,9 @@ class Realm(World):
     def told(self, member: Member, _: int, message: object) -> None:
         super().told(member, member.site.cuts, message)
 
-    def ordered(self, launcher: Launcher, order: Order) -> None:
+    def ordered(self, launcher: Launcher, order: CoordinatorOrder) -> None:
         """A coordinator has given an order."""
-        if type(order) is Tell and type(order.message) is View:
+        if type(order) is SendOrder and type(order.message) is View:
             view = order.message
             if self.views.setdefault(view.generation, view) != view:
                 raise Violation(f"two views have the number {view.generation}: {self.story()}")
@@ -314,7 +315,7 @@ class Realm(World):
                 self.splits_at_view = False
                 others = [each.site for each in self.launchers.values() if each is not launcher]
                 self.cut([(launcher.site, each) for each in others], 2)
-        if self.log is not None and isinstance(order, (Say, Tell, End)):
+        if self.log is not None and isinstance(order, (NotifyOrder, SendOrder, EndOrder)):
             self.log.append(f"{self.now_s:9.4f} {launcher.number:8} ORDERS {order}")
 
     def elected(self, launcher: Launcher, term: int) -> None:
@@ -343,9 +344,9 @@ class Realm(World):
         if not launcher.account.is_done and any(each.lives for each in self.launchers.values() if each is not launcher):
             raise Violation(f"{launcher.number} thinks that all others have ended; {self.story()}")
         done = launcher.account.has_finished
-        self.launcher_over(launcher, End(0) if done else End(1, "nobody listens any more"))
+        self.launcher_over(launcher, EndOrder(0) if done else EndOrder(1, "nobody listens any more"))
 
-    def launcher_over(self, launcher: Launcher, end: End) -> None:
+    def launcher_over(self, launcher: Launcher, end: EndOrder) -> None:
         """A launcher ends, and its workers with it."""
         if launcher.end is None:
             launcher.end = end
@@ -357,7 +358,7 @@ class Realm(World):
                 member.state, member.code = "dead", -9
                 member.leave_group()
         for link in launcher.followers.values():
-            self.send_down(link, Loss.ENDED)
+            self.send_down(link, ConnectionLoss.ENDED)
         if launcher.link is not None:
             self.send_up(launcher.link, "end", ())
 
@@ -433,7 +434,7 @@ class Realm(World):
         """A connection is forgotten between its ends; what is on its way is lost."""
         link.is_open_below = False
         self.later(0.05, None, link.leader.drops, link, "reset")
-        self.later(0.05, None, link.follower.lost, link, Loss.RESET)
+        self.later(0.05, None, link.follower.lost, link, ConnectionLoss.RESET)
 
     def cut(self, pairs: list[tuple[Site, Site]], level: int) -> None:
         for_s = self.random.choice((0.3, 1.0, 4.0, 20.0))
@@ -461,10 +462,10 @@ class Realm(World):
         if self.reach(link.follower.site, link.leader.site):
             return
         if not is_above:
-            link.follower.lost(link, Loss.SILENT)
+            link.follower.lost(link, ConnectionLoss.SILENT)
         elif link.leader.lives and link.is_open_above:
             link.leader.drops(link, "silence")
-            self.send_down(link, Loss.DROPPED)
+            self.send_down(link, ConnectionLoss.DROPPED)
 
     # Ends.
 

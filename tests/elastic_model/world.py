@@ -16,12 +16,22 @@ from heapq import heapify, heappop, heappush
 from random import Random
 
 from elastic_model.faults import GENTLE, KINDS, check_end, check_view, current_of, fenced, strike
-from elastic_model.learners import Learner, begin_lessons, hear_lesson, log_all
 from elastic_model.members import NO_STATE, Group, Member, Site, Violation
-from paceline.elastic.coordinator import Coordinator
-from paceline.elastic.messages import Broken, FromWorker, View
-from paceline.elastic.orders import Begin, End, Fence, Order, Say, StopReplacing, Tell
-from paceline.elastic.policy import Policy
+from elastic_model.receivers import Learner, begin_transfers, log_all, receive_transfer
+from paceline.train.elastic.coordinator.coordinator import Coordinator
+from paceline.train.elastic.coordinator.elastic_job import CoordinatorPolicy
+from paceline.train.elastic.protocol import (
+    Broken,
+    CloseSlotsOrder,
+    CoordinatorOrder,
+    EndOrder,
+    FenceStalledOrder,
+    FromWorker,
+    NotifyOrder,
+    SendOrder,
+    StartOrder,
+    View,
+)
 
 LONGEST_S = 5000.0
 MOST_EVENTS = 20_000
@@ -31,8 +41,8 @@ class World:
     """One schedule."""
 
     agrees_on_views = True  # mutation: without it, each worker enters a planned view when it has heard of it itself
-    waits_for_the_log = True  # mutation: without it, a learner enters a planned view when it has heard of it
-    snapshots_at_batches = True  # mutation: without it, donors take snapshots in the middle of batches too
+    waits_for_the_log = True  # mutation: without it, a receiver enters a planned view when it has heard of it
+    snapshots_at_batches = True  # mutation: without it, senders take snapshots in the middle of batches too
     drains = True  # mutation: without it, a death is reported before what the worker said last
 
     def __init__(self, seed: int, sites: int | None = None, faults: Sequence[tuple[int, str]] | None = None) -> None:
@@ -59,7 +69,7 @@ class World:
         number = sites or random.choice((1, 1, 2, 3))
         slots = [random.randint(1, 3 if number < 3 else 2) for _ in range(number)]
         min_workers = random.randint(1, max(1, sum(slots) - 1))
-        self.policy = Policy(min_workers=min_workers, max_machines=9, start_patience_s=1.0, hope_s=10.0)
+        self.policy = CoordinatorPolicy(min_workers=min_workers, max_machines=9, start_patience_s=1.0, hope_s=10.0)
         self.coordinator = Coordinator(self.policy, 0.0)
         self.ticking_s: float | None = None
         self.names = 0
@@ -70,7 +80,7 @@ class World:
         self.results: dict[int, int] = {}
         self.last_formed: View | None = None  # the last view that all its members have entered
         self.reported_dead: set[str] = set()
-        self.over: End | None = None
+        self.over: EndOrder | None = None
         self.log: list[str] | None = None
         self.faults = self.some_faults() if faults is None else sorted(faults, reverse=True)
         self.is_calm = not self.is_rude and all(kind in GENTLE for _, kind in self.faults)
@@ -131,12 +141,12 @@ class World:
         replay = f"PYTHONPATH=tests python -m elastic_model {self.seed}"
         return f"{replay}, {self.now_s:.3f} s, {len(self.results)} of {self.rounds} rounds, {states}"
 
-    def learner(self, member: Member) -> Learner:
+    def receiver(self, member: Member) -> Learner:
         """Returns what makes a member learn."""
         return Learner(self, member)
 
-    hear_lesson = staticmethod(hear_lesson)
-    begin_lessons = staticmethod(begin_lessons)
+    receive_transfer = staticmethod(receive_transfer)
+    begin_transfers = staticmethod(begin_transfers)
     log_all = staticmethod(log_all)
 
     def group(self, view: View) -> Group:
@@ -237,10 +247,10 @@ class World:
         self.report(member, "started")
         self.later(0.4, member, member.booted)
 
-    def obey(self, orders: list[Order]) -> None:
+    def obey(self, orders: list[CoordinatorOrder]) -> None:
         """Carries out the coordinator's orders."""
         for order in orders:
-            if type(order) is Tell:
+            if type(order) is SendOrder:
                 member, message = self.members[order.uid], order.message
                 if type(message) is View:
                     check_view(self, message)
@@ -249,21 +259,21 @@ class World:
                     when_s = max(member.last_down_s, self.now_s + 0.02 * self.slowness * self.chance())
                     member.last_down_s = when_s
                     self.at(when_s, None, self.told, member, site.cuts, message)
-            elif type(order) is Begin:
+            elif type(order) is StartOrder:
                 site = self.sites[order.machine]
                 if not site.has_begun:
                     site.has_begun = True
                     for slot in range(site.slots):
                         self.later(0.1, None, self.starts, site, slot)
-            elif type(order) is StopReplacing:
+            elif type(order) is CloseSlotsOrder:
                 self.sites[order.machine].replaces = False
-            elif type(order) is Fence:
+            elif type(order) is FenceStalledOrder:
                 member = self.members[order.uid]
                 if not member.site.is_cut:
                     self.later(0.02 * self.slowness, None, self.fenced, member, member.site.cuts)
-            elif type(order) is End:
+            elif type(order) is EndOrder:
                 self.over = order
-            elif self.log is not None and type(order) is Say:
+            elif self.log is not None and type(order) is NotifyOrder:
                 self.log.append(f"{self.now_s:9.4f} SAY {order.text}")
         due_s = self.coordinator.deadline_s
         if due_s is not None and due_s != self.ticking_s:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import paceline as dist
-from paceline.engine.failures import Code
+from paceline.comm.engine.failures import OutcomeCode
 
 _TIMEOUT = timedelta(seconds=0.7)
 
@@ -49,10 +49,10 @@ def different_calls(group: dist.ProcessGroup) -> None:
 
 
 def the_ranks_abort(group: dist.ProcessGroup) -> None:
-    assert group.failure() is Code.OK
+    assert group.failure() is OutcomeCode.OK
     dist.barrier(group=group)
     group.abort()
-    assert group.failure() is Code.ABORTED
+    assert group.failure() is OutcomeCode.ABORTED
     with pytest.raises(dist.GroupAbortedError, match=r"all_reduce.* aborted the group"):
         dist.all_reduce(torch.ones(3), group=group)
     work = dist.all_reduce(torch.ones(3), group=group, async_op=True)

@@ -20,7 +20,7 @@ from forking import context
 
 from hosts.namespaces import enter_network
 from hosts.wire import VNET_HEADER, Conditions, Wire
-from paceline.parent import die_with_parent
+from paceline.linux import die_with_parent
 
 _TUNSETIFF = 0x400454CA
 _TUNSETOFFLOAD = 0x400454D0

@@ -10,7 +10,7 @@ from values import expected, make
 
 import paceline as dist
 from paceline import ReduceOp
-from paceline.engine.two_level import TwoLevelChannel
+from paceline.comm.engine.two_level import TwoLevelChannel
 
 
 def all_that_passes_the_leaders() -> None:

@@ -197,7 +197,7 @@ def fail_to_meet(how: str) -> Counter[str]:
         def refuse(*_: object, **__: object) -> socket.socket:
             raise OSError("no route")
 
-        from paceline.engine.native import connections
+        from paceline.comm.engine.native import connections
 
         connections._dial = refuse
     algorithm = "ring" if how == "settings" and rank() == 1 else None

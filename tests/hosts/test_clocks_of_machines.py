@@ -8,8 +8,8 @@ from hosts.fixture import skip_where_not_permitted
 from hosts.machines import Machines
 from hosts.network import ipv4
 from hosts.shifting import why_not
-from paceline.observe.reading import read_aligned
-from paceline.observe.runs import read_run
+from paceline.operate.diagnosis.recording_reader import read_aligned
+from paceline.operate.diagnosis.runs import read_run
 
 SHIFT_S = 4321
 JOB = """

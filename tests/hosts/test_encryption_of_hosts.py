@@ -14,7 +14,7 @@ from hosts.capture import Capture
 from hosts.network import ipv4
 from hosts.telling import SOON_S, told_by, world
 from hosts.test_losses_of_hosts import wait_for_the_dead
-from paceline.group.default import own_world
+from paceline.comm.group.default import own_world
 
 TENSOR, MESSAGE, OBJECT = b"bytes-of-a-tensor", b"bytes-of-a-message", b"text-of-an-object"
 NAME, VALUE = b"name-of-a-key", b"value-of-a-key"

@@ -12,7 +12,7 @@ import pytest
 
 import paceline as dist
 from hosts.talking import rank
-from paceline.engine.native import bootstrap, connections, costs, engine
+from paceline.comm.engine.native import bootstrap, connections, cost_measurement, engine
 
 ENDLESS = timedelta(minutes=5)
 AT_ONCE_S = 30.0  # the promise is about a second; the machine may be busy
@@ -64,10 +64,10 @@ def die(*_: object, **__: object) -> None:
 
 INSTANTS: dict[str, Callable[[], None]] = {
     "before it says where it is": lambda: setattr(bootstrap, "host_id", die),
-    "before its host is joined": lambda: setattr(bootstrap, "meet_on_host", die),
+    "before its host is joined": lambda: setattr(bootstrap, "join_host_mesh", die),
     "before it listens to other hosts": lambda: setattr(engine, "own_address", die),
     "before it connects to them": lambda: setattr(connections, "_dial", die),
-    "while costs are measured": lambda: [setattr(costs, name, die) for name in ("measure", "answer")],
+    "while costs are measured": lambda: [setattr(cost_measurement, name, die) for name in ("measure", "answer")],
 }
 
 

@@ -8,11 +8,11 @@ import torch
 
 import paceline as dist
 from hosts.talking import rank
-from paceline.engine.api import KnownCosts
-from paceline.engine.native import costs
-from paceline.group.default import default_world
-from paceline.group.forming import Options, form_apart
-from paceline.schedule.cost import CostModel
+from paceline.comm.engine.api import KnownCosts
+from paceline.comm.engine.native import cost_measurement
+from paceline.comm.group.default import default_world
+from paceline.comm.group.init import GroupOptions, form_apart
+from paceline.comm.schedule.cost_model import CostModel
 
 
 def form_again() -> tuple[list[float], list[CostModel]]:
@@ -25,13 +25,13 @@ def form_again() -> tuple[list[float], list[CostModel]]:
     sums = []
     for number in range(2):
         place = dist.PrefixStore(f"apart/{number}", default.store)
-        world = form_apart(place, rank(), 3, timedelta(seconds=60), Options(costs=known))
+        world = form_apart(place, rank(), 3, timedelta(seconds=60), GroupOptions(costs=known))
         for group in (world.group, default.group):
             total = torch.ones(1)
             group.all_reduce(total)
             sums.append(total.item())
         world.close()
-        costs.measure = refuse
+        cost_measurement.measure = refuse
     dist.barrier()
     dist.destroy_process_group()
     return sums, list(known.models.values())

@@ -12,7 +12,7 @@ from launching import sleep_for_a_while, wait_until
 
 import paceline as dist
 from hosts.talking import await_word, rank, say
-from paceline.engine.native import engine as native
+from paceline.comm.engine.native import engine as native
 
 
 def reduce_until_interrupted(ready: str) -> str:

@@ -14,9 +14,9 @@ import torch
 import paceline as dist
 from hosts.network import ipv4
 from hosts.talking import await_word, rank, say
-from paceline.cli.doctor.listening import listeners_of
-from paceline.one_port.gate import Gate
-from paceline.plugin import one_port
+from paceline.cli.doctor.security import listening_sockets_of
+from paceline.comm.one_port.port_multiplexer import PortMultiplexer
+from paceline.interop import torch_backend
 
 PORT = 29500
 OPEN = "the firewalls are there"
@@ -46,7 +46,7 @@ def reduce_behind_one_port(directory: str) -> list[float]:
         dist.all_reduce(tensor, group=group)
         told.append(tensor[0].item())
     dist.barrier()
-    listening = {each for each in listeners_of([os.getpid()]) if each.kind != "unix"}
+    listening = {each for each in listening_sockets_of([os.getpid()]) if each.kind != "unix"}
     assert {each.port for each in listening} <= {PORT}
     dist.barrier()
     dist.destroy_process_group()
@@ -71,7 +71,7 @@ def reduce_over_the_other_network() -> tuple[float, set[tuple[str, int]]]:
     tensor = torch.ones(10)
     dist.all_reduce(tensor)
     dist.barrier()
-    listening = {(each.address, each.port) for each in listeners_of([os.getpid()]) if each.kind != "unix"}
+    listening = {(each.address, each.port) for each in listening_sockets_of([os.getpid()]) if each.kind != "unix"}
     dist.barrier()
     dist.destroy_process_group()
     return tensor[0].item(), listening
@@ -87,7 +87,7 @@ def test_each_network_of_a_machine_has_the_same_port(hosts):
 
 def fail_to_meet() -> str:
     if rank() > 0:
-        Gate._listen_on = lambda *_: None  # so that connections are refused at once, as some firewalls do
+        PortMultiplexer._listen_on = lambda *_: None  # so that connections are refused at once, as some firewalls do
     with pytest.raises(dist.RendezvousError) as caught:
         dist.init_process_group(port=PORT, timeout=timedelta(seconds=90))
     return str(caught.value)
@@ -110,15 +110,15 @@ def reduce_by_torch(directory: str) -> list[float]:
     await_word(directory, OPEN)
     os.environ["PACELINE_PORT"] = str(PORT)  # in a process that has it from the beginning, `import torch` does the next
     handlers = vars(import_module("torch.distributed.rendezvous"))["_rendezvous_handlers"]
-    one_port.take_over()
-    assert handlers["env"] is one_port.meet
+    torch_backend.replace_env_handler()
+    assert handlers["env"] is torch_backend.env_rendezvous_handler
     told = []
     for _ in range(2):
         torch.distributed.init_process_group("paceline", timeout=timedelta(seconds=90))
         tensor = torch.full((3,), float(torch.distributed.get_rank() + 1))
         torch.distributed.all_reduce(tensor)
         told.append(tensor[0].item())
-        listening = {each for each in listeners_of([os.getpid()]) if each.kind != "unix"}
+        listening = {each for each in listening_sockets_of([os.getpid()]) if each.kind != "unix"}
         assert {each.port for each in listening} <= {PORT}
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()

@@ -18,7 +18,7 @@ from launching import wait_until
 from hosts.fixture import skip_where_not_permitted
 from hosts.machines import Machines
 from hosts.network import ipv4
-from paceline.cli.top.client import Address, picture
+from paceline.cli.top.client import PageAddress, picture
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -50,7 +50,7 @@ for _ in range(5):
 
 
 @contextmanager
-def job_on_two(script: str, *arguments: str, flags: tuple[str, ...] = ()) -> Iterator[tuple[Address, str]]:
+def job_on_two(script: str, *arguments: str, flags: tuple[str, ...] = ()) -> Iterator[tuple[PageAddress, str]]:
     """Runs a script on two machines, one rank each; yields the address of the page, and its Unix socket."""
     skip_where_not_permitted()
     with tempfile.TemporaryDirectory() as directory:
@@ -65,7 +65,7 @@ def job_on_two(script: str, *arguments: str, flags: tuple[str, ...] = ()) -> Ite
             wait_until(lambda: "?token=" in here.said(first, "err"))
             found = re.search(r"\?token=(\w+)", here.said(first, "err"))
             assert found is not None and "?token=" not in here.said(second, "err")
-            yield Address(found[1], path=path), path
+            yield PageAddress(found[1], path=path), path
         finally:
             here.close()
 

@@ -324,7 +324,7 @@ def by_slurm(here: Machines, host: int, *arguments: str):
 
 MEETS = """
 import contextlib
-from paceline.rendezvous.rendezvous import rendezvous
+from paceline.comm.rendezvous.rendezvous import rendezvous
 met = rendezvous(None, None, -1, -1, 100)
 print("met", met.world_size, flush=True)
 if met.rank == 0:

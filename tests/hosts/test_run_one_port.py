@@ -16,7 +16,7 @@ from hosts.machines import Machines
 from hosts.network import ipv4
 from hosts.test_run_handover import TRAINS_ON
 from hosts.test_run_machines import MEETS
-from paceline.cli.doctor.listening import Listener, listeners_of
+from paceline.cli.doctor.security import ListeningSocket, listening_sockets_of
 
 PORT = 29500
 TRAINS = """
@@ -38,9 +38,9 @@ dist.destroy_process_group()
 """
 
 
-def listening_of(here: Machines) -> set[Listener]:
+def listening_of(here: Machines) -> set[ListeningSocket]:
     """Where the processes of the job listen for other machines."""
-    return {each for each in listeners_of(processes_with(here.mark)) if each.kind != "unix"}
+    return {each for each in listening_sockets_of(processes_with(here.mark)) if each.kind != "unix"}
 
 
 def start(here: Machines, host: int, *flags: str) -> subprocess.Popen[str]:
@@ -54,8 +54,8 @@ def test_a_job_needs_one_port_of_each_machine(machines):
     here.script.write_text(TRAINS)
     launchers = [start(here, host, "--security=encrypt") for host in range(2)]
     here.wait(lambda: all((here.directory / f"ready{rank}").exists() for rank in range(2)), 90)
-    assert listening_of(here) == {Listener("tcp", ipv4(host), PORT) for host in range(2)}
-    assert len(here.network.inside[1].run(try_each_way, Listener("tcp", ipv4(0), PORT))) == len(ATTEMPTS)
+    assert listening_of(here) == {ListeningSocket("tcp", ipv4(host), PORT) for host in range(2)}
+    assert len(here.network.inside[1].run(try_each_way, ListeningSocket("tcp", ipv4(0), PORT))) == len(ATTEMPTS)
     here.say("end")
     for launcher in launchers:
         here.expect(launcher, 0)
@@ -147,7 +147,7 @@ def test_an_elastic_job_needs_one_port_of_each_machine(machines):
     words = ("--elastic", "--port", str(PORT), "--nnodes=2", "--rdzv-endpoint", ipv4(0), str(here.script))
     launchers = [here.start(host, *words, str(here.directory)) for host in range(2)]
     here.wait(lambda: len(here.notes("began")) == 2, 90)
-    assert listening_of(here) == {Listener("tcp", ipv4(host), PORT) for host in range(2)}
+    assert listening_of(here) == {ListeningSocket("tcp", ipv4(host), PORT) for host in range(2)}
     os.kill(int(here.notes("began")[0]), signal.SIGKILL)
     here.wait(lambda: here.notes("learned") != [], 90)
     assert not any(launcher.poll() for launcher in launchers)

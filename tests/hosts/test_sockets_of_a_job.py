@@ -13,7 +13,7 @@ from listeners import ATTEMPTS, try_each_way
 from hosts.fixture import skip_where_not_permitted
 from hosts.machines import Machines
 from hosts.network import ipv4
-from paceline.cli.doctor.listening import Listener, listeners_of
+from paceline.cli.doctor.security import ListeningSocket, listening_sockets_of
 
 __all__ = ["script"]  # a fixture
 
@@ -38,7 +38,7 @@ def test_a_job_of_one_machine_listens_on_no_network(script, tmp_path):
     launcher = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env={**ENVIRONMENT, name: value})
     try:
         wait_until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)))
-        found = listeners_of(processes_with(mark))
+        found = listening_sockets_of(processes_with(mark))
         assert {each.kind for each in found} == {"unix"}  # the store, and the ranks for each other
         for listener in found:
             assert len(try_each_way(listener)) == len(ATTEMPTS)
@@ -68,11 +68,11 @@ def test_a_job_of_two_machines_refuses_strangers(level):
             for host in range(2)
         ]
         here.wait(lambda: all((here.directory / f"ready{rank}").exists() for rank in range(2)))
-        found = listeners_of(processes_with(here.mark))
+        found = listening_sockets_of(processes_with(here.mark))
         tcp = {each for each in found if each.kind != "unix"}
         assert {each.kind for each in tcp} == {"tcp"}
         assert {each.address for each in tcp} == {ipv4(0)}  # the meeting and rank 0's store; nothing on a wildcard
-        assert Listener("tcp", ipv4(0), 29400) in tcp and len(tcp) == 2
+        assert ListeningSocket("tcp", ipv4(0), 29400) in tcp and len(tcp) == 2
         for listener in tcp:
             ways = here.network.inside[1].run(try_each_way, listener)
             assert len(ways) == len(ATTEMPTS)

@@ -17,7 +17,7 @@ import torch
 import paceline as dist
 from hosts.network import ipv4
 from hosts.talking import await_word, rank, say
-from paceline.security.doorkeeper import Doorkeeper
+from paceline.comm.security.authenticated_listener import AuthenticatedListener
 
 STRANGERS = 2_000
 AT_NIGHT = pytest.param(10_000, marks=pytest.mark.soak)
@@ -148,9 +148,9 @@ def test_a_job_goes_on_while_strangers_are_at_the_store(hosts, strangers):
 def be_shown_out_at_first() -> None:
     if rank() == 0:
         shown_out: list[int] = []
-        leave = Doorkeeper._leave
+        leave = AuthenticatedListener._leave
 
-        def too_busy(keeper: Doorkeeper, number: int) -> bool:
+        def too_busy(keeper: AuthenticatedListener, number: int) -> bool:
             """The first two connections are ended by newer ones just when their proof has come."""
             welcome = leave(keeper, number)
             if welcome and keeper._channel == "links" and len(shown_out) < 2:
@@ -158,7 +158,7 @@ def be_shown_out_at_first() -> None:
                 return False
             return welcome
 
-        Doorkeeper._leave = too_busy
+        AuthenticatedListener._leave = too_busy
     dist.init_process_group(timeout=timedelta(seconds=30))
     dist.barrier()
 

@@ -15,7 +15,7 @@ import torch
 from launching import wait_until
 
 import paceline as dist
-from paceline.engine.failures import Code
+from paceline.comm.engine.failures import OutcomeCode
 
 LONG = timedelta(seconds=120)
 SOON_S = 40.0  # far below the calls' time-out, far above what an abort takes
@@ -24,7 +24,7 @@ SOON_S = 40.0  # far below the calls' time-out, far above what an abort takes
 def abort_while_others_wait(how: str, algorithm: str | None) -> str:
     dist.init_process_group(timeout=LONG, algorithm=algorithm)
     group = dist.GroupMember.WORLD
-    assert group is not None and group.failure() is Code.OK
+    assert group is not None and group.failure() is OutcomeCode.OK
     aborter = dist.get_rank() == 1
     if aborter:
         dist.barrier()
@@ -46,7 +46,7 @@ def abort_while_others_wait(how: str, algorithm: str | None) -> str:
             dist.all_reduce(torch.ones(70_000))
     assert time.monotonic() - started < SOON_S
     assert caught.value.rank == 1
-    assert group.failure() is Code.ABORTED
+    assert group.failure() is OutcomeCode.ABORTED
     for call in (dist.barrier, lambda: dist.all_reduce(torch.ones(3)), lambda: dist.recv(torch.ones(3))):
         with pytest.raises(dist.GroupAbortedError):
             call()
@@ -86,7 +86,7 @@ def abort_on_another_thread(algorithm: str | None) -> None:
         timer.join()
     else:  # it makes no call, and nevertheless can ask
         deadline = time.monotonic() + SOON_S
-        while group.failure() is Code.OK:
+        while group.failure() is OutcomeCode.OK:
             assert time.monotonic() < deadline
             time.sleep(0.01)
     dist.destroy_process_group()
@@ -123,10 +123,10 @@ def abort_after_a_death() -> None:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     deadline = time.monotonic() + SOON_S
-    while group.failure() is Code.OK:  # without a call
+    while group.failure() is OutcomeCode.OK:  # without a call
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert group.failure() is Code.PEER_LOST
+    assert group.failure() is OutcomeCode.PEER_LOST
     with pytest.raises(dist.PeerLostError, match="rank 1"):
         dist.barrier()
     group.abort()

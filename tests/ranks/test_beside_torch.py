@@ -13,7 +13,7 @@ from torch_programs import torch_group
 from world import reserved_port
 
 import paceline
-import paceline.plugin
+import paceline.interop.torch_backend
 
 
 def use_torchs(directory: str) -> None:
@@ -84,7 +84,7 @@ def test_a_group_of_its_own_takes_precedence(ranks, tmp_path):
 
 
 def shard_fully() -> None:
-    paceline.plugin.register()
+    paceline.interop.torch_backend.register()
     paceline.init_process_group()
     port = [reserved_port()]
     paceline.broadcast_object_list(port, 0)
@@ -105,16 +105,16 @@ def test_fully_shard_makes_a_group_of_paceline_s(ranks):
 
 def lend_the_default_group(directory: str) -> None:
     with pytest.raises(ValueError, match=r"call paceline.init_process_group\(\) first"):
-        paceline.plugin.lend_default_group()
+        paceline.interop.torch_backend.lend_default_group()
     paceline.init_process_group()
-    paceline.plugin.lend_default_group()
+    paceline.interop.torch_backend.lend_default_group()
     group = torch_dist.new_group([1, 0])
     for each in (None, group):
         torch_dist.all_reduce(tensor := torch.ones(3), group=each)
         assert tensor.tolist() == [2, 2, 2]
     assert torch_dist.get_backend() == "paceline"
     with pytest.raises(ValueError, match="twice"):
-        paceline.plugin.lend_default_group()
+        paceline.interop.torch_backend.lend_default_group()
     torch_dist.destroy_process_group()
     with torch_group("gloo", directory):  # a program may still choose another
         assert torch_dist.get_backend() == "gloo"

@@ -17,8 +17,8 @@ from torch import nn
 from world import RankFailed, Ranks
 
 import paceline as dist
-from paceline.checkpoint import saving
-from paceline.elastic import failpoints
+from paceline.train.checkpoint import save
+from paceline.train.elastic import failpoints
 
 
 def model_of(step: int, width: int = 257) -> nn.Module:
@@ -70,14 +70,14 @@ def save_where_a_file_is(root: Path) -> None:
     dist.init_process_group()
     model = model_of(1)
     dist.save({"model": model}, root, step=1)
-    original, told = saving.write_part, []
+    original, told = save.write_part, []
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         if dist.get_rank() == 1:
             raise dist.CheckpointError("rank 1 could not write x: No space left on device")
         return original(*args, **kwargs)
 
-    saving.write_part = refuse
+    save.write_part = refuse
     handle = dist.save({"model": model}, root, step=2, asynchronous=True)
     assert handle is not None
     with pytest.raises(dist.CheckpointError, match="rank 1 could not write x: No space left"):
@@ -85,7 +85,7 @@ def save_where_a_file_is(root: Path) -> None:
     dist.save({"model": model}, root, step=3, asynchronous=True)
     with pytest.raises(dist.CheckpointError, match="rank 1 could not write x"):
         dist.save({"model": model}, root, step=4)
-    saving.write_part = original
+    save.write_part = original
     dist.barrier()
     require_one_step(root, 1)
     dist.barrier()

@@ -85,7 +85,7 @@ def test_a_training_goes_on_in_an_accumulation(
 
 def sizes_of_gradients(root: Path) -> list[int]:
     """Returns how many bytes of gradients a checkpoint has after a step, in an accumulation, and after clearing."""
-    from paceline.checkpoint.format.checkpoint import open_checkpoint
+    from paceline.train.checkpoint.format.checkpoint import open_checkpoint
 
     dist.init_process_group()
     found: list[int] = []
@@ -110,7 +110,7 @@ def test_gradients_are_saved_only_while_they_wait_for_a_step(ranks: type[Ranks],
 
 def load_of_before(root: Path) -> None:
     """Loads a checkpoint that says nothing of gradients, as those of before they were saved."""
-    from paceline.elastic.state import ElasticState
+    from paceline.train.elastic.worker.elastic_state import ElasticState
 
     dist.init_process_group()
     loop, other = Loop(), Loop()

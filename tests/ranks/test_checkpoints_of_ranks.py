@@ -48,13 +48,13 @@ def test_each_byte_is_written_once(saved: tuple[Path, dict[str, Contents]], kind
 
 
 def load_and_count(root: Path) -> tuple[int, int]:
-    from paceline.checkpoint.loading import load_from
-    from paceline.checkpoint.talking import talk_of
+    from paceline.train.checkpoint.load import load_from
+    from paceline.train.checkpoint.rank_channel import channel_of
 
     dist.init_process_group()
     model = nn.Linear(4096, 2048)
     (step,) = root.glob("step_*")
-    loaded = load_from({"model": model}, str(step), talk_of(None))
+    loaded = load_from({"model": model}, str(step), channel_of(None))
     assert float(model.weight.sum()) == 4096 * 2048
     return loaded.nbytes_read, sum(each.nbytes for each in model.parameters())
 

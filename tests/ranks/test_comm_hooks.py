@@ -15,7 +15,7 @@ from training import average_gradients, batches, gradients, mlp, require_equal_o
 from world import Ranks
 
 import paceline as dist
-from paceline.parallel import hooks
+from paceline.train.ddp import hooks
 
 TINY_BUCKETS = {"bucket_cap_mb": 0.0003, "overlap": True}  # one for each layer
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from launching import run
 
-from paceline.launch.compat import compat_variables, libraries
-from paceline.plugin import compat
+from paceline.interop.torch_backend import patches
+from paceline.operate.launch.workers.environment import compat_variables, parse_libraries
 
 # Prints what made the group, what torch says of it, and a sum.
 PROGRAM = """
@@ -95,11 +95,11 @@ def test_the_variables_reach_what_a_script_starts():
 )
 def test_what_takes_the_place_of_a_backend(monkeypatch, asked, has_gpus, release, ours):
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpus)
-    monkeypatch.setattr(compat, "release", lambda: release)
-    assert compat.in_place_of(asked) == ours
+    monkeypatch.setattr(patches, "release", lambda: release)
+    assert patches.in_place_of(asked) == ours
 
 
 def test_only_known_libraries_are_stood_in_for():
-    assert libraries("horovod, torch") == ("horovod", "torch")
+    assert parse_libraries("horovod, torch") == ("horovod", "torch")
     with pytest.raises(Exception, match="torch or horovod"):
-        libraries("mpi")
+        parse_libraries("mpi")

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 from torch_programs import Comparison
 
 import paceline
-from paceline.parallel.hooks import fp16_compress_hook
+from paceline.train.ddp.hooks import fp16_compress_hook
 
 pytestmark = pytest.mark.timeout(300)  # compilers are slow
 

@@ -14,7 +14,7 @@ from torch import nn
 from training import batches, mlp
 
 import paceline as dist
-from paceline.parallel import hooks
+from paceline.train.ddp import hooks
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(330)]
 

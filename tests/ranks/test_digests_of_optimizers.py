@@ -73,7 +73,7 @@ CASES = [
 
 def save_each(root: Path) -> dict[str, list[str]]:
     """Returns the digests before any step, after some, and at a worker that was given the state."""
-    from paceline.group.objects.serialization import decode, encode
+    from paceline.comm.group.collectives.object_codec import decode, encode
 
     dist.init_process_group()
     digests = {}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import paceline as dist
-from paceline.rendezvous.rendezvous import rendezvous
+from paceline.comm.rendezvous.rendezvous import rendezvous
 
 EVER = timedelta.max
 

@@ -111,10 +111,10 @@ def test_a_member_that_died_ends_the_forming_of_a_later_group(ranks):
 
 
 def run_another_version(backend: str) -> str:
-    from paceline.engine import introduction
+    from paceline.comm.engine import formation
 
     if os.environ["RANK"] == "1":
-        introduction.__version__ = "9.8.7"
+        formation.__version__ = "9.8.7"
     with pytest.raises(dist.RendezvousError) as caught:
         dist.init_process_group(backend, timeout=timedelta(seconds=30))
     return str(caught.value)

@@ -9,7 +9,7 @@ import pytest
 from forked_scripts import run_alone, run_script
 from launching import run
 
-from paceline.checkpoint.format.root import Root
+from paceline.train.checkpoint.format.root import Root
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import paceline as dist
-from paceline.engine.failures import Code, Failure, Member, to_error
+from paceline.comm.engine.failures import CallFailure, OutcomeCode, RankIdentity, to_error
 
 _MESSENGER, _VICTIM = 0, 4
 
@@ -74,27 +74,31 @@ def test_a_rank_that_ended_after_a_death_is_named_with_the_dead(ranks):
         assert f"{messenger} died, after {dead} had died, seen by rank {rank} (" in message
 
 
-MEMBERS = [Member(rank, "h", 100 + rank) for rank in range(3)]
+MEMBERS = [RankIdentity(rank, "h", 100 + rank) for rank in range(3)]
 
 
 @pytest.mark.parametrize(
     ("outcome", "rank", "said"),
     [
-        (Failure(Code.PEER_LOST, gone=[1]), 1, "rank 1 (h, pid 101) died, seen by rank 0"),
-        (Failure(Code.PEER_LOST, gone=[1], left=[1]), 1, "rank 1 (h, pid 101) left the group (its script ended"),
+        (CallFailure(OutcomeCode.PEER_LOST, gone=[1]), 1, "rank 1 (h, pid 101) died, seen by rank 0"),
         (
-            Failure(Code.PEER_LOST, gone=[1], left=[1], cause=2),
+            CallFailure(OutcomeCode.PEER_LOST, gone=[1], left=[1]),
+            1,
+            "rank 1 (h, pid 101) left the group (its script ended",
+        ),
+        (
+            CallFailure(OutcomeCode.PEER_LOST, gone=[1], left=[1], cause=2),
             2,
             "rank 2 (h, pid 102) died, and rank 1 (h, pid 101) left the group after that, seen by rank 0",
         ),
         (
-            Failure(Code.PEER_LOST, gone=[1], left=[1], cause=7),  # of a rank that nobody here knows
+            CallFailure(OutcomeCode.PEER_LOST, gone=[1], left=[1], cause=7),  # of a rank that nobody here knows
             1,
             "rank 1 (h, pid 101) left the group (its script ended",
         ),
     ],
 )
-def test_the_error_names_who_went_first(outcome: Failure, rank: int, said: str) -> None:
+def test_the_error_names_who_went_first(outcome: CallFailure, rank: int, said: str) -> None:
     error = to_error(outcome, MEMBERS[:2], 0, "barrier()", everybody=MEMBERS)
     assert isinstance(error, dist.PeerLostError)
     assert error.rank == rank and (error.host, error.pid) == ("h", 100 + rank)

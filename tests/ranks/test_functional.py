@@ -13,7 +13,7 @@ import torch.distributed.nn.functional as torchs
 from torch_programs import agree, torch_group
 
 import paceline as dist
-from paceline import functional
+from paceline.comm import functional
 
 Tensors = Sequence[torch.Tensor]
 SHAPE = (3, 2)

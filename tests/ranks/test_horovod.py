@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 
 import paceline
 import paceline.horovod as hvd
-from paceline.horovod import running
+from paceline.horovod import basics
 
 RANKS = 3
 
@@ -483,7 +483,7 @@ def squared(number: int) -> tuple[int, int]:
 
 def test_run_returns_what_the_ranks_return(monkeypatch):
     # Forks of a process that has torch; with the usual method each imports it.
-    monkeypatch.setattr(running, "spawn", partial(paceline.spawn, start_method="forkserver"))
+    monkeypatch.setattr(basics, "spawn", partial(paceline.spawn, start_method="forkserver"))
     assert hvd.run(squared, args=(3,), np=2, hosts="localhost:2", verbose=True) == [(0, 9), (1, 9)]
     with pytest.raises(ValueError, match="paceline run"):
         hvd.run(squared, np=2, hosts="a:1,b:1")

@@ -10,7 +10,7 @@ from torch import nn
 from training import batches, mlp, require_equal_on_all_ranks
 
 import paceline as dist
-from paceline.parallel import hooks
+from paceline.train.ddp import hooks
 
 
 class Sometimes(nn.Module):

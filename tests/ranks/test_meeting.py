@@ -15,7 +15,7 @@ from launching import wait_until
 from world import Ranks, reserved_port
 
 from paceline import PacelineError
-from paceline.rendezvous.rendezvous import rendezvous
+from paceline.comm.rendezvous.rendezvous import rendezvous
 
 TIMEOUT_S = 60.0
 
@@ -150,7 +150,7 @@ def _stay(url: str, directory: str) -> str:
 
 
 def _start_stranger(url: str, rank: int) -> subprocess.Popen[str]:
-    script = f"from paceline.rendezvous.rendezvous import rendezvous\nrendezvous({url!r}, None, 2, {rank}, 2.0)\n"
+    script = f"from paceline.comm.rendezvous.rendezvous import rendezvous\nrendezvous({url!r}, None, 2, {rank}, 2.0)\n"
     environment = {**os.environ, "PACELINE_SECRET": "of another job, and long enough"}
     return subprocess.Popen(
         [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

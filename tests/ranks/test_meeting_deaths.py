@@ -14,9 +14,9 @@ from launching import sleep_for_a_while, wait_until
 from world import reserved_port
 
 import paceline as dist
-from paceline.group import default, forming
-from paceline.security.secret import job_secret
-from paceline.store.server import StoreServer
+from paceline.comm.group import default, init
+from paceline.comm.security.secret import job_secret
+from paceline.comm.store.tcp_store import StoreServer
 
 ENDLESS = timedelta(minutes=5)
 AT_ONCE_S = 30.0  # the promise is about a second; the machine may be busy
@@ -135,7 +135,7 @@ def _serve_or_stay_away(place: str, directory: str) -> Told:
 
 def _die_between_meeting_and_forming(kind: str, place: str) -> Told:
     if os.environ["RANK"] == str(_VICTIM):
-        forming.Formation = _die
+        init.Formation = _die
     started = time.monotonic()
     with pytest.raises(dist.RendezvousError) as caught:
         _init(kind, place)

@@ -15,7 +15,7 @@ from test_recorded_calls import mine
 from torch.profiler import ProfilerActivity, profile
 
 import paceline as dist
-from paceline.group.persistent import EngineCall, RepeatedCall
+from paceline.comm.group.collectives.persistent import EngineCall, RepeatedCall
 
 
 def compare_all_forms(cases: list[Case], algorithm: str | None, backend: str) -> int:

@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import paceline
-from paceline.plan.calibration import read
-from paceline.plan.measuring.links import hosts_of, measure_link, measure_pairs, usual_link
-from paceline.plan.measuring.meeting import Meeting
-from paceline.plan.measuring.watching import StepWatch
+from paceline.operate.plan.calibration import read
+from paceline.operate.plan.measure.links import hosts_of, measure_link, measure_pairs, usual_link
+from paceline.operate.plan.measure.step_watch import StepWatch
+from paceline.operate.plan.measure.worker import FileBarrier
 
 
 class Clock:
@@ -136,10 +136,10 @@ def test_ranks_are_sorted_by_their_hosts():
 
 
 def test_ranks_that_measure_together_wait_for_all(tmp_path):
-    first, second = (Meeting(tmp_path, rank, 2) for rank in range(2))
-    assert not first.await_all("begun", timeout_s=0)
-    assert second.await_all("begun", timeout_s=0)
-    assert first.all_said("begun") and not first.all_said("measured")
+    first, second = (FileBarrier(tmp_path, rank, 2) for rank in range(2))
+    assert not first.signal_and_wait("begun", timeout_s=0)
+    assert second.signal_and_wait("begun", timeout_s=0)
+    assert first.all_signalled("begun") and not first.all_signalled("measured")
 
 
 def see_a_link() -> object:

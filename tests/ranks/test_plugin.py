@@ -12,7 +12,7 @@ from torch.distributed import ReduceOp
 from torch_programs import agree, torch_group
 from values import COMPLEX, FLOATS, make
 
-import paceline.plugin
+import paceline.interop.torch_backend
 
 COUNTS = [1, 7, 70_001]
 INTEGERS = [torch.uint8, torch.int8, torch.int32, torch.int64]  # gloo does not have int16
@@ -293,7 +293,7 @@ def test_futures_complete_by_themselves(ranks, tmp_path):
 def make_a_group_outside_of_the_world() -> None:
     from torch.distributed import _dist2
 
-    paceline.plugin.register()
+    paceline.interop.torch_backend.register()
     limit = timedelta(seconds=30)
     group = _dist2.new_group("paceline", limit, "cpu")
     assert not torch_dist.is_initialized() and group.size() == 2

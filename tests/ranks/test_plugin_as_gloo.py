@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch_programs import torch_group
 
 from paceline.errors import CollectiveTimeoutError, PeerLostError
-from paceline.plugin import compat
-from paceline.plugin.process_group import TorchProcessGroup
+from paceline.interop.torch_backend import patches
+from paceline.interop.torch_backend.process_group import TorchProcessGroup
 
 
 def with_both(program: Callable[[], object], directory: str) -> None:
@@ -28,7 +28,7 @@ def with_both(program: Callable[[], object], directory: str) -> None:
             assert isinstance(torch_dist.group.WORLD, TorchProcessGroup) == (of == "paceline")
             found.append(program())
             torch_dist.barrier()
-        compat.take_over()
+        patches.replace_gloo()
     theirs, ours = found
     assert ours == theirs, f"gloo: {theirs}\npaceline: {ours}"
 
@@ -81,7 +81,7 @@ def barrier_error(group: object, timeout_s: float, wait_all_ranks: bool = False)
 
 def miss_barriers(directory: str) -> None:
     """Runs on three ranks: ranks 1 and 2 do not come to one barrier, rank 2 not to another one."""
-    compat.take_over()
+    patches.replace_gloo()
     rank = int(os.environ["RANK"])
     with torch_group("gloo", directory):
         first, all_of_them, last, at_once, reversed_pair = (
@@ -122,7 +122,7 @@ def test_a_monitored_barrier_says_who_is_missing_in_gloos_words(ranks, tmp_path)
 
 
 def wait_for_a_late_first_rank(directory: str) -> None:
-    compat.take_over()
+    patches.replace_gloo()
     rank = int(os.environ["RANK"])
     with torch_group("gloo", directory):
         if rank == 0:

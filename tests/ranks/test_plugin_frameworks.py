@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-import paceline.plugin
+import paceline.interop.torch_backend
 
 
 def numbers() -> TensorDataset:
@@ -86,7 +86,7 @@ def hugging_face(directory: str) -> None:
 
 
 def accelerate_and_transformers(directory: str) -> None:
-    paceline.plugin.register()  # as the entry point does where the package is installed
+    paceline.interop.torch_backend.register()  # as the entry point does where the package is installed
     torch_dist.init_process_group("paceline")
     accelerated()
     hugging_face(directory)

@@ -11,13 +11,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline
-import paceline.plugin
+import paceline.interop.torch_backend
 
 NEEDED = (2, 14)  # before it, PyTorch does not let Python subclass Backend
 
 
 def mix_with_gloo(directory: str, backend: str) -> None:
-    paceline.plugin.register()
+    paceline.interop.torch_backend.register()
     rank = int(os.environ["RANK"])
     torch_dist.init_process_group(backend, init_method=f"file://{directory}/store", rank=rank, world_size=2)
     world = torch_dist.group.WORLD

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline
-import paceline.plugin
+import paceline.interop.torch_backend
 
 HAS_RECONFIGURE = hasattr(torch_dist, "_reconfigure")
 pytestmark = pytest.mark.skipif(not HAS_RECONFIGURE, reason=f"torch {torch.__version__} has no _reconfigure; 2.15 has")
@@ -80,7 +80,7 @@ class Job:
 
 @contextmanager
 def job(directory: str, size: int = 3) -> Iterator[Job]:
-    paceline.plugin.register()
+    paceline.interop.torch_backend.register()
     made = Job(directory)
     torch_dist.init_process_group(
         "paceline",
@@ -267,7 +267,7 @@ def test_a_dead_rank_among_the_handles_is_named(ranks, tmp_path):
 
 
 def mix_backends(directory: str) -> None:
-    paceline.plugin.register()
+    paceline.interop.torch_backend.register()
     with pytest.raises(ValueError, match="mixture of backends cannot be reconfigured"):
         torch_dist.init_process_group(
             "cpu:gloo,cuda:paceline",

@@ -12,13 +12,13 @@ from launching import run
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.observe.reading import read, read_directory
-from paceline.observe.recording import Recording, State
-from paceline.record.memory import directory_of_files
-from paceline.record.names import EventKind
+from paceline.comm.record.layout import EventKind
+from paceline.comm.record.memory import directory_of_files
+from paceline.operate.diagnosis.recording import CallStatus, ProcessRecording
+from paceline.operate.diagnosis.recording_reader import read, read_directory
 
 
-def mine() -> Recording:
+def mine() -> ProcessRecording:
     """What this process has recorded so far."""
     (path,) = Path(directory_of_files()).glob(f"*-{os.getpid()}.record")
     return read(path)
@@ -43,7 +43,7 @@ def calls_of_each_kind(backend: str) -> None:
     assert [call.reduction for call in made[:3]] == ["sum", "max", None]
     sequences = [call.sequence for call in made[:3]]
     assert sequences == list(range(sequences[0], sequences[0] + 3))
-    assert all(call.state is State.DONE and call.outcome == "ok" for call in made)
+    assert all(call.state is CallStatus.DONE and call.outcome == "ok" for call in made)
     assert all(call.arrived_ns <= call.started_ns <= call.ended_ns for call in made)
     groups = mine().groups
     assert (groups[2].name, groups[2].ranks, groups[2].rank) == ("mine", (0, 1), rank)
@@ -71,7 +71,7 @@ def late_rank_is_seen() -> None:
     assert reduced.last_arrived in (0, 1)
     assert reduced.arrived_ns <= reduced.complete_ns <= reduced.ended_ns
     (message,) = [call for call in mine().calls if call.operation in ("send", "recv")]
-    assert message.tag == 7 and message.root == 1 - paceline.get_rank() and message.state is State.DONE
+    assert message.tag == 7 and message.root == 1 - paceline.get_rank() and message.state is CallStatus.DONE
 
 
 def test_messages_and_arrivals_are_recorded(ranks):
@@ -88,7 +88,7 @@ def messages_of_gloo() -> None:
     paceline.all_reduce(x)
     *_, message, reduced = mine().calls
     assert (message.operation, message.tag) == (("send", "recv")[rank], 7)
-    assert (message.count, message.state, message.shm_nbytes) == (1000, State.DONE, (4000, 0)[rank])
+    assert (message.count, message.state, message.shm_nbytes) == (1000, CallStatus.DONE, (4000, 0)[rank])
     assert (message.root, message.last_arrived) == ((1, None), (None, 0))[rank]
     assert (reduced.operation, reduced.shm_nbytes, reduced.tcp_nbytes) == ("all_reduce", 4000, 0)
 
@@ -157,6 +157,6 @@ def test_the_last_calls_of_a_killed_rank_can_be_read(tmp_path, script, method):
     assert (waited.rank, killed.rank) == (0, 1)
     assert (waited.is_ended, killed.is_ended) == (True, False)
     last = killed.calls[-1]
-    assert last.operation == "all_reduce" and last.state is State.DONE
+    assert last.operation == "all_reduce" and last.state is CallStatus.DONE
     missed = waited.calls[-1]
     assert missed.sequence == last.sequence + 1 and missed.outcome == "peer_lost" and missed.missing == (1,)

@@ -11,7 +11,7 @@ import pytest
 from launching import ENVIRONMENT, command, is_alive, run, wait_until
 
 import paceline as dist
-from paceline.rendezvous.rendezvous import rendezvous
+from paceline.comm.rendezvous.rendezvous import rendezvous
 
 
 def test_workers_find_their_place_and_every_line_has_its_rank(script):

@@ -12,7 +12,7 @@ import sys
 import pytest
 from launching import ENVIRONMENT, command, processes_with, run, wait_until
 
-from paceline.launch.command import explained
+from paceline.operate.launch.command import explain_os_error
 
 SPEAKS = "print('here')"
 
@@ -95,7 +95,7 @@ def test_a_worker_that_somebody_else_interrupts_has_failed(script):
 def test_ctrl_c_while_the_guards_are_forked_is_heard(tmp_path):
     code = """
 import os, signal, sys
-from paceline.launch.lifeline import Guard
+from paceline.operate.launch.workers.cleanup import Guard
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
 try:
@@ -138,9 +138,11 @@ def test_a_launcher_without_descriptors_says_what_it_needs(script):
 
 def test_a_system_without_proc_is_told(monkeypatch):
     missing = FileNotFoundError(errno.ENOENT, "No such file or directory", "/proc/self/stat")
-    assert explained(missing) is missing, "it is there"
+    assert explain_os_error(missing) is missing, "it is there"
     monkeypatch.setattr(os.path, "exists", lambda path: path != "/proc/self/stat")
-    assert re.match(r"/proc is not there, .*: '/proc/self/stat'\); .*Mount it \(mount -t proc", str(explained(missing)))
+    assert re.match(
+        r"/proc is not there, .*: '/proc/self/stat'\); .*Mount it \(mount -t proc", str(explain_os_error(missing))
+    )
 
 
 FAILS_ALIKE = """

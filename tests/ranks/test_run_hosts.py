@@ -21,7 +21,7 @@ __all__ = ["ssh_server"]
 A, B = ADDRESSES
 WHERE = (
     "import os, sys\n"
-    "from paceline.rendezvous.rendezvous import rendezvous\n"
+    "from paceline.comm.rendezvous.rendezvous import rendezvous\n"
     "met = rendezvous('env://', None, -1, -1, 60)\n"
     "print(met.rank, met.world_size, os.environ['NODE_RANK'], os.getcwd(), os.environ.get('COLOUR'),"
     " repr(sys.stdin.read()))\n"

@@ -12,7 +12,7 @@ from launching import ENVIRONMENT, is_alive, run, wait_until
 # Ranks that only meet need no torch, whose import takes longer than all the rest.
 INNER = """
 import os
-from paceline.rendezvous.rendezvous import rendezvous
+from paceline.comm.rendezvous.rendezvous import rendezvous
 print("inner", os.environ["WORLD_SIZE"], rendezvous(None, None, -1, -1, 50).world_size, flush=True)
 """
 NESTED = """
@@ -40,7 +40,7 @@ sys.exit(max(each.wait() for each in children))
 """
 TAKEN = """
 import os
-from paceline.rendezvous.rendezvous import rendezvous
+from paceline.comm.rendezvous.rendezvous import rendezvous
 fd = int(os.environ["PACELINE_SECRET_FD"].split(":")[0])
 other = os.open(__file__, os.O_RDONLY)
 os.dup2(other, fd)

@@ -42,8 +42,8 @@ import os, socket, sys, time
 from datetime import timedelta
 from pathlib import Path
 from paceline.errors import PacelineError
-from paceline.security.secret import job_secret
-from paceline.store.remote import connect_unix
+from paceline.comm.security.secret import job_secret
+from paceline.comm.store.remote_store import connect_unix
 path = Path(sys.argv[1])
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     path.write_bytes(job_secret())
@@ -101,7 +101,9 @@ def test_a_stop_during_the_pause_is_heard(script):
 
 
 def test_the_launcher_imports_no_torch():
-    text = "import sys, paceline.cli.main, paceline.launch.agent; sys.exit('torch' in sys.modules)"
+    text = (
+        "import sys, paceline.cli.main, paceline.operate.launch.worker_group_launcher; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", text], env=os.environ).returncode == 0
 
 
@@ -111,7 +113,7 @@ import os, sys
 assert "torch" not in sys.modules, "a fork would have its threads' locks"
 if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     raise ValueError("once")
-from paceline.rendezvous.rendezvous import rendezvous
+from paceline.comm.rendezvous.rendezvous import rendezvous
 joined = rendezvous(None, None, -1, -1, 50)
 print("met", joined.world_size, os.getpid() == os.getsid(0), flush=True)
 """
@@ -124,6 +126,6 @@ print("met", joined.world_size, os.getpid() == os.getsid(0), flush=True)
 
 
 def test_many_workers_meet(script):
-    text = "from paceline.rendezvous.rendezvous import rendezvous\nrendezvous(None, None, -1, -1, 50)"
+    text = "from paceline.comm.rendezvous.rendezvous import rendezvous\nrendezvous(None, None, -1, -1, 50)"
     done = run("--nproc-per-node=64", script(text))
     assert done.returncode == 0, done.stderr

@@ -91,7 +91,7 @@ def test_torch_serves_a_store_of_its_own_elsewhere(script):
 
 MEETS_AT_MASTER_PORT = """
 import os
-from paceline.rendezvous.rendezvous import rendezvous
+from paceline.comm.rendezvous.rendezvous import rendezvous
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 for url in ("env://", "tcp://127.0.0.1:" + os.environ["MASTER_PORT"], "env://"):
     met = rendezvous(url, None, size, rank, 60)

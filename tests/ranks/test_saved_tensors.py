@@ -16,7 +16,7 @@ from torch import nn
 from torch_programs import torch_group
 
 import paceline
-from paceline.group import persistent_calls, persistent_rooted
+from paceline.comm.group.collectives import persistent as persistent_module
 
 COUNT = 4
 BIG = 70_001
@@ -218,21 +218,21 @@ def persistent_cases(started: bool) -> dict[str, Callable[[Any], Case]]:
         shorter = partial(persistent, started=started)
         both = not is_root()
         chosen: dict[str, Callable[[], Case]] = {
-            "all_reduce": lambda: shorter(persistent_calls.all_reduce_init, Case(print, [tensor]), tensor),
+            "all_reduce": lambda: shorter(persistent_module.all_reduce_init, Case(print, [tensor]), tensor),
             "all_gather": lambda: shorter(
-                persistent_calls.all_gather_init, Case(print, outputs, [tensor]), outputs, tensor
+                persistent_module.all_gather_init, Case(print, outputs, [tensor]), outputs, tensor
             ),
             "all_gather_into_tensor": lambda: shorter(
-                persistent_calls.all_gather_into_tensor_init, Case(print, [whole], [tensor]), whole, tensor
+                persistent_module.all_gather_into_tensor_init, Case(print, [whole], [tensor]), whole, tensor
             ),
             "reduce_scatter": lambda: shorter(
-                persistent_calls.reduce_scatter_init, Case(print, [tensor], inputs), tensor, inputs
+                persistent_module.reduce_scatter_init, Case(print, [tensor], inputs), tensor, inputs
             ),
             "broadcast": lambda: shorter(
-                persistent_rooted.broadcast_init, Case(print, [tensor] * both, [tensor] * (not both)), tensor, 0
+                persistent_module.broadcast_init, Case(print, [tensor] * both, [tensor] * (not both)), tensor, 0
             ),
             "reduce": lambda: shorter(
-                persistent_rooted.reduce_init, Case(print, [tensor] * (not both), [tensor] * both), tensor, 0
+                persistent_module.reduce_init, Case(print, [tensor] * (not both), [tensor] * both), tensor, 0
             ),
         }
         return chosen[name]()

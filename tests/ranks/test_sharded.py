@@ -14,8 +14,7 @@ from torch import nn
 from world import Ranks
 
 import paceline as dist
-from paceline.parallel.sharded.sums import add, sum_over_ranks
-from paceline.parallel.sharded.tree import Node, add_up, nodes_within
+from paceline.train.logical_shards.tree_sum import Node, add, add_up, nodes_within, sum_over_ranks
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from shared_training import ROUND_BYTES, backward, batch, build, pair, require_c
 from torch import nn
 
 import paceline as dist
-from paceline.parallel.one_copy import optimizer as one_copy
+from paceline.train.shared_model import shared_model_optimizer as one_copy
 
 AdamW, SGD = torch.optim.AdamW, torch.optim.SGD
 ELEMENTWISE = ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]

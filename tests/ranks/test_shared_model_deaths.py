@@ -16,8 +16,8 @@ from torch import nn
 from world import Ranks
 
 import paceline as dist
-from paceline.parallel.one_copy import optimizer as one_copy
-from paceline.parallel.one_copy.exchange import Exchange
+from paceline.train.shared_model import shared_model_optimizer as one_copy
+from paceline.train.shared_model.gradient_exchange import Exchange
 
 STEPS, FATAL_STEP = 5, 3
 OPTIONS = {"lr": 0.05, "fused": True}

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 
 import paceline as dist
-from paceline.engine.native import handing_down
+from paceline.comm.engine.native import bootstrap
 
 SILENT = 40  # each is waited for 5 s: one after the other they would outlast the time-out
 TIMEOUT = timedelta(seconds=60)
@@ -17,14 +17,14 @@ TIMEOUT = timedelta(seconds=60)
 
 def meet_among_silent_strangers() -> None:
     strangers = []
-    reach = handing_down._reach
+    reach = bootstrap._reach
 
     def after_a_crowd(name: str, left_s: float) -> socket.socket:
         for _ in range(SILENT):
             strangers.append(reach(name, left_s))
         return reach(name, left_s)
 
-    handing_down._reach = after_a_crowd
+    bootstrap._reach = after_a_crowd
     dist.init_process_group(timeout=TIMEOUT)
     tensor = torch.ones(3)
     dist.all_reduce(tensor)

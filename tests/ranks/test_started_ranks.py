@@ -12,8 +12,8 @@ import pytest
 from engines import mpirun
 from launching import ENVIRONMENT
 
-from paceline.rendezvous import environment, started
-from paceline.rendezvous.schedulers import detect
+from paceline.comm.rendezvous import environment, shared_store
+from paceline.comm.rendezvous.schedulers import detect
 
 TRAINS = """
 import torch
@@ -36,7 +36,7 @@ def test_mpirun_starts_ranks_without_a_launcher(script, name):
 
 
 MEETS = """
-from paceline.rendezvous.rendezvous import rendezvous
+from paceline.comm.rendezvous.rendezvous import rendezvous
 met = rendezvous(None, None, -1, -1, 100)
 met.store.set(str(met.rank), b"")
 met.store.wait([str(rank) for rank in range(met.world_size)])
@@ -108,9 +108,9 @@ def variables(monkeypatch):
 
 def test_what_a_launcher_sets_takes_precedence(variables):
     variables(of_slurm(1, 2) | {"RANK": "3", "WORLD_SIZE": "4"})
-    assert environment.place(-1, -1) == (3, 4)
+    assert environment.rank_and_world_size(-1, -1) == (3, 4)
     variables(of_slurm(1, 2))
-    assert environment.place(-1, -1) == (1, 2)
+    assert environment.rank_and_world_size(-1, -1) == (1, 2)
 
 
 def test_other_ranks_than_the_tasks_need_an_address(variables):
@@ -124,13 +124,14 @@ def test_ranks_of_several_machines_need_to_know_the_first(variables):
     found = detect(os.environ)
     assert found is not None
     with pytest.raises(ValueError, match=r"started rank 1 of 4.*do not say where rank 0 is; set MASTER_ADDR"):
-        started.open_store(found, 4, timedelta(seconds=1))
+        shared_store.open_scheduler_store(found, 4, timedelta(seconds=1))
 
 
 def test_tasks_on_two_machines_meet_at_the_first(variables, monkeypatch):
     served: list[tuple[str, int]] = []
     monkeypatch.setattr(
-        "paceline.rendezvous.tcp.serve_or_connect", lambda host, port, *_: served.append((host, port)) or "store"
+        "paceline.comm.rendezvous.shared_store.serve_or_connect",
+        lambda host, port, *_: served.append((host, port)) or "store",
     )
     variables(of_slurm(1, 2, nodes=2))
     assert environment.open_store(1, 2, timedelta(seconds=1)) == "store"
@@ -141,4 +142,4 @@ def test_tasks_on_two_machines_meet_at_the_first(variables, monkeypatch):
 def test_a_pod_is_no_rank_by_itself(variables):
     variables({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1", "PACELINE_NODES": "2"})
     with pytest.raises(ValueError, match="RANK, which is not set"):
-        environment.place(-1, -1)
+        environment.rank_and_world_size(-1, -1)

@@ -9,8 +9,8 @@ import torch
 from test_recorded_calls import mine
 
 import paceline as dist
-from paceline.engine.native import engine, scheduled
-from paceline.schedule.cost import CostModel, LinkCost
+from paceline.comm.engine.native import engine, scheduled_channel
+from paceline.comm.schedule.cost_model import CostModel, LinkCost
 
 CALLS = 20
 SLOW = LinkCost(3600.0, 1e-9)  # no machine is so busy that a message takes an hour
@@ -38,7 +38,7 @@ def said_by_groups() -> dict[str, list[str]]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger(scheduled.__name__)
+    logger = logging.getLogger(scheduled_channel.__name__)
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     dist.init_process_group()

@@ -68,9 +68,9 @@ import time
 import torch
 import torch.distributed as dist
 from torch import nn
-import paceline.plugin
+import paceline.interop.torch_backend
 
-paceline.plugin.register()
+paceline.interop.torch_backend.register()
 dist.init_process_group("paceline")
 model = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
 with model.join(divide_by_initial_world_size=False):

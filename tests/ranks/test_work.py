@@ -13,7 +13,7 @@ import torch
 from launching import wait_until
 
 import paceline as dist
-from paceline.group.default import own_world
+from paceline.comm.group.default import own_world
 
 
 def say(word: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import FileStore, HashStore, TCPStore
 
 from paceline.errors import StoreTimeoutError
-from paceline.plugin.store import BorrowedStore
+from paceline.interop.torch_backend.store_adapters import StoreFromTorch
 
 
 class LateStore:
@@ -35,11 +35,11 @@ def store_of_torchs(kind: str, path: object) -> object:
 
 
 def test_a_key_that_comes_with_the_time_out_is_found():
-    assert BorrowedStore(LateStore(questions=1), timedelta(0)).get("key") == b"here"
+    assert StoreFromTorch(LateStore(questions=1), timedelta(0)).get("key") == b"here"
 
 
 def test_a_key_that_does_not_come_is_named():
-    store = BorrowedStore(HashStore(), timedelta(seconds=0.01))
+    store = StoreFromTorch(HashStore(), timedelta(seconds=0.01))
     store.set("there", "1")
     with pytest.raises(StoreTimeoutError, match=r"never set: 'key'\."):
         store.wait(["there", "key"])
@@ -48,7 +48,7 @@ def test_a_key_that_does_not_come_is_named():
 @pytest.mark.parametrize("kind", ["tcp", "file", "hash"])
 def test_torch_prints_no_warning_about_a_late_key(kind, tmp_path, capfd):
     theirs = store_of_torchs(kind, tmp_path / "store")
-    store = BorrowedStore(theirs, timedelta(seconds=60))
+    store = StoreFromTorch(theirs, timedelta(seconds=60))
     late = threading.Timer(0.3, lambda: theirs.set("key", "value"))
     late.start()
     with pytest.raises(StoreTimeoutError):
@@ -62,7 +62,7 @@ def test_a_wait_can_be_interrupted():
     def interrupt(number: int, frame: object) -> None:
         raise InterruptedError
 
-    store, before = BorrowedStore(HashStore(), timedelta(seconds=300)), signal.signal(signal.SIGUSR1, interrupt)
+    store, before = StoreFromTorch(HashStore(), timedelta(seconds=300)), signal.signal(signal.SIGUSR1, interrupt)
     alarm = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1))
     alarm.start()
     try:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.cgroup import Cgroup, own_directory
+from paceline.operate.launch.workers.cleanup import Cgroup, own_directory
 
 V2 = "31 24 0:27 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
 HYBRID = "30 24 0:26 / /sys/fs/cgroup rw - tmpfs tmpfs rw\n40 30 0:27 / /sys/fs/cgroup/unified rw - cgroup2 none rw\n"

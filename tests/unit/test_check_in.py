@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import HashStore, RendezvousError, RendezvousTimeoutError
-from paceline.rendezvous.check_in import Claim, agree, decode_claims, describe_absence, verdict_on
+from paceline.comm.rendezvous.check_in import Claim, claim_rank, decode_claims, describe_absence, verdict_on
 
 
 def _claims(*ranks: int, world_size: int = 4) -> list[Claim]:
@@ -62,9 +62,9 @@ def test_claims_come_back_from_the_store_as_they_were(claims: list[Claim]) -> No
 
 def test_a_claim_after_the_verdict_is_one_too_many() -> None:
     store = HashStore()
-    agree(store, Claim(0, 1, "a", 1), 5)
+    claim_rank(store, Claim(0, 1, "a", 1), 5)
     with pytest.raises(RendezvousError, match="claimed twice: by process 1 on a and by process 2 on b"):
-        agree(store, Claim(0, 1, "b", 2), 5)
+        claim_rank(store, Claim(0, 1, "b", 2), 5)
     assert store.get("verdict") == b"complete"
 
 
@@ -72,7 +72,7 @@ def test_all_hear_the_first_timeout() -> None:
     store = HashStore()
     for rank in (1, 0):
         with pytest.raises(RendezvousTimeoutError, match="1 arrived, 0, 2 did not"):
-            agree(store, Claim(rank, 3, "a", rank), 0.05)
+            claim_rank(store, Claim(rank, 3, "a", rank), 0.05)
 
 
 def test_one_that_comes_a_moment_after_the_verdict_hears_it() -> None:
@@ -81,7 +81,7 @@ def test_one_that_comes_a_moment_after_the_verdict_hears_it() -> None:
 
     def come(rank: int, pid: int) -> None:
         try:
-            agree(store, Claim(rank, 3, "a", pid), 20)
+            claim_rank(store, Claim(rank, 3, "a", pid), 20)
         except RendezvousError as error:
             told.append(str(error))
 

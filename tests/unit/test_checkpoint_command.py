@@ -12,13 +12,12 @@ import pytest
 import torch
 from checkpoint_states import save
 
-import paceline.cli.checkpoint.exporting
-import paceline.cli.checkpoint.leaves
-from paceline.checkpoint.format.parts import Outgoing, write_part
-from paceline.checkpoint.format.progress import Progress
-from paceline.checkpoint.format.regions import whole
-from paceline.checkpoint.format.root import Root
+import paceline.cli.checkpoints
 from paceline.cli.main import main
+from paceline.train.checkpoint.format.part_writer import WriteItem, write_part
+from paceline.train.checkpoint.format.regions import whole
+from paceline.train.checkpoint.format.root import Root
+from paceline.train.checkpoint.format.storage import ProgressPrinter
 
 
 @pytest.fixture
@@ -96,7 +95,7 @@ def model_checkpoint(directory, tensors: dict[str, torch.Tensor], kinds: dict[to
     root = Root(directory)
     draft = root.begin(1)
     pieces = [
-        Outgoing(
+        WriteItem(
             f"model/{name}",
             kinds[each.dtype],
             tuple(each.shape),
@@ -155,12 +154,12 @@ def test_inspect_verify_and_export_need_no_torch(tmp_path):
 
 def test_long_work_says_how_far_it_is(capsys):
     times = iter((0.0, 1.0, 6.0, 7.0))
-    progress = Progress("rank 0 wrote", clock=lambda: next(times))
+    progress = ProgressPrinter("rank 0 wrote", clock=lambda: next(times))
     for done in (10**9, 3 * 10**9, 4 * 10**9):
         progress(done, 12 * 10**9)
     assert capsys.readouterr().err == "rank 0 wrote 3.0 GB of 12.0 GB (25 %, 500.0 MB/s, 18 s to go)\n"
 
 
 def test_the_examples_in_docstrings_run():
-    for module in (paceline.cli.checkpoint.exporting, paceline.cli.checkpoint.leaves):
+    for module in (paceline.cli.checkpoints, paceline.cli.checkpoints):
         assert doctest.testmod(module).failed == 0

@@ -13,17 +13,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.checkpoint.dealing import deal
-from paceline.checkpoint.format.regions import untiled
-from paceline.checkpoint.layout import parts_of_run
-from paceline.checkpoint.trees import put_together, take_apart, with_classes_of
+from paceline.train.checkpoint.format.regions import untiled
+from paceline.train.checkpoint.ownership import assign_bytes
+from paceline.train.checkpoint.pytree import put_together, take_apart, with_classes_of
+from paceline.train.checkpoint.shard_layout import parts_of_run
 
 MODULES = ("dealing", "layout", "names")
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_of_the_parts_of_checkpoints_run(name: str) -> None:
-    assert doctest.testmod(import_module(f"paceline.checkpoint.{name}")).failed == 0
+    assert doctest.testmod(import_module(f"paceline.train.checkpoint.{name}")).failed == 0
 
 
 @given(
@@ -32,7 +32,7 @@ def test_examples_of_the_parts_of_checkpoints_run(name: str) -> None:
     st.sampled_from([1, 8, 512]),
 )
 def test_every_byte_is_dealt_out_once(sizes: list[int], loads: list[int], alignment: int) -> None:
-    dealt = deal(sizes, loads, alignment)
+    dealt = assign_bytes(sizes, loads, alignment)
     assert len(dealt) == len(loads)
     shares = sorted(share for shares in dealt for share in shares)
     for index, size in enumerate(sizes):
@@ -57,7 +57,7 @@ def test_runs_in_memory_are_found_in_the_tensor(order: list[int], shape: tuple[i
     flat = permuted.contiguous().view(-1)
     filled = torch.full_like(run, -1)
     for part in parts:
-        from paceline.checkpoint.format.regions import runs
+        from paceline.train.checkpoint.format.regions import runs
 
         there = [flat[a:b] for a, b in runs(part.region, tuple(permuted.shape))]
         expected = torch.cat(there) if there else flat[:0]

@@ -12,9 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from paceline.checkpoint.foreign.opening import open_foreign
-from paceline.checkpoint.foreign.state import state_of
 from paceline.errors import CheckpointDamagedError, CheckpointError
+from paceline.train.checkpoint.foreign.foreign_file import open_foreign, state_of
 
 
 def trained() -> dict[str, object]:

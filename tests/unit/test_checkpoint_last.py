@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import paceline as dist
-from paceline.checkpoint import in_training
+from paceline.train.checkpoint import manager as manager_module
 
 
 class LostWorkers:
@@ -22,7 +22,7 @@ class LostWorkers:
 def test_a_worker_that_is_left_writes_it_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: int) -> None:
     manager = dist.CheckpointManager(tmp_path, every=1)
     manager._is_elastic, manager._saved, manager._latest = True, saved, (3, {"step": 3})
-    monkeypatch.setattr(in_training, "BACKGROUND", LostWorkers)
+    monkeypatch.setattr(manager_module, "BACKGROUND", LostWorkers)
     manager.close()
     monkeypatch.undo()
     state = {"step": 0}
@@ -32,6 +32,6 @@ def test_a_worker_that_is_left_writes_it_alone(tmp_path: Path, monkeypatch: pyte
 
 def test_in_other_jobs_the_error_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = dist.CheckpointManager(tmp_path, every=1)
-    monkeypatch.setattr(in_training, "BACKGROUND", LostWorkers)
+    monkeypatch.setattr(manager_module, "BACKGROUND", LostWorkers)
     with pytest.raises(dist.CheckpointError, match="rank 1 died"):
         manager.close()

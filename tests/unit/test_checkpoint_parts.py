@@ -12,14 +12,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from paceline.checkpoint.format import manifest_json
-from paceline.checkpoint.format.copies import copies
-from paceline.checkpoint.format.dtypes import ITEMSIZE
-from paceline.checkpoint.format.headers import header_of, length_of, read_header
-from paceline.checkpoint.format.manifest import FileEntry, Manifest, Part, Piece, TensorEntry, merged
-from paceline.checkpoint.format.regions import Box, Flat, count, runs, simplified, untiled, whole
-from paceline.checkpoint.format.values import DType, TensorRef, decode, encode, tensors_in
 from paceline.errors import CheckpointDamagedError, CheckpointError
+from paceline.train.checkpoint.format import manifest_json
+from paceline.train.checkpoint.format.manifest import FileEntry, Manifest, Piece, RankPart, TensorEntry, merged
+from paceline.train.checkpoint.format.regions import Box, Flat, copies, count, runs, simplified, untiled, whole
+from paceline.train.checkpoint.format.safetensors_header import ITEMSIZE, header_of, length_of, read_header
+from paceline.train.checkpoint.format.values import DType, TensorRef, decode, encode, tensors_in
 
 shapes = st.lists(st.integers(1, 4), max_size=4).map(tuple)
 
@@ -172,7 +170,7 @@ def test_what_is_no_safetensors_file_is_refused(header):
 
 PIECE = Piece("rank_00000_000.safetensors", "w", 64, whole((2, 3)), ("0" * 32,))
 ENTRY = TensorEntry("F32", (2, 3), (PIECE,))
-PART = Part(0, {PIECE.file: FileEntry(88, 64, "1" * 32)}, {"w": ENTRY})
+PART = RankPart(0, {PIECE.file: FileEntry(88, 64, "1" * 32)}, {"w": ENTRY})
 MANIFEST = Manifest(7, 3, "ab", 1, 1.5, "0.1.0", PART.files, PART.tensors, {"a": [1, {"$tuple": []}]})
 
 
@@ -222,4 +220,4 @@ def test_foreign_and_newer_manifests_are_refused(text, said):
 )
 def test_parts_that_do_not_make_up_a_state_are_refused(other, said):
     with pytest.raises(CheckpointError, match=said):
-        merged([PART, Part(1, {}, {"w": other})])
+        merged([PART, RankPart(1, {}, {"w": other})])

@@ -7,18 +7,18 @@ import builtins
 import pytest
 from checkpoint_states import save, steps_in
 
-from paceline.checkpoint.format.checkpoint import open_checkpoint
-from paceline.checkpoint.format.places import place_at
-from paceline.checkpoint.format.remote import FsspecPlace
-from paceline.checkpoint.format.root import Root
 from paceline.errors import CheckpointError
+from paceline.train.checkpoint.format.checkpoint import open_checkpoint
+from paceline.train.checkpoint.format.fsspec_storage import FsspecStorage
+from paceline.train.checkpoint.format.root import Root
+from paceline.train.checkpoint.format.storage import open_storage
 
 
 class Ended(BaseException):
     """The process ends here: nothing of it cleans up."""
 
 
-class EndingPlace(FsspecPlace):
+class EndingPlace(FsspecStorage):
     """Ends at an operation of its own; files that were not closed are not there, as in an object store."""
 
     left = 10**9
@@ -95,7 +95,7 @@ def test_an_address_is_opened_like_a_path(address):
 
 def test_an_address_of_an_unknown_kind_is_refused():
     with pytest.raises(CheckpointError, match=r"nowhere://x is no address that fsspec knows"):
-        place_at("nowhere://x")
+        open_storage("nowhere://x")
 
 
 def test_without_fsspec_the_error_names_the_extra(monkeypatch):
@@ -108,8 +108,8 @@ def test_without_fsspec_the_error_names_the_extra(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(CheckpointError, match=r"pip install 'paceline\[fsspec\]'"):
-        place_at("s3://bucket/run")
+        open_storage("s3://bucket/run")
 
 
 def test_a_file_address_is_a_path(tmp_path):
-    assert place_at(f"file://{tmp_path}").renames
+    assert open_storage(f"file://{tmp_path}").renames

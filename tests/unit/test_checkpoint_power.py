@@ -14,8 +14,8 @@ from checkpoint_power import NodePlace, after_power_loss
 from checkpoint_states import save, steps_in
 from sampling import examples
 
-from paceline.checkpoint.format.local import LocalPlace
-from paceline.checkpoint.format.root import Root
+from paceline.train.checkpoint.format.local_storage import LocalStorage
+from paceline.train.checkpoint.format.root import Root
 
 STEPS = (1, 2, 3, 3, 4)
 
@@ -33,7 +33,7 @@ class Trace:
 def trace(tmp_path_factory) -> Trace:
     top = tmp_path_factory.mktemp("traced")
     disk = TracingDisk()
-    root = Root(LocalPlace(top / "run", disk))
+    root = Root(LocalStorage(top / "run", disk))
     reported = {}
     for step in STEPS:
         name = save(root, step)

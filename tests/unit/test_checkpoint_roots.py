@@ -12,15 +12,13 @@ from pathlib import Path
 import pytest
 from checkpoint_states import NAMES, SHAPE, floats, pieces, save, steps_in, write
 
-from paceline.checkpoint.format.checkpoint import open_checkpoint
-from paceline.checkpoint.format.disk import Disk
-from paceline.checkpoint.format.local import LocalPlace
-from paceline.checkpoint.format.manifest import BLOCK_NBYTES
-from paceline.checkpoint.format.parts import Outgoing, write_part
-from paceline.checkpoint.format.reading import listing_of
-from paceline.checkpoint.format.regions import Box, Flat, whole
-from paceline.checkpoint.format.root import Root
 from paceline.errors import CheckpointDamagedError, CheckpointError
+from paceline.train.checkpoint.format.checkpoint import listing_of, open_checkpoint
+from paceline.train.checkpoint.format.local_storage import Disk, LocalStorage
+from paceline.train.checkpoint.format.manifest import BLOCK_NBYTES
+from paceline.train.checkpoint.format.part_writer import WriteItem, write_part
+from paceline.train.checkpoint.format.regions import Box, Flat, whole
+from paceline.train.checkpoint.format.root import Root
 
 
 def newest(root: Root) -> str:
@@ -42,8 +40,8 @@ def test_any_part_of_a_tensor_is_read_on_its_own(tmp_path):
     data = struct.pack("<300f", *range(300))
     draft = root.begin()
     halves = [
-        Outgoing("w", "F32", SHAPE, Flat(0, 130), data[:520]),
-        Outgoing("w", "F32", SHAPE, Flat(130, 300), data[520:]),
+        WriteItem("w", "F32", SHAPE, Flat(0, 130), data[:520]),
+        WriteItem("w", "F32", SHAPE, Flat(130, 300), data[520:]),
     ]
     parts = [write_part(root.place, draft, rank, [half]) for rank, half in enumerate(halves)]
     root.publish(draft, parts, None, world_size=2)
@@ -60,8 +58,8 @@ def test_large_tensors_are_read_by_blocks(tmp_path, verify):
     data = os.urandom(3 * BLOCK_NBYTES + 100)
     draft = root.begin(1)
     pieces = [
-        Outgoing("w", "U8", (len(data),), whole((len(data),)), data),
-        Outgoing("e", "F32", (0, 3), Flat(0, 0), b""),
+        WriteItem("w", "U8", (len(data),), whole((len(data),)), data),
+        WriteItem("e", "F32", (0, 3), Flat(0, 0), b""),
     ]
     root.publish(draft, [write_part(root.place, draft, 0, pieces)], None, world_size=1)
     with root.open(newest(root)) as checkpoint:
@@ -241,7 +239,7 @@ class Refusing(Disk):
 )
 def test_refusals_name_the_file_the_rank_and_what_to_do(tmp_path, operation, code, said):
     draft = Root(tmp_path).begin(1)
-    refusing = LocalPlace(tmp_path, Refusing(operation, code))
+    refusing = LocalStorage(tmp_path, Refusing(operation, code))
     with pytest.raises(CheckpointError, match=r"rank 1 \(.*pid \d+\) could not .*/rank_00001_000.safetensors: " + said):
         write_part(refusing, draft, 1, pieces(1, 1))
 
@@ -263,7 +261,7 @@ def test_progress_is_told_and_may_stop_the_save(tmp_path):
 def test_data_of_the_wrong_size_is_refused(tmp_path):
     root = Root(tmp_path)
     with pytest.raises(CheckpointError, match=r"was given 8 bytes for w, which has 12 \(F32 \[3\]\)"):
-        write_part(root.place, root.begin(1), 0, [Outgoing("w", "F32", (3,), whole((3,)), floats(1, 2))])
+        write_part(root.place, root.begin(1), 0, [WriteItem("w", "F32", (3,), whole((3,)), floats(1, 2))])
 
 
 def test_disks_that_hosts_do_not_share_hold_their_own_files(tmp_path):
@@ -292,7 +290,7 @@ def test_one_that_a_save_removes_meanwhile_is_not_opened(tmp_path, monkeypatch):
             root.retire(1)
         return listings[-1]
 
-    monkeypatch.setattr("paceline.checkpoint.format.checkpoint.listing_of", list_and_go_on)
+    monkeypatch.setattr("paceline.train.checkpoint.format.checkpoint.listing_of", list_and_go_on)
     with open_checkpoint(tmp_path) as checkpoint:
         assert checkpoint.manifest.step == 2
 

@@ -7,21 +7,21 @@ import ctypes
 import pytest
 import torch
 
-from paceline.checkpoint.element_types import name_of
-from paceline.checkpoint.format.parts import Outgoing, write_part
-from paceline.checkpoint.format.regions import whole
-from paceline.checkpoint.format.root import Root
-from paceline.checkpoint.names import join
 from paceline.cli.main import main
+from paceline.train.checkpoint.format.part_writer import WriteItem, write_part
+from paceline.train.checkpoint.format.regions import whole
+from paceline.train.checkpoint.format.root import Root
+from paceline.train.checkpoint.format.values import join
+from paceline.train.checkpoint.pytree import name_of
 
 pytestmark = pytest.mark.soak  # the import of transformers takes long
 
 
-def outgoing(name: str, tensor: torch.Tensor) -> Outgoing:
+def outgoing(name: str, tensor: torch.Tensor) -> WriteItem:
     tensor = tensor.detach().contiguous()
     data = ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
     shape = tuple(tensor.shape)
-    return Outgoing(join("model", name), name_of(tensor.dtype), shape, whole(shape), data)
+    return WriteItem(join("model", name), name_of(tensor.dtype), shape, whole(shape), data)
 
 
 def test_transformers_reads_what_was_exported(tmp_path):

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launching import wait_until
 
-from paceline.launch.nodes.messages import Start
-from paceline.launch.nodes.remote_client import dial
-from paceline.launch.nodes.server import MeetingServer
-from paceline.launch.nodes.steering import Orders
-from paceline.observe import reading
-from paceline.observe.clocks import DRIFT, Offset, OffsetEstimate
-from paceline.observe.recording import Clock, Pair, Recording
+from paceline.operate.diagnosis import recording_reader
+from paceline.operate.diagnosis.clock_offset import DRIFT, Offset, OffsetEstimate
+from paceline.operate.diagnosis.recording import Clock, Pair, ProcessRecording
+from paceline.operate.launch.multinode.membership import Orders
+from paceline.operate.launch.multinode.protocol import Start
+from paceline.operate.launch.multinode.remote_client import connect_client
+from paceline.operate.launch.multinode.server import MeetingServer
 
 SECOND_NS = 1_000_000_000
 DELAY_NS = st.integers(0, SECOND_NS)
@@ -77,7 +77,7 @@ def test_a_launcher_measures_a_clock_that_was_shifted():
     shift_ns = 12_345 * SECOND_NS
     listener = socket.create_server(("127.0.0.1", 0))
     server = MeetingServer(listener, None, Welcoming(), 5.0)
-    client = dial(server.address, None, 10.0, 5.0, print)
+    client = connect_client(server.address, None, 10.0, 5.0, print)
     try:
         client._wire._clock_ns = lambda: time.monotonic_ns() - shift_ns
         wait_until(client.clock_offset)
@@ -91,22 +91,22 @@ def test_a_launcher_measures_a_clock_that_was_shifted():
 def test_recordings_of_two_hosts_are_put_on_one_clock(tmp_path, monkeypatch):
     shifts = {"first": 0, "second": 5 * SECOND_NS}
 
-    def recorded(directory: Path) -> list[Recording]:
+    def recorded(directory: Path) -> list[ProcessRecording]:
         at_ns = 7 * SECOND_NS - shifts[directory.name]  # the same instant, by the host's own clock
         clock = Clock(directory.name, 0, (Pair(0, at_ns, 1), Pair(1000, at_ns + 1000, 1001)))
         rank = sorted(shifts).index(directory.name)
         source = str(directory / "recording.record")
-        return [Recording(source, 1, rank, 2, "", directory.name, True, 0, at_ns, clock, {}, (), ())]
+        return [ProcessRecording(source, 1, rank, 2, "", directory.name, True, 0, at_ns, clock, {}, (), ())]
 
-    monkeypatch.setattr(reading, "read_directory", recorded)
+    monkeypatch.setattr(recording_reader, "read_directory", recorded)
     for name, shift_ns in shifts.items():
         facts = {"job": "j", "command": [], "host": name, "workers": 1, "started_s": 1.0, "state": "finished"}
         clock = {"offset_ns": shift_ns, "error_ns": 40 if shift_ns else 0, "at_ns": 5}
         (tmp_path / name).mkdir()
         (tmp_path / name / "job.json").write_text(json.dumps({**facts, "clock": clock}))
-    aligned, error_ns = reading.read_aligned([tmp_path / "second", tmp_path / "first"])
+    aligned, error_ns = recording_reader.read_aligned([tmp_path / "second", tmp_path / "first"])
     assert [(each.rank, each.started_ns) for each in aligned] == [(0, 7 * SECOND_NS), (1, 7 * SECOND_NS)]
     assert error_ns == 40
     (tmp_path / "second" / "job.json").unlink()
-    by_day, unknown = reading.read_aligned([tmp_path / "first", tmp_path / "second"])
+    by_day, unknown = recording_reader.read_aligned([tmp_path / "first", tmp_path / "second"])
     assert unknown is None and by_day[0].started_ns == by_day[1].started_ns

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.cli import main as command_line
 from paceline.cli.main import COMMANDS, main, parser
-from paceline.launch.flags import flags_after_script
+from paceline.operate.launch.flags import flags_after_script
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.engine.native.congestion import VARIABLE, set_congestion_control
+from paceline.comm.engine.network_settings import CONGESTION_VARIABLE, set_congestion_control
 
 
 def control_of(connection: socket.socket) -> str:
@@ -30,7 +30,7 @@ def connected():
 
 
 def test_a_near_peer_is_reached_without_pacing(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(CONGESTION_VARIABLE, raising=False)
     with connected() as near:
         before = control_of(near)
         set_congestion_control(near)
@@ -38,14 +38,14 @@ def test_a_near_peer_is_reached_without_pacing(monkeypatch):
 
 
 def test_the_variable_decides(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "reno")
+    monkeypatch.setenv(CONGESTION_VARIABLE, "reno")
     with connected() as near:
         set_congestion_control(near)
         assert control_of(near) == "reno"
 
 
 def test_a_control_that_the_kernel_has_not_is_refused_by_name(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "pigeon")
+    monkeypatch.setenv(CONGESTION_VARIABLE, "pigeon")
     with connected() as near, pytest.raises(ValueError, match=r"PACELINE_CONGESTION is 'pigeon', which this kernel"):
         set_congestion_control(near)
     assert Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").exists(), "what the message points to"

@@ -15,27 +15,27 @@ import pytest
 import torch
 from checkpoint_copies import ROOT, PipeTalk, copy_as, looked, steps_of, two_hosts
 
-from paceline.checkpoint.copies.client import dial
-from paceline.checkpoint.copies.finding import newest
-from paceline.checkpoint.copies.messages import Begin, Commit, Entry, Finish, Inventory, Read
-from paceline.checkpoint.copies.service import CopyService
-from paceline.checkpoint.copies.vault import RefusedError, Vault, new_file
-from paceline.checkpoint.in_training import CheckpointManager
 from paceline.errors import AuthenticationError, CheckpointDamagedError, CheckpointError
+from paceline.train.checkpoint.manager import CheckpointManager
+from paceline.train.checkpoint.peer_memory.cache import CheckpointCache, RefusedError, new_file
+from paceline.train.checkpoint.peer_memory.client import dial
+from paceline.train.checkpoint.peer_memory.protocol import BeginCopy, CachedCheckpoint, Commit, Finish, Inventory, Read
+from paceline.train.checkpoint.peer_memory.replicate import newest_cached
+from paceline.train.checkpoint.peer_memory.server import CacheServer
 
 
-def begin(token: str, keep: str | None = None, nbytes: int = 10) -> Begin:
-    return Begin(ROOT, token, int(token), int(token), keep, nbytes)
+def begin(token: str, keep: str | None = None, nbytes: int = 10) -> BeginCopy:
+    return BeginCopy(ROOT, token, int(token), int(token), keep, nbytes)
 
 
-def put(vault: Vault, token: str, data: bytes) -> None:
+def put(vault: CheckpointCache, token: str, data: bytes) -> None:
     file = new_file()
     os.write(file, data)
     vault.finish(Finish(ROOT, token, "file", len(data)), file)
 
 
 def test_a_vault_keeps_two_generations_of_a_root_at_most() -> None:
-    with closing(Vault()) as vault:
+    with closing(CheckpointCache()) as vault:
         for number in range(1, 6):
             vault.begin(begin(str(number), str(number - 1)))
             put(vault, str(number), b"%d" % number)
@@ -48,7 +48,7 @@ def test_a_vault_keeps_two_generations_of_a_root_at_most() -> None:
 
 
 def test_a_vault_refuses_what_the_memory_is_too_small_for() -> None:
-    with closing(Vault(available=lambda: 1000)) as vault:
+    with closing(CheckpointCache(available=lambda: 1000)) as vault:
         vault.begin(begin("1", nbytes=900))
         with pytest.raises(RefusedError, match="is too large for the 1.0 kB of memory that are left"):
             vault.begin(begin("2", keep="1", nbytes=950))
@@ -56,7 +56,7 @@ def test_a_vault_refuses_what_the_memory_is_too_small_for() -> None:
 
 
 def test_a_file_of_a_copy_that_was_given_up_is_refused() -> None:
-    with closing(Vault()) as vault:
+    with closing(CheckpointCache()) as vault:
         vault.begin(begin("1"))
         vault.begin(begin("2"))
         with pytest.raises(RefusedError, match="given up"):
@@ -65,21 +65,26 @@ def test_a_file_of_a_copy_that_was_given_up_is_refused() -> None:
             vault.commit(Commit(ROOT, "1", {}, {}, 0), b"")
 
 
-def inventory(vault: str, *entries: Entry) -> Inventory:
+def inventory(vault: str, *entries: CachedCheckpoint) -> Inventory:
     return Inventory(vault, "", entries)
 
 
 def test_the_newest_copy_with_all_files_is_found() -> None:
     files = {"a": 1, "b": 2}
-    one = inventory("one", Entry("x", 4, 40, {"a": 1}, files), Entry("y", 5, 50, {"a": 1}, files))
-    two = inventory("two", Entry("x", 4, 40, {"b": 2}), Entry("y", 5, 50, {"b": 1}), Entry("z", 6, 60, {"b": 2}))
-    found, why = newest([one, two, one])
+    one = inventory("one", CachedCheckpoint("x", 4, 40, {"a": 1}, files), CachedCheckpoint("y", 5, 50, {"a": 1}, files))
+    two = inventory(
+        "two",
+        CachedCheckpoint("x", 4, 40, {"b": 2}),
+        CachedCheckpoint("y", 5, 50, {"b": 1}),
+        CachedCheckpoint("z", 6, 60, {"b": 2}),
+    )
+    found, why = newest_cached([one, two, one])
     assert found is not None
     assert (found.token, found.sequence, found.step, found.describers) == ("x", 4, 40, ["one"])
     assert found.holders == {"a": ["one"], "b": ["two"]}
     assert why == ["the copies of step 60 were not finished", "of the copies of step 50 no launcher has b"]
-    assert newest([two]) == (None, [f"the copies of step {step} were not finished" for step in (60, 50, 40)])
-    assert newest([]) == (None, [])
+    assert newest_cached([two]) == (None, [f"the copies of step {step} were not finished" for step in (60, 50, 40)])
+    assert newest_cached([]) == (None, [])
 
 
 def copy_by_threads(step: int, keep: str | None, addresses: list[str]) -> None:
@@ -96,7 +101,7 @@ def test_either_host_has_all_of_a_copy(tmp_path: Path) -> None:
         for step in (1, 2, 3):
             copy_by_threads(step, f"t{step - 1}", addresses)
         for left in ([addresses[0]], [addresses[1]], addresses):
-            found, why = newest(looked(left))
+            found, why = newest_cached(looked(left))
             assert found is not None
             assert (found.step, why) == (3, [])
             assert steps_of(found, left) == {3}
@@ -114,12 +119,12 @@ def test_a_copy_with_other_bytes_is_noticed(tmp_path: Path) -> None:
                 files[name] = bytearray(nbytes)
                 client.read_into(ROOT, entry.token, name, 0, memoryview(files[name]))
             files["rank_00001_000.safetensors"][-1] ^= 1
-            client.begin(Begin("/other", entry.token, 1, 1, None, 10))
+            client.begin(BeginCopy("/other", entry.token, 1, 1, None, 10))
             for name, data in files.items():
                 client.write("/other", entry.token, name, [memoryview(data)])
                 client.finish("/other", entry.token, name)
             client.commit("/other", entry.token, manifest, {**entry.held}, {})
-            found, _ = newest([client.look("/other")])
+            found, _ = newest_cached([client.look("/other")])
         assert found is not None
         with pytest.raises(CheckpointDamagedError, match="rank_00001_000.safetensors was changed"):
             steps_of(found, addresses[:1], root="/other")
@@ -127,7 +132,7 @@ def test_a_copy_with_other_bytes_is_noticed(tmp_path: Path) -> None:
 
 def test_a_cut_file_is_not_taken(tmp_path: Path) -> None:
     with two_hosts(tmp_path) as addresses, closing(dial(addresses[0])) as client:
-        client.begin(Begin(ROOT, "t", 1, 1, None, 10))
+        client.begin(BeginCopy(ROOT, "t", 1, 1, None, 10))
         client.write(ROOT, "t", "file", [memoryview(b"some bytes")])
         with pytest.raises(CheckpointError, match="nothing was written of other"):
             client.finish(ROOT, "t", "other")
@@ -139,10 +144,10 @@ def test_a_cut_file_is_not_taken(tmp_path: Path) -> None:
 
 
 def test_memory_outlives_the_doors_and_then_goes(tmp_path: Path) -> None:
-    with closing(CopyService("127.0.0.1")) as service:
+    with closing(CacheServer("127.0.0.1")) as service:
         address = service.open(str(tmp_path / "first"), None)
         with closing(dial(address)) as client:
-            client.begin(Begin(ROOT, "t", 1, 1, None, 4))
+            client.begin(BeginCopy(ROOT, "t", 1, 1, None, 4))
             client.write(ROOT, "t", "file", [memoryview(b"kept")])
             client.finish(ROOT, "t", "file")
             service.shut()
@@ -162,7 +167,7 @@ def test_memory_outlives_the_doors_and_then_goes(tmp_path: Path) -> None:
 
 
 def test_strangers_are_not_let_in(tmp_path: Path) -> None:
-    with closing(CopyService(None)) as service:
+    with closing(CacheServer(None)) as service:
         address = service.open(str(tmp_path / "door"), b"the secret of this job, which nobody knows")
         with pytest.raises(AuthenticationError):
             dial(address)
@@ -204,7 +209,7 @@ def test_one_process_restores_from_its_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asynchronous: bool
 ) -> None:
     path = tmp_path / "disk"
-    with closing(CopyService(None)) as service:
+    with closing(CacheServer(None)) as service:
         monkeypatch.setenv("PACELINE_COPIES", service.open(str(tmp_path / "door"), None))
         with CheckpointManager(path, peer_copies=1, asynchronous=asynchronous) as manager:
             for step in (1, 2, 3):
@@ -224,7 +229,7 @@ def test_one_process_restores_from_its_launcher(
 def test_a_newer_checkpoint_on_the_disk_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with closing(CopyService(None)) as service:
+    with closing(CacheServer(None)) as service:
         monkeypatch.setenv("PACELINE_COPIES", service.open(str(tmp_path / "door"), None))
         with CheckpointManager(tmp_path / "disk", peer_copies=1) as manager:
             manager.save(1, state_of(1))
@@ -238,4 +243,4 @@ def test_a_newer_checkpoint_on_the_disk_is_taken(
 
 
 def test_examples_in_docstrings_hold() -> None:
-    assert doctest.testmod(import_module("paceline.checkpoint.copies.peers")).failed == 0
+    assert doctest.testmod(import_module("paceline.train.checkpoint.peer_memory.replicate")).failed == 0

@@ -12,24 +12,22 @@ import pytest
 from checkpoint_copies import ROOT, copying_of
 from test_copies_in_memory import begin, require_step, state_of
 
-from paceline.checkpoint import background
-from paceline.checkpoint.background import SaveHandle
-from paceline.checkpoint.copies import service as service_module
-from paceline.checkpoint.copies.client import VaultClient, dial
-from paceline.checkpoint.copies.finding import newest
-from paceline.checkpoint.copies.messages import Begin, Commit, Entry, Inventory, Write, send
-from paceline.checkpoint.copies.room import available_nbytes
-from paceline.checkpoint.copies.sending import copy
-from paceline.checkpoint.copies.service import CopyService
-from paceline.checkpoint.copies.vault import RefusedError, Vault
-from paceline.checkpoint.in_training import CheckpointManager
-from paceline.checkpoint.outcomes import heard, told
 from paceline.errors import CheckpointError
+from paceline.train.checkpoint import save
+from paceline.train.checkpoint.manager import CheckpointManager
+from paceline.train.checkpoint.peer_memory import server as service_module
+from paceline.train.checkpoint.peer_memory.cache import CheckpointCache, RefusedError, available_nbytes
+from paceline.train.checkpoint.peer_memory.client import CacheClient, dial
+from paceline.train.checkpoint.peer_memory.protocol import BeginCopy, CachedCheckpoint, Commit, Inventory, Write, send
+from paceline.train.checkpoint.peer_memory.replicate import newest_cached, replicate_checkpoint
+from paceline.train.checkpoint.peer_memory.server import CacheServer
+from paceline.train.checkpoint.rank_channel import decode_result, encode_result
+from paceline.train.checkpoint.save import SaveHandle
 
 
 def test_memory_is_not_granted_twice() -> None:
     free = 1000
-    with closing(Vault(available=lambda: free)) as vault:
+    with closing(CheckpointCache(available=lambda: free)) as vault:
         vault.begin(begin("1", nbytes=600))  # of one rank
         with pytest.raises(RefusedError, match="the 1.0 kB of memory that are left, of which 600 B are for other"):
             vault.begin(begin("1", nbytes=600))  # of another one, before the first has written anything
@@ -44,13 +42,13 @@ def test_memory_is_not_granted_twice() -> None:
 
 def test_copies_of_roots_left_behind_make_room() -> None:
     left = iter([1000, 1000, 100, 100, 1000, 100])
-    with closing(Vault(available=lambda: next(left))) as vault:
+    with closing(CheckpointCache(available=lambda: next(left))) as vault:
         for root in ("/first", "/second"):
-            vault.begin(Begin(root, "1", 1, 1, None, 10))
-        vault.begin(Begin("/third", "1", 1, 1, None, 500))
+            vault.begin(BeginCopy(root, "1", 1, 1, None, 10))
+        vault.begin(BeginCopy("/third", "1", 1, 1, None, 500))
         assert [len(vault.look(root)) for root in ("/first", "/second", "/third")] == [0, 0, 1]
         with pytest.raises(RefusedError, match="take fewer hosts for peer_copies, or none"):
-            vault.begin(Begin("/third", "2", 2, 2, "1", 500))
+            vault.begin(BeginCopy("/third", "2", 2, 2, "1", 500))
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -70,8 +68,12 @@ def test_a_limit_of_a_cgroup_counts(tmp_path: Path, version: int) -> None:
 
 
 def test_of_one_sequence_the_later_step_is_newer() -> None:
-    entries = [Entry("z", 6, 60, {}, {}), Entry("a", 6, 70, {}, {}), Entry("b", 6, None, {}, {})]
-    found, _ = newest([Inventory("vault", "", entries)])
+    entries = [
+        CachedCheckpoint("z", 6, 60, {}, {}),
+        CachedCheckpoint("a", 6, 70, {}, {}),
+        CachedCheckpoint("b", 6, None, {}, {}),
+    ]
+    found, _ = newest_cached([Inventory("vault", "", entries)])
     assert found is not None and found.step == 70
 
 
@@ -93,17 +95,17 @@ class DeafTalk:
 
 def test_a_rank_that_is_not_heard_keeps_nobody_waiting(tmp_path: Path) -> None:
     talk = DeafTalk()
-    with closing(CopyService(None)) as service:
+    with closing(CacheServer(None)) as service:
         address = service.open(str(tmp_path / "door"), None)
         copying = copying_of(1, 0, None, [address, address])
         with pytest.raises(CheckpointError, match="rank 1 died"):
-            copy(copying, (talk, talk), dial, partial(told, me="rank 0"), heard)
+            replicate_checkpoint(copying, (talk, talk), dial, partial(encode_result, me="rank 0"), decode_result)
     assert [text[:1] for text in talk.announced] == [b"-", b"-"]
 
 
 @pytest.mark.parametrize("nbytes", [-5, 1 << 70])
 def test_a_size_that_none_has_ends_the_session(tmp_path: Path, nbytes: int) -> None:
-    with closing(CopyService(None)) as service, closing(dial(service.open(str(tmp_path / "door"), None))) as client:
+    with closing(CacheServer(None)) as service, closing(dial(service.open(str(tmp_path / "door"), None))) as client:
         send(client._connection, Write(ROOT, "t", "file", nbytes))
         with pytest.raises(OSError, match="has ended or did not answer"):
             client.look(ROOT)
@@ -114,15 +116,15 @@ def test_a_launcher_that_cannot_listen_says_why(tmp_path: Path, monkeypatch: pyt
         raise ValueError("the address can be reached from other machines, and this job has no secret")
 
     monkeypatch.setattr(service_module, "listen", refuse)
-    with closing(CopyService("192.0.2.1")) as service, closing(dial(service.open(str(tmp_path / "door"), None))) as one:
+    with closing(CacheServer("192.0.2.1")) as service, closing(dial(service.open(str(tmp_path / "door"), None))) as one:
         with pytest.raises(CheckpointError, match="keeps no copy: the address can be reached from other machines"):
             one.listen()
         with pytest.raises(CheckpointError, match="this job has no secret"):
             one.look(ROOT)
 
 
-def lost_launcher(directory: Path) -> VaultClient:
-    with closing(CopyService(None)) as service:
+def lost_launcher(directory: Path) -> CacheClient:
+    with closing(CacheServer(None)) as service:
         return dial(service.open(str(directory / "door"), None))
 
 
@@ -131,7 +133,7 @@ def test_a_lost_launcher_is_named(tmp_path: Path) -> None:
         dial(f"unix:{tmp_path}/none")
     ended = pytest.raises(OSError, match=f"launcher at unix:{tmp_path}/door, which keeps copies, has ended")
     with closing(lost_launcher(tmp_path)) as client, ended:
-        client.begin(Begin(ROOT, "1", 1, 1, None, 10))
+        client.begin(BeginCopy(ROOT, "1", 1, 1, None, 10))
 
 
 def test_what_is_done_beside_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +143,7 @@ def test_what_is_done_beside_needs_no_thread(monkeypatch: pytest.MonkeyPatch) ->
         begin_thread(thread)
 
     begin_thread = threading.Thread.start
-    monkeypatch.setattr(background.threading.Thread, "start", start)
+    monkeypatch.setattr(save.threading.Thread, "start", start)
     done: list[str] = []
     assert SaveHandle(lambda: done.append("disk"), "step_1", lambda: done.append("memory")).wait()
     assert done == ["disk", "memory"]
@@ -151,7 +153,7 @@ def test_the_last_save_on_sigterm_is_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "disk"
-    with closing(CopyService(None)) as service:
+    with closing(CacheServer(None)) as service:
         monkeypatch.setenv("PACELINE_COPIES", service.open(str(tmp_path / "door"), None))
         manager = CheckpointManager(path, every=100, peer_copies=1)
         signal.raise_signal(signal.SIGTERM)

@@ -25,7 +25,7 @@ from world import RankFailed
 
 import paceline
 from paceline import _core
-from paceline.engine.channel import Call
+from paceline.comm.engine.channel import CollectiveCall
 
 CALLS = 1500
 ROOM = 1 << 20  # bytes behind each address
@@ -83,8 +83,8 @@ class Values:
             "RecordedCall": [_core.RecordedCall(1, 1, 1, 1, 1, 1, 1, False, 1)],
         }
 
-    def _right_call(self) -> Call:
-        return Call(1, 11, 0, -1, 16, 1_000_000, [], [[self.address, 64]])
+    def _right_call(self) -> CollectiveCall:
+        return CollectiveCall(1, 11, 0, -1, 16, 1_000_000, [], [[self.address, 64]])
 
     def of(self, name: str, annotation: str) -> object:
         choose = self.random.choice

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from paceline import _core
-from paceline.engine.codes import DTYPE_CODES
-from paceline.parallel.one_copy.core_updates import CoreUpdates
-from paceline.parallel.one_copy.layout import ReadyRound
+from paceline.comm.engine.codes import DTYPE_CODES
+from paceline.train.shared_model.fused_updates import FusedUpdates
+from paceline.train.shared_model.shared_shards import ReadyRound
 
 Adam, AdamW, SGD = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
 OPTIONS = [
@@ -52,7 +52,7 @@ def test_the_core_updates_as_torch_does(case, dtype):
     groups = [[{"params": each[:2]}, {"params": each[2:], "lr": 0.3}] for each in (mine, theirs)]
     ours = optimizer_class(groups[0], lr=0.01, fused=True, **options)
     torchs = optimizer_class(groups[1], lr=0.01, fused=True, **options)
-    updates = CoreUpdates(ours)
+    updates = FusedUpdates(ours)
     for step in range(5):
         gradients = [torch.randn(size, generator=generator, dtype=dtype) * 10.0 ** (step - 3) for size in sizes]
         for param, other, gradient in zip(mine, theirs, gradients, strict=True):
@@ -78,7 +78,7 @@ def begin_after_a_step(optimizer: torch.optim.Optimizer) -> _core.Update | None:
     for param in params:
         param.grad = torch.ones_like(param)
     optimizer.step()
-    updates = CoreUpdates(optimizer)
+    updates = FusedUpdates(optimizer)
     updates.begin_step()
     return updates.begin(ready_round(params, [torch.ones_like(param) for param in params]))
 
@@ -103,7 +103,7 @@ def test_what_the_core_cannot_do_is_left_to_torch():
 def test_a_loaded_state_is_the_one_that_is_updated():
     (param,) = params = [nn.Parameter(torch.zeros(3))]
     optimizer = AdamW(params, lr=0.1, fused=True)
-    updates = CoreUpdates(optimizer)
+    updates = FusedUpdates(optimizer)
     ready = ready_round(params, [torch.ones(3)])
     param.grad = torch.ones(3)
     optimizer.step()

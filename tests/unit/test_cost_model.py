@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.schedule.cost import CostModel, LinkCost, choose, explain_text, predict
-from paceline.schedule.network import Network
-from paceline.schedule.registry import ALGORITHMS, COSTS
-from paceline.schedule.steps import Operation
-from paceline.schedule.timing import simulate_call
+from paceline.comm.schedule.cost import choose, explain_text, predict
+from paceline.comm.schedule.cost_model import CostModel, LinkCost
+from paceline.comm.schedule.network import Network
+from paceline.comm.schedule.registry import ALGORITHMS, COSTS
+from paceline.comm.schedule.simulation import simulate_call
+from paceline.comm.schedule.steps import Operation
 
 MIB = 1 << 20
 CLUSTER = CostModel(LinkCost(2e-6, 1 / 20e9), LinkCost(20e-6, 1 / 3e9), 1 / 10e9)

@@ -12,9 +12,7 @@ import torch
 from torch import nn
 
 import paceline as dist
-from paceline.parallel.parallel_apply import parallel_apply
-from paceline.parallel.replicate import replicate
-from paceline.parallel.scatter_gather import gather, scatter
+from paceline.train.data_parallel import gather, parallel_apply, replicate, scatter
 
 Pair = namedtuple("Pair", "left right")
 TWO, THREE = ["cpu"] * 2, ["cpu"] * 3

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-import paceline.parallel
-from paceline.parallel.ddp.gradients import BucketGradients, have_aliases, shares_memory
-from paceline.parallel.ddp.structure import ModuleStructure
-from paceline.parallel.graph import find_tensors, may_require_grad, used_parameters
+import paceline.train
+from paceline.train.autograd_graph import find_tensors, may_require_grad, used_parameters
+from paceline.train.ddp.gradient_buckets import BucketGradients, have_aliases, shares_memory
+from paceline.train.ddp.module_monitor import ModuleStructure
 
-MODULES = [each.name for each in pkgutil.walk_packages(paceline.parallel.__path__, "paceline.parallel.")]
+MODULES = [each.name for each in pkgutil.walk_packages(paceline.train.__path__, "paceline.train.")]
 Pair = namedtuple("Pair", "left right")
 
 

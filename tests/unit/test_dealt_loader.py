@@ -9,20 +9,20 @@ import pytest
 import streams
 
 from paceline import StatefulLoader
-from paceline.data.rest import Rest, Seat, Step
+from paceline.train.data.remaining_samples import EpochStep, RankSlot, RemainingSamples
 
 
 class Dealt:
     """A dealer that is told by the test; `counts` is what the loader has said of the latest batch."""
 
     def __init__(self) -> None:
-        self.seat = Seat(1, 0)
+        self.seat = RankSlot(1, 0)
         self.counts = False
 
-    def begin_batch(self) -> Seat:
+    def begin_batch(self) -> RankSlot:
         return self.seat
 
-    def handed_out(self, *, counts: bool) -> None:
+    def batch_delivered(self, *, counts: bool) -> None:
         self.counts = counts
 
     def end_batch(self) -> None:
@@ -37,10 +37,10 @@ class Worker:
     ) -> None:
         self.dealer = Dealt()
         self.loader = StatefulLoader(dataset(samples), 2, seed=5, remainder=remainder, **options)
-        self.loader.deal_by(self.dealer)
+        self.loader.use_batch_assigner(self.dealer)
         self.batches: Iterator[object] = iter(self.loader)
 
-    def step(self, seat: Seat) -> list[int] | None:
+    def step(self, seat: RankSlot) -> list[int] | None:
         """Returns the samples of the next batch that count; None at the end of the epoch."""
         self.dealer.seat = seat
         batch = next(self.batches, None)
@@ -61,7 +61,7 @@ def samples_of_an_epoch(seed: int, samples: int, **options: object) -> list[int]
     used: list[int] = []
     while True:
         count = len(workers)
-        batches = [worker.step(Seat(count, rank)) for rank, worker in enumerate(workers)]
+        batches = [worker.step(RankSlot(count, rank)) for rank, worker in enumerate(workers)]
         if None in batches:
             assert batches == [None] * count
             break
@@ -69,7 +69,7 @@ def samples_of_an_epoch(seed: int, samples: int, **options: object) -> list[int]
         used += [index for rank, batch in enumerate(batches) if rank not in dead for index in batch or ()]
         workers = [worker for rank, worker in enumerate(workers) if rank not in dead]
         for worker in workers:
-            worker.loader.give_back(sorted(dead))
+            worker.loader.return_samples_of(sorted(dead))
         assert len({str(worker.loader.state_dict()) for worker in workers}) == 1
         if drawn.random() < 0.3:
             workers.append(newcomer(workers[0], samples, **options))
@@ -112,11 +112,11 @@ def test_whole_batches_of_a_stream_count_at_most_once(seed: int) -> None:
 
 def test_a_rank_without_samples_repeats_one_that_counts_not() -> None:
     workers = [Worker(4) for _ in range(3)]
-    first = [worker.step(Seat(3, rank)) for rank, worker in enumerate(workers)]
+    first = [worker.step(RankSlot(3, rank)) for rank, worker in enumerate(workers)]
     assert sorted(index for batch in first for index in batch or ()) == [0, 1, 2, 3]
     many = [Worker(2) for _ in range(3)]
-    assert many[2].step(Seat(3, 2)) == []
-    assert len(many[0].step(Seat(3, 0)) or ()) == 1
+    assert many[2].step(RankSlot(3, 2)) == []
+    assert len(many[0].step(RankSlot(3, 0)) or ()) == 1
 
 
 @pytest.mark.parametrize("dataset", [range, streams.Plain])
@@ -125,33 +125,33 @@ def test_what_was_read_ahead_for_others_is_not_used(
     persistent_workers: bool, dataset: Callable[[int], Sequence[int]]
 ) -> None:
     worker = Worker(12, dataset=dataset, num_workers=1, persistent_workers=persistent_workers)
-    used = worker.step(Seat(2, 0)) or []
-    worker.loader.give_back([1])
-    while batch := worker.step(Seat(1, 0)):
+    used = worker.step(RankSlot(2, 0)) or []
+    worker.loader.return_samples_of([1])
+    while batch := worker.step(RankSlot(1, 0)):
         used += batch
     assert sorted(used) == list(range(12))
 
 
 def test_a_rank_that_is_late_for_a_batch_counts_not() -> None:
     worker = Worker(8)
-    assert worker.step(Seat(2, None)) == []
+    assert worker.step(RankSlot(2, None)) == []
     assert worker.loader.state_dict()["position"] == 4
 
 
 def test_repeated_samples_do_not_come_again() -> None:
-    step = Step(Rest(6, 8), ranks=3, count=2)
+    step = EpochStep(RemainingSamples(6, 8), ranks=3, count=2)
     assert step.places_of(2) == []
     worker = Worker(2, remainder="repeat")
-    assert worker.step(Seat(3, 0)) is not None
-    worker.loader.give_back([2])
+    assert worker.step(RankSlot(3, 0)) is not None
+    worker.loader.return_samples_of([2])
     assert "returned" not in worker.loader.state_dict()
 
 
 @pytest.mark.parametrize("dataset", [range, streams.Skips])
 def test_returned_samples_survive_in_a_checkpoint(dataset: Callable[[int], Sequence[int]]) -> None:
     worker = Worker(8, dataset=dataset)
-    taken = worker.step(Seat(2, 0))
-    worker.loader.give_back([1])
+    taken = worker.step(RankSlot(2, 0))
+    worker.loader.return_samples_of([1])
     plain = StatefulLoader(dataset(8), 3, seed=5, num_replicas=1, rank=0)
     plain.load_state_dict(worker.loader.state_dict())
     rest = [index for batch in plain for index in batch.tolist()]
@@ -162,14 +162,14 @@ def test_returned_samples_survive_in_a_checkpoint(dataset: Callable[[int], Seque
 
 def test_a_loader_for_certain_ranks_is_refused() -> None:
     with pytest.raises(ValueError, match="num_replicas=2 and rank=0.*leave both out"):
-        StatefulLoader(range(8), num_replicas=2, rank=0).deal_by(Dealt())
+        StatefulLoader(range(8), num_replicas=2, rank=0).use_batch_assigner(Dealt())
 
 
 def test_a_stream_that_has_become_shorter_is_told() -> None:
     worker = Worker(8, dataset=streams.Plain)
-    worker.step(Seat(2, 0))
-    worker.step(Seat(2, 0))
-    worker.loader.give_back([1])
+    worker.step(RankSlot(2, 0))
+    worker.step(RankSlot(2, 0))
+    worker.loader.return_samples_of([1])
     worker.loader.dataset.length = 7
     with pytest.raises(ValueError, match="sample 7 of epoch 0 is to be read again, but Plain ended after 7"):
-        worker.step(Seat(1, 0))
+        worker.step(RankSlot(1, 0))

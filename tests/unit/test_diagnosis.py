@@ -10,19 +10,30 @@ from hypothesis import strategies as st
 from observed_world import CALLING, IDLE, Planned, loop, play
 from sampling import examples
 
-from paceline.observe.diagnosis import diagnose, died
-from paceline.observe.evidence import Call, Ending, Header, Manner, Place, Process, Rank, Scene, Seat, State
-from paceline.observe.verdict import Cause
+from paceline.operate.diagnosis.diagnosis import diagnose, diagnose_exit
+from paceline.operate.diagnosis.finding import Cause
+from paceline.operate.diagnosis.job_snapshot import (
+    CallSignature,
+    ExitReason,
+    GroupMembership,
+    JobSnapshot,
+    ProcessActivity,
+    ProcessState,
+    RankCall,
+    RankExitStatus,
+    RankState,
+    StackLocation,
+)
 
 _HEADERS = [
-    Header("all_reduce", "float32", 4096, "SUM"),
-    Header("all_reduce", "float32", 128, "SUM"),
-    Header("all_reduce", "int64", 1, "MAX"),
-    Header("broadcast", "float32", 128, root=0),
-    Header("all_gather", "float32", 4096),
-    Header("barrier"),
+    CallSignature("all_reduce", "float32", 4096, "SUM"),
+    CallSignature("all_reduce", "float32", 128, "SUM"),
+    CallSignature("all_reduce", "int64", 1, "MAX"),
+    CallSignature("broadcast", "float32", 128, root=0),
+    CallSignature("all_gather", "float32", 4096),
+    CallSignature("barrier"),
 ]
-_STRAY = Header("all_reduce", "float32", 77, "SUM")
+_STRAY = CallSignature("all_reduce", "float32", 77, "SUM")
 _STEPS = 8
 
 
@@ -96,14 +107,18 @@ def test_another_order_is_found(fault, marks):
 
 
 _ABSENCES = {
-    Cause.STOPPED: Rank(0, process=Process(State.STOPPED)),
-    Cause.SWAPPING: Rank(0, process=Process(State.SWAPS)),
-    Cause.LOADER: Rank(0, place=Place("DataLoader.__next__", "train.py:71", is_loader=True), process=IDLE),
-    Cause.USER_CODE: Rank(0, place=Place("evaluate", "train.py:90"), process=IDLE),
-    Cause.BUSY: Rank(0, place=Place("evaluate", "train.py:90"), process=Process(State.RUNS, cores=1.0)),
-    Cause.EXCEPTION: Rank(0, ending=Ending(Manner.EXCEPTION, 0.0, "ValueError: bad", "train.py:5")),
-    Cause.KILLED: Rank(0, ending=Ending(Manner.KILLED, 0.0, "killed by SIGKILL")),
-    Cause.OUT_OF_MEMORY: Rank(0, ending=Ending(Manner.OUT_OF_MEMORY, 0.0, "killed by the kernel, out of memory")),
+    Cause.STOPPED: RankState(0, process=ProcessActivity(ProcessState.STOPPED)),
+    Cause.SWAPPING: RankState(0, process=ProcessActivity(ProcessState.SWAPS)),
+    Cause.LOADER: RankState(0, place=StackLocation("DataLoader.__next__", "train.py:71", is_loader=True), process=IDLE),
+    Cause.USER_CODE: RankState(0, place=StackLocation("evaluate", "train.py:90"), process=IDLE),
+    Cause.BUSY: RankState(
+        0, place=StackLocation("evaluate", "train.py:90"), process=ProcessActivity(ProcessState.RUNS, cores=1.0)
+    ),
+    Cause.EXCEPTION: RankState(0, ending=RankExitStatus(ExitReason.EXCEPTION, 0.0, "ValueError: bad", "train.py:5")),
+    Cause.KILLED: RankState(0, ending=RankExitStatus(ExitReason.KILLED, 0.0, "killed by SIGKILL")),
+    Cause.OUT_OF_MEMORY: RankState(
+        0, ending=RankExitStatus(ExitReason.OUT_OF_MEMORY, 0.0, "killed by the kernel, out of memory")
+    ),
 }
 
 
@@ -138,7 +153,7 @@ def test_two_groups_that_wait_for_each_other_are_both_named():
 def test_an_open_call_counts_before_one_of_an_earlier_group():
     scene = play([loop(_HEADERS[:1], _STEPS) for _ in range(4)], stopped=(3, 5), like=_ABSENCES[Cause.LOADER])
 
-    def with_past(rank: Rank) -> Rank:
+    def with_past(rank: RankState) -> RankState:
         return replace(
             rank,
             calls=(
@@ -155,7 +170,11 @@ def test_a_rank_that_computes_beside_its_call_is_no_deadlock():
     groups = {"left#2": [0, 1], "right#3": [0, 1]}
     a, b = Planned(_HEADERS[0], "left#2"), Planned(_HEADERS[1], "right#3")
     scene = play([[a, b], [b, a]], groups)
-    computing = replace(scene.ranks[1], place=Place("evaluate", "train.py:9"), process=Process(State.RUNS, cores=1.0))
+    computing = replace(
+        scene.ranks[1],
+        place=StackLocation("evaluate", "train.py:9"),
+        process=ProcessActivity(ProcessState.RUNS, cores=1.0),
+    )
     verdict = diagnose(replace(scene, ranks=(scene.ranks[0], computing)))
     assert (verdict.cause, verdict.blamed, verdict.is_fault) == (Cause.BUSY, (1,), False)
 
@@ -163,22 +182,22 @@ def test_a_rank_that_computes_beside_its_call_is_no_deadlock():
 @pytest.mark.parametrize(
     ("process", "why"),
     [
-        (Process(State.RUNS, cores=0.1), "it uses 0.1 cores"),
-        (Process(State.SLEEPS, cores=0.05, waited_share=0.9), "it waits for a core 90% of the time"),
-        (Process(State.SLEEPS, disk_bytes_s=1e6), "it reads or writes files"),
-        (Process(State.WAITS_FOR_DISK), "it reads or writes files"),
-        (Process(State.SLEEPS, moves=True), "it goes from line to line"),
+        (ProcessActivity(ProcessState.RUNS, cores=0.1), "it uses 0.1 cores"),
+        (ProcessActivity(ProcessState.SLEEPS, cores=0.05, waited_share=0.9), "it waits for a core 90% of the time"),
+        (ProcessActivity(ProcessState.SLEEPS, disk_bytes_s=1e6), "it reads or writes files"),
+        (ProcessActivity(ProcessState.WAITS_FOR_DISK), "it reads or writes files"),
+        (ProcessActivity(ProcessState.SLEEPS, moves=True), "it goes from line to line"),
     ],
 )
 def test_a_rank_that_works_is_not_accused(process, why):
-    like = Rank(0, place=Place("evaluate", "train.py:90"), process=process)
+    like = RankState(0, place=StackLocation("evaluate", "train.py:90"), process=process)
     verdict = diagnose(play([loop(_HEADERS[:1], _STEPS) for _ in range(3)], stopped=(0, 4), like=like))
     assert (verdict.cause, verdict.is_fault) == (Cause.BUSY, False)
     assert f"works there ({why})" in verdict.sentence
 
 
 def test_messages_that_wait_for_each_other_are_a_deadlock():
-    sends = [Planned(Header("recv", "float32", 4, peer=1 - rank)) for rank in range(2)]
+    sends = [Planned(CallSignature("recv", "float32", 4, peer=1 - rank)) for rank in range(2)]
     verdict = diagnose(_receiving(sends))
     assert (verdict.cause, verdict.blamed) == (Cause.DEADLOCK, (0, 1))
 
@@ -189,7 +208,7 @@ def _receiving(planned):
     for rank, own in zip(scene.ranks, planned, strict=True):
         call = replace(rank.calls[0], header=own.header, sequence=0, ended_s=None, outcome="")
         ranks.append(replace(rank, calls=(call,), ending=None, place=CALLING))
-    return Scene(scene.now_s, tuple(ranks))
+    return JobSnapshot(scene.now_s, tuple(ranks))
 
 
 def test_a_rank_stopped_inside_a_call_is_blamed():
@@ -198,7 +217,7 @@ def test_a_rank_stopped_inside_a_call_is_blamed():
         replace(rank, calls=(replace(rank.calls[0], ended_s=None, outcome=""),), ending=None, process=IDLE)
         for rank in scene.ranks
     )
-    ranks = (*ranks[:2], replace(ranks[2], process=Process(State.STOPPED)))
+    ranks = (*ranks[:2], replace(ranks[2], process=ProcessActivity(ProcessState.STOPPED)))
     assert diagnose(replace(scene, ranks=ranks)).blamed == (2,)
 
 
@@ -216,9 +235,11 @@ def test_a_loop_that_ran_fewer_times_is_found():
 
 
 def test_the_first_of_several_failures_is_blamed():
-    like = replace(_ABSENCES[Cause.EXCEPTION], ending=Ending(Manner.EXCEPTION, 1.0, "ValueError: bad", "train.py:5"))
+    like = replace(
+        _ABSENCES[Cause.EXCEPTION], ending=RankExitStatus(ExitReason.EXCEPTION, 1.0, "ValueError: bad", "train.py:5")
+    )
     scene = play([loop(_HEADERS[:1], _STEPS) for _ in range(3)], stopped=(1, 4), like=like)
-    later = replace(scene.ranks[2], ending=Ending(Manner.KILLED, 2.0, "killed by SIGTERM"))
+    later = replace(scene.ranks[2], ending=RankExitStatus(ExitReason.KILLED, 2.0, "killed by SIGTERM"))
     verdict = diagnose(replace(scene, ranks=(*scene.ranks[:2], later)))
     assert verdict.blamed == (1,)
     assert "rank 1 failed: ValueError: bad (train.py:5)" in verdict.sentence
@@ -226,30 +247,34 @@ def test_the_first_of_several_failures_is_blamed():
 
 def test_an_error_that_was_wrapped_is_not_taken_for_the_cause():
     scene = play([loop(_HEADERS[:1], _STEPS) for _ in range(3)], stopped=(1, 4), like=_ABSENCES[Cause.KILLED])
-    ending = Ending(Manner.EXCEPTION, 1.0, "RuntimeError: training failed", "train.py:5")
+    ending = RankExitStatus(ExitReason.EXCEPTION, 1.0, "RuntimeError: training failed", "train.py:5")
     lost = replace(scene.ranks[0].calls[-1], ended_s=1.0, outcome="peer_lost")
     wrapping = replace(scene.ranks[0], calls=(*scene.ranks[0].calls[:-1], lost), ending=ending)
-    seen_later = replace(scene.ranks[1], ending=Ending(Manner.KILLED, 2.0, "killed by SIGKILL"))
+    seen_later = replace(scene.ranks[1], ending=RankExitStatus(ExitReason.KILLED, 2.0, "killed by SIGKILL"))
     verdict = diagnose(replace(scene, ranks=(wrapping, seen_later, scene.ranks[2])))
     assert (verdict.cause, verdict.blamed) == (Cause.KILLED, (1,))
 
 
-def _call(sequence: int, arrived_s: float, ended_s: float | None) -> Call:
-    return Call("world", sequence, Header("all_reduce", "float32", 4), arrived_s, ended_s, "ok" if ended_s else "")
+def _call(sequence: int, arrived_s: float, ended_s: float | None) -> RankCall:
+    return RankCall(
+        "world", sequence, CallSignature("all_reduce", "float32", 4), arrived_s, ended_s, "ok" if ended_s else ""
+    )
 
 
 def test_calls_of_a_group_that_was_made_anew_are_told_apart():
     """As in an elastic job, whose workers form a group of the same name in each view."""
     calls = (_call(0, 1.0, 1.1), _call(1, 1.2, 1.3), _call(0, 2.0, None))
-    ranks = tuple(Rank(number, "h", 7, {"world": Seat(number, 2)}, calls) for number in range(2))
-    verdict = diagnose(Scene(30.0, ranks))
+    ranks = tuple(RankState(number, "h", 7, {"world": GroupMembership(number, 2)}, calls) for number in range(2))
+    verdict = diagnose(JobSnapshot(30.0, ranks))
     assert verdict is not None and "all_reduce(float32, 4) call 0" in verdict.sentence
 
 
 def test_a_death_is_told_from_what_is_known_of_one_rank():
-    ending = Ending(Manner.KILLED, 3.0, "killed by SIGKILL", "")
-    rank = Rank(1, "h", 7, {"world": Seat(1, 2)}, (_call(0, 1.0, 1.1), _call(1, 1.2, None)), ending=ending)
-    verdict = died(rank, "slot")
+    ending = RankExitStatus(ExitReason.KILLED, 3.0, "killed by SIGKILL", "")
+    rank = RankState(
+        1, "h", 7, {"world": GroupMembership(1, 2)}, (_call(0, 1.0, 1.1), _call(1, 1.2, None)), ending=ending
+    )
+    verdict = diagnose_exit(rank, "slot")
     assert verdict is not None
     assert verdict.sentence == "slot 1 failed: killed by SIGKILL, in all_reduce(float32, 4) call 1"
-    assert died(replace(rank, ending=None)) is None
+    assert diagnose_exit(replace(rank, ending=None)) is None

@@ -14,17 +14,14 @@ import pytest
 import torch
 from sampling import examples
 
-from paceline.checkpoint.captured import whole_of
-from paceline.checkpoint.format.direct import ALIGNMENT, DirectWriter
-from paceline.checkpoint.format.disk import Disk
-from paceline.checkpoint.format.headers import header_of
-from paceline.checkpoint.format.local import LocalPlace
-from paceline.checkpoint.format.parts import write_part
-from paceline.checkpoint.format.root import Root
-from paceline.checkpoint.memory import memory_with
-from paceline.checkpoint.saving import outgoing_of
-from paceline.checkpoint.staging import Staging
 from paceline.errors import CheckpointError
+from paceline.train.checkpoint.captured_state import whole_of
+from paceline.train.checkpoint.format.local_storage import ALIGNMENT, DirectWriter, Disk, LocalStorage
+from paceline.train.checkpoint.format.part_writer import write_part
+from paceline.train.checkpoint.format.root import Root
+from paceline.train.checkpoint.format.safetensors_header import header_of
+from paceline.train.checkpoint.pytree import memory_with
+from paceline.train.checkpoint.save import Staging, outgoing_of
 
 MIB = 1 << 20
 
@@ -115,7 +112,7 @@ def test_large_pieces_are_written_in_large_writes(tmp_path: Path) -> None:
     tensors = [torch.randn(2 * MIB), torch.tensor(7.0), torch.randn(2 * MIB)]  # the second moves the third from a page
     held = Staging().copied([whole_of(str(number), each) for number, each in enumerate(tensors)])
     disk = Noting()
-    root = Root(LocalPlace(tmp_path, disk=disk))
+    root = Root(LocalStorage(tmp_path, disk=disk))
     write_part(root.place, root.begin(), 0, [outgoing_of(each) for each in held])
     assert len(disk.writes) <= 6, "of 16 MiB, each of at most 8 MiB"
 

@@ -19,15 +19,15 @@ from threads_group import ThreadGroup, ThreadMesh
 from torch import nn
 
 import paceline as dist
-from paceline.checkpoint.captured import cut, whole_of
-from paceline.checkpoint.format.checkpoint import Checkpoint, open_checkpoint
-from paceline.checkpoint.format.regions import Box, Flat, Region, count, untiled
-from paceline.checkpoint.loading import load_from
-from paceline.checkpoint.numbering import Numbering, agreed
-from paceline.checkpoint.owners import Offer, owned
-from paceline.checkpoint.talking import GroupTalk
 from paceline.cli.main import main
-from paceline.parallel.tensor.slices import bounds
+from paceline.train.checkpoint.captured_state import cut, whole_of
+from paceline.train.checkpoint.format.checkpoint import Checkpoint, open_checkpoint
+from paceline.train.checkpoint.format.regions import Box, Flat, Region, count, untiled
+from paceline.train.checkpoint.load import load_from
+from paceline.train.checkpoint.optimizers import Numbering, agreed
+from paceline.train.checkpoint.ownership import Offer, assign_offers
+from paceline.train.checkpoint.rank_channel import GroupChannel
+from paceline.train.tensor.weight_slice import bounds
 
 SIMPLE = [Layout(1, 1, 2), Layout(1, 1, 4), Layout(1, 2, 1), Layout(1, 2, 2), Layout(2, 1, 2, zero=1)]
 
@@ -119,7 +119,7 @@ def test_a_rank_reads_its_own_part_only(tmp_path):
     def program(world: ThreadGroup, groups: list[ThreadGroup]) -> int:
         model = nn.Linear(1024, rows, bias=False)
         dist.parallelize_module(model, groups[0], dist.ColwiseParallel(), src_data_rank=None)
-        return load_from({"model": model}, str(step), GroupTalk(world)).nbytes_read
+        return load_from({"model": model}, str(step), GroupChannel(world)).nbytes_read
 
     read = ThreadMesh(4).run(program)
     assert sum(read) == rows * 1024 * 4
@@ -267,7 +267,7 @@ def part_along(shape: tuple[int, ...], dim: int, parts: int, part: int) -> Regio
 @given(divisions(), st.data(), st.sampled_from([4, 16, 64]))
 def test_every_byte_of_a_divided_model_is_written_once(offers, data, alignment):
     loads = [data.draw(st.integers(0, 200)) for _ in offers]
-    shares = owned(offers, loads, alignment)
+    shares = assign_offers(offers, loads, alignment)
     written: dict[str, list[Region]] = {}
     for own, dealt in zip(offers, shares, strict=True):
         for item, start, stop in dealt:
@@ -285,7 +285,7 @@ def test_every_byte_of_a_divided_model_is_written_once(offers, data, alignment):
 def test_what_few_ranks_have_is_dealt_out_first():
     alone = Offer("alone", "F32", (1000,), Flat(0, 1000), 4000, False)
     shared = Offer("shared", "F32", (1000,), Flat(0, 1000), 4000, False)
-    shares = owned([[alone, shared], [shared]], [0, 0], alignment=4)
+    shares = assign_offers([[alone, shared], [shared]], [0, 0], alignment=4)
     assert [sum(stop - start for _, start, stop in each) for each in shares] == [4000, 4000]
 
 
@@ -310,6 +310,6 @@ def test_numbers_are_those_of_the_whole_models_optimizer(group_of, ranks, random
 
 
 def test_examples_of_the_numbering_run():
-    assert doctest.testmod(import_module("paceline.checkpoint.numbering")).failed == 0
-    assert doctest.testmod(import_module("paceline.checkpoint.format.regions")).failed == 0
+    assert doctest.testmod(import_module("paceline.train.checkpoint.optimizers")).failed == 0
+    assert doctest.testmod(import_module("paceline.train.checkpoint.format.regions")).failed == 0
     assert Numbering([[1], [0]]).of([0, 1]) == [1, 0]

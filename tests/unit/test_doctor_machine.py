@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.doctor import machine
-from paceline.cli.doctor.pair import PAYLOAD, serve, visit
-from paceline.cli.doctor.report import Level
+from paceline.cli.doctor.command import Severity
+from paceline.cli.doctor.network import PAYLOAD, probe, serve
 from paceline.cli.main import main
 from paceline.errors import AuthenticationError
 
@@ -27,7 +27,7 @@ def test_every_check_finds_something_to_say_here(capsys):
 
 def test_what_is_not_good_has_a_reason_and_a_fix():
     for each in machine.check_machine():
-        assert each.level is Level.GOOD or (each.reason and each.fix), each
+        assert each.level is Severity.GOOD or (each.reason and each.fix), each
 
 
 def test_a_check_that_cannot_look_says_so(monkeypatch):
@@ -45,7 +45,7 @@ def test_little_shared_memory_is_bad(tmp_path, monkeypatch):
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: usage)
     memory, shm = machine.memory(tmp_path)
     assert memory.seen == "4.0 of 8.0 GiB free"
-    assert (shm.level, shm.fix.startswith("use docker run --shm-size=8g")) == (Level.BAD, True)
+    assert (shm.level, shm.fix.startswith("use docker run --shm-size=8g")) == (Severity.BAD, True)
 
 
 def write(root: Path, name: str, text: str) -> None:
@@ -61,7 +61,7 @@ def test_interfaces_are_told_with_mtu_and_route(tmp_path, monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", ("127.0.1.1", 0))])
     interfaces, name = machine.network(tmp_path)
     assert interfaces.seen == "ib0 (MTU 4092); the default route uses ib0"
-    assert name.level is Level.NOTE
+    assert name.level is Severity.NOTE
     assert "127.0.1.1" in name.seen
 
 
@@ -84,18 +84,18 @@ def listening():
 
 def test_two_machines_see_each_other_both_ways(listening):
     address, found, thread = listening
-    here = visit(address, SECRET)
+    here = probe(address, SECRET)
     thread.join(60)
     assert [each.about for each in here] == ["there", "large packets", "back"]
-    assert all(each.level is Level.GOOD for each in here)
+    assert all(each.level is Severity.GOOD for each in here)
     assert f"{PAYLOAD >> 20} MiB each way at" in here[1].seen
-    assert all(each.level is Level.GOOD for each in found)
+    assert all(each.level is Severity.GOOD for each in found)
 
 
 def test_a_doctor_of_somebody_else_is_refused(listening):
     address, found, thread = listening
     with pytest.raises(AuthenticationError):
-        visit(address, b"x" * 32)
+        probe(address, b"x" * 32)
     thread.join(60)
     assert isinstance(found[0], AuthenticationError)
 
@@ -103,8 +103,8 @@ def test_a_doctor_of_somebody_else_is_refused(listening):
 def test_nobody_there_is_bad():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = taken.getsockname()
-    (finding,) = visit(address, SECRET)
-    assert finding.level is Level.BAD
+    (finding,) = probe(address, SECRET)
+    assert finding.level is Severity.BAD
     assert "firewall" in finding.reason
 
 

@@ -8,14 +8,14 @@ from xml.etree import ElementTree
 
 import pytest
 
-from paceline.cli import drawing
-from paceline.schedule.drawing import draw_call
-from paceline.schedule.network import Link, Network
-from paceline.schedule.registry import ALGORITHMS
-from paceline.schedule.steps import Operation
+from paceline.cli import plan
+from paceline.comm.schedule.call_diagram import draw_call
+from paceline.comm.schedule.network import Network, NetworkLink
+from paceline.comm.schedule.registry import ALGORITHMS
+from paceline.comm.schedule.steps import Operation
 
 SVG = "{http://www.w3.org/2000/svg}"
-LINK = Link(1e-4, 1e9)
+LINK = NetworkLink(1e-4, 1e9)
 
 
 def run(*flags):
@@ -23,8 +23,8 @@ def run(*flags):
     parser.add_argument("--links")
     parser.add_argument("--per-node", type=int, default=1)
     parser.add_argument("-o", "--output", type=Path)
-    drawing.add_arguments(parser)
-    return drawing.run(parser.parse_args(flags))
+    plan.add_drawing_arguments(parser)
+    return plan.draw(parser.parse_args(flags))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 from launching import wait_until
 
-from paceline.launch.elastic.endpoint_caller import EndpointCaller
-from paceline.launch.nodes.messages import Answered, Join, Report, Running
-from paceline.launch.nodes.server import MeetingServer
-from paceline.launch.nodes.steering import Orders
-from paceline.store.tcp import listen
+from paceline.comm.store.tcp_store import listen
+from paceline.operate.launch.elastic.join_elastic import RunningJobAnnouncer
+from paceline.operate.launch.multinode.membership import Orders
+from paceline.operate.launch.multinode.protocol import Answered, JoinJob, Report, Running
+from paceline.operate.launch.multinode.server import MeetingServer
 
 SECRET = b"42" * 16
 JOB = Running("job", "10.0.0.1:29400")
@@ -54,7 +54,7 @@ def serve(serving: dict[str, MeetingServer], called: Called) -> tuple[str, int]:
 
 def test_a_launcher_of_no_job_is_called_again_and_again(serving):
     called = Called("")
-    caller = EndpointCaller(serve(serving, called), SECRET, lambda: JOB, lambda _: True)
+    caller = RunningJobAnnouncer(serve(serving, called), SECRET, lambda: JOB, lambda _: True)
     try:
         wait_until(lambda: called.heard == [JOB] * 2)
     finally:
@@ -69,7 +69,7 @@ def test_a_launcher_of_the_job_is_called_once_while_it_is_there(serving):
         asked.append(number)
         return number in here
 
-    caller = EndpointCaller(serve(serving, called), SECRET, lambda: JOB, is_here)
+    caller = RunningJobAnnouncer(serve(serving, called), SECRET, lambda: JOB, is_here)
     try:
         wait_until(lambda: len(asked) >= 3)
         assert called.heard == [JOB] and {*asked} == {3}
@@ -85,7 +85,7 @@ def test_nobody_calls_while_there_is_nothing_to_tell(serving):
     def nothing() -> None:
         asked.append(1)
 
-    caller = EndpointCaller(serve(serving, called), SECRET, nothing, lambda _: False)
+    caller = RunningJobAnnouncer(serve(serving, called), SECRET, nothing, lambda _: False)
     try:
         wait_until(lambda: len(asked) >= 3)
     finally:
@@ -95,9 +95,9 @@ def test_nobody_calls_while_there_is_nothing_to_tell(serving):
 
 def test_a_listener_with_another_secret_gets_no_message(serving):
     called = Called("")
-    caller = EndpointCaller(serve(serving, called), b"17" * 16, lambda: JOB, lambda _: False)
+    caller = RunningJobAnnouncer(serve(serving, called), b"17" * 16, lambda: JOB, lambda _: False)
     try:
         wait_until(lambda: caller._pause_s > 1)
     finally:
         caller.close()
-    assert not any(isinstance(each, Running | Join) for each in called.heard)
+    assert not any(isinstance(each, Running | JoinJob) for each in called.heard)

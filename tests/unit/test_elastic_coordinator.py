@@ -5,16 +5,26 @@ from __future__ import annotations
 import pytest
 from elastic_model.play import Play, running
 
-from paceline.elastic.messages import Broken, Dismissed, Leaving, Wait
-from paceline.elastic.orders import Begin, End, Fence, Say, StopReplacing, Tell
+from paceline.train.elastic.protocol import (
+    Broken,
+    CloseSlotsOrder,
+    Dismissed,
+    EndOrder,
+    FenceStalledOrder,
+    Leaving,
+    NotifyOrder,
+    SendOrder,
+    StartOrder,
+    WaitNotice,
+)
 
 
 def test_the_first_view_waits_for_all_that_were_started():
     play = Play()
     play.machines(a=3)
-    assert play.orders == [Begin("a")]
+    assert play.orders == [StartOrder("a")]
     play.ready("a0", "a1")
-    assert not [each for each in play.orders if isinstance(each, Tell)]
+    assert not [each for each in play.orders if isinstance(each, SendOrder)]
     play.ready("a2")
     assert play.view().members == ("a0", "a1", "a2") and not play.view().is_planned
 
@@ -112,7 +122,7 @@ def test_a_newcomer_may_turn_out_to_hold_the_state():
     play.wait(0.2)
     planned = play.view()
     play.kill("a0")
-    assert any(isinstance(each, Wait) for each in play.told("a1")) and play.view() == planned
+    assert any(isinstance(each, WaitNotice) for each in play.told("a1")) and play.view() == planned
     play.install(planned, "a1")
     assert play.view().members == ("a1",)
 
@@ -202,7 +212,7 @@ def test_too_few_workers_wait_until_there_are_more():
     play.kill("a1")
     assert play.view().must_wait
     play.install(play.view())
-    assert isinstance(play.orders[-1], Say) and "1 of at least 2 workers" in play.orders[-1].text
+    assert isinstance(play.orders[-1], NotifyOrder) and "1 of at least 2 workers" in play.orders[-1].text
     play.ready("a2")
     play.wait(0.2)
     assert play.view().members == ("a0", "a2") and play.view().is_planned and not play.view().must_wait
@@ -223,7 +233,7 @@ def test_too_few_workers_wait_ten_minutes_at_most():
     play.kill("a1")
     play.install(play.view())
     play.wait(599.0)
-    assert not isinstance(play.orders[-1], End)
+    assert not isinstance(play.orders[-1], EndOrder)
     play.wait(1.0)
     assert "1 of at least 2 workers are left, and waited 600 s" in play.end().reason
 
@@ -235,7 +245,7 @@ def test_a_worker_of_other_bits_is_refused_with_both_texts():
     dismissed = play.told("b0")[-1]
     assert isinstance(dismissed, Dismissed) and dismissed.code == 2
     assert "'other'" in dismissed.reason and "'same'" in dismissed.reason
-    assert any(isinstance(each, StopReplacing) and each.machine == "b" for each in play.orders)
+    assert any(isinstance(each, CloseSlotsOrder) and each.machine == "b" for each in play.orders)
 
 
 def test_at_the_start_the_majority_decides_which_bits():
@@ -252,7 +262,7 @@ def stopped(play: Play, uid: str) -> None:
 
 
 def fenced(play: Play) -> list[str]:
-    return [order.uid for order in play.orders if isinstance(order, Fence)]
+    return [order.uid for order in play.orders if isinstance(order, FenceStalledOrder)]
 
 
 def test_a_stopped_worker_is_killed_when_the_others_go_on():
@@ -271,11 +281,11 @@ def test_the_only_worker_with_the_state_may_be_stopped():
     play.install(play.view())
     play.ready("b1")
     stopped(play, "a0")
-    told = [order.text for order in play.orders if isinstance(order, Say)][-1]
+    told = [order.text for order in play.orders if isinstance(order, NotifyOrder)][-1]
     assert told == "waiting for a0: it is stopped, and nobody else holds the job's state; send it SIGCONT"
     assert play.coordinator.deadline_s is None
     play.wait(1000.0)
-    assert fenced(play) == [] and not any(isinstance(order, End) for order in play.orders)
+    assert fenced(play) == [] and not any(isinstance(order, EndOrder) for order in play.orders)
     play.take(play.coordinator.worker_started("a0", "a", play.now_s))
     play.wait(1.0)
     assert play.view().members == ("a0", "b1") and play.view().generation > first.generation

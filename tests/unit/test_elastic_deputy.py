@@ -7,50 +7,63 @@ import time
 import msgspec
 
 import paceline
-from paceline.elastic.knowledge import Knowledge, Peer, Report, WorkerReport
-from paceline.elastic.messages import Finished, Installed, Leaving, Ready, View, encode, to_worker
-from paceline.launch.elastic.deputy import RESIGN_S, Deputy
-from paceline.launch.elastic.options import ElasticOptions
-from paceline.launch.elastic.steering import ElasticSteering
-from paceline.launch.nodes.membership import Policy
-from paceline.launch.nodes.messages import (
+from paceline.operate.launch.elastic.elastic_controller import ElasticController
+from paceline.operate.launch.elastic.elastic_options import ElasticOptions
+from paceline.operate.launch.elastic.standby_controller import RESIGN_S, StandbyController
+from paceline.operate.launch.multinode.membership import MembershipPolicy
+from paceline.operate.launch.multinode.protocol import (
     Answered,
-    Begin,
     Departing,
     Dropped,
     Follow,
-    HandOver,
-    Join,
-    Know,
+    FollowLauncher,
+    JoinJob,
     Moved,
     Order,
+    ReplicateState,
     Running,
+    StartSlots,
     TellWorker,
-    WorkerEnded,
-    WorkerSaid,
+    WorkerExited,
+    WorkerMessage,
+)
+from paceline.train.elastic.protocol import (
+    Installed,
+    LauncherAddress,
+    Leaving,
+    LoopFinished,
+    MachineReport,
+    Ready,
+    ReplicatedJobState,
+    View,
+    WorkerReport,
+    decode_to_worker,
+    encode_message,
 )
 
 FIRST = View((1 << 32) + 1, ("0.0.0", "1.0.0", "2.0.0"), is_planned=False, store="tcp:h0:1")
-KNOWN = Knowledge(1, 0, "same", FIRST.generation, (FIRST,), peers=tuple(Peer(n, f"h{n}", f"h{n}:1") for n in range(3)))
+KNOWN = ReplicatedJobState(
+    1, 0, "same", FIRST.generation, (FIRST,), peers=tuple(LauncherAddress(n, f"h{n}", f"h{n}:1") for n in range(3))
+)
 SAID = (Ready("same"), Installed(FIRST.generation, 0))
 
 
-def join(number: int) -> Join:
-    return Join(
+def join(number: int) -> JoinJob:
+    return JoinJob(
         f"h{number}", 1, f"h{number}", 7, 1, version=paceline.__version__, is_elastic=True, listens="x:1", number=number
     )
 
 
 def follow(number: int) -> Follow:
-    report = Report(number, f"h{number}", 1, number, KNOWN, (WorkerReport(f"{number}.0.0", SAID),))
+    report = MachineReport(number, f"h{number}", 1, number, KNOWN, (WorkerReport(f"{number}.0.0", SAID),))
     return Follow(msgspec.json.encode(report).decode())
 
 
-def deputy() -> Deputy:
-    return Deputy(Policy("job", 1, 3), ElasticOptions(), None)
+def deputy() -> StandbyController:
+    return StandbyController(MembershipPolicy("job", 1, 3), ElasticOptions(), None)
 
 
-def follows(stands: Deputy, number: int, now_s: float) -> list[tuple[str, Order]]:
+def follows(stands: StandbyController, number: int, now_s: float) -> list[tuple[str, Order]]:
     assert stands.reported(f"node-{number}", join(number), now_s) == []
     return stands.reported(f"node-{number}", follow(number), now_s)
 
@@ -77,18 +90,18 @@ def test_one_that_stands_in_vain_sends_its_followers_away():
     assert follows(stands, 2, now_s + 0.7)[0][1] == Answered(False, -1), "it stands no more"
 
 
-def elected() -> tuple[Deputy, float]:
+def elected() -> tuple[StandbyController, float]:
     """A deputy that machines 1 and 2 follow, which is on machine 1."""
     stands = deputy()
     stands.stand(1, 0.5)
     now_s = time.monotonic()
     follows(stands, 1, now_s)
     follows(stands, 2, now_s)
-    said = WorkerSaid("2.0.0", encode(Finished(3)).decode())
+    said = WorkerMessage("2.0.0", encode_message(LoopFinished(3)).decode())
     assert stands.reported("node-2", said, now_s) == [], "it is kept until the election is over"
     orders = stands.tick(now_s + 0.4)
     assert stands.coordinates
-    assert {node for node, order in orders if isinstance(order, Know)} == {"node-1", "node-2"}
+    assert {node for node, order in orders if isinstance(order, ReplicateState)} == {"node-1", "node-2"}
     assert any(isinstance(order, TellWorker) and order.uid == "1.0.0" for _, order in orders)
     return stands, now_s + 0.4
 
@@ -134,17 +147,17 @@ def test_one_that_hands_over_shows_newcomers_the_successor():
     for number in range(3):
         follows(leaves, number, now_s)
     told = leaves.reported("node-1", Departing(), now_s)
-    told += leaves.reported("node-1", WorkerSaid("1.0.0", encode(Leaving("SIGTERM")).decode()), now_s)
-    told += leaves.reported("node-1", WorkerEnded("1.0.0", "exit code 0", 0), now_s)
-    (view,) = {to_worker(each.body.encode()) for _, each in told if isinstance(each, TellWorker)}
+    told += leaves.reported("node-1", WorkerMessage("1.0.0", encode_message(Leaving("SIGTERM")).decode()), now_s)
+    told += leaves.reported("node-1", WorkerExited("1.0.0", "exit code 0", 0), now_s)
+    (view,) = {decode_to_worker(each.body.encode()) for _, each in told if isinstance(each, TellWorker)}
     assert isinstance(view, View) and view.members == ("0.0.0", "2.0.0")
     for number in (0, 2):
-        entered = WorkerSaid(f"{number}.0.0", encode(Installed(view.generation, 1)).decode())
+        entered = WorkerMessage(f"{number}.0.0", encode_message(Installed(view.generation, 1)).decode())
         told = leaves.reported(f"node-{number}", entered, now_s)
-    assert [each for each in told if isinstance(each[1], HandOver)] == [("node-0", HandOver(0, "x:1"))]
+    assert [each for each in told if isinstance(each[1], FollowLauncher)] == [("node-0", FollowLauncher(0, "x:1"))]
     assert follows(leaves, 9, now_s) == [("node-9", Answered(False, 0, "x:1")), ("node-9", Dropped())]
     assert leaves.coordinates
-    assert ("node-2", HandOver(0, "x:1")) in leaves.lost("node-0", "it follows another", now_s)
+    assert ("node-2", FollowLauncher(0, "x:1")) in leaves.lost("node-0", "it follows another", now_s)
     assert not leaves.coordinates
 
 
@@ -154,11 +167,11 @@ def test_no_number_of_a_machine_is_given_again():
     known = msgspec.structs.replace(KNOWN, ended=(0, 7))
     for number in (1, 2):
         workers = (WorkerReport(f"{number}.0.0", SAID),)
-        body = msgspec.json.encode(Report(number, f"h{number}", 1, number, known, workers)).decode()
+        body = msgspec.json.encode(MachineReport(number, f"h{number}", 1, number, known, workers)).decode()
         stands.reported(f"node-{number}", join(number), now_s)
         stands.reported(f"node-{number}", Follow(body), now_s)
     assert stands.coordinates
-    (begin,) = [each for _, each in stands.reported("node-9", join(-1), now_s) if isinstance(each, Begin)]
+    (begin,) = [each for _, each in stands.reported("node-9", join(-1), now_s) if isinstance(each, StartSlots)]
     assert begin.machine == 8
 
 
@@ -168,9 +181,9 @@ def test_calls_of_the_own_job_are_answered_and_others_obeyed():
     aside.takes_part("job", 3)
     assert aside.reported("x", Running("job", "h1:1"), 0.0) == [("x", Answered(False, 3))]
     assert aside.reported("x", Running("other", "h1:1"), 0.0) == []
-    policy = Policy("job", 1, 3)
-    steering = ElasticSteering(policy, ElasticOptions())
-    begins = Deputy(policy, ElasticOptions(), steering)
+    policy = MembershipPolicy("job", 1, 3)
+    steering = ElasticController(policy, ElasticOptions())
+    begins = StandbyController(policy, ElasticOptions(), steering)
     begins.reported("a", join(-1), 0.0)
     assert begins.reported("x", Running(steering.identity, "h1:1"), 0.0) == [("x", Answered(False, -1))]
     assert begins.reported("x", Running("other", "h1:1"), 0.0) == [("a", Moved("other", "h1:1"))]
@@ -187,6 +200,6 @@ def test_one_that_stands_sends_the_machines_of_other_jobs_away():
     stands = deputy()
     stands.takes_part("mine", 1)
     stands.stand(1, 0.5)
-    report = Report(2, "h2", 1, 2, msgspec.structs.replace(KNOWN, job="theirs"))
+    report = MachineReport(2, "h2", 1, 2, msgspec.structs.replace(KNOWN, job="theirs"))
     told = stands.reported("node-2", Follow(msgspec.json.encode(report).decode()), time.monotonic())
     assert told == [("node-2", Answered(False, -1, is_stranger=True)), ("node-2", Dropped())]

@@ -13,12 +13,12 @@ from elastic_model.members import Violation
 from elastic_model.realm import FAULTS, Realm
 from sampling import FACTOR
 
-from paceline.elastic import coordinator, retiring
-from paceline.elastic.election import GATHER_S, Loss
-from paceline.elastic.job import Job
-from paceline.elastic.knowledge import Knowledge
-from paceline.elastic.retiring import Retirement
-from paceline.elastic.views import Views
+from paceline.train.elastic.coordinator import coordinator, handover
+from paceline.train.elastic.coordinator.elastic_job import ElasticJob
+from paceline.train.elastic.coordinator.election import GATHER_S, ConnectionLoss
+from paceline.train.elastic.coordinator.handover import CoordinatorHandover
+from paceline.train.elastic.coordinator.views import Views
+from paceline.train.elastic.protocol import ReplicatedJobState
 
 BLOCK = 1_000  # as many as are needed to notice each missing rule
 BLOCKS = 1 if FACTOR == 1 else 2 * FACTOR
@@ -94,16 +94,16 @@ def test_a_planned_handover_disturbs_nobody():
 
 
 def without_moving_the_store(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(coordinator, "choose", keeps_the_store)
+    patch.setattr(coordinator, "choose_successor", keeps_the_store)
 
 
-def keeps_the_store(job: Job, retirement: Retirement, now_s: float) -> None:
-    retiring.choose(job, retirement, now_s)
+def keeps_the_store(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) -> None:
+    handover.choose_successor(job, retirement, now_s)
     job.views.store, job.must_move = retirement.store, False
 
 
 def without_waiting_for_the_members(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(retiring, "_has_settled", lambda job: True)
+    patch.setattr(handover, "_has_settled", lambda job: True)
 
 
 CARELESS = [without_moving_the_store, without_waiting_for_the_members]
@@ -118,7 +118,7 @@ def test_the_schedules_notice_a_careless_handover(mutate, monkeypatch):
 
 
 def without_a_quorum_of_followers(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Knowledge, "allows", lambda self, reached: True)
+    patch.setattr(ReplicatedJobState, "allows", lambda self, reached: True)
 
 
 def without_a_quorum_in_office(patch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def without_a_quorum_in_office(patch: pytest.MonkeyPatch) -> None:
 
 def without_distinguishing_silence(patch: pytest.MonkeyPatch) -> None:
     lost = Launcher.lost
-    patch.setattr(Launcher, "lost", lambda self, link, loss: lost(self, link, Loss.ENDED))
+    patch.setattr(Launcher, "lost", lambda self, link, loss: lost(self, link, ConnectionLoss.ENDED))
 
 
 def without_growing_terms(patch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""How a learner of the usual loop makes the members' steps again, and how it notices that it is not one of them."""
+"""How a receiver of the usual loop makes the members' steps again, and how it notices that it is not one of them."""
 
 from __future__ import annotations
 
@@ -13,44 +13,52 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from paceline.elastic.agreement import FRESH, WINDOWS, Status, agree
-from paceline.elastic.dealings import Dealt
-from paceline.elastic.joining.course import Course, StrayedError
-from paceline.elastic.joining.log import LogReader, append, new_log
-from paceline.elastic.joining.priority import NICENESS, at_low_priority
-from paceline.elastic.joining.steps import Steps
-from paceline.elastic.joining.wire import Entered, Item, Result, Stepped, digest_of_chunk
-from paceline.elastic.registry import Registry
-from paceline.parallel.digests import memory_of
+from paceline.train.elastic.process_priority import THREAD_NICENESS, run_at_low_priority
+from paceline.train.elastic.state_transfer.optimizer_steps import (
+    OptimizerStepHooks,
+    StateDivergedError,
+    StateDivergence,
+)
+from paceline.train.elastic.state_transfer.snapshot_server import LogReader, append, new_log
+from paceline.train.elastic.state_transfer.transfer_protocol import (
+    LogItem,
+    OptimizerStep,
+    RoundResult,
+    ViewEntered,
+    digest_of_chunk,
+)
+from paceline.train.elastic.worker.agreement import FRESH, WINDOWS, BatchAssignment, MemberStatus, agree
+from paceline.train.elastic.worker.training_state import TrainingState
+from paceline.train.module_tensors import memory_of
 
-DEALT = Dealt(5, ("a", "b"))
+DEALT = BatchAssignment(5, ("a", "b"))
 SNAPSHOT = 5  # the round that follows it
 WINDOWS_HERE = 4
 
 
-def made(round_: int, after: int, number: int = 0) -> Stepped:
-    return Stepped(round_, after, f"optimizer {number}")
+def made(round_: int, after: int, number: int = 0) -> OptimizerStep:
+    return OptimizerStep(round_, after, f"optimizer {number}")
 
 
-def passed(round_: int, before: int, digest: int, state: int = 0) -> Result:
-    return Result(round_, 0, (), digest, state, DEALT, before)
+def passed(round_: int, before: int, digest: int, state: int = 0) -> RoundResult:
+    return RoundResult(round_, 0, (), digest, state, DEALT, before)
 
 
 def digest_of_round(round_: int, is_lost: bool = False) -> int:
-    """Returns the digest of a round's result; before the one that was lost, the dead donor's own."""
+    """Returns the digest of a round's result; before the one that was lost, the dead sender's own."""
     return 1000 * is_lost + round_
 
 
-def history(steps: list[int], lost: int | None) -> list[list[Item]]:
-    """Returns what a donor logs, by round: so many steps each, and the end.
+def history(steps: list[int], lost: int | None) -> list[list[LogItem]]:
+    """Returns what a sender logs, by round: so many steps each, and the end.
 
-    The donor that is lost has committed the round before `lost`, in which the others have committed something else.
+    The sender that is lost has committed the round before `lost`, in which the others have committed something else.
     """
-    rounds: list[list[Item]] = []
+    rounds: list[list[LogItem]] = []
     for at, count in enumerate(steps):
         number = SNAPSHOT + at
         before = digest_of_round(number - 1, number == lost)
-        items: list[Item] = [made(number, before, step) for step in range(count)]
+        items: list[LogItem] = [made(number, before, step) for step in range(count)]
         if number == lost:
             rounds.append(items)
             break
@@ -63,19 +71,19 @@ def history(steps: list[int], lost: int | None) -> list[list[Item]]:
 def test_a_step_that_was_rolled_back_is_noticed(steps, data):
     lost = data.draw(st.none() | st.integers(SNAPSHOT + 1, SNAPSHOT + len(steps) - 1))
     dying, living = history(steps, lost), history(steps, None)
-    taken = data.draw(st.integers(0, sum(map(len, dying))))  # before the first donor is gone
-    course = Course(SNAPSHOT, digest_of_round(SNAPSHOT - 1), WINDOWS_HERE)
-    steps_made: list[Stepped] = []
+    taken = data.draw(st.integers(0, sum(map(len, dying))))  # before the first sender is gone
+    course = StateDivergence(SNAPSHOT, digest_of_round(SNAPSHOT - 1), WINDOWS_HERE)
+    steps_made: list[OptimizerStep] = []
 
-    def take(item: Item) -> None:
-        if isinstance(item, Stepped):
+    def take(item: LogItem) -> None:
+        if isinstance(item, OptimizerStep):
             course.steps(item)
             steps_made.append(item)
         else:
             course.passes(item, 0)
 
-    wrong = {item for each in dying for item in each if isinstance(item, Stepped)} - {
-        item for each in living for item in each if isinstance(item, Stepped)
+    wrong = {item for each in dying for item in each if isinstance(item, OptimizerStep)} - {
+        item for each in living for item in each if isinstance(item, OptimizerStep)
     }
     try:
         for item in [item for each in dying for item in each][:taken]:
@@ -84,14 +92,14 @@ def test_a_step_that_was_rolled_back_is_noticed(steps, data):
             here = living[course.round - SNAPSHOT]
             for item in here[sum(each.round == course.round for each in steps_made) :]:
                 take(item)
-    except StrayedError:
+    except StateDivergedError:
         assert wrong & {*steps_made}, "it has gone astray without a wrong step"
     else:
-        assert steps_made == [item for each in living for item in each if isinstance(item, Stepped)]
+        assert steps_made == [item for each in living for item in each if isinstance(item, OptimizerStep)]
 
 
 def test_all_parts_are_compared_after_the_first_step():
-    course = Course(SNAPSHOT, 4, WINDOWS_HERE)
+    course = StateDivergence(SNAPSHOT, 4, WINDOWS_HERE)
     course.passes(passed(5, 4, 5), 0)
     assert course.unchecked == {0, 1, 2, 3}, "nothing was made yet"
     for round_ in range(6, 9):
@@ -102,7 +110,7 @@ def test_all_parts_are_compared_after_the_first_step():
 
 
 def test_a_large_state_is_compared_once_after_a_step():
-    course = Course(SNAPSHOT, 4, WINDOWS_HERE, is_large=True)
+    course = StateDivergence(SNAPSHOT, 4, WINDOWS_HERE, is_large=True)
     assert not course.compares(5), "nothing was made yet"
     compared = []
     for round_ in range(5, 15):
@@ -114,30 +122,32 @@ def test_a_large_state_is_compared_once_after_a_step():
 
 
 def test_what_was_not_compared_stays_unchecked():
-    course = Course(SNAPSHOT, 4, WINDOWS_HERE, is_large=True)
+    course = StateDivergence(SNAPSHOT, 4, WINDOWS_HERE, is_large=True)
     course.steps(made(5, 4))
     course.passes(passed(5, 4, 5, state=7), None)
     assert course.unchecked == {0, 1, 2, 3}
 
 
 def test_another_state_and_an_obstacle_are_reported():
-    course = Course(SNAPSHOT, 4, WINDOWS_HERE)
-    with pytest.raises(StrayedError, match="before round 5 its state differed"):
+    course = StateDivergence(SNAPSHOT, 4, WINDOWS_HERE)
+    with pytest.raises(StateDivergedError, match="before round 5 its state differed"):
         course.passes(passed(5, 4, 5, state=7), 8)
-    with pytest.raises(StrayedError, match="with a closure"):
-        course.steps(Stepped(5, 4, "optimizer", obstacle="called with a closure"))
+    with pytest.raises(StateDivergedError, match="with a closure"):
+        course.steps(OptimizerStep(5, 4, "optimizer", obstacle="called with a closure"))
 
 
 def test_a_follower_gets_the_rest_from_one_who_teaches():
-    members = [Status(7, committed=3), Status(7, committed=3, teaches=True)]
-    agreed = agree([*members, Status(7, committed=3, has_followed=True)], 1)
+    members = [MemberStatus(7, committed=3), MemberStatus(7, committed=3, teaches=True)]
+    agreed = agree([*members, MemberStatus(7, committed=3, has_followed=True)], 1)
     assert (agreed.round, agreed.source, agreed.followers) == (7, (None, None, 1), {2})
 
 
-@pytest.mark.parametrize("status", [Status(8, committed=3), Status(6, committed=3), Status(7, committed=4)])
+@pytest.mark.parametrize(
+    "status", [MemberStatus(8, committed=3), MemberStatus(6, committed=3), MemberStatus(7, committed=4)]
+)
 def test_a_follower_of_another_course_gets_the_whole_state(status):
-    followed = Status(status.round, committed=status.committed, has_followed=True)
-    agreed = agree([Status(7, committed=3), followed, Status(FRESH)], 1)
+    followed = MemberStatus(status.round, committed=status.committed, has_followed=True)
+    agreed = agree([MemberStatus(7, committed=3), followed, MemberStatus(FRESH)], 1)
     assert (agreed.round, agreed.source, agreed.followers) == (7, (None, 0, 0), frozenset())
     assert not agreed.late
 
@@ -152,13 +162,13 @@ def log() -> Iterator[int]:
 def test_the_log_gives_the_steps_of_a_round_in_order(log):
     gradient = torch.arange(3.0)
     for number in range(2):
-        append(log, Stepped(6, 5, str(number), gradient.nbytes), [memory_of(gradient)])
-    append(log, Entered(6, 20, ("a",)))
+        append(log, OptimizerStep(6, 5, str(number), gradient.nbytes), [memory_of(gradient)])
+    append(log, ViewEntered(6, 20, ("a",)))
     append(log, passed(6, 5, 6))
     reader = LogReader(log)
     found = [reader.next(6, generation, steps) for generation, steps in ((0, 0), (0, 1), (0, 2), (20, 2))]
-    names = [each.item.optimizer if isinstance(each.item, Stepped) else type(each.item) for each in found if each]
-    assert names == ["0", "1", Entered, Result]
+    names = [each.item.optimizer if isinstance(each.item, OptimizerStep) else type(each.item) for each in found if each]
+    assert names == ["0", "1", ViewEntered, RoundResult]
     assert found[0] is not None
     assert found[1] is not None
     assert reader.digest_of(found[1]) == digest_of_chunk([memory_of(gradient)])
@@ -174,8 +184,8 @@ class Worker:
         torch.manual_seed(seed)
         self.module = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
         self.optimizer = make(self.module.parameters(), lr=0.1)
-        self.registry = Registry(self.module, {"optimizer": self.optimizer}, is_replicated=False)
-        self.steps = Steps(self.registry.optimizers)
+        self.registry = TrainingState(self.module, {"optimizer": self.optimizer}, is_replicated=False)
+        self.steps = OptimizerStepHooks(self.registry.optimizers)
 
     def train(self, seed: int) -> None:
         self.optimizer.zero_grad()
@@ -185,8 +195,8 @@ class Worker:
         self.optimizer.step()
 
 
-def tensors_of(item: Stepped, memories: list[memoryview]) -> list[torch.Tensor]:
-    """Returns what a learner receives of a step."""
+def tensors_of(item: OptimizerStep, memories: list[memoryview]) -> list[torch.Tensor]:
+    """Returns what a receiver receives of a step."""
     kinds = [(getattr(torch, name.removeprefix("torch.")), shape) for name, shape in item.tensors]
     return [
         torch.frombuffer(bytearray(memory), dtype=dtype).view(shape).clone()
@@ -200,24 +210,24 @@ def adam_with_a_tensor(params: Any, lr: float) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop, adam_with_a_tensor])
 def test_steps_made_again_have_the_same_bits(make):
-    member, learner = Worker(1, make), Worker(2, make)
+    member, receiver = Worker(1, make), Worker(2, make)
     member.train(0)
-    learner.registry.restore(copy.deepcopy(member.registry.capture()))
-    logged: list[tuple[Stepped, list[torch.Tensor]]] = []
+    receiver.registry.restore(copy.deepcopy(member.registry.capture()))
+    logged: list[tuple[OptimizerStep, list[torch.Tensor]]] = []
     member.steps.at = 6, 5
     member.steps.on_step = lambda item, memories: logged.append((item, tensors_of(item, memories)))
     for seed in range(1, 4):
         member.train(seed)
     for item, tensors in logged:
-        learner.steps.again(item, tensors)
+        receiver.steps.again(item, tensors)
     windows = range(WINDOWS)
-    assert [learner.registry.rolling_digest(each) for each in windows] == [
+    assert [receiver.registry.rolling_digest(each) for each in windows] == [
         member.registry.rolling_digest(each) for each in windows
     ]
-    assert learner.registry.digest() != member.registry.digest(), "buffers are not followed"
-    learner.registry.restore_rest(member.registry.capture_rest(member.steps.are_noted))
-    assert learner.registry.digest() == member.registry.digest()
-    for mine, theirs in zip(learner.module.parameters(), member.module.parameters(), strict=True):
+    assert receiver.registry.digest() != member.registry.digest(), "buffers are not followed"
+    receiver.registry.restore_rest(member.registry.capture_rest(member.steps.are_noted))
+    assert receiver.registry.digest() == member.registry.digest()
+    for mine, theirs in zip(receiver.module.parameters(), member.module.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)
 
 
@@ -243,7 +253,7 @@ def test_gradients_that_a_learner_has_are_not_sent_again():
 
 def test_a_step_with_a_closure_is_an_obstacle():
     worker = Worker(1)
-    logged: list[Stepped] = []
+    logged: list[OptimizerStep] = []
     worker.steps.on_step = lambda item, memories: logged.append(item)
     worker.optimizer.step(lambda: 0.0)
     worker.optimizer.step(closure=lambda: 0.0)
@@ -254,18 +264,18 @@ def test_a_step_with_a_closure_is_an_obstacle():
 
 
 def test_an_optimizer_that_fails_in_a_learner_is_reported():
-    member, learner = Worker(1), Worker(2)
-    logged: list[tuple[Stepped, list[torch.Tensor]]] = []
+    member, receiver = Worker(1), Worker(2)
+    logged: list[tuple[OptimizerStep, list[torch.Tensor]]] = []
     member.steps.on_step = lambda item, memories: logged.append((item, tensors_of(item, memories)))
     member.train(0)
-    learner.optimizer.register_step_pre_hook(lambda *_: {}[0])
-    with pytest.raises(StrayedError, match=r"'optimizer' failed: KeyError\(0\)"):
-        learner.steps.again(*logged[0])
+    receiver.optimizer.register_step_pre_hook(lambda *_: {}[0])
+    with pytest.raises(StateDivergedError, match=r"'optimizer' failed: KeyError\(0\)"):
+        receiver.steps.again(*logged[0])
 
 
 def test_modest_work_returns_and_raises_as_other_work_does():
     before = os.getpriority(os.PRIO_PROCESS, 0)
-    assert at_low_priority(lambda: os.getpriority(os.PRIO_PROCESS, 0)) == min(before + NICENESS, 19)
+    assert run_at_low_priority(lambda: os.getpriority(os.PRIO_PROCESS, 0)) == min(before + THREAD_NICENESS, 19)
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
     with pytest.raises(SystemExit):
-        at_low_priority(lambda: (_ for _ in ()).throw(SystemExit(3)))
+        run_at_low_priority(lambda: (_ for _ in ()).throw(SystemExit(3)))

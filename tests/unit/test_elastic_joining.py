@@ -1,43 +1,42 @@
-"""Lessons in one process: chunks from several donors, a snapshot and its learner."""
+"""Lessons in one process: chunks from several senders, a snapshot and its receiver."""
 
 from __future__ import annotations
 
 import socket
 from random import Random
 
-from elastic_lessons import DEALT, Model, donor, learn
+from elastic_lessons import DEALT, Model, learn, sender
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.elastic.joining.chunks import Chunks, Layout
-from paceline.elastic.joining.learner import Learner
-from paceline.elastic.joining.wire import CHUNK_BYTES
+from paceline.train.elastic.state_transfer.receiver import StateReceiver
+from paceline.train.elastic.state_transfer.transfer_protocol import CHUNK_BYTES, ChunkLayout, MissingChunks
 
-__all__ = ["donor"]
+__all__ = ["sender"]
 
 
 @given(st.integers(0, 30), st.integers(1, 4), st.randoms())
-def test_every_chunk_comes_whoever_is_lost(count, donors, random):
-    chunks, alive = Chunks(count), [f"d{at}" for at in range(donors)]
+def test_every_chunk_comes_whoever_is_lost(count, senders, random):
+    chunks, alive = MissingChunks(count), [f"d{at}" for at in range(senders)]
     asked: dict[str, int] = {}
     while not chunks.is_complete:
-        donor = random.choice(alive)
-        if donor in asked and len(alive) > 1 and random.random() < 0.2:
-            alive.remove(donor)
-            del asked[donor]
-            chunks.lost(donor)
-        elif donor in asked:
-            chunks.arrived(asked.pop(donor))
+        sender = random.choice(alive)
+        if sender in asked and len(alive) > 1 and random.random() < 0.2:
+            alive.remove(sender)
+            del asked[sender]
+            chunks.lost(sender)
+        elif sender in asked:
+            chunks.arrived(asked.pop(sender))
         else:
-            chunk = chunks.next_for(donor)
-            assert chunk is not None, "an idle donor helps the others"
-            asked[donor] = chunk
+            chunk = chunks.next_for(sender)
+            assert chunk is not None, "an idle sender helps the others"
+            asked[sender] = chunk
     assert chunks.next_for(alive[0]) is None
 
 
 @given(st.lists(st.integers(0, 9), max_size=8), st.integers(1, 7))
 def test_chunks_cover_the_buffers_once_and_in_order(sizes, chunk_bytes):
-    layout = Layout(sizes, chunk_bytes)
+    layout = ChunkLayout(sizes, chunk_bytes)
     spans = [span for chunk in range(layout.count) for span in layout.spans(chunk)]
     covered = [(buffer, at) for buffer, first, stop in spans for at in range(first, stop)]
     assert covered == [(buffer, at) for buffer, size in enumerate(sizes) for at in range(size)]
@@ -46,74 +45,74 @@ def test_chunks_cover_the_buffers_once_and_in_order(sizes, chunk_bytes):
     )
 
 
-def test_a_snapshot_is_the_state_at_its_instant(donor):
+def test_a_snapshot_is_the_state_at_its_instant(sender):
     model, other = Model(1), Model(2)
     before = model.registry.digest()
-    donors = [donor(model, "a"), donor(model, "b")]
+    senders = [sender(model, "a"), sender(model, "b")]
     model.optimizer.step()
     assert model.registry.digest() != before
-    taught = learn(*(each.offer for each in donors)).learn()
-    assert taught is not None
-    other.registry.restore(taught.take_state())
+    received = learn(*(each.offer for each in senders)).learn()
+    assert received is not None
+    other.registry.restore(received.take_state())
     assert other.registry.digest() == before
-    assert (taught.contents.round, taught.contents.committed, taught.contents.dealt) == (7, 99, DEALT)
-    assert len(taught.donors) == 2
-    for each in taught.donors:
+    assert (received.contents.round, received.contents.committed, received.contents.dealt) == (7, 99, DEALT)
+    assert len(received.senders) == 2
+    for each in received.senders:
         each.close()
 
 
-def test_a_damaged_chunk_is_taken_from_the_other_donor(donor, monkeypatch):
+def test_a_damaged_chunk_is_taken_from_the_other_donor(sender, monkeypatch):
     model, other = Model(1), Model(2)
-    wrong = donor(model, "wrong")
-    right = donor(model, "right")
+    wrong = sender(model, "wrong")
+    right = sender(model, "right")
     taken: list[str] = []
 
-    def damaged(self: Learner, name: str, connection: socket.socket, room: object) -> None:
+    def damaged(self: StateReceiver, name: str, connection: socket.socket, room: object) -> None:
         with monkeypatch.context() as patch:
             if name == "wrong":
-                patch.setattr("paceline.elastic.joining.learner.digest_of_chunk", lambda parts: b"")
+                patch.setattr("paceline.train.elastic.state_transfer.receiver.digest_of_chunk", lambda parts: b"")
             taken.append(name)
             whole(self, name, connection, room)
 
-    whole = Learner._get_chunks
-    monkeypatch.setattr(Learner, "_get_chunks", damaged)
+    whole = StateReceiver._get_chunks
+    monkeypatch.setattr(StateReceiver, "_get_chunks", damaged)
     assert learn(wrong.offer).learn() is None
-    taught = learn(right.offer).learn()
-    assert taught is not None
+    received = learn(right.offer).learn()
+    assert received is not None
     assert taken == ["wrong", "right"]
-    other.registry.restore(taught.take_state())
+    other.registry.restore(received.take_state())
     assert other.registry.digest() == model.registry.digest()
-    for each in taught.donors:
+    for each in received.senders:
         each.close()
 
 
-def test_donors_that_are_gone_teach_nothing(donor):
-    gone = donor(Model(1), "gone")
+def test_donors_that_are_gone_teach_nothing(sender):
+    gone = sender(Model(1), "gone")
     gone.snapshot.close()
     assert gone.snapshot.is_over
     assert learn(gone.offer).learn() is None
 
 
-def test_a_lesson_of_another_round_is_not_mixed_in(donor):
+def test_a_lesson_of_another_round_is_not_mixed_in(sender):
     model = Model(1)
-    first = donor(model, "first")
+    first = sender(model, "first")
     model.optimizer.step()
-    later = donor(model, "later", round_=8)
-    taught = learn(first.offer, later.offer).learn()
-    assert taught is not None
-    assert len(taught.donors) == 1
-    for each in taught.donors:
+    later = sender(model, "later", round_=8)
+    received = learn(first.offer, later.offer).learn()
+    assert received is not None
+    assert len(received.senders) == 1
+    for each in received.senders:
         each.close()
 
 
-def test_random_bytes_do_not_end_a_lesson(donor):
-    made = donor(Model(1, 10), "a")
+def test_random_bytes_do_not_end_a_lesson(sender):
+    made = sender(Model(1, 10), "a")
     host, port = made.offer.address.split(":")
     with socket.create_connection((host, int(port))) as stranger:
         stranger.sendall(Random(1).randbytes(200))
-        taught = learn(made.offer).learn()
-    assert taught is not None
-    taught.donors[0].close()
+        received = learn(made.offer).learn()
+    assert received is not None
+    received.senders[0].close()
 
 
 def test_a_chunk_is_as_large_as_is_said():

@@ -10,105 +10,111 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.elastic.messages import LEFT_OUT
-from paceline.launch.elastic.chaos import Act, Chaos, acts_of
-from paceline.launch.elastic.frozen import PATIENCE_S, StopWatch
-from paceline.launch.elastic.ledger import Ledger
-from paceline.launch.elastic.places import Places
-from paceline.launch.elastic.replacement import (
+from paceline.operate.launch.elastic.chaos_runner import ChaosStats
+from paceline.operate.launch.elastic.elastic_options import Chaos, ChaosAct, acts_of
+from paceline.operate.launch.elastic.worker_pool import STOPPED_AFTER_S, StoppedProcesses
+from paceline.operate.launch.elastic.worker_replacement import (
     LONGEST_PAUSE_S,
     MOST_FAILED_STARTS,
     MOST_KILLED_STARTS,
     MOST_SOON,
     SOON_S,
-    Close,
-    Fate,
-    Life,
-    Replace,
-    Slot,
-    fate_of,
+    CloseSlot,
+    ExitCause,
+    ReplaceWorker,
+    SlotHistory,
+    SlotTable,
+    WorkerHistory,
+    exit_cause_of,
     pause_s,
 )
+from paceline.train.elastic.protocol import LEFT_OUT
 
-KILLED, FAILED = Fate.KILLED, Fate.FAILED
+KILLED, FAILED = ExitCause.KILLED, ExitCause.FAILED
 
 
-def part(since_s: float = 0.0, **rest: object) -> Life:
-    return Life(took_part_s=since_s, **rest)
+def part(since_s: float = 0.0, **rest: object) -> WorkerHistory:
+    return WorkerHistory(took_part_s=since_s, **rest)
 
 
 @pytest.mark.parametrize(
     ("life", "code", "record", "memory", "fate"),
     [
-        (part(), 1, True, False, Fate.FAILED),
-        (part(), 3, False, False, Fate.FAILED),
-        (part(), -signal.SIGSEGV, False, False, Fate.FAILED),
-        (part(), -signal.SIGKILL, False, True, Fate.FAILED),
-        (part(), -signal.SIGKILL, False, False, Fate.KILLED),
-        (part(), -signal.SIGINT, False, False, Fate.KILLED),
-        (part(is_fenced=True), -signal.SIGKILL, False, True, Fate.KILLED),
-        (part(), -signal.SIGTERM, False, False, Fate.LEFT),
-        (part(is_leaving=True), 0, False, False, Fate.LEFT),
-        (part(is_leaving=True), -signal.SIGKILL, False, False, Fate.LEFT),
-        (part(has_finished=True), 0, False, False, Fate.DONE),
-        (part(has_finished=True), 1, True, False, Fate.FAILED),
-        (Life(), 0, False, False, Fate.DONE),
-        (part(dismissed=0), 0, False, False, Fate.RELEASED),
-        (part(), LEFT_OUT, False, False, Fate.RELEASED),
-        (part(dismissed=2), 2, False, False, Fate.REFUSED),
+        (part(), 1, True, False, ExitCause.FAILED),
+        (part(), 3, False, False, ExitCause.FAILED),
+        (part(), -signal.SIGSEGV, False, False, ExitCause.FAILED),
+        (part(), -signal.SIGKILL, False, True, ExitCause.FAILED),
+        (part(), -signal.SIGKILL, False, False, ExitCause.KILLED),
+        (part(), -signal.SIGINT, False, False, ExitCause.KILLED),
+        (part(is_fenced=True), -signal.SIGKILL, False, True, ExitCause.KILLED),
+        (part(), -signal.SIGTERM, False, False, ExitCause.LEFT),
+        (part(is_leaving=True), 0, False, False, ExitCause.LEFT),
+        (part(is_leaving=True), -signal.SIGKILL, False, False, ExitCause.LEFT),
+        (part(has_finished=True), 0, False, False, ExitCause.DONE),
+        (part(has_finished=True), 1, True, False, ExitCause.FAILED),
+        (WorkerHistory(), 0, False, False, ExitCause.DONE),
+        (part(dismissed=0), 0, False, False, ExitCause.RELEASED),
+        (part(), LEFT_OUT, False, False, ExitCause.RELEASED),
+        (part(dismissed=2), 2, False, False, ExitCause.REFUSED),
     ],
 )
 def test_the_fate_of_a_worker(life, code, record, memory, fate):
-    assert fate_of(life, code, record, memory) is fate
+    assert exit_cause_of(life, code, record, memory) is fate
 
 
-def follow(slot: Slot, *ends: tuple[Fate, Life, float]) -> list[Replace | Close]:
+def follow(slot: SlotHistory, *ends: tuple[ExitCause, WorkerHistory, float]) -> list[ReplaceWorker | CloseSlot]:
     return [slot.ended(*end) for end in ends]
 
 
 def test_a_worker_killed_after_taking_part_is_always_replaced():
-    assert follow(Slot(), *[(KILLED, part(t), t + 0.1) for t in range(1000)]) == [Replace(0.0)] * 1000
+    assert follow(SlotHistory(), *[(KILLED, part(t), t + 0.1) for t in range(1000)]) == [ReplaceWorker(0.0)] * 1000
 
 
 def test_a_script_that_fails_at_its_start_is_given_up():
-    decisions = follow(Slot(), *[(FAILED, Life(), t) for t in range(MOST_FAILED_STARTS)])
-    assert decisions[:-1] == [Replace(0.0), Replace(0.25), Replace(0.5)]
-    assert decisions[-1] == Close("4 of its workers in a row failed before they took part")
+    decisions = follow(SlotHistory(), *[(FAILED, WorkerHistory(), t) for t in range(MOST_FAILED_STARTS)])
+    assert decisions[:-1] == [ReplaceWorker(0.0), ReplaceWorker(0.25), ReplaceWorker(0.5)]
+    assert decisions[-1] == CloseSlot("4 of its workers in a row failed before they took part")
 
 
 def test_a_worker_killed_at_its_start_is_not_replaced_for_ever():
-    decisions = follow(Slot(), *[(KILLED, Life(), t) for t in range(MOST_KILLED_STARTS)])
-    assert all(isinstance(each, Replace) for each in decisions[:-1])
-    assert decisions[-1] == Close("10 of its workers in a row were killed before they took part")
+    decisions = follow(SlotHistory(), *[(KILLED, WorkerHistory(), t) for t in range(MOST_KILLED_STARTS)])
+    assert all(isinstance(each, ReplaceWorker) for each in decisions[:-1])
+    assert decisions[-1] == CloseSlot("10 of its workers in a row were killed before they took part")
 
 
 def test_taking_part_forgives_failed_starts():
-    slot = Slot()
-    follow(slot, *[(FAILED, Life(), 0.0)] * (MOST_FAILED_STARTS - 1), (KILLED, part(1.0), 2.0))
-    assert follow(slot, (FAILED, Life(), 3.0)) == [Replace(0.0)]
+    slot = SlotHistory()
+    follow(slot, *[(FAILED, WorkerHistory(), 0.0)] * (MOST_FAILED_STARTS - 1), (KILLED, part(1.0), 2.0))
+    assert follow(slot, (FAILED, WorkerHistory(), 3.0)) == [ReplaceWorker(0.0)]
 
 
 def test_failures_soon_after_taking_part_count():
-    decisions = follow(Slot(), *[(FAILED, part(t), t + SOON_S - 1) for t in (0.0, 100.0, 200.0)])
-    assert decisions[:2] == [Replace(0.0), Replace(0.25)]
-    assert decisions[2] == Close(f"{MOST_SOON} of its workers in a row failed within 60 s of taking part")
+    decisions = follow(SlotHistory(), *[(FAILED, part(t), t + SOON_S - 1) for t in (0.0, 100.0, 200.0)])
+    assert decisions[:2] == [ReplaceWorker(0.0), ReplaceWorker(0.25)]
+    assert decisions[2] == CloseSlot(f"{MOST_SOON} of its workers in a row failed within 60 s of taking part")
 
 
 def test_a_worker_that_failed_late_forgives_earlier_ones():
     times = [(0.0, 1.0), (10.0, 11.0), (20.0, 20.0 + SOON_S), (100.0, 101.0), (110.0, 111.0)]
-    decisions = follow(Slot(), *[(FAILED, part(begun_s), ended_s) for begun_s, ended_s in times])
-    assert decisions == [Replace(0.0), Replace(0.25), Replace(0.0), Replace(0.0), Replace(0.25)]
+    decisions = follow(SlotHistory(), *[(FAILED, part(begun_s), ended_s) for begun_s, ended_s in times])
+    assert decisions == [
+        ReplaceWorker(0.0),
+        ReplaceWorker(0.25),
+        ReplaceWorker(0.0),
+        ReplaceWorker(0.0),
+        ReplaceWorker(0.25),
+    ]
 
 
 def test_those_that_are_done_or_left_are_not_replaced():
-    assert follow(Slot(), (Fate.DONE, part(), 1.0), (Fate.LEFT, part(), 1.0)) == [Close(None)] * 2
-    (refused,) = follow(Slot(), (Fate.REFUSED, Life(), 1.0))
-    assert isinstance(refused, Close) and refused.reason is not None
+    assert follow(SlotHistory(), (ExitCause.DONE, part(), 1.0), (ExitCause.LEFT, part(), 1.0)) == [CloseSlot(None)] * 2
+    (refused,) = follow(SlotHistory(), (ExitCause.REFUSED, WorkerHistory(), 1.0))
+    assert isinstance(refused, CloseSlot) and refused.reason is not None
 
 
 def test_what_follows_the_loop_is_not_done_again():
-    (decision,) = follow(Slot(), (KILLED, part(has_finished=True), 1.0))
-    assert decision == Close("it had finished its loop, and what follows cannot be done again")
+    (decision,) = follow(SlotHistory(), (KILLED, part(has_finished=True), 1.0))
+    assert decision == CloseSlot("it had finished its loop, and what follows cannot be done again")
 
 
 def test_pauses_double_up_to_the_longest():
@@ -117,34 +123,34 @@ def test_pauses_double_up_to_the_longest():
 
 
 def test_places_are_due_at_once_and_then_after_their_pauses():
-    places = Places(2, 10.0)
+    places = SlotTable(2, 10.0)
     assert places.deadline_s == 10.0
     assert places.due(10.0) == [0, 1] and places.due(10.0) == []
-    places.ended(1, FAILED, Life(), 11.0)
+    places.ended(1, FAILED, WorkerHistory(), 11.0)
     assert places.due(11.0) == [1]
-    places.ended(1, FAILED, Life(), 12.0)
+    places.ended(1, FAILED, WorkerHistory(), 12.0)
     assert places.due(12.2) == [] and places.deadline_s == 12.25
     assert places.due(12.25) == [1] and places.count == 2
 
 
 def test_the_bound_on_replacements_is_that_of_all_slots():
-    places = Places(2, 0.0, most_replacements=1)
+    places = SlotTable(2, 0.0, most_replacements=1)
     places.due(0.0)
-    assert places.ended(0, KILLED, part(), 1.0) == Replace(0.0)
-    assert places.ended(1, KILLED, part(), 1.0) == Close(
+    assert places.ended(0, KILLED, part(), 1.0) == ReplaceWorker(0.0)
+    assert places.ended(1, KILLED, part(), 1.0) == CloseSlot(
         "--max-restarts 1 allows no further replacement on this machine"
     )
     assert places.count == 1 and places.due(1.0) == [0]
 
 
 def test_closed_places_are_filled_no_more():
-    places = Places(3, 0.0)
+    places = SlotTable(3, 0.0)
     places.due(0.0)
-    places.ended(2, FAILED, Life(), 1.0)
+    places.ended(2, FAILED, WorkerHistory(), 1.0)
     places.close({0, 1})
     assert places.count == 2 and places.due(100.0) == [] and places.deadline_s is None
-    assert places.ended(0, KILLED, part(), 2.0) == Close("no worker is replaced any more")
-    assert places.ended(2, KILLED, part(), 2.0) == Close(None)
+    assert places.ended(0, KILLED, part(), 2.0) == CloseSlot("no worker is replaced any more")
+    assert places.ended(2, KILLED, part(), 2.0) == CloseSlot(None)
 
 
 def test_chaos_says_what_it_was_asked_for():
@@ -180,11 +186,11 @@ def test_chaos_keeps_to_its_mean_times():
 def test_every_worker_may_be_hit():
     acts = islice(acts_of(Chaos((("kill", 1.0),), 3)), 200)
     assert {act.victim_of(range(4)) for act in acts} == {0, 1, 2, 3}
-    assert Act(0.0, "kill", 0.999999).victim_of("abc") == "c"
+    assert ChaosAct(0.0, "kill", 0.999999).victim_of("abc") == "c"
 
 
 def test_the_ledger_tells_pauses_and_replacements():
-    ledger = Ledger(100.0)
+    ledger = ChaosStats(100.0)
     ledger.acted("kill")
     ledger.lost(1, {"a", "c"}, 101.0)
     ledger.entered(0, "a", False, 101.1)
@@ -199,7 +205,7 @@ def test_the_ledger_tells_pauses_and_replacements():
 
 
 def test_the_ledger_does_not_wait_for_the_dead():
-    ledger = Ledger(0.0)
+    ledger = ChaosStats(0.0)
     ledger.lost(1, {"a", "c"}, 1.0)
     ledger.lost(2, {"a"}, 1.1)  # c, before it had recovered
     ledger.entered(0, "a", False, 1.5)
@@ -208,16 +214,16 @@ def test_the_ledger_does_not_wait_for_the_dead():
 
 
 def test_who_is_stopped_for_long_is_frozen():
-    watch = StopWatch()
+    watch = StoppedProcesses()
     assert watch.deadline_s is None
     watch.look([7], 10.0)
     watch.look([7, 8], 10.5)
-    assert watch.deadline_s == 10.0 + PATIENCE_S
+    assert watch.deadline_s == 10.0 + STOPPED_AFTER_S
     assert watch.frozen(10.9) == [] and watch.frozen(11.0) == [7]
 
 
 def test_who_was_continued_is_not_frozen():
-    watch = StopWatch()
+    watch = StoppedProcesses()
     watch.look([7], 10.0)
     watch.look([], 10.5)
     watch.look([7], 10.8)
@@ -225,7 +231,7 @@ def test_who_was_continued_is_not_frozen():
 
 
 def test_whoever_stays_frozen_is_looked_at_once_a_second():
-    watch = StopWatch()
+    watch = StoppedProcesses()
     watch.look([7], 10.0)
     watch.look([7], 11.0)
     assert watch.deadline_s == 12.0

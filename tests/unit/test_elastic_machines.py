@@ -5,33 +5,42 @@ from __future__ import annotations
 import pytest
 from elastic_model.play import running
 
-from paceline.elastic.messages import Broken, Dismissed, Finished, Installed, Leaving, Ready, Wait
-from paceline.elastic.orders import End, Say
-from paceline.elastic.quorum import has_quorum
-from paceline.elastic.standing import Standing
+from paceline.operate.launch.elastic.machine_log import ReplayableMessages
+from paceline.train.elastic.protocol import (
+    Broken,
+    Dismissed,
+    EndOrder,
+    Installed,
+    Leaving,
+    LoopFinished,
+    NotifyOrder,
+    Ready,
+    WaitNotice,
+    has_quorum,
+)
 
 
 def test_the_job_ends_when_all_have_finished_and_ended():
     play = running("a0", "a1")
     for uid in ("a0", "a1"):
-        play.say(uid, Finished(9))
+        play.say(uid, LoopFinished(9))
     play.kill("a0", code=0)
-    assert not isinstance(play.orders[-1], End), "a1 may still be writing a file"
+    assert not isinstance(play.orders[-1], EndOrder), "a1 may still be writing a file"
     play.kill("a1", code=0)
-    assert play.end() == End(0)
+    assert play.end() == EndOrder(0)
 
 
 def test_one_finished_and_one_died_is_a_good_end():
     play = running("a0", "a1")
-    play.say("a0", Finished(9))
+    play.say("a0", LoopFinished(9))
     play.kill("a1")
     play.kill("a0", code=0)
-    assert play.end() == End(0)
+    assert play.end() == EndOrder(0)
 
 
 def test_a_failure_after_the_loop_is_the_jobs():
     play = running("a0")
-    play.say("a0", Finished(9))
+    play.say("a0", LoopFinished(9))
     play.kill("a0", code=3)
     assert play.end().code == 3 and "a0" in play.end().reason
 
@@ -39,7 +48,7 @@ def test_a_failure_after_the_loop_is_the_jobs():
 def test_late_workers_are_dismissed_when_one_has_finished():
     play = running("a0", "a1")
     play.ready("a2")
-    play.say("a0", Finished(9))
+    play.say("a0", LoopFinished(9))
     assert play.told("a2") == [Dismissed("the job is done")]
     play.ready("a3")
     assert play.told("a3") == [Dismissed("the job is done")]
@@ -55,8 +64,8 @@ def test_the_minority_waits_and_says_for_whom():
     play = running("a0", "b0", "b1")
     first = play.view()
     play.lose("b")
-    assert play.view() == first and isinstance(play.told("a0")[-1], Wait)
-    assert "b0, b1" in [each.text for each in play.orders if isinstance(each, Say)][-1]
+    assert play.view() == first and isinstance(play.told("a0")[-1], WaitNotice)
+    assert "b0, b1" in [each.text for each in play.orders if isinstance(each, NotifyOrder)][-1]
     play.wait(120.0)
     assert play.end().code == 1 and "host-b" in play.end().reason
 
@@ -65,10 +74,10 @@ def test_a_machine_that_comes_back_in_time_loses_nothing():
     play = running("a0", "b0", "b1")
     view = play.view()
     play.lose("b")
-    standing = Standing([Ready("same"), Installed(view.generation, 0)])
+    standing = ReplayableMessages([Ready("same"), Installed(view.generation, 0)])
     play.come_back("b", b0=standing, b1=standing)
     play.wait(200.0)
-    assert play.view() == view and not isinstance(play.orders[-1], End)
+    assert play.view() == view and not isinstance(play.orders[-1], EndOrder)
     play.kill("a0")
     assert play.view().members == ("b0", "b1")
 
@@ -78,7 +87,7 @@ def test_a_machine_that_comes_back_late_learns_that_it_is_out():
     first = play.view()
     play.lose("b")
     view = play.view()
-    play.come_back("b", b0=Standing([Ready("same"), Installed(first.generation, 0)]))
+    play.come_back("b", b0=ReplayableMessages([Ready("same"), Installed(first.generation, 0)]))
     assert play.told("b0")[-1] == view
     play.install(view)
     play.wait(0.2)
@@ -91,7 +100,7 @@ def test_a_machine_that_comes_back_late_learns_that_it_is_out():
 def test_a_worker_that_a_returning_machine_does_not_name_is_dead():
     play = running("a0", "b0", "b1")
     play.lose("b")
-    play.come_back("b", b0=Standing([Ready("same"), Installed(play.view().generation, 0)]))
+    play.come_back("b", b0=ReplayableMessages([Ready("same"), Installed(play.view().generation, 0)]))
     assert play.view().members == ("a0", "b0")
 
 
@@ -143,7 +152,7 @@ def test_a_half_with_the_lowest_name_has_a_quorum(dead, reachable, may):
 
 
 def test_a_standing_keeps_what_still_matters():
-    standing = Standing()
+    standing = ReplayableMessages()
     for message in (Ready("x"), Installed(1, 0), Broken(1, 4, "lost"), Installed(2, 4), Broken(2, 5, "lost")):
         standing.heard(message)
     assert standing.messages == [Ready("x"), Installed(2, 4), Broken(2, 5, "lost")]

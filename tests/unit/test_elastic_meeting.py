@@ -10,12 +10,11 @@ import pytest
 import torch
 from launching import wait_until
 
-from paceline.elastic.agreement import Status
-from paceline.elastic.dealings import Dealt
-from paceline.elastic.meeting import LOST, Meeting, exchange_statuses
-from paceline.elastic.messages import View
-from paceline.group.default import own_world
-from paceline.store.server import StoreServer
+from paceline.comm.group.default import own_world
+from paceline.comm.store.tcp_store import StoreServer
+from paceline.train.elastic.protocol import View
+from paceline.train.elastic.worker.agreement import BatchAssignment, MemberStatus
+from paceline.train.elastic.worker.view_group import LOST_MEMBER_ERRORS, ViewGroups, exchange_statuses
 
 ME, OTHER = "0.0.0", "0.1.0"
 
@@ -53,8 +52,8 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch
 
 
 @pytest.fixture
-def meeting(launcher: Launcher) -> Iterator[Meeting]:
-    made = Meeting(launcher)
+def meeting(launcher: Launcher) -> Iterator[ViewGroups]:
+    made = ViewGroups(launcher)
     try:
         yield made
     finally:
@@ -75,7 +74,7 @@ def require_works(group: object) -> None:
     assert total.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_a_planned_view_forms_beside_the_one_before(launcher: Launcher, meeting: Meeting) -> None:
+def test_a_planned_view_forms_beside_the_one_before(launcher: Launcher, meeting: ViewGroups) -> None:
     first = meeting.enter(launcher.tell(1, ME, is_planned=False))
     planned = launcher.tell(2, ME)
     wait_until(lambda: not forming())
@@ -85,7 +84,7 @@ def test_a_planned_view_forms_beside_the_one_before(launcher: Launcher, meeting:
     require_works(second)
 
 
-def test_a_view_is_acted_on_when_its_group_is_there(launcher: Launcher, meeting: Meeting) -> None:
+def test_a_view_is_acted_on_when_its_group_is_there(launcher: Launcher, meeting: ViewGroups) -> None:
     meeting.enter(launcher.tell(1, ME, is_planned=False))
     launcher.tell(4, ME, OTHER)
     assert meeting.acts_up_to(6) == 1, "the other worker has not come, and what follows has to wait too"
@@ -97,31 +96,31 @@ def test_a_view_is_acted_on_when_its_group_is_there(launcher: Launcher, meeting:
 
 
 def test_a_group_that_does_not_form_is_awaited_for_a_while(
-    launcher: Launcher, meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+    launcher: Launcher, meeting: ViewGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launcher.tell(4, ME, OTHER)
     assert meeting.acts_up_to(4) == 0
-    monkeypatch.setattr("paceline.elastic.forming._HEAD_START_S", 0.0)
+    monkeypatch.setattr("paceline.train.elastic.worker.view_group._HEAD_START_S", 0.0)
     assert meeting.acts_up_to(4) == 4
     assert forming(), "it still waits for the other worker"
 
 
-def test_a_forced_view_ends_a_planned_one_that_forms(launcher: Launcher, meeting: Meeting) -> None:
+def test_a_forced_view_ends_a_planned_one_that_forms(launcher: Launcher, meeting: ViewGroups) -> None:
     launcher.tell(2, ME, OTHER)
     assert forming(), "it waits for the other worker"
     require_works(meeting.enter(launcher.tell(3, ME, is_planned=False)))
     wait_until(lambda: not forming())
 
 
-def test_a_planned_view_that_was_replaced_cannot_be_entered(launcher: Launcher, meeting: Meeting) -> None:
+def test_a_planned_view_that_was_replaced_cannot_be_entered(launcher: Launcher, meeting: ViewGroups) -> None:
     planned = launcher.tell(2, ME, OTHER)
     forced = launcher.tell(3, ME, is_planned=False)
-    with pytest.raises(LOST):
+    with pytest.raises(LOST_MEMBER_ERRORS):
         meeting.enter(planned)
     require_works(meeting.enter(forced))
 
 
-def test_views_that_are_over_or_of_others_are_not_prepared(launcher: Launcher, meeting: Meeting) -> None:
+def test_views_that_are_over_or_of_others_are_not_prepared(launcher: Launcher, meeting: ViewGroups) -> None:
     launcher.tell(2, OTHER)
     meeting.enter(launcher.tell(4, ME, is_planned=False))
     launcher.tell(3, ME, OTHER)
@@ -131,13 +130,13 @@ def test_views_that_are_over_or_of_others_are_not_prepared(launcher: Launcher, m
 
 
 @pytest.mark.parametrize("shards", [2, 2000])
-def test_statuses_of_any_length_are_exchanged(launcher: Launcher, meeting: Meeting, shards: int) -> None:
+def test_statuses_of_any_length_are_exchanged(launcher: Launcher, meeting: ViewGroups, shards: int) -> None:
     group = meeting.enter(launcher.tell(1, ME, is_planned=False))
-    status = Status(3, tuple((at, at + 1) for at in range(shards)), dealt=Dealt(2, (ME, OTHER)))
+    status = MemberStatus(3, tuple((at, at + 1) for at in range(shards)), dealt=BatchAssignment(2, (ME, OTHER)))
     assert exchange_statuses(group, status) == [status]
 
 
-def test_what_was_prepared_ends_with_the_loop(launcher: Launcher, meeting: Meeting) -> None:
+def test_what_was_prepared_ends_with_the_loop(launcher: Launcher, meeting: ViewGroups) -> None:
     group = meeting.enter(launcher.tell(1, ME, is_planned=False))
     launcher.tell(2, ME, OTHER)
     meeting.prepare_no_more()

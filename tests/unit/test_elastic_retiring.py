@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
-from paceline.elastic.account import Account
-from paceline.elastic.coordinator import Coordinator
-from paceline.elastic.election import ALONE_S, Answer, Deserted, GiveUp, Loss, Pause, Seeker, Try
-from paceline.elastic.joining.delays import Delays
-from paceline.elastic.knowledge import Knowledge, Peer, Report, WorkerReport, merge, next_term
-from paceline.elastic.messages import Donating, Finished, Installed, Learn, Learned, Leaving, Lesson, Ready, View
-from paceline.elastic.orders import HandOver, Know, Order, Tell
-from paceline.elastic.policy import Policy
-from paceline.launch.elastic.blame import MOST, Blame
-from paceline.launch.failures import Failure, Record
+from paceline.operate.launch.elastic.machine_log import MOST_FAILURES, MachineState, ReportedFailures
+from paceline.operate.launch.workers.failures import Record, WorkerFailure
+from paceline.train.elastic.coordinator.coordinator import Coordinator
+from paceline.train.elastic.coordinator.elastic_job import CoordinatorPolicy
+from paceline.train.elastic.coordinator.election import (
+    ALONE_S,
+    ConnectionLoss,
+    ContactResult,
+    CoordinatorSearch,
+    GiveUp,
+    JobDeserted,
+    Pause,
+    TryMachine,
+)
+from paceline.train.elastic.protocol import (
+    CaughtUp,
+    CoordinatorOrder,
+    HandoverOrder,
+    Installed,
+    LauncherAddress,
+    Leaving,
+    LoopFinished,
+    MachineReport,
+    Ready,
+    ReplicatedJobState,
+    ReplicateOrder,
+    SendOrder,
+    StateTransfer,
+    TransferOffer,
+    TransferReady,
+    View,
+    WorkerReport,
+    merge_job_states,
+    next_term,
+)
+from paceline.train.elastic.state_transfer.sender import ReceiverDelays
 
-POLICY = Policy(max_machines=3, return_patience_s=2.0)
+POLICY = CoordinatorPolicy(max_machines=3, return_patience_s=2.0)
 
 
 def running(machines: int = 3) -> tuple[Coordinator, View]:
@@ -32,12 +58,12 @@ def running(machines: int = 3) -> tuple[Coordinator, View]:
     return coordinator, view
 
 
-def views(orders: list[Order]) -> list[View]:
-    return [each.message for each in orders if isinstance(each, Tell) and isinstance(each.message, View)]
+def views(orders: list[CoordinatorOrder]) -> list[View]:
+    return [each.message for each in orders if isinstance(each, SendOrder) and isinstance(each.message, View)]
 
 
-def handed(orders: list[Order]) -> list[tuple[str, int]]:
-    return [(each.machine, each.to) for each in orders if isinstance(each, HandOver)]
+def handed(orders: list[CoordinatorOrder]) -> list[tuple[str, int]]:
+    return [(each.machine, each.to) for each in orders if isinstance(each, HandoverOrder)]
 
 
 def retiring() -> tuple[Coordinator, View]:
@@ -70,9 +96,9 @@ def test_the_successor_is_told_when_all_is_at_rest():
     assert not handed(coordinator.worker_said("2.0.0", Installed(view.generation, 1), 1.1))
     orders = coordinator.worker_ended("0.0.0", "exit code 0", 0, 1.2)
     assert handed(orders) == [("1", 1)]
-    known = [each.knowledge for each in orders if isinstance(each, Know)]
+    known = [each.knowledge for each in orders if isinstance(each, ReplicateOrder)]
     assert {each.ended for each in known} == {(0,)} and {peer.number for peer in known[0].peers} == {1, 2}
-    assert isinstance(orders[-1], HandOver), "it knows all before"
+    assert isinstance(orders[-1], HandoverOrder), "it knows all before"
 
 
 def test_the_others_are_told_when_the_successor_stands():
@@ -125,127 +151,133 @@ def test_when_all_leave_nobody_is_told_to_coordinate():
 
 
 def test_a_launcher_tries_the_successor_first():
-    seeker = Seeker(2, 120.0, lambda: 0.0)
+    seeker = CoordinatorSearch(2, 120.0, lambda: 0.0)
     seeker.handed_over(1, 0.0)
-    assert not seeker.has_lost and seeker.next([1, 2], 0.0) == Try(1)
-    seeker.tried(1, Answer.ENDED)
-    assert seeker.next([1, 2], 0.1) == Try(1) and seeker.has_lost, "it looks on as after a loss"
-    assert seeker.next([1, 2], 0.1) == Try(2, 0.6)
+    assert not seeker.has_lost and seeker.next([1, 2], 0.0) == TryMachine(1)
+    seeker.tried(1, ContactResult.ENDED)
+    assert seeker.next([1, 2], 0.1) == TryMachine(1) and seeker.has_lost, "it looks on as after a loss"
+    assert seeker.next([1, 2], 0.1) == TryMachine(2, 0.6)
 
 
 def test_the_successor_stands():
-    seeker = Seeker(1, 120.0, lambda: 0.0)
+    seeker = CoordinatorSearch(1, 120.0, lambda: 0.0)
     seeker.handed_over(1, 0.0)
-    assert seeker.next([1, 2], 0.0) == Try(1, 0.6)
+    assert seeker.next([1, 2], 0.0) == TryMachine(1, 0.6)
 
 
-def asks(seeker: Seeker, answers: dict[int, Answer], until_s: float, *, is_done: bool = False) -> object:
+def asks(
+    seeker: CoordinatorSearch, answers: dict[int, ContactResult], until_s: float, *, is_done: bool = False
+) -> object:
     """Lets a launcher look for a coordinator, as others answer; returns its last step."""
     now_s, step = 0.0, None
-    while now_s < until_s and not isinstance(step, (Deserted, GiveUp)):
+    while now_s < until_s and not isinstance(step, (JobDeserted, GiveUp)):
         step = seeker.next([seeker.me, *answers], now_s, is_done=is_done)
-        if isinstance(step, Try):
-            seeker.tried(step.number, answers.get(step.number, Answer.SEEKING))
+        if isinstance(step, TryMachine):
+            seeker.tried(step.number, answers.get(step.number, ContactResult.SEEKING))
         now_s += step.for_s if isinstance(step, Pause) else 0.01
     return step
 
 
 def test_a_machine_learns_that_the_job_is_over():
-    ended = dict.fromkeys((0, 1), Answer.ENDED)
-    for answers, is_over in ((ended, True), ({**ended, 1: Answer.SILENT}, False), ({}, False)):
-        seeker = Seeker(2, 120.0, lambda: 0.0)
-        seeker.lost(0, Loss.SILENT, 0.0)
-        assert isinstance(asks(seeker, answers, 2 * ALONE_S), Deserted) == is_over
+    ended = dict.fromkeys((0, 1), ContactResult.ENDED)
+    for answers, is_over in ((ended, True), ({**ended, 1: ContactResult.SILENT}, False), ({}, False)):
+        seeker = CoordinatorSearch(2, 120.0, lambda: 0.0)
+        seeker.lost(0, ConnectionLoss.SILENT, 0.0)
+        assert isinstance(asks(seeker, answers, 2 * ALONE_S), JobDeserted) == is_over
 
 
 def test_a_machine_whose_workers_have_finished_does_not_wait():
     for is_done in (True, False):
-        seeker = Seeker(2, 120.0, lambda: 0.0)
-        seeker.lost(0, Loss.SILENT, 0.0)
-        step = asks(seeker, {0: Answer.SILENT}, 2 * ALONE_S, is_done=is_done)
-        assert isinstance(step, Deserted) == is_done
+        seeker = CoordinatorSearch(2, 120.0, lambda: 0.0)
+        seeker.lost(0, ConnectionLoss.SILENT, 0.0)
+        step = asks(seeker, {0: ContactResult.SILENT}, 2 * ALONE_S, is_done=is_done)
+        assert isinstance(step, JobDeserted) == is_done
 
 
 def test_an_account_says_whether_its_workers_have_finished():
-    account = Account("host-1", 2)
+    account = MachineState("host-1", 2)
     for uid in ("1.0.0", "1.1.0"):
         account.started(uid)
-        account.said(uid, Finished(9))
+        account.said(uid, LoopFinished(9))
     assert account.has_finished and not account.is_done
     account.ended("1.0.0", "exit code 0", 0)
     account.ended("1.1.0", "killed by SIGKILL", -9)
     assert account.is_done
     account.started("1.1.1")
-    account.said("1.1.1", Finished(9))
+    account.said("1.1.1", LoopFinished(9))
     account.ended("1.1.1", "exit code 3", 3)
     assert not account.has_finished
 
 
 FIRST = View((1 << 32) + 1, ("0.0.0", "1.0.0"), is_planned=False, store="0")
-LESSON = Lesson(FIRST.generation + 1, "2.0.0", FIRST.members)
-PEERS = tuple(Peer(number, f"host-{number}", f"there:{number}") for number in range(3))
-KNOWN = Knowledge(1, 0, "same", FIRST.generation, (FIRST,), peers=PEERS, lessons=(LESSON,))
+TRANSFER = StateTransfer(FIRST.generation + 1, "2.0.0", FIRST.members)
+PEERS = tuple(LauncherAddress(number, f"host-{number}", f"there:{number}") for number in range(3))
+KNOWN = ReplicatedJobState(1, 0, "same", FIRST.generation, (FIRST,), peers=PEERS, transfers=(TRANSFER,))
 
 
-def teaching(*said: object, known: Knowledge = KNOWN) -> tuple[Coordinator, list[Order]]:
+def teaching(*said: object, known: ReplicatedJobState = KNOWN) -> tuple[Coordinator, list[CoordinatorOrder]]:
     """Machine 1 takes over while worker 2.0.0 learns from 0.0.0 and 1.0.0, and has said so much."""
     reports = []
     for number in range(3):
         heard = said if number == 2 else (Ready("same"), Installed(FIRST.generation, 0))
-        donates = () if number == 2 else (Donating(LESSON.number, 4, f"there:{number}"),)
+        donates = () if number == 2 else (TransferReady(TRANSFER.number, 4, f"there:{number}"),)
         workers = (WorkerReport(f"{number}.0.0", (*heard, *donates)),)
-        reports.append(Report(number, f"host-{number}", 1, number, known, workers))
+        reports.append(MachineReport(number, f"host-{number}", 1, number, known, workers))
     coordinator = Coordinator(POLICY, 0.0, next_term(1, 1), home="1", store="1")
     return coordinator, coordinator.resume(reports[::-1], 0.0)
 
 
-def lessons(orders: list[Order]) -> set[int]:
-    return {each.message.number for each in orders if isinstance(each, Tell) and isinstance(each.message, Lesson)}
+def transfers(orders: list[CoordinatorOrder]) -> set[int]:
+    return {
+        each.message.number
+        for each in orders
+        if isinstance(each, SendOrder) and isinstance(each.message, StateTransfer)
+    }
 
 
 def test_a_lesson_goes_on_under_another_coordinator():
     coordinator, orders = teaching(Ready("same", learns=True))
-    assert lessons(orders) == {LESSON.number}, "no other is begun"
-    offers = [each.message for each in orders if isinstance(each, Tell) and each.uid == "2.0.0"]
-    assert {each.donor for each in offers if isinstance(each, Learn)} == {*FIRST.members}
-    view = views(coordinator.worker_said("2.0.0", Learned(5), 0.1))[0]
+    assert transfers(orders) == {TRANSFER.number}, "no other is begun"
+    offers = [each.message for each in orders if isinstance(each, SendOrder) and each.uid == "2.0.0"]
+    assert {each.sender for each in offers if isinstance(each, TransferOffer)} == {*FIRST.members}
+    view = views(coordinator.worker_said("2.0.0", CaughtUp(5), 0.1))[0]
     assert view.is_planned and view.members == ("0.0.0", "1.0.0", "2.0.0")
 
 
 def test_a_learner_that_had_caught_up_comes_in():
-    _, orders = teaching(Ready("same", learns=True), Learned(5))
+    _, orders = teaching(Ready("same", learns=True), CaughtUp(5))
     assert views(orders)[-1].members == ("0.0.0", "1.0.0", "2.0.0")
 
 
 def test_a_lesson_that_came_to_nothing_is_followed_by_another():
-    _, orders = teaching(Ready("same", learns=True, after=LESSON.number))
-    assert lessons(orders) - {LESSON.number}
+    _, orders = teaching(Ready("same", learns=True, after=TRANSFER.number))
+    assert transfers(orders) - {TRANSFER.number}
 
 
 def test_what_is_known_of_lessons_is_short():
-    later = Lesson(LESSON.number + 5, "2.0.0", ("1.0.0",))
-    other = Lesson(LESSON.number + 1, "1.0.0", ("0.0.0",))
-    known = merge([KNOWN, Knowledge(1, 0, lessons=(later, other))])
-    assert known.lessons == (later,), "the learner's last, and not that of a member"
+    later = StateTransfer(TRANSFER.number + 5, "2.0.0", ("1.0.0",))
+    other = StateTransfer(TRANSFER.number + 1, "1.0.0", ("0.0.0",))
+    known = merge_job_states([KNOWN, ReplicatedJobState(1, 0, transfers=(later, other))])
+    assert known.transfers == (later,), "the receiver's last, and not that of a member"
 
 
-def failure(rank: int, time_s: float = 0.0, text: str = "oh") -> Failure:
-    return Failure(rank, 100 + rank, 1, time_s, Record(time_s, "ValueError", text), host="h")
+def failure(rank: int, time_s: float = 0.0, text: str = "oh") -> WorkerFailure:
+    return WorkerFailure(rank, 100 + rank, 1, time_s, Record(time_s, "ValueError", text), host="h")
 
 
 def test_blame_knows_each_failure_once_and_not_too_many():
-    blame = Blame()
+    blame = ReportedFailures()
     assert blame.add([failure(0)]) and not blame.add([failure(0)])
-    assert blame.add(failure(rank, 1.0, "x" * 9999) for rank in range(1, 2 * MOST))
-    assert len(blame.failures) == MOST
-    assert sum(len(each.record.text) for each in blame.failures) < 1001 * MOST
+    assert blame.add(failure(rank, 1.0, "x" * 9999) for rank in range(1, 2 * MOST_FAILURES))
+    assert len(blame.failures) == MOST_FAILURES
+    assert sum(len(each.record.text) for each in blame.failures) < 1001 * MOST_FAILURES
     assert not blame.add([failure(999)])
 
 
 def test_waits_for_a_learner_are_told_once_and_when_they_double():
-    delays = Delays("2.0.0")
+    delays = ReceiverDelays("2.0.0")
     said = [delays.waited(0.5) for _ in range(20)]
     assert [at for at, text in enumerate(said) if text] == [0, 2, 5, 11]
     assert said[2] == "the others waited for worker 2.0.0, which learns more slowly: 3 times, 1.5 s in all"
     assert "20 times, 10.0 s in all" in str(delays.over()) and delays.over() is None
-    assert Delays("2.0.0").over() is None
+    assert ReceiverDelays("2.0.0").over() is None

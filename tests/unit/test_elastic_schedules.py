@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import FACTOR
 
-from paceline.elastic import coordinator, views
-from paceline.elastic.job import Job
-from paceline.elastic.orders import Fence
-from paceline.elastic.views import Views
+from paceline.train.elastic.coordinator import coordinator, views
+from paceline.train.elastic.coordinator.elastic_job import ElasticJob
+from paceline.train.elastic.coordinator.views import Views
+from paceline.train.elastic.protocol import FenceStalledOrder
 
 BLOCK = 5_000
 BLOCKS = 2 if FACTOR == 1 else 4 * FACTOR
@@ -99,11 +99,11 @@ def without_snapshots_at_batches(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(World, "snapshots_at_batches", False)
 
 
-def fences_whoever_is_stopped(job: Job) -> None:
+def fences_whoever_is_stopped(job: ElasticJob) -> None:
     for worker in job.roster.workers.values():
         if worker.is_stopped and not worker.is_fenced:
             worker.is_fenced = True
-            job.orders.append(Fence(worker.machine.name, worker.uid))
+            job.orders.append(FenceStalledOrder(worker.machine.name, worker.uid))
 
 
 def without_sparing_the_last_holder(patch: pytest.MonkeyPatch) -> None:

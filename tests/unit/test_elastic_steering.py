@@ -9,35 +9,33 @@ import msgspec
 import pytest
 
 import paceline
-from paceline.elastic import messages
-from paceline.elastic.knowledge import Knowledge, Report
-from paceline.elastic.messages import Installed, Leaving, Ready, View
-from paceline.launch.elastic.departure import Departure
-from paceline.launch.elastic.options import ElasticOptions
-from paceline.launch.elastic.steering import ElasticSteering
-from paceline.launch.failures import Failure, Record
-from paceline.launch.nodes.membership import Policy
-from paceline.launch.nodes.messages import (
+from paceline.operate.launch.elastic.elastic_controller import ElasticController, ShutdownPlan
+from paceline.operate.launch.elastic.elastic_options import ElasticOptions
+from paceline.operate.launch.multinode.membership import MembershipPolicy
+from paceline.operate.launch.multinode.protocol import (
     Answered,
-    Begin,
     Departing,
     Dropped,
-    End,
     Follow,
-    HandOver,
-    Join,
+    FollowLauncher,
+    JobEnded,
+    JoinJob,
     Leave,
     Moved,
     Order,
     Remember,
     Running,
     Slots,
+    StartSlots,
     TellWorker,
-    Wait,
-    WorkerEnded,
-    WorkerSaid,
+    WaitOrder,
+    WorkerExited,
+    WorkerMessage,
     WorkerStarted,
 )
+from paceline.operate.launch.workers.failures import Record, WorkerFailure
+from paceline.train.elastic import protocol
+from paceline.train.elastic.protocol import Installed, Leaving, MachineReport, Ready, ReplicatedJobState, View
 
 
 @dataclass
@@ -50,8 +48,8 @@ class Play:
     told: dict[str, list[Order]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        policy = Policy("job", self.least, self.most, join_timeout_s=60.0)
-        self.steering = ElasticSteering(policy, ElasticOptions(), self.now_s)
+        policy = MembershipPolicy("job", self.least, self.most, join_timeout_s=60.0)
+        self.steering = ElasticController(policy, ElasticOptions(), self.now_s)
 
     def take(self, orders) -> None:
         for node, order in orders:
@@ -63,17 +61,17 @@ class Play:
 
     def join(self, node: str, workers: int = 1, **rest: object) -> None:
         version = {"version": paceline.__version__, "is_elastic": True, **rest}
-        self.report(node, Join(node, 1, f"10.0.0.{ord(node[0])}", 4000, workers, **version))
+        self.report(node, JoinJob(node, 1, f"10.0.0.{ord(node[0])}", 4000, workers, **version))
 
     def asked(self, node: str) -> list[Order]:
         return self.told.pop(node, [])
 
-    def begin(self, node: str) -> Begin:
-        (begin,) = [order for order in self.asked(node) if isinstance(order, Begin)]
+    def begin(self, node: str) -> StartSlots:
+        (begin,) = [order for order in self.asked(node) if isinstance(order, StartSlots)]
         return begin
 
-    def say(self, node: str, uid: str, *said: messages.FromWorker) -> None:
-        self.report(node, *(WorkerSaid(uid, messages.encode(each).decode()) for each in said))
+    def say(self, node: str, uid: str, *said: protocol.FromWorker) -> None:
+        self.report(node, *(WorkerMessage(uid, protocol.encode_message(each).decode()) for each in said))
 
     def run(self, node: str, *uids: str) -> None:
         """Starts workers, which get ready and enter the view that they are told of."""
@@ -91,7 +89,7 @@ class Play:
                 tells = [each for each in orders if isinstance(each, TellWorker)]
                 self.told[node] = [each for each in orders if each not in tells]
                 for tell in tells:
-                    match messages.to_worker(tell.body.encode()):
+                    match protocol.decode_to_worker(tell.body.encode()):
                         case View(generation, members) if tell.uid in members:
                             self.views[tell.uid] = members
                             self.say(node, tell.uid, Installed(generation, 0))
@@ -99,29 +97,29 @@ class Play:
     views: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-def failure(slot: int) -> Failure:
-    return Failure(slot, 100 + slot, 1, 1.0 + slot, Record(1.0 + slot, "ValueError", "ValueError: x"), host="h")
+def failure(slot: int) -> WorkerFailure:
+    return WorkerFailure(slot, 100 + slot, 1, 1.0 + slot, Record(1.0 + slot, "ValueError", "ValueError: x"), host="h")
 
 
 def test_a_single_machine_begins_at_once_with_its_own_store():
     play = Play()
     play.join("here", 3, serves=True)
-    assert play.begin("here") == Begin(0, 0, 3, "job", "")
+    assert play.begin("here") == StartSlots(0, 0, 3, "job", "")
 
 
 def test_machines_begin_when_enough_are_there():
     play = Play(2, 3)
     play.join("b", 2)
-    assert [type(each) for each in play.asked("b")] == [Wait]
+    assert [type(each) for each in play.asked("b")] == [WaitOrder]
     play.join("a", 1, serves=True)
-    assert play.begin("b") == Begin(0, 0, 3, "job", "tcp:10.0.0.97:4000")
-    assert play.begin("a") == Begin(1, 2, 3, "job", "tcp:10.0.0.97:4000")
+    assert play.begin("b") == StartSlots(0, 0, 3, "job", "tcp:10.0.0.97:4000")
+    assert play.begin("a") == StartSlots(1, 2, 3, "job", "tcp:10.0.0.97:4000")
 
 
 def test_the_first_machines_wait_for_the_one_that_serves():
     play = Play(1, 3)
     play.join("b")
-    assert [type(each) for each in play.asked("b")] == [Wait]
+    assert [type(each) for each in play.asked("b")] == [WaitOrder]
     play.join("a", serves=True)
     assert play.begin("b").machine == 0 and play.begin("a").machine == 1
 
@@ -143,11 +141,11 @@ def test_a_later_machine_begins_at_once_in_the_first_free_slots():
     play.join("b", 2)
     play.begin("a"), play.begin("b")
     play.join("c", 2)
-    assert play.begin("c") == Begin(2, 4, 6, "job", "tcp:10.0.0.97:4000")
+    assert play.begin("c") == StartSlots(2, 4, 6, "job", "tcp:10.0.0.97:4000")
     play.report("b", Leave("SIGTERM"))
-    assert End(0) in play.asked("b")
+    assert JobEnded(0) in play.asked("b")
     play.join("d", 1)
-    assert play.begin("d") == Begin(3, 2, 6, "job", "tcp:10.0.0.97:4000")
+    assert play.begin("d") == StartSlots(3, 2, 6, "job", "tcp:10.0.0.97:4000")
 
 
 @pytest.mark.parametrize(
@@ -198,20 +196,20 @@ def test_when_no_slot_is_left_the_failures_are_told():
     play = Play()
     play.join("here", 2, serves=True)
     play.report("here", WorkerStarted("0.0.0"), WorkerStarted("0.1.0"))
-    play.report("here", WorkerEnded("0.0.0", "exit code 1", 1), Slots(1, (failure(0),)))
-    assert not any(isinstance(each, End) for each in play.asked("here"))
-    play.report("here", WorkerEnded("0.1.0", "exit code 1", 1), Slots(0, (failure(0), failure(1))))
-    (end,) = [each for each in play.asked("here") if isinstance(each, End)]
+    play.report("here", WorkerExited("0.0.0", "exit code 1", 1), Slots(1, (failure(0),)))
+    assert not any(isinstance(each, JobEnded) for each in play.asked("here"))
+    play.report("here", WorkerExited("0.1.0", "exit code 1", 1), Slots(0, (failure(0), failure(1))))
+    (end,) = [each for each in play.asked("here") if isinstance(each, JobEnded)]
     assert end.code == 1 and [each.rank for each in end.failures] == [0, 1]
 
 
 def test_scripts_that_say_nothing_and_end_well_end_the_job_well():
     play = Play()
     play.join("here", 1, serves=True)
-    play.report("here", WorkerStarted("0.0.0"), WorkerEnded("0.0.0", "exit code 0", 0), Slots(0))
-    assert End(0) in play.asked("here")
+    play.report("here", WorkerStarted("0.0.0"), WorkerExited("0.0.0", "exit code 0", 0), Slots(0))
+    assert JobEnded(0) in play.asked("here")
     play.join("late")
-    assert play.asked("late") == [End(1, "the job is over")]
+    assert play.asked("late") == [JobEnded(1, "the job is over")]
 
 
 def test_the_job_ends_with_the_machine_that_serves():
@@ -220,7 +218,7 @@ def test_the_job_ends_with_the_machine_that_serves():
     play.join("b")
     play.asked("b")
     play.report("a", Leave("SIGINT"))
-    assert End(1, "a was stopped (SIGINT)") in play.asked("b")
+    assert JobEnded(1, "a was stopped (SIGINT)") in play.asked("b")
 
 
 def test_who_comes_back_after_the_end_learns_how_it_ended():
@@ -228,8 +226,8 @@ def test_who_comes_back_after_the_end_learns_how_it_ended():
     play.join("a", serves=True)
     play.report("a", Leave("SIGINT"))
     play.join("b", number=1)
-    play.report("b", Follow(msgspec.json.encode(Report(1, "b", 1, 1, Knowledge())).decode()))
-    assert play.asked("b") == [End(1, "a was stopped (SIGINT)")]
+    play.report("b", Follow(msgspec.json.encode(MachineReport(1, "b", 1, 1, ReplicatedJobState())).decode()))
+    assert play.asked("b") == [JobEnded(1, "a was stopped (SIGINT)")]
 
 
 def test_machines_remember_failures_for_another_coordinator():
@@ -255,18 +253,18 @@ def test_a_coordinator_whose_launcher_ends_names_its_successor():
     play.report("a", Slots(0), Departing())
     play.say("a", "0.0.0", Leaving("SIGTERM"))
     play.enter()
-    play.report("a", WorkerEnded("0.0.0", "exit code 0", 0))
+    play.report("a", WorkerExited("0.0.0", "exit code 0", 0))
     assert play.views["1.1.0"] == ("1.1.0", "2.2.0")
-    assert HandOver(1, "b:29400") in play.asked("b") and play.steering.successor == (1, "b:29400")
+    assert FollowLauncher(1, "b:29400") in play.asked("b") and play.steering.successor == (1, "b:29400")
     assert not play.steering.has_handed_over
     play.take(play.steering.lost("b", "it follows another", play.now_s))
-    assert play.asked("c")[-1] == HandOver(1, "b:29400")
-    assert play.asked("a")[-1] == End(0, "machine 1 coordinates from now on")
+    assert play.asked("c")[-1] == FollowLauncher(1, "b:29400")
+    assert play.asked("a")[-1] == JobEnded(0, "machine 1 coordinates from now on")
     assert play.steering.has_handed_over
 
 
-def departed(number: signal.Signals, **rest: bool) -> Departure:
-    return Departure(**{"is_shared": True, "took_part": True, **rest}, number=number)
+def departed(number: signal.Signals, **rest: bool) -> ShutdownPlan:
+    return ShutdownPlan(**{"is_shared": True, "took_part": True, **rest}, number=number)
 
 
 def test_a_launcher_that_coordinates_takes_no_leave():
@@ -340,7 +338,7 @@ def test_no_view_is_given_while_another_job_seeks():
         play.take(play.steering.heard_of(Running("other"), play.now_s))
         play.take(play.steering.tick(play.now_s))
     told = play.asked("a")
-    assert [each.reason for each in told if isinstance(each, Wait)].count(
+    assert [each.reason for each in told if isinstance(each, WaitOrder)].count(
         "a job of this address runs already, and looks for a coordinator; waiting for it"
     ) == 1
     assert not any(isinstance(each, TellWorker) for each in told)
@@ -354,18 +352,20 @@ def test_a_machine_of_another_job_is_a_stranger():
     play.join("a", serves=True)
     play.asked("a")
     play.join("b", number=1)
-    play.report("b", Follow(msgspec.json.encode(Report(1, "b", 1, 1, Knowledge(job="other"))).decode()))
+    play.report("b", Follow(msgspec.json.encode(MachineReport(1, "b", 1, 1, ReplicatedJobState(job="other"))).decode()))
     assert play.asked("b") == [Answered(False, -1, is_stranger=True), Dropped()]
-    assert play.asked("a") == [Wait("a job of this address runs already, and looks for a coordinator; waiting for it")]
+    assert play.asked("a") == [
+        WaitOrder("a job of this address runs already, and looks for a coordinator; waiting for it")
+    ]
     assert not play.steering.is_here(1)
 
 
 def test_who_was_to_join_a_job_ends_as_it_ended():
     play = Play(1, 3)
     play.join("a", serves=True)
-    play.report("a", WorkerStarted("0.0.0"), WorkerEnded("0.0.0", "exit code 0", 0), Slots(0))
-    assert End(0) in play.asked("a")
+    play.report("a", WorkerStarted("0.0.0"), WorkerExited("0.0.0", "exit code 0", 0), Slots(0))
+    assert JobEnded(0) in play.asked("a")
     play.join("b", job=play.steering.identity)
-    assert play.asked("b") == [End(0, "the job is over")]
+    assert play.asked("b") == [JobEnded(0, "the job is over")]
     play.join("c")
-    assert play.asked("c") == [End(1, "the job is over")]
+    assert play.asked("c") == [JobEnded(1, "the job is over")]

@@ -4,43 +4,67 @@ from __future__ import annotations
 
 import msgspec
 
-from paceline.elastic.account import Account
-from paceline.elastic.coordinator import Coordinator
-from paceline.elastic.election import Answer, Candidacy, GiveUp, Loss, Pause, Seeker, Try, knowledge_of
-from paceline.elastic.knowledge import Knowledge, Peer, Report, WorkerReport, merge, next_term
-from paceline.elastic.messages import Broken, Dismissed, Installed, Ready, View
-from paceline.elastic.orders import Fence, Know, Order, Say, Tell
-from paceline.elastic.policy import Policy
+from paceline.operate.launch.elastic.machine_log import MachineState
+from paceline.train.elastic.coordinator.coordinator import Coordinator
+from paceline.train.elastic.coordinator.elastic_job import CoordinatorPolicy
+from paceline.train.elastic.coordinator.election import (
+    Candidacy,
+    ConnectionLoss,
+    ContactResult,
+    CoordinatorSearch,
+    GiveUp,
+    Pause,
+    TryMachine,
+    merge_reports,
+)
+from paceline.train.elastic.protocol import (
+    Broken,
+    CoordinatorOrder,
+    Dismissed,
+    FenceStalledOrder,
+    Installed,
+    LauncherAddress,
+    MachineReport,
+    NotifyOrder,
+    Ready,
+    ReplicatedJobState,
+    ReplicateOrder,
+    SendOrder,
+    View,
+    WorkerReport,
+    merge_job_states,
+    next_term,
+)
 
-POLICY = Policy(max_machines=3, return_patience_s=2.0)
+POLICY = CoordinatorPolicy(max_machines=3, return_patience_s=2.0)
 FIRST = View((1 << 32) + 1, ("0.0.0", "1.0.0", "2.0.0"), is_planned=False, store="0")
-PEERS = tuple(Peer(number, f"host-{number}", f"there:{number}") for number in range(3))
-KNOWN = Knowledge(1, 0, "same", FIRST.generation, (FIRST,), peers=PEERS)
+PEERS = tuple(LauncherAddress(number, f"host-{number}", f"there:{number}") for number in range(3))
+KNOWN = ReplicatedJobState(1, 0, "same", FIRST.generation, (FIRST,), peers=PEERS)
 IN_FIRST = (Ready("same"), Installed(FIRST.generation, 0))
 
 
-def report(number: int, said: tuple = IN_FIRST, known: Knowledge = KNOWN, **rest: object) -> Report:
+def report(number: int, said: tuple = IN_FIRST, known: ReplicatedJobState = KNOWN, **rest: object) -> MachineReport:
     workers = (WorkerReport(f"{number}.0.0", said),)
-    return Report(number, f"host-{number}", 1, number, known, **{"workers": workers, **rest})
+    return MachineReport(number, f"host-{number}", 1, number, known, **{"workers": workers, **rest})
 
 
-def resumed(*reports: Report) -> tuple[Coordinator, list[Order]]:
+def resumed(*reports: MachineReport) -> tuple[Coordinator, list[CoordinatorOrder]]:
     coordinator = Coordinator(POLICY, 0.0, next_term(1, 1), home="1", store="1")
     return coordinator, coordinator.resume(reports, 0.0)
 
 
-def views(orders: list[Order]) -> list[View]:
-    return [each.message for each in orders if isinstance(each, Tell) and isinstance(each.message, View)]
+def views(orders: list[CoordinatorOrder]) -> list[View]:
+    return [each.message for each in orders if isinstance(each, SendOrder) and isinstance(each.message, View)]
 
 
-def fenced(orders: list[Order]) -> list[str]:
-    return [each.uid for each in orders if isinstance(each, Fence)]
+def fenced(orders: list[CoordinatorOrder]) -> list[str]:
+    return [each.uid for each in orders if isinstance(each, FenceStalledOrder)]
 
 
 def running(**slots: int) -> tuple[Coordinator, View]:
     """A job on machines `m0`, `m1`, ... that all have entered."""
     coordinator = Coordinator(POLICY, 0.0, home="0", store="0")
-    orders: list[Order] = []
+    orders: list[CoordinatorOrder] = []
     for name in slots:
         coordinator.machine_joined(name[1:], f"host-{name[1:]}", slots[name], 0.0, "there")
         coordinator.machine_listed(name[1:], 0.0)
@@ -58,15 +82,15 @@ def running(**slots: int) -> tuple[Coordinator, View]:
 def test_all_machines_know_of_a_view_before_any_worker_does():
     coordinator, _ = running(m0=2, m1=1)
     orders = coordinator.worker_ended("0.1.0", "killed", -9, 0.0)
-    kinds = [type(each) for each in orders if not isinstance(each, Say)]
-    assert kinds == [Know, Know, Tell, Tell]
+    kinds = [type(each) for each in orders if not isinstance(each, NotifyOrder)]
+    assert kinds == [ReplicateOrder, ReplicateOrder, SendOrder, SendOrder]
 
 
 def test_a_minority_is_told_its_view_once_the_others_know_it():
     coordinator, first = running(m0=1, m1=2)
     coordinator.worker_stalled("1.0.0", "stopped", 0.0)
     orders = coordinator.worker_stalled("1.1.0", "stopped", 0.0)
-    generation = max(each.knowledge.views[-1].generation for each in orders if isinstance(each, Know))
+    generation = max(each.knowledge.views[-1].generation for each in orders if isinstance(each, ReplicateOrder))
     assert generation > first.generation and not views(orders)
     assert not views(coordinator.machine_knows("0", generation, 0.0))
     assert views(coordinator.machine_knows("1", generation, 0.0))[0].members == ("0.0.0",)
@@ -76,7 +100,7 @@ def test_the_stopped_are_killed_when_others_know_the_view():
     coordinator, _ = running(m0=1, m1=2)
     assert fenced(coordinator.worker_stalled("1.0.0", "stopped", 0.0)) == ["1.0.0"], "a majority is in the view"
     orders = coordinator.worker_stalled("1.1.0", "stopped", 0.0)
-    generation = max(each.knowledge.views[-1].generation for each in orders if isinstance(each, Know))
+    generation = max(each.knowledge.views[-1].generation for each in orders if isinstance(each, ReplicateOrder))
     assert not fenced(orders) and not fenced(coordinator.machine_knows("0", generation, 0.0))
     assert fenced(coordinator.machine_knows("1", generation, 0.0)) == ["1.1.0"]
 
@@ -84,7 +108,7 @@ def test_the_stopped_are_killed_when_others_know_the_view():
 def test_a_new_coordinator_leaves_a_view_alone_that_all_are_in():
     coordinator, orders = resumed(report(0), report(1), report(2))
     assert {each.generation for each in views(orders)} == {FIRST.generation}
-    assert "machine 1 coordinates from now on" in next(each.text for each in orders if isinstance(each, Say))
+    assert "machine 1 coordinates from now on" in next(each.text for each in orders if isinstance(each, NotifyOrder))
     assert coordinator.deadline_s is None
 
 
@@ -125,7 +149,7 @@ def test_one_member_that_has_entered_speaks_for_all():
     second = View(FIRST.generation + 1, FIRST.members, is_planned=True, store="0")
     known = msgspec.structs.replace(KNOWN, views=(FIRST, second))
     said = (Ready("same"), Installed(second.generation, 3))
-    assert knowledge_of([report(0), report(1, said, known)]).complete == second.generation
+    assert merge_reports([report(0), report(1, said, known)]).complete == second.generation
 
 
 def test_a_worker_taken_for_dead_is_told_to_end():
@@ -133,52 +157,54 @@ def test_a_worker_taken_for_dead_is_told_to_end():
     coordinator.machine_left("1", "its launcher has ended", 0.0)
     orders = coordinator.machine_returned(report(1), 1.0)
     assert Dismissed("the others have gone on without it") in [
-        each.message for each in orders if isinstance(each, Tell)
+        each.message for each in orders if isinstance(each, SendOrder)
     ]
 
 
 def test_numbers_grow_beyond_what_a_returning_machine_has_heard():
     coordinator, orders = resumed(report(1), report(2))
-    later = Knowledge(next_term(next_term(1, 0), 0), 0, views=(), peers=PEERS)
+    later = ReplicatedJobState(next_term(next_term(1, 0), 0), 0, views=(), peers=PEERS)
     orders = coordinator.machine_returned(report(0, known=later), 1.0)
     assert views(orders)[-1].generation >> 32 > later.term
 
 
 def test_the_lowest_machine_stands_and_the_others_follow():
-    seekers = [Seeker(number, 120.0, lambda: 0.0) for number in range(3)]
+    seekers = [CoordinatorSearch(number, 120.0, lambda: 0.0) for number in range(3)]
     for seeker in seekers[1:]:
-        seeker.lost(0, Loss.SILENT, 0.0)
-        assert seeker.next([0, 1, 2], 0.0) == Try(0)
-        seeker.tried(0, Answer.SILENT)
-    assert seekers[1].next([0, 1, 2], 0.1) == Try(1, 0.6)
-    assert seekers[2].next([0, 1, 2], 0.1) == Try(1)
+        seeker.lost(0, ConnectionLoss.SILENT, 0.0)
+        assert seeker.next([0, 1, 2], 0.0) == TryMachine(0)
+        seeker.tried(0, ContactResult.SILENT)
+    assert seekers[1].next([0, 1, 2], 0.1) == TryMachine(1, 0.6)
+    assert seekers[2].next([0, 1, 2], 0.1) == TryMachine(1)
 
 
 def test_one_that_others_have_not_missed_yet_is_waited_for():
-    seeker = Seeker(2, 120.0, lambda: 0.0)
-    seeker.lost(0, Loss.ENDED, 0.0)
-    assert seeker.next([0, 1, 2], 0.0) == Try(0)
-    assert seeker.tried(0, Answer.ENDED), "nobody listens there any more"
-    assert seeker.next([1, 2], 0.0) == Try(1)
-    seeker.tried(1, Answer.ELSEWHERE, 0)
+    seeker = CoordinatorSearch(2, 120.0, lambda: 0.0)
+    seeker.lost(0, ConnectionLoss.ENDED, 0.0)
+    assert seeker.next([0, 1, 2], 0.0) == TryMachine(0)
+    assert seeker.tried(0, ContactResult.ENDED), "nobody listens there any more"
+    assert seeker.next([1, 2], 0.0) == TryMachine(1)
+    seeker.tried(1, ContactResult.ELSEWHERE, 0)
     assert seeker.next([1, 2], 0.0) == Pause(0.1)
-    assert [seeker.next([1, 2], 1.5) for _ in range(2)] == [Try(1), Try(2, 0.6)]
+    assert [seeker.next([1, 2], 1.5) for _ in range(2)] == [TryMachine(1), TryMachine(2, 0.6)]
     assert isinstance(seeker.next([1, 2], 120.0), GiveUp)
 
 
 def test_only_an_orderly_end_that_is_confirmed_counts_as_one():
     confirmed = {
-        (loss, answer): _lost_and_tried(loss, answer) for loss in Loss for answer in (Answer.ENDED, Answer.SILENT)
+        (loss, answer): _lost_and_tried(loss, answer)
+        for loss in ConnectionLoss
+        for answer in (ContactResult.ENDED, ContactResult.SILENT)
     }
     assert {pair for pair, counts in confirmed.items() if counts} == {
-        (Loss.ENDED, Answer.ENDED),
-        (Loss.ENDED, Answer.SILENT),
-        (Loss.RESET, Answer.ENDED),
+        (ConnectionLoss.ENDED, ContactResult.ENDED),
+        (ConnectionLoss.ENDED, ContactResult.SILENT),
+        (ConnectionLoss.RESET, ContactResult.ENDED),
     }
 
 
-def _lost_and_tried(loss: Loss, answer: Answer) -> bool:
-    seeker = Seeker(1, 120.0, lambda: 0.0)
+def _lost_and_tried(loss: ConnectionLoss, answer: ContactResult) -> bool:
+    seeker = CoordinatorSearch(1, 120.0, lambda: 0.0)
     seeker.lost(0, loss, 0.0)
     return seeker.tried(0, answer)
 
@@ -198,7 +224,7 @@ def test_a_candidate_needs_a_quorum_and_waits_for_the_rest():
 
 
 def test_an_account_is_told_in_full():
-    account = Account("host-1", 2, 1, 2)
+    account = MachineState("host-1", 2, 1, 2)
     for uid in ("1.2.0", "1.3.0"):
         account.started(uid)
     account.said("1.2.0", Ready("same"))
@@ -223,9 +249,9 @@ def test_knowledge_of_several_is_put_together():
     second = replace_generation(FIRST, 1)
     one = msgspec.structs.replace(KNOWN, dead=("2.0.0",))
     other = msgspec.structs.replace(KNOWN, complete=second.generation, views=(second,))
-    known = merge([one, other])
+    known = merge_job_states([one, other])
     assert known.views == (second,) and known.complete == second.generation and known.dead == ("2.0.0",)
-    assert merge([]) == Knowledge()
+    assert merge_job_states([]) == ReplicatedJobState()
 
 
 def test_no_two_machines_have_the_same_term():
@@ -235,7 +261,7 @@ def test_no_two_machines_have_the_same_term():
 
 def test_reports_and_knowledge_survive_the_wire():
     told = report(1, ended=(("1.0.1", "killed", -9),))
-    assert msgspec.json.decode(msgspec.json.encode(told), type=Report) == told
+    assert msgspec.json.decode(msgspec.json.encode(told), type=MachineReport) == told
 
 
 def test_a_machine_is_given_time_since_it_was_heard_of_last():

@@ -10,13 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline.elastic import messages
-from paceline.elastic.messages import Learn, Wait
-from paceline.launch.elastic import yielding
-from paceline.launch.elastic.crew import Member
-from paceline.launch.elastic.departure import Departure
-from paceline.launch.elastic.post import Post
-from paceline.launch.elastic.yielding import NICENESS, Yielding
+from paceline.operate.launch.elastic.elastic_agent import WorkerMessageRouter
+from paceline.operate.launch.elastic.elastic_controller import ShutdownPlan
+from paceline.operate.launch.elastic.worker_pool import PoolWorker
+from paceline.train.elastic import process_priority, protocol
+from paceline.train.elastic.process_priority import NICENESS, LoweredPriorities
+from paceline.train.elastic.protocol import TransferOffer, WaitNotice
 
 OWN = os.getpriority(os.PRIO_PROCESS, 0)
 # Starts another process when it is told to, and says which.
@@ -49,9 +48,9 @@ def child_of(process: subprocess.Popen[str]) -> int:
     return int(process.stdout.readline())
 
 
-@pytest.mark.skipif(not yielding._can_undo(OWN), reason="needs CAP_SYS_NICE")
+@pytest.mark.skipif(not process_priority._can_undo(OWN), reason="needs CAP_SYS_NICE")
 def test_a_process_yields_with_all_that_it_starts_until_the_end(process: subprocess.Popen[str]) -> None:
-    priorities = Yielding()
+    priorities = LoweredPriorities()
     priorities.begin(process.pid)
     child = child_of(process)
     assert niceness(process.pid) == niceness(child) == {min(OWN + NICENESS, 19)}
@@ -60,14 +59,14 @@ def test_a_process_yields_with_all_that_it_starts_until_the_end(process: subproc
 
 
 def test_what_cannot_be_undone_is_not_done(process: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(yielding, "_can_undo", lambda _: False)
-    priorities = Yielding()
+    monkeypatch.setattr(process_priority, "_can_undo", lambda _: False)
+    priorities = LoweredPriorities()
     priorities.begin(process.pid)
     assert niceness(process.pid) == {OWN}
 
 
 def test_processes_that_have_ended_are_no_matter(process: subprocess.Popen[str]) -> None:
-    priorities = Yielding()
+    priorities = LoweredPriorities()
     priorities.begin(process.pid)
     process.kill()
     process.wait()
@@ -80,16 +79,16 @@ def test_processes_that_have_ended_are_no_matter(process: subprocess.Popen[str])
 @pytest.mark.parametrize("is_replacement", [True, False])
 def test_a_replacement_yields_until_it_is_told_to_learn(is_replacement: bool) -> None:
     happened: list[object] = []
-    post = Post(
-        SimpleNamespace(tell=lambda *_, **__: None), Departure(False), None, happened.append, lambda report: None
+    post = WorkerMessageRouter(
+        SimpleNamespace(tell=lambda *_, **__: None), ShutdownPlan(False), None, happened.append, lambda report: None
     )
     post._yielding = SimpleNamespace(
         begin=lambda pid: happened.append(("yields", pid)), end=lambda pid: happened.append(("is back", pid))
     )
-    channel = SimpleNamespace(send=lambda message: happened.append(type(messages.to_worker(message)).__name__))
-    member = Member("0.1.1", 1, 1, channel, 0.0, is_replacement=is_replacement)
+    channel = SimpleNamespace(send=lambda message: happened.append(type(protocol.decode_to_worker(message)).__name__))
+    member = PoolWorker("0.1.1", 1, 1, channel, 0.0, is_replacement=is_replacement)
     member.worker = SimpleNamespace(pid=7)
     post.started(member)
-    for message in (Wait("a while"), Learn(5, "0.0.0", 3, "x:1")):
-        post.tell(member, messages.encode(message).decode())
+    for message in (WaitNotice("a while"), TransferOffer(5, "0.0.0", 3, "x:1")):
+        post.tell(member, protocol.encode_message(message).decode())
     assert happened == [("yields", 7)] * is_replacement + ["Wait", ("is back", 7), "Learn"]

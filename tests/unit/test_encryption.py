@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import examples
 
-from paceline.engine.failures import Member
+from paceline.comm.engine.failures import RankIdentity
+from paceline.comm.group.engines import require_one_host
+from paceline.comm.security import encryption
+from paceline.comm.security.authenticated_listener import AuthenticatedListener
+from paceline.comm.security.encryption import EncryptedSocket, encrypt_as_client
+from paceline.comm.security.handshake import HandshakeUnfinishedError, PeerHello, prove
+from paceline.comm.security.levels import choose_level, chosen_level, must_encrypt
+from paceline.comm.security.secret import derive_key, job_secret, require_secret
 from paceline.errors import AuthenticationError
-from paceline.group.engines import require_one_host
-from paceline.security import encryption
-from paceline.security.doorkeeper import Doorkeeper
-from paceline.security.encryption import EncryptedSocket, begin
-from paceline.security.handshake import HandshakeUnfinishedError, Hello, prove
-from paceline.security.levels import choose_level, chosen_level, must_encrypt
-from paceline.security.secret import derive_key, job_secret, require_secret
 
 SECRET = b"s" * 32
 CHANNEL = "test"
@@ -77,7 +77,7 @@ def test_none_is_for_loopback_unless_insisted_on(monkeypatch):
 
 
 def test_other_engines_do_not_connect_hosts_at_encrypt():
-    members = [Member(0, "here", 1), Member(1, "there", 2)]
+    members = [RankIdentity(0, "here", 1), RankIdentity(1, "there", 2)]
     require_one_host("gloo", 0, members[:1])
     with pytest.raises(ValueError, match="rank 0.*'gloo' sends tensors between the hosts here, there.*'paceline'"):
         require_one_host("gloo", 0, members)
@@ -90,7 +90,7 @@ class Door:
         self.admitted: list[encryption.Connection] = []
         self.came = threading.Event()
         listener = socket.create_server(("127.0.0.1", 0))
-        self.keeper = Doorkeeper(listener, derive_key(SECRET, CHANNEL), CHANNEL, self._admit, secret=SECRET)
+        self.keeper = AuthenticatedListener(listener, derive_key(SECRET, CHANNEL), CHANNEL, self._admit, secret=SECRET)
 
     def _admit(self, connection, _hello):
         self.admitted.append(connection)
@@ -116,9 +116,9 @@ def door(monkeypatch):
 
 
 def test_members_talk_encrypted(door):
-    with begin(door.connect(), SECRET, 5.0) as mine:
+    with encrypt_as_client(door.connect(), SECRET, 5.0) as mine:
         assert isinstance(mine, EncryptedSocket)
-        prove(mine, derive_key(SECRET, CHANNEL), Hello(CHANNEL))
+        prove(mine, derive_key(SECRET, CHANNEL), PeerHello(CHANNEL))
         assert door.came.wait(60)
         theirs = door.admitted[0]
         mine.settimeout(10)
@@ -142,21 +142,24 @@ def test_members_talk_encrypted(door):
 
 def test_another_secret_is_refused_at_once(door):
     with door.connect() as plain, pytest.raises(AuthenticationError, match="does not hold this job's secret"):
-        begin(plain, b"x" * 32, 5.0)
+        encrypt_as_client(plain, b"x" * 32, 5.0)
     assert not door.admitted
 
 
 def test_a_plain_member_learns_what_is_missing(door, caplog):
     with door.connect() as plain, caplog.at_level(logging.WARNING):
         with pytest.raises(AuthenticationError, match="takes encrypted connections only.*--security encrypt"):
-            prove(plain, derive_key(SECRET, CHANNEL), Hello(CHANNEL))
+            prove(plain, derive_key(SECRET, CHANNEL), PeerHello(CHANNEL))
         assert plain.recv(1) == b""
     assert "connected without encryption" in caplog.text
 
 
 def test_the_proof_is_required_inside_tls_too(door):
-    with begin(door.connect(), SECRET, 5.0) as mine, pytest.raises((AuthenticationError, HandshakeUnfinishedError)):
-        prove(mine, derive_key(b"x" * 32, CHANNEL), Hello(CHANNEL))
+    with (
+        encrypt_as_client(door.connect(), SECRET, 5.0) as mine,
+        pytest.raises((AuthenticationError, HandshakeUnfinishedError)),
+    ):
+        prove(mine, derive_key(b"x" * 32, CHANNEL), PeerHello(CHANNEL))
     assert not door.admitted
 
 
@@ -182,7 +185,7 @@ def test_garbage_that_looks_like_tls_is_refused(garbage, has_version):
             hang_up(stranger)
         assert not here.admitted
         with here.connect() as mine:  # others still get in
-            prove(mine, derive_key(SECRET, CHANNEL), Hello(CHANNEL))
+            prove(mine, derive_key(SECRET, CHANNEL), PeerHello(CHANNEL))
             assert here.came.wait(60)
     finally:
         here.close()
@@ -205,8 +208,8 @@ def test_openssl_sees_tls_1_3_and_asks_for_a_certificate(door):
 
 
 def test_a_forked_child_does_not_disturb_the_connection(door):
-    with begin(door.connect(), SECRET, 5.0) as mine:
-        prove(mine, derive_key(SECRET, CHANNEL), Hello(CHANNEL))
+    with encrypt_as_client(door.connect(), SECRET, 5.0) as mine:
+        prove(mine, derive_key(SECRET, CHANNEL), PeerHello(CHANNEL))
         assert door.came.wait(60)
         child = os.fork()
         if child == 0:

@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from paceline.launch.failures import Record
-from paceline.launch.generation import ended_as_asked
+from paceline.operate.launch.workers.failures import Record
+from paceline.operate.launch.workers.worker_group import ended_as_asked
 
 ASKED_S = 100.0
 BEFORE, AFTER = (Record(time_s, "ValueError", "ValueError: bad sample") for time_s in (99.0, 101.0))

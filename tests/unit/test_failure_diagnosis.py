@@ -11,19 +11,19 @@ import sys
 import pytest
 
 import paceline as dist
-from paceline.engine.adapters.diagnosis import FailureDiagnosis
-from paceline.engine.adapters.members import fate_of
-from paceline.engine.failures import Code, Member, to_error
-from paceline.engine.introduction import introduce, read
-from paceline.engine.processes import Process
+from paceline.comm.engine.adapters.library_engine import FailureDiagnosis, exit_of
+from paceline.comm.engine.failures import OutcomeCode, ProcessIdentity, RankIdentity, to_error
+from paceline.comm.engine.formation import describe_rank, read_ranks
 
 HISTORY = [(7, 2, 11, 0, -1, 3)]
-ELSEWHERE = Process("another boot/1/2", 4321, 99)
+ELSEWHERE = ProcessIdentity("another boot/1/2", 4321, 99)
 
 
-def process_of(pid: int) -> Process:
+def process_of(pid: int) -> ProcessIdentity:
     with open(f"/proc/{pid}/stat") as stat:
-        return dataclasses.replace(Process.mine(), pid=pid, started=int(stat.read().rpartition(")")[2].split()[19]))
+        return dataclasses.replace(
+            ProcessIdentity.mine(), pid=pid, started=int(stat.read().rpartition(")")[2].split()[19])
+        )
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def child():
 
 
 def test_a_process_that_runs_has_not_ended(child):
-    assert Process.mine().has_ended() is False
+    assert ProcessIdentity.mine().has_ended() is False
     assert process_of(child.pid).has_ended() is False
 
 
@@ -48,7 +48,7 @@ def test_a_process_has_ended_even_if_nobody_has_waited_for_it(child):
 
 
 def test_a_later_process_of_the_same_number_is_another_one():
-    mine = Process.mine()
+    mine = ProcessIdentity.mine()
     assert dataclasses.replace(mine, started=mine.started - 1).has_ended() is True
 
 
@@ -63,29 +63,29 @@ class Gone(dist.HashStore):
         raise dist.StoreConnectionError("the process that serves it has ended")
 
 
-def members(*processes: Process | None) -> list[Member]:
-    return [Member(rank, "host", 100 + rank, process) for rank, process in enumerate(processes)]
+def members(*processes: ProcessIdentity | None) -> list[RankIdentity]:
+    return [RankIdentity(rank, "host", 100 + rank, process) for rank, process in enumerate(processes)]
 
 
-def finds(store: dist.Store, them: list[Member], said: str = "", rank: int = 0):
+def finds(store: dist.Store, them: list[RankIdentity], said: str = "", rank: int = 0):
     failure = FailureDiagnosis(store, 1, them, rank).diagnose(HISTORY, said, 10**9)
     return failure, str(to_error(failure, them, rank, "all_reduce(float32, 3 elements, SUM)"))
 
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):
-    monkeypatch.setattr("paceline.engine.adapters.diagnosis._PATIENCE_S", 0.05)
+    monkeypatch.setattr("paceline.comm.engine.adapters.library_engine._PATIENCE_S", 0.05)
 
 
 def test_a_silent_rank_elsewhere_did_not_come():
-    failure, text = finds(dist.HashStore(), members(Process.mine(), ELSEWHERE))
-    assert failure.code == Code.TIMED_OUT and failure.missing == [1]
+    failure, text = finds(dist.HashStore(), members(ProcessIdentity.mine(), ELSEWHERE))
+    assert failure.code == OutcomeCode.TIMED_OUT and failure.missing == [1]
     assert "rank 1 (host, pid 101) did not come" in text
 
 
 def test_a_silent_rank_elsewhere_did_not_answer_rather_than_die():
-    failure, text = finds(dist.HashStore(), members(Process.mine(), ELSEWHERE), "Connection closed by peer")
-    assert failure.code == Code.PEER_LOST and failure.gone == [1]
+    failure, text = finds(dist.HashStore(), members(ProcessIdentity.mine(), ELSEWHERE), "Connection closed by peer")
+    assert failure.code == OutcomeCode.PEER_LOST and failure.gone == [1]
     assert "rank 1 (host, pid 101) did not answer" in text and "died" not in text
     assert "Connection closed by peer" in text
 
@@ -93,51 +93,51 @@ def test_a_silent_rank_elsewhere_did_not_answer_rather_than_die():
 def test_a_rank_elsewhere_died_if_the_store_says_so():
     store = dist.HashStore()
     store.set("fate/1", "died")
-    _, text = finds(store, members(Process.mine(), ELSEWHERE), "Connection closed by peer")
+    _, text = finds(store, members(ProcessIdentity.mine(), ELSEWHERE), "Connection closed by peer")
     assert "rank 1 (host, pid 101) died" in text
 
 
 def test_a_rank_that_left_after_its_time_was_over_left():
     store = dist.HashStore()
     store.set("fate/1", "left")
-    ended = dataclasses.replace(Process.mine(), started=1)
-    _, text = finds(store, members(Process.mine(), ended), "Connection closed by peer")
+    ended = dataclasses.replace(ProcessIdentity.mine(), started=1)
+    _, text = finds(store, members(ProcessIdentity.mine(), ended), "Connection closed by peer")
     assert "rank 1 (host, pid 101) left the group" in text
 
 
 def test_the_rank_that_died_is_named_before_those_that_left():
     store = dist.HashStore()
     store.set("inquiry/1/1", "left")
-    ended = dataclasses.replace(Process.mine(), started=1)
-    failure, text = finds(store, members(Process.mine(), Process.mine(), ended))
+    ended = dataclasses.replace(ProcessIdentity.mine(), started=1)
+    failure, text = finds(store, members(ProcessIdentity.mine(), ProcessIdentity.mine(), ended))
     assert failure.gone == [2] and "rank 2 (host, pid 102) died" in text
 
 
 def test_a_rank_does_not_name_itself_when_the_store_is_gone():
-    failure, text = finds(Gone(), members(ELSEWHERE, Process.mine()), "Connection closed by peer", rank=1)
+    failure, text = finds(Gone(), members(ELSEWHERE, ProcessIdentity.mine()), "Connection closed by peer", rank=1)
     assert failure.gone == [0]
     assert "rank 0 (host, pid 100) did not answer" in text
-    failure, text = finds(Gone(), members(ELSEWHERE, Process.mine()), rank=1)
-    assert failure.code == Code.TIMED_OUT and "the engine cannot tell who did not come" in text
+    failure, text = finds(Gone(), members(ELSEWHERE, ProcessIdentity.mine()), rank=1)
+    assert failure.code == OutcomeCode.TIMED_OUT and "the engine cannot tell who did not come" in text
 
 
 def test_a_process_that_ended_with_the_store_is_not_called_dead():
-    ended = dataclasses.replace(Process.mine(), started=1)
-    _, text = finds(Gone(), members(ended, Process.mine()), "Connection closed by peer", rank=1)
+    ended = dataclasses.replace(ProcessIdentity.mine(), started=1)
+    _, text = finds(Gone(), members(ended, ProcessIdentity.mine()), "Connection closed by peer", rank=1)
     assert "rank 0 (host, pid 100) ended (it died or left" in text
 
 
 def test_a_message_to_another_rank_is_given_up_without_verdict():
-    them = members(Process.mine(), ELSEWHERE)
-    assert FailureDiagnosis(dist.HashStore(), 1, them, 0).about_message(1, "", 10**9).code == Code.TIMED_OUT
-    assert FailureDiagnosis(Gone(), 1, them, 0).about_message(1, "", 10**9).code == Code.TIMED_OUT
+    them = members(ProcessIdentity.mine(), ELSEWHERE)
+    assert FailureDiagnosis(dist.HashStore(), 1, them, 0).about_message(1, "", 10**9).code == OutcomeCode.TIMED_OUT
+    assert FailureDiagnosis(Gone(), 1, them, 0).about_message(1, "", 10**9).code == OutcomeCode.TIMED_OUT
 
 
 def test_ranks_of_one_version_know_each_other():
-    ranks, entries = read([introduce(socket="a").encode(), introduce(socket="b").encode()], 0)
+    ranks, entries = read_ranks([describe_rank(socket="a").encode(), describe_rank(socket="b").encode()], 0)
     assert [str(rank).partition(" (")[0] for rank in ranks] == ["rank 0", "rank 1"]
     assert [entry["socket"] for entry in entries] == ["a", "b"]
-    assert fate_of(dist.HashStore(), ranks[1]) is None
+    assert exit_of(dist.HashStore(), ranks[1]) is None
 
 
 @pytest.mark.parametrize(
@@ -152,5 +152,5 @@ def test_ranks_of_one_version_know_each_other():
 )
 def test_ranks_of_different_versions_are_refused_with_both(answer, told):
     with pytest.raises(dist.RendezvousError, match="different versions of Paceline") as caught:
-        read([introduce().encode(), answer.encode()], 0)
+        read_ranks([describe_rank().encode(), answer.encode()], 0)
     assert f"{dist.__version__} on rank 0 (" in str(caught.value) and told in str(caught.value)

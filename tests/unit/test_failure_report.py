@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.failures import Failure, Record, describe, report, signal_name
-from paceline.launch.memory import MemoryCgroup, MemoryWatch
+from paceline.operate.launch.workers.failures import Record, WorkerFailure, describe, report, signal_name
+from paceline.operate.launch.workers.out_of_memory import MemoryCgroup, MemoryWatch
 
 
-def failure(rank: int, text: str | None, code: int = 1, time_s: float = 1.0) -> Failure:
+def failure(rank: int, text: str | None, code: int = 1, time_s: float = 1.0) -> WorkerFailure:
     kind = text.partition(":")[0].rpartition(".")[2] if text else ""
     record = Record(time_s, kind, f"Traceback\n{text}\n") if text else None
-    return Failure(rank, 100 + rank, code, time_s, record, host="h0")
+    return WorkerFailure(rank, 100 + rank, code, time_s, record, host="h0")
 
 
 def test_ranks_that_failed_as_the_first_did_share_a_line():

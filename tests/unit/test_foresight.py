@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.engine.native.foresight import Surprise, words_of
-from paceline.engine.native.uneven import read_network
-from paceline.record.names import DTYPES
-from paceline.schedule.cost import CostModel, LinkCost
-from paceline.schedule.network import Group, Link
-from paceline.schedule.registry import number_of
-from paceline.schedule.steps import Operation
+from paceline.comm.engine.native.scheduled_channel import PredictionMiss, describe_miss
+from paceline.comm.engine.network_settings import read_network
+from paceline.comm.record.layout import DTYPES
+from paceline.comm.schedule.cost_model import CostModel, LinkCost
+from paceline.comm.schedule.network import NetworkLink, UplinkGroup
+from paceline.comm.schedule.registry import number_of
+from paceline.comm.schedule.steps import Operation
 
 MODEL = CostModel(LinkCost(1e-6, 1e-10), LinkCost(1e-4, 1e-9), 1e-10)
 HOSTS = ((0, 1), (2, 3), (4, 5))
 
 
 def test_calls_that_are_far_off_are_named_with_both_times():
-    found = Surprise(
+    found = PredictionMiss(
         Operation.ALL_REDUCE, number_of("ring"), DTYPES.index("float32"), 1 << 18, 20, 5_000_000, 2_000_000
     )
-    text = words_of(found)
+    text = describe_miss(found)
     assert "all_reduce of 262,144 float32 by ring took 5 ms at least in 20 calls" in text
     assert "predicted to take 2 ms" in text and "PACELINE_NETWORK" in text
 
@@ -34,9 +34,9 @@ def test_a_network_is_read_as_users_write_it():
     )
     assert network is not None
     assert network.hosts == HOSTS and network.within_host.cost.alpha_s == pytest.approx(1e-6)
-    assert network.node == Link(1e-3, 1e9 / 8) and network.nodes == {2: Link(0.0, 1e6)}
-    assert network.pairs == {(0, 1): Link(2e-3, 1e7), (1, 0): Link(2e-3, 1e7)}
-    assert network.groups == (Group("a", (0, 1), Link(5e-3, 5e7)),)
+    assert network.node == NetworkLink(1e-3, 1e9 / 8) and network.nodes == {2: NetworkLink(0.0, 1e6)}
+    assert network.pairs == {(0, 1): NetworkLink(2e-3, 1e7), (1, 0): NetworkLink(2e-3, 1e7)}
+    assert network.groups == (UplinkGroup("a", (0, 1), NetworkLink(5e-3, 5e7)),)
 
 
 def test_without_a_description_there_is_no_network():

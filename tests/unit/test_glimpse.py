@@ -8,15 +8,21 @@ import sys
 
 import pytest
 
-from paceline.observe.glimpse import MOST_EVENTS, glimpse, has_open_calls
-from paceline.observe.reading import NoRecordingError, read_live
-from paceline.observe.witnesses import MOST_CALLS, witness
+from paceline.operate.diagnosis.recording_reader import (
+    MOST_CALLS,
+    MOST_EVENTS,
+    NoRecordingError,
+    has_open_calls,
+    rank_state_of,
+    read_latest,
+    read_live,
+)
 
 PROGRAM = """
 import sys
 import paceline
 from paceline import _core
-from paceline.record import recorder
+from paceline.comm.record import recorder
 recorder.begin()
 recorder.identify(3, 8)
 group = recorder.open_group("mine", "test", 7, 1, [2, 3])
@@ -46,7 +52,7 @@ def recording(request, tmp_path):
 
 def test_the_latest_calls_and_the_open_ones_are_there(recording):
     fd, is_open = recording
-    whole, part = read_live(fd), glimpse(fd)
+    whole, part = read_live(fd), read_latest(fd)
     assert has_open_calls(fd) == is_open
     assert part.open_calls() == whole.open_calls()
     assert [call for call in part.calls if call.is_over] == list(whole.calls[-MOST_CALLS:])
@@ -56,7 +62,7 @@ def test_the_latest_calls_and_the_open_ones_are_there(recording):
 
 def test_a_rank_is_told_by_what_it_recorded(recording):
     fd, is_open = recording
-    rank = witness(glimpse(fd), 5)
+    rank = rank_state_of(read_latest(fd), 5)
     (group,) = rank.seats
     seat = rank.seats[group]
     assert (rank.rank, seat.number, seat.size, seat.name) == (5, 1, 2, "group mine")
@@ -68,4 +74,4 @@ def test_a_file_without_a_recording_has_none(tmp_path):
     with open(tmp_path / "empty", "w+") as file:
         assert not has_open_calls(file.fileno())
         with pytest.raises(NoRecordingError):
-            glimpse(file.fileno())
+            read_latest(file.fileno())

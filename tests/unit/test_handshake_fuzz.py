@@ -10,11 +10,11 @@ from collections.abc import Callable
 import pytest
 
 from paceline import AuthenticationError
-from paceline.security.handshake import Hello, prove, verify
-from paceline.security.secret import derive_key
+from paceline.comm.security.handshake import PeerHello, prove, verify
+from paceline.comm.security.secret import derive_key
 
 KEY = derive_key(b"0123456789abcdef", "links")
-HELLO = Hello("links", 3, 9, 1)
+HELLO = PeerHello("links", 3, 9, 1)
 _HELLO_BYTES, _ANSWER_BYTES, _PROOF_BYTES = 48, 48, 32
 # Of the hello: rank and lane are whatever the proof covers; all else is compared, or covered as well.
 

@@ -12,27 +12,42 @@ from hypothesis import strategies as st
 from torch import nn
 
 import paceline
-from paceline.parallel.digests import digest_of
-from paceline.parallel.health.contents import Part, optimizers_part, random_part, tensors_part
-from paceline.parallel.health.findings import Finding, OddTensor, Story, find_odd
-from paceline.parallel.health.gradients import odd_on_device, spread_out
-from paceline.parallel.health.pace import Pace, StepClock
-from paceline.parallel.health.settings import Checks, choose_checks
-from paceline.parallel.health.verdict import Difference, Digests, Sides, compare, differing_names
-from paceline.record import values
+from paceline.comm.record import log
+from paceline.train.checks.check_settings import Checks, choose_checks
+from paceline.train.checks.finite_check import (
+    NonFiniteGradients,
+    NonFiniteHistory,
+    NonFiniteTensor,
+    find_non_finite,
+    has_non_finite_on_device,
+    spread_out,
+)
+from paceline.train.checks.optimizer_steps import CheckInterval, StepClock
+from paceline.train.checks.replica_check import (
+    DisagreeingRanks,
+    RankDigests,
+    ReplicaDifference,
+    StateDigests,
+    compare_digests,
+    differing_names,
+    optimizers_part,
+    random_part,
+    tensors_part,
+)
+from paceline.train.module_tensors import digest_of
 
-ODD = OddTensor(1, "b", 1, 0, 4)
+ODD = NonFiniteTensor(1, "b", 1, 0, 4)
 
 
-def finding(step: int, *, spoiled: bool = False) -> Finding:
-    return Finding(0, step, [ODD], 3, [ODD] if spoiled else [])
+def finding(step: int, *, spoiled: bool = False) -> NonFiniteGradients:
+    return NonFiniteGradients(0, step, [ODD], 3, [ODD] if spoiled else [])
 
 
 # - When something is looked at
 
 
 def test_a_check_takes_no_more_than_its_share():
-    pace, spent_s, step = Pace(0.01), 0.0, 1
+    pace, spent_s, step = CheckInterval(0.01), 0.0, 1
     while step < 10_000:
         if pace.is_due(step):
             spent_s += 0.004
@@ -42,7 +57,7 @@ def test_a_check_takes_no_more_than_its_share():
 
 
 def test_one_slow_check_does_not_put_off_the_next_for_long():
-    pace = Pace(0.01)
+    pace = CheckInterval(0.01)
     pace.plan(1, 0.001, 0.1)
     assert pace.next == 2
     pace.plan(2, 100.0, 0.1)
@@ -50,7 +65,7 @@ def test_one_slow_check_does_not_put_off_the_next_for_long():
 
 
 def test_a_fixed_pace_ignores_costs():
-    pace = Pace(0.01, first=10, least=100, fixed=3)
+    pace = CheckInterval(0.01, first=10, least=100, fixed=3)
     assert not pace.is_due(2)
     assert pace.is_due(3)
     pace.plan(3, 100.0, math.inf)
@@ -80,7 +95,7 @@ def test_a_few_are_chosen_among_them_the_last(count):
 
 def test_odd_tensors_are_counted():
     tensors = [torch.ones(3), torch.tensor([1, math.nan, -math.inf, math.inf]), torch.ones(2, dtype=torch.int32)]
-    (found,) = find_odd(zip(range(3), "abc", tensors, strict=True))
+    (found,) = find_non_finite(zip(range(3), "abc", tensors, strict=True))
     assert (found.place, found.name, found.nans, found.infs, found.numel) == (1, "b", 1, 2, 4)
 
 
@@ -88,7 +103,7 @@ def test_the_numbers_of_a_sparse_tensor_are_those_of_its_rows():
     sparse = torch.sparse_coo_tensor(
         torch.tensor([[0, 2]]), torch.tensor([[1.0, math.nan], [3, 4]]), (4, 2), check_invariants=False
     )
-    (found,) = find_odd([(0, "a", sparse), (1, "b", torch.zeros(4, 2).to_sparse())])
+    (found,) = find_non_finite([(0, "a", sparse), (1, "b", torch.zeros(4, 2).to_sparse())])
     assert (found.name, found.nans, found.numel) == ("a", 1, 4)
 
 
@@ -96,14 +111,14 @@ def test_a_device_looks_at_the_first_numbers_of_each_tensor():
     odd = torch.ones(100, dtype=torch.float64)
     odd[50] = math.inf
     others = [torch.ones(0), torch.ones(3, dtype=torch.int32), torch.full((2, 2), 1 + 2j)]
-    assert not odd_on_device([*others, odd], 50 * 8)
-    assert odd_on_device([*others, odd], 51 * 8)
-    assert odd_on_device([*others, odd], 1 << 62)
-    assert not odd_on_device(others, 1 << 62)
+    assert not has_non_finite_on_device([*others, odd], 50 * 8)
+    assert has_non_finite_on_device([*others, odd], 51 * 8)
+    assert has_non_finite_on_device([*others, odd], 1 << 62)
+    assert not has_non_finite_on_device(others, 1 << 62)
 
 
 def test_odd_gradients_are_told_once_they_are_applied():
-    story = Story()
+    story = NonFiniteHistory()
     assert story.odd(finding(3)) is None
     told = story.applied()
     assert told is not None
@@ -117,7 +132,7 @@ def test_odd_gradients_are_told_once_they_are_applied():
 
 
 def test_odd_gradients_that_nobody_applies_are_forgotten():
-    story = Story()
+    story = NonFiniteHistory()
     story.odd(finding(1))
     story.odd(finding(2))
     story.finite(average_is_odd=False)
@@ -125,34 +140,34 @@ def test_odd_gradients_that_nobody_applies_are_forgotten():
 
 
 def test_a_rank_is_silent_about_what_an_average_brought():
-    story = Story()
+    story = NonFiniteHistory()
     story.finite(average_is_odd=True)
     assert story.odd(finding(2, spoiled=True)) is None
     assert story.pending is None
 
 
 def test_parameters_that_something_else_spoiled_are_told():
-    story = Story()
+    story = NonFiniteHistory()
     story.finite(average_is_odd=False)
     assert story.odd(finding(2, spoiled=True)) == finding(2, spoiled=True)
     assert story.odd(finding(3, spoiled=True)) is None
 
 
 def test_gradients_applied_without_an_optimizer_are_told():
-    story = Story()
+    story = NonFiniteHistory()
     story.odd(finding(1))
     assert story.odd(finding(2, spoiled=True)) == finding(1)
 
 
 def test_the_message_names_rank_step_and_parameters():
-    first, last = OddTensor(0, "a", 3, 0, 9), OddTensor(2, "c", 1, 2, 4)
-    text = Finding(2, 8, [first, last], 4).text(applied=True)
+    first, last = NonFiniteTensor(0, "a", 3, 0, 9), NonFiniteTensor(2, "c", 1, 2, 4)
+    text = NonFiniteGradients(2, 8, [first, last], 4).text(applied=True)
     assert "rank 2: in step 8" in text
     assert "of 2 of 4 parameters" in text
     assert "came first to 'c' (1 NaN and 2 infinite of 4 numbers)" in text
     assert "spread to 'a' (3 NaN" in text
     assert "an optimizer has applied" in text
-    assert "of all 2 parameters, so the loss" in Finding(2, 8, [first, last], 2).text(applied=False)
+    assert "of all 2 parameters, so the loss" in NonFiniteGradients(2, 8, [first, last], 2).text(applied=False)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +179,7 @@ def test_the_message_names_rank_step_and_parameters():
     ],
 )
 def test_the_first_odd_number_that_is_logged_is_told(monkeypatch, logged, told):
-    monkeypatch.setattr(values, "_states", {})
+    monkeypatch.setattr(log, "_states", {})
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for _ in range(3):
@@ -173,7 +188,7 @@ def test_the_first_odd_number_that_is_logged_is_told(monkeypatch, logged, told):
 
 
 def test_a_number_that_was_finite_is_told_when_it_is_not(monkeypatch):
-    monkeypatch.setattr(values, "_states", {})
+    monkeypatch.setattr(log, "_states", {})
     paceline.log(score=1.0)
     with pytest.warns(RuntimeWarning, match="score is inf"):
         paceline.log(score=math.inf)
@@ -182,8 +197,8 @@ def test_a_number_that_was_finite_is_told_when_it_is_not(monkeypatch):
 # - Who differs
 
 
-def digests(*totals: int) -> list[Digests]:
-    return [Digests(1, total) for total in totals]
+def digests(*totals: int) -> list[RankDigests]:
+    return [RankDigests(1, total) for total in totals]
 
 
 @pytest.mark.parametrize(
@@ -196,14 +211,14 @@ def digests(*totals: int) -> list[Digests]:
     ],
 )
 def test_the_majority_is_taken_for_the_truth(totals, text):
-    sides = compare(digests(*totals))
+    sides = compare_digests(digests(*totals))
     assert sides is not None
     assert sides.describe([10, 11, 12, 13]) == text
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=9))
 def test_sides_hold_every_rank_once(totals):
-    sides = compare(digests(*totals))
+    sides = compare_digests(digests(*totals))
     assert (sides is None) == (len(set(totals)) == 1)
     if sides is not None:
         assert sorted(rank for side in sides.sides for rank in side) == list(range(len(totals)))
@@ -213,17 +228,17 @@ def test_sides_hold_every_rank_once(totals):
 
 
 def test_only_ranks_that_hold_the_same_things_are_compared():
-    assert compare([Digests(1, 5), Digests(2, 6), Digests(3, 7)]) is None
-    assert compare([Digests(0, 5), Digests(0, 6)]) is None
-    assert compare([Digests(1, 5), Digests(2, 6), Digests(1, 7)]) == Sides(((0,), (2,)))
+    assert compare_digests([RankDigests(1, 5), RankDigests(2, 6), RankDigests(3, 7)]) is None
+    assert compare_digests([RankDigests(0, 5), RankDigests(0, 6)]) is None
+    assert compare_digests([RankDigests(1, 5), RankDigests(2, 6), RankDigests(1, 7)]) == DisagreeingRanks(((0,), (2,)))
 
 
 def test_the_first_name_that_differs_is_found():
     everyones = [{"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 9, "c": 8}]
-    sides = Sides(((0, 1), (2,)))
+    sides = DisagreeingRanks(((0, 1), (2,)))
     names = differing_names(sides, everyones)
     assert names == ["b", "c"]
-    told = Difference("parameters", sides, tuple(names), 3).describe([0, 1, 2])
+    told = ReplicaDifference("parameters", sides, tuple(names), 3).describe([0, 1, 2])
     assert told == "rank 2 differs from ranks 0 and 1 in 2 of 3 parameters, first in b"
 
 
@@ -235,7 +250,7 @@ def test_digests_tell_tensors_apart():
     assert digest_of([grid]) == digest_of([grid.t().contiguous().t()])
     assert digest_of([grid]) != digest_of([grid + 1])
     assert tensors_part({"a": grid}).digests() != tensors_part({"b": grid}).digests()
-    assert Part({}).digests() == Digests(0, 0)
+    assert StateDigests({}).digests() == RankDigests(0, 0)
 
 
 def test_tensors_without_memory_are_left_out():

@@ -8,15 +8,15 @@ import sys
 
 import pytest
 
-from paceline.routes import for_resolver, source_address
+from paceline.routes import resolver_name, source_address
 
 # A process that listens, finds its address and connects, by names and by addresses, as a rank does when it starts.
 STARTS = """
 import sys
-from paceline.one_port.choice import leads_out
-from paceline.one_port.dialing import dial
+from paceline.comm.one_port.dialer import leads_out
+from paceline.comm.one_port.dialer import dial
 from paceline.routes import source_address
-from paceline.store.tcp import listen_at_port
+from paceline.comm.store.tcp_store import listen_at_port
 
 for host in ("localhost", "127.0.0.1"):
     with listen_at_port(host, 0, b"s" * 32) as listening:
@@ -33,11 +33,11 @@ def test_ascii_names_need_no_codec():
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "::1"])
 def test_bytes_lead_where_text_does(host):
-    assert socket.getaddrinfo(for_resolver(host), 80) == socket.getaddrinfo(host, 80)
+    assert socket.getaddrinfo(resolver_name(host), 80) == socket.getaddrinfo(host, 80)
 
 
 def test_other_names_still_go_through_the_codec():
-    assert for_resolver("b\u00fccher.example") == "b\u00fccher.example"
+    assert resolver_name("b\u00fccher.example") == "b\u00fccher.example"
 
 
 def test_a_source_address_is_found_by_name():

@@ -25,11 +25,10 @@ from sampling import examples
 from torch import nn
 
 import paceline as dist
-from paceline.checkpoint.foreign.opening import open_foreign
-from paceline.checkpoint.foreign.state import state_of
-from paceline.checkpoint.format.digests import digest_of
-from paceline.checkpoint.format.root import Root
 from paceline.errors import CheckpointDamagedError, CheckpointError
+from paceline.train.checkpoint.foreign.foreign_file import open_foreign, state_of
+from paceline.train.checkpoint.format.manifest_json import digest_of
+from paceline.train.checkpoint.format.root import Root
 
 STEP = "step_0000000001"
 FILE = "rank_00000_000.safetensors"

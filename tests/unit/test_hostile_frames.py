@@ -17,35 +17,41 @@ from hypothesis import strategies as st
 from launching import wait_until
 
 from paceline import __version__
-from paceline.checkpoint.copies import messages as copies
-from paceline.checkpoint.copies.service import CopyService
-from paceline.cli.doctor.pair import _receive_line
-from paceline.cli.top.client import Address, UnreachableError, picture
-from paceline.elastic import messages as elastic
-from paceline.elastic.joining.wire import BrokenLessonError, decode_head
-from paceline.engine import introduction
+from paceline.cli.doctor.network import _receive_line
+from paceline.cli.top.client import PageAddress, PageUnreachableError, picture
+from paceline.comm.engine import formation
+from paceline.comm.group.collectives.object_codec import BodyFormat, MalformedPayload
+from paceline.comm.group.collectives.object_codec import decode as decode_object
+from paceline.comm.security.handshake import PeerHello, prove
+from paceline.comm.security.secret import derive_key
+from paceline.comm.store import remote_store
+from paceline.comm.store.tcp_store import StoreServer
 from paceline.errors import RendezvousError
-from paceline.group.objects.codec import MalformedPayload
-from paceline.group.objects.serialization import Form
-from paceline.group.objects.serialization import decode as decode_object
-from paceline.launch import outlook
-from paceline.launch.elastic.notebook import report_in
-from paceline.launch.elastic.options import ElasticOptions
-from paceline.launch.job import Command, Job, RendezvousOptions
-from paceline.launch.nodes.framing import MessageError, decode, encode
-from paceline.launch.nodes.meeting import _steering
-from paceline.launch.nodes.messages import Finished, Follow, Join, Slots, WorkerSaid
-from paceline.launch.nodes.remote_client import dial
-from paceline.launch.nodes.server import CHANNEL, MeetingServer
-from paceline.launch.nodes.sightings import Sightings
-from paceline.launch.nodes.steering import Orders
-from paceline.launch.nodes.viewing import Viewing
-from paceline.launch.ssh.messages import MARK, Sieve, decode_told
-from paceline.observe import picture as pictures
-from paceline.security.handshake import Hello, prove
-from paceline.security.secret import derive_key
-from paceline.store import remote
-from paceline.store.server import StoreServer
+from paceline.operate.diagnosis import machine_snapshot as pictures
+from paceline.operate.launch import job_dashboard
+from paceline.operate.launch.elastic.elastic_options import ElasticOptions
+from paceline.operate.launch.elastic.machine_log import report_in
+from paceline.operate.launch.job import Command, Job, RendezvousOptions
+from paceline.operate.launch.multinode.diagnosis_collector import DashboardRelay, DiagnosisCollector
+from paceline.operate.launch.multinode.membership import Orders
+from paceline.operate.launch.multinode.node_connection import _steering
+from paceline.operate.launch.multinode.protocol import (
+    Follow,
+    JoinJob,
+    MessageError,
+    Slots,
+    WorkerMessage,
+    WorkersFinished,
+    decode,
+    encode,
+)
+from paceline.operate.launch.multinode.remote_client import connect_client
+from paceline.operate.launch.multinode.server import CHANNEL, MeetingServer
+from paceline.operate.launch.ssh.protocol import MARK, MessageSplitter, decode_to_launcher
+from paceline.train.checkpoint.peer_memory import protocol as copies
+from paceline.train.checkpoint.peer_memory.server import CacheServer
+from paceline.train.elastic import protocol as elastic
+from paceline.train.elastic.state_transfer.transfer_protocol import BrokenTransferError, decode_head
 
 SECRET = b"0123456789abcdef"
 DEEP = 100_000
@@ -55,9 +61,9 @@ JSON_BODIES = {
     "nested lists": b"[" * DEEP + b"]" * DEEP,
     "nested objects": b'{"kind":' * DEEP + b"1" + b"}" * DEEP,
     "nested in a field that is not known": b'{"type":"Ready","kind":"Leave","fingerprint":"","x":' + b"[" * DEEP,
-    "a number of 5,000 digits": b'{"type":"Learned","kind":"Slots","count":' + b"9" * 5000 + b"}",
-    "infinity": b'{"type":"Learned","kind":"Slots","count":1e999,"round":1e999}',
-    "no number": b'{"type":"Learned","kind":"Slots","count":NaN,"round":NaN}',
+    "a number of 5,000 digits": b'{"type":"CaughtUp","kind":"Slots","count":' + b"9" * 5000 + b"}",
+    "infinity": b'{"type":"CaughtUp","kind":"Slots","count":1e999,"round":1e999}',
+    "no number": b'{"type":"CaughtUp","kind":"Slots","count":NaN,"round":NaN}',
     "another type": b'{"type":[],"kind":[],"ranks":{}}',
     "no object": b"7",
     "half a text": b'{"kind":"Leave","reason":"\xff"}',
@@ -101,14 +107,14 @@ def line_of_doctor(body: bytes) -> object:
 
 DECODERS = [
     ("launchers", decode, MessageError),
-    ("workers of elastic jobs", elastic.from_worker, ValueError),
-    ("their launchers", elastic.to_worker, ValueError),
+    ("workers of elastic jobs", elastic.decode_from_worker, ValueError),
+    ("their launchers", elastic.decode_to_worker, ValueError),
     ("pictures of workers", lambda body: pictures.decode(body.decode(errors="replace")), ValueError),
-    ("the live page", lambda body: outlook.decode(body.decode(errors="replace")), ValueError),
+    ("the live page", lambda body: job_dashboard.decode_update(body.decode(errors="replace")), ValueError),
     ("requests for copies", over_socket(copies.receive_request), ValueError),
     ("answers with copies", over_socket(copies.receive_answer), ValueError),
-    ("starters by ssh", decode_told, ValueError),
-    ("far ends of ssh", lambda body: Sieve().feed(MARK + body.replace(b"\n", b"") + b"\n"), ValueError),
+    ("starters by ssh", decode_to_launcher, ValueError),
+    ("far ends of ssh", lambda body: MessageSplitter().feed(MARK + body.replace(b"\n", b"") + b"\n"), ValueError),
     ("the doctor", line_of_doctor, ConnectionError),
 ]
 OBJECTS = {"infinity", "no number", "another type"}  # what Python's JSON takes for objects
@@ -137,15 +143,15 @@ def test_a_report_of_a_machine_that_cannot_be_read_is_none(body):
 def test_a_malformed_introduction_is_of_another_version(body):
     own = msgspec.json.encode({"version": __version__, "host": "h", "pid": 1, "namespace": 1, "started": 1})
     with pytest.raises(RendezvousError, match="the ranks run different versions of Paceline"):
-        introduction.read([own, body], 0)
+        formation.read_ranks([own, body], 0)
 
 
 @pytest.mark.parametrize("body", MSGPACK_BODIES.values(), ids=MSGPACK_BODIES.keys())
 def test_malformed_msgpack_is_refused_in_order(body):
-    with pytest.raises(BrokenLessonError):
+    with pytest.raises(BrokenTransferError):
         decode_head(body)
     with pytest.raises(MalformedPayload):
-        decode_object(bytes([Form.MSGPACK]) + body, [])
+        decode_object(bytes([BodyFormat.MSGPACK]) + body, [])
 
 
 @given(st.binary(max_size=200))
@@ -153,7 +159,7 @@ def test_no_bytes_are_more_than_refused(body):
     for _, decoder, error in DECODERS[:4]:
         with pytest.raises(error):
             decoder(body)
-    with pytest.raises(BrokenLessonError):
+    with pytest.raises(BrokenTransferError):
         decode_head(body + b"\xc1")
 
 
@@ -173,7 +179,7 @@ def test_a_failure_with_a_wrong_field_is_no_message():
 
 def test_text_that_cannot_be_encoded_is_escaped():
     message = decode(json.dumps({"kind": "WorkerSaid", "uid": "0", "body": "a\ud800"}).encode())
-    assert message == WorkerSaid("0", "a\\ud800")
+    assert message == WorkerMessage("0", "a\\ud800")
 
 
 # Servers: one connection sends what it should not, and another one is served as before.
@@ -209,7 +215,7 @@ def admitted(address: tuple[str, int] | str, channel: str) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
     connection.settimeout(DEADLINE_S)
     connection.connect(address)
-    prove(connection, derive_key(SECRET, channel), Hello(channel))
+    prove(connection, derive_key(SECRET, channel), PeerHello(channel))
     return connection
 
 
@@ -234,14 +240,14 @@ FRAMES = {
 def test_a_malformed_frame_does_not_end_the_meeting(frame):
     steering = Listening()
     server = MeetingServer(socket.create_server(("127.0.0.1", 0)), SECRET, steering, DEADLINE_S)
-    client = dial(server.address, SECRET, DEADLINE_S, DEADLINE_S, print)
+    client = connect_client(server.address, SECRET, DEADLINE_S, DEADLINE_S, print)
     try:
         with admitted(server.address, CHANNEL) as hostile:
             hostile.sendall(frame)
             assert is_ended(hostile)
         wait_until(lambda: steering.lost_nodes)
-        client.send(Finished(5))
-        wait_until(lambda: Finished(5) in steering.reports)
+        client.send(WorkersFinished(5))
+        wait_until(lambda: WorkersFinished(5) in steering.reports)
         assert len(steering.lost_nodes) == 1
         assert "not a message of a launcher" in steering.lost_nodes[0] or (
             "is larger than" in steering.lost_nodes[0]
@@ -260,11 +266,11 @@ def job(is_elastic: bool) -> Job:
 @pytest.mark.parametrize("is_elastic", [False, True])
 @pytest.mark.parametrize("body", JSON_BODIES.values(), ids=JSON_BODIES.keys())
 def test_no_text_within_a_report_ends_the_meeting(is_elastic, body):
-    steering = Viewing(Sightings(_steering(job(is_elastic))))
+    steering = DashboardRelay(DiagnosisCollector(_steering(job(is_elastic))))
     text = body.decode(errors="replace")
     for number in (1, 2):
-        join = Join(f"h{number}", 5, f"10.0.0.{number}", 4000, 2, serves=number == 1, version=__version__)
-        steering.reported(f"node-{number}", Join(**{**vars(join), "is_elastic": is_elastic}), 1.0)
+        join = JoinJob(f"h{number}", 5, f"10.0.0.{number}", 4000, 2, serves=number == 1, version=__version__)
+        steering.reported(f"node-{number}", JoinJob(**{**vars(join), "is_elastic": is_elastic}), 1.0)
     for report in ("WorkerSaid", "Follow", "Sighting", "Seen"):
         fields = {"uid": "0.0.0", "body": text} if report == "WorkerSaid" else {"body": text}
         orders = steering.reported("node-2", decode(json.dumps({"kind": report, **fields}).encode()), 1.0)
@@ -274,7 +280,7 @@ def test_no_text_within_a_report_ends_the_meeting(is_elastic, body):
 
 @pytest.mark.parametrize("frame", FRAMES.values(), ids=FRAMES.keys())
 def test_a_malformed_request_does_not_end_the_service_of_copies(tmp_path, frame):
-    service = CopyService(None)
+    service = CacheServer(None)
     path = str(tmp_path / "copies")
     service.open(path, SECRET)
     try:
@@ -282,7 +288,7 @@ def test_a_malformed_request_does_not_end_the_service_of_copies(tmp_path, frame)
             hostile.sendall(frame)
             hostile.shutdown(socket.SHUT_WR)
             assert is_ended(hostile)
-            copies.send(friend, copies.Look("/root"))
+            copies.send(friend, copies.ListCheckpoints("/root"))
             assert isinstance(copies.receive_answer(friend), copies.Inventory)
     finally:
         service.shut()
@@ -302,9 +308,9 @@ STORE_FRAMES = [
 def test_a_malformed_request_does_not_end_the_store(tmp_path, frame):
     path = str(tmp_path / "store")
     server = StoreServer.on_unix_path(path, SECRET)
-    store = remote.connect_unix(path, SECRET, timedelta(seconds=DEADLINE_S))
+    store = remote_store.connect_unix(path, SECRET, timedelta(seconds=DEADLINE_S))
     try:
-        with admitted(path, remote.CHANNEL) as hostile:
+        with admitted(path, remote_store.CHANNEL) as hostile:
             hostile.sendall(frame)
             hostile.shutdown(socket.SHUT_WR)
             assert is_ended(hostile)
@@ -330,8 +336,8 @@ def test_what_is_no_picture_is_an_error_of_the_page_that_sent_it(name):
         thread = threading.Thread(target=answer)
         thread.start()
         try:
-            with pytest.raises(UnreachableError, match="is not the page of a job"):
-                picture(Address("token", "127.0.0.1", listener.getsockname()[1]))
+            with pytest.raises(PageUnreachableError, match="is not the page of a job"):
+                picture(PageAddress("token", "127.0.0.1", listener.getsockname()[1]))
         finally:
             thread.join(DEADLINE_S)
     assert not thread.is_alive()

@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 import paceline
-from paceline.checkpoint.foreign import dcp_metadata, record_unpickler
-from paceline.checkpoint.foreign.dcp_metadata import read_metadata
 from paceline.cli.main import main
 from paceline.errors import CheckpointError
+from paceline.train.checkpoint.foreign import dcp, record_unpickler
+from paceline.train.checkpoint.foreign.dcp import read_metadata
 
 METADATA = "torch.distributed.checkpoint.metadata"
 NAMES = [
@@ -36,7 +36,7 @@ NAMES = [
     ("collections", "OrderedDict"), ("builtins", "getattr"), ("builtins", "set"), ("pathlib", "PurePosixPath"),
     ("pathlib", "PosixPath"), ("pathlib", "Path"),
 ]  # fmt: skip
-WATCHED = [builtins, collections, os, pathlib, pickle, struct, torch.serialization, torchs, dcp_metadata]
+WATCHED = [builtins, collections, os, pathlib, pickle, struct, torch.serialization, torchs, dcp]
 
 
 def text(value: str) -> bytes:

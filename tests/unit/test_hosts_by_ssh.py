@@ -6,57 +6,64 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.nodes.meeting import own_address
-from paceline.launch.ssh.calling import is_here
-from paceline.launch.ssh.conduct import Conduct, Cut, Give, Limits, PassOn, Say
-from paceline.launch.ssh.far_end import address_towards
-from paceline.launch.ssh.hosts import Host, hosts_of
-from paceline.launch.ssh.messages import (
+from paceline.operate.launch.multinode.node_connection import own_address
+from paceline.operate.launch.option_types import OptionError
+from paceline.operate.launch.ssh.protocol import (
     MARK,
-    Bye,
-    Hello,
-    Meeting,
-    Part,
-    Sieve,
+    LauncherExited,
+    LauncherReady,
+    MessageSplitter,
+    NodeAssignment,
+    RendezvousAddress,
     Signal,
-    decode_told,
-    encode_said,
-    encode_told,
+    decode_to_launcher,
+    encode_from_launcher,
+    encode_to_launcher,
 )
-from paceline.launch.ssh.refusals import Attempt, other_version, why_not
-from paceline.launch.ssh.starter import taken_along
-from paceline.launch.values import OptionError
+from paceline.operate.launch.ssh.remote_launch import (
+    Disconnect,
+    ForwardSignal,
+    LaunchAttempt,
+    LaunchTimeouts,
+    RemoteLaunch,
+    SendAssignment,
+    ShowText,
+    explain_failed_launch,
+    other_version,
+)
+from paceline.operate.launch.ssh.remote_launcher import address_towards
+from paceline.operate.launch.ssh.starter import Host, forwarded_variables, hosts_of, is_here
 
-HELLO = Hello("1.2", "/usr/bin/python3")
-LIMITS = Limits(start_s=60, shutdown_s=30)
+HELLO = LauncherReady("1.2", "/usr/bin/python3")
+LIMITS = LaunchTimeouts(start_s=60, shutdown_s=30)
 
 
-def part(number: int, nodes: int) -> Part:
-    return Part(["train.py"], "/job", {}, "00" * 32, number, nodes, 2, "job7", 30.0)
+def part(number: int, nodes: int) -> NodeAssignment:
+    return NodeAssignment(["train.py"], "/job", {}, "00" * 32, number, nodes, 2, "job7", 30.0)
 
 
-def conduct(*names: str, is_elastic: bool = False) -> Conduct:
+def conduct(*names: str, is_elastic: bool = False) -> RemoteLaunch:
     parts = [part(number, len(names)) for number in range(len(names))]
-    attempts = [Attempt(name, "/usr/bin/python3", "1.2") for name in names]
-    return Conduct(parts, attempts, LIMITS, 0.0, is_elastic)
+    attempts = [LaunchAttempt(name, "/usr/bin/python3", "1.2") for name in names]
+    return RemoteLaunch(parts, attempts, LIMITS, 0.0, is_elastic)
 
 
-def started(*names: str, is_elastic: bool = False) -> Conduct:
+def started(*names: str, is_elastic: bool = False) -> RemoteLaunch:
     found = conduct(*names, is_elastic=is_elastic)
     for number in range(len(names)):
         found.said(number, HELLO, 1.0)
-    found.said(0, Meeting("10.0.0.1", 29400), 1.0)
+    found.said(0, RendezvousAddress("10.0.0.1", 29400), 1.0)
     found.take_actions()
     return found
 
 
-def end(found: Conduct, machine: int, code: int, now_s: float) -> None:
-    found.said(machine, Bye(code), now_s)
+def end(found: RemoteLaunch, machine: int, code: int, now_s: float) -> None:
+    found.said(machine, LauncherExited(code), now_s)
     found.ended(machine, code, "", now_s)
 
 
-def sentences(found: Conduct) -> list[str]:
-    return [action.text for action in found.take_actions() if isinstance(action, Say)]
+def sentences(found: RemoteLaunch) -> list[str]:
+    return [action.text for action in found.take_actions() if isinstance(action, ShowText)]
 
 
 @pytest.mark.parametrize(
@@ -124,19 +131,24 @@ def test_a_wrong_line_of_a_host_file_has_a_number(tmp_path, lines, said):
 
 
 def test_messages_are_found_however_they_are_cut():
-    stream = b"Welcome to node7\nlast login" + encode_said(HELLO) + b"[rank 0] loss 1.0\n" + encode_said(Bye(3))
+    stream = (
+        b"Welcome to node7\nlast login"
+        + encode_from_launcher(HELLO)
+        + b"[rank 0] loss 1.0\n"
+        + encode_from_launcher(LauncherExited(3))
+    )
     for size in (1, 2, 7, len(stream)):
-        sieve, messages, printed = Sieve(), [], b""
+        sieve, messages, printed = MessageSplitter(), [], b""
         for start in range(0, len(stream), size):
             said, rest = sieve.feed(stream[start : start + size])
             messages += said
             printed += rest
-        assert messages == [HELLO, Bye(3)]
+        assert messages == [HELLO, LauncherExited(3)]
         assert printed.split() == b"Welcome to node7 last login [rank 0] loss 1.0".split()
 
 
 def test_what_only_begins_like_a_message_is_printed():
-    sieve = Sieve()
+    sieve = MessageSplitter()
     assert sieve.feed(MARK[:5]) == ([], b"")
     assert sieve.feed(b"X\n") == ([], MARK[:5] + b"X\n")
     assert sieve.feed(b"see " + MARK + b"\n") == ([], b"see " + MARK + b"\n")
@@ -147,10 +159,10 @@ def test_what_only_begins_like_a_message_is_printed():
 
 @pytest.mark.parametrize("message", [part(1, 2), Signal("SIGINT")])
 def test_what_a_far_end_is_told_is_one_line(message):
-    line = encode_told(message)
-    assert line.count(b"\n") == 1 and decode_told(line) == message
+    line = encode_to_launcher(message)
+    assert line.count(b"\n") == 1 and decode_to_launcher(line) == message
     with pytest.raises(ValueError, match="not a message of a starter"):
-        decode_told(b"ls")
+        decode_to_launcher(b"ls")
 
 
 def test_the_first_machine_says_where_all_meet():
@@ -158,13 +170,13 @@ def test_the_first_machine_says_where_all_meet():
     found.said(1, HELLO, 1.0)
     assert found.take_actions() == []
     found.said(0, HELLO, 2.0)
-    assert found.take_actions() == [Give(0, part(0, 3))]
-    found.said(0, Meeting("10.0.0.1", 29400), 3.0)
+    assert found.take_actions() == [SendAssignment(0, part(0, 3))]
+    found.said(0, RendezvousAddress("10.0.0.1", 29400), 3.0)
     [given] = found.take_actions()
-    assert isinstance(given, Give) and given.machine == 1 and given.part.meeting == ("10.0.0.1", 29400)
+    assert isinstance(given, SendAssignment) and given.machine == 1 and given.part.meeting == ("10.0.0.1", 29400)
     found.said(2, HELLO, 4.0)
     [given] = found.take_actions()
-    assert isinstance(given, Give) and given.machine == 2 and given.part.meeting == ("10.0.0.1", 29400)
+    assert isinstance(given, SendAssignment) and given.machine == 2 and given.part.meeting == ("10.0.0.1", 29400)
     assert found.deadline_s is None
 
 
@@ -182,9 +194,9 @@ def test_machines_that_refuse_are_all_named():
     found.take_actions()
     found.ended(1, 255, "anna@b: Permission denied (publickey).\n", 2.0)
     found.ended(2, 255, "Host key verification failed.\n", 2.5)
-    said = [action for action in found.take_actions() if isinstance(action, Say)]
+    said = [action for action in found.take_actions() if isinstance(action, ShowText)]
     assert [each.text.split(":")[0] for each in said] == ["b", "c"]
-    found.said(0, Meeting("10.0.0.1", 1), 2.6)
+    found.said(0, RendezvousAddress("10.0.0.1", 1), 2.6)
     found.ended(0, 1, "", 4.0)
     assert (found.is_over, found.exit_code) == (True, 1)
 
@@ -195,7 +207,7 @@ def test_machines_are_asked_to_end_when_one_refused():
     found.ended(1, 255, "Connection refused", 2.0)
     assert len(sentences(found)) == 1
     found.tick(found.deadline_s)
-    assert found.take_actions() == [PassOn(0, "SIGTERM"), Cut(2)]
+    assert found.take_actions() == [ForwardSignal(0, "SIGTERM"), Disconnect(2)]
     found.ended(2, -9, "", 5.0)
     end(found, 0, 1, 6.0)
     assert (found.is_over, found.exit_code, found.take_actions()) == (True, 1, [])
@@ -203,15 +215,15 @@ def test_machines_are_asked_to_end_when_one_refused():
 
 def test_another_version_is_given_no_secret():
     found = conduct("a", "b")
-    found.said(1, Hello("1.3", "/opt/python"), 1.0)
-    found.said(0, Hello("1.2", "/opt/python"), 1.5)
+    found.said(1, LauncherReady("1.3", "/opt/python"), 1.0)
+    found.said(0, LauncherReady("1.2", "/opt/python"), 1.5)
     actions = found.take_actions()
-    assert not any(isinstance(action, Give) for action in actions)
+    assert not any(isinstance(action, SendAssignment) for action in actions)
     assert "b: /opt/python has paceline 1.3 there, and this machine has 1.2" in actions[0].text
-    assert Cut(1) in [*actions, *_after_deadline(found)]
+    assert Disconnect(1) in [*actions, *_after_deadline(found)]
 
 
-def _after_deadline(found: Conduct) -> list[object]:
+def _after_deadline(found: RemoteLaunch) -> list[object]:
     while (deadline_s := found.deadline_s) is not None and not found.is_over:
         found.tick(deadline_s)
         actions = found.take_actions()
@@ -228,18 +240,18 @@ def test_a_machine_that_does_not_answer_is_named():
     found.tick(60.0)
     [said] = sentences(found)
     assert said.startswith("b: no launcher answered within 60 s")
-    assert _after_deadline(found) == [PassOn(0, "SIGTERM"), Cut(1)]
+    assert _after_deadline(found) == [ForwardSignal(0, "SIGTERM"), Disconnect(1)]
 
 
 def test_signals_are_passed_on_and_a_second_one_too():
     found = started("a", "b")
     found.signalled("SIGINT", 5.0)
     found.signalled("SIGINT", 6.0)
-    assert found.take_actions() == [PassOn(machine, "SIGINT") for machine in (0, 1, 0, 1)]
+    assert found.take_actions() == [ForwardSignal(machine, "SIGINT") for machine in (0, 1, 0, 1)]
     end(found, 0, 1, 7.0)
     assert found.take_actions() == []
     found.tick(found.deadline_s)
-    assert found.take_actions() == [Cut(1)]
+    assert found.take_actions() == [Disconnect(1)]
     found.ended(1, -9, "", 60.0)
     assert (found.is_over, found.exit_code, found.take_actions()) == (True, 1, [])
 
@@ -250,7 +262,7 @@ def test_a_launcher_that_is_lost_is_named_and_the_others_end():
     [said] = sentences(found)
     assert said.startswith("b: its launcher was killed, or the ssh connection to it broke")
     found.tick(found.deadline_s)
-    assert found.take_actions() == [PassOn(0, "SIGTERM")]
+    assert found.take_actions() == [ForwardSignal(0, "SIGTERM")]
 
 
 def test_other_launchers_have_time_to_end_by_themselves():
@@ -269,7 +281,7 @@ def test_without_a_meeting_nobody_waits():
     end(found, 0, 2, 3.0)
     assert found.deadline_s == 3.0
     found.tick(3.0)
-    assert found.take_actions() == [Cut(1)]
+    assert found.take_actions() == [Disconnect(1)]
     found.ended(1, -9, "", 3.5)
     assert (found.is_over, found.exit_code) == (True, 2)
 
@@ -304,13 +316,13 @@ def test_an_elastic_job_goes_on_without_a_machine():
     ],
 )
 def test_why_a_machine_did_not_come_says_what_to_do(code, errors, said):
-    sentence = why_not(Attempt("anna@b", "/usr/bin/python3", "1.2"), code, errors)
+    sentence = explain_failed_launch(LaunchAttempt("anna@b", "/usr/bin/python3", "1.2"), code, errors)
     assert sentence.startswith("anna@b: ") and said in sentence
 
 
 def test_on_this_machine_no_ssh_is_advised():
-    attempt = Attempt("localhost", "/usr/bin/python3", "1.2", is_here=True)
-    assert "ssh" not in why_not(attempt, 1, "No module named paceline") + other_version(attempt, "1.3")
+    attempt = LaunchAttempt("localhost", "/usr/bin/python3", "1.2", is_here=True)
+    assert "ssh" not in explain_failed_launch(attempt, 1, "No module named paceline") + other_version(attempt, "1.3")
 
 
 def test_settings_are_taken_along_and_secrets_are_not():
@@ -318,13 +330,13 @@ def test_settings_are_taken_along_and_secrets_are_not():
         "PACELINE_SECRET": "s" * 32, "PACELINE_SECURITY": "encrypt", "PET_MAX_RESTARTS": "3", "HOME": "/home/anna",
         "PACELINE_JOB": "7", "OMP_NUM_THREADS": "2", "WANDB_MODE": "offline",
     }  # fmt: skip
-    taken = taken_along(environment, {"WANDB_MODE": None, "LR": "0.1"})
+    taken = forwarded_variables(environment, {"WANDB_MODE": None, "LR": "0.1"})
     assert taken == {
         "PACELINE_SECURITY": "encrypt", "PET_MAX_RESTARTS": "3", "OMP_NUM_THREADS": "2", "WANDB_MODE": "offline",
         "LR": "0.1",
     }  # fmt: skip
     with pytest.raises(OptionError, match="--export NAME: there is no such variable"):
-        taken_along({}, {"NAME": None})
+        forwarded_variables({}, {"NAME": None})
 
 
 def test_a_bare_name_may_be_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

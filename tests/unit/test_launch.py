@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.main import main, parser
-from paceline.launch.alarm import Alarm
-from paceline.launch.environment import allowed_cores, threads_per_worker, worker_environment
-from paceline.launch.failures import (
-    Failure,
+from paceline.operate.launch.multinode.protocol import LARGEST, Stopped, encode
+from paceline.operate.launch.workers.environment import allowed_cores, threads_per_worker, worker_environment
+from paceline.operate.launch.workers.failures import (
+    ExceptionNotice,
     Record,
+    WorkerFailure,
     describe,
     first_failure,
     read_record,
@@ -24,9 +25,7 @@ from paceline.launch.failures import (
     shortened,
     write_record,
 )
-from paceline.launch.nodes.framing import LARGEST, encode
-from paceline.launch.nodes.messages import Stopped
-from paceline.launch.output import LinePrefixer, LogFile, prefix_of
+from paceline.operate.launch.workers.output import LinePrefixer, LogFile, prefix_of
 
 
 def test_lines_come_out_whole_however_they_are_cut():
@@ -44,9 +43,9 @@ def test_prefixes_are_coloured_only_for_a_terminal():
     assert prefix_of(3, True).startswith(b"\x1b[")
 
 
-def failure(rank: int, seen_s: float, kind: str | None = None, exit_code: int = 1) -> Failure:
+def failure(rank: int, seen_s: float, kind: str | None = None, exit_code: int = 1) -> WorkerFailure:
     record = Record(seen_s, kind, "Traceback ...") if kind else None
-    return Failure(rank, 1000 + rank, exit_code, seen_s, record)
+    return WorkerFailure(rank, 1000 + rank, exit_code, seen_s, record)
 
 
 def test_the_first_failure_is_the_one_that_explains_the_others():
@@ -78,7 +77,7 @@ def test_an_exception_is_recorded_and_read_back(tmp_path: Path):
 def test_an_exception_that_is_recorded_rings_the_alarm(tmp_path: Path):
     path, error = str(tmp_path / "error.json"), ValueError("boom")
     record_uncaught(path, error)  # nobody listens yet
-    alarm = Alarm(str(tmp_path))
+    alarm = ExceptionNotice(str(tmp_path))
     try:
         bell = alarm.fileno()
         assert bell is not None and not select.select([bell], [], [], 0)[0]
@@ -97,7 +96,7 @@ def test_what_is_told_between_machines_fits_into_a_message(tmp_path: Path):
         raise ValueError("x" * 3_000_000)
     except ValueError as error:
         write_record(str(tmp_path / "cause"), ValueError, error, error.__traceback__)
-    cause = Failure(7, 1, 1, 0.0, read_record(str(tmp_path / "cause")))
+    cause = WorkerFailure(7, 1, 1, 0.0, read_record(str(tmp_path / "cause")))
     others = [failure(rank, time.time() + 1, "KeyError") for rank in range(1000)]
     others = [replace(each, record=replace(each.record, text="ü" * 5000)) for each in others]
     told = shortened([*others, cause])
@@ -109,7 +108,7 @@ def test_what_is_told_between_machines_fits_into_a_message(tmp_path: Path):
 
 def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path: Path, monkeypatch):
     said: list[str] = []
-    monkeypatch.setattr("paceline.launch.output.append_to", lambda _: os.open("/dev/full", os.O_WRONLY))
+    monkeypatch.setattr("paceline.operate.launch.workers.output.append_to", lambda _: os.open("/dev/full", os.O_WRONLY))
     file = LogFile(tmp_path / "stdout.log", said.append)
     file.write(b"one")
     file.write(b"two")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.cli.main import main
-from paceline.launch.variables import check_variables, misspelt
+from paceline.operate.launch.workers.environment import check_variables, misspelt
 
 WRONG = [
     ("PACELINE_ALGORITHM", "fastest", "the algorithm is 'fastest' (an argument, or PACELINE_ALGORITHM)"),
@@ -81,11 +81,11 @@ def test_every_variable_in_the_sources_is_known():
     from pathlib import Path
 
     import paceline
-    from paceline.launch import variables
+    from paceline.operate.launch.workers import environment
 
     found = set()
     for path in Path(paceline.__file__).parent.rglob("*.py"):
         found |= set(re.findall(r'"PACELINE_([A-Z_]+)"', path.read_text()))
-    named = {*variables._CHECKS, *variables._BETWEEN_MACHINES}
-    known = {name.removeprefix("PACELINE_") for name in named} | set(variables._OF_WORKERS)
+    named = {*environment._CHECKS, *environment._BETWEEN_MACHINES}
+    known = {name.removeprefix("PACELINE_") for name in named} | set(environment._OF_WORKERS)
     assert found == known

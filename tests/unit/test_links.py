@@ -6,34 +6,40 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.observe.diagnosis import diagnose
-from paceline.observe.evidence import Call, Header, Link, Rank, Scene, Seat
-from paceline.observe.live.links import LinkRates, links_over, rows_of
-from paceline.observe.live.prometheus import metrics
-from paceline.observe.live.sample import Link as Sampled
-from paceline.observe.recording import Link as Measured
-from paceline.observe.transfers import slow_network
-from paceline.observe.verdict import Cause
-from paceline.observe.ways import slow_way
+from paceline.operate.dashboard.job_sample import LinkRate as Sampled
+from paceline.operate.dashboard.link_rates import LinkRates, links_over, rows_of
+from paceline.operate.dashboard.prometheus import metrics
+from paceline.operate.diagnosis.diagnosis import diagnose
+from paceline.operate.diagnosis.finding import Cause
+from paceline.operate.diagnosis.job_snapshot import (
+    CallSignature,
+    GroupMembership,
+    JobSnapshot,
+    PeerTraffic,
+    RankCall,
+    RankState,
+)
+from paceline.operate.diagnosis.recording import LinkRecord as Measured
+from paceline.operate.diagnosis.slow_links import find_slow_link, slow_network
 
 MB = 1_000_000
-SUM = Header("all_reduce", "float32", 1 << 20, "SUM")
+SUM = CallSignature("all_reduce", "float32", 1 << 20, "SUM")
 
 
 def ring(speeds, nbytes=100 * MB, **facts):
     """Ranks of hosts of their own, each of which sends to the next one at its speed in MB/s."""
     size = len(speeds)
     links = [
-        Link((rank + 1) % size, nbytes, nbytes / (speed * MB), segments=1000, **facts)
+        PeerTraffic((rank + 1) % size, nbytes, nbytes / (speed * MB), segments=1000, **facts)
         for rank, speed in enumerate(speeds)
     ]
-    return [Rank(rank, f"h{rank}", links=(link,)) for rank, link in enumerate(links)]
+    return [RankState(rank, f"h{rank}", links=(link,)) for rank, link in enumerate(links)]
 
 
 def test_the_slow_way_is_named_with_its_ranks():
     ranks = ring([900, 12, 1000])
     ranks[1] = replace(ranks[1], links=(replace(ranks[1].links[0], round_trip_s=0.031, retransmits=40),))
-    way = slow_way(ranks)
+    way = find_slow_link(ranks)
     assert way is not None
     assert (way.hosts, way.ranks) == (("h1", "h2"), ((1,), (2,)))
     assert way.sentence == (
@@ -43,29 +49,29 @@ def test_the_slow_way_is_named_with_its_ranks():
 
 
 def test_equal_ways_are_not_told_apart():
-    assert slow_way(ring([900, 800, 1000])) is None
+    assert find_slow_link(ring([900, 800, 1000])) is None
 
 
 def test_a_single_way_has_nothing_beside_it():
-    assert slow_way(ring([12])) is None
-    assert slow_way([Rank(0, "h0", links=(Link(1, 50 * MB, 5.0),)), Rank(1, "h1")]) is None
+    assert find_slow_link(ring([12])) is None
+    assert find_slow_link([RankState(0, "h0", links=(PeerTraffic(1, 50 * MB, 5.0),)), RankState(1, "h1")]) is None
 
 
 def test_ways_that_carried_little_do_not_count():
-    assert slow_way(ring([900, 0.001, 1000], nbytes=4096)) is None
+    assert find_slow_link(ring([900, 0.001, 1000], nbytes=4096)) is None
 
 
 def test_ranks_of_one_host_are_taken_together():
-    fast, slow = Link(2, 100 * MB, 0.1), Link(3, 100 * MB, 10.0)
-    ranks = [Rank(0, "h0", links=(fast,)), Rank(1, "h0", links=(slow,))]
-    back = [Rank(2, "h1", links=(replace(fast, peer=0),)), Rank(3, "h1", links=(replace(fast, peer=1),))]
-    way = slow_way([*ranks, *back])
+    fast, slow = PeerTraffic(2, 100 * MB, 0.1), PeerTraffic(3, 100 * MB, 10.0)
+    ranks = [RankState(0, "h0", links=(fast,)), RankState(1, "h0", links=(slow,))]
+    back = [RankState(2, "h1", links=(replace(fast, peer=0),)), RankState(3, "h1", links=(replace(fast, peer=1),))]
+    way = find_slow_link([*ranks, *back])
     assert way is not None and way.hosts == ("h0", "h1") and way.ranks == ((0, 1), (2, 3))
 
 
 def test_a_slow_network_names_the_slow_link():
-    def calls(rank: Rank) -> Rank:
-        made = [Call("g", n, SUM, float(n), n + 0.9, "ok", n, tcp_nbytes=4 * MB) for n in range(1, 20)]
+    def calls(rank: RankState) -> RankState:
+        made = [RankCall("g", n, SUM, float(n), n + 0.9, "ok", n, tcp_nbytes=4 * MB) for n in range(1, 20)]
         return replace(rank, calls=tuple(made))
 
     (verdict,) = slow_network([calls(rank) for rank in ring([900, 12, 1000])])
@@ -77,13 +83,13 @@ def test_a_slow_network_names_the_slow_link():
 
 
 def test_a_call_that_does_not_end_names_the_silent_link():
-    def waits(rank: Rank) -> Rank:
-        call = Call("g", 7, SUM, -20.0, come_s=-20.0)
-        return replace(rank, calls=(call,), seats={"g": Seat(rank.rank, 3)}, since_s=-20.0)
+    def waits(rank: RankState) -> RankState:
+        call = RankCall("g", 7, SUM, -20.0, come_s=-20.0)
+        return replace(rank, calls=(call,), seats={"g": GroupMembership(rank.rank, 3)}, since_s=-20.0)
 
     ranks = [waits(rank) for rank in ring([900, 900, 1000])]
     ranks[1] = replace(ranks[1], links=(replace(ranks[1].links[0], silent_s=14.2),))
-    verdict = diagnose(Scene(0.0, tuple(ranks)))
+    verdict = diagnose(JobSnapshot(0.0, tuple(ranks)))
     assert verdict is not None and verdict.cause is Cause.NO_PROGRESS
     assert "h2 (rank 2) has not answered h1 (rank 1) for 14 s" in verdict.sentence
 
@@ -91,12 +97,12 @@ def test_a_call_that_does_not_end_names_the_silent_link():
 def test_a_call_to_which_the_last_has_just_come_may_have_ended():
     """The ranks of h0 were seen after its end, those of h1 before; the last rank came late."""
 
-    def waits(rank: int, arrived_s: float, ended_s: float | None) -> Rank:
-        call = Call("g", 7, SUM, arrived_s, ended_s, "ok" if ended_s is not None else "")
-        return Rank(rank, f"h{rank // 2}", calls=(call,), seats={"g": Seat(rank, 4)})
+    def waits(rank: int, arrived_s: float, ended_s: float | None) -> RankState:
+        call = RankCall("g", 7, SUM, arrived_s, ended_s, "ok" if ended_s is not None else "")
+        return RankState(rank, f"h{rank // 2}", calls=(call,), seats={"g": GroupMembership(rank, 4)})
 
-    def scene(last_s: float) -> Scene:
-        return Scene(0.0, (waits(0, last_s, last_s + 0.1), *(waits(rank, -28.0, None) for rank in (1, 2, 3))))
+    def scene(last_s: float) -> JobSnapshot:
+        return JobSnapshot(0.0, (waits(0, last_s, last_s + 0.1), *(waits(rank, -28.0, None) for rank in (1, 2, 3))))
 
     assert diagnose(scene(-1.0)) is None
     verdict = diagnose(scene(-12.0))
@@ -140,7 +146,7 @@ def test_connections_in_an_old_ones_place_begin_anew():
 
 def test_links_that_only_keep_in_touch_are_not_shown():
     def link(rank: int, peer: int, sent: int, active_s: float) -> Sampled:
-        return Sampled(rank, peer, "TCP", sent / 10, round_trip_s=0.001, recent=Link(peer, sent, active_s))
+        return Sampled(rank, peer, "TCP", sent / 10, round_trip_s=0.001, recent=PeerTraffic(peer, sent, active_s))
 
     links = [link(0, 1, 100 * MB, 0.1), link(0, 2, 2000, 0.1), link(1, 2, 100 * MB, 9.0), link(2, 0, 100 * MB, 0.1)]
     rows, network = rows_of([*links, Sampled(0, -1, "shared memory", 5.0)], {0: "h0", 1: "h1", 2: "h2"})
@@ -157,9 +163,9 @@ def test_links_that_only_keep_in_touch_are_not_shown():
 def test_metrics_have_the_links():
     from simulated_training import Training
 
-    from paceline.observe.live.board import Board
+    from paceline.operate.dashboard.aggregator import DashboardAggregator
 
-    training, board = Training(8, ranks_per_host=4), Board()
+    training, board = Training(8, ranks_per_host=4), DashboardAggregator()
     training.run(3)
     board.take(training.look())
     text = metrics(board.picture())

@@ -12,11 +12,10 @@ from simulated_training import Training
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from paceline.observe.live.access import Access
-from paceline.observe.live.addresses import Place
-from paceline.observe.live.assets import report
-from paceline.observe.live.board import Board
-from paceline.observe.live.serving import Serving
+from paceline.operate.dashboard.access import Access
+from paceline.operate.dashboard.aggregator import DashboardAggregator
+from paceline.operate.dashboard.report import report
+from paceline.operate.dashboard.server import DashboardServer, ListenAddress
 
 pytestmark = [pytest.mark.soak, pytest.mark.skipif(installed() is None, reason="there is no Chromium")]
 
@@ -44,9 +43,9 @@ def opened() -> Iterator[Callable[..., Browser]]:
             looked_s = time.monotonic()
             return training.look()
 
-        listener = Place().listen()
+        listener = ListenAddress().listen()
         port = listener.getsockname()[1]
-        serving = Serving(listener, look, Access(TOKEN, "job", acts=acts), actions={"stacks": lambda: "taken"})
+        serving = DashboardServer(listener, look, Access(TOKEN, "job", acts=acts), actions={"stacks": lambda: "taken"})
         closing.append(serving.close)
         browser = Browser(dark=dark)
         closing.append(lambda: browser.__exit__())
@@ -131,7 +130,7 @@ def test_the_dark_page_is_dark(opened):
 
 
 def test_a_report_draws_from_a_file_without_an_error(tmp_path):
-    board, training = Board(), Training(4)
+    board, training = DashboardAggregator(), Training(4)
     training.run(20)
     board.take(training.look())
     path = tmp_path / "report.html"

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 from simulated_training import Training
 
-from paceline.launch.local_notes import LocalNotes
-from paceline.launch.nodes.framing import decode as decode_message
-from paceline.launch.nodes.framing import encode as encode_message
-from paceline.launch.nodes.messages import AskStacks, Join, Seen, Wait, Watching
-from paceline.launch.nodes.viewing import Viewing
-from paceline.launch.outlook import Outlook, decode, encode
-from paceline.observe.live.lookout import Lookout
-from paceline.observe.live.notes import Notes
-from paceline.observe.live.sample import Event, Facts, Line, Sample, Stack
+from paceline.operate.dashboard.event_queue import EventQueue
+from paceline.operate.dashboard.job_sample import JobEvent, JobInfo, JobSample, Line, Stack
+from paceline.operate.dashboard.local_collector import LocalCollector
+from paceline.operate.launch.dashboard_link import LocalActivity
+from paceline.operate.launch.job_dashboard import RemoteDashboardFeed, decode_update, encode_update
+from paceline.operate.launch.multinode.diagnosis_collector import DashboardRelay
+from paceline.operate.launch.multinode.protocol import AskStacks, DashboardUpdate, DashboardWatched, JoinJob, WaitOrder
+from paceline.operate.launch.multinode.protocol import decode as decode_message
+from paceline.operate.launch.multinode.protocol import encode as encode_message
 
 
 class Inner:
@@ -22,7 +22,7 @@ class Inner:
     deadline_s = None
 
     def reported(self, node, report, now_s):
-        return [(node, Wait("here"))]
+        return [(node, WaitOrder("here"))]
 
     def ended(self, node, why, now_s):
         return []
@@ -34,24 +34,24 @@ class Inner:
         return []
 
 
-def join(serves: bool) -> Join:
-    return Join("host", 1, "10.0.0.1", 1, 2, "default", None, serves, "1", False)
+def join(serves: bool) -> JoinJob:
+    return JoinJob("host", 1, "10.0.0.1", 1, 2, "default", None, serves, "1", False)
 
 
 def test_others_are_asked_only_while_somebody_looks():
-    viewing = Viewing(Inner())
+    viewing = DashboardRelay(Inner())
     viewing.reported("a", join(True), 0.0)
     viewing.reported("b", join(False), 0.0)
-    assert viewing.reported("a", Watching(True), 1.0) == [("b", Watching(True))]
-    assert viewing.reported("c", join(False), 2.0) == [("c", Wait("here")), ("c", Watching(True))]
-    assert viewing.reported("b", Seen("x"), 3.0) == [("a", Seen("x"))]
+    assert viewing.reported("a", DashboardWatched(True), 1.0) == [("b", DashboardWatched(True))]
+    assert viewing.reported("c", join(False), 2.0) == [("c", WaitOrder("here")), ("c", DashboardWatched(True))]
+    assert viewing.reported("b", DashboardUpdate("x"), 3.0) == [("a", DashboardUpdate("x"))]
     assert viewing.reported("a", AskStacks(), 3.0) == [("b", AskStacks()), ("c", AskStacks())]
     viewing.lost("b", "gone", 4.0)
-    assert viewing.reported("a", Watching(False), 5.0) == [("c", Watching(False))]
-    assert viewing.reported("d", join(False), 6.0) == [("d", Wait("here"))]
+    assert viewing.reported("a", DashboardWatched(False), 5.0) == [("c", DashboardWatched(False))]
+    assert viewing.reported("d", join(False), 6.0) == [("d", WaitOrder("here"))]
 
 
-@pytest.mark.parametrize("message", [Watching(True), AskStacks(), Seen('[{"rank": 1}]')])
+@pytest.mark.parametrize("message", [DashboardWatched(True), AskStacks(), DashboardUpdate('[{"rank": 1}]')])
 def test_the_messages_travel(message):
     assert decode_message(encode_message(message)[4:]) == message
 
@@ -63,25 +63,25 @@ def test_what_is_sent_is_small_and_on_the_pages_clock():
     training.run(1.0)
     sample = training.look()
     ranks = sample.ranks
-    body = encode(sample, 1000.0)
+    body = encode_update(sample, 1000.0)
     assert len(body) / len(ranks) < 4096
-    told = decode(body).ranks
+    told = decode_update(body).ranks
     assert [each.rank for each in told] == list(range(8))
     assert told[3].steps[-1].begin_s == pytest.approx(ranks[3].steps[-1].begin_s + 1000, abs=1e-5)
     assert told[3].steps[-1].duration_s == pytest.approx(ranks[3].steps[-1].duration_s, abs=1e-5)
     assert told[3].steps[-1].buckets and not told[3].steps[0].buckets
     with pytest.raises(ValueError, match="int"):
-        decode('{"ranks": [{"rank": "one"}]}')
+        decode_update('{"ranks": [{"rank": "one"}]}')
 
 
 def test_samples_from_elsewhere_are_taken_once():
     training = Training(2)
     training.run(1.0)
-    notes = Notes()
-    lookout = Lookout(notes, Facts("job", world_size=2))
+    notes = EventQueue()
+    lookout = LocalCollector(notes, JobInfo("job", world_size=2))
     for _ in range(2):
         training.run(0.5)
-        notes.leave(decode(encode(training.look(), 0.0)))
+        notes.leave(decode_update(encode_update(training.look(), 0.0)))
     sample = lookout.look()
     numbers = [step.step for step in sample.ranks[1].steps]
     assert numbers == sorted(set(numbers)) and len(numbers) > 10
@@ -90,18 +90,18 @@ def test_samples_from_elsewhere_are_taken_once():
 
 
 def test_what_others_print_and_do_is_shown_on_the_pages_clock():
-    sample = Sample(
+    sample = JobSample(
         5.0,
-        Facts(""),
-        events=(Event(4.0, "failure", "rank 2 (process 7): killed"),),
+        JobInfo(""),
+        events=(JobEvent(4.0, "failure", "rank 2 (process 7): killed"),),
         lines=(Line(3.0, 2, 2, "Traceback"),),
         stacks=(Stack(3, 4.5, "train.py:8"),),
     )
-    notes = Notes()
-    lookout = Lookout(notes, Facts("job", world_size=4))
-    notes.leave(decode(encode(sample, 100.0)))
+    notes = EventQueue()
+    lookout = LocalCollector(notes, JobInfo("job", world_size=4))
+    notes.leave(decode_update(encode_update(sample, 100.0)))
     seen = lookout.look()
-    assert seen.events == (Event(104.0, "failure", "rank 2 (process 7): killed"),)
+    assert seen.events == (JobEvent(104.0, "failure", "rank 2 (process 7): killed"),)
     assert seen.lines == (Line(103.0, 2, 2, "Traceback"),)
     assert seen.stacks == (Stack(3, 104.5, "train.py:8"),)
     again = lookout.look()
@@ -110,27 +110,27 @@ def test_what_others_print_and_do_is_shown_on_the_pages_clock():
 
 def test_of_much_output_the_latest_is_sent():
     lines = tuple(Line(float(number), 1, 1, f"line {number}") for number in range(3000))
-    told = decode(encode(Sample(1.0, Facts(""), lines=lines), 0.0)).lines
+    told = decode_update(encode_update(JobSample(1.0, JobInfo(""), lines=lines), 0.0)).lines
     assert told[-1].text == "line 2999" and len(told) == 501
     assert told[0].text == "(2500 lines of this machine's ranks are left out here)"
     long = tuple(Line(1.0, 1, 1, "x" * 2000) for _ in range(400))
-    body = encode(Sample(1.0, Facts(""), lines=long), 0.0)
-    assert len(encode_message(Seen(body))) < 1 << 20
+    body = encode_update(JobSample(1.0, JobInfo(""), lines=long), 0.0)
+    assert len(encode_message(DashboardUpdate(body))) < 1 << 20
 
 
 class Watch:
     """A launcher without a page, whose outlook is watched or not."""
 
     def __init__(self) -> None:
-        self.local = LocalNotes(is_heard=False, has_all_events=False)
-        self.sent: list[Seen] = []
+        self.local = LocalActivity(is_observed=False, has_all_events=False)
+        self.sent: list[DashboardUpdate] = []
         self.ear = self.local.sink(1, 1)
 
-    def begin(self) -> Outlook:
-        return Outlook(self.local, list, lambda: 0.0, self.sent.append)
+    def begin(self) -> RemoteDashboardFeed:
+        return RemoteDashboardFeed(self.local, list, lambda: 0.0, self.sent.append)
 
     def lines(self) -> list[str]:
-        return [line.text for seen in self.sent for line in decode(seen.body).lines]
+        return [line.text for seen in self.sent for line in decode_update(seen.body).lines]
 
 
 def test_output_from_before_anybody_looked_is_kept():
@@ -162,4 +162,4 @@ def test_events_that_every_launcher_tells_are_left_to_one():
     watch.local.happened("start", {"generation": 1, "ranks": [2, 3]})
     watch.local.happened("end", {"code": 0})
     watch.begin().tick(1.0)
-    assert [event.text for event in decode(watch.sent[0].body).events] == ["2 workers, 2 to 3 started"]
+    assert [event.text for event in decode_update(watch.sent[0].body).events] == ["2 workers, 2 to 3 started"]

@@ -10,22 +10,28 @@ import time
 
 import pytest
 
-from paceline.observe.live.follower import Follower
-from paceline.observe.live.lookout import Lookout
-from paceline.observe.live.notes import Notes, WorkerBegan, WorkerEnded
-from paceline.observe.live.rank_steps import PastCall, Pieces, joined, length, within, without
-from paceline.observe.live.sample import Bucket, Event, Facts, Line, State, Verdict
-from paceline.record.layout import NBYTES
-from paceline.record.memory import HANDED_VARIABLE, HandedMemory
-from paceline.record.names import EventKind
+from paceline.comm.record.layout import NBYTES, EventKind
+from paceline.comm.record.memory import HANDED_VARIABLE, HandedMemory
+from paceline.operate.dashboard.event_queue import EventQueue, WorkerGone, WorkerRunning
+from paceline.operate.dashboard.job_sample import BucketTiming, JobEvent, JobInfo, Line, RankActivity, StallNotice
+from paceline.operate.dashboard.local_collector import LocalCollector
+from paceline.operate.dashboard.recording_follower import (
+    PastCall,
+    Pieces,
+    RecordingFollower,
+    joined,
+    length,
+    within,
+    without,
+)
 
 WRITER = """
 import sys, time
 import paceline._core as core
-from paceline.record.recorder import begin, identify
-from paceline.record.names import EventKind as K
-from paceline.record.spans import begin_event
-from paceline.record.values import log
+from paceline.comm.record.recorder import begin, identify
+from paceline.comm.record.layout import EventKind as K
+from paceline.comm.record.spans import begin_event
+from paceline.comm.record.log import log
 
 begin(); identify(1, 4)
 
@@ -85,7 +91,7 @@ def writer():
 
 
 def test_steps_come_when_they_have_ended_and_only_once(writer):
-    follower = Follower.of_descriptor(writer.fd)
+    follower = RecordingFollower.of_descriptor(writer.fd)
     writer.do("step(1); step(2)")
     news = follower.news()
     assert news is not None and [step.step for step in news.steps] == [1, 2]
@@ -101,7 +107,7 @@ def test_steps_come_when_they_have_ended_and_only_once(writer):
 
 
 def test_an_open_step_is_taken_once_it_ends(writer):
-    follower = Follower.of_descriptor(writer.fd)
+    follower = RecordingFollower.of_descriptor(writer.fd)
     writer.do("core.record_step(7); whole = begin_event(K.STEP, 'ddp', 7); wait = begin_event(K.DATA_WAIT, 'loader')")
     news = follower.news()
     assert news.steps == [] and EventKind.DATA_WAIT in news.open_kinds
@@ -112,7 +118,7 @@ def test_an_open_step_is_taken_once_it_ends(writer):
 
 
 def test_the_latest_steps_are_found_after_the_ring_came_round(writer):
-    follower = Follower.of_descriptor(writer.fd)
+    follower = RecordingFollower.of_descriptor(writer.fd)
     follower.news()
     writer.do("for i in range(20000): core.record_mark(K.SPAN, 0, 0, 0)")
     writer.do("step(3)")
@@ -121,7 +127,7 @@ def test_the_latest_steps_are_found_after_the_ring_came_round(writer):
 
 
 def test_with_a_stride_every_other_step_is_worked_out(writer):
-    follower = Follower.of_descriptor(writer.fd)
+    follower = RecordingFollower.of_descriptor(writer.fd)
     writer.do("[step(n) for n in range(1, 6)]")
     news = follower.news(stride=2)
     assert [step.step for step in news.steps] == [2, 4]
@@ -129,7 +135,7 @@ def test_with_a_stride_every_other_step_is_worked_out(writer):
 
 
 def test_a_call_that_lasts_is_what_the_rank_does(writer):
-    follower = Follower.of_descriptor(writer.fd)
+    follower = RecordingFollower.of_descriptor(writer.fd)
     writer.do("group = core.record_group('default', 'test', 7, 1, [0, 1]); core.record_step(4)")
     writer.do("call = core.RecordedCall(group, 1, 11, 0, 5, 4096, -1, False, -1); call.start()")
     news = follower.news()
@@ -144,35 +150,38 @@ def test_a_call_that_lasts_is_what_the_rank_does(writer):
 
 
 def test_values_of_a_program_without_steps_are_counted(writer):
-    follower = Follower.of_descriptor(writer.fd)
+    follower = RecordingFollower.of_descriptor(writer.fd)
     writer.do("core.record_step(0); log(loss=5.0); log(loss=4.0); log(lr=1.0)")
     assert follower.news().values == [(1, "loss", 5.0), (2, "loss", 4.0), (1, "lr", 1.0)]
 
 
 def test_memory_without_a_recording_has_no_news():
-    assert Follower(lambda offset, nbytes: b"").news() is None
-    assert Follower(lambda offset, nbytes: bytes(nbytes)).news() is None
+    assert RecordingFollower(lambda offset, nbytes: b"").news() is None
+    assert RecordingFollower(lambda offset, nbytes: bytes(nbytes)).news() is None
 
 
 def test_a_lookout_sees_workers_and_what_is_noted(writer):
-    notes = Notes()
-    lookout = Lookout(notes, Facts("job", world_size=2))
+    notes = EventQueue()
+    lookout = LocalCollector(notes, JobInfo("job", world_size=2))
     try:
         notes.leave_worker(1, writer.process.pid, "node0", writer.fd)
-        notes.leave(WorkerBegan(0, 1, "node0"))
+        notes.leave(WorkerRunning(0, 1, "node0"))
         writer.do("step(1)")
         notes.leave(Line(time.monotonic(), 1, 1, "hello"))
-        notes.leave(Event(time.monotonic(), "start", "2 ranks"))
+        notes.leave(JobEvent(time.monotonic(), "start", "2 ranks"))
         sample = lookout.look()
-        assert [(each.rank, each.state) for each in sample.ranks] == [(0, State.STARTING), (1, State.TRAINING)]
+        assert [(each.rank, each.state) for each in sample.ranks] == [
+            (0, RankActivity.STARTING),
+            (1, RankActivity.TRAINING),
+        ]
         assert sample.ranks[1].memory_nbytes > 1 << 20
         assert sample.facts.total_steps == 50
         assert [line.text for line in sample.lines] == ["hello"] and len(sample.events) == 1
-        notes.leave(Verdict("rank 1 is stuck", (1,)))
-        notes.leave(WorkerEnded(1, writer.process.pid, "killed by SIGKILL"))
+        notes.leave(StallNotice("rank 1 is stuck", (1,)))
+        notes.leave(WorkerGone(1, writer.process.pid, "killed by SIGKILL"))
         sample = lookout.look()
         assert sample.verdict is not None and sample.lines == ()
-        assert (sample.ranks[1].state, sample.ranks[1].doing) == (State.DEAD, "killed by SIGKILL")
+        assert (sample.ranks[1].state, sample.ranks[1].doing) == (RankActivity.DEAD, "killed by SIGKILL")
     finally:
         lookout.close()
     notes.leave_worker(1, 1, "node0", writer.fd)  # nobody looks any more, so the descriptor is not kept
@@ -181,8 +190,8 @@ def test_a_lookout_sees_workers_and_what_is_noted(writer):
 
 def test_a_worker_that_joins_late_counts_as_the_others(writer):
     late = Writer()
-    notes = Notes()
-    lookout = Lookout(notes, Facts("job", world_size=2))
+    notes = EventQueue()
+    lookout = LocalCollector(notes, JobInfo("job", world_size=2))
     try:
         notes.leave_worker(0, writer.process.pid, "node0", writer.fd)
         writer.do("[step(n) for n in range(1, 12)]")
@@ -210,7 +219,9 @@ def test_intervals_are_joined_cut_and_taken_out():
 
 
 def test_what_is_hidden_behind_backward_is_not_exposed():
-    pieces = Pieces(phases={"backward": [(0.0, 1.0)]}, buckets=[Bucket(0.2, 0.3, 0.5, 1), Bucket(0.8, 0.8, 1.0, 1)])
+    pieces = Pieces(
+        phases={"backward": [(0.0, 1.0)]}, buckets=[BucketTiming(0.2, 0.3, 0.5, 1), BucketTiming(0.8, 0.8, 1.0, 1)]
+    )
     step = pieces.step(1, 0.0, 1.0)
     assert step.exposed_s == pytest.approx(0.2)
     assert step.backward_s == pytest.approx(0.8)
@@ -219,7 +230,7 @@ def test_what_is_hidden_behind_backward_is_not_exposed():
 
 def test_a_step_is_predicted_from_its_calls():
     """The buckets are averaged one after another, in 0.3 s and 0.4 s; of the last call nothing was predicted."""
-    buckets = [Bucket(0.1, 0.1, 0.6, 1), Bucket(0.8, 0.8, 1.5, 1)]
+    buckets = [BucketTiming(0.1, 0.1, 0.6, 1), BucketTiming(0.8, 0.8, 1.5, 1)]
     calls = [PastCall(0.1, 0, 0.6, True, 0.3), PastCall(0.8, 0, 1.5, True, 0.4), PastCall(1.6, 0, 1.8, False)]
     step = Pieces(buckets=buckets, calls=calls).step(1, 0.0, 2.0)
     assert step.exposed_s == pytest.approx(0.9)
@@ -227,15 +238,15 @@ def test_a_step_is_predicted_from_its_calls():
 
 
 def test_a_step_without_predictions_has_none():
-    buckets, unpredicted = [Bucket(0.1, 0.1, 0.6, 1)], PastCall(0.1, 0, 0.6, True)
+    buckets, unpredicted = [BucketTiming(0.1, 0.1, 0.6, 1)], PastCall(0.1, 0, 0.6, True)
     assert Pieces(buckets=buckets, calls=[unpredicted]).step(1, 0.0, 1.0).predicted_s is None
     elsewhere = PastCall(0.7, 0, 0.8, False, 0.1)
     assert Pieces(buckets=buckets, calls=[unpredicted, elsewhere]).step(1, 0.0, 1.0).predicted_s is None
 
 
 def test_a_bucket_waits_until_all_ranks_have_come():
-    pieces = Pieces(buckets=[Bucket(0.1, 0.1, 0.9, 1)], calls=[PastCall(0.1, 0.7, 0.9, False)])
-    assert pieces.step(1, 0.0, 1.0).buckets == (Bucket(0.1, 0.7, 0.9, 1),)
+    pieces = Pieces(buckets=[BucketTiming(0.1, 0.1, 0.9, 1)], calls=[PastCall(0.1, 0.7, 0.9, False)])
+    assert pieces.step(1, 0.0, 1.0).buckets == (BucketTiming(0.1, 0.7, 0.9, 1),)
 
 
 def test_a_synchronous_call_is_exposed_wherever_it_is():

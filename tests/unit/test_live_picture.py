@@ -8,18 +8,23 @@ from dataclasses import replace
 import pytest
 from simulated_training import Training
 
-from paceline.observe.live.board import Board
-from paceline.observe.live.feed import Feed, changes
-from paceline.observe.live.picture import PARTS, CallRow, Picture, StepColumn
-from paceline.observe.live.prometheus import metrics
-from paceline.observe.live.sample import CallTally, Facts, RankSample, RankStep, Sample, State, Verdict
-from paceline.observe.live.spans import about
-from paceline.observe.live.tail import Tail, Thinned
-from paceline.observe.live.what_if import what_if
+from paceline.operate.dashboard.aggregator import DashboardAggregator, what_if
+from paceline.operate.dashboard.dashboard_state import PARTS, CallRow, DashboardState, StepColumn, Tail, Thinned, about
+from paceline.operate.dashboard.event_stream import Feed, changes
+from paceline.operate.dashboard.job_sample import (
+    CallTally,
+    JobInfo,
+    JobSample,
+    RankActivity,
+    RankSample,
+    RankStep,
+    StallNotice,
+)
+from paceline.operate.dashboard.prometheus import metrics
 
 
-def pictured(training: Training, seconds: float = 20.0, looks: int = 4) -> Picture:
-    board = Board()
+def pictured(training: Training, seconds: float = 20.0, looks: int = 4) -> DashboardState:
+    board = DashboardAggregator()
     for _ in range(looks):
         training.run(seconds / looks)
         board.take(training.look())
@@ -60,19 +65,21 @@ def test_a_stuck_job_says_so_and_blames_the_rank():
 
 
 def test_before_the_first_step_the_page_says_that_it_starts():
-    board = Board()
+    board = DashboardAggregator()
     with pytest.raises(ValueError, match="no sample"):
         board.picture()
-    board.take(Sample(5.0, Facts("job", world_size=2), (RankSample(0, state=State.STARTING),)))
+    board.take(JobSample(5.0, JobInfo("job", world_size=2), (RankSample(0, state=RankActivity.STARTING),)))
     picture = board.picture()
     assert picture.header.sentence == "starting, 0 of 2 ranks"
     assert picture.figures is None and picture.timeline is None and picture.what_if is None
 
 
 def test_the_end_of_a_job_is_told():
-    board = Board()
+    board = DashboardAggregator()
     board.take(
-        Sample(64.0, Facts("job", world_size=2, outcome="finished"), (RankSample(0, step=9, state=State.ENDED),))
+        JobSample(
+            64.0, JobInfo("job", world_size=2, outcome="finished"), (RankSample(0, step=9, state=RankActivity.ENDED),)
+        )
     )
     assert board.picture().header.sentence == "finished after 64 s, step 9"
 
@@ -82,22 +89,24 @@ def step_of(number: int, seconds: float = 0.1) -> RankStep:
 
 
 def test_a_step_is_shown_when_every_rank_has_finished_it():
-    board = Board()
-    facts = Facts("job", world_size=2)
-    board.take(Sample(1.0, facts, (RankSample(0, steps=(step_of(1), step_of(2))), RankSample(1, steps=(step_of(1),)))))
+    board = DashboardAggregator()
+    facts = JobInfo("job", world_size=2)
+    board.take(
+        JobSample(1.0, facts, (RankSample(0, steps=(step_of(1), step_of(2))), RankSample(1, steps=(step_of(1),))))
+    )
     assert [column.step for column in board.picture().steps.items] == [1]
-    board.take(Sample(1.1, facts, (RankSample(0), RankSample(1, steps=(step_of(2),)))))
+    board.take(JobSample(1.1, facts, (RankSample(0), RankSample(1, steps=(step_of(2),)))))
     assert [column.step for column in board.picture().steps.items] == [1, 2]
 
 
 def test_a_rank_that_is_gone_does_not_hold_up_the_others():
-    board = Board()
-    facts = Facts("job", world_size=2)
-    board.take(Sample(1.0, facts, (RankSample(0), RankSample(1))))
-    board.take(Sample(2.0, facts, (RankSample(0, steps=tuple(map(step_of, range(20)))), RankSample(1))))
+    board = DashboardAggregator()
+    facts = JobInfo("job", world_size=2)
+    board.take(JobSample(1.0, facts, (RankSample(0), RankSample(1))))
+    board.take(JobSample(2.0, facts, (RankSample(0, steps=tuple(map(step_of, range(20)))), RankSample(1))))
     assert not board.picture().steps.items, "its steps may still come"
     for at_s in (3.0, 4.0, 5.0):
-        board.take(Sample(at_s, facts, (RankSample(0), RankSample(1))))
+        board.take(JobSample(at_s, facts, (RankSample(0), RankSample(1))))
     shown = board.picture().steps.items
     assert len(shown) == 20
     assert shown[0].compute == (100.0,)
@@ -105,11 +114,11 @@ def test_a_rank_that_is_gone_does_not_hold_up_the_others():
 
 def test_calls_are_shown_beside_what_was_predicted():
     """The rank that waits least counts, and the kind that takes most of the time comes first."""
-    board = Board()
+    board = DashboardAggregator()
     for _ in range(3):
         quick, slow = (CallTally("all_reduce", "float32", 1000, "ring", 2, took_s, 1e-3) for took_s in (2.1e-3, 9e-3))
         short = CallTally("broadcast", "int64", 8, "tree", 1, 5e-5, 1e-4)
-        board.take(Sample(1.0, Facts("job"), (RankSample(0, calls=(slow, short)), RankSample(1, calls=(quick,)))))
+        board.take(JobSample(1.0, JobInfo("job"), (RankSample(0, calls=(slow, short)), RankSample(1, calls=(quick,)))))
     assert board.picture().calls == (
         CallRow("all_reduce of 1,000 float32, ring", 6, predicted=1.0, actual=1.05, is_far=False),
         CallRow("broadcast of 8 int64, tree", 3, predicted=0.1, actual=0.05, is_far=True),
@@ -117,19 +126,19 @@ def test_calls_are_shown_beside_what_was_predicted():
 
 
 def test_a_step_is_shown_beside_what_was_predicted():
-    board = Board()
+    board = DashboardAggregator()
     steps = tuple(replace(step_of(number), predicted_s=0.08) for number in range(4))
-    board.take(Sample(1.0, Facts("job"), (RankSample(0, steps=steps),)))
+    board.take(JobSample(1.0, JobInfo("job"), (RankSample(0, steps=steps),)))
     assert board.picture().figures.predicted == 80.0
     assert [column.predicted for column in board.picture().steps.items] == [80.0] * 4
 
 
 def test_values_are_joined_over_the_ranks_that_log_them():
-    board = Board()
+    board = DashboardAggregator()
     for step in range(8):
         ranks = tuple(RankSample(rank, values=((step, "loss", rank + step / 1),)) for rank in range(2))
         only_first = replace(ranks[0], values=(*ranks[0].values, (step, "lr", 0.1)))
-        board.take(Sample(step / 1, Facts("job"), (only_first, ranks[1])))
+        board.take(JobSample(step / 1, JobInfo("job"), (only_first, ranks[1])))
     points = board.picture().curves.items
     losses = [point for point in points if point.name == "loss"]
     assert [(point.low, point.mean, point.high) for point in losses[:2]] == [(0, 0.5, 1), (1, 1.5, 2)]
@@ -139,7 +148,7 @@ def test_values_are_joined_over_the_ranks_that_log_them():
 
 def test_long_curves_keep_their_spikes():
     thinned = Thinned(most=64)
-    from paceline.observe.live.picture import Point
+    from paceline.operate.dashboard.dashboard_state import Point
 
     for step in range(10_000):
         value = 50.0 if step == 1234 else 1.0
@@ -171,7 +180,7 @@ def merged(viewer: dict, message: bytes) -> None:
 
 @pytest.mark.parametrize("sees", [lambda number: True, lambda number: number % 7 == 0, lambda number: number > 30])
 def test_changes_lead_to_what_a_snapshot_shows(sees):
-    training, board, feed = Training(3, hangs=(1, 330)), Board(), Feed("life")
+    training, board, feed = Training(3, hangs=(1, 330)), DashboardAggregator(), Feed("life")
     viewer: dict = {}
     seen: str | None = None
     for number in range(60):
@@ -193,7 +202,7 @@ def test_changes_lead_to_what_a_snapshot_shows(sees):
 
 
 def test_what_has_not_changed_is_not_sent():
-    training, board = Training(2), Board()
+    training, board = Training(2), DashboardAggregator()
     training.run(2)
     board.take(training.look())
     before = board.picture()
@@ -204,7 +213,7 @@ def test_what_has_not_changed_is_not_sent():
 
 
 def test_one_second_of_64_ranks_is_a_small_message():
-    training, board, feed = Training(64), Board(), Feed("life")
+    training, board, feed = Training(64), DashboardAggregator(), Feed("life")
     for _ in range(30):
         training.run(1.0)
         board.take(training.look())
@@ -213,13 +222,15 @@ def test_one_second_of_64_ranks_is_a_small_message():
 
 
 def test_metrics_are_escaped_and_finite():
-    board = Board()
-    facts = Facts('a "job"\n', world_size=1)
+    board = DashboardAggregator()
+    facts = JobInfo('a "job"\n', world_size=1)
     board.take(
-        Sample(1.0, facts, (RankSample(0, "host\\x", values=((0, "loss", float("nan")),)),), verdict=Verdict("stuck"))
+        JobSample(
+            1.0, facts, (RankSample(0, "host\\x", values=((0, "loss", float("nan")),)),), verdict=StallNotice("stuck")
+        )
     )
     for step in range(1, 8):
-        board.take(Sample(2.0, facts, (RankSample(0, "host\\x", values=((step, "loss", float("inf")),)),)))
+        board.take(JobSample(2.0, facts, (RankSample(0, "host\\x", values=((step, "loss", float("inf")),)),)))
     text = metrics(board.picture())
     assert 'paceline_logged{job="a \\"job\\"\\n",name="loss"} +Inf' in text
     assert 'host="host\\\\x"' in text
@@ -245,13 +256,13 @@ def test_lengths_of_time_are_in_two_units_at_most():
 
 
 def test_after_a_restart_steps_and_curves_go_on():
-    board = Board()
-    facts = Facts("job", world_size=1)
+    board = DashboardAggregator()
+    facts = JobInfo("job", world_size=1)
 
     def take(first: int, last: int) -> None:
         steps = tuple(map(step_of, range(first, last)))
         values = tuple((step, "loss", float(step)) for step in range(first, last))
-        board.take(Sample(1.0, facts, (RankSample(0, step=last, steps=steps, values=values),)))
+        board.take(JobSample(1.0, facts, (RankSample(0, step=last, steps=steps, values=values),)))
 
     take(1, 60)
     take(1, 30)

@@ -16,19 +16,19 @@ import pytest
 from simulated_training import Training
 
 from paceline.cli.main import main
-from paceline.observe.live.archive import picture_of
-from paceline.observe.live.assets import MODULES, assets, report
-from paceline.observe.live.board import Board
-from paceline.observe.live.picture import Picture
-from paceline.observe.live.sample import Line
-from paceline.record import layout
+from paceline.comm.record import layout
+from paceline.operate.dashboard.aggregator import DashboardAggregator
+from paceline.operate.dashboard.dashboard_state import DashboardState
+from paceline.operate.dashboard.directory_collector import dashboard_of
+from paceline.operate.dashboard.job_sample import Line
+from paceline.operate.dashboard.report import MODULES, assets, report
 
 EVIL = "</script><script>alert(1)</script><!-- "
 
 
 @pytest.fixture(scope="module")
-def picture() -> Picture:
-    training, board = Training(4), Board()
+def picture() -> DashboardState:
+    training, board = Training(4), DashboardAggregator()
     training.run(5)
     sample = training.look()
     board.take(replace(sample, lines=(Line(1.0, 0, 1, EVIL),), facts=replace(sample.facts, run_id=EVIL)))
@@ -88,8 +88,8 @@ def test_a_directory_without_recordings_is_named(tmp_path, capsys):
 STEPS = """
 import os, time
 from paceline import _core
-from paceline.record import recorder
-from paceline.record.steps import STEPS
+from paceline.comm.record import recorder
+from paceline.comm.record.spans import STEPS
 class Loop: pass
 loop = Loop()
 recorder.begin()
@@ -130,12 +130,14 @@ def test_the_report_puts_several_hosts_on_one_clock(tmp_path):
         (tmp_path / host / "job.json").write_text(json.dumps({**facts, "state": "finished", "clock": clock}))
         (tmp_path / host / "events.jsonl").write_text('{"event": "end", "time_s": 9.0, "code": 0}\n')
     for directories in ([tmp_path / "h0", tmp_path / "h1"], [tmp_path]):
-        shown = picture_of(directories)
+        shown = dashboard_of(directories)
         assert [(row.rank, row.host) for row in shown.ranks] == [(0, "h0"), (1, "h1")]
         assert shown.timeline is not None
         first, second = (lane.phases for lane in shown.timeline.lanes)
         assert first == second and shown.timeline.span < 60_000
-    assert [event.text for event in picture_of([tmp_path / "h0", tmp_path / "h1"]).story.items] == ["the job has ended"]
+    assert [event.text for event in dashboard_of([tmp_path / "h0", tmp_path / "h1"]).story.items] == [
+        "the job has ended"
+    ]
     (tmp_path / "h1" / "job.json").unlink()
-    by_day = picture_of([tmp_path / "h0", tmp_path / "h1"]).timeline
+    by_day = dashboard_of([tmp_path / "h0", tmp_path / "h1"]).timeline
     assert by_day is not None and by_day.span < 60_000

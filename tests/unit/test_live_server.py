@@ -17,9 +17,15 @@ from simulated_training import Training
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from paceline.observe.live.access import Access
-from paceline.observe.live.addresses import AddressError, Place, lines
-from paceline.observe.live.serving import MissingDashError, Serving, check_installed
+from paceline.operate.dashboard.access import Access
+from paceline.operate.dashboard.server import (
+    AddressError,
+    DashboardServer,
+    ListenAddress,
+    MissingDashError,
+    check_installed,
+    lines,
+)
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 HOST = "Host: localhost:8080"
@@ -29,7 +35,7 @@ BEARER = f"Authorization: Bearer {TOKEN}"
 class Page:
     """A page of a simulated job, and raw requests to it."""
 
-    def __init__(self, place: Place, **options: object) -> None:
+    def __init__(self, place: ListenAddress, **options: object) -> None:
         self.complaints: list[str] = []
         training = Training(2)
         training.run(3.0)
@@ -37,7 +43,7 @@ class Page:
         self.name = self.listener.getsockname()
         acts = bool(options.pop("acts", False))
         access = Access(TOKEN, "job", acts=acts)
-        self.serving = Serving(self.listener, training.look, access, complain=self.complaints.append, **options)
+        self.serving = DashboardServer(self.listener, training.look, access, complain=self.complaints.append, **options)
 
     def connect(self) -> socket.socket:
         family = socket.AF_UNIX if isinstance(self.name, str) else socket.AF_INET
@@ -71,8 +77,8 @@ class Page:
 
 
 @contextmanager
-def served(place: Place | None = None, **options: object) -> Iterator[Page]:
-    page = Page(place or Place(), **options)
+def served(place: ListenAddress | None = None, **options: object) -> Iterator[Page]:
+    page = Page(place or ListenAddress(), **options)
     try:
         yield page
     finally:
@@ -197,12 +203,12 @@ def test_under_a_prefix_both_forms_of_paths_work():
 
 def test_a_unix_socket_is_for_its_user_only(tmp_path):
     path = tmp_path / "page"
-    with served(Place(path=str(path))) as page:
+    with served(ListenAddress(path=str(path))) as page:
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
         assert page.ask("GET /", HOST, BEARER)[0] == 200
         assert page.ask("GET /", HOST)[0] == 401
         with pytest.raises(AddressError, match="another process serves"):
-            Place(path=str(path)).listen()
+            ListenAddress(path=str(path)).listen()
         assert any(f"ssh -L 8080:{path} " in line for line in lines(page.listener, TOKEN))
     assert not path.exists()
 
@@ -216,7 +222,7 @@ def test_the_page_listens_on_loopback_only(page):
 
 def test_a_port_that_is_taken_is_named(page):
     with pytest.raises(AddressError, match=f"port {page.name[1]} of loopback"):
-        Place(page.name[1]).listen()
+        ListenAddress(page.name[1]).listen()
 
 
 def test_a_page_that_fails_complains_once_and_is_gone():
@@ -224,7 +230,7 @@ def test_a_page_that_fails_complains_once_and_is_gone():
         raise RuntimeError("no such job")
 
     complaints: list[str] = []
-    serving = Serving(Place().listen(), fail, Access(TOKEN), complain=complaints.append)
+    serving = DashboardServer(ListenAddress().listen(), fail, Access(TOKEN), complain=complaints.append)
     serving._thread.join(20)
     serving.close()
     assert complaints == ["the page has failed and is gone; the job goes on (RuntimeError: no such job)"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from paceline.observe.live.story import Story
+from paceline.operate.dashboard.event_queue import EventFormatter
 
 
 def texts(*events: tuple[str, dict]) -> list[tuple[str, str, float | None]]:
-    story = Story()
+    story = EventFormatter()
     told = [each for at, (event, facts) in enumerate(events) for each in story.tell(event, facts, float(at))]
     return [(each.kind, each.text, each.cost_s) for each in told]
 

@@ -20,10 +20,10 @@ from sampling import examples
 from threads_group import ThreadGroup, ThreadMesh
 
 import paceline as dist
-from paceline.checkpoint.disks import Disks, found_disks
-from paceline.checkpoint.format import saving
-from paceline.checkpoint.format.root import Root
-from paceline.checkpoint.talking import GroupTalk
+from paceline.train.checkpoint.format import root as root_module
+from paceline.train.checkpoint.format.root import Root
+from paceline.train.checkpoint.host_disks import Disks, found_disks
+from paceline.train.checkpoint.rank_channel import GroupChannel
 
 LAYOUTS = [
     Layout(4, 1, 1),
@@ -93,7 +93,7 @@ def test_hosts_are_told_apart_by_their_disks(tmp_path):
     paths = hosts_of(tmp_path, "abab")
 
     def program(world: ThreadGroup, groups: list[ThreadGroup]) -> Disks:
-        return found_disks(Root(paths[world.rank()]), GroupTalk(world))
+        return found_disks(Root(paths[world.rank()]), GroupChannel(world))
 
     found = ThreadMesh(4).run(program)
     assert [each.of for each in found] == [(0, 1, 0, 1)] * 4
@@ -118,14 +118,14 @@ def test_without_a_host_the_newest_that_is_whole_is_taken(tmp_path, capfd):
 def test_a_host_that_cannot_publish_fails_the_save_everywhere(tmp_path, monkeypatch):
     expected = whole_state(tmp_path)
     saved(tmp_path, "aabb", LAYOUTS[0], step=1)
-    publish = saving.publish
+    publish = root_module.publish
 
     def refuse(place: Any, *others: Any) -> None:
         if place.describe().endswith("b"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         publish(place, *others)
 
-    monkeypatch.setattr(saving, "publish", refuse)
+    monkeypatch.setattr(root_module, "publish", refuse)
 
     def program(world: ThreadGroup, groups: list[ThreadGroup]) -> None:
         path = hosts_of(tmp_path, "aabb")[world.rank()]
@@ -161,4 +161,4 @@ def test_an_address_that_all_hosts_reach_is_refused():
 
 
 def test_examples_of_fetching_run():
-    assert doctest.testmod(import_module("paceline.checkpoint.fetching")).failed == 0
+    assert doctest.testmod(import_module("paceline.train.checkpoint.read")).failed == 0

@@ -8,13 +8,21 @@ from hypothesis import strategies as st
 from local_simulation import Simulation, drawn
 from sampling import examples
 
-from paceline.parallel.local.course import Begin, Course, Rhythm, Use
-from paceline.parallel.local.fragments import cut
-from paceline.parallel.local.roll import FINISHED, Roll, Verdict, who_is_there
+from paceline.train.diloco.exchange_timetable import (
+    FINISHED,
+    ArrivalTracker,
+    BeginExchange,
+    ExchangeInterval,
+    ExchangeTimetable,
+    Participants,
+    UseResult,
+    participants_after_waiting,
+)
+from paceline.train.diloco.outer_parameters import cut
 
 
-def actions(rhythm: Rhythm, steps: int) -> dict[int, list[object]]:
-    course, done = Course(rhythm), dict[int, list[object]]()
+def actions(rhythm: ExchangeInterval, steps: int) -> dict[int, list[object]]:
+    course, done = ExchangeTimetable(rhythm), dict[int, list[object]]()
     for step in range(1, steps + 1):
         course.step()
         for action in all_due(course):
@@ -22,8 +30,8 @@ def actions(rhythm: Rhythm, steps: int) -> dict[int, list[object]]:
     return done
 
 
-def all_due(course: Course) -> list[Begin | Use]:
-    done: list[Begin | Use] = []
+def all_due(course: ExchangeTimetable) -> list[BeginExchange | UseResult]:
+    done: list[BeginExchange | UseResult] = []
     while (action := course.due()) is not None:
         course.did(action)
         done.append(action)
@@ -31,34 +39,34 @@ def all_due(course: Course) -> list[Begin | Use]:
 
 
 def test_fragments_take_turns_within_a_round():
-    assert actions(Rhythm(every=4, fragments=2), 8) == {
-        2: [Begin(0), Use(0)],
-        4: [Begin(1), Use(1)],
-        6: [Begin(2), Use(2)],
-        8: [Begin(3), Use(3)],
+    assert actions(ExchangeInterval(every=4, fragments=2), 8) == {
+        2: [BeginExchange(0), UseResult(0)],
+        4: [BeginExchange(1), UseResult(1)],
+        6: [BeginExchange(2), UseResult(2)],
+        8: [BeginExchange(3), UseResult(3)],
     }
 
 
 def test_a_result_is_used_some_steps_later():
-    assert actions(Rhythm(every=4, fragments=2, delay=3), 9) == {
-        2: [Begin(0)],
-        4: [Begin(1)],
-        5: [Use(0)],
-        6: [Begin(2)],
-        7: [Use(1)],
-        8: [Begin(3)],
-        9: [Use(2)],
+    assert actions(ExchangeInterval(every=4, fragments=2, delay=3), 9) == {
+        2: [BeginExchange(0)],
+        4: [BeginExchange(1)],
+        5: [UseResult(0)],
+        6: [BeginExchange(2)],
+        7: [UseResult(1)],
+        8: [BeginExchange(3)],
+        9: [UseResult(2)],
     }
 
 
 @given(st.integers(1, 40), st.data())
 def test_every_fragment_is_exchanged_once_a_round(every, data):
-    rhythm = Rhythm(every, data.draw(st.integers(1, every)), data.draw(st.integers(0, every - 1)))
+    rhythm = ExchangeInterval(every, data.draw(st.integers(1, every)), data.draw(st.integers(0, every - 1)))
     begun = [
         (step, each.exchange)
         for step, done in actions(rhythm, 3 * every).items()
         for each in done
-        if isinstance(each, Begin)
+        if isinstance(each, BeginExchange)
     ]
     for first in range(0, 3 * every, every):
         of_round = [exchange for step, exchange in begun if first < step <= first + every]
@@ -68,71 +76,71 @@ def test_every_fragment_is_exchanged_once_a_round(every, data):
 
 
 def test_a_late_rank_takes_the_steps_of_the_others():
-    course = Course(Rhythm(every=10, fragments=2, delay=1))
+    course = ExchangeTimetable(ExchangeInterval(every=10, fragments=2, delay=1))
     course.step()
     course.catch_up(3)  # exchange 2, after 15 steps, was held without this rank
     assert course.steps == 15
-    assert all_due(course) == [Begin(0), Use(0), Begin(1), Use(1), Begin(2)]
+    assert all_due(course) == [BeginExchange(0), UseResult(0), BeginExchange(1), UseResult(1), BeginExchange(2)]
     course.step()
-    assert course.due() == Use(2)
+    assert course.due() == UseResult(2)
 
 
 def test_a_rank_that_is_not_late_keeps_its_steps():
-    course = Course(Rhythm(every=2, delay=1))
+    course = ExchangeTimetable(ExchangeInterval(every=2, delay=1))
     for _ in range(2):
         course.step()
-    assert all_due(course) == [Begin(0)]
+    assert all_due(course) == [BeginExchange(0)]
     course.catch_up(1)
     assert course.steps == 2
 
 
 def test_late_ranks_are_waited_for_only_so_long():
-    roll = Roll(3, grace_s=5.0)
+    roll = ArrivalTracker(3, grace_s=5.0)
     assert roll.call(100.0) is None
     roll.came(1, 0, 100.0)
     roll.came(0, 0, 104.0)
     assert roll.call(104.9) is None
     assert roll.due_s() == 105.0
-    assert roll.call(105.0) == Verdict((True, True, False))
+    assert roll.call(105.0) == Participants((True, True, False))
     roll.came(2, 0, 106.0)  # too late: this opens no window for the exchange that comes next
     assert roll.due_s() is None
     assert roll.call(1e9) is None
 
 
 def test_nobody_waits_once_all_are_there():
-    roll = Roll(2, grace_s=5.0)
+    roll = ArrivalTracker(2, grace_s=5.0)
     for rank in range(2):
         roll.came(rank, 0, 1.0)
-    assert roll.call(1.0) == Verdict((True, True))
+    assert roll.call(1.0) == Participants((True, True))
 
 
 def test_a_rank_may_be_an_exchange_ahead():
-    roll = Roll(2, grace_s=5.0)
+    roll = ArrivalTracker(2, grace_s=5.0)
     roll.came(0, 0, 1.0)
     roll.came(0, 1, 2.0)
-    assert roll.call(6.0) == Verdict((True, False))
+    assert roll.call(6.0) == Participants((True, False))
     assert roll.due_s() == 7.0
     roll.came(1, 1, 6.5)
-    assert roll.call(6.5) == Verdict((True, True))
+    assert roll.call(6.5) == Participants((True, True))
 
 
 def test_finished_ranks_are_not_waited_for():
-    roll = Roll(3, grace_s=5.0)
+    roll = ArrivalTracker(3, grace_s=5.0)
     roll.came(0, FINISHED, 1.0)
     roll.came(1, 0, 1.0)
     roll.came(2, 0, 1.0)
-    assert roll.call(1.0) == Verdict((False, True, True))
+    assert roll.call(1.0) == Participants((False, True, True))
     roll.came(1, FINISHED, 2.0)
     assert roll.call(2.0) is None
     roll.came(2, FINISHED, 3.0)
-    assert roll.call(3.0) == Verdict((False, False, False), is_final=True)
+    assert roll.call(3.0) == Participants((False, False, False), is_final=True)
 
 
 def test_ranks_at_different_exchanges_are_refused():
-    assert who_is_there([2, 2]) == Verdict((True, True))
-    assert who_is_there([FINISHED, FINISHED]).is_final
+    assert participants_after_waiting([2, 2]) == Participants((True, True))
+    assert participants_after_waiting([FINISHED, FINISHED]).is_final
     with pytest.raises(ValueError, match="by rank, the exchanges are 2, 3"):
-        who_is_there([2, 3])
+        participants_after_waiting([2, 3])
 
 
 def require_sound(simulation: Simulation) -> None:
@@ -161,7 +169,7 @@ def test_any_training_ends_with_the_same_exchanges():
 
 
 def test_a_slow_rank_does_not_slow_the_others():
-    rhythm = Rhythm(every=8, fragments=2, delay=3)
+    rhythm = ExchangeInterval(every=8, fragments=2, delay=3)
     simulation = Simulation(rhythm, [[1.0] * 64, [1.0] * 64, [5.0] * 20], 0.5, lambda: 0.01, 0.1)
     simulation.run()
     require_sound(simulation)

@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from paceline.launch.nodes import meeting
-from paceline.launch.worker import allow_descriptors
+from paceline.operate.launch.multinode import node_connection
+from paceline.operate.launch.workers.worker import allow_descriptors
 
 
 @pytest.mark.parametrize(
@@ -29,13 +29,13 @@ def test_a_loopback_name_is_served_on_the_address_others_see(monkeypatch, name, 
         return [(0, 0, 0, "", (address, 0)) for address in leads_to]
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    monkeypatch.setattr(meeting, "own_address", lambda: "192.168.0.9")
-    assert meeting.host_to_serve_on(name, True) == served_on
-    assert meeting.host_to_serve_on(name, False) == (None if leads_to == [] else served_on)
+    monkeypatch.setattr(node_connection, "own_address", lambda: "192.168.0.9")
+    assert node_connection.host_to_serve_on(name, True) == served_on
+    assert node_connection.host_to_serve_on(name, False) == (None if leads_to == [] else served_on)
 
 
 def test_the_own_address_is_one_of_this_machine():
-    with socket.create_server((meeting.own_address(), 0)):
+    with socket.create_server((node_connection.own_address(), 0)):
         pass
 
 

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 from launching import wait_until
 
-from paceline.launch.nodes import server as serving
-from paceline.launch.nodes.messages import Alive, Finished, Stopped
-from paceline.launch.nodes.remote_client import dial
-from paceline.launch.nodes.server import MeetingServer
-from paceline.launch.nodes.steering import Orders
+from paceline.operate.launch.multinode import server as serving
+from paceline.operate.launch.multinode.membership import Orders
+from paceline.operate.launch.multinode.protocol import Heartbeat, Stopped, WorkersFinished
+from paceline.operate.launch.multinode.remote_client import connect_client
+from paceline.operate.launch.multinode.server import MeetingServer
 
 SILENCE_S = 60.0  # of the test's own clock, which runs ahead of the real one
 
@@ -53,10 +53,10 @@ def meeting(monkeypatch):
     monkeypatch.setattr(serving, "HEARTBEAT_S", 0.05)
     thinker = Thinker()
     server = MeetingServer(socket.create_server(("127.0.0.1", 0)), None, thinker, SILENCE_S)
-    clients = [dial(server.address, None, 60.0, SILENCE_S, print) for _ in range(2)]
+    clients = [connect_client(server.address, None, 60.0, SILENCE_S, print) for _ in range(2)]
     for client in clients:
-        client.send(Finished(0))
-    wait_until(lambda: thinker.reports.count(Finished(0)) == 2)
+        client.send(WorkersFinished(0))
+    wait_until(lambda: thinker.reports.count(WorkersFinished(0)) == 2)
     yield thinker, clients
     thinker.may_go_on.set()
     for client in clients:
@@ -72,7 +72,7 @@ def test_a_server_that_thinks_gives_signs_of_life(meeting):
 
     def has_heard(client) -> bool:
         heard.extend(client.receive())
-        return heard.count(Alive()) > 10  # more than can have been on their way
+        return heard.count(Heartbeat()) > 10  # more than can have been on their way
 
     for client in clients:
         client.receive()
@@ -86,9 +86,9 @@ def test_what_came_while_the_server_thought_was_no_silence(meeting, monkeypatch)
     assert thinker.thinks.wait(60)
     ahead = SimpleNamespace(monotonic=lambda: time.monotonic() + 2 * SILENCE_S, monotonic_ns=time.monotonic_ns)
     monkeypatch.setattr(serving, "time", ahead)
-    second.send(Finished(1))
+    second.send(WorkersFinished(1))
     thinker.may_go_on.set()
-    wait_until(lambda: Finished(1) in thinker.reports)
+    wait_until(lambda: WorkersFinished(1) in thinker.reports)
     assert thinker.lost_nodes == []
 
 

@@ -10,24 +10,35 @@ from hypothesis import strategies as st
 from sampling import examples
 
 import paceline
-from paceline.launch.failures import Failure, Record
-from paceline.launch.nodes.membership import Membership, Orders, Phase, Policy, pause_s
-from paceline.launch.nodes.messages import End, Failed, Finished, Join, Leave, Order, Start, Stop, Stopped, Wait
+from paceline.operate.launch.multinode.membership import Membership, MembershipPhase, MembershipPolicy, Orders, pause_s
+from paceline.operate.launch.multinode.protocol import (
+    Failed,
+    JobEnded,
+    JoinJob,
+    Leave,
+    Order,
+    Start,
+    Stop,
+    Stopped,
+    WaitOrder,
+    WorkersFinished,
+)
+from paceline.operate.launch.workers.failures import Record, WorkerFailure
 
 
-def policy(least: int = 1, most: int = 1, **rest: object) -> Policy:
-    return Policy("job", least, most, **rest)
+def policy(least: int = 1, most: int = 1, **rest: object) -> MembershipPolicy:
+    return MembershipPolicy("job", least, most, **rest)
 
 
-def failure(rank: int = 0, kind: str | None = "ValueError", code: int = 1) -> Failure:
-    return Failure(rank, 100 + rank, code, 1.0, Record(1.0, kind, f"{kind}: x") if kind else None, host="h")
+def failure(rank: int = 0, kind: str | None = "ValueError", code: int = 1) -> WorkerFailure:
+    return WorkerFailure(rank, 100 + rank, code, 1.0, Record(1.0, kind, f"{kind}: x") if kind else None, host="h")
 
 
 @dataclass
 class Play:
     """A job on stage: what each node was told since it was last asked."""
 
-    policy: Policy
+    policy: MembershipPolicy
     now_s: float = 0.0
     told: dict[str, list[Order]] = field(default_factory=dict)
 
@@ -39,17 +50,17 @@ class Play:
             self.told.setdefault(node, []).append(order)
 
     def join(self, node: str, workers: int = 1, **rest: object) -> None:
-        join = Join(node, 1, f"address-{node}", 1000, workers, **{"version": paceline.__version__, **rest})
+        join = JoinJob(node, 1, f"address-{node}", 1000, workers, **{"version": paceline.__version__, **rest})
         self.take(self.membership.joined(node, join, self.now_s))
 
-    def fail(self, node: str, what: Failure) -> None:
+    def fail(self, node: str, what: WorkerFailure) -> None:
         self.take(self.membership.failed(node, Failed(self.membership.generation, what), self.now_s))
 
     def finish(self, *nodes: str) -> None:
         for node in nodes:
-            self.take(self.membership.finished(node, Finished(self.membership.generation), self.now_s))
+            self.take(self.membership.finished(node, WorkersFinished(self.membership.generation), self.now_s))
 
-    def stop(self, *nodes: str, failures: tuple[Failure, ...] = ()) -> None:
+    def stop(self, *nodes: str, failures: tuple[WorkerFailure, ...] = ()) -> None:
         for node in nodes:
             report = Stopped(self.membership.generation, 2000, failures)
             self.take(self.membership.stopped(node, report, self.now_s))
@@ -88,9 +99,9 @@ def test_a_machine_with_another_version_is_told_both(version, told):
     play.hear("a")
     play.join("b", version=version)
     end = play.last("b")
-    assert isinstance(end, End) and end.code == 2
+    assert isinstance(end, JobEnded) and end.code == 2
     assert f"b (pid 1) runs Paceline {told}" in end.reason and f"runs {paceline.__version__};" in end.reason
-    assert not play.hear("a") and play.membership.phase is Phase.GATHERING
+    assert not play.hear("a") and play.membership.phase is MembershipPhase.GATHERING
 
 
 def test_one_machine_starts_at_once_and_ends_well():
@@ -100,7 +111,7 @@ def test_one_machine_starts_at_once_and_ends_well():
     assert isinstance(start, Start)
     assert (start.generation, start.first_rank, start.world_size, start.restart_count) == (1, 0, 4, 0)
     play.finish("a")
-    assert play.last("a") == End(0)
+    assert play.last("a") == JobEnded(0)
     assert play.membership.deadline_s is None
 
 
@@ -121,7 +132,7 @@ def test_a_wrong_machine_number_is_refused(number, complaint):
     play.join("a", node_rank=0)
     play.join("b", node_rank=number)
     end = play.last("b")
-    assert isinstance(end, End)
+    assert isinstance(end, JobEnded)
     assert end.code == 2
     assert complaint in end.reason
 
@@ -148,7 +159,7 @@ def test_too_few_machines_end_the_wait_with_their_names():
     play = Play(policy(2, 2, join_timeout_s=10))
     play.join("a")
     play.wait(9)
-    assert play.hear("a") == [Wait("1 of 2 machines are here; waiting for the others")]
+    assert play.hear("a") == [WaitOrder("1 of 2 machines are here; waiting for the others")]
     play.wait(1)
     end = play.last("a")
     assert end.code == 1
@@ -220,7 +231,7 @@ def test_one_more_than_max_waits_for_a_place():
     play = Play(policy(1, 2))
     for node in "abc":
         play.join(node)
-    assert isinstance(play.last("c"), Wait)
+    assert isinstance(play.last("c"), WaitOrder)
     play.lose("a")
     play.stop("b")
     assert [type(play.last(node)) for node in "bc"] == [Start, Start]
@@ -257,7 +268,7 @@ def test_numbered_machines_end_with_any_of_them():
     play.join("b", node_rank=1)
     play.lose("b")
     assert "b (address-b, pid 1) was lost" in play.last("a").reason
-    assert play.membership.phase is Phase.OVER
+    assert play.membership.phase is MembershipPhase.OVER
 
 
 @pytest.mark.parametrize(("kind", "count"), [("ValueError", 1), ("PeerLostError", 0)])
@@ -277,7 +288,7 @@ def test_a_machine_that_leaves_is_told_to_end_and_the_rest_go_on():
     play.join("a", serves=True)
     play.join("b")
     play.leave("b")
-    assert play.last("b") == End(1)
+    assert play.last("b") == JobEnded(1)
     play.now_s += 1
     play.stop("a")
     assert play.last("a").world_size == 1
@@ -288,7 +299,7 @@ def test_the_machine_that_serves_takes_all_with_it():
     play.join("a", serves=True)
     play.join("b")
     play.leave("a")
-    assert play.last("b") == End(1, "a was stopped (SIGTERM)")
+    assert play.last("b") == JobEnded(1, "a was stopped (SIGTERM)")
 
 
 def test_a_machine_that_had_finished_may_go():
@@ -298,7 +309,7 @@ def test_a_machine_that_had_finished_may_go():
     play.finish("b")
     play.lose("b")
     play.finish("a")
-    assert play.last("a") == End(0)
+    assert play.last("a") == JobEnded(0)
 
 
 def test_reports_of_an_older_generation_change_nothing():
@@ -308,9 +319,9 @@ def test_reports_of_an_older_generation_change_nothing():
     play.stop("a", failures=(failure(),))
     play.wait(1)
     before = play.membership.generation
-    play.take(play.membership.finished("a", Finished(before - 1), play.now_s))
+    play.take(play.membership.finished("a", WorkersFinished(before - 1), play.now_s))
     play.take(play.membership.failed("a", Failed(before - 1, failure()), play.now_s))
-    assert play.membership.phase is Phase.RUNNING
+    assert play.membership.phase is MembershipPhase.RUNNING
 
 
 EVENTS = st.tuples(
@@ -348,7 +359,7 @@ def test_whatever_happens_nobody_runs_in_two_generations(events, is_static):
                     assert not set(running.values()) - {order.generation}, "two generations ran at once"
                     running[told] = order.generation
                     assert least <= order.group_world_size <= most
-                elif isinstance(order, End):
+                elif isinstance(order, JobEnded):
                     running.pop(told, None)
                     there.discard(told)
         play.told.clear()

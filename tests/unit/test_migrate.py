@@ -9,11 +9,9 @@ import pytest
 import torch.distributed as torch_dist
 
 import paceline.horovod
-from paceline.migrate.names import HOROVODS_NAMES, Way, becomes
-from paceline.migrate.places import MARK, score
-from paceline.migrate.python_files import migrate_python
-from paceline.migrate.reading import read
-from paceline.migrate.survey import choose_way
+from paceline.interop.migrate.names import HOROVODS_NAMES, MARK, MigrationMode, new_name, score
+from paceline.interop.migrate.python_files import choose_mode, migrate_python
+from paceline.interop.migrate.python_source import read_source
 
 # By what they show: a program before and after; None if nothing changes. All of these come over by the import.
 IMPORTS = {
@@ -154,9 +152,9 @@ TORCHS = (
 )
 
 
-def migrated(text: str, way: Way | None = None):
-    reading = read(text)
-    return migrate_python(reading, choose_way({"train.py": reading}).way if way is None else way)
+def migrated(text: str, way: MigrationMode | None = None):
+    reading = read_source(text)
+    return migrate_python(reading, choose_mode({"train.py": reading}).way if way is None else way)
 
 
 def todo(text: str) -> str:
@@ -170,7 +168,7 @@ def test_names_of_torch_become_pacelines(name):
     before, after = IMPORTS[name]
     done = migrated(before)
     assert done.text == (before if after is None else after)
-    assert all(place.comes_over for place in done.places)
+    assert all(place.is_migrated_fully for place in done.places)
     ast.parse(done.text)
 
 
@@ -188,7 +186,7 @@ def test_arguments_of_calls_keep_their_meaning(name):
 @pytest.mark.parametrize("name", HOROVOD)
 def test_horovods_names_lead_to_pacelines(name):
     before, after = HOROVOD[name]
-    for way in Way:
+    for way in MigrationMode:
         assert migrated(before, way).text == after
 
 
@@ -201,7 +199,7 @@ def test_every_public_name_of_torch_is_ours_or_keeps_torch():
     here = {
         name
         for name in torch_dist.distributed_c10d.__all__
-        if becomes(f"torch.distributed.{name}", Way.IMPORT) is not None
+        if new_name(f"torch.distributed.{name}", MigrationMode.IMPORT) is not None
     }
     assert {"all_reduce", "init_process_group", "P2POp", "ReduceOp", "new_group"} <= here
     assert all(hasattr(paceline, name) for name in here)
@@ -209,9 +207,9 @@ def test_every_public_name_of_torch_is_ours_or_keeps_torch():
 
 @pytest.mark.parametrize("text", TORCHS)
 def test_what_is_built_on_torchs_groups_keeps_torch(text):
-    reading = read(text)
-    choice = choose_way({"train.py": reading})
-    assert choice.way is Way.PLUGIN
+    reading = read_source(text)
+    choice = choose_mode({"train.py": reading})
+    assert choice.way is MigrationMode.PLUGIN
     assert choice.reason.startswith("train.py:")
     assert migrate_python(reading, choice.way).text.endswith(text)
 
@@ -238,7 +236,7 @@ def test_with_the_plugin_only_the_backend_changes():
 )
 def test_the_plugin_is_named_where_no_backend_is(call, new):
     head = "import torch.distributed as dist\n"
-    assert migrated(f"{head}{call}\n", Way.PLUGIN).text == f"{head}{new or call}\n"
+    assert migrated(f"{head}{call}\n", MigrationMode.PLUGIN).text == f"{head}{new or call}\n"
 
 
 @pytest.mark.parametrize(
@@ -258,7 +256,7 @@ def test_the_plugin_is_named_where_no_backend_is(call, new):
 )
 def test_what_is_left_to_do_is_said_with_its_reason(text, words):
     done = migrated(f"{text}\n")
-    left = [place for place in done.places if not place.comes_over]
+    left = [place for place in done.places if not place.is_migrated_fully]
     assert len(left) == 1
     assert words in left[0].reason
     assert todo(done.text) == left[0].reason

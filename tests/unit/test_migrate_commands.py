@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from paceline.cli.main import main
-from paceline.migrate.commands import migrate_commands
-from paceline.migrate.places import MARK
+from paceline.interop.migrate.commands import migrate_commands
+from paceline.interop.migrate.names import MARK
 
 COMMANDS = {  # by what they show: before, after (None: the same)
     "torchrun": ("torchrun --nproc_per_node=4 train.py --lr 1\n", "paceline run --nproc_per_node=4 train.py --lr 1\n"),
@@ -104,7 +104,7 @@ def test_commands_start_paceline(name):
 def test_commands_that_need_more_say_why(name):
     before, words = LEFT[name]
     done = migrate_commands(before)
-    assert [place.comes_over for place in done.places] == [False]
+    assert [place.is_migrated_fully for place in done.places] == [False]
     assert words in done.places[0].reason
     assert done.text.startswith(f"# {MARK}")
     assert migrate_commands(done.text).text.count(MARK) == 1

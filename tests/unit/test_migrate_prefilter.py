@@ -6,12 +6,12 @@ import test_migrate
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from paceline.migrate import reading
-from paceline.migrate.calls import reported
-from paceline.migrate.names import Way, concerns_us, group_user, needs_torchs_groups
-from paceline.migrate.prefilter import imports_of, may_concern
-from paceline.migrate.project import migrate
-from paceline.migrate.reading import read
+from paceline.interop.migrate import python_source
+from paceline.interop.migrate.call_rules import advice_for_call
+from paceline.interop.migrate.names import MigrationMode, group_user, is_migrated, needs_torchs_groups
+from paceline.interop.migrate.project import migrate
+from paceline.interop.migrate.python_files import imports_of, may_need_migration
+from paceline.interop.migrate.python_source import read_source
 
 MODULES = (
     "torch", "torch.distributed", "torch.nn", "torch.nn.parallel", "torch.utils.data", "torch.multiprocessing",
@@ -44,10 +44,10 @@ uses = st.one_of(
 
 def is_concerned(text: str) -> bool:
     """Whether anything that LibCST finds in a file has to do with the migration or with its way."""
-    found = read(text)
+    found = read_source(text)
     names = [each.name for each in (*found.imports, *found.uses)]
-    return any(concerns_us(each) or reported(each) or group_user(each) for each in names) or any(
-        concerns_us(module) or needs_torchs_groups(f"{module}.*") for _, module in found.stars
+    return any(is_migrated(each) or advice_for_call(each) or group_user(each) for each in names) or any(
+        is_migrated(module) or needs_torchs_groups(f"{module}.*") for _, module in found.stars
     )
 
 
@@ -55,28 +55,28 @@ def is_concerned(text: str) -> bool:
 @example("from torch import distributed\n")
 @example("import torch.nn.parallel\ntorch.distributed\n")
 def test_no_file_that_concerns_the_migration_is_left_out(text):
-    assert may_concern(text) or not is_concerned(text)
-    assert sorted(imports_of(text)) == sorted(each.name for each in read(text).imports)
+    assert may_need_migration(text) or not is_concerned(text)
+    assert sorted(imports_of(text)) == sorted(each.name for each in read_source(text).imports)
 
 
 def test_no_program_of_the_other_tests_is_left_out():
     for before, after in test_migrate.IMPORTS.values():
-        assert may_concern(before) or after is None or before == after
+        assert may_need_migration(before) or after is None or before == after
 
 
 def test_what_this_python_cannot_parse_is_read_in_full():
-    assert may_concern("import torch.distributed as dist\nmatch :=\n")
-    assert not may_concern("import torch\nprint 'no word of it'\n")
+    assert may_need_migration("import torch.distributed as dist\nmatch :=\n")
+    assert not may_need_migration("import torch\nprint 'no word of it'\n")
 
 
 def test_only_files_of_concern_are_read_in_full(tmp_path, monkeypatch):
     texts: list[str] = []
 
-    def counting(text: str) -> reading.Reading:
+    def counting(text: str) -> python_source.PythonSource:
         texts.append(text)
-        return read(text)
+        return read_source(text)
 
-    monkeypatch.setattr(reading, "read", counting)
+    monkeypatch.setattr(python_source, "read_source", counting)
     program = "import torch.distributed as dist\ndist.barrier()\n"
     (tmp_path / "program.py").write_text(program)
     for number in range(20):
@@ -95,5 +95,5 @@ def test_a_module_beside_an_unconcerned_importer_counts(tmp_path):
     (tmp_path / "main.py").write_text("import torch.distributed as dist\ndist.barrier()\n")
     (tmp_path / "helper.py").write_text("import torch.distributed\n")
     migrated = migrate([tmp_path / "train.py", tmp_path / "main.py"])
-    assert migrated.choice.way is Way.PLUGIN
+    assert migrated.choice.way is MigrationMode.PLUGIN
     assert f"{tmp_path / 'helper.py'} mentions torch.distributed" in migrated.choice.reason

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from paceline.errors import RendezvousTimeoutError
-from paceline.launch.nodes import remote_client
-from paceline.launch.nodes.remote_client import connect_in_time
+from paceline.operate.launch.multinode import remote_client
+from paceline.operate.launch.multinode.remote_client import connect_in_time
 
 NAME = "train-0.train.default.svc.cluster.local"
 SECRET = b"of the job"

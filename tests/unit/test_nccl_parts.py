@@ -19,28 +19,33 @@ from hypothesis import strategies as st
 from launching import wait_until
 
 import paceline as dist
-from paceline.engine.codes import DTYPE_CODES, ReduceOp
-from paceline.engine.failures import Member
-from paceline.engine.nccl import loader, peers
-from paceline.engine.nccl.communicator import Communicator, NcclTimeoutError
-from paceline.engine.nccl.engine import missing_piece
-from paceline.engine.nccl.functions import UNIQUE_ID_BYTES, Config, NcclError, UniqueId, without_blocking
-from paceline.engine.nccl.loader import LibraryMissingError
-from paceline.engine.nccl.meeting import AbsentError, Presence, SharedGpuError, meet
-from paceline.engine.nccl.plan import Kind, NcclCall, plan
-from paceline.engine.nccl.types import DataType, RedOp, Reduction, reduction
-from paceline.engine.nccl.watch import Watch
-from paceline.schedule.steps import Operation
+from paceline.comm.engine.codes import DTYPE_CODES, ReduceOp
+from paceline.comm.engine.failures import RankIdentity
+from paceline.comm.engine.nccl import library, peers
+from paceline.comm.engine.nccl.call_stream import CallWatch
+from paceline.comm.engine.nccl.communicator import Communicator, NcclTimeoutError
+from paceline.comm.engine.nccl.engine import missing_piece
+from paceline.comm.engine.nccl.library import (
+    UNIQUE_ID_BYTES,
+    Config,
+    LibraryMissingError,
+    NcclError,
+    UniqueId,
+    without_blocking,
+)
+from paceline.comm.engine.nccl.peers import AbsentError, NcclPeer, SharedGpuError, exchange_peers
+from paceline.comm.engine.nccl.plan import DataType, NcclCall, NcclFunction, NcclReduction, RedOp, plan, reduction
+from paceline.comm.schedule.steps import Operation
 
-MEMBERS = (Member(0, "alpha", 11), Member(1, "beta", 12))
+MEMBERS = (RankIdentity(0, "alpha", 11), RankIdentity(1, "beta", 12))
 
 
 @pytest.fixture
 def search(monkeypatch):
     """`loader.find`, which otherwise finds once a process."""
-    loader.find.cache_clear()
+    library.find.cache_clear()
     yield monkeypatch
-    loader.find.cache_clear()
+    library.find.cache_clear()
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
@@ -52,32 +57,32 @@ def test_without_cuda_the_engine_names_the_torch_that_is_needed():
 
 
 def test_a_library_that_is_not_there_is_named_with_the_variable(search):
-    search.setenv(loader.VARIABLE, "/nowhere/libnccl.so.2")
+    search.setenv(library.LIBRARY_VARIABLE, "/nowhere/libnccl.so.2")
     with pytest.raises(LibraryMissingError, match=r"/nowhere/libnccl.so.2 cannot be loaded .*PACELINE_NCCL_LIBRARY"):
-        loader.find()
+        library.find()
 
 
 def test_a_library_of_something_else_is_refused(search):
-    search.setenv(loader.VARIABLE, ctypes.util.find_library("m"))
+    search.setenv(library.LIBRARY_VARIABLE, ctypes.util.find_library("m"))
     with pytest.raises(LibraryMissingError, match=r"is no NCCL library, or one older than 2\.14\.0"):
-        loader.find()
+        library.find()
 
 
 def test_a_library_that_is_too_old_is_refused_with_the_reason(search, nccl_library):
-    search.setenv(loader.VARIABLE, str(nccl_library))
+    search.setenv(library.LIBRARY_VARIABLE, str(nccl_library))
     search.setenv("STUB_NCCL_VERSION", "21003")
     with pytest.raises(LibraryMissingError, match=r"is NCCL 2\.10\.3, older than 2\.14\.0, .* without blocking"):
-        loader.find()
+        library.find()
 
 
 def test_a_library_that_is_loaded_already_is_taken(search, nccl_library, tmp_path):
-    search.delenv(loader.VARIABLE, raising=False)
+    search.delenv(library.LIBRARY_VARIABLE, raising=False)
     loaded = tmp_path / "libnccl.so.2"
     loaded.write_bytes(nccl_library.read_bytes())
     kept = ctypes.CDLL(str(loaded))
-    found = loader.find()
+    found = library.find()
     assert found.path == str(loaded) == kept._name
-    assert loader.say_version(found.version) == "2.21.5"
+    assert library.format_version(found.version) == "2.21.5"
 
 
 def test_structures_have_the_sizes_of_nccl_h():
@@ -89,14 +94,14 @@ def test_structures_have_the_sizes_of_nccl_h():
 @pytest.mark.parametrize(
     ("dtype", "op", "wanted"),
     [
-        (torch.float32, ReduceOp.SUM, Reduction(DataType.FLOAT32, 4, RedOp.SUM)),
-        (torch.bfloat16, ReduceOp.AVG, Reduction(DataType.BFLOAT16, 2, RedOp.AVG)),
-        (torch.int64, ReduceOp.MIN, Reduction(DataType.INT64, 8, RedOp.MIN)),
-        (torch.int64, ReduceOp.AVG, Reduction(DataType.INT64, 8, RedOp.AVG)),
-        (torch.float16, ReduceOp.PREMUL_SUM, Reduction(DataType.FLOAT16, 2, RedOp.SUM)),
-        (torch.bool, ReduceOp.BAND, Reduction(DataType.UINT8, 1, RedOp.MIN)),
+        (torch.float32, ReduceOp.SUM, NcclReduction(DataType.FLOAT32, 4, RedOp.SUM)),
+        (torch.bfloat16, ReduceOp.AVG, NcclReduction(DataType.BFLOAT16, 2, RedOp.AVG)),
+        (torch.int64, ReduceOp.MIN, NcclReduction(DataType.INT64, 8, RedOp.MIN)),
+        (torch.int64, ReduceOp.AVG, NcclReduction(DataType.INT64, 8, RedOp.AVG)),
+        (torch.float16, ReduceOp.PREMUL_SUM, NcclReduction(DataType.FLOAT16, 2, RedOp.SUM)),
+        (torch.bool, ReduceOp.BAND, NcclReduction(DataType.UINT8, 1, RedOp.MIN)),
         (torch.bool, ReduceOp.BXOR, None),
-        (torch.complex64, ReduceOp.SUM, Reduction(DataType.FLOAT32, 4, RedOp.SUM)),
+        (torch.complex64, ReduceOp.SUM, NcclReduction(DataType.FLOAT32, 4, RedOp.SUM)),
         (torch.complex64, ReduceOp.PRODUCT, None),
         (torch.int16, ReduceOp.SUM, None),
         (torch.int32, ReduceOp.BOR, None),
@@ -109,7 +114,7 @@ def test_types_and_reductions_are_those_of_nccl_2_21(dtype, op, wanted):
 
 def test_float8_is_reduced_from_2_24_on():
     code = DTYPE_CODES[torch.float8_e4m3fn]
-    assert reduction(code, ReduceOp.SUM, 22400) == Reduction(DataType.FLOAT8_E4M3, 1, RedOp.SUM)
+    assert reduction(code, ReduceOp.SUM, 22400) == NcclReduction(DataType.FLOAT8_E4M3, 1, RedOp.SUM)
 
 
 def no_room(nbytes: int) -> int:
@@ -118,23 +123,30 @@ def no_room(nbytes: int) -> int:
 
 def test_parts_that_lie_flat_are_gathered_without_a_copy():
     made = plan(Operation.ALL_GATHER, 1, -1, [[1000, 8]], [[2000, 8], [2008, 8]], no_room)
-    assert made.calls == [NcclCall(Kind.ALL_GATHER, 1000, 2000, 8)]
+    assert made.calls == [NcclCall(NcclFunction.ALL_GATHER, 1000, 2000, 8)]
     assert not made.before and not made.after
 
 
 def test_a_list_is_reduced_piece_by_piece_in_place():
     made = plan(Operation.ALL_REDUCE, 0, -1, [], [[1000, 8, 3000, 0, 5000, 4]], no_room)
-    assert made.calls == [NcclCall(Kind.ALL_REDUCE, 1000, 1000, 8), NcclCall(Kind.ALL_REDUCE, 5000, 5000, 4)]
+    assert made.calls == [
+        NcclCall(NcclFunction.ALL_REDUCE, 1000, 1000, 8),
+        NcclCall(NcclFunction.ALL_REDUCE, 5000, 5000, 4),
+    ]
 
 
 def test_ranks_of_which_only_the_root_reads_get_no_target():
-    assert plan(Operation.REDUCE, 1, 0, [], [[1000, 8]], no_room).calls == [NcclCall(Kind.REDUCE, 1000, 0, 8, 0)]
-    assert plan(Operation.REDUCE, 0, 0, [], [[1000, 8]], no_room).calls == [NcclCall(Kind.REDUCE, 1000, 1000, 8, 0)]
+    assert plan(Operation.REDUCE, 1, 0, [], [[1000, 8]], no_room).calls == [
+        NcclCall(NcclFunction.REDUCE, 1000, 0, 8, 0)
+    ]
+    assert plan(Operation.REDUCE, 0, 0, [], [[1000, 8]], no_room).calls == [
+        NcclCall(NcclFunction.REDUCE, 1000, 1000, 8, 0)
+    ]
 
 
 def test_an_empty_part_is_no_message():
     made = plan(Operation.ALL_TO_ALL, 0, -1, [[10, 4], [20, 0]], [[30, 4], [40, 6]], no_room)
-    assert [(call.kind, call.peer) for call in made.calls] == [(Kind.RECEIVE, 1)]
+    assert [(call.kind, call.peer) for call in made.calls] == [(NcclFunction.RECEIVE, 1)]
 
 
 @st.composite
@@ -182,29 +194,33 @@ def test_whatever_way_tensors_are_cut_the_bytes_arrive_in_order(data, size, nbyt
 
 def test_the_first_rank_that_is_missing_is_told():
     with pytest.raises(AbsentError) as caught:
-        here = Presence.here("GPU-1", "cuda:0")
-        meet(dist.HashStore(), MEMBERS, 0, here, lambda: b"id", time.monotonic() + 0.05, lambda: False)
+        here = NcclPeer.here("GPU-1", "cuda:0")
+        exchange_peers(dist.HashStore(), MEMBERS, 0, here, lambda: b"id", time.monotonic() + 0.05, lambda: False)
     assert caught.value.missing == (1,)
 
 
 def test_two_ranks_with_one_gpu_are_named_with_the_fix(monkeypatch):
     store = dist.HashStore()
     with pytest.raises(AbsentError):
-        meet(store, MEMBERS, 1, Presence.here("GPU-1", "cuda:0"), bytes, time.monotonic(), lambda: False)
+        exchange_peers(store, MEMBERS, 1, NcclPeer.here("GPU-1", "cuda:0"), bytes, time.monotonic(), lambda: False)
     wanted = r"rank 0 \(alpha, pid 11\) and rank 1 \(beta, pid 12\) both use one GPU .*set_device\(LOCAL_RANK\)"
     with pytest.raises(SharedGpuError, match=wanted):
-        meet(store, MEMBERS, 0, Presence.here("GPU-1", "cuda:0"), lambda: b"id", time.monotonic() + 1, lambda: False)
+        exchange_peers(
+            store, MEMBERS, 0, NcclPeer.here("GPU-1", "cuda:0"), lambda: b"id", time.monotonic() + 1, lambda: False
+        )
     monkeypatch.setenv("PACELINE_NCCL_SHARED_GPU", "1")
-    met = meet(store, MEMBERS, 0, Presence.here("GPU-1", "cuda:0"), lambda: b"id", time.monotonic() + 1, lambda: False)
+    met = exchange_peers(
+        store, MEMBERS, 0, NcclPeer.here("GPU-1", "cuda:0"), lambda: b"id", time.monotonic() + 1, lambda: False
+    )
     assert met.unique_id == b"id"
 
 
 @pytest.fixture
 def functions(search, nccl_library, tmp_path):
-    search.setenv(loader.VARIABLE, str(nccl_library))
+    search.setenv(library.LIBRARY_VARIABLE, str(nccl_library))
     search.setenv("STUB_NCCL_FOLDER", str(tmp_path))
     search.setenv("STUB_NCCL_LOG", str(tmp_path / "log"))
-    return loader.find().functions
+    return library.find().functions
 
 
 def alone(functions, size: int = 1, wait_s: float = 5.0) -> Communicator:
@@ -230,11 +246,14 @@ def test_a_start_that_nobody_joins_is_aborted(functions, tmp_path):
 
 def test_calls_of_a_plan_form_one_group(functions, tmp_path):
     made = alone(functions)
-    stream = nccl_stub.stand_in_for_cuda(loader.find().path).stubOpenStream()
+    stream = nccl_stub.stand_in_for_cuda(library.find().path).stubOpenStream()
     memory = torch.ones(6)
     address = memory.data_ptr()
-    calls = [NcclCall(Kind.ALL_REDUCE, address, address, 8), NcclCall(Kind.ALL_REDUCE, address + 8, address + 8, 16)]
-    how = Reduction(DataType.FLOAT32, 4, RedOp.SUM)
+    calls = [
+        NcclCall(NcclFunction.ALL_REDUCE, address, address, 8),
+        NcclCall(NcclFunction.ALL_REDUCE, address + 8, address + 8, 16),
+    ]
+    how = NcclReduction(DataType.FLOAT32, 4, RedOp.SUM)
     with nccl_stub.told(in_progress=3):
         made.launch(calls, how, stream, time.monotonic() + 5)
     told = [line.split(" stream")[0] for line in (tmp_path / "log").read_text().splitlines()[2:]]
@@ -250,7 +269,7 @@ def test_calls_of_a_plan_form_one_group(functions, tmp_path):
 class EndsAtTheEndOfThePause(threading.Event):
     """Is set, as `Watch.close` would, at the moment at which nobody waits for it any more."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: CallWatch) -> None:
         super().__init__()
         self._watch = watch
 
@@ -262,7 +281,7 @@ class EndsAtTheEndOfThePause(threading.Event):
 
 
 def test_the_watch_ends_whenever_it_is_closed():
-    watch = Watch()
+    watch = CallWatch()
     watch._closing = EndsAtTheEndOfThePause(watch)
     watch.wake()
     watch._thread.join(10)
@@ -276,10 +295,10 @@ def test_peers_are_watched_without_descriptors_too(monkeypatch, refusal):
 
     monkeypatch.setattr(peers, "pidfd_open", refuse)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as peer:
-        presences = [Presence("here", pid, "", "") for pid in (os.getpid(), peer.pid)]
-        watched = peers.Peers(presences, 0)
+        presences = [NcclPeer("here", pid, "", "") for pid in (os.getpid(), peer.pid)]
+        watched = peers.PeerWatch(presences, 0)
         assert watched.gone() == []
         peer.kill()
         wait_until(lambda: watched.gone() == [1])
         watched.close()
-    assert peers.Peers(presences, 0).gone() == [1], "it had ended before"
+    assert peers.PeerWatch(presences, 0).gone() == [1], "it had ended before"

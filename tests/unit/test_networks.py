@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.schedule.cost import CostModel, LinkCost
-from paceline.schedule.network import Group, Link, Network, parse_links
+from paceline.comm.schedule.cost_model import CostModel, LinkCost
+from paceline.comm.schedule.network import Network, NetworkLink, UplinkGroup, parse_links
 
-LINK = Link(1e-3, 1e9)
+LINK = NetworkLink(1e-3, 1e9)
 
 
 def test_links_are_read_as_people_write_them():
     found = parse_links("node=25gbit,0.05ms, region=1Gbit,20ms,loss=0.1%")
-    assert found == {"node": Link(0.05e-3, 25e9 / 8), "region": Link(0.02, 1e9 / 8, 0.001)}
-    assert parse_links("node=100mbit") == {"node": Link(0.0, 1e8 / 8)}
-    assert parse_links("pair=8kbit,2us,loss=1")["pair"] == Link(2e-6, 1000, 0.01)
+    assert found == {"node": NetworkLink(0.05e-3, 25e9 / 8), "region": NetworkLink(0.02, 1e9 / 8, 0.001)}
+    assert parse_links("node=100mbit") == {"node": NetworkLink(0.0, 1e8 / 8)}
+    assert parse_links("pair=8kbit,2us,loss=1")["pair"] == NetworkLink(2e-6, 1000, 0.01)
 
 
 @pytest.mark.parametrize(
@@ -37,15 +37,17 @@ def test_a_network_lists_every_rank_once():
     with pytest.raises(ValueError, match="hosts must list each rank from 0 on once"):
         Network(((0, 1), (1, 2)), LINK, LINK)
     with pytest.raises(ValueError, match="each in one group at most"):
-        Network(((0,), (1,)), LINK, LINK, groups=(Group("a", (0, 1), LINK), Group("b", (1,), LINK)))
+        Network(((0,), (1,)), LINK, LINK, groups=(UplinkGroup("a", (0, 1), LINK), UplinkGroup("b", (1,), LINK)))
     with pytest.raises(ValueError, match="name hosts from 0 to 1"):
         Network(((0,), (1,)), LINK, LINK, nodes={2: LINK})
 
 
 def test_the_cost_model_has_the_slowest_and_the_farthest_link():
-    plain = Network.uniform(4, 2, node=Link(1e-4, 1e9), within_host=Link(1e-6, 1e10), gamma_s_per_byte=1e-10)
+    plain = Network.uniform(
+        4, 2, node=NetworkLink(1e-4, 1e9), within_host=NetworkLink(1e-6, 1e10), gamma_s_per_byte=1e-10
+    )
     assert plain.cost_model() == CostModel(LinkCost(1e-6, 1e-10, 0.0), LinkCost(1e-4, 1e-9, 0.0), 1e-10)
-    racks = (Group("a", (0, 1), Link(0.01, 1e8)), Group("b", (2, 3), Link(0.02, 1e9)))
+    racks = (UplinkGroup("a", (0, 1), NetworkLink(0.01, 1e8)), UplinkGroup("b", (2, 3), NetworkLink(0.02, 1e9)))
     uneven = Network(plain.hosts, plain.within_host, plain.node, racks)
     assert uneven.cost_model().between_hosts == LinkCost(0.02 + 1e-4, 1e-8, 0.0)
 
@@ -65,11 +67,11 @@ def test_only_equal_hosts_in_order_are_uniform():
 
 
 def test_a_group_has_its_part_of_the_network():
-    slow, own = Link(1e-3, 1e8), Link(1e-3, 1e7)
-    groups = (Group("a", (0, 1), slow), Group("b", (2,), slow))
+    slow, own = NetworkLink(1e-3, 1e8), NetworkLink(1e-3, 1e7)
+    groups = (UplinkGroup("a", (0, 1), slow), UplinkGroup("b", (2,), slow))
     whole = Network(((0, 1), (2, 3), (4, 5)), LINK, LINK, groups, {(0, 1): own, (1, 2): own}, 1e-10, {1: slow, 2: own})
     part = whole.among([3, 2, 0])
     assert part.hosts == ((2,), (0, 1))
-    assert part.groups == (Group("a", (0, 1), slow),)
+    assert part.groups == (UplinkGroup("a", (0, 1), slow),)
     assert part.pairs == {(0, 1): own} and part.nodes == {1: slow}
     assert part.gamma_s_per_byte == 1e-10

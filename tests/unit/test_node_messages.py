@@ -14,56 +14,60 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launching import wait_until
 
-from paceline.launch.failures import Failure, Record
-from paceline.launch.nodes.framing import LARGEST, Inbox, MessageError, decode, encode
-from paceline.launch.nodes.join_token import Token, TokenError, read_token
-from paceline.launch.nodes.messages import (
-    Alive,
+from paceline.operate.launch.multinode.protocol import (
+    LARGEST,
     Answered,
     AskTime,
-    Begin,
     Dropped,
-    End,
     Failed,
     Follow,
-    Join,
-    Know,
-    Knows,
+    Heartbeat,
+    Inbox,
+    JobEnded,
+    JoinJob,
+    MessageError,
+    ReplicateState,
     Slots,
     Start,
+    StartSlots,
+    StateReplicated,
     Stopped,
-    StopReplacing,
+    StopReplacement,
     TellTime,
     TellWorker,
-    WorkerEnded,
-    WorkerSaid,
+    WorkerExited,
+    WorkerMessage,
     WorkerStalled,
     WorkerStarted,
+    decode,
+    encode,
 )
+from paceline.operate.launch.shared_secret import JoinToken, TokenError, read_token
+from paceline.operate.launch.workers.failures import Record, WorkerFailure
 
-FAILURE = Failure(
+FAILURE = WorkerFailure(
     3, 77, -9, 1.5, Record(1.0, "ValueError", "ValueError: x"), "h1", "out of memory", "/logs/3", at_exit=True
 )
 MESSAGES = [
-    Alive(),
+    Heartbeat(),
     Follow("{}"),
-    Knows(1 << 48),
-    Know("{}"),
+    StateReplicated(1 << 48),
+    ReplicateState("{}"),
     Answered(False, -1, "10.0.0.1:29400"),
     Dropped(),
-    Join("h0", 5, "10.0.0.1", 1234, 8, "trainer", None, True),
+    JoinJob("h0", 5, "10.0.0.1", 1234, 8, "trainer", None, True),
     Failed(2, FAILURE),
-    Stopped(2, 999, (FAILURE, Failure(1, 2, 7, 3.0, None, "h2"))),
+    Stopped(2, 999, (FAILURE, WorkerFailure(1, 2, 7, 3.0, None, "h2"))),
     Start(1, 0, 3, "id", 0, 2, 0, 16, 0, 16, "fd00::1", 4321, ("h0", "h1")),
-    End(1, "why", (FAILURE,)),
+    JobEnded(1, "why", (FAILURE,)),
     WorkerStarted("0.1.0"),
     WorkerStalled("0.1.0", "stopped"),
-    WorkerEnded("0.1.0", "killed by SIGKILL", -9),
-    WorkerSaid("0.1.0", '{"type": "Ready"}'),
+    WorkerExited("0.1.0", "killed by SIGKILL", -9),
+    WorkerMessage("0.1.0", '{"type": "Ready"}'),
     Slots(3, (FAILURE,)),
-    Begin(1, 4, 8, "id", "tcp:10.0.0.1:4000"),
+    StartSlots(1, 4, 8, "id", "tcp:10.0.0.1:4000"),
     TellWorker("0.1.0", "{}"),
-    StopReplacing("the job is done"),
+    StopReplacement("the job is done"),
     AskTime(1 << 62),
     TellTime(5, 1 << 62),
 ]
@@ -78,10 +82,10 @@ def test_a_message_arrives_as_it_was_sent_however_it_is_cut(message):
 
 
 def test_a_join_of_another_version_is_partly_understood():
-    join = next(each for each in MESSAGES if isinstance(each, Join))
+    join = next(each for each in MESSAGES if isinstance(each, JoinJob))
     content = {**json.loads(encode(join)[4:]), "version": "9.8.7", "colour": "blue"}
     decoded = decode(json.dumps(content).encode())
-    assert isinstance(decoded, Join) and decoded.version == "9.8.7" and decoded.host == "h0"
+    assert isinstance(decoded, JoinJob) and decoded.version == "9.8.7" and decoded.host == "h0"
 
 
 @pytest.mark.parametrize(
@@ -118,7 +122,7 @@ def test_any_json_is_a_message_or_refused(content):
 
 @given(st.text(min_size=1, max_size=60).filter(lambda text: len(text.encode()) < 256), st.integers(0, 65535))
 def test_a_token_brings_back_address_and_secret(host, port):
-    assert Token.decode(f" {Token(host, port, b's' * 32).encode()}\n") == Token(host, port, b"s" * 32)
+    assert JoinToken.decode(f" {JoinToken(host, port, b's' * 32).encode()}\n") == JoinToken(host, port, b"s" * 32)
 
 
 def test_a_token_is_asked_for_at_a_terminal_and_not_shown(monkeypatch, capsys):
@@ -142,9 +146,9 @@ def test_a_token_comes_from_a_pipe(monkeypatch):
 
 
 def test_a_damaged_token_is_refused_and_the_secret_is_not_shown():
-    token = Token("10.0.0.1", 29400, b"very secret bytes of this job!!!")
+    token = JoinToken("10.0.0.1", 29400, b"very secret bytes of this job!!!")
     word = token.encode()
     for wrong in (word[:-1], word[:-4] + "aaaa", word.replace("pl1-", ""), "pl1-", "pl1-!!", "hello"):
         with pytest.raises(TokenError):
-            Token.decode(wrong)
+            JoinToken.decode(wrong)
     assert "secret bytes" not in repr(token)

@@ -19,11 +19,11 @@ from launching import wait_until
 from store_kinds import exit_code
 from world import reserved_port
 
-from paceline.checkpoint.copies import client as copies
-from paceline.checkpoint.copies.service import CopyService
-from paceline.one_port import choice, dialing, listener
-from paceline.one_port.listener import claim
-from paceline.security.secret import job_secret
+from paceline.comm.one_port import dialer, port_multiplexer
+from paceline.comm.one_port.port_multiplexer import listen_at_number
+from paceline.comm.security.secret import job_secret
+from paceline.train.checkpoint.peer_memory import client as copies
+from paceline.train.checkpoint.peer_memory.server import CacheServer
 
 RESETS = struct.pack("ii", 1, 0)
 
@@ -51,23 +51,23 @@ def no_more_descriptors() -> Iterator[None]:
 
 
 def test_a_lack_of_descriptors_is_not_taken_for_the_end(gate):
-    listening = claim(HERE, 0, gate)
+    listening = listen_at_number(HERE, 0, gate)
     before = open_descriptors()
-    with dialing.dial(listening.getsockname(), DEADLINE_S):
+    with dialer.dial(listening.getsockname(), DEADLINE_S):
         wait_until(lambda: open_descriptors() <= before + 1)  # the gate has closed its own one
         with no_more_descriptors(), pytest.raises(OSError, match="Too many open files") as caught:
             listening.accept()
         assert caught.value.errno == errno.EMFILE
-    with dialing.dial(listening.getsockname(), DEADLINE_S), listening.accept()[0]:
+    with dialer.dial(listening.getsockname(), DEADLINE_S), listening.accept()[0]:
         listening.close()
 
 
 def test_connections_that_were_reset_are_skipped(gate):
-    listening = claim(HERE, 0, gate)
+    listening = listen_at_number(HERE, 0, gate)
     for _ in range(3):
-        with dialing.dial(listening.getsockname(), DEADLINE_S) as stranger:
+        with dialer.dial(listening.getsockname(), DEADLINE_S) as stranger:
             stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESETS)
-    with dialing.dial(listening.getsockname(), DEADLINE_S) as connection:
+    with dialer.dial(listening.getsockname(), DEADLINE_S) as connection:
         accepted, address = listening.accept()
         with accepted:
             assert address == connection.getsockname()
@@ -78,17 +78,17 @@ def test_connections_that_were_reset_are_skipped(gate):
 def test_a_request_that_is_none_is_answered(gate, request_):
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(DEADLINE_S)
-        connection.connect("\0" + os.environ[choice.GATE_VARIABLE])
+        connection.connect("\0" + os.environ[dialer.GATE_VARIABLE])
         connection.send(request_)
         code, _, words = connection.recv(1024).decode().partition(" ")
         assert int(code) != 0 and words
-    claim(HERE, 0, gate).close()
+    listen_at_number(HERE, 0, gate).close()
 
 
 def test_copies_of_checkpoints_come_through_the_port(gate, monkeypatch, tmp_path: Path):
-    monkeypatch.setattr("paceline.store.tcp.is_loopback", lambda _: False)
+    monkeypatch.setattr("paceline.comm.store.tcp_store.is_loopback", lambda _: False)
     monkeypatch.setenv("PACELINE_SECRET", "s" * 32)
-    with closing(CopyService(HERE)) as service:
+    with closing(CacheServer(HERE)) as service:
         with closing(copies.dial(service.open(str(tmp_path / "door"), job_secret()))) as near:
             elsewhere = near.listen()
         assert int(elsewhere.address.rpartition(":")[2]) != gate
@@ -99,10 +99,10 @@ def test_copies_of_checkpoints_come_through_the_port(gate, monkeypatch, tmp_path
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_a_forked_child_does_not_keep_the_gate_open(monkeypatch):
     monkeypatch.setenv("PACELINE_SECRET", secrets.token_hex(16))
-    monkeypatch.delenv(choice.GATE_VARIABLE, raising=False)
-    monkeypatch.setattr(listener, "_gates", {})
+    monkeypatch.delenv(dialer.GATE_VARIABLE, raising=False)
+    monkeypatch.setattr(port_multiplexer, "_multiplexers", {})
     port = reserved_port()
-    first = claim(HERE, 0, port)
+    first = listen_at_number(HERE, 0, port)
     waiting, ending = os.pipe()
     child = os.fork()  # as a loader of data does
     if child == 0:
@@ -111,23 +111,23 @@ def test_a_forked_child_does_not_keep_the_gate_open(monkeypatch):
         os._exit(0)
     os.close(waiting)
     try:
-        for each in list(listener._gates.values()):
+        for each in list(port_multiplexer._multiplexers.values()):
             each.close()  # as at this process's end
-        listener._gates.clear()
-        with closing(claim(HERE, 0, port)):  # another process takes its place
-            assert len(listener._gates) == 1
+        port_multiplexer._multiplexers.clear()
+        with closing(listen_at_number(HERE, 0, port)):  # another process takes its place
+            assert len(port_multiplexer._multiplexers) == 1
     finally:
         os.close(ending)
         assert exit_code(child) == 0
         first.close()
-        for each in listener._gates.values():
+        for each in port_multiplexer._multiplexers.values():
             each.close()
 
 
 def test_silent_hosts_are_told_from_those_that_answer(monkeypatch):
     answers, refuses, silent = "127.0.0.1", "127.0.0.4", ("127.0.0.2", "127.0.0.3")
     port = reserved_port()
-    monkeypatch.setenv(choice.VARIABLE, str(port))
+    monkeypatch.setenv(dialer.PORT_VARIABLE, str(port))
     with contextlib.ExitStack() as opened:
         for host in (answers, *silent):
             opened.enter_context(socket.create_server((host, port), backlog=0))
@@ -136,4 +136,4 @@ def test_silent_hosts_are_told_from_those_that_answer(monkeypatch):
                 waiting = opened.enter_context(socket.socket())
                 waiting.setblocking(False)
                 waiting.connect_ex((host, port))
-        assert dialing.silent_hosts([answers, refuses, *silent], HERE, 0.5) == set(silent)
+        assert dialer.silent_hosts([answers, refuses, *silent], HERE, 0.5) == set(silent)

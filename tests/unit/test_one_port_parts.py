@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import examples
 
-from paceline.engine.native.calls import Calls
-from paceline.one_port.header import HEADER_BYTES, has_no_header, header_for, is_wrong, number_in
-from paceline.one_port.numbers import FIRST, LAST, Numbers
-from paceline.security.handshake import HELLO_BYTES
-from paceline.store.hash import HashStore
+from paceline.comm.engine.native.connections import ReverseConnectRequests
+from paceline.comm.one_port.dialer import HEADER_BYTES, has_no_header, header_for, is_wrong, number_in
+from paceline.comm.one_port.port_multiplexer import FIRST, LAST, NumberTable
+from paceline.comm.security.handshake import HELLO_BYTES
+from paceline.comm.store.store import HashStore
 
 # Headers
 
@@ -40,7 +40,7 @@ def test_a_header_is_longer_than_a_hello():
 @given(st.data())
 @settings(max_examples=examples(100))
 def test_numbers_have_one_holder_each(data):
-    numbers: Numbers[int] = Numbers()
+    numbers: NumberTable[int] = NumberTable()
     held: dict[int, int] = {}  # by number
     for holder in range(data.draw(st.integers(0, 40))):
         wanted = data.draw(st.sampled_from([0, 0, FIRST, FIRST + 1, 29500]))
@@ -59,7 +59,7 @@ def test_numbers_have_one_holder_each(data):
 
 
 def test_a_number_returns_as_late_as_possible():
-    numbers: Numbers[str] = Numbers()
+    numbers: NumberTable[str] = NumberTable()
     given_ = []
     for _ in range(FIRST, LAST + 1):
         given_.append(numbers.take(0, "holder"))
@@ -69,7 +69,7 @@ def test_a_number_returns_as_late_as_possible():
 
 
 def test_all_numbers_can_be_held():
-    numbers: Numbers[int] = Numbers()
+    numbers: NumberTable[int] = NumberTable()
     for holder in range(FIRST, LAST + 1):
         numbers.take(0, holder)
     with pytest.raises(OSError, match="all numbers from 1024 to 28999 are held"):
@@ -83,10 +83,10 @@ def test_all_numbers_can_be_held():
 
 def test_a_rank_hears_who_cannot_connect_to_it():
     store = HashStore()
-    ranks = [Calls(store, 3, rank) for rank in range(4)]
+    ranks = [ReverseConnectRequests(store, 3, rank) for rank in range(4)]
     assert ranks[1].callers([2, 3]) == {}
     ranks[3].call(1, "timed out")
     ranks[3].call(0, "refused")
     assert ranks[1].callers([2, 3]) == {3: "timed out"} and ranks[1].callers([2]) == {}
     assert ranks[0].callers([1, 2, 3]) == {3: "refused"} and ranks[2].callers([3]) == {}
-    assert Calls(store, 4, 1).callers([2, 3]) == {}  # another group's
+    assert ReverseConnectRequests(store, 4, 1).callers([2, 3]) == {}  # another group's

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.parallel.agreement import RankFacts
-from paceline.parallel.conditions import reduces_during_backward
+from paceline.train.preconditions import RankFacts, reduces_during_backward
 
 
 def rank(cores, *, told=None, host="here", local_ranks=0, quota=0.0, cgroup=0, threads=1) -> RankFacts:

@@ -13,15 +13,14 @@ from pathlib import Path
 import pytest
 
 from paceline import FileStore
+from paceline.comm.rendezvous.shared_store import open_store_at_url
+from paceline.comm.security.own_files import SharedFileError, own_directory, require_own_directory, write_own
+from paceline.comm.security.secret import job_secret
 from paceline.errors import RendezvousError, StoreError
-from paceline.launch.events import Events
-from paceline.launch.job import Command, Job
-from paceline.launch.job_directory import JobDirectory
-from paceline.launch.output import Console, LogFile
-from paceline.observe.live.addresses import write_address
-from paceline.rendezvous.addresses import open_store
-from paceline.security.own_files import SharedFileError, own_directory, require_own_directory, write_own
-from paceline.security.secret import job_secret
+from paceline.operate.dashboard.server import write_address
+from paceline.operate.launch.job import Command, Job
+from paceline.operate.launch.job_directory import Events, JobDirectory
+from paceline.operate.launch.workers.output import Console, LogFile
 
 pytestmark = pytest.mark.usefixtures("no_secret")
 only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
@@ -49,7 +48,7 @@ def test_a_store_is_not_kept_in_a_file_of_another_user(tmp_path, mode):
 @only_root
 def test_ranks_do_not_meet_in_a_file_of_another_user(tmp_path):
     with pytest.raises(StoreError, match=rf"belongs to user {SOMEBODY}.*remove it, or choose a file in a directory"):
-        open_store(f"file://{foreign(tmp_path / 'meet')}", 0, 1, timedelta(seconds=5))
+        open_store_at_url(f"file://{foreign(tmp_path / 'meet')}", 0, 1, timedelta(seconds=5))
 
 
 @pytest.mark.parametrize(("mode", "content"), [(0o644, b"paceln/f"), (0o660, b""), (0o602, b"")])

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.engine.native.uneven import read_network
-from paceline.schedule.cost import CostModel, LinkCost
-from paceline.schedule.network import Group, Link
-from paceline.schedule.pairwise import describe_differences, tournament
+from paceline.comm.engine.network_settings import read_network
+from paceline.comm.schedule.cost_model import CostModel, LinkCost
+from paceline.comm.schedule.network import NetworkLink, UplinkGroup, describe_differences, round_robin_rounds
 
 MODEL = CostModel(LinkCost(1e-6, 1e-10), LinkCost(1e-4, 1e-9), 1e-10)
 FAST, SLOW = 5e7, 1.25e7
@@ -20,7 +19,7 @@ FAST, SLOW = 5e7, 1.25e7
 
 @given(st.integers(2, 40))
 def test_each_pair_meets_once_and_nobody_twice_in_a_round(n):
-    rounds = tournament(n)
+    rounds = round_robin_rounds(n)
     assert len(rounds) == n - 1 + n % 2
     assert sorted(pair for pairs in rounds for pair in pairs) == list(combinations(range(n), 2))
     for pairs in rounds:
@@ -31,14 +30,14 @@ def measured(n, nodes=None, pairs=None, racks=(), uplink=float("inf"), noise=0.0
     """What the rounds of a tournament measure, where crossing pairs share the uplinks of their racks."""
     random, found = Random(seed), {}
     rack_of = {host: number for number, rack in enumerate(racks) for host in rack}
-    for meeting in tournament(n):
+    for meeting in round_robin_rounds(n):
         crossing = [pair for pair in meeting if rack_of.get(pair[0]) != rack_of.get(pair[1])]
         for pair in meeting:
             rate = min([FAST, (pairs or {}).get(pair, FAST), *((nodes or {}).get(host, FAST) for host in pair)])
             latency_s = 1e-4
             if pair in crossing:
                 rate, latency_s = min(rate, uplink / len(crossing)), 2e-3
-            found[pair] = Link(latency_s * random.uniform(1, 1 + noise), rate * random.uniform(1 - noise, 1))
+            found[pair] = NetworkLink(latency_s * random.uniform(1, 1 + noise), rate * random.uniform(1 - noise, 1))
     return found
 
 
@@ -90,4 +89,4 @@ def test_rates_that_follow_no_rule_are_taken_as_they_come():
 def test_what_is_described_names_the_usual_link_too():
     text = describe_differences(3, measured(3, nodes={1: SLOW}))
     assert text == '{"node": "400000kbit,100.0us", "nodes": {"1": "100000kbit,100.0us"}}'
-    assert isinstance(network_of(4, measured(4, racks=((0, 1), (2, 3)), uplink=SLOW)).groups[0], Group)
+    assert isinstance(network_of(4, measured(4, racks=((0, 1), (2, 3)), uplink=SLOW)).groups[0], UplinkGroup)

@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from paceline.schedule.registry import ALGORITHMS
-from paceline.schedule.steps import Buffer, Operation
+from paceline.comm.schedule.registry import ALGORITHMS
+from paceline.comm.schedule.steps import Buffer, Operation
 
 sys.path.append(str(Path(__file__).parents[2] / "docs" / "pictures"))  # for the module that some scripts share
 

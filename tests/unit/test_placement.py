@@ -9,17 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import _core
-from paceline.launch.gpus import count_gpus, device_of, numa_node_of_gpu, visible_devices
-from paceline.launch.job import Command, Job
-from paceline.launch.machine import Machine
-from paceline.launch.placement import (
+from paceline.operate.launch.job import Command, Job
+from paceline.operate.launch.workers.placement import (
     assign,
     cores_of_workers,
+    count_gpus,
+    device_of,
     domains_of,
     format_cpulist,
+    numa_node_of_gpu,
     parse_cpulist,
     siblings_of,
+    visible_devices,
 )
+from paceline.operate.launch.workers.start_workers import MachineResources
 
 
 @given(st.frozensets(st.integers(0, 300)))
@@ -136,13 +139,13 @@ JOB = Job(Command(("x.py",)), workers=4)
 
 
 def test_two_workers_on_one_gpu_are_reported():
-    (line,) = Machine(4, 2, None, None).remarks(JOB)
+    (line,) = MachineResources(4, 2, None, None).remarks(JOB)
     assert "4 workers share 2 GPUs: local ranks 0 and 2 both get GPU 0" in line
     assert "--nproc-per-node 2 (or gpu)" in line
-    assert Machine(4, 4, None, None).remarks(JOB) == []
-    assert Machine(4, 0, None, None).remarks(JOB) == []
+    assert MachineResources(4, 4, None, None).remarks(JOB) == []
+    assert MachineResources(4, 0, None, None).remarks(JOB) == []
 
 
 def test_what_was_decided_about_cores_is_said():
-    (line,) = Machine(2, 0, [(0, 1), (2, 3)], 2).remarks(JOB)
+    (line,) = MachineResources(2, 0, [(0, 1), (2, 3)], 2).remarks(JOB)
     assert line.startswith("OMP_NUM_THREADS=2 for each of 2 workers on cores 0-1 | 2-3")

@@ -13,12 +13,18 @@ import pytest
 from planned import calibration, prediction
 
 from paceline.cli.main import main
-from paceline.plan.advice import Advice, Change
-from paceline.plan.calibration import CalibrationError, decode, encode, read, relative_spread
-from paceline.plan.measuring.notes import StepNotes, TooFewStepsError, forwards_of, ready_of, samples_of, times_of
-from paceline.plan.pictures import HeatRow, heat_map, scaling_curve, step_bars
-from paceline.plan.report import report
-from paceline.plan.spelling import advice_text, facts_of, spell_bytes, table_text
+from paceline.operate.plan.advice import Advice, Change
+from paceline.operate.plan.calibration import CalibrationError, decode, encode, read, relative_spread
+from paceline.operate.plan.formatting import advice_text, facts_of, format_bytes, table_text
+from paceline.operate.plan.measure.step_watch import (
+    StepNotes,
+    TooFewStepsError,
+    forwards_of,
+    ready_of,
+    samples_of,
+    times_of,
+)
+from paceline.operate.plan.report import HeatRow, heat_map, report, scaling_curve, step_bars
 
 
 def test_a_calibration_survives_its_file(tmp_path):
@@ -108,7 +114,7 @@ def test_what_programs_get_is_json():
 
 
 def test_sizes_are_spelt_with_their_unit():
-    assert [spell_bytes(each) for each in (512, 1536, 3 << 30)] == ["512 B", "1.5 KiB", "3 GiB"]
+    assert [format_bytes(each) for each in (512, 1536, 3 << 30)] == ["512 B", "1.5 KiB", "3 GiB"]
 
 
 def test_pictures_are_well_formed():
@@ -142,5 +148,5 @@ def test_a_plan_without_a_calibration_says_so(capsys, tmp_path):
 
 
 def test_predicting_needs_no_torch():
-    code = "import sys, paceline.plan.report, paceline.plan.advice, paceline.cli.plan; sys.exit('torch' in sys.modules)"
+    code = "import sys, paceline.operate.plan.report, paceline.operate.plan.advice, paceline.cli.plan; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

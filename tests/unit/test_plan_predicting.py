@@ -7,16 +7,21 @@ from dataclasses import replace
 import pytest
 from planned import LINKS, MB, Timing, calibration, prediction, simulate
 
-from paceline.plan.advice import advise, changes, work_rate
-from paceline.plan.calibration import CalibrationError, Gradient, HostCall, Links
-from paceline.plan.collectives import CallTimes, carrying_more, interpolated
-from paceline.plan.networks import network_of, with_rate
-from paceline.plan.predicting import memory_of, slowest_of, traffic_of
-from paceline.plan.stepping import buckets_of, step_of
-from paceline.plan.strategy import Strategy, measured
-from paceline.schedule.cost import predict as predict_call
-from paceline.schedule.network import Link, Network
-from paceline.schedule.steps import Operation
+from paceline.comm.schedule.cost import predict as predict_call
+from paceline.comm.schedule.network import Network, NetworkLink
+from paceline.comm.schedule.steps import Operation
+from paceline.operate.plan.advice import advise, changes, work_rate
+from paceline.operate.plan.calibration import CalibrationError, HostCall, Links, MeasuredGradient, network_of, with_rate
+from paceline.operate.plan.prediction import memory_of, slowest_of, traffic_of
+from paceline.operate.plan.step_time import (
+    CallTimes,
+    Strategy,
+    buckets_of,
+    interpolated,
+    measured,
+    step_of,
+    with_bandwidth_factor,
+)
 
 
 def times(nodes: int = 2, links: Links = LINKS) -> CallTimes:
@@ -34,7 +39,7 @@ def test_buckets_are_those_of_the_module():
 
 def test_a_bucket_waits_for_those_before_it():
     late = tuple(
-        Gradient(name, 10 * MB, "float32", ready_s) for name, ready_s in (("a", 0.01), ("b", 0.02), ("c", 0.03))
+        MeasuredGradient(name, 10 * MB, "float32", ready_s) for name, ready_s in (("a", 0.01), ("b", 0.02), ("c", 0.03))
     )
     assert [bucket.ready_s for bucket in buckets_of(late, (10 * MB,))] == [0.030, 0.030, 0.030]
 
@@ -157,7 +162,11 @@ def test_a_host_sends_no_byte_twice():
 
 @pytest.mark.parametrize(
     ("link", "bottleneck"),
-    [(Link(0.0, 1e12), "computing"), (Link(1e-6, 1e8), "links of hosts"), (Link(0.2, 1e12), "latency")],
+    [
+        (NetworkLink(0.0, 1e12), "computing"),
+        (NetworkLink(1e-6, 1e8), "links of hosts"),
+        (NetworkLink(0.2, 1e12), "latency"),
+    ],
 )
 def test_the_bottleneck_is_what_would_help_most(link, bottleneck):
     assert prediction(calibration(links=replace(LINKS, node=link))).bottleneck == bottleneck
@@ -165,17 +174,17 @@ def test_the_bottleneck_is_what_would_help_most(link, bottleneck):
 
 def test_waiting_for_data_can_be_the_bottleneck():
     slow = replace(calibration().times, data_s=0.2)
-    assert prediction(calibration(times=slow, links=replace(LINKS, node=Link(0.0, 1e12)))).bottleneck == "data"
+    assert prediction(calibration(times=slow, links=replace(LINKS, node=NetworkLink(0.0, 1e12)))).bottleneck == "data"
 
 
 def test_waiting_for_the_slowest_can_be_the_bottleneck():
     uneven = (0.050,) * 60 + (0.150,) * 40
-    found = calibration(step_s=uneven, links=replace(LINKS, node=Link(0.0, 1e12)))
+    found = calibration(step_s=uneven, links=replace(LINKS, node=NetworkLink(0.0, 1e12)))
     assert prediction(found, nodes=64).bottleneck == "stragglers"
 
 
 def test_advice_is_ranked_by_what_it_gains():
-    found = calibration(links=replace(LINKS, node=Link(1e-3, 1e8)))
+    found = calibration(links=replace(LINKS, node=NetworkLink(1e-3, 1e8)))
     now = prediction(found, nodes=4)
     advice = advise(found, now, lambda nodes, per_node: network_of(found.links, nodes, per_node), simulate)
     gains = [each.gain for each in advice]
@@ -193,7 +202,7 @@ def test_no_change_is_the_job_as_it_is():
 
 
 def test_regions_share_their_uplinks():
-    links = replace(LINKS, region=Link(0.02, 1e7))
+    links = replace(LINKS, region=NetworkLink(0.02, 1e7))
     network = network_of(links, 5, 2, regions=2)
     assert [group.hosts for group in network.groups] == [(0, 1), (2, 3, 4)]
     assert {group.uplink for group in network.groups} == {links.region}
@@ -212,9 +221,9 @@ def test_a_network_needs_the_links_that_it_uses():
 
 def test_faster_links_are_those_between_hosts():
     faster = with_rate(LINKS, 4)
-    assert faster.node == Link(1e-3, 4e9)
+    assert faster.node == NetworkLink(1e-3, 4e9)
     assert faster.within_host == LINKS.within_host
-    more = carrying_more(network_of(LINKS, 2, 1), 2)
+    more = with_bandwidth_factor(network_of(LINKS, 2, 1), 2)
     assert (more.node.bytes_per_s, more.within_host) == (2e9, LINKS.within_host)
 
 

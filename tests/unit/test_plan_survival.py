@@ -12,19 +12,26 @@ from hypothesis import strategies as st
 from planned import calibration
 
 from paceline.cli.main import main
-from paceline.plan.calibration import encode
-from paceline.plan.survival.goodput import best_period_s, goodput, partition, play, share_with_restarts
-from paceline.plan.survival.job import Job
-from paceline.plan.survival.spelling import goodput_text, parse_failures, parse_times
-from paceline.plan.survival.timings import DAY_S, HOUR_S, Failures, Timings
+from paceline.operate.plan.calibration import encode
+from paceline.operate.plan.goodput import (
+    best_period_s,
+    goodput,
+    goodput_text,
+    parse_failures,
+    parse_times,
+    partition,
+    play,
+    share_with_restarts,
+)
+from paceline.operate.plan.simulated_job import DAY_S, HOUR_S, EventTimes, MeanTimesBetweenFailures, SimulatedJob
 
-TIMES = Timings(step_s=0.5)
+TIMES = EventTimes(step_s=0.5)
 MEETING_S = TIMES.forming_s + TIMES.meeting_s
 TOLD_S = 2 * TIMES.message_s  # the coordinator hears of it, and its view comes
 
 
 def test_a_death_costs_the_meeting_and_the_dead_workers_share():
-    played = Job(4, 1, TIMES, Failures(worker_s=4 * HOUR_S, machine_s=0.0), 1).play(10)
+    played = SimulatedJob(4, 1, TIMES, MeanTimesBetweenFailures(worker_s=4 * HOUR_S, machine_s=0.0), 1).play(10)
     assert len(played.pauses_s) == 10 and not played.end
     redone_s = 0.5 * (1 / 4) / (1 - 1 / 4)
     assert sorted(played.pauses_s)[5] == pytest.approx(redone_s + TOLD_S + MEETING_S, abs=1e-6)
@@ -32,39 +39,41 @@ def test_a_death_costs_the_meeting_and_the_dead_workers_share():
 
 
 def test_a_survivor_that_is_alone_has_nobody_to_meet():
-    played = Job(2, 1, TIMES, Failures(worker_s=4 * HOUR_S, machine_s=0.0), 1).play(10)
+    played = SimulatedJob(2, 1, TIMES, MeanTimesBetweenFailures(worker_s=4 * HOUR_S, machine_s=0.0), 1).play(10)
     assert sorted(played.pauses_s)[5] == pytest.approx(0.5 + TOLD_S + TIMES.forming_s, abs=1e-6)
 
 
 def test_a_lost_machine_is_waited_for_until_it_is_given_up():
-    played = Job(4, 2, TIMES, Failures(machine_s=DAY_S), 3).play(5)
+    played = SimulatedJob(4, 2, TIMES, MeanTimesBetweenFailures(machine_s=DAY_S), 3).play(5)
     redone_s = 0.5 * (1 / 4) / (1 - 1 / 4)
     waited_s = TIMES.silence_s + TIMES.message_s + MEETING_S
     assert sorted(played.pauses_s)[2] == pytest.approx(redone_s + waited_s, abs=1e-6)
 
 
 def test_without_a_machine_the_others_do_its_work():
-    few = Job(2, 1, replace(TIMES, repair_s=1e6), Failures(machine_s=DAY_S), 0).play(1)
-    both = Job(2, 1, replace(TIMES, repair_s=1.0), Failures(machine_s=DAY_S), 0).play(1)
+    few = SimulatedJob(2, 1, replace(TIMES, repair_s=1e6), MeanTimesBetweenFailures(machine_s=DAY_S), 0).play(1)
+    both = SimulatedJob(2, 1, replace(TIMES, repair_s=1.0), MeanTimesBetweenFailures(machine_s=DAY_S), 0).play(1)
     assert few.seconds == both.seconds, "the second failure comes at the same time"
     assert few.steps < both.steps
 
 
 def test_a_job_without_failures_only_makes_steps():
-    found = goodput(8, 4, TIMES, Failures(machine_s=0.0))
+    found = goodput(8, 4, TIMES, MeanTimesBetweenFailures(machine_s=0.0))
     assert (found.elastic, found.restarting, found.failures_per_day) == (1.0, 1.0, 0.0)
     assert math.isinf(found.elastic_period_s) and math.isinf(found.restarting_period_s)
 
 
 def test_a_job_is_played_alike_from_the_same_seed():
-    failures = Failures(worker_s=DAY_S, machine_s=DAY_S)
+    failures = MeanTimesBetweenFailures(worker_s=DAY_S, machine_s=DAY_S)
     assert play(40, 8, TIMES, failures, 5, 20) == play(40, 8, TIMES, failures, 5, 20)
     assert play(40, 8, TIMES, failures, 5, 20) != play(40, 8, TIMES, failures, 6, 20)
 
 
 @given(st.integers(0, 2**32), st.integers(2, 6), st.integers(1, 2))
 def test_every_failure_is_survived_or_explained(seed, machines, per_machine):
-    played = Job(machines, per_machine, TIMES, Failures(worker_s=2 * HOUR_S, machine_s=4 * HOUR_S), seed).play(12)
+    played = SimulatedJob(
+        machines, per_machine, TIMES, MeanTimesBetweenFailures(worker_s=2 * HOUR_S, machine_s=4 * HOUR_S), seed
+    ).play(12)
     assert played.end or len(played.pauses_s) == 12
     assert all(pause_s > -1e-6 for pause_s in played.pauses_s)
     assert played.steps <= played.seconds / TIMES.step_s + 2
@@ -97,14 +106,16 @@ def test_shares_of_jobs_that_restart():
 
 
 def test_an_elastic_job_outlives_one_that_restarts():
-    found = goodput(200, 8, TIMES, Failures(worker_s=90 * DAY_S, machine_s=30 * DAY_S, job_s=60 * DAY_S), jobs=2)
+    found = goodput(
+        200, 8, TIMES, MeanTimesBetweenFailures(worker_s=90 * DAY_S, machine_s=30 * DAY_S, job_s=60 * DAY_S), jobs=2
+    )
     assert 0.99 < found.elastic < 1 and found.restarting < found.elastic - 0.02
     assert found.restarting_period_s < found.elastic_period_s
     assert "are cut off, the other" in goodput_text([found], TIMES)
 
 
 def test_times_between_failures_are_read():
-    assert parse_failures("machine=30d, worker=12h") == Failures(12 * HOUR_S, 30 * DAY_S, 0.0)
+    assert parse_failures("machine=30d, worker=12h") == MeanTimesBetweenFailures(12 * HOUR_S, 30 * DAY_S, 0.0)
     assert parse_times("repair=10min,slowness=1.5", TIMES) == replace(TIMES, repair_s=600.0, slowness=1.5)
 
 
@@ -123,7 +134,7 @@ def test_wrong_times_between_failures_are_refused(text, message):
 
 def test_impossible_times_are_refused():
     with pytest.raises(ValueError, match="slowness is 0.5"):
-        goodput(2, 1, replace(TIMES, slowness=0.5), Failures())
+        goodput(2, 1, replace(TIMES, slowness=0.5), MeanTimesBetweenFailures())
 
 
 def test_the_command_says_what_failures_cost(tmp_path, capsys):

@@ -7,10 +7,9 @@ import time
 import pytest
 import torch
 
-from paceline.engine.native.pairs import note
-from paceline.engine.native.probing import Probe, measure
-from paceline.schedule.cost import LinkCost
-from paceline.schedule.pairwise import Pair
+from paceline.comm.engine.native.cost_measurement import Probe, measure, note
+from paceline.comm.schedule.cost_model import LinkCost
+from paceline.comm.schedule.network import Pair
 
 RATE = 12.5e6  # bytes/s
 LATENCY_S = 50e-6

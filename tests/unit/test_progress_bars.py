@@ -7,9 +7,8 @@ import io
 import pytest
 from terminal import look
 
-from paceline.launch.output import Drawing, LinePrefixer
-from paceline.launch.rows import Rows
-from paceline.launch.screen import Screen
+from paceline.operate.launch.workers.output import LinePrefixer, TerminalSink
+from paceline.operate.launch.workers.terminal import Rows, Screen
 
 
 def bar(done: int) -> bytes:
@@ -75,7 +74,7 @@ def test_nested_bars_in_a_file_are_few_lines():
 
 
 def test_a_terminal_shows_a_bar_as_one_row(shown):
-    drawing = Drawing(shown.screen, b"[rank 0] ")
+    drawing = TerminalSink(shown.screen, b"[rank 0] ")
     for done in range(101):
         drawing.feed(bar(done))
     drawing.feed(b"\n")
@@ -83,7 +82,7 @@ def test_a_terminal_shows_a_bar_as_one_row(shown):
 
 
 def test_lines_of_others_appear_above_the_bar(shown):
-    drawing = Drawing(shown.screen, b"[rank 0] ")
+    drawing = TerminalSink(shown.screen, b"[rank 0] ")
     others = LinePrefixer(b"[rank 1] ", shown.screen.above)
     for done in range(0, 101, 10):
         drawing.feed(bar(done))
@@ -93,7 +92,7 @@ def test_lines_of_others_appear_above_the_bar(shown):
 
 
 def test_lines_of_others_appear_above_nested_bars(shown):
-    drawing = Drawing(shown.screen, b"[rank 0] ")
+    drawing = TerminalSink(shown.screen, b"[rank 0] ")
     drawing.feed(bar(0))
     for done in range(10, 101, 10):
         drawing.feed(nested(done, done // 2))
@@ -104,7 +103,7 @@ def test_lines_of_others_appear_above_nested_bars(shown):
 
 
 def test_lines_of_others_appear_above_a_live_display(shown):
-    drawing = Drawing(shown.screen, b"[rank 0] ")
+    drawing = TerminalSink(shown.screen, b"[rank 0] ")
     drawing.feed(b"\x1b[?25lone 0\ntwo 0")
     for n in range(1, 4):
         shown.screen.above(b"loss %d\n" % n)
@@ -114,7 +113,7 @@ def test_lines_of_others_appear_above_a_live_display(shown):
 
 
 def test_a_killed_display_leaves_the_cursor_visible(shown):
-    drawing = Drawing(shown.screen, b"")
+    drawing = TerminalSink(shown.screen, b"")
     drawing.feed(b"\x1b[?25l50%")
     drawing.close()
     shown.screen.above(b"the end\n")
@@ -123,7 +122,7 @@ def test_a_killed_display_leaves_the_cursor_visible(shown):
 
 
 def test_a_prompt_stays_below_the_lines_of_others(shown):
-    Drawing(shown.screen, b"[rank 0] ").feed(b"(Pdb) p lo")
+    TerminalSink(shown.screen, b"[rank 0] ").feed(b"(Pdb) p lo")
     shown.screen.above(b"loss 1\n")
     assert shown.rows() == ["loss 1", "[rank 0] (Pdb) p lo"]
 
@@ -135,7 +134,7 @@ def test_a_row_longer_than_the_terminal_is_redrawn_whole():
 
 
 def test_a_second_stream_does_not_draw_into_the_bar(shown):
-    err, out = Drawing(shown.screen, b"[rank 0] "), Drawing(shown.screen, b"[rank 0] ")
+    err, out = TerminalSink(shown.screen, b"[rank 0] "), TerminalSink(shown.screen, b"[rank 0] ")
     err.feed(bar(10))
     out.feed(b"loss 1\nlo")
     err.feed(bar(20) + b"\n")
@@ -145,7 +144,7 @@ def test_a_second_stream_does_not_draw_into_the_bar(shown):
 
 
 def test_control_sequences_may_be_cut_anywhere(shown):
-    drawing = Drawing(shown.screen, b"")
+    drawing = TerminalSink(shown.screen, b"")
     for byte in b"\x1b[31mone\x1b[0m\r\x1b[2Ktwo":
         drawing.feed(bytes([byte]))
     assert shown.rows() == ["two"]

@@ -41,13 +41,13 @@ def test_the_version_is_the_projects():
 
 
 def test_importing_paceline_does_not_import_torch():
-    code = "import sys, paceline, paceline.launch.agent; sys.exit('torch' in sys.modules)"
+    code = "import sys, paceline, paceline.operate.launch.worker_group_launcher; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 def test_what_a_worker_needs_to_meet_the_others_is_little():
     slow = {"dataclasses", "inspect", "json", "logging", "pathlib", "re", "shutil", "tempfile", "typing", "urllib"}
-    code = f"import sys, paceline.rendezvous.rendezvous as _; print(sorted({slow} & set(sys.modules)))"
+    code = f"import sys, paceline.comm.rendezvous.rendezvous as _; print(sorted({slow} & set(sys.modules)))"
     environment = {**os.environ, "PYTHONPATH": str(Path(paceline.__file__).parent.parent)}
     done = subprocess.run(
         [sys.executable, "-S", "-c", code], timeout=60, capture_output=True, text=True, env=environment

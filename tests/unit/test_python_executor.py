@@ -12,12 +12,12 @@ import pytest
 import torch
 from values import expected, make
 
-from paceline.engine.adapters.executor import PythonExecutor
-from paceline.engine.adapters.serial_channel import CallTimeout
-from paceline.engine.channel import Call
-from paceline.engine.codes import DTYPE_CODES, NO_REDUCTION, ReduceOp
-from paceline.schedule.registry import ALGORITHMS, offers
-from paceline.schedule.steps import Operation
+from paceline.comm.engine.adapters.schedule_executor import PythonExecutor
+from paceline.comm.engine.adapters.serial_channel import CallTimeout
+from paceline.comm.engine.channel import CollectiveCall
+from paceline.comm.engine.codes import DTYPE_CODES, NO_REDUCTION, ReduceOp
+from paceline.comm.schedule.registry import ALGORITHMS, algorithms_offering
+from paceline.comm.schedule.steps import Operation
 
 _COUNT = 5
 _HOSTS = {2: [[0], [1]], 3: [[0, 1], [2]], 4: [[0, 2], [1, 3]]}
@@ -95,7 +95,7 @@ def _run(algorithm: str, operation: Operation, op: ReduceOp, size: int, root: in
             inputs = []
         if operation is Operation.GATHER and not at_root:
             outputs = []
-        call = Call(
+        call = CollectiveCall(
             operation,
             DTYPE_CODES[torch.float32],
             op,
@@ -147,7 +147,7 @@ _OPERATIONS = [operation for operation in Operation if operation is not Operatio
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_every_schedule_runs_in_the_order_of_its_steps(algorithm, size):
     for operation in _OPERATIONS:
-        if algorithm not in offers(operation):
+        if algorithm not in algorithms_offering(operation):
             continue
         for op in (ReduceOp.SUM, ReduceOp.AVG) if operation in _REDUCING else (NO_REDUCTION,):
             root = size - 1 if operation in _ROOTED else -1
@@ -159,6 +159,8 @@ def test_every_schedule_runs_in_the_order_of_its_steps(algorithm, size):
 def test_the_wait_for_an_absent_rank_ends_at_its_time_out():
     links: _Links = defaultdict(_Link)
     tensor = torch.ones(_COUNT)
-    call = Call(Operation.ALL_REDUCE, DTYPE_CODES[torch.float32], ReduceOp.SUM, -1, _COUNT, 0, [], [_pieces(tensor)])
+    call = CollectiveCall(
+        Operation.ALL_REDUCE, DTYPE_CODES[torch.float32], ReduceOp.SUM, -1, _COUNT, 0, [], [_pieces(tensor)]
+    )
     with pytest.raises(CallTimeout):
         PythonExecutor(_Wire(links, 0), 0, _HOSTS[2]).run(call, time.monotonic_ns() + 50_000_000)

@@ -7,14 +7,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sampling import examples
 
-from paceline.schedule.registry import ALGORITHMS, QUANTISED, build, name_of, number_of, offers
-from paceline.schedule.steps import (
+from paceline.comm.schedule.equal_bits import require_equal_bits
+from paceline.comm.schedule.registry import ALGORITHMS, QUANTISED, algorithms_offering, build, name_of, number_of
+from paceline.comm.schedule.steps import (
     OWN_OUTPUT,
     Buffer,
-    Kind,
+    BufferSlice,
     Operation,
     Schedule,
-    Slice,
+    StepKind,
     add,
     combine,
     copy,
@@ -23,11 +24,10 @@ from paceline.schedule.steps import (
     send,
     unpack,
 )
-from paceline.schedule.verify.equal_bits import require_equal_bits
-from paceline.schedule.verify.symbolic import ScheduleError, verify
+from paceline.comm.schedule.verify import ScheduleError, verify
 
 OPERATIONS = list(QUANTISED["int8"])
-SLOT = Slice(Buffer.WIRE, 0)
+SLOT = BufferSlice(Buffer.WIRE, 0)
 
 
 def world(operation, hosts, algorithm="int8"):
@@ -74,7 +74,7 @@ def test_two_hosts_wait_for_each_other_once(hosts):
     for schedule in world(Operation.ALL_REDUCE, hosts):
         others = [rank for host in hosts if schedule.rank not in host for rank in host]
         between = [step.kind for step in schedule.steps if step.peer in others]
-        assert between == [Kind.SEND] * (len(between) // 2) + [Kind.RECV] * (len(between) // 2)
+        assert between == [StepKind.SEND] * (len(between) // 2) + [StepKind.RECV] * (len(between) // 2)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -83,7 +83,7 @@ def test_only_packed_blocks_leave_a_host(operation):
         host_of = {rank: number for number, ranks in enumerate(hosts) for rank in ranks}
         for schedule in world(operation, hosts):
             for step in schedule.steps:
-                if step.kind is Kind.SEND:
+                if step.kind is StepKind.SEND:
                     leaves = host_of[step.peer] != host_of[schedule.rank]
                     assert (step.src.buffer is Buffer.WIRE) == leaves
 
@@ -93,14 +93,14 @@ def test_a_rank_packs_each_block_once_in_a_call(operation):
     """One array of residuals, with a place for each element, is enough for that."""
     for hosts in (equal_hosts(3, 2), [[0, 1], [2], [3, 4, 5]]):
         for schedule in world(operation, hosts):
-            packed = [step.src for step in schedule.steps if step.kind is Kind.PACK]
+            packed = [step.src for step in schedule.steps if step.kind is StepKind.PACK]
             assert len(packed) == len(set(packed))
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_nothing_is_rounded_on_one_host(operation):
     for schedule in world(operation, [range(5)]):
-        assert all(step.kind not in (Kind.PACK, Kind.UNPACK, Kind.ADD) for step in schedule.steps)
+        assert all(step.kind not in (StepKind.PACK, StepKind.UNPACK, StepKind.ADD) for step in schedule.steps)
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "halving_doubling", "tree", "star", "hierarchical", "circulant"])
@@ -137,7 +137,7 @@ def test_a_rank_that_waits_for_ever_is_named():
 @pytest.mark.parametrize(
     ("steps", "said"),
     [
-        ([send(1, Slice(Buffer.WIRE, 0, 2))], "one by one"),
+        ([send(1, BufferSlice(Buffer.WIRE, 0, 2))], "one by one"),
         ([copy(OWN_OUTPUT, SLOT)], "COPY takes no blocks of WIRE"),
         ([combine(1, SLOT, SLOT)], "REDUCE takes no blocks of WIRE"),
         ([pack(OWN_OUTPUT, SLOT)], "PACK writes into WIRE"),
@@ -154,7 +154,7 @@ def test_wrong_uses_of_packed_blocks_are_named(steps, said):
 
 
 def test_a_packed_block_is_not_kept_where_another_was():
-    blocks = [Slice(Buffer.OUTPUT, 0), Slice(Buffer.OUTPUT, 1)]
+    blocks = [BufferSlice(Buffer.OUTPUT, 0), BufferSlice(Buffer.OUTPUT, 1)]
     steps = [pack(SLOT, blocks[0]), pack(SLOT, blocks[1])]
     schedules = [schedule._replace(blocks=2) for schedule in two_ranks(steps, [])]
     with pytest.raises(ScheduleError, match="is kept where another block was"):
@@ -165,4 +165,4 @@ def test_what_is_on_the_wire_has_numbers_of_its_own():
     assert [name_of(number_of(name)) for name in (*ALGORITHMS, *QUANTISED)] == [*ALGORITHMS, *QUANTISED]
     assert [number_of(name) for name in QUANTISED] == [65, 66, 67]  # 64 is kQuantised in native/call/call.hpp
     assert name_of(0) is None and name_of(64) is None
-    assert not set(offers(Operation.ALL_REDUCE)) & set(QUANTISED)  # nobody gets them unasked
+    assert not set(algorithms_offering(Operation.ALL_REDUCE)) & set(QUANTISED)  # nobody gets them unasked

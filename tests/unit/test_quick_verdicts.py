@@ -10,18 +10,25 @@ from dataclasses import replace
 import pytest
 from launching import wait_until
 
-from paceline.launch.alarm import Alarm
-from paceline.launch.generation import Generation
-from paceline.launch.keyboard import Keyboard
-from paceline.launch.memory import MemoryCgroup, MemoryWatch
-from paceline.launch.watching import Watcher
-from paceline.launch.worker import Worker
-from paceline.observe import glancing
-from paceline.observe.evidence import Ending, Manner, Place, Process, Rank, State
-from paceline.observe.glancing import with_endings
-from paceline.observe.picture import Picture
-from paceline.observe.watching import Watched
-from paceline.record import layout
+from paceline.comm.record import layout
+from paceline.operate.diagnosis import failure_snapshot
+from paceline.operate.diagnosis.failure_snapshot import with_endings
+from paceline.operate.diagnosis.job_snapshot import (
+    ExitReason,
+    ProcessActivity,
+    ProcessState,
+    RankExitStatus,
+    RankState,
+    StackLocation,
+)
+from paceline.operate.diagnosis.machine_snapshot import MachineSnapshot
+from paceline.operate.diagnosis.stall_detector import WatchedWorker
+from paceline.operate.launch.watchdog import Watchdog
+from paceline.operate.launch.workers.failures import ExceptionNotice
+from paceline.operate.launch.workers.job_control import Keyboard
+from paceline.operate.launch.workers.out_of_memory import MemoryCgroup, MemoryWatch
+from paceline.operate.launch.workers.worker import WorkerProcess
+from paceline.operate.launch.workers.worker_group import WorkerGroup
 
 KILLED = -9
 
@@ -34,15 +41,16 @@ class Kills:
         self.kernel_kills(0)
         self.told: list[int] = []
         selector = selectors.DefaultSelector()
-        alarm = Alarm(str(directory))
-        self.generation = Generation(
+        alarm = ExceptionNotice(str(directory))
+        self.generation = WorkerGroup(
             1, 1.0, Keyboard(), selector, alarm, lambda _: None, lambda failure: self.told.append(failure.rank)
         )
         self.generation._memory.close()
         self.generation._memory = MemoryWatch(MemoryCgroup(directory), os.devnull)
         self.generation.signal = lambda number: None  # there are no processes
         self.workers = [
-            Worker(rank, rank, 2**30 + rank, str(directory / f"error-{rank}"), -1, exit_code=None) for rank in (0, 1)
+            WorkerProcess(rank, rank, 2**30 + rank, str(directory / f"error-{rank}"), -1, exit_code=None)
+            for rank in (0, 1)
         ]
         self.generation.workers += self.workers
 
@@ -100,19 +108,19 @@ def test_a_death_that_memory_did_not_cause_is_told_at_once(kills):
 
 
 def test_an_error_that_came_meanwhile_names_its_line():
-    seen = Rank(0, pid=1, place=Place(), process=Process(State.SLEEPS))
-    ending = Ending(Manner.CONSEQUENCE, 2.0, "PeerLostError: rank 1 died", "train.py:88")
-    workers = [Watched(0, 1, None, ending), Watched(1, 2, None)]
-    found = with_endings(Picture(1.0, (seen, replace(seen, rank=1, pid=2))), workers)
+    seen = RankState(0, pid=1, place=StackLocation(), process=ProcessActivity(ProcessState.SLEEPS))
+    ending = RankExitStatus(ExitReason.CONSEQUENCE, 2.0, "PeerLostError: rank 1 died", "train.py:88")
+    workers = [WatchedWorker(0, 1, None, ending), WatchedWorker(1, 2, None)]
+    found = with_endings(MachineSnapshot(1.0, (seen, replace(seen, rank=1, pid=2))), workers)
     assert [rank.ending for rank in found.ranks] == [ending, None]
 
 
 def test_what_a_verdict_needs_is_imported_when_a_worker_records(monkeypatch):
     is_prepared = threading.Event()
-    monkeypatch.setattr(glancing, "prepare", is_prepared.set)
+    monkeypatch.setattr(failure_snapshot, "prepare", is_prepared.set)
     recording = os.memfd_create("recording")
     os.truncate(recording, layout.NBYTES)
-    watcher = Watcher(15.0, lambda: [Watched(0, os.getpid(), recording)], lambda body, is_failure: None)
+    watcher = Watchdog(15.0, lambda: [WatchedWorker(0, os.getpid(), recording)], lambda body, is_failure: None)
     watcher.tick(watcher.deadline_s)
     assert not is_prepared.is_set(), "the workers have not begun"
     os.pwrite(recording, layout.PROGRESS.pack(7, 1), layout.PROGRESS_AT)

@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 
 from paceline import _core
-from paceline.observe.reading import NoRecordingError, parse, read, read_directory, read_live
-from paceline.observe.recording import Clock, Pair, Recording, State
-from paceline.record import layout
-from paceline.record.memory import MOST_FILES, HandedMemory
-from paceline.record.names import EventKind
+from paceline.comm.record import layout
+from paceline.comm.record.layout import EventKind
+from paceline.comm.record.memory import MOST_FILES, HandedMemory
+from paceline.operate.diagnosis.recording import CallStatus, Clock, Pair, ProcessRecording
+from paceline.operate.diagnosis.recording_reader import NoRecordingError, parse, read, read_directory, read_live
 
 CALLS = """
 import paceline, os, signal
 from paceline import _core
-from paceline.record import recorder
+from paceline.comm.record import recorder
 recorder.begin()
 recorder.identify(3, 8)
 group = recorder.open_group("mine", "test", 7, 1, [2, 3])
@@ -43,7 +43,7 @@ def run(code: str, directory: Path, **variables: str) -> subprocess.CompletedPro
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
 
 
-def recorded(code: str, directory: Path, **variables: str) -> Recording:
+def recorded(code: str, directory: Path, **variables: str) -> ProcessRecording:
     done = run(code, directory, **variables)
     assert done.returncode in (0, -signal.SIGKILL), done.stderr
     (path,) = directory.iterdir()
@@ -58,9 +58,9 @@ def test_the_reader_and_the_core_agree_about_the_layout(tmp_path):
     (group,) = recording.groups.values()
     assert (group.name, group.engine, group.identity, group.rank, group.ranks) == ("mine", "test", 7, 1, (2, 3))
     assert [(call.operation, call.sequence, call.state, call.outcome) for call in recording.calls] == [
-        ("all_reduce", 1, State.DONE, "ok"),
-        ("broadcast", 2, State.FAILED, "timed_out"),
-        ("barrier", 3, State.RUNNING, None),
+        ("all_reduce", 1, CallStatus.DONE, "ok"),
+        ("broadcast", 2, CallStatus.FAILED, "timed_out"),
+        ("barrier", 3, CallStatus.RUNNING, None),
     ]
     assert all((call.dtype, call.reduction, call.count) == ("float32", "sum", 1000) for call in recording.calls)
     (stuck,) = recording.open_calls()
@@ -88,7 +88,7 @@ def test_times_are_those_of_the_monotonic_clock(tmp_path):
 def test_spans_and_numbers_are_recorded_with_their_step(tmp_path):
     code = """
 import paceline, torch
-from paceline.record.steps import STEPS
+from paceline.comm.record.spans import STEPS
 class Loop: pass
 loop, other = Loop(), Loop()
 STEPS.begin(loop, "mine")

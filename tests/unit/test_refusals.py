@@ -9,10 +9,10 @@ import time
 import pytest
 from launching import wait_until
 
+from paceline.comm.security.authenticated_listener import AuthenticatedListener
+from paceline.comm.security.handshake import PeerHello, prove
+from paceline.comm.security.untrusted_peers import SHOWN, RejectedConnections
 from paceline.errors import AuthenticationError
-from paceline.security.doorkeeper import Doorkeeper
-from paceline.security.handshake import Hello, prove
-from paceline.security.refusals import SHOWN, Refusals
 
 DEADLINE_S = 20.0
 FLOOD = 400
@@ -25,7 +25,7 @@ def _wait_for(caplog: pytest.LogCaptureFixture, lines: int) -> list[str]:
 
 def test_a_flood_at_a_listener_is_a_few_lines(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
-        keeper = Doorkeeper(listener, b"key", "store", lambda connection, _: connection.close())
+        keeper = AuthenticatedListener(listener, b"key", "store", lambda connection, _: connection.close())
         for _ in range(FLOOD):
             with socket.create_connection(("127.0.0.1", keeper.port)) as stranger:
                 stranger.sendall(b"GET / HTTP/1.1\r\n\r\n".ljust(48))
@@ -43,7 +43,7 @@ def test_a_flood_at_a_listener_is_a_few_lines(caplog: pytest.LogCaptureFixture) 
 )
 def test_who_only_goes_away_is_not_logged(caplog: pytest.LogCaptureFixture, sent: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        keeper = Doorkeeper(listener, b"key", "store", lambda connection, _: connection.close())
+        keeper = AuthenticatedListener(listener, b"key", "store", lambda connection, _: connection.close())
         _knock(keeper.port, sent, reads=True)
         _knock(keeper.port, sent, reads=False)
         _knock(keeper.port, b"GET /", reads=True)
@@ -66,15 +66,15 @@ def _knock(port: int, sent: bytes, *, reads: bool) -> None:
 
 def test_another_secret_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        keeper = Doorkeeper(listener, b"key", "store", lambda connection, _: connection.close())
+        keeper = AuthenticatedListener(listener, b"key", "store", lambda connection, _: connection.close())
         with socket.create_connection(("127.0.0.1", keeper.port)) as worker, pytest.raises(AuthenticationError):
-            prove(worker, b"another key", Hello("store"))
+            prove(worker, b"another key", PeerHello("store"))
         assert "does not accept this process's proof of the job's secret" in _wait_for(caplog, 1)[0]
         keeper.close()
 
 
 def test_the_count_is_logged_after_its_period(caplog: pytest.LogCaptureFixture) -> None:
-    refusals = Refusals("mesh", period_s=0.3)
+    refusals = RejectedConnections("mesh", period_s=0.3)
     for number in range(SHOWN + 4):
         refusals.add(f"10.0.0.{number}", "no proof")
     assert "refused 4 more connections for 'mesh' from 4 addresses" in _wait_for(caplog, SHOWN + 1)[-1]
@@ -82,7 +82,7 @@ def test_the_count_is_logged_after_its_period(caplog: pytest.LogCaptureFixture) 
 
 
 def test_a_few_refusals_are_all_logged_in_full(caplog: pytest.LogCaptureFixture) -> None:
-    refusals = Refusals("links")
+    refusals = RejectedConnections("links")
     for number in range(SHOWN):
         refusals.add("10.0.0.1", f"reason {number}")
     refusals.close()
@@ -90,7 +90,7 @@ def test_a_few_refusals_are_all_logged_in_full(caplog: pytest.LogCaptureFixture)
 
 
 def test_after_a_quiet_period_reasons_are_shown_again(caplog: pytest.LogCaptureFixture) -> None:
-    refusals = Refusals("node", period_s=0.3)
+    refusals = RejectedConnections("node", period_s=0.3)
     for _ in range(SHOWN + 1):
         refusals.add("10.0.0.1", "of the flood")
     _wait_for(caplog, SHOWN + 1)

@@ -16,7 +16,7 @@ import yaml
 
 import paceline
 from paceline import _core
-from paceline.cli.version import kernels
+from paceline.cli.main import kernels
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = (ROOT / "pyproject.toml").read_text()

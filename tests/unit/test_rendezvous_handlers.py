@@ -9,14 +9,14 @@ from datetime import timedelta
 import pytest
 
 from paceline import HashStore, PrefixStore, RendezvousError, register_rendezvous_handler
-from paceline.rendezvous import handlers
-from paceline.rendezvous.check_in import Claim
-from paceline.rendezvous.rendezvous import rendezvous
+from paceline.comm.rendezvous import rendezvous as rendezvous_module
+from paceline.comm.rendezvous.check_in import Claim
+from paceline.comm.rendezvous.rendezvous import rendezvous
 
 
 @pytest.fixture(autouse=True)
 def _own_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handlers, "_handlers", {})
+    monkeypatch.setattr(rendezvous_module, "_handlers", {})
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
 
 
@@ -56,7 +56,7 @@ def test_each_meeting_at_an_address_has_keys_of_its_own():
 
 
 def test_a_rank_that_is_claimed_twice_is_named(monkeypatch):
-    monkeypatch.setattr("paceline.rendezvous.check_in._HEARING_S", 0.1)  # the other one never hears of it
+    monkeypatch.setattr("paceline.comm.rendezvous.check_in._HEARING_S", 0.1)  # the other one never hears of it
     store = HashStore()
     PrefixStore("paceline/0/1", store).append("claims", Claim(0, 2, "elsewhere", 1).encode())
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from paceline import FileStore, HashStore, RendezvousError
-from paceline.rendezvous.rendezvous import rendezvous
-from paceline.security import own_files
+from paceline.comm.rendezvous.rendezvous import rendezvous
+from paceline.comm.security import own_files
 
 
 @pytest.fixture(autouse=True)

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.main import parser
-from paceline.launch.elastic.chaos import Chaos
-from paceline.launch.elastic.options import ElasticOptions
-from paceline.launch.environment import allowed_cores
-from paceline.launch.flags import FLAGS
-from paceline.launch.job import Job, Kind, OptionError, endpoint_of, job_of
-from paceline.launch.values import Streams, streams_of
+from paceline.operate.launch.elastic.elastic_options import Chaos, ElasticOptions
+from paceline.operate.launch.flags import FLAGS
+from paceline.operate.launch.job import CommandKind, Job, endpoint_of, job_of
+from paceline.operate.launch.option_types import OptionError, Streams, streams_of
+from paceline.operate.launch.workers.environment import allowed_cores
 
 DOCS = Path(__file__).parents[2] / "docs" / "launcher.md"
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
@@ -208,12 +207,12 @@ def test_machines_of_an_elastic_job_have_no_fixed_numbers():
 
 def test_workers_by_kind(monkeypatch):
     assert parse("--nproc-per-node", "cpu").nproc_per_node == allowed_cores()
-    monkeypatch.setattr("paceline.launch.values.count_gpus", lambda: 4)
+    monkeypatch.setattr("paceline.operate.launch.option_types.count_gpus", lambda: 4)
     assert [parse("--nproc-per-node", kind).nproc_per_node for kind in ("gpu", "auto")] == [4, 4]
 
 
 def test_gpus_may_be_on_other_machines_only(monkeypatch):
-    monkeypatch.setattr("paceline.launch.values.count_gpus", lambda: 0)
+    monkeypatch.setattr("paceline.operate.launch.option_types.count_gpus", lambda: 0)
     assert parse("--hosts", "a", "--nproc-per-node", "gpu").nproc_per_node == 0
     with pytest.raises(OptionError, match="there is no GPU on this machine"):
         job("--nproc-per-node", "gpu")
@@ -248,7 +247,7 @@ def test_kubeflow_needs_no_flags():
 
 def test_the_kind_of_command():
     kinds = [job(*flags).command.kind for flags in ([], ["-m"], ["--no-python"], ["--run-path"])]
-    assert kinds == [Kind.SCRIPT, Kind.MODULE, Kind.PROGRAM, Kind.PATH]
+    assert kinds == [CommandKind.SCRIPT, CommandKind.MODULE, CommandKind.PROGRAM, CommandKind.PATH]
 
 
 def test_many_workers_a_core_are_forks_unless_told_otherwise():

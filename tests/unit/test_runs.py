@@ -8,17 +8,25 @@ from pathlib import Path
 
 from launching import run
 
-from paceline.cli.runs import line_of
-from paceline.launch.job_directory import without_secrets
-from paceline.observe.reading import read_directory
-from paceline.observe.runs import MOST_RUNS, MOST_RUNS_WITH_FAILURES, Run, State, list_runs, outdated, runs_directory
+from paceline.cli.recordings import line_of
+from paceline.operate.diagnosis.recording_reader import read_directory
+from paceline.operate.diagnosis.runs import (
+    MOST_RUNS,
+    MOST_RUNS_WITH_FAILURES,
+    JobRun,
+    RunStatus,
+    list_runs,
+    outdated,
+    runs_directory,
+)
+from paceline.operate.launch.job_directory import without_secrets
 
 DAY_S = 86400.0
 
 
-def a_run(number: int, state: State = State.FINISHED, started_s: float | None = None) -> Run:
+def a_run(number: int, state: RunStatus = RunStatus.FINISHED, started_s: float | None = None) -> JobRun:
     started = float(number) if started_s is None else started_s
-    return Run(f"r{number}", Path(f"/r{number}"), "job", ("train.py",), "host", 2, started, None, state, 0)
+    return JobRun(f"r{number}", Path(f"/r{number}"), "job", ("train.py",), "host", 2, started, None, state, 0)
 
 
 def test_the_oldest_jobs_go_first():
@@ -30,17 +38,17 @@ def test_failures_of_today_and_running_jobs_stay():
     now_s = 10 * DAY_S
     new = [a_run(100 + number, started_s=now_s) for number in range(MOST_RUNS)]
     old = [
-        a_run(1, State.FAILED, now_s - DAY_S / 2),
-        a_run(2, State.FAILED, now_s - 2 * DAY_S),
-        a_run(3, State.RUNNING, now_s - 2 * DAY_S),
-        a_run(4, State.FINISHED, now_s - DAY_S / 2),
+        a_run(1, RunStatus.FAILED, now_s - DAY_S / 2),
+        a_run(2, RunStatus.FAILED, now_s - 2 * DAY_S),
+        a_run(3, RunStatus.RUNNING, now_s - 2 * DAY_S),
+        a_run(4, RunStatus.FINISHED, now_s - DAY_S / 2),
     ]
     assert sorted(run.id for run in outdated(new + old, now_s)) == ["r2", "r4"]
 
 
 def test_failures_are_bounded_too():
     now_s = DAY_S
-    runs = [a_run(number, State.FAILED, now_s - number) for number in range(2 * MOST_RUNS_WITH_FAILURES)]
+    runs = [a_run(number, RunStatus.FAILED, now_s - number) for number in range(2 * MOST_RUNS_WITH_FAILURES)]
     assert len(outdated(runs, now_s)) == MOST_RUNS_WITH_FAILURES
 
 
@@ -62,7 +70,7 @@ def test_a_job_leaves_a_directory_that_says_how_it_ended(tmp_path, script):
     done = run("--nproc-per-node=1", program, "--token", "hidden", env=environment)
     assert done.returncode == 1, done.stderr
     (found,) = list_runs(tmp_path / "runs")
-    assert (found.state, found.exit_code, found.workers) == (State.FAILED, 1, 1)
+    assert (found.state, found.exit_code, found.workers) == (RunStatus.FAILED, 1, 1)
     assert found.command == (program, "--token", "***") and "failed (1)" in line_of(found)
     text = (found.directory / "job.json").read_text()
     assert "SOME_VARIABLE" in text and "its value" not in text and "hidden" not in text
@@ -79,7 +87,7 @@ def test_a_job_whose_launcher_is_gone_is_lost(tmp_path):
         (tmp_path / name / "job.json").write_text(
             json.dumps({**facts, "pid": pid, "pid_started": started, "state": "running"})
         )
-    assert [each.state for each in list_runs(tmp_path)] == [State.LOST, State.LOST]
+    assert [each.state for each in list_runs(tmp_path)] == [RunStatus.LOST, RunStatus.LOST]
 
 
 def test_recordings_lie_beside_the_output_in_a_log_directory(tmp_path, script):

@@ -8,9 +8,9 @@ import subprocess
 import pytest
 
 from paceline.cli.main import main, parser
-from paceline.launch.job import job_of
-from paceline.launch.manifests import KINDS, Request
-from paceline.rendezvous.schedulers import Scheduler, detect, expand_hostlist
+from paceline.comm.rendezvous.schedulers import Scheduler, detect, expand_hostlist
+from paceline.operate.launch.job import job_of
+from paceline.operate.launch.launch_script import KINDS, LaunchScriptOptions
 
 SLURM = {  # srun on two machines, one task each, as seen by the second
     "SLURM_JOB_ID": "4711",
@@ -168,7 +168,7 @@ def test_in_a_worker_the_scheduler_speaks_of_the_job_around_it():
     assert job({**SLURM, "PACELINE_JOB": "d0e1.1."}).rendezvous.address is None
 
 
-REQUEST = Request(("train.py", "--epochs", "3"), nodes=4, name="digits")
+REQUEST = LaunchScriptOptions(("train.py", "--epochs", "3"), nodes=4, name="digits")
 
 
 def test_the_slurm_script_is_a_shell_script():

@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sampling import examples
 
-from paceline.schedule import rails
-from paceline.schedule.registry import ALGORITHMS, build, offers
-from paceline.schedule.steps import ROOTED, Operation
-from paceline.schedule.verify.symbolic import verify
+from paceline.comm.schedule import circulant
+from paceline.comm.schedule.registry import ALGORITHMS, algorithms_offering, build
+from paceline.comm.schedule.steps import ROOTED, Operation
+from paceline.comm.schedule.verify import verify
 
 BY_HOSTS = ("hierarchical", "circulant")  # which need to know the hosts
 BY_HOSTS_PAIRS = [(algorithm, operation) for algorithm in BY_HOSTS for operation in ALGORITHMS[algorithm]]
@@ -68,7 +68,7 @@ def test_every_world_up_to_40_ends_right(algorithm, operation, sizes):
 @pytest.fixture
 def two_segments(monkeypatch):
     """Segments are alike, and a proof takes as much longer as there are more: two show what follows on which."""
-    monkeypatch.setattr(rails, "LONG", rails.LONG._replace(segments=2))
+    monkeypatch.setattr(circulant, "LONG", circulant.LONG._replace(segments=2))
 
 
 @pytest.mark.usefixtures("two_segments")
@@ -182,7 +182,7 @@ def test_operations_have_the_names_and_numbers_of_the_core():
 
 @pytest.mark.parametrize("operation", Operation)
 def test_the_ring_has_every_operation(operation):
-    assert "ring" in offers(operation)
+    assert "ring" in algorithms_offering(operation)
 
 
 def test_an_algorithm_without_the_operation_names_the_others():

@@ -6,22 +6,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.schedule.registry import build
-from paceline.schedule.steps import (
+from paceline.comm.schedule.registry import build
+from paceline.comm.schedule.steps import (
     NOTHING,
     OWN_INPUT,
     OWN_OUTPUT,
     Buffer,
-    Kind,
+    BufferSlice,
     Operation,
     Schedule,
-    Slice,
+    StepKind,
     combine,
     copy,
     receive,
     send,
 )
-from paceline.schedule.verify.symbolic import ScheduleError, verify
+from paceline.comm.schedule.verify import ScheduleError, verify
 
 
 def world(algorithm, operation, world_size, root=-1):
@@ -75,7 +75,7 @@ def test_another_peer_is_found(schedules, data):
     rank = data.draw(st.sampled_from([schedule.rank for schedule in schedules if schedule.steps]))
     number = data.draw(st.integers(0, len(schedules[rank].steps) - 1))
     step = schedules[rank].steps[number]
-    if step.kind == Kind.COPY:
+    if step.kind == StepKind.COPY:
         return
     peer = data.draw(st.sampled_from([other for other in range(-1, len(schedules) + 1) if other != step.peer]))
     with pytest.raises(ScheduleError):
@@ -88,7 +88,7 @@ def test_a_reduction_with_final_turned_round_is_found(schedules, data):
         (schedule.rank, number)
         for schedule in schedules
         for number, step in enumerate(schedule.steps)
-        if step.kind == Kind.REDUCE
+        if step.kind == StepKind.REDUCE
     ]
     if not reductions:
         return
@@ -149,7 +149,7 @@ def test_a_barrier_does_not_pass_for_news_that_come_by_chance():
 
 
 def test_a_write_to_the_input_is_found():
-    reduce = [combine(1, OWN_OUTPUT, OWN_OUTPUT, final=True)], [copy(OWN_INPUT, Slice(Buffer.SCRATCH, 0))]
+    reduce = [combine(1, OWN_OUTPUT, OWN_OUTPUT, final=True)], [copy(OWN_INPUT, BufferSlice(Buffer.SCRATCH, 0))]
     with pytest.raises(
         ScheduleError, match=r"rank 1, step 0 \(COPY INPUT\[0\] = SCRATCH\[0\]\): INPUT is never written"
     ):
@@ -157,7 +157,7 @@ def test_a_write_to_the_input_is_found():
 
 
 def test_a_read_of_what_was_never_written_is_found():
-    reduce = [combine(1, OWN_OUTPUT, OWN_OUTPUT, final=True)], [send(0, Slice(Buffer.SCRATCH, 0))]
+    reduce = [combine(1, OWN_OUTPUT, OWN_OUTPUT, final=True)], [send(0, BufferSlice(Buffer.SCRATCH, 0))]
     with pytest.raises(ScheduleError, match=r"rank 1, step 0 .*SCRATCH\[0\] is undefined"):
         verify(by_hand(Operation.REDUCE, *reduce, root=0))
 
@@ -169,13 +169,13 @@ def test_a_message_nobody_takes_is_found():
 
 
 def test_different_numbers_of_blocks_are_found():
-    broadcast = [send(1, Slice(Buffer.OUTPUT, 0, 2))], [receive(0, Slice(Buffer.OUTPUT, 0, 1))]
+    broadcast = [send(1, BufferSlice(Buffer.OUTPUT, 0, 2))], [receive(0, BufferSlice(Buffer.OUTPUT, 0, 1))]
     with pytest.raises(ScheduleError, match=r"rank 1, step 0 .*rank 0 sends 2 blocks for it"):
         verify(by_hand(Operation.BROADCAST, *broadcast, root=0, blocks=2))
 
 
 def test_blocks_in_exchanged_places_are_found():
-    broadcast = [send(1, Slice(Buffer.OUTPUT, 0))], [receive(0, Slice(Buffer.OUTPUT, 1))]
+    broadcast = [send(1, BufferSlice(Buffer.OUTPUT, 0))], [receive(0, BufferSlice(Buffer.OUTPUT, 1))]
     with pytest.raises(ScheduleError, match=r"block 0 is kept in OUTPUT\[1\]"):
         verify(by_hand(Operation.BROADCAST, *broadcast, root=0, blocks=2))
 
@@ -183,8 +183,8 @@ def test_blocks_in_exchanged_places_are_found():
 def test_a_relay_in_all_to_all_is_found():
     """Blocks of another pair have another size."""
     exchange = (
-        [copy(OWN_OUTPUT, OWN_INPUT), send(1, Slice(Buffer.INPUT, 1)), receive(1, Slice(Buffer.OUTPUT, 1))],
-        [receive(0, Slice(Buffer.OUTPUT, 1)), send(0, Slice(Buffer.OUTPUT, 1))],
+        [copy(OWN_OUTPUT, OWN_INPUT), send(1, BufferSlice(Buffer.INPUT, 1)), receive(1, BufferSlice(Buffer.OUTPUT, 1))],
+        [receive(0, BufferSlice(Buffer.OUTPUT, 1)), send(0, BufferSlice(Buffer.OUTPUT, 1))],
     )
     with pytest.raises(ScheduleError, match="another size"):
         verify(by_hand(Operation.ALL_TO_ALL, *exchange, blocks=2))
@@ -199,7 +199,7 @@ def test_an_end_without_its_result_is_found():
 
 def test_a_slice_beyond_its_buffer_is_found():
     with pytest.raises(ScheduleError, match=r"rank 0, step 0 .*OUTPUT has 1 blocks"):
-        verify(by_hand(Operation.BROADCAST, [send(1, Slice(Buffer.OUTPUT, 0, 2))], [], root=0))
+        verify(by_hand(Operation.BROADCAST, [send(1, BufferSlice(Buffer.OUTPUT, 0, 2))], [], root=0))
 
 
 def test_a_final_step_that_reduces_nothing_is_found():

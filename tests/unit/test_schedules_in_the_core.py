@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from sampling import examples
 
 from paceline import _core
-from paceline.engine.channel import Call
-from paceline.engine.codes import DTYPE_CODES, NO_REDUCTION, ReduceOp
-from paceline.engine.failures import Code, Member, to_error
-from paceline.schedule.steps import Operation
+from paceline.comm.engine.channel import CollectiveCall
+from paceline.comm.engine.codes import DTYPE_CODES, NO_REDUCTION, ReduceOp
+from paceline.comm.engine.failures import OutcomeCode, RankIdentity, to_error
+from paceline.comm.schedule.steps import Operation
 
 SEND, RECEIVE, REDUCE, COPY, PACK, UNPACK, ADD = range(7)
 INPUT, OUTPUT, SCRATCH, WIRE = range(4)
@@ -48,7 +48,7 @@ class Pair:
         count = (outputs or inputs)[0].numel()
         pieces = [[[each.data_ptr(), each.nbytes] for each in tensors] for tensors in (inputs, outputs)]
         root = 0 if operation == Operation.BROADCAST else -1
-        call = Call(operation, DTYPE_CODES[torch.float32], reduction, root, count, MILLISECOND_NS, *pieces)
+        call = CollectiveCall(operation, DTYPE_CODES[torch.float32], reduction, root, count, MILLISECOND_NS, *pieces)
         return self.group.run(schedule, call)
 
     def __enter__(self) -> Pair:
@@ -96,8 +96,10 @@ def test_a_schedule_with_blocks_that_the_call_lacks_is_refused() -> None:
     schedule = made([(COPY, 0, -1, OUTPUT, 0, 1, OUTPUT, 1, 1), (SEND, 0, 1, OUTPUT, 0, 0, OUTPUT, 1, 2)])
     with Pair() as pair:
         outcome = pair.run(schedule, Operation.ALL_REDUCE, [], [torch.ones(4)])
-        assert outcome is not None and outcome.code == Code.SCHEDULE_UNFIT
-        error = to_error(outcome, [Member(0, "here", 7), Member(1, "here", 8)], 0, "all_reduce(float32, 4 elements)")
+        assert outcome is not None and outcome.code == OutcomeCode.SCHEDULE_UNFIT
+        error = to_error(
+            outcome, [RankIdentity(0, "here", 7), RankIdentity(1, "here", 8)], 0, "all_reduce(float32, 4 elements)"
+        )
     assert str(error).startswith("rank 0 (here, pid 7): all_reduce(float32, 4 elements) was not begun: step 1 ")
 
 
@@ -135,4 +137,4 @@ def test_any_steps_are_refused_or_come_to_an_end(steps: list[Step], blocks: int,
     outputs = [torch.ones(count)] * (2 if operation == Operation.ALL_TO_ALL else 1)
     with Pair() as pair:
         outcome = pair.run(schedule, operation, inputs, outputs)
-    assert outcome is None or outcome.code in (Code.SCHEDULE_UNFIT, Code.TIMED_OUT)
+    assert outcome is None or outcome.code in (OutcomeCode.SCHEDULE_UNFIT, OutcomeCode.TIMED_OUT)

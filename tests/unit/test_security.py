@@ -17,10 +17,9 @@ from pathlib import Path
 import pytest
 
 from paceline import AuthenticationError, TCPStore
-from paceline.security import doorkeeper
-from paceline.security.handshake import HandshakeUnfinishedError, Hello, prove, verify
-from paceline.security.inherited import SecretFile
-from paceline.security.secret import derive_key, job_secret, require_secret
+from paceline.comm.security import authenticated_listener
+from paceline.comm.security.handshake import HandshakeUnfinishedError, PeerHello, prove, verify
+from paceline.comm.security.secret import SecretFile, derive_key, job_secret, require_secret
 
 SECRET = "0123456789abcdef0123456789abcdef"
 KEY = derive_key(SECRET.encode(), "store")
@@ -81,7 +80,7 @@ def _as_made_by(file: SecretFile, maker: int) -> str:
 
 
 def test_a_child_without_the_descriptor_asks_its_maker(inherited: SecretFile) -> None:
-    script = "import paceline.security.secret as s; print(s.job_secret().decode())"
+    script = "import paceline.comm.security.secret as s; print(s.job_secret().decode())"
     assert subprocess.check_output([sys.executable, "-c", script], text=True).strip() == "i" * 32
 
 
@@ -176,14 +175,14 @@ def _both(client: Callable[[socket.socket], object], server: Callable[[socket.so
 
 
 def test_both_ends_with_the_key_agree() -> None:
-    hello = Hello("store", 3, 9)
+    hello = PeerHello("store", 3, 9)
     proved, seen = _both(lambda s: prove(s, KEY, hello), lambda s: verify(s, KEY, "store", 9))
     assert (proved, vars(seen)) == (None, vars(hello))
 
 
 def test_neither_end_accepts_another_key() -> None:
     client, server = _both(
-        lambda s: prove(s, derive_key(b"another", "store"), Hello("store")), lambda s: verify(s, KEY, "store")
+        lambda s: prove(s, derive_key(b"another", "store"), PeerHello("store")), lambda s: verify(s, KEY, "store")
     )
     assert isinstance(client, AuthenticationError)
     assert not isinstance(client, HandshakeUnfinishedError)
@@ -217,7 +216,7 @@ def test_a_proof_cannot_be_reflected() -> None:
     ("channel", "generation", "said"), [("mesh", 0, "another protocol"), ("store", 1, "generation 0")]
 )
 def test_another_service_or_generation_is_refused(channel: str, generation: int, said: str) -> None:
-    server = _both(lambda s: prove(s, KEY, Hello("store")), lambda s: verify(s, KEY, channel, generation))[1]
+    server = _both(lambda s: prove(s, KEY, PeerHello("store")), lambda s: verify(s, KEY, channel, generation))[1]
     assert said in str(server)
 
 
@@ -235,7 +234,7 @@ def test_a_recorded_handshake_cannot_be_replayed() -> None:
         def __getattr__(self, name: str) -> object:
             return getattr(self._connection, name)
 
-    hello = Hello("store")
+    hello = PeerHello("store")
     seen = _both(lambda s: prove(Recorder(s), KEY, hello), lambda s: verify(s, KEY, "store"))[1]
     assert vars(seen) == vars(hello)
 
@@ -248,7 +247,10 @@ def test_a_recorded_handshake_cannot_be_replayed() -> None:
 
 def test_silence_is_left_at_the_deadline_and_is_no_verdict() -> None:
     ends = socket.socketpair()
-    for side in (lambda: verify(ends[0], KEY, "store", timeout_s=0.05), lambda: prove(ends[0], KEY, Hello("s"), 0.05)):
+    for side in (
+        lambda: verify(ends[0], KEY, "store", timeout_s=0.05),
+        lambda: prove(ends[0], KEY, PeerHello("s"), 0.05),
+    ):
         with pytest.raises(HandshakeUnfinishedError, match=r"in time|timed out"):
             side()
 
@@ -343,7 +345,7 @@ def test_a_client_with_another_secret_is_told_at_once(server: TCPStore, monkeypa
 
 
 def test_those_who_say_nothing_keep_nobody_out(server: TCPStore) -> None:
-    silent = [_stranger(server) for _ in range(doorkeeper.MAX_HANDSHAKES + 40)]
+    silent = [_stranger(server) for _ in range(authenticated_listener.MAX_HANDSHAKES + 40)]
     assert _serves(server)
     half = [_stranger(server) for _ in range(20)]
     for each in half:

@@ -23,9 +23,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import examples
 
-from paceline.engine.codes import DTYPE_CODES
-from paceline.group.objects.codec import MAX_DEPTH, MalformedPayload
-from paceline.group.objects.serialization import Form, PickleRefused, decode, encode
+from paceline.comm.engine.codes import DTYPE_CODES
+from paceline.comm.group.collectives.object_codec import (
+    MAX_DEPTH,
+    BodyFormat,
+    MalformedPayload,
+    PickleRefused,
+    decode,
+    encode,
+)
 
 
 def there_and_back(value: object) -> object:
@@ -220,11 +226,11 @@ def test_what_holds_itself_or_is_too_deep_is_refused():
 def test_a_pickle_needs_leave_on_both_sides():
     value = {"s": Setting(0.5)}
     encoded = encode(value, "obj", allow_pickle=True)
-    assert encoded.body[0] == Form.PICKLE
+    assert encoded.body[0] == BodyFormat.PICKLE
     with pytest.raises(PickleRefused):
         decode(encoded.body, [])
     assert decode(encoded.body, [], allow_pickle=True) == value
-    assert encode([1], "obj", allow_pickle=True).body[0] == Form.MSGPACK
+    assert encode([1], "obj", allow_pickle=True).body[0] == BodyFormat.MSGPACK
 
 
 CORPUS = [
@@ -246,7 +252,7 @@ def is_refused(body: bytes, buffers: list[torch.Tensor]) -> bool:
 @given(st.binary(max_size=200), st.booleans())
 @settings(max_examples=examples(500), deadline=60_000)
 def test_random_bytes_raise_nothing_but_a_refusal(data, as_msgpack):
-    is_refused(bytes([Form.MSGPACK]) + data if as_msgpack else data, [torch.zeros(8, dtype=torch.uint8)])
+    is_refused(bytes([BodyFormat.MSGPACK]) + data if as_msgpack else data, [torch.zeros(8, dtype=torch.uint8)])
 
 
 @pytest.mark.parametrize("value", CORPUS, ids=range(len(CORPUS)))

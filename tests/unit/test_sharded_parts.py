@@ -13,11 +13,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.parallel.sharded.epoch_plan import EpochPlan
-from paceline.parallel.sharded.loader import ShardLoader
-from paceline.parallel.sharded.streams import random_stream
-from paceline.parallel.sharded.sums import pack, unpack
-from paceline.parallel.sharded.tree import Node, add_up, is_tree_over_ranks, nodes_within, run_of_rank
+from paceline.train.logical_shards.shard_batches import EpochPlan, random_stream
+from paceline.train.logical_shards.shard_loader import ShardLoader
+from paceline.train.logical_shards.tree_sum import (
+    Node,
+    add_up,
+    is_tree_over_ranks,
+    nodes_within,
+    pack,
+    run_of_rank,
+    unpack,
+)
 
 
 def written(shards: int, known: dict[Node, str] | None = None, node: Node | None = None) -> str:

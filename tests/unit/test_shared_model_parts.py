@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import paceline as dist
-from paceline.parallel.one_copy.guard import TornGuard
-from paceline.parallel.one_copy.slices import cut_evenly, divide_whole
+from paceline.train.shared_model.shared_parameters import TornGuard
+from paceline.train.shared_model.shared_shards import cut_evenly, divide_whole
 
 PATIENTLY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 SIZES = st.lists(st.integers(0, 3000), max_size=30)

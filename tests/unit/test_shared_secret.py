@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import RendezvousTimeoutError
-from paceline.launch.shared_secret import SharedSecret
+from paceline.operate.launch.shared_secret import SlurmSecret
 
 DEADLINE_S = 20.0
 
@@ -25,7 +25,7 @@ def _step(directory: Path, **more: str) -> dict[str, str]:
 
 
 def _read(environment: dict[str, str], timeout_s: float = 0.0) -> bytes:
-    return SharedSecret(environment).await_from("node0", timeout_s, lambda _: None)
+    return SlurmSecret(environment).await_from("node0", timeout_s, lambda _: None)
 
 
 def _files(directory: Path) -> list[Path]:
@@ -33,7 +33,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def test_the_others_read_what_launcher_0_made(tmp_path):
-    first = SharedSecret(_step(tmp_path))
+    first = SlurmSecret(_step(tmp_path))
     secret = first.make()
     assert _read(_step(tmp_path)) == secret
     assert len(secret) == 32
@@ -44,7 +44,7 @@ def test_the_others_read_what_launcher_0_made(tmp_path):
 def test_the_file_is_its_owners_alone(tmp_path):
     before = os.umask(0)
     try:
-        SharedSecret(_step(tmp_path)).make()
+        SlurmSecret(_step(tmp_path)).make()
     finally:
         os.umask(before)
     assert [path.stat().st_mode & 0o777 for path in _files(tmp_path)] == [0o600]
@@ -52,7 +52,7 @@ def test_the_file_is_its_owners_alone(tmp_path):
 
 def test_the_others_wait_for_launcher_0(tmp_path):
     made = []
-    later = threading.Timer(0.2, lambda: made.append(SharedSecret(_step(tmp_path)).make()))
+    later = threading.Timer(0.2, lambda: made.append(SlurmSecret(_step(tmp_path)).make()))
     later.start()
     assert [_read(_step(tmp_path), DEADLINE_S)] == made
 
@@ -60,7 +60,7 @@ def test_the_others_wait_for_launcher_0(tmp_path):
 def test_home_serves_where_the_submit_directory_does_not(tmp_path):
     home, missing = tmp_path / "home", tmp_path / "missing"
     home.mkdir()
-    secret = SharedSecret(_step(missing, HOME=str(home))).make()
+    secret = SlurmSecret(_step(missing, HOME=str(home))).make()
     assert _read(_step(tmp_path / "local", HOME=str(home))) == secret
 
 
@@ -75,14 +75,14 @@ def test_home_serves_where_the_submit_directory_does_not(tmp_path):
     ids=["requeued", "number used again", "next step", "another cluster"],
 )
 def test_a_file_of_another_run_is_not_read(tmp_path, more):
-    SharedSecret(_step(tmp_path)).make()  # and was killed before it could remove it
+    SlurmSecret(_step(tmp_path)).make()  # and was killed before it could remove it
     with pytest.raises(RendezvousTimeoutError):
         _read(_step(tmp_path, **more))
 
 
 def test_a_stale_file_of_the_same_name_is_replaced(tmp_path):
-    stale = SharedSecret(_step(tmp_path)).make()
-    fresh = SharedSecret(_step(tmp_path)).make()
+    stale = SlurmSecret(_step(tmp_path)).make()
+    fresh = SlurmSecret(_step(tmp_path)).make()
     assert _read(_step(tmp_path)) == fresh != stale
     assert len(_files(tmp_path)) == 1
 
@@ -93,7 +93,7 @@ def test_without_launcher_0_the_error_names_the_place(tmp_path):
 
 
 def test_a_file_that_others_can_read_is_refused(tmp_path):
-    SharedSecret(_step(tmp_path)).make()
+    SlurmSecret(_step(tmp_path)).make()
     _files(tmp_path)[0].chmod(0o640)
     with pytest.raises(ValueError, match="not this user's alone .*mode 640; expected .*mode 600"):
         _read(_step(tmp_path))
@@ -101,14 +101,14 @@ def test_a_file_that_others_can_read_is_refused(tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 def test_a_file_of_another_user_is_refused(tmp_path):
-    SharedSecret(_step(tmp_path)).make()
+    SlurmSecret(_step(tmp_path)).make()
     os.chown(_files(tmp_path)[0], 12345, -1)
     with pytest.raises(ValueError, match="owner 12345"):
         _read(_step(tmp_path))
 
 
 def test_a_link_is_not_followed(tmp_path):
-    SharedSecret(_step(tmp_path)).make()
+    SlurmSecret(_step(tmp_path)).make()
     path = _files(tmp_path)[0]
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
@@ -118,4 +118,4 @@ def test_a_link_is_not_followed(tmp_path):
 
 def test_no_place_to_leave_it_is_explained(tmp_path):
     with pytest.raises(OSError, match=r"cannot be left .*missing \(No such file.*PACELINE_SECRET"):
-        SharedSecret(_step(tmp_path / "missing")).make()
+        SlurmSecret(_step(tmp_path / "missing")).make()

@@ -17,19 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated_training import Training
 
-from paceline.observe.live.access import Access
-from paceline.observe.live.addresses import Place
-from paceline.one_port.gate import MAX_COMERS
-from paceline.one_port.header import PASSED_ON, header_for
-from paceline.one_port.listener import claim
-from paceline.security.doorkeeper import MAX_HANDSHAKES
-from paceline.security.handshake import Hello, prove
-from paceline.security.peers import origin_of_connection
-from paceline.security.pending_connections import PendingConnections
-from paceline.security.secret import derive_key
-from paceline.store import remote
-from paceline.store.server import StoreServer
-from paceline.store.tcp import TCPStore
+from paceline.comm.one_port.dialer import PASSED_ON, header_for
+from paceline.comm.one_port.port_multiplexer import MAX_PENDING_CLIENTS, listen_at_number
+from paceline.comm.security.authenticated_listener import MAX_HANDSHAKES
+from paceline.comm.security.handshake import PeerHello, prove
+from paceline.comm.security.secret import derive_key
+from paceline.comm.security.untrusted_peers import PendingConnections, origin_of_connection
+from paceline.comm.store import remote_store
+from paceline.comm.store.tcp_store import StoreServer, TCPStore
+from paceline.operate.dashboard.access import Access
+from paceline.operate.dashboard.server import ListenAddress
 
 DEADLINE_S = 60.0
 TOKEN = "0123456789abcdef" * 2
@@ -131,13 +128,13 @@ def ask_page(port: int) -> bytes:
 @contextmanager
 def page() -> Iterator[int]:
     pytest.importorskip("uvicorn")
-    from paceline.observe.live.serving import Serving
+    from paceline.operate.dashboard.server import DashboardServer
 
     training = Training(2)
     training.run(3.0)
-    listener = Place().listen()
+    listener = ListenAddress().listen()
     complaints: list[str] = []
-    serving = Serving(listener, training.look, Access(TOKEN, "job"), complain=complaints.append)
+    serving = DashboardServer(listener, training.look, Access(TOKEN, "job"), complain=complaints.append)
     try:
         yield listener.getsockname()[1]
     finally:
@@ -177,7 +174,7 @@ def test_the_owner_may_have_many_pages_open():
 )
 def test_a_connection_that_does_not_show_the_token_ends_in_time(monkeypatch, beginning):
     pytest.importorskip("uvicorn")
-    monkeypatch.setattr("paceline.observe.live.connections.ENTRANCE_S", 0.5)
+    monkeypatch.setattr("paceline.operate.dashboard.application.ENTRANCE_S", 0.5)
     with page() as port, connected(port) as connection:
         connection.sendall(beginning)
         with contextlib.suppress(ConnectionResetError):
@@ -188,7 +185,7 @@ def test_a_connection_that_does_not_show_the_token_ends_in_time(monkeypatch, beg
 
 def test_a_connection_that_has_shown_the_token_stays(monkeypatch):
     pytest.importorskip("uvicorn")
-    monkeypatch.setattr("paceline.observe.live.connections.ENTRANCE_S", 0.3)
+    monkeypatch.setattr("paceline.operate.dashboard.application.ENTRANCE_S", 0.3)
     with page() as port, connected(port) as stream:
         stream.sendall(request("/events"))
         with connected(port) as silent, contextlib.suppress(ConnectionResetError):
@@ -211,7 +208,7 @@ def test_another_user_cannot_keep_a_client_from_the_store(no_secret):
                 store.set("key", b"value")
                 assert store.get("key") == b"value"
                 store.close()
-            prove(early, derive_key(None, remote.CHANNEL), Hello(remote.CHANNEL))
+            prove(early, derive_key(None, remote_store.CHANNEL), PeerHello(remote_store.CHANNEL))
     finally:
         server.close()
 
@@ -220,9 +217,9 @@ def test_another_user_cannot_keep_a_client_from_the_store(no_secret):
 def test_another_user_cannot_keep_a_machine_from_the_gate(monkeypatch, no_secret):
     with (
         open_gate(monkeypatch) as port,
-        contextlib.closing(claim("127.0.0.1", 0, port)) as listener,
+        contextlib.closing(listen_at_number("127.0.0.1", 0, port)) as listener,
         connected(port) as early,  # the oldest of all
-        flooded(port, 3 * MAX_COMERS, b"paceln"),
+        flooded(port, 3 * MAX_PENDING_CLIENTS, b"paceln"),
     ):
         early.sendall(header_for(listener.getsockname()[1]))
         assert early.recv(1) == PASSED_ON

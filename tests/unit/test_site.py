@@ -75,7 +75,7 @@ def test_the_reference_has_every_public_name():
     names = [name for group in reference.groups() for _, name in group.names]
     assert sorted([*names, "functional", "group"]) == sorted(paceline.__all__)
     text = "".join(reference.pages().values())
-    assert "::: paceline.group.collectives.all_reduce\n" in text and "::: paceline.horovod\n" in text
+    assert "::: paceline.comm.group.collectives.collectives.all_reduce\n" in text and "::: paceline.horovod\n" in text
 
 
 def test_examples_of_a_docstring_are_fenced():

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from launching import wait_until
 
-from paceline.launch import bootstrap
-from paceline.observe import processes, stacks, taking
-from paceline.observe.evidence import State
+from paceline.operate.diagnosis import worker_process
+from paceline.operate.diagnosis.job_snapshot import ProcessState
+from paceline.operate.launch.workers import bootstrap
 
 _SITE = "/usr/lib/python3/dist-packages"
 _LOADER = f"""Stack (most recent call first):
@@ -58,22 +58,22 @@ _USER = """Stack (most recent call first):
     ],
 )
 def test_the_users_line_is_named(text, told, is_loader, is_call):
-    place = stacks.place_of(stacks.parse(text))
+    place = worker_process.place_of(worker_process.parse(text))
     assert (str(place), place.is_loader, place.is_call) == (told, is_loader, is_call)
-    assert stacks.is_whole(text)
-    assert not stacks.is_whole(text[:-20])
+    assert worker_process.is_whole(text)
+    assert not worker_process.is_whole(text[:-20])
 
 
 def test_an_empty_stack_says_nothing():
-    assert stacks.place_of(stacks.parse("")) is None
-    assert not stacks.is_whole("")
+    assert worker_process.place_of(worker_process.parse("")) is None
+    assert not worker_process.is_whole("")
 
 
 def test_the_bootstrap_answers_the_signal_that_is_sent():
     source = Path(bootstrap.__file__).read_text()
-    assert f'_new_file(f"{taking.FILE}-{{os.getpid()}}")' in source
+    assert f'_new_file(f"{worker_process.FILE}-{{os.getpid()}}")' in source
     assert "faulthandler.register(signal.SIGRTMAX - 7" in source
-    assert taking.SIGNAL == signal.SIGRTMAX - 7
+    assert worker_process.SIGNAL == signal.SIGRTMAX - 7
 
 
 _PROGRAM = """
@@ -118,7 +118,7 @@ def program():
 @pytest.mark.parametrize(("where", "function"), [("native", "in_native_code"), ("thread", "in_a_thread")])
 def test_a_stack_is_taken_without_the_programs_help(program, where, function):
     process = program(where)
-    wait_until(lambda: function in [frame.function for frame in taking.take(process.pid)])
+    wait_until(lambda: function in [frame.function for frame in worker_process.capture_stack(process.pid)])
     assert process.poll() is None
 
 
@@ -126,13 +126,13 @@ def test_one_that_cannot_answer_does_not_hide_the_others_stacks(program):
     started, answering = program("native"), program("thread")
     started.send_signal(signal.SIGSTOP)
     asked = [2**30, started.pid, answering.pid]
-    wait_until(lambda: taking.take_all(asked, 0.2).keys() == {answering.pid})
+    wait_until(lambda: worker_process.capture_stacks(asked, 0.2).keys() == {answering.pid})
     started.send_signal(signal.SIGCONT)
 
 
 def test_a_process_without_the_handler_gets_no_signal():
     with subprocess.Popen(["sleep", "300"]) as process:
-        assert taking.take(process.pid) == ()
+        assert worker_process.capture_stack(process.pid) == ()
         time.sleep(0.05)
         assert process.poll() is None
         process.kill()
@@ -140,12 +140,12 @@ def test_a_process_without_the_handler_gets_no_signal():
 
 def test_a_stopped_process_is_seen_and_one_that_has_ended_too():
     with subprocess.Popen(["sleep", "300"]) as process:
-        first = processes.sample(process.pid)
+        first = worker_process.sample(process.pid)
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-        assert processes.between(first, processes.sample(process.pid)).state is State.STOPPED
+        assert worker_process.between(first, worker_process.sample(process.pid)).state is ProcessState.STOPPED
         process.kill()
-    assert processes.between(first, processes.sample(process.pid)).state is State.ENDED
+    assert worker_process.between(first, worker_process.sample(process.pid)).state is ProcessState.ENDED
 
 
 def test_the_work_of_children_counts():
@@ -153,10 +153,10 @@ def test_the_work_of_children_counts():
     with subprocess.Popen([sys.executable, "-c", code], start_new_session=True) as process:
 
         def a_child_is_busy() -> bool:
-            first = processes.sample(process.pid)
+            first = worker_process.sample(process.pid)
             time.sleep(0.3)
-            is_busy = processes.between(first, processes.sample(process.pid)).is_busy
-            return is_busy and bool(processes._descendants(Path("/proc"), process.pid))
+            is_busy = worker_process.between(first, worker_process.sample(process.pid)).is_busy
+            return is_busy and bool(worker_process._descendants(Path("/proc"), process.pid))
 
         wait_until(a_child_is_busy)
         os.killpg(process.pid, signal.SIGKILL)

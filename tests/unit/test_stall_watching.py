@@ -10,51 +10,75 @@ from dataclasses import replace
 import pytest
 from observed_world import loop, play
 
-from paceline.launch import watching
-from paceline.launch.failures import Failure, Record
-from paceline.launch.nodes.framing import decode, encode
-from paceline.launch.nodes.messages import End, Join, Look, Sighting, Told
-from paceline.launch.nodes.sightings import (
+from paceline.operate.diagnosis import failure_snapshot, machine_snapshot
+from paceline.operate.diagnosis.finding import Cause, Diagnosis
+from paceline.operate.diagnosis.job_snapshot import (
+    CallSignature,
+    ExitReason,
+    ProcessActivity,
+    ProcessState,
+    RankCall,
+    RankExitStatus,
+    RankState,
+    StackLocation,
+)
+from paceline.operate.diagnosis.machine_snapshot import MachineSnapshot
+from paceline.operate.diagnosis.stall_detector import (
+    ActivityTracker,
+    StallReporter,
+    StallThreshold,
+    WatchedWorker,
+    overdue,
+)
+from paceline.operate.launch import watchdog
+from paceline.operate.launch.multinode.diagnosis_collector import (
     FAILURE_LAST_PATIENCE_S,
     FAILURE_PATIENCE_S,
     LAST_PATIENCE_S,
     PATIENCE_S,
-    Sightings,
+    DiagnosisCollector,
 )
-from paceline.observe import glancing, picture
-from paceline.observe.evidence import Call, Ending, Header, Manner, Place, Process, Rank, State
-from paceline.observe.picture import Picture
-from paceline.observe.verdict import Cause, Verdict
-from paceline.observe.watching import Patience, Pulse, Said, Watched, overdue
+from paceline.operate.launch.multinode.protocol import (
+    JobEnded,
+    JoinJob,
+    RequestSnapshot,
+    SnapshotReport,
+    UserMessage,
+    decode,
+    encode,
+)
+from paceline.operate.launch.workers.failures import Record, WorkerFailure
 
-SUM = Header("all_reduce", "float32", 4096, "SUM")
+SUM = CallSignature("all_reduce", "float32", 4096, "SUM")
 
 
 @pytest.mark.parametrize(
     ("usual_s", "limit_s"), [(0.001, 10.0), (1.9, 10.0), (2.5, 12.5), (3.0, 15.0), (60.0, 15.0), (None, 10.0)]
 )
 def test_the_limit_follows_what_such_calls_usually_take(usual_s, limit_s):
-    assert Patience().limit_s([] if usual_s is None else [usual_s] * 100) == limit_s
+    assert StallThreshold().limit_s([] if usual_s is None else [usual_s] * 100) == limit_s
 
 
 def rank_with(*durations_s, waiting_since_s):
-    done = [Call("g", at, SUM, 0.0, duration_s, "ok") for at, duration_s in enumerate(durations_s)]
-    return Rank(0, calls=(*done, Call("g", len(done), SUM, waiting_since_s)))
+    done = [RankCall("g", at, SUM, 0.0, duration_s, "ok") for at, duration_s in enumerate(durations_s)]
+    return RankState(0, calls=(*done, RankCall("g", len(done), SUM, waiting_since_s)))
 
 
 def test_a_call_is_overdue_only_by_the_measure_of_its_kind():
-    assert overdue(rank_with(*[2.6] * 50, waiting_since_s=100.0), 112.9, Patience()) is None
-    assert overdue(rank_with(*[2.6] * 50, waiting_since_s=100.0), 113.1, Patience()) is not None
+    assert overdue(rank_with(*[2.6] * 50, waiting_since_s=100.0), 112.9, StallThreshold()) is None
+    assert overdue(rank_with(*[2.6] * 50, waiting_since_s=100.0), 113.1, StallThreshold()) is not None
     other = replace(SUM, count=1 << 20)
-    mixed = Rank(0, calls=(*(Call("g", n, other, 0.0, 2.6, "ok") for n in range(50)), Call("g", 50, SUM, 100.0)))
-    assert overdue(mixed, 110.1, Patience()) is not None
+    mixed = RankState(
+        0, calls=(*(RankCall("g", n, other, 0.0, 2.6, "ok") for n in range(50)), RankCall("g", 50, SUM, 100.0))
+    )
+    assert overdue(mixed, 110.1, StallThreshold()) is not None
 
 
 def test_a_recording_that_changes_is_not_quiet():
-    pulse = Pulse()
+    pulse = ActivityTracker()
     for second in range(20):
-        pulse.felt(0, 7, float(second))
-        pulse.felt(1, second, float(second))
+        pulse.note_tick(0, 7, float(second))
+        pulse.note_tick(1, second, float(second))
     assert pulse.quiet(19.0, 10.0) == [0]
     pulse.keep({1})
     assert pulse.quiet(40.0, 10.0) == [1]
@@ -67,9 +91,9 @@ def test_no_thread_imports_any_more_when_a_process_may_fork(monkeypatch):
         goes_on.wait(60)
         ended.append(True)
 
-    monkeypatch.setattr(glancing, "prepare", prepare)
-    monkeypatch.setattr(watching, "latest_tick", lambda _: 1)
-    watcher = watching.Watcher(15.0, lambda: [Watched(0, os.getpid(), 0)], lambda *_: None)
+    monkeypatch.setattr(failure_snapshot, "prepare", prepare)
+    monkeypatch.setattr(watchdog, "latest_tick", lambda _: 1)
+    watcher = watchdog.Watchdog(15.0, lambda: [WatchedWorker(0, os.getpid(), 0)], lambda *_: None)
     watcher.tick(time.monotonic() + 10)
     threading.Timer(0.2, goes_on.set).start()
     watcher.close(lives_on=True)
@@ -77,10 +101,10 @@ def test_no_thread_imports_any_more_when_a_process_may_fork(monkeypatch):
 
 
 def test_a_verdict_is_said_once_and_its_end_too():
-    said, first = Said(), Verdict(Cause.BUSY, (1,), "busy", is_fault=False)
+    said, first = StallReporter(), Diagnosis(Cause.BUSY, (1,), "busy", is_fault=False)
     assert said.resumed(0.0) is None
     assert [said.tell(first, 0.0), said.tell(replace(first, sentence="later"), 0.0)] == ["busy", None]
-    assert said.tell(Verdict(Cause.STOPPED, (1,), "stopped"), 0.0) == "stopped"
+    assert said.tell(Diagnosis(Cause.STOPPED, (1,), "stopped"), 0.0) == "stopped"
     assert said.resumed(42.0) == "the job goes on after 42 s"
     assert said.resumed(43.0) is None
 
@@ -89,7 +113,7 @@ class Inner:
     """A steering that does nothing but end the job when a node leaves."""
 
     deadline_s = None
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[WorkerFailure, ...] = ()
 
     def reported(self, node, report, now_s):
         return []
@@ -98,33 +122,39 @@ class Inner:
         return []
 
     def ended(self, node, why, now_s):
-        return [("a", End(1, failures=self.failures))]
+        return [("a", JobEnded(1, failures=self.failures))]
 
     def lost(self, node, why, now_s, silent_s=0.0):
         return self.ended(node, why, now_s)
 
 
 def nodes(count=2):
-    sightings = Sightings(Inner())
+    sightings = DiagnosisCollector(Inner())
     for name in "abc"[:count]:
-        sightings.reported(name, Join(name, 1, name, 1, 2, serves=name == "a"), 0.0)
+        sightings.reported(name, JoinJob(name, 1, name, 1, 2, serves=name == "a"), 0.0)
     return sightings
 
 
 def scene(size=4, stray=3):
-    like = Rank(0, place=Place("DataLoader.__next__", "train.py:71", is_loader=True), process=Process(State.SLEEPS))
+    like = RankState(
+        0,
+        place=StackLocation("DataLoader.__next__", "train.py:71", is_loader=True),
+        process=ProcessActivity(ProcessState.SLEEPS),
+    )
     return play([loop([SUM], 8) for _ in range(size)], stopped=(stray, 5), like=like)
 
 
 def of_node(seen, ranks, clock_s=0.0, is_stalled=True):
     """The picture of the node that runs these ranks, whose clock shows `clock_s` more."""
-    shown = tuple(picture.shifted(seen.ranks[rank], clock_s) for rank in ranks)
-    return Sighting(picture.encode(Picture(seen.now_s + clock_s, shown, seen.now_s - 12 if is_stalled else None)))
+    shown = tuple(machine_snapshot.shifted(seen.ranks[rank], clock_s) for rank in ranks)
+    return SnapshotReport(
+        machine_snapshot.encode(MachineSnapshot(seen.now_s + clock_s, shown, seen.now_s - 12 if is_stalled else None))
+    )
 
 
 def test_the_other_nodes_look_and_the_one_that_serves_tells():
     sightings, seen = nodes(), scene()
-    assert sightings.reported("b", of_node(seen, [2, 3]), 1.0) == [("a", Look())]
+    assert sightings.reported("b", of_node(seen, [2, 3]), 1.0) == [("a", RequestSnapshot())]
     [(node, told)] = sightings.reported("a", of_node(seen, [0, 1], clock_s=5000.0, is_stalled=False), 2.0)
     assert node == "a"
     assert "ranks 0-2 wait in all_reduce(float32, 4096) call 6 (train.py:88); rank 3 is not there" in told.text
@@ -135,7 +165,7 @@ def test_a_diagnosis_that_fails_ends_no_job(monkeypatch, capsys):
     def diagnose(scene):
         raise ValueError("min() arg is an empty sequence")
 
-    monkeypatch.setattr("paceline.observe.diagnosis.diagnose", diagnose)
+    monkeypatch.setattr("paceline.operate.diagnosis.diagnosis.diagnose", diagnose)
     sightings, seen = nodes(), scene()
     sightings.reported("b", of_node(seen, [2, 3]), 1.0)
     assert sightings.reported("a", of_node(seen, [0, 1], is_stalled=False), 2.0) == []
@@ -171,33 +201,33 @@ def test_the_end_of_a_stall_is_told_once():
     sightings, seen = nodes(1), scene()
     [(_, first)] = sightings.reported("a", of_node(seen, range(4)), 1.0)
     assert sightings.reported("a", of_node(seen, range(4)), 9.0) == []
-    assert sightings.reported("a", Sighting(""), 21.0) == [("a", Told("the job goes on after 32 s"))]
-    assert sightings.reported("a", Sighting(""), 22.0) == []
+    assert sightings.reported("a", SnapshotReport(""), 21.0) == [("a", UserMessage("the job goes on after 32 s"))]
+    assert sightings.reported("a", SnapshotReport(""), 22.0) == []
     assert first.text.startswith("step 6: ranks 0-2 wait")
 
 
 def test_the_cause_of_a_failure_is_told_with_its_end():
     sightings, seen = nodes(1), scene()
-    sightings.inner.failures = (Failure(3, 1, 1, 0.0, Record(0.0, "ValueError", "ValueError: bad")),)
-    ending = Ending(Manner.EXCEPTION, seen.now_s, "ValueError: bad", "train.py:5")
+    sightings.inner.failures = (WorkerFailure(3, 1, 1, 0.0, Record(0.0, "ValueError", "ValueError: bad")),)
+    ending = RankExitStatus(ExitReason.EXCEPTION, seen.now_s, "ValueError: bad", "train.py:5")
     ranks = (*seen.ranks[:3], replace(seen.ranks[3], ending=ending))
-    last = Sighting(picture.encode(Picture(seen.now_s, ranks)), is_last=True)
+    last = SnapshotReport(machine_snapshot.encode(MachineSnapshot(seen.now_s, ranks)), is_last=True)
     assert sightings.reported("a", last, 1.0) == []
     told, end = sightings.ended("a", "", 2.0)
     assert told[1].is_last and "rank 3 failed: ValueError: bad (train.py:5)" in told[1].text
-    assert isinstance(end[1], End)
+    assert isinstance(end[1], JobEnded)
 
 
 def failed(seen, ranks, stray=None):
     """The picture of the node that runs these ranks, of which one may have raised an exception."""
-    ending = Ending(Manner.EXCEPTION, seen.now_s, "ValueError: bad", "train.py:5")
+    ending = RankExitStatus(ExitReason.EXCEPTION, seen.now_s, "ValueError: bad", "train.py:5")
     shown = tuple(replace(seen.ranks[rank], ending=ending if rank == stray else None) for rank in ranks)
-    return Sighting(picture.encode(Picture(seen.now_s, shown)), is_failure=True)
+    return SnapshotReport(machine_snapshot.encode(MachineSnapshot(seen.now_s, shown)), is_failure=True)
 
 
 def test_a_failure_is_told_as_soon_as_all_nodes_have_looked():
     sightings, seen = nodes(), scene()
-    assert sightings.reported("b", failed(seen, [2, 3], 3), 1.0) == [("a", Look(is_failure=True))]
+    assert sightings.reported("b", failed(seen, [2, 3], 3), 1.0) == [("a", RequestSnapshot(is_failure=True))]
     [(node, told)] = sightings.reported("a", failed(seen, [0, 1]), 1.1)
     assert (node, told.blamed, told.is_last) == ("a", (3,), False)
     assert "rank 3 failed: ValueError: bad (train.py:5)" in told.text and "ranks 0-2 wait in" in told.text
@@ -214,29 +244,29 @@ def test_a_failure_is_told_without_a_node_that_does_not_look():
 
 def test_an_error_that_others_caused_is_not_told_without_them():
     sightings, seen = nodes(), scene()
-    ended = replace(seen.ranks[0], ending=Ending(Manner.CONSEQUENCE, seen.now_s, "PeerLostError"))
-    picture_of_it = picture.encode(Picture(seen.now_s, (ended, seen.ranks[1])))
-    sightings.reported("a", Sighting(picture_of_it, is_failure=True), 1.0)
+    ended = replace(seen.ranks[0], ending=RankExitStatus(ExitReason.CONSEQUENCE, seen.now_s, "PeerLostError"))
+    picture_of_it = machine_snapshot.encode(MachineSnapshot(seen.now_s, (ended, seen.ranks[1])))
+    sightings.reported("a", SnapshotReport(picture_of_it, is_failure=True), 1.0)
     assert sightings.tick(1.0 + FAILURE_PATIENCE_S) == []
 
 
 def test_calls_that_do_not_fit_need_a_long_history():
     sightings, seen = nodes(), scene()
-    unfit = Ending(Manner.MISMATCH, seen.now_s, "CollectiveMismatchError")
-    orders = sightings.reported("b", Sighting(ended(seen, [2, 3], 3, unfit), is_failure=True), 1.0)
-    assert orders == [("a", Look(is_failure=True, is_deep=True))]
+    unfit = RankExitStatus(ExitReason.MISMATCH, seen.now_s, "CollectiveMismatchError")
+    orders = sightings.reported("b", SnapshotReport(ended(seen, [2, 3], 3, unfit), is_failure=True), 1.0)
+    assert orders == [("a", RequestSnapshot(is_failure=True, is_deep=True))]
 
 
 def ended(seen, ranks, stray, ending):
     """What a node sees of these ranks of which one has ended."""
     shown = tuple(replace(seen.ranks[rank], ending=ending if rank == stray else None) for rank in ranks)
-    return picture.encode(Picture(seen.now_s, shown))
+    return machine_snapshot.encode(MachineSnapshot(seen.now_s, shown))
 
 
 def test_a_cause_that_is_seen_late_is_told():
     sightings, seen = nodes(), scene()
-    lost = Ending(Manner.CONSEQUENCE, seen.now_s, "PeerLostError")
-    sightings.reported("a", Sighting(ended(seen, [0, 1], 0, lost), is_failure=True), 1.0)
+    lost = RankExitStatus(ExitReason.CONSEQUENCE, seen.now_s, "PeerLostError")
+    sightings.reported("a", SnapshotReport(ended(seen, [0, 1], 0, lost), is_failure=True), 1.0)
     assert sightings.tick(1.0 + FAILURE_PATIENCE_S) == []
     [(_, told)] = sightings.reported("b", failed(seen, [2, 3], 3), 3.0)
     assert "rank 3 failed: ValueError: bad (train.py:5)" in told.text
@@ -248,8 +278,8 @@ def test_an_error_that_was_wrapped_waits_for_its_cause():
     lost = replace(sum_of_0, ended_s=seen.now_s - 1, outcome="peer_lost")
     wrapped = replace(seen.ranks[0], calls=(*seen.ranks[0].calls[:-1], lost))
     seen = replace(seen, ranks=(wrapped, *seen.ranks[1:]))
-    ending = Ending(Manner.EXCEPTION, seen.now_s - 1, "RuntimeError: training failed", "train.py:99")
-    sightings.reported("a", Sighting(ended(seen, [0, 1], 0, ending), is_failure=True), 1.0)
+    ending = RankExitStatus(ExitReason.EXCEPTION, seen.now_s - 1, "RuntimeError: training failed", "train.py:99")
+    sightings.reported("a", SnapshotReport(ended(seen, [0, 1], 0, ending), is_failure=True), 1.0)
     assert sightings.tick(1.0 + FAILURE_PATIENCE_S) == []
     [(_, told)] = sightings.tick(1.0 + FAILURE_LAST_PATIENCE_S)
     assert "rank 0 failed: RuntimeError" in told.text, "nothing else is known"
@@ -258,11 +288,11 @@ def test_an_error_that_was_wrapped_waits_for_its_cause():
 def test_the_first_of_failures_on_two_nodes_is_blamed():
     """The pictures come four seconds apart: by their own clocks alone, the later one would seem to be the earlier."""
     sightings, seen = nodes(), scene()
-    sightings.inner.failures = (Failure(3, 1, 1, 0.0, None),)
-    first = Ending(Manner.EXCEPTION, seen.now_s - 0.5, "ValueError: the first", "train.py:5")
-    second = Ending(Manner.EXCEPTION, seen.now_s - 1.0, "KeyError: the second", "train.py:9")
-    sightings.reported("b", Sighting(ended(seen, [2, 3], 3, first), is_last=True), 1.0)
-    sightings.reported("a", Sighting(ended(seen, [0, 1], 0, second), is_last=True), 5.0)
+    sightings.inner.failures = (WorkerFailure(3, 1, 1, 0.0, None),)
+    first = RankExitStatus(ExitReason.EXCEPTION, seen.now_s - 0.5, "ValueError: the first", "train.py:5")
+    second = RankExitStatus(ExitReason.EXCEPTION, seen.now_s - 1.0, "KeyError: the second", "train.py:9")
+    sightings.reported("b", SnapshotReport(ended(seen, [2, 3], 3, first), is_last=True), 1.0)
+    sightings.reported("a", SnapshotReport(ended(seen, [0, 1], 0, second), is_last=True), 5.0)
     (_, told), _ = sightings.ended("a", "", 5.0)
     assert "rank 3 failed: ValueError: the first" in told.text
 
@@ -272,15 +302,22 @@ def test_a_failure_is_told_when_its_node_is_lost():
     sightings.reported("b", failed(seen, [2, 3], 3), 1.0)
     (_, told), (_, end) = sightings.lost("b", "its launcher has ended", 1.1)
     assert told.is_last and "rank 3 failed: ValueError: bad (train.py:5)" in told.text
-    assert isinstance(end, End)
+    assert isinstance(end, JobEnded)
 
 
 def test_a_picture_that_is_none_is_ignored():
-    assert nodes(1).reported("a", Sighting('{"taken_s": "x"}'), 1.0) == []
+    assert nodes(1).reported("a", SnapshotReport('{"taken_s": "x"}'), 1.0) == []
 
 
 @pytest.mark.parametrize(
-    "message", [Sighting("{}", is_last=True), Sighting("", is_failure=True), Look(), Look(True), Told("text")]
+    "message",
+    [
+        SnapshotReport("{}", is_last=True),
+        SnapshotReport("", is_failure=True),
+        RequestSnapshot(),
+        RequestSnapshot(True),
+        UserMessage("text"),
+    ],
 )
 def test_messages_survive_the_wire(message):
     assert decode(encode(message)[4:]) == message

@@ -8,10 +8,10 @@ import sys
 import pytest
 from launching import wait_until
 
-from paceline.launch.nodes import wire
-from paceline.launch.nodes.messages import End
-from paceline.launch.nodes.remote_client import dial
-from paceline.launch.nodes.starvation import PATIENCE_S, is_starved
+from paceline.operate.launch.multinode import remote_client
+from paceline.operate.launch.multinode.protocol import JobEnded
+from paceline.operate.launch.multinode.remote_client import connect_client
+from paceline.operate.launch.multinode.server import STARVATION_LIMIT_S, is_starved
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_what_a_machine_acknowledges_shows_that_it_is_there(connection):
 
 
 def test_patience_with_a_silent_launcher_ends(connection):
-    assert not is_starved(connection, PATIENCE_S, 60.0)
+    assert not is_starved(connection, STARVATION_LIMIT_S, 60.0)
 
 
 class Kernel:
@@ -74,7 +74,7 @@ class Mute:
 
 
 def test_a_silent_meeting_is_lost_once_its_machine_is(monkeypatch):
-    from paceline.launch.nodes import server as serving
+    from paceline.operate.launch.multinode import server as serving
 
     asked = []
 
@@ -83,14 +83,14 @@ def test_a_silent_meeting_is_lost_once_its_machine_is(monkeypatch):
         return len(asked) < 3
 
     monkeypatch.setattr(serving, "HEARTBEAT_S", 60.0)
-    monkeypatch.setattr(wire, "is_starved", answers)
+    monkeypatch.setattr(remote_client, "is_starved", answers)
     server = serving.MeetingServer(socket.create_server(("127.0.0.1", 0)), None, Mute(), 60.0)
-    client = dial(server.address, None, 60.0, 0.1, print)
+    client = connect_client(server.address, None, 60.0, 0.1, print)
     try:
         told = []
         wait_until(lambda: told.extend(client.receive()) or told)
         assert len(asked) == 3 and asked == sorted(asked)
-        assert isinstance(told[0], End) and "was lost: nothing was heard of it for" in told[0].reason
+        assert isinstance(told[0], JobEnded) and "was lost: nothing was heard of it for" in told[0].reason
     finally:
         client.close()
         server.close(0.0)

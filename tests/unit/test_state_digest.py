@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.elastic.state_digest import digest_of_state
+from paceline.train.elastic.worker.training_state import digest_of_state
 
 
 class Mode(str, enum.Enum):

@@ -13,8 +13,8 @@ import pytest
 from store_kinds import DEADLINE_S, KINDS, SECRET, SHORT
 
 from paceline import FileStore, HashStore, PrefixStore, Store, TCPStore
+from paceline.comm.store.remote_store import connect_unix
 from paceline.errors import StoreError, StoreTimeoutError
-from paceline.store.remote import connect_unix
 
 pytestmark = pytest.mark.usefixtures("no_secret")
 

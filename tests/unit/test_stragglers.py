@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import examples
 
-from paceline.observe.alignment import aligned, shifted
-from paceline.observe.evidence import Call, Header, Rank
-from paceline.observe.stragglers import describe, stragglers, worth_telling
-from paceline.observe.verdict import Cause
+from paceline.operate.diagnosis.clock_offset import aligned, shifted
+from paceline.operate.diagnosis.finding import Cause
+from paceline.operate.diagnosis.job_snapshot import CallSignature, RankCall, RankState
+from paceline.operate.diagnosis.stragglers import describe, stragglers, worth_telling
 
-SUM = Header("all_reduce", "float32", 4096, "SUM")
+SUM = CallSignature("all_reduce", "float32", 4096, "SUM")
 CALL_S = 0.001
 
 
@@ -25,8 +25,8 @@ def job(work_s, steps=50):
         arrivals_s = [begins_s + own[step % len(own)] for own in work_s]
         begins_s = max(arrivals_s) + CALL_S
         for own, arrived_s in zip(calls, arrivals_s, strict=True):
-            own.append(Call("g", step + 1, SUM, arrived_s, begins_s, "ok", step + 1))
-    return [Rank(rank, calls=tuple(own)) for rank, own in enumerate(calls)]
+            own.append(RankCall("g", step + 1, SUM, arrived_s, begins_s, "ok", step + 1))
+    return [RankState(rank, calls=tuple(own)) for rank, own in enumerate(calls)]
 
 
 @settings(max_examples=examples(50), deadline=None)
@@ -64,8 +64,8 @@ def test_a_delay_before_several_calls_counts_once():
         for bucket in range(3):
             for rank, late_s in ((0, 0.0), (1, 0.1)):
                 arrived_s = step + late_s + 0.001 * bucket
-                calls[rank].append(Call("g", 3 * step + bucket, SUM, arrived_s, step + 0.3, "ok", step))
-    found = stragglers([Rank(rank, calls=tuple(own)) for rank, own in calls.items()])[0]
+                calls[rank].append(RankCall("g", 3 * step + bucket, SUM, arrived_s, step + 0.3, "ok", step))
+    found = stragglers([RankState(rank, calls=tuple(own)) for rank, own in calls.items()])[0]
     assert found.rank == 1
     assert found.cost_s == pytest.approx(20 * 0.1)
 

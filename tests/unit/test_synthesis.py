@@ -7,20 +7,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sampling import examples
 
-from paceline.schedule.network import Group, Link, Network
-from paceline.schedule.steps import Operation
-from paceline.schedule.synthesis.choosing import can_synthesise, choose_all_reduce, synthesise
-from paceline.schedule.synthesis.trees import pack
-from paceline.schedule.timing import simulate_call, simulate_schedules
-from paceline.schedule.verify.equal_bits import require_equal_bits
+from paceline.comm.schedule.equal_bits import require_equal_bits
+from paceline.comm.schedule.network import Network, NetworkLink, UplinkGroup
+from paceline.comm.schedule.simulation import simulate_call, simulate_schedules
+from paceline.comm.schedule.steps import Operation
+from paceline.comm.schedule.synthesis import can_synthesise, choose_all_reduce, synthesise
+from paceline.comm.schedule.tree_packing import pack
 
 MB = 1_000_000
-FAST, SLOW = Link(1e-4, 1e8), Link(1e-4, 2.5e7)
-NEAR = Link(1e-6, 1e10)
+FAST, SLOW = NetworkLink(1e-4, 1e8), NetworkLink(1e-4, 2.5e7)
+NEAR = NetworkLink(1e-6, 1e10)
 HOSTS = ((0,), (1,), (2,), (3,))
 SLOW_HOST = Network(HOSTS, NEAR, FAST, nodes={3: SLOW})
 SLOW_PAIR = Network(HOSTS, NEAR, FAST, pairs={(0, 1): SLOW, (1, 0): SLOW})
-RACKS = Network(HOSTS, NEAR, FAST, (Group("a", (0, 1), SLOW), Group("b", (2, 3), SLOW)))
+RACKS = Network(HOSTS, NEAR, FAST, (UplinkGroup("a", (0, 1), SLOW), UplinkGroup("b", (2, 3), SLOW)))
 # The seconds that no schedule can beat, as docs/uneven-networks.md derives them, for a byte of the tensor.
 CASES = {"slow host": (SLOW_HOST, 4e-8), "slow pair": (SLOW_PAIR, 1.5e-8), "two racks": (RACKS, 4e-8)}
 
@@ -35,7 +35,7 @@ def test_synthesised_schedules_are_within_a_tenth_of_the_optimum(name):
 
 def test_one_host_of_a_rack_has_all_that_crosses_its_uplink():
     """Several connections would compete for the uplink, which the simulation does not know."""
-    racks = (Group("a", (0, 1, 2), SLOW), Group("b", (3, 4), SLOW))
+    racks = (UplinkGroup("a", (0, 1, 2), SLOW), UplinkGroup("b", (3, 4), SLOW))
     network = Network(tuple((rank,) for rank in range(6)), NEAR, FAST, racks, nodes={0: SLOW})
     trees = pack(network, through_gateways=True)
     hops = {hop for part in trees.parts for hop in (*part.up, *part.down)}
@@ -90,7 +90,7 @@ def uneven_networks(draw):
     firsts = [sum(sizes[:at]) for at in range(len(sizes))]
     hosts = tuple(tuple(range(first, first + size)) for first, size in zip(firsts, sizes, strict=True))
     rates = draw(st.lists(st.floats(1e6, 1e9), min_size=len(sizes), max_size=len(sizes)))
-    nodes = {host: Link(1e-4, rate) for host, rate in enumerate(rates)}
+    nodes = {host: NetworkLink(1e-4, rate) for host, rate in enumerate(rates)}
     pairs = draw(st.dictionaries(st.sampled_from([(0, 1), (1, 0)]), st.just(SLOW)))
     return Network(hosts, NEAR, FAST, pairs=pairs, nodes=nodes)
 

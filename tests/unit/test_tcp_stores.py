@@ -16,8 +16,8 @@ import pytest
 from store_kinds import DEADLINE_S, exit_code
 
 from paceline import Store, TCPStore
+from paceline.comm.store.remote_store import RemoteStore, StoreServerLostError, connect
 from paceline.errors import StoreConnectionError
-from paceline.store.remote import RemoteStore, StoreServerLostError, connect
 
 pytestmark = pytest.mark.usefixtures("no_secret")
 

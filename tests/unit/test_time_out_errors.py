@@ -6,19 +6,21 @@ import dataclasses
 
 import pytest
 
-from paceline.engine.failures import Code, Failure, Member, to_error
+from paceline.comm.engine.failures import CallFailure, OutcomeCode, RankIdentity, to_error
 
-EVERYBODY = [Member(rank, "host", 100 + rank) for rank in range(6)]
+EVERYBODY = [RankIdentity(rank, "host", 100 + rank) for rank in range(6)]
 LATEST = [(7, 2, 11, 0, -1, 3)] * 4
 
 
-def told(failure: Failure, group_rank: int = 0) -> str:
+def told(failure: CallFailure, group_rank: int = 0) -> str:
     error = to_error(failure, EVERYBODY[:4], group_rank, "barrier()", everybody=EVERYBODY)
     return str(error)
 
 
-def timed_out(**seen: object) -> Failure:
-    return dataclasses.replace(Failure(Code.TIMED_OUT, waited_ns=2 * 10**9, reporter=0, calls=LATEST), **seen)
+def timed_out(**seen: object) -> CallFailure:
+    return dataclasses.replace(
+        CallFailure(OutcomeCode.TIMED_OUT, waited_ns=2 * 10**9, reporter=0, calls=LATEST), **seen
+    )
 
 
 def test_those_who_did_not_come_are_named():
@@ -64,7 +66,7 @@ def test_a_rank_that_came_and_was_stopped_is_named():
 
 
 def test_a_rank_that_left_after_a_time_out_says_because_of_whom():
-    left = Failure(Code.PEER_LOST, missing=[2], gone=[2], left=[2], cause=5, cause_hung=True)
+    left = CallFailure(OutcomeCode.PEER_LOST, missing=[2], gone=[2], left=[2], cause=5, cause_hung=True)
     error = to_error(left, EVERYBODY[:4], 0, "barrier()", everybody=EVERYBODY)
     assert str(error).startswith("rank 2 (host, pid 102) left the group")
     assert "after a call had timed out because of rank 5 (host, pid 105)" in str(error)

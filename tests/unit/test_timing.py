@@ -7,16 +7,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sampling import examples
 
-from paceline.schedule.bounds import alpha_beta_s, least_all_reduce_s
-from paceline.schedule.cost import choose
-from paceline.schedule.network import Group, Link, Network
-from paceline.schedule.registry import ALGORITHMS, ALIKE, build
-from paceline.schedule.steps import OWN_OUTPUT, Operation, Schedule, receive, send
-from paceline.schedule.timing import simulate_call, simulate_schedules
+from paceline.comm.schedule.cost import alpha_beta_s, choose, least_all_reduce_s
+from paceline.comm.schedule.network import Network, NetworkLink, UplinkGroup
+from paceline.comm.schedule.registry import ALGORITHMS, ALIKE, build
+from paceline.comm.schedule.simulation import simulate_call, simulate_schedules
+from paceline.comm.schedule.steps import OWN_OUTPUT, Operation, Schedule, receive, send
 
 MB = 1_000_000
-GIGABYTE = Link(0.001, 1e9)
-NEAR = Link(1e-6, 10e9)
+GIGABYTE = NetworkLink(0.001, 1e9)
+NEAR = NetworkLink(1e-6, 10e9)
 ALIKE_PAIRS = [(algorithm, operation) for algorithm in ALIKE for operation in sorted(ALIKE[algorithm])]
 
 
@@ -43,7 +42,7 @@ def test_a_message_takes_its_latency_and_its_bytes():
 
 
 def test_an_overhead_keeps_a_sender_from_its_next_message():
-    timing = messages(one_each(4, Link(0, 1e12, overhead_s=0.5)), [(0, 1), (0, 2), (0, 3)], 8)
+    timing = messages(one_each(4, NetworkLink(0, 1e12, overhead_s=0.5)), [(0, 1), (0, 2), (0, 3)], 8)
     assert timing.seconds == pytest.approx(1.5)
 
 
@@ -54,21 +53,21 @@ def test_two_ranks_of_a_host_share_its_link():
 
 def test_what_one_transfer_cannot_use_another_gets():
     """Of 0's link, the transfer to the slow host 1 takes a tenth, and that to host 2 the rest."""
-    network = one_each(3, Link(0, 1e9), nodes={1: Link(0, 1e8)})
+    network = one_each(3, NetworkLink(0, 1e9), nodes={1: NetworkLink(0, 1e8)})
     ends = {each.target: each.end_s for each in messages(network, [(0, 1), (0, 2)], MB).transfers}
     assert ends == pytest.approx({1: 0.01, 2: MB / 9e8})
 
 
 def test_a_transfer_is_faster_once_another_has_ended():
     """The message within the rack and the one that leaves it share host 0's link until the uplink limits the latter."""
-    rack = Group("rack", (0, 1), Link(0, 1e9 / 4))
-    network = one_each(3, Link(0, 1e9), groups=(rack,))
+    rack = UplinkGroup("rack", (0, 1), NetworkLink(0, 1e9 / 4))
+    network = one_each(3, NetworkLink(0, 1e9), groups=(rack,))
     ends = {each.target: each.end_s for each in messages(network, [(0, 1), (0, 2)], MB).transfers}
     assert ends == pytest.approx({1: MB / 0.75e9, 2: 0.004})
 
 
 def test_racks_share_their_uplinks_and_add_their_latency():
-    racks = (Group("a", (0, 1), Link(0.02, 1e8)), Group("b", (2, 3), Link(0.01, 1e8)))
+    racks = (UplinkGroup("a", (0, 1), NetworkLink(0.02, 1e8)), UplinkGroup("b", (2, 3), NetworkLink(0.01, 1e8)))
     timing = messages(one_each(4, groups=racks), [(0, 2), (1, 3), (2, 0)], MB)
     assert timing.ends[2] == pytest.approx(0.021 + 0.02)
     assert timing.bytes_per_link["a up"] == pytest.approx(2 * MB)
@@ -76,23 +75,23 @@ def test_racks_share_their_uplinks_and_add_their_latency():
 
 
 def test_a_pair_may_have_a_link_of_its_own():
-    network = one_each(3, pairs={(0, 1): Link(0.05, 1e8)})
+    network = one_each(3, pairs={(0, 1): NetworkLink(0.05, 1e8)})
     timing = messages(network, [(0, 1), (1, 2)], MB)
     assert timing.seconds == pytest.approx(0.05 + 0.01)
     assert timing.bytes_per_link["hosts 0-1"] == pytest.approx(MB)
 
 
 def test_loss_sends_again_and_slows_tcp_down():
-    lossy = Link(0.01, 1e9, loss=0.01)
+    lossy = NetworkLink(0.01, 1e9, loss=0.01)
     most = 1448 / 0.02 * (1.5 / 0.0199) ** 0.5  # it may be lost on the one host's link and on the other's
     assert messages(one_each(2, lossy), [(0, 1)], MB).seconds == pytest.approx(0.01 + MB / most, rel=1e-6)
-    timing = messages(one_each(2, Link(0, 1e9, loss=0.5)), [(0, 1)], MB)
+    timing = messages(one_each(2, NetworkLink(0, 1e9, loss=0.5)), [(0, 1)], MB)
     assert timing.seconds == pytest.approx(0.004)
 
 
 def test_a_ring_of_four_hosts_takes_six_turns():
     """The parts of a small tensor are one piece each: every turn waits for the one before."""
-    network = one_each(4, Link(0.001, 1e9), gamma=1e-9)
+    network = one_each(4, NetworkLink(0.001, 1e9), gamma=1e-9)
     turn = 0.001 + 40_000 / 1e9
     timing = simulate_call("ring", Operation.ALL_REDUCE, 160_000, network)
     assert timing.seconds == pytest.approx(6 * turn + 3 * 40_000 * 1e-9)
@@ -100,7 +99,7 @@ def test_a_ring_of_four_hosts_takes_six_turns():
 
 def test_a_long_chain_is_a_pipe():
     """All pieces follow the first, which crosses three links one after another."""
-    timing = simulate_call("ring", Operation.BROADCAST, 100 * MB, one_each(4, Link(0, 1e9)))
+    timing = simulate_call("ring", Operation.BROADCAST, 100 * MB, one_each(4, NetworkLink(0, 1e9)))
     assert timing.seconds == pytest.approx(0.1 + 2 * (128 << 10) / 1e9)
 
 
@@ -113,7 +112,7 @@ def test_a_late_rank_delays_the_others_until_it_comes():
 
 
 def test_a_slow_rank_reduces_slowly():
-    network = one_each(2, Link(0, 1e12), gamma=1e-9)
+    network = one_each(2, NetworkLink(0, 1e12), gamma=1e-9)
     assert simulate_call("star", Operation.REDUCE, MB, network, speeds=[0.5, 1]).seconds == pytest.approx(
         0.002, rel=0.01
     )
@@ -137,14 +136,14 @@ def test_a_barrier_waits_for_the_last(algorithm):
 
 
 def test_packed_data_takes_as_much_less_time_as_it_is_smaller():
-    network = one_each(4, Link(0, 1e8))
+    network = one_each(4, NetworkLink(0, 1e8))
     plain = simulate_call("ring", Operation.ALL_REDUCE, 64 * MB, network).seconds
     packed = simulate_call("int8", Operation.ALL_REDUCE, 64 * MB, network).seconds
     assert packed == pytest.approx(plain * 66 / 256, rel=0.03)
 
 
 links = st.builds(
-    Link,
+    NetworkLink,
     st.floats(0, 0.01),
     st.floats(1e7, 1e11),
     overhead_s=st.one_of(st.just(0.0), st.floats(0, 1e-4)),
@@ -191,8 +190,8 @@ def test_a_ring_of_short_tensors_has_its_closed_form(network, nbytes):
 @pytest.mark.parametrize("nbytes", [1 << 20, 1 << 30])
 def test_ten_thousand_ranks_come_near_the_bound(gbit, nbytes):
     """They have a full-bisection network, and the closed forms choose the algorithm."""
-    node = Link(50e-6, gbit * 1e9 / 8)
-    network = Network.uniform(1250, 8, node=node, within_host=Link(2e-6, 20e9), gamma_s_per_byte=1e-10)
+    node = NetworkLink(50e-6, gbit * 1e9 / 8)
+    network = Network.uniform(1250, 8, node=node, within_host=NetworkLink(2e-6, 20e9), gamma_s_per_byte=1e-10)
     chosen = choose(network.cost_model(), Operation.ALL_REDUCE, nbytes, 10_000, network.hosts).algorithm
     timing = simulate_call(chosen, Operation.ALL_REDUCE, nbytes, network)
     assert len(timing.ends) == 10_000

@@ -17,20 +17,18 @@ import pytest
 from simulated_training import Training
 
 from paceline.cli.main import main
-from paceline.cli.top.client import Address, UnreachableError, picture
-from paceline.cli.top.finding import NoJobError, find
-from paceline.cli.top.lines import lines_of
-from paceline.cli.top.looking import looking_at
-from paceline.launch.kept_memory import Keeper
-from paceline.observe.live.board import Board
-from paceline.observe.live.outside import OutsideView
-from paceline.observe.runs import Run, read_run
+from paceline.cli.top.client import NoRunningJobError, PageAddress, PageUnreachableError, find, picture, poller_of
+from paceline.cli.top.text_view import lines_of
+from paceline.operate.dashboard.aggregator import DashboardAggregator
+from paceline.operate.dashboard.external_collector import ExternalCollector
+from paceline.operate.diagnosis.runs import JobRun, read_run
+from paceline.operate.launch.job_directory import RecordingKeeper
 
 ESCAPE = re.compile(r"\x1b\[\d*m")
 
 
 def told_of(training: Training, seconds: float = 4) -> dict:
-    board = Board()
+    board = DashboardAggregator()
     training.run(seconds)
     board.take(training.look())
     return json.loads(msgspec.json.encode(board.picture()))
@@ -67,10 +65,10 @@ def test_before_the_first_step_there_are_lines_too():
 
 
 def test_addresses_are_parsed_as_they_are_printed():
-    address = Address.parse("http://localhost:8080/proxy/1/?token=ab12")
+    address = PageAddress.parse("http://localhost:8080/proxy/1/?token=ab12")
     assert (address.token, address.host, address.port, address.prefix) == ("ab12", "localhost", 8080, "/proxy/1")
     for wrong in ("https://localhost:1/?token=x", "http://localhost/?token=x", "http://localhost:1/"):
-        with pytest.raises(NoJobError, match="is not the address of a page"):
+        with pytest.raises(NoRunningJobError, match="is not the address of a page"):
             find(wrong)
 
 
@@ -88,25 +86,25 @@ def job_directory(root: Path, name: str, started_s: float, page: bool) -> Path:
 
 def test_the_latest_running_job_is_found(tmp_path, monkeypatch):
     monkeypatch.setenv("PACELINE_RUNS_DIR", str(tmp_path))
-    with pytest.raises(NoJobError, match="no job of yours runs"):
+    with pytest.raises(NoRunningJobError, match="no job of yours runs"):
         find(None)
     old = job_directory(tmp_path, "old", 1.0, page=True)
     assert find(None).token == find("old").token == find(str(old)).token == "old"
     job_directory(tmp_path, "new", 2.0, page=False)
     for found in (find(None), find("new")):
-        assert isinstance(found, Run) and (found.job, found.pid) == ("new", os.getpid())
+        assert isinstance(found, JobRun) and (found.job, found.pid) == ("new", os.getpid())
     told = json.loads((old / "job.json").read_text())
     (old / "job.json").write_text(json.dumps({**told, "state": "failed"}))
-    with pytest.raises(NoJobError, match="old does not run any more: failed"):
+    with pytest.raises(NoRunningJobError, match="old does not run any more: failed"):
         find("old")
-    with pytest.raises(NoJobError, match="elsewhere is no directory of a job"):
+    with pytest.raises(NoRunningJobError, match="elsewhere is no directory of a job"):
         find("elsewhere")
 
 
 RECORDED = """
 import sys
 from paceline import _core
-from paceline.record import recorder
+from paceline.comm.record import recorder
 recorder.begin()
 recorder.identify(1, 2)
 stuck = _core.RecordedCall(recorder.open_group("g", "test", 7, 1, [0, 1]), 1, 1, 1, 5, 1000, -1, False, -1)
@@ -116,7 +114,7 @@ sys.stdin.read()
 
 
 def test_a_job_without_a_page_is_seen_by_its_recordings(tmp_path):
-    kept = Keeper(None).new(1, 1)
+    kept = RecordingKeeper(None).new(1, 1)
     assert kept is not None
     worker = subprocess.Popen(
         [sys.executable, "-c", RECORDED],
@@ -125,7 +123,7 @@ def test_a_job_without_a_page_is_seen_by_its_recordings(tmp_path):
         stdout=subprocess.PIPE,
         text=True,
     )
-    view = OutsideView(read_run(job_directory(tmp_path, "job", time.time() - 5, page=False)))
+    view = ExternalCollector(read_run(job_directory(tmp_path, "job", time.time() - 5, page=False)))
     try:
         assert worker.stdout.readline() == "recorded\n"
         (row,) = view.look().ranks
@@ -148,8 +146,8 @@ def test_a_job_that_has_ended_is_told(tmp_path):
     run = replace(read_run(job_directory(tmp_path, "job", 1.0, page=False)), pid=gone.pid)
     facts = json.loads((tmp_path / "job" / "job.json").read_text())
     (tmp_path / "job" / "job.json").write_text(json.dumps({**facts, "state": "finished"}))
-    look = looking_at(run)
-    with pytest.raises(UnreachableError, match="the job has ended"):
+    look = poller_of(run)
+    with pytest.raises(PageUnreachableError, match="the job has ended"):
         look()
 
 
@@ -162,8 +160,8 @@ def test_links_are_lines_and_a_slow_one_is_told():
 
 
 def test_a_page_that_is_gone_is_told(capsys):
-    with pytest.raises(UnreachableError, match="does not answer"):
-        picture(Address("x", port=1))
+    with pytest.raises(PageUnreachableError, match="does not answer"):
+        picture(PageAddress("x", port=1))
     assert main(["top", "--once", "http://localhost:1/?token=x"]) == 2
     assert "paceline top: the job's launcher does not answer" in capsys.readouterr().err
 

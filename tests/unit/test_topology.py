@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.engine.native.topology import Topology
+from paceline.comm.engine.native.bootstrap import Topology
 
 
 def test_the_ranks_of_a_group_are_listed_by_host_in_their_order():

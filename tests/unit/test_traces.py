@@ -6,16 +6,24 @@ import json
 from dataclasses import replace
 
 from paceline.cli.main import main
-from paceline.observe.recording import Call, Clock, Event, Group, Pair, Recording, State
-from paceline.observe.tracing import trace_of
-from paceline.record.names import EventKind
+from paceline.comm.record.layout import EventKind
+from paceline.operate.diagnosis.chrome_trace import trace_of
+from paceline.operate.diagnosis.recording import (
+    CallRecord,
+    CallStatus,
+    Clock,
+    EventRecord,
+    GroupRecord,
+    Pair,
+    ProcessRecording,
+)
 
 MS = 1_000_000
 CLOCK = Clock("boot/0", 0, (Pair(0, 0, 1_000_000 * MS), Pair(1000, 1000 * MS, 1_001_000 * MS)))
 
 
-def a_call(index: int, operation: str, at_ms: int, **other: object) -> Call:
-    call = Call(
+def a_call(index: int, operation: str, at_ms: int, **other: object) -> CallRecord:
+    call = CallRecord(
         index=index,
         group=1,
         sequence=0 if operation in ("send", "recv") else index + 1,
@@ -25,7 +33,7 @@ def a_call(index: int, operation: str, at_ms: int, **other: object) -> Call:
         root=None,
         reduction="sum",
         algorithm=None,
-        state=State.DONE,
+        state=CallStatus.DONE,
         outcome="ok",
         is_async=False,
         arrived_ns=at_ms * MS,
@@ -43,14 +51,14 @@ def a_call(index: int, operation: str, at_ms: int, **other: object) -> Call:
     return replace(call, **other)
 
 
-def an_event(index: int, kind: EventKind, at_ms: int, **other: object) -> Event:
+def an_event(index: int, kind: EventKind, at_ms: int, **other: object) -> EventRecord:
     start_ns = at_ms * MS
-    return replace(Event(index, kind, None, start_ns, start_ns + MS, None, 1, 0, None, 1, 50), **other)
+    return replace(EventRecord(index, kind, None, start_ns, start_ns + MS, None, 1, 0, None, 1, 50), **other)
 
 
-def a_recording(rank: int, calls: list[Call], events: list[Event]) -> Recording:
-    groups = {1: Group(1, "default", 7, "paceline", 2, rank, (0, 1), 0, None)}
-    return Recording(
+def a_recording(rank: int, calls: list[CallRecord], events: list[EventRecord]) -> ProcessRecording:
+    groups = {1: GroupRecord(1, "default", 7, "paceline", 2, rank, (0, 1), 0, None)}
+    return ProcessRecording(
         "file", 100 + rank, rank, 2, "", "host", True, 1, 100 * MS, CLOCK, groups, tuple(calls), tuple(events)
     )
 

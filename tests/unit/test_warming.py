@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 
-from paceline.elastic.joining.warming import warm_up
+from paceline.train.elastic.worker.worker_membership import warm_up
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from paceline.launch.whole_lines import WholeLines
+from paceline.operate.launch.spawn import WholeLines
 
 
 class Pieces(io.StringIO):

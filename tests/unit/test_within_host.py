@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from sampling import FACTOR
 
-from paceline.schedule.cost_model import CostModel, LinkCost
-from paceline.schedule.network import Network
-from paceline.schedule.timing import simulate_schedules
-from paceline.schedule.verify.symbolic import verify
-from paceline.schedule.within_host import reduce_in_blocks
+from paceline.comm.schedule.cost_model import CostModel, LinkCost
+from paceline.comm.schedule.hierarchical import reduce_in_blocks
+from paceline.comm.schedule.network import Network
+from paceline.comm.schedule.simulation import simulate_schedules
+from paceline.comm.schedule.verify import verify
 
 NEAR = LinkCost(1e-8, 1e-11)
 NBYTES = 1 << 20

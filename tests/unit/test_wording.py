@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import doctest
 
-import paceline.wording
-from paceline.wording import and_more
+import paceline.errors
+from paceline.errors import and_more
 
 
 def test_long_lists_are_cut_and_counted():
@@ -17,4 +17,4 @@ def test_short_lists_are_given_in_full():
 
 
 def test_the_examples_of_wording_run():
-    assert doctest.testmod(paceline.wording).failed == 0
+    assert doctest.testmod(paceline.errors).failed == 0

@@ -18,7 +18,7 @@ from torch import nn
 
 import paceline as dist
 from paceline.errors import CollectiveMismatchError
-from paceline.parallel.zero.file_memory import FileMemory
+from paceline.train.zero.state_storage import FileMemory
 
 STEPS = 3
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {

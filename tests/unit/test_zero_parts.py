@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from paceline.parallel.zero.parameters import Order
-from paceline.parallel.zero.partition import ALIGNMENT_BYTES, divide, is_elementwise
-from paceline.parallel.zero.units import find_units
+from paceline.train.zero.sharded_parameters import LayerOrder, find_units
+from paceline.train.zero.shards import ALIGNMENT_BYTES, assign_to_ranks, is_elementwise
 
 # The size of each in bytes, and whether it may be cut.
 PARAMS = st.lists(st.tuples(st.integers(0, 5000), st.booleans()), max_size=40)
@@ -17,7 +16,7 @@ PARAMS = st.lists(st.tuples(st.integers(0, 5000), st.booleans()), max_size=40)
 
 @given(PARAMS, st.integers(1, 9))
 def test_parameters_are_given_to_the_ranks_completely(params, ranks):
-    parts = divide([size for size, _ in params], [cut for _, cut in params], [0] * ranks)
+    parts = assign_to_ranks([size for size, _ in params], [cut for _, cut in params], [0] * ranks)
     for (size, cut), its_parts in zip(params, parts, strict=True):
         assert [part.start for part in its_parts] == [0, *(part.stop for part in its_parts[:-1])]
         assert its_parts[-1].stop == size
@@ -29,7 +28,7 @@ def test_parameters_are_given_to_the_ranks_completely(params, ranks):
 @given(PARAMS, st.integers(1, 9))
 def test_no_rank_has_more_than_an_even_part_and_one_uncut(params, ranks):
     sizes, loads = [size for size, _ in params], [0] * ranks
-    parts = divide(sizes, [cut for _, cut in params], loads)
+    parts = assign_to_ranks(sizes, [cut for _, cut in params], loads)
     flat = [part for its_parts in parts for part in its_parts]
     assert loads == [sum(part.stop - part.start for part in flat if part.owner == rank) for rank in range(ranks)]
     largest_whole = max((size for size, cut in params if not cut), default=0)
@@ -39,9 +38,9 @@ def test_no_rank_has_more_than_an_even_part_and_one_uncut(params, ranks):
 @given(st.lists(st.integers(1, 50), min_size=1), st.lists(st.integers(1, 50)))
 def test_later_parameters_go_to_the_ranks_with_least(first, later):
     loads = [0, 0, 0]
-    divide(first, [False] * len(first), loads)
+    assign_to_ranks(first, [False] * len(first), loads)
     before = list(loads)
-    parts = divide(later, [False] * len(later), loads)
+    parts = assign_to_ranks(later, [False] * len(later), loads)
     assert not later or before[parts[later.index(max(later))][0].owner] == min(before)
 
 
@@ -55,13 +54,13 @@ def test_only_elementwise_optimizers_get_parts_of_parameters():
 
 
 def test_the_next_layer_is_the_one_of_the_pass_before():
-    order = Order()
+    order = LayerOrder()
     assert [order.visit(layer) for layer in "abcd"] == [None, None, None, None]
     assert [order.visit(layer) for layer in "abcd"] == ["b", "c", "d", None]
 
 
 def test_a_change_of_the_order_of_layers_is_learnt():
-    order = Order()
+    order = LayerOrder()
     for layer in "abcd":
         order.visit(layer)
     assert [order.visit(layer) for layer in "acd"] == ["b", "d", None]

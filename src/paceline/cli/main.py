@@ -1,22 +1,310 @@
-"""Parses the `paceline` command line and runs the subcommand."""
+"""Parses the `paceline` command line and runs the subcommand.
+
+Parses `paceline checkpoint inspect | verify | diff | export` and runs it.
+
+Runs `paceline launch-script`, which prints what a scheduler needs to start a job.
+
+Runs `paceline migrate PATH ...`: the changes go to stdout as a diff, what is to be said about them to stderr.
+
+Runs `paceline top`, from its arguments to the exit code.
+
+Says for `paceline --version` what is installed: the versions, the engine and the kernels that this machine runs.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
+import platform
 import select
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from paceline.cli import analyze, launch_script, migrate, plan, report, runs, trace
-from paceline.cli.checkpoint import command as checkpoint
+from paceline import __version__
+from paceline.cli import main as checkpoint
+from paceline.cli import main as top
+from paceline.cli import plan, recordings
 from paceline.cli.doctor import command as doctor
-from paceline.cli.top import command as top
-from paceline.cli.version import VersionAction
-from paceline.launch.command import add_run_arguments, run
-from paceline.launch.flags import is_flag
-from paceline.launch.grammar import Parser
+from paceline.errors import CheckpointError
+from paceline.operate.launch.command import add_run_arguments, run
+from paceline.operate.launch.flags import Parser, is_flag
+
+if TYPE_CHECKING:
+    from paceline.interop.migrate.names import ModeChoice
+    from paceline.interop.migrate.project import MigratedProgram, ProgramFile
+
+
+_CHECKPOINT_PATH_HELP = "a checkpoint, or a directory of checkpoints, of which the newest whole one is taken"
+
+
+def _add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the four commands and their flags."""
+    commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    inspecting = commands.add_parser(
+        "inspect",
+        help="list the checkpoints of a directory, or what one of them holds",
+        description="Lists the checkpoints of a directory, which of them are whole and why others are not; of one "
+        "checkpoint, its tensors and values. It also reads what torch.save and torch's distributed checkpoints wrote.",
+    )
+    inspecting.add_argument("path", metavar="PATH", help="a directory of checkpoints, or a checkpoint")
+    inspecting.add_argument("--json", action="store_true", help="print the same for programs")
+    verifying = commands.add_parser(
+        "verify",
+        help="read every byte, and compare it with its digest",
+        description="Reads every byte of a checkpoint, or of all in a directory, and names what is not as it was "
+        "written. The exit code is 1 if something is not, and 2 if there is no checkpoint.",
+    )
+    verifying.add_argument("path", metavar="PATH", help="a directory of checkpoints, or a checkpoint")
+    comparing = commands.add_parser(
+        "diff",
+        help="say in which tensors and values two checkpoints differ",
+        description="Compares two checkpoints, which may have been saved by different numbers of ranks. The exit code "
+        "is 0 if they hold the same, 1 if they do not, and 2 if one cannot be read.",
+    )
+    comparing.add_argument("first", metavar="PATH", help=_CHECKPOINT_PATH_HELP)
+    comparing.add_argument("second", metavar="OTHER", help="likewise")
+    comparing.add_argument("--only", metavar="NAME", help="compare only what is in this entry of the state")
+    exporting = commands.add_parser(
+        "export",
+        help="write a model as one safetensors file",
+        description="Writes the tensors of a model as one safetensors file, which safetensors.torch and transformers "
+        "read, under the names of its state_dict.",
+    )
+    exporting.add_argument("path", metavar="PATH", help=_CHECKPOINT_PATH_HELP)
+    exporting.add_argument("output", metavar="FILE", help="such as model.safetensors")
+    exporting.add_argument(
+        "--only", metavar="NAME", default="model", help="the entry of the state to export (default: model); '' for all"
+    )
+
+
+def _run_checkpoint_command(options: argparse.Namespace) -> int:
+    """Runs the command; returns its exit code."""
+    from paceline.cli.checkpoints import diff, export_model, inspect, verify
+
+    actions = {"inspect": inspect, "verify": verify, "diff": diff, "export": export_model}
+    try:
+        return actions[options.action](options)
+    except CheckpointError as error:
+        print(f"paceline checkpoint {options.action}: {error}", file=sys.stderr)
+        return 2
+
+
+def _add_launch_script_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.add_argument("kind", choices=("slurm", "k8s", "jobset", "kubeflow", "ray"), help="for which scheduler")
+    parser.add_argument("--nodes", type=int, default=2, help="machines (default: 2)")
+    parser.add_argument("--nproc-per-node", "--nproc_per_node", default="gpu", help="workers of each (default: gpu)")
+    parser.add_argument("--gpus", type=int, default=8, help="GPUs of each machine, 0 for none (default: 8)")
+    parser.add_argument("--cpus", type=int, default=8, help="cores of each machine (default: 8)")
+    parser.add_argument("--memory", default="32Gi", help="memory of each pod (default: 32Gi)")
+    parser.add_argument("--name", help="the job's name (default: the script's)")
+    parser.add_argument("--image", default="REGISTRY/IMAGE:TAG", help="the pods' image")
+    parser.add_argument(
+        "--max-restarts",
+        "--max_restarts",
+        type=int,
+        default=3,
+        help="how often failed workers are restarted, and in Kubernetes also the pods (default: 3)",
+    )
+    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...")
+
+
+def _print_launch_script(options: argparse.Namespace) -> int:
+    """Prints the script or manifest; returns 0."""
+    from paceline.operate.launch.launch_script import KINDS, LaunchScriptOptions
+
+    name = options.name or Path(options.script).stem.lower().replace("_", "-")
+    workers = "cpu" if options.nproc_per_node == "gpu" and not options.gpus else options.nproc_per_node
+    request = LaunchScriptOptions(
+        (options.script, *options.args),
+        nodes=options.nodes,
+        workers=workers,
+        gpus=options.gpus,
+        cpus=options.cpus,
+        memory=options.memory,
+        name=name,
+        image=options.image,
+        max_restarts=options.max_restarts,
+    )
+    print(KINDS[options.kind](request), end="")
+    return 0
+
+
+def _add_migrate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a file or folder of the program")
+    parser.add_argument("--write", action="store_true", help="change the files instead of printing the changes")
+    parser.add_argument(
+        "--way",
+        choices=("auto", "import", "plugin"),
+        default="auto",
+        help="import: `import paceline as dist`; plugin: torch.distributed with the backend paceline; auto: the latter "
+        "if the program uses what is built on torch's groups (default: auto)",
+    )
+
+
+def _migrate(options: argparse.Namespace) -> int:
+    """Prints or makes the changes; returns 0, or 2 if files cannot be read or written."""
+    from paceline.interop.migrate.names import MigrationMode
+    from paceline.interop.migrate.project import MissingLibCST, migrate
+
+    try:
+        program = migrate(options.paths, None if options.way == "auto" else MigrationMode(options.way))
+        if not options.write:
+            for file in program.files:
+                sys.stdout.writelines(_file_diff(file))
+        written = program.write() if options.write else 0
+    except (MissingLibCST, OSError) as error:
+        print(f"paceline migrate: {error}", file=sys.stderr)
+        return 2
+    for line in _migration_report(program):
+        print(line, file=sys.stderr)
+    if options.write:
+        print(f"{written} file{'s' * (written != 1)} changed.", file=sys.stderr)
+    elif any(file.changes for file in program.files):
+        print("Nothing has been changed; --write changes the files.", file=sys.stderr)
+    return 0
+
+
+def _file_diff(file: ProgramFile) -> Iterator[str]:
+    from difflib import unified_diff  # here, since it takes time and every command imports this module
+    from io import StringIO
+
+    before, after = (list(StringIO(text, newline="\n")) for text in (file.before, file.after.text))
+    for line in unified_diff(before, after, str(file.path), str(file.path)):
+        yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+
+
+def _migration_report(program: MigratedProgram) -> Iterator[str]:
+    """Yields the lines that say what comes over, what is left to do, and the score."""
+    from paceline.interop.migrate.names import score
+
+    for path, why in program.unread:
+        yield f"{path}: left as it is, since it is no valid Python: {why}"
+    for file in program.files:
+        come, there_are = score(file.after.places)
+        yield f"{file.path}: {come} of {there_are}"
+        for place in file.after.places:
+            if place.reason is not None:
+                yield f"  line {place.line}, {place.what}: to do: {place.reason}"
+            elif place.note is not None:
+                yield f"  line {place.line}, {place.what}: {place.note}"
+    come, there_are = score(program.places())
+    if not there_are:
+        yield "There is nothing to migrate: no torch.distributed, Horovod or launch command was found."
+        return
+    yield f"{come} of {there_are} places come over{_choice_text(program.choice)}."
+
+
+def _choice_text(choice: ModeChoice) -> str:
+    if not choice.reason:
+        return ""
+    return f', with torch.distributed and its backend "paceline": {choice.reason}'
+
+
+def _add_top_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.add_argument(
+        "job",
+        nargs="?",
+        metavar="JOB",
+        help="the job's directory, its name in `paceline runs`, or its page's address (default: the latest that runs)",
+    )
+    parser.add_argument("--once", action="store_true", help="print it once, and end")
+    parser.add_argument("--plain", action="store_true", help="plain text, even if Textual is installed")
+    parser.add_argument(
+        "--every", type=_refresh_interval, default=1.0, metavar="SECONDS", help="how often (default: 1)"
+    )
+
+
+def _show_top(options: argparse.Namespace) -> int:
+    """Shows the job until it ends or the user has seen enough; returns 2 if there is none to show."""
+    from importlib.util import find_spec
+
+    from paceline.cli.top.client import NoRunningJobError, PageUnreachableError, find, poller_of
+    from paceline.cli.top.text_view import lines_of, show
+
+    try:
+        look = poller_of(find(options.job))
+        look()  # so that a wrong address is told before the screen changes
+        is_plain = options.plain or options.once or not sys.stdout.isatty() or not sys.stdin.isatty()
+        if not is_plain and find_spec("textual") is not None:
+            from paceline.cli.top.app import Top
+
+            Top(look, options.every).run()
+        else:
+            show(lambda *size: lines_of(look(), *size), options.every, options.once)
+    except (NoRunningJobError, PageUnreachableError) as error:
+        print(f"paceline top: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _refresh_interval(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 3600")
+    return seconds
+
+
+_ON_X86 = {"avx512": "AVX-512", "avx2": "AVX2", "baseline": "SSE2"}
+_ON_ARM = {"baseline": "NEON"}
+
+
+class VersionAction(argparse.Action):
+    """Prints the version and ends; what it says is looked up only then."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """Prints the lines and ends the process with code 0."""
+        print("\n".join(version_lines()))
+        parser.exit()
+
+
+def version_lines() -> list[str]:
+    """Returns what `paceline --version` prints; torch is not imported for that."""
+    from paceline import _core
+
+    levels = _core.wire_levels()
+    machine = platform.machine()
+    python = f"{platform.python_implementation()} {platform.python_version()}"
+    return [
+        f"paceline {__version__}",
+        f"engine: paceline, with its native core for {machine} ({python})",
+        f"CPU kernels: {kernels(levels, machine)}",
+        f"torch: {_version_of('torch')}",
+    ]
+
+
+def kernels(levels: Sequence[str], machine: str) -> str:
+    """Returns the SIMD levels of the kernels that this machine runs, the one that is used first.
+
+    >>> kernels(["baseline", "avx2"], "x86_64"), kernels(["baseline"], "aarch64")
+    ('AVX2 (also SSE2)', 'NEON')
+    """
+    names = _ON_X86 if machine == "x86_64" else _ON_ARM if machine == "aarch64" else {}
+    fastest, *others = [names.get(level, level) for level in reversed(levels)]
+    return f"{fastest} (also {', '.join(others)})" if others else fastest
+
+
+def _version_of(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
 
 COMMANDS = (
     "run",
@@ -66,7 +354,7 @@ def parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentPars
         description="Prints what the scheduler needs to start SCRIPT on several machines, ready to be submitted. "
         "Kubernetes manifests hold a new secret: treat what is printed as one.",
     )
-    launch_script.add_arguments(printing)
+    _add_launch_script_arguments(printing)
     examining = commands.add_parser(
         "doctor",
         help="examine this machine, the way to another one, or a script",
@@ -88,42 +376,42 @@ def parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentPars
         description="Reads the recordings that a job left in RUN_DIR, and says which rank failed, did not come or was "
         "late as a rule, and why. Some of the files may be missing.",
     )
-    analyze.add_arguments(analyzing)
+    recordings.add_analyze_arguments(analyzing)
     listing = commands.add_parser(
         "runs",
         help="list the latest jobs of this user on this machine",
         description="Lists the jobs that have a directory with their recordings, the latest first: when each began, "
         "how it ended and what it ran.",
     )
-    runs.add_arguments(listing)
+    recordings.add_runs_arguments(listing)
     tracing = commands.add_parser(
         "trace",
         help="write what a job recorded as a trace for ui.perfetto.dev",
         description="Writes the calls, steps and spans of all ranks of a job on one time axis, with arrows from sends "
         "to receives, as a trace that ui.perfetto.dev and chrome://tracing show.",
     )
-    trace.add_arguments(tracing)
+    recordings.add_trace_arguments(tracing)
     reporting = commands.add_parser(
         "report",
         help="write what a job recorded into one file of HTML, to look at or to attach to an issue",
         description="Reads the recordings and logs that a job left in RUN_DIR, and writes one page of HTML that needs "
         "nothing else to be looked at. It holds what the job printed and the names of its hosts.",
     )
-    report.add_arguments(reporting)
+    recordings.add_report_arguments(reporting)
     watching = commands.add_parser(
         "top",
         help="show a running job in the terminal",
         description="Shows a job that was started with `paceline run --dash`, by default the latest of this user's on "
         "this machine. With paceline[top], its table can be scrolled and sorted.",
     )
-    top.add_arguments(watching)
+    top._add_top_arguments(watching)
     saved = commands.add_parser(
         "checkpoint",
         help="show, verify, compare and export checkpoints",
         description="Shows, verifies, compares and exports the checkpoints that paceline.save and CheckpointManager "
         "wrote.",
     )
-    checkpoint.add_arguments(saved)
+    checkpoint._add_checkpoint_arguments(saved)
     migrating = commands.add_parser(
         "migrate",
         help="rewrite a program of torch.distributed or Horovod, and the files that start it",
@@ -131,7 +419,7 @@ def parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentPars
         "Paceline. Prints the changes as a diff, or with --write makes them; what is left to do becomes a comment with "
         "the reason. Needs paceline[migrate].",
     )
-    migrate.add_arguments(migrating)
+    _add_migrate_arguments(migrating)
     for command in commands.choices.values():
         command.whole = whole
     return whole
@@ -167,16 +455,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "run":
         options.words = words[1:]  # what --hosts has other machines run
     others = {
-        "launch-script": launch_script.run,
+        "launch-script": _print_launch_script,
         "doctor": doctor.run,
         "plan": plan.run,
-        "analyze": analyze.run,
-        "runs": runs.run,
-        "trace": trace.run,
-        "report": report.run,
-        "top": top.run,
-        "checkpoint": checkpoint.run,
-        "migrate": migrate.run,
+        "analyze": recordings.analyze,
+        "runs": recordings.show_runs,
+        "trace": recordings.write_trace,
+        "report": recordings.write_report,
+        "top": top._show_top,
+        "checkpoint": checkpoint._run_checkpoint_command,
+        "migrate": _migrate,
     }
     command = others.get(options.command)
     return run(options) if command is None else _printed(lambda: command(options))

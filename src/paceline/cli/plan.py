@@ -1,4 +1,9 @@
-"""`paceline plan`: measures a script on this machine, and predicts how it would train on others."""
+"""`paceline plan`: measures a script on this machine, and predicts how it would train on others.
+
+`paceline plan --draw`: draws an algorithm's messages.
+
+The part of `paceline plan` that says what failures cost.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +17,97 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.cli import drawing, survival
-
 if TYPE_CHECKING:
-    from paceline.plan.advice import Advice
-    from paceline.plan.calibration import Calibration, Links
-    from paceline.plan.predicting import Prediction
-    from paceline.plan.strategy import Strategy
-    from paceline.schedule.network import Link, Network
+    from paceline.comm.schedule.network import Network, NetworkLink
+    from paceline.operate.plan.advice import Advice
+    from paceline.operate.plan.calibration import Calibration, Links
+    from paceline.operate.plan.goodput import Goodput
+    from paceline.operate.plan.prediction import JobPrediction
+    from paceline.operate.plan.simulated_job import EventTimes
+    from paceline.operate.plan.step_time import Strategy
+
+
+_UNKNOWN = "node=25gbit,0.05ms"
+_WITHIN = "within=80gbit,0.002ms"
+_GAMMA_S_PER_BYTE = 1e-10
+
+
+def add_drawing_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of a drawing. `--links`, `--per-node` and `--output` are the command's own."""
+    drawing = parser.add_argument_group("drawing")
+    drawing.add_argument("--draw", metavar="ALGORITHM", help="draw who sends what to whom when, as an SVG")
+    drawing.add_argument("--ranks", type=int, default=8, metavar="N", help="in the drawing (default: 8)")
+    drawing.add_argument("--operation", default="all_reduce", metavar="NAME", help="default: all_reduce")
+    drawing.add_argument("--nbytes", type=int, default=1 << 20, metavar="N", help="of the tensor (default: 1 MiB)")
+
+
+def draw(options: argparse.Namespace) -> int:
+    """Draws what the flags say into `--output`, or to the standard output; returns the exit code."""
+    from paceline.comm.schedule.call_diagram import draw_call
+    from paceline.comm.schedule.network import Network, parse_links
+    from paceline.comm.schedule.steps import Operation
+
+    per_node: int = options.per_node
+    try:
+        if options.ranks < 1 or per_node < 1 or options.ranks % per_node:
+            raise ValueError(f"{options.ranks} ranks cannot be divided among nodes of {per_node} ranks each")
+        links = parse_links(f"{_WITHIN},{options.links or _UNKNOWN}")
+        if "node" not in links:
+            raise ValueError(f"--links {options.links} says nothing of the nodes' links: add, for example, {_UNKNOWN}")
+        network = Network.uniform(
+            options.ranks // per_node,
+            per_node,
+            node=links["node"],
+            within_host=links["within"],
+            gamma_s_per_byte=_GAMMA_S_PER_BYTE,
+        )
+        drawing = draw_call(options.draw, Operation.named(options.operation), options.nbytes, network)
+    except ValueError as error:
+        print(f"paceline plan: {error}", file=sys.stderr)
+        return 2
+    if options.output is None:
+        print(drawing, end="")
+    else:
+        Path(options.output).write_text(drawing)
+        print(f"the drawing is in {options.output}")
+    return 0
+
+
+_STAND_IN_BYTES_PER_S = 1e9  # at which state is copied if no link between hosts is known
+
+
+def add_failure_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds its flags."""
+    failing = parser.add_argument_group("failures")
+    failing.add_argument(
+        "--failures", metavar="TIMES", help="mean times between them, such as machine=30d,worker=90d,job=60d"
+    )
+    failing.add_argument("--times", metavar="TIMES", default="", help="such as repair=10min,saving=2s,restarting=5min")
+
+
+def goodput_of_predictions(
+    options: argparse.Namespace, calibration: Calibration, predictions: Sequence[JobPrediction]
+) -> tuple[list[Goodput], EventTimes]:
+    """Returns what becomes of each job's time, and the times of the largest one.
+
+    Raises:
+        ValueError: a flag has another form, or a time is impossible.
+    """
+    from paceline.operate.plan.goodput import goodput, parse_failures, parse_times
+    from paceline.operate.plan.simulated_job import EventTimes
+
+    memory, node = calibration.memory, calibration.links.node
+    state_nbytes = memory.parameter_nbytes + memory.optimizer_nbytes
+    copying_s = state_nbytes / (_STAND_IN_BYTES_PER_S if node is None else node.bytes_per_s)
+    failures, found = parse_failures(options.failures), []
+    for each in predictions:
+        times = parse_times(options.times, EventTimes(step_s=each.step.seconds, copying_s=copying_s))
+        found.append(goodput(each.nodes, each.per_node, times, failures))
+    return found, times
+
 
 _PASSED_ON = ("nnodes", "node-rank", "rdzv-backend", "rdzv-endpoint", "rdzv-id")
-_WORKER = "paceline.plan.measuring.worker"
+_WORKER = "paceline.operate.plan.measure.worker"
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -58,18 +143,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run the script on one rank only, not on each of --per-node ranks at the same time",
     )
-    survival.add_arguments(parser)
-    drawing.add_arguments(parser)
+    add_failure_arguments(parser)
+    add_drawing_arguments(parser)
     for name in _PASSED_ON:
         measuring.add_argument(f"--{name}", metavar="...", help="as for `paceline run`, to measure the links")
 
 
 def run(options: argparse.Namespace) -> int:
     """Measures, predicts or draws; returns the exit code."""
-    from paceline.plan.calibration import CalibrationError
+    from paceline.operate.plan.calibration import CalibrationError
 
     if options.draw is not None:
-        return drawing.run(options)
+        return draw(options)
     words = options.words[1:] if options.words[:1] == ["--"] else options.words
     if not words or (not options.measure and len(words) != 1):
         wanted = "a script behind `--`" if options.measure else "one calibration"
@@ -83,9 +168,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _measure(options: argparse.Namespace, words: Sequence[str]) -> int:
-    from paceline.launch import command
-    from paceline.launch.grammar import Parser
-    from paceline.plan.calibration import encode, read
+    from paceline.operate.launch import command
+    from paceline.operate.launch.flags import Parser
+    from paceline.operate.plan.calibration import encode, read
 
     output: Path = options.output or Path("calibration.json")
     with tempfile.TemporaryDirectory() as directory:
@@ -119,7 +204,7 @@ def _measure(options: argparse.Namespace, words: Sequence[str]) -> int:
 
 def _differences(links: Links) -> str:
     """Returns the variable that tells jobs on the measured hosts how their links differ; "" if they do not."""
-    from paceline.schedule.pairwise import describe_differences
+    from paceline.comm.schedule.network import describe_differences
 
     if len(links.pairs) < 2:
         return ""
@@ -129,25 +214,24 @@ def _differences(links: Links) -> str:
 
 
 def _summary(calibration: Calibration) -> str:
-    from paceline.plan.spelling import spell_bytes
-    from paceline.schedule.cost import spell_seconds
+    from paceline.comm.schedule.cost import format_seconds
+    from paceline.operate.plan.formatting import format_bytes
 
     node = calibration.links.node
     link = "no link between hosts" if node is None else f"{8 * node.bytes_per_s / 1e9:.3g} Gbit/s between hosts"
     return (
-        f"{len(calibration.step_s)} steps of {spell_seconds(calibration.alone_s)}, {len(calibration.gradients)} "
-        f"gradients of {spell_bytes(calibration.gradient_nbytes)} together, {link}"
+        f"{len(calibration.step_s)} steps of {format_seconds(calibration.alone_s)}, {len(calibration.gradients)} "
+        f"gradients of {format_bytes(calibration.gradient_nbytes)} together, {link}"
     )
 
 
 def _predict(options: argparse.Namespace, path: Path) -> int:
-    from paceline.plan.advice import advise
-    from paceline.plan.calibration import read
-    from paceline.plan.networks import network_of
-    from paceline.plan.predicting import predict
-    from paceline.plan.spelling import advice_text, facts_of, facts_of_advice, table_text
-    from paceline.plan.survival.spelling import facts_of_goodput, goodput_text
-    from paceline.schedule.timing import simulate_call
+    from paceline.comm.schedule.simulation import simulate_call
+    from paceline.operate.plan.advice import advise
+    from paceline.operate.plan.calibration import network_of, read
+    from paceline.operate.plan.formatting import advice_text, facts_of, facts_of_advice, table_text
+    from paceline.operate.plan.goodput import facts_of_goodput, goodput_text
+    from paceline.operate.plan.prediction import predict
 
     calibration = read(path)
     if options.links is not None:
@@ -161,7 +245,9 @@ def _predict(options: argparse.Namespace, path: Path) -> int:
         predict(calibration, network(nodes, options.per_node), strategy, simulate_call) for nodes in options.nodes
     ]
     advice = advise(calibration, predictions[-1], network, simulate_call)
-    surviving, times = (None, None) if options.failures is None else survival.results(options, calibration, predictions)
+    surviving, times = (
+        (None, None) if options.failures is None else goodput_of_predictions(options, calibration, predictions)
+    )
     if options.json:
         facts = {"predictions": [facts_of(each) for each in predictions], "advice": [*map(facts_of_advice, advice)]}
         if surviving is not None:
@@ -177,11 +263,14 @@ def _predict(options: argparse.Namespace, path: Path) -> int:
 
 
 def _write_report(
-    options: argparse.Namespace, calibration: Calibration, predictions: Sequence[Prediction], advice: Sequence[Advice]
+    options: argparse.Namespace,
+    calibration: Calibration,
+    predictions: Sequence[JobPrediction],
+    advice: Sequence[Advice],
 ) -> None:
     from paceline import __version__
-    from paceline.plan.report import heat_of, report
-    from paceline.schedule.timing import simulate_call
+    from paceline.comm.schedule.simulation import simulate_call
+    from paceline.operate.plan.report import heat_of, report
 
     heat = heat_of(calibration, predictions, simulate_call, options.regions)
     made = f"Made on {time.strftime('%d %B %Y, %H:%M', time.localtime())} by Paceline {__version__}."
@@ -191,9 +280,9 @@ def _write_report(
 
 
 def _strategy(options: argparse.Namespace, calibration: Calibration) -> Strategy:
-    from paceline.parallel.ddp.buckets import MIB, caps_of
-    from paceline.plan.strategy import measured
-    from paceline.schedule.registry import ALGORITHMS
+    from paceline.comm.schedule.registry import ALGORITHMS
+    from paceline.operate.plan.step_time import measured
+    from paceline.train.ddp.buckets import MIB, caps_of
 
     if options.algorithm is not None and options.algorithm not in ALGORITHMS:
         raise ValueError(f"there is no algorithm {options.algorithm!r}; there are {', '.join(ALGORITHMS)}")
@@ -209,9 +298,9 @@ def _with_links(links: Links, text: str) -> Links:
     Raises:
         ValueError: the text has another form, or names a link that there is not.
     """
-    from paceline.schedule.network import parse_links
+    from paceline.comm.schedule.network import parse_links
 
-    given: Mapping[str, Link] = parse_links(text)
+    given: Mapping[str, NetworkLink] = parse_links(text)
     if unknown := sorted(given.keys() - {"within", "node", "region"}):
         raise ValueError(f"--links names {unknown[0]!r}; there are within, node and region")
     return replace(

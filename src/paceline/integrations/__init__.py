@@ -1,5 +1,4 @@
-"""Paceline in other frameworks, by the names that their users know: a module for each, imported only by its users.
+"""Public names of `paceline.interop.integrations`: Paceline for Lightning and for Ray.
 
-May use: `plugin`, and the framework. Each module says what to install where its framework is missing. Start reading at
-`lightning.py`; `ray.py` is for Ray Train.
+May use: `interop`. Start reading at `lightning.py` and `ray.py` there.
 """

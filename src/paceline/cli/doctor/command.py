@@ -1,12 +1,54 @@
-"""Runs `paceline doctor` from the command line."""
+"""Runs `paceline doctor` from the command line.
+
+A check's finding, and how findings are printed.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
 from pathlib import Path
 
-from paceline.cli.doctor.report import Finding, Level, show
+
+class Severity(Enum):
+    """How serious a finding is."""
+
+    GOOD = "ok"
+    NOTE = "note"
+    BAD = "BAD"
+
+
+@dataclass(frozen=True)
+class Diagnostic:
+    """An observation: its subject, the facts, and if it is a problem the reason and the fix.
+
+    The attribute `line` is the line of a script that it is about.
+    """
+
+    level: Severity
+    about: str
+    seen: str
+    reason: str = ""
+    fix: str = ""
+    line: int | None = None
+
+
+def show(findings: Sequence[Diagnostic], as_json: bool, path: str | None = None) -> int:
+    """Prints the findings; returns 1 if any is bad, otherwise 0."""
+    if as_json:
+        print(json.dumps([{**asdict(each), "level": each.level.value} for each in findings], indent=2))
+    else:
+        for each in findings:
+            where = f"{path}:{each.line}: " if path is not None else ""
+            print(f"{each.level.value:>4}  {where}{each.about}: {each.seen}")
+            for name, text in (("why", each.reason), ("fix", each.fix)):
+                if text:
+                    print(f"      {name}: {text}")
+    return int(any(each.level is Severity.BAD for each in findings))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
         elif options.peer:
             findings += _visit(options.peer)
     except (PacelineError, OSError, ValueError) as error:
-        findings.append(Finding(Level.BAD, "other machine", str(error)))
+        findings.append(Diagnostic(Severity.BAD, "other machine", str(error)))
     return show(findings, options.json)
 
 
@@ -71,26 +113,26 @@ def _script(path: str, as_json: bool) -> int:
     return show(findings, as_json, path)
 
 
-def _listen(place: str) -> list[Finding]:
+def _listen(place: str) -> list[Diagnostic]:
     import secrets
 
-    from paceline.cli.doctor.pair import serve
-    from paceline.launch.nodes.join_token import Token
-    from paceline.launch.nodes.meeting import own_address
-    from paceline.store.tcp import listen_at_port
+    from paceline.cli.doctor.network import serve
+    from paceline.comm.store.tcp_store import listen_at_port
+    from paceline.operate.launch.multinode.node_connection import own_address
+    from paceline.operate.launch.shared_secret import JoinToken
 
     host, _, port = place.rpartition(":") if ":" in place else (place, "", "")
     host = host.strip("[]") or own_address()
     secret = secrets.token_bytes(32)
     with listen_at_port(host, int(port or 0), secret) as listener:
-        token = Token(host, listener.getsockname()[1], secret).encode()
+        token = JoinToken(host, listener.getsockname()[1], secret).encode()
         print(f"paceline doctor --peer -\n{token}", flush=True)
         return serve(listener, secret)
 
 
-def _visit(word: str) -> list[Finding]:
-    from paceline.cli.doctor.pair import visit
-    from paceline.launch.nodes.join_token import Token, read_token
+def _visit(word: str) -> list[Diagnostic]:
+    from paceline.cli.doctor.network import probe
+    from paceline.operate.launch.shared_secret import JoinToken, read_token
 
-    token = Token.decode(read_token() if word == "-" else word)
-    return visit((token.host, token.port), token.secret)
+    token = JoinToken.decode(read_token() if word == "-" else word)
+    return probe((token.host, token.port), token.secret)

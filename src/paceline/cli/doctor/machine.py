@@ -14,12 +14,11 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from paceline.cli.doctor.report import Finding, Level
-from paceline.launch.environment import allowed_cores, cpu_quota
-from paceline.launch.gpus import count_gpus
-from paceline.launch.lifeline import MARK, marked
-from paceline.launch.memory import MemoryCgroup
-from paceline.launch.placement import domains_of, format_cpulist
+from paceline.cli.doctor.command import Diagnostic, Severity
+from paceline.operate.launch.workers.cleanup import MARK, marked
+from paceline.operate.launch.workers.environment import allowed_cores, cpu_quota
+from paceline.operate.launch.workers.out_of_memory import MemoryCgroup
+from paceline.operate.launch.workers.placement import count_gpus, domains_of, format_cpulist
 
 _GIB = 1 << 30
 _SMALL_SHM = _GIB
@@ -27,11 +26,11 @@ _FEW_FILES = 4096
 _TIME_ERROR = 5  # adjtimex: the clock is not synchronised
 
 
-def _good(about: str, seen: str) -> Finding:
-    return Finding(Level.GOOD, about, seen)
+def _good(about: str, seen: str) -> Diagnostic:
+    return Diagnostic(Severity.GOOD, about, seen)
 
 
-def versions() -> list[Finding]:
+def versions() -> list[Diagnostic]:
     """Reports the versions of Python, torch and Paceline, which should be the same on all machines."""
     found = [f"Python {platform.python_version()}"]
     for package in ("torch", "paceline"):
@@ -42,7 +41,7 @@ def versions() -> list[Finding]:
     return [_good("versions", ", ".join(found))]
 
 
-def cores() -> list[Finding]:
+def cores() -> list[Diagnostic]:
     """Reports the cores by affinity and quota, and their NUMA nodes."""
     mine = sorted(os.sched_getaffinity(0))
     quota = cpu_quota()
@@ -51,8 +50,8 @@ def cores() -> list[Finding]:
     seen += f"; quota of {quota:g})" if quota is not None else ")"
     if quota is not None and quota < len(mine):
         return [
-            Finding(
-                Level.NOTE,
+            Diagnostic(
+                Severity.NOTE,
                 "cores",
                 seen,
                 "the cgroup's quota is smaller than the number of visible cores, so the kernel pauses threads",
@@ -62,7 +61,7 @@ def cores() -> list[Finding]:
     return [_good("cores", seen)]
 
 
-def memory(root: Path = Path("/")) -> list[Finding]:
+def memory(root: Path = Path("/")) -> list[Diagnostic]:
     """Reports the machine's memory, the cgroup's limit, and the shared memory for DataLoader workers and ranks."""
     info = {line.split(":")[0]: int(line.split()[1]) << 10 for line in (root / "proc/meminfo").read_text().splitlines()}
     limit = MemoryCgroup.mine(root).limit()
@@ -72,8 +71,8 @@ def memory(root: Path = Path("/")) -> list[Finding]:
     seen = f"{shm.free / _GIB:.1f} of {shm.total / _GIB:.1f} GiB free"
     if shm.total < _SMALL_SHM:
         findings.append(
-            Finding(
-                Level.BAD,
+            Diagnostic(
+                Severity.BAD,
                 "/dev/shm",
                 seen,
                 "DataLoader workers and ranks of one machine share data through it; if it is full, SIGBUS kills them",
@@ -85,13 +84,13 @@ def memory(root: Path = Path("/")) -> list[Finding]:
     return findings
 
 
-def limits() -> list[Finding]:
+def limits() -> list[Diagnostic]:
     """Reports the limits on file descriptors, processes and locked memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     findings = [_good("file descriptors", f"{soft} (up to {hard})")]
     if soft < _FEW_FILES:
-        findings[0] = Finding(
-            Level.NOTE,
+        findings[0] = Diagnostic(
+            Severity.NOTE,
             "file descriptors",
             f"{soft} (up to {hard})",
             "many DataLoader workers and connections need more of them",
@@ -100,8 +99,8 @@ def limits() -> list[Finding]:
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if locked != resource.RLIM_INFINITY and count_gpus():
         findings.append(
-            Finding(
-                Level.NOTE,
+            Diagnostic(
+                Severity.NOTE,
                 "locked memory",
                 f"{locked >> 10} KiB",
                 "RDMA and pinned buffers need more",
@@ -111,7 +110,7 @@ def limits() -> list[Finding]:
     return findings
 
 
-def network(root: Path = Path("/")) -> list[Finding]:
+def network(root: Path = Path("/")) -> list[Diagnostic]:
     """Reports the interfaces that are up with their MTU, the default route, and the address of the host's own name."""
     findings = []
     routes = [line.split() for line in (root / "proc/net/route").read_text().splitlines()[1:]]
@@ -132,8 +131,8 @@ def network(root: Path = Path("/")) -> list[Finding]:
         address = None
     if address is None or str(address).startswith("127.") or address == "::1":
         findings.append(
-            Finding(
-                Level.NOTE,
+            Diagnostic(
+                Severity.NOTE,
                 "host name",
                 f"{name} resolves to {address or 'no address'}",
                 "libraries that look up the host's own address, such as gloo, announce one that others cannot reach",
@@ -145,9 +144,9 @@ def network(root: Path = Path("/")) -> list[Finding]:
     return findings
 
 
-def ports() -> list[Finding]:
+def ports() -> list[Diagnostic]:
     """Reports whether the usual port is free, and which ports the kernel assigns."""
-    from paceline.store.port_owner import port_owner
+    from paceline.comm.store.tcp_store import port_owner
 
     given = _read(Path("/proc/sys/net/ipv4/ip_local_port_range")).split()
     span = f"connections use the ports {'-'.join(given)}" if given else ""
@@ -155,18 +154,22 @@ def ports() -> list[Finding]:
     if holder is None:
         return [_good("ports", f"29500 is free; {span}")]
     fix = "end it if it is a leftover job of yours, or pass --master-port"
-    return [Finding(Level.NOTE, "ports", f"29500 is held by {holder}; {span}", "torchrun's default port is taken", fix)]
+    return [
+        Diagnostic(
+            Severity.NOTE, "ports", f"29500 is held by {holder}; {span}", "torchrun's default port is taken", fix
+        )
+    ]
 
 
-def clock() -> list[Finding]:
+def clock() -> list[Diagnostic]:
     """Reports whether the kernel considers the clock synchronised."""
     buffer = ctypes.create_string_buffer(256)  # struct timex with modes=0, which asks only
     state = ctypes.CDLL(None).adjtimex(buffer)
     if state == _TIME_ERROR:
         fix = "start chronyd or systemd-timesyncd; in a virtual machine, check the host's clock"
         return [
-            Finding(
-                Level.NOTE,
+            Diagnostic(
+                Severity.NOTE,
                 "clock",
                 "not synchronised",
                 "the times in the logs of several machines cannot be compared",
@@ -176,7 +179,7 @@ def clock() -> list[Finding]:
     return [_good("clock", "synchronised")]
 
 
-def accelerators(root: Path = Path("/")) -> list[Finding]:
+def accelerators(root: Path = Path("/")) -> list[Diagnostic]:
     """Reports the GPUs and their driver, NCCL and MPI."""
     gpus = count_gpus(root=root)
     driver = _read(root / "proc/driver/nvidia/version").partition("\n")[0]
@@ -188,12 +191,12 @@ def accelerators(root: Path = Path("/")) -> list[Finding]:
     if gpus and not has_nccl:
         why = "without it, the nccl backend is not available for the GPUs"
         findings.append(
-            Finding(Level.NOTE, "NCCL", "not found", why, "install a build of torch for CUDA, which includes it")
+            Diagnostic(Severity.NOTE, "NCCL", "not found", why, "install a build of torch for CUDA, which includes it")
         )
     return findings
 
 
-def leftovers() -> list[Finding]:
+def leftovers() -> list[Diagnostic]:
     """Reports this user's processes that belong to Paceline jobs."""
     pids = marked("")
     inside = [pid for pid in pids if os.environ.get(MARK) is None]
@@ -201,7 +204,9 @@ def leftovers() -> list[Finding]:
         return [_good("other jobs", "this user runs none on this machine")]
     seen = f"{len(inside)} processes of Paceline jobs run here: {', '.join(map(str, sorted(inside)[:8]))}"
     return [
-        Finding(Level.NOTE, "other jobs", seen, "they use the same cores and GPUs", "end them if they are not wanted")
+        Diagnostic(
+            Severity.NOTE, "other jobs", seen, "they use the same cores and GPUs", "end them if they are not wanted"
+        )
     ]
 
 
@@ -212,7 +217,7 @@ def _read(path: Path) -> str:
         return ""
 
 
-CHECKS: tuple[Callable[[], list[Finding]], ...] = (
+CHECKS: tuple[Callable[[], list[Diagnostic]], ...] = (
     versions,
     cores,
     memory,
@@ -225,12 +230,12 @@ CHECKS: tuple[Callable[[], list[Finding]], ...] = (
 )
 
 
-def check_machine() -> list[Finding]:
+def check_machine() -> list[Diagnostic]:
     """Returns the findings of all checks; a check that fails reports that."""
-    findings: list[Finding] = []
+    findings: list[Diagnostic] = []
     for check in CHECKS:
         try:
             findings += check()
         except (OSError, KeyError, ValueError, IndexError) as error:
-            findings.append(Finding(Level.NOTE, check.__name__, f"could not be checked ({error})"))
+            findings.append(Diagnostic(Severity.NOTE, check.__name__, f"could not be checked ({error})"))
     return findings

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from paceline.cli.doctor.report import Finding, Level
+from paceline.cli.doctor.command import Diagnostic, Severity
 
 _COLLECTIVES = {
     "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single",
@@ -133,11 +133,11 @@ def _is_true(node: ast.expr | None) -> bool:
     return isinstance(node, ast.Constant) and node.value is True
 
 
-def _bad(node: ast.AST, about: str, seen: str, reason: str, fix: str, level: Level = Level.BAD) -> Finding:
-    return Finding(level, about, seen, reason, fix, getattr(node, "lineno", 1))
+def _bad(node: ast.AST, about: str, seen: str, reason: str, fix: str, level: Severity = Severity.BAD) -> Diagnostic:
+    return Diagnostic(level, about, seen, reason, fix, getattr(node, "lineno", 1))
 
 
-def first_gpu(script: _Script) -> Iterator[Finding]:
+def first_gpu(script: _Script) -> Iterator[Diagnostic]:
     """Finds scripts that put every rank on the same GPU."""
     sets_device = any(name.endswith("set_device") for name, _ in script.calls())
     why = "every rank of the machine computes on the first GPU"
@@ -157,7 +157,7 @@ def first_gpu(script: _Script) -> Iterator[Finding]:
             yield _bad(call, "first-gpu", f'{last}("cuda") without torch.cuda.set_device', why, fix)
 
 
-def samplers(script: _Script) -> Iterator[Finding]:
+def samplers(script: _Script) -> Iterator[Diagnostic]:
     """Finds data that every rank reads completely, or that is read in the same order in each epoch."""
     makes_sampler = None
     for name, call in script.calls():
@@ -182,7 +182,7 @@ def samplers(script: _Script) -> Iterator[Finding]:
         yield _bad(makes_sampler, "no-set-epoch", "DistributedSampler without set_epoch", why, fix)
 
 
-def collectives(script: _Script) -> Iterator[Finding]:
+def collectives(script: _Script) -> Iterator[Diagnostic]:
     """Finds calls that all ranks must make in branches that only some ranks take."""
     for name, call in script.calls():
         module, _, last = name.rpartition(".")
@@ -209,7 +209,7 @@ def collectives(script: _Script) -> Iterator[Finding]:
             yield _bad(call, "not-all-ranks", f"{last}()", why, "make the call before the return")
 
 
-def saves(script: _Script) -> Iterator[Finding]:
+def saves(script: _Script) -> Iterator[Diagnostic]:
     """Finds files that every rank writes."""
     for name, call in script.calls():
         last = name.rpartition(".")[2]
@@ -225,7 +225,7 @@ def saves(script: _Script) -> Iterator[Finding]:
             yield _bad(call, "all-ranks-save", f"{last}() on every rank", why, fix)
 
 
-def loads(script: _Script) -> Iterator[Finding]:
+def loads(script: _Script) -> Iterator[Diagnostic]:
     """Finds checkpoints that are loaded onto the GPU they were saved from."""
     for name, call in script.calls():
         if name == "torch.load" and _keyword(call, "map_location") is None and len(call.args) < 2:
@@ -233,10 +233,10 @@ def loads(script: _Script) -> Iterator[Finding]:
             yield _bad(call, "no-map-location", "torch.load without map_location", why, 'pass map_location="cpu"')
 
 
-RULES: tuple[Callable[[_Script], Iterator[Finding]], ...] = (first_gpu, samplers, collectives, saves, loads)
+RULES: tuple[Callable[[_Script], Iterator[Diagnostic]], ...] = (first_gpu, samplers, collectives, saves, loads)
 
 
-def check_script(text: str) -> list[Finding]:
+def check_script(text: str) -> list[Diagnostic]:
     """Returns the findings in a script, in the order of its lines.
 
     Raises:

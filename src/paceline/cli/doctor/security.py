@@ -1,16 +1,90 @@
-"""Says how the connections of jobs are protected here, on which sockets running jobs listen, and who reaches them."""
+"""Says how the connections of jobs are protected here, on which sockets running jobs listen, and who reaches them.
+
+Finds the sockets on which processes listen, from /proc.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
-from paceline.cli.doctor.listening import Listener, listeners_of
-from paceline.cli.doctor.report import Finding, Level
-from paceline.launch.lifeline import marked
-from paceline.security.encryption import identity_of
-from paceline.security.levels import INSECURE_VARIABLE, VARIABLE, chosen_level, is_insecure, is_loopback
-from paceline.security.secret import job_secret
+from paceline.cli.doctor.command import Diagnostic, Severity
+from paceline.comm.security.encryption import identity_of
+from paceline.comm.security.levels import INSECURE_VARIABLE, LEVEL_VARIABLE, chosen_level, is_insecure, is_loopback
+from paceline.comm.security.secret import job_secret
+from paceline.operate.launch.workers.cleanup import marked
+
+_LISTENS = "0A"  # TCP_LISTEN
+_UNIX_LISTENS = 1 << 16  # __SO_ACCEPTCON
+
+
+@dataclass(frozen=True, order=True)
+class ListeningSocket:
+    """A socket to which strangers can speak.
+
+    `kind` is tcp, tcp6, udp, udp6 or unix. A Unix socket's address is its path, with @ in front for the abstract ones.
+    """
+
+    kind: str
+    address: str
+    port: int = 0
+
+    def __str__(self) -> str:
+        return f"unix:{self.address}" if self.kind == "unix" else f"{self.kind}:{self.address}:{self.port}"
+
+
+def listening_sockets_of(pids: Iterable[int]) -> set[ListeningSocket]:
+    """Returns the sockets on which these processes listen; those of UDP count as soon as they are bound."""
+    found: set[ListeningSocket] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
+            inodes = {inode for fd in Path(f"/proc/{pid}/fd").iterdir() if (inode := _socket_inode(fd))}
+            found |= _of_network(pid, inodes) | _of_machine(pid, inodes)
+    return found
+
+
+def _of_network(pid: int, inodes: set[str]) -> set[ListeningSocket]:
+    found = set()
+    for kind in ("tcp", "tcp6", "udp", "udp6"):
+        for row in _rows(pid, kind):
+            if row[9] in inodes and (row[3] == _LISTENS or kind.startswith("udp")):
+                address, _, port = row[1].rpartition(":")
+                found.add(ListeningSocket(kind, _numeric(address), int(port, 16)))
+    return found
+
+
+def _of_machine(pid: int, inodes: set[str]) -> set[ListeningSocket]:
+    return {
+        ListeningSocket("unix", row[7] if len(row) > 7 else "")
+        for row in _rows(pid, "unix")
+        if row[6] in inodes and int(row[3], 16) & _UNIX_LISTENS
+    }
+
+
+def _socket_inode(fd: Path) -> str:
+    try:
+        link = os.readlink(fd)
+    except OSError:  # closed meanwhile
+        return ""
+    return link.removeprefix("socket:[").removesuffix("]") if link.startswith("socket:[") else ""
+
+
+def _rows(pid: int, kind: str) -> list[list[str]]:
+    return [line.split() for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()[1:]]
+
+
+def _numeric(packed: str) -> str:
+    """Returns an address that the kernel wrote as hexadecimal words in its own byte order."""
+    words = [int(packed[at : at + 8], 16) for at in range(0, len(packed), 8)]
+    raw = b"".join(struct.pack("=I", word) for word in words)
+    return socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw)
+
 
 _MEANINGS = {
     None: "not chosen: connections are authenticated, and encrypted where an address is public",
@@ -20,48 +94,50 @@ _MEANINGS = {
 }
 
 
-def check_security() -> list[Finding]:
+def check_security() -> list[Diagnostic]:
     """Reports the level, the secret, OpenSSL, and the listening sockets of this user's running jobs."""
     return [_level(), _secret(), _openssl(), *_listeners()]
 
 
-def _level() -> Finding:
+def _level() -> Diagnostic:
     try:
         level = chosen_level()
     except ValueError as error:
-        return Finding(Level.BAD, "level", str(error), "jobs do not start", f"correct {VARIABLE}, or unset it")
+        return Diagnostic(
+            Severity.BAD, "level", str(error), "jobs do not start", f"correct {LEVEL_VARIABLE}, or unset it"
+        )
     if level == "none" and is_insecure():
         why = "every process that reaches a port of the job can join it"
-        return Finding(
-            Level.BAD, "level", f"{_MEANINGS[level]}, also between machines", why, f"unset {INSECURE_VARIABLE}"
+        return Diagnostic(
+            Severity.BAD, "level", f"{_MEANINGS[level]}, also between machines", why, f"unset {INSECURE_VARIABLE}"
         )
-    return Finding(Level.GOOD if level != "none" else Level.NOTE, "level", _MEANINGS[level])
+    return Diagnostic(Severity.GOOD if level != "none" else Severity.NOTE, "level", _MEANINGS[level])
 
 
-def _secret() -> Finding:
+def _secret() -> Diagnostic:
     try:
         secret = job_secret()
     except (ValueError, OSError) as error:
-        return Finding(Level.BAD, "secret", str(error), "jobs do not start", "see docs/security.md")
+        return Diagnostic(Severity.BAD, "secret", str(error), "jobs do not start", "see docs/security.md")
     seen = "none in the environment; `paceline run` makes one for a job of one machine, and with --print-token or Slurm"
-    return Finding(Level.GOOD, "secret", seen if secret is None else "from the environment")
+    return Diagnostic(Severity.GOOD, "secret", seen if secret is None else "from the environment")
 
 
-def _openssl() -> Finding:
+def _openssl() -> Diagnostic:
     try:
         identity_of(b"")
     except ValueError as error:
         why = "connections between public addresses, and all between machines at the level encrypt, cannot be made"
-        return Finding(Level.NOTE, "OpenSSL", str(error), why, "install the system's OpenSSL")
-    return Finding(Level.GOOD, "OpenSSL", "can be loaded, so connections can be encrypted")
+        return Diagnostic(Severity.NOTE, "OpenSSL", str(error), why, "install the system's OpenSSL")
+    return Diagnostic(Severity.GOOD, "OpenSSL", "can be loaded, so connections can be encrypted")
 
 
-def _listeners() -> list[Finding]:
+def _listeners() -> list[Diagnostic]:
     jobs = _processes_of_jobs()
-    found = sorted(listeners_of(jobs))
+    found = sorted(listening_sockets_of(jobs))
     if not found:
         running = f"none of {len(jobs)} processes of jobs" if jobs else "no job of this user runs here"
-        return [Finding(Level.GOOD, "listeners", running)]
+        return [Diagnostic(Severity.GOOD, "listeners", running)]
     return [_reach(each) for each in found]
 
 
@@ -78,17 +154,19 @@ def _parent(pid: int) -> int:
         return 0
 
 
-def _reach(listener: Listener) -> Finding:
+def _reach(listener: ListeningSocket) -> Diagnostic:
     if listener.kind == "unix":
-        return Finding(Level.GOOD, "listener", f"{listener}: reached from this machine only")
+        return Diagnostic(Severity.GOOD, "listener", f"{listener}: reached from this machine only")
     address = ip_address(listener.address)
     if is_loopback(listener.address):
-        return Finding(Level.GOOD, "listener", f"{listener}: reached from this machine only")
+        return Diagnostic(Severity.GOOD, "listener", f"{listener}: reached from this machine only")
     if address.is_unspecified:
         why = "it listens on all interfaces; Paceline's own listeners have one address each"
         fix = "give the program that opened it an address to listen on"
-        return Finding(Level.BAD, "listener", f"{listener}: reached from every network of this machine", why, fix)
+        return Diagnostic(Severity.BAD, "listener", f"{listener}: reached from every network of this machine", why, fix)
     if address.is_global:
         why = "the address is public; those who connect must prove the job's secret, over TLS unless the level is auth"
-        return Finding(Level.NOTE, "listener", f"{listener}: reached from the Internet", why, "use a firewall too")
-    return Finding(Level.GOOD, "listener", f"{listener}: reached from the machines of its network")
+        return Diagnostic(
+            Severity.NOTE, "listener", f"{listener}: reached from the Internet", why, "use a firewall too"
+        )
+    return Diagnostic(Severity.GOOD, "listener", f"{listener}: reached from the machines of its network")

@@ -12,10 +12,9 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.widgets import DataTable, Footer, RichLog, Sparkline, Static
 
-from paceline.cli.top.client import UnreachableError
-from paceline.cli.top.lines import links_of, sentence_of
-from paceline.observe.live.picture import PARTS
-from paceline.observe.live.spans import milliseconds
+from paceline.cli.top.client import PageUnreachableError
+from paceline.cli.top.text_view import links_of, sentence_of
+from paceline.operate.dashboard.dashboard_state import PARTS, milliseconds
 
 _COLUMNS = ("rank", "host", "state", "step", "samples/s", "own time", "waits", "memory", "last record", "doing")
 _KEYS = ("rank", "host", "state", "step", "samples_per_s", "compute", "wait", "memory_nbytes", "heard_s", "doing")
@@ -89,7 +88,7 @@ class Top(App[None]):
     def _refresh(self) -> None:
         try:
             picture = self._look()
-        except UnreachableError as error:
+        except PageUnreachableError as error:
             self.call_from_thread(self.query_one("#verdict", Static).update, str(error))
             return
         self.call_from_thread(self._show, picture)

@@ -1,25 +1,37 @@
-"""Asks the page of a job for its picture, over loopback or a Unix socket."""
+"""Asks the page of a job for its picture, over loopback or a Unix socket.
+
+Finds a running job: by its page's address, by the job's directory, or the one that was started last.
+
+Takes pictures of a running job: from its page, or from its recordings if it has no page.
+"""
 
 from __future__ import annotations
 
 import http.client
 import json
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from paceline.security.received import decoded
+import msgspec
+
+from paceline.comm.security.untrusted_peers import decode_untrusted
+from paceline.operate.dashboard.external_collector import ExternalCollector, OutOfReachError
+from paceline.operate.dashboard.server import ADDRESS_FILE
+from paceline.operate.diagnosis.runs import JobRun, RunStatus, list_runs, read_run, runs_directory
 
 _TIMEOUT_S = 10.0
 
 
-class UnreachableError(Exception):
+class PageUnreachableError(Exception):
     """The page does not answer, or refuses."""
 
 
 @dataclass(frozen=True)
-class Address:
+class PageAddress:
     """Where a page is: on a port of `host`, or on the Unix socket `path`."""
 
     token: str
@@ -29,7 +41,7 @@ class Address:
     path: str | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Address:
+    def parse(cls, text: str) -> PageAddress:
         """Parses the address that `paceline run --dash` printed.
 
         Raises:
@@ -44,7 +56,7 @@ class Address:
         return cls(token, parts.hostname or "localhost", parts.port, parts.path.rstrip("/"))
 
 
-def picture(address: Address) -> dict[str, Any]:
+def picture(address: PageAddress) -> dict[str, Any]:
     """Returns the picture of the job, as JSON has it.
 
     Raises:
@@ -57,21 +69,23 @@ def picture(address: Address) -> dict[str, Any]:
         answer = connection.getresponse()
         body = answer.read()
     except (OSError, http.client.HTTPException) as error:
-        raise UnreachableError(f"the job's launcher does not answer ({error}); has the job ended?") from error
+        raise PageUnreachableError(f"the job's launcher does not answer ({error}); has the job ended?") from error
     finally:
         connection.close()
     if answer.status != 200:
-        raise UnreachableError(f"the job's launcher refuses ({answer.status}): {body.decode(errors='replace')[:200]}")
+        raise PageUnreachableError(
+            f"the job's launcher refuses ({answer.status}): {body.decode(errors='replace')[:200]}"
+        )
     try:
-        told = decoded(json.loads, body)
+        told = decode_untrusted(json.loads, body)
     except ValueError:
         told = None
     if not isinstance(told, dict):
-        raise UnreachableError("what answers there is not the page of a job")
+        raise PageUnreachableError("what answers there is not the page of a job")
     return told
 
 
-def _connection(address: Address) -> http.client.HTTPConnection:
+def _connection(address: PageAddress) -> http.client.HTTPConnection:
     if address.path is not None:
         return _OverUnixSocket(address.path)
     return http.client.HTTPConnection(address.host, address.port, timeout=_TIMEOUT_S)
@@ -89,3 +103,71 @@ class _OverUnixSocket(http.client.HTTPConnection):
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(_TIMEOUT_S)
         self.sock.connect(self._path)
+
+
+class NoRunningJobError(ValueError):
+    """There is no such job to look at."""
+
+
+def find(target: str | None) -> PageAddress | JobRun:
+    """Returns the address of a job's page, or the job if it has none.
+
+    Args:
+        target: an address as `paceline run --dash` prints it, a job's directory, or its name among those that
+            `paceline runs` lists; None for the job that was started last of those that run.
+
+    Raises:
+        NoJobError: no such job runs.
+    """
+    if target is None:
+        return _latest()
+    if "://" in target:
+        try:
+            return PageAddress.parse(target)
+        except ValueError as error:
+            raise NoRunningJobError(str(error)) from None
+    for directory in (Path(target), runs_directory() / target):
+        run = read_run(directory)
+        if run is not None and run.state is RunStatus.RUNNING:
+            return _of(run)
+        if run is not None:
+            raise NoRunningJobError(
+                f"{target} does not run any more: {run.state.value}; `paceline report` shows what is left"
+            )
+    raise NoRunningJobError(f"{target} is no directory of a job, and no address; `paceline runs` lists the jobs")
+
+
+def _latest() -> PageAddress | JobRun:
+    for run in list_runs(runs_directory()):
+        if run.state is RunStatus.RUNNING:
+            return _of(run)
+    raise NoRunningJobError(
+        "no job of yours runs on this machine; give the directory of one that was told to use another by --log-dir"
+    )
+
+
+def _of(run: JobRun) -> PageAddress | JobRun:
+    path = run.directory / ADDRESS_FILE
+    if not path.is_file():
+        return run
+    try:
+        told = json.loads(path.read_text())
+        return PageAddress(told["token"], port=told.get("port", 0), prefix=told["prefix"], path=told.get("path"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise NoRunningJobError(f"{path} cannot be read as the address of a page ({error})") from error
+
+
+def poller_of(job: PageAddress | JobRun) -> Callable[[], dict[str, Any]]:
+    """Returns a function that takes a picture of the job, as JSON has it, or raises `UnreachableError`."""
+    if isinstance(job, PageAddress):
+        return lambda: picture(job)
+    view = ExternalCollector(job)
+
+    def look() -> dict[str, Any]:
+        try:
+            taken: dict[str, Any] = json.loads(msgspec.json.encode(view.look()))
+        except OutOfReachError as error:
+            raise PageUnreachableError(str(error)) from error
+        return taken
+
+    return look

@@ -1,0 +1,200 @@
+"""`paceline runs`: the jobs whose directories are kept.
+
+Runs `paceline analyze RUN_DIR`, which says from a job's files what went wrong and for whom the others waited.
+
+Runs `paceline report RUN_DIR ...`, which writes one file of HTML with all that a job's directories show.
+
+`paceline trace`: what a job recorded, as a trace for ui.perfetto.dev.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.operate.diagnosis.chrome_trace import trace_of
+from paceline.operate.diagnosis.recording_reader import read_aligned
+from paceline.operate.diagnosis.runs import JobRun, list_runs, runs_directory, when
+
+if TYPE_CHECKING:
+    from paceline.operate.dashboard.job_sample import StallNotice
+
+
+def add_analyze_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.add_argument("directory", metavar="RUN_DIR", help="where the job's recordings and logs are")
+    parser.add_argument("--json", action="store_true", help="print the same for programs")
+
+
+def analyze(options: argparse.Namespace) -> int:
+    """Prints the analysis; returns 0 if nothing is wrong, 1 if something is, and 2 if there is nothing to read."""
+    from paceline.operate.diagnosis.diagnosis import diagnose
+    from paceline.operate.diagnosis.finding import summary
+    from paceline.operate.diagnosis.postmortem import read_job
+    from paceline.operate.diagnosis.slow_links import slow_network
+    from paceline.operate.diagnosis.stragglers import worth_telling
+
+    if not Path(options.directory).is_dir():
+        print(f"paceline analyze: {options.directory} is not a directory", file=sys.stderr)
+        return 2
+    found = read_job(options.directory)
+    if not found.files:
+        print(
+            f"paceline analyze: {options.directory} has no recording (*.record); `paceline run --log-dir DIR` keeps "
+            "those of its workers in DIR",
+            file=sys.stderr,
+        )
+        return 2
+    verdict = diagnose(found.scene)
+    late = [*worth_telling(found.ranks), *slow_network(found.ranks)]
+    verdicts = [*([verdict] if verdict is not None else []), *late]
+    if options.json:
+        told = [{"cause": each.cause.name, "blamed": each.blamed, "sentence": each.sentence} for each in verdicts]
+        print(json.dumps({"ranks": len(found.ranks), "world_size": found.world_size, "verdicts": told}))
+    else:
+        for line in [*summary(found.ranks, found.world_size), *(each.sentence for each in verdicts)]:
+            print(line)
+        if not verdicts:
+            print("nothing is wrong: no rank failed, none waits for another, and none was late as a rule")
+    return 1 if verdict is not None and verdict.is_fault else 0
+
+
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.add_argument(
+        "directories", nargs="+", type=Path, metavar="RUN_DIR", help="the job's directory, of each of its machines"
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", help="what to write (default: NAME.html; - for stdout)")
+
+
+def _verdict_on(directories: Sequence[Path]) -> StallNotice | None:
+    """Returns what `paceline analyze` says of the job, if something was wrong with it."""
+    from paceline.operate.dashboard.job_sample import StallNotice
+    from paceline.operate.diagnosis.diagnosis import diagnose
+    from paceline.operate.diagnosis.postmortem import read_job
+    from paceline.operate.diagnosis.slow_links import slow_network
+    from paceline.operate.diagnosis.stragglers import worth_telling
+
+    found = read_job(*directories)
+    verdict = diagnose(found.scene)
+    late = tuple(each.sentence for each in (*worth_telling(found.ranks), *slow_network(found.ranks)))
+    if verdict is not None and verdict.is_fault:
+        return StallNotice(verdict.sentence, verdict.blamed, late)
+    return None
+
+
+def write_report(options: argparse.Namespace) -> int:
+    """Writes the report; returns 0, or 2 if there is nothing to report on or no place for it."""
+    from paceline import __version__
+    from paceline.operate.dashboard.directory_collector import NothingRecordedError, dashboard_of
+    from paceline.operate.dashboard.report import report
+
+    directories: list[Path] = options.directories
+    name = directories[0].resolve().name
+    output = options.output or f"{name}.html"
+    try:
+        picture = dashboard_of(directories, _verdict_on(directories))
+        when = time.strftime("%d %B %Y, %H:%M", time.localtime())
+        page = report(picture, f"Report of {name}, made on {when} by Paceline {__version__}.")
+        if output == "-":
+            sys.stdout.buffer.write(page)
+        else:
+            Path(output).write_bytes(page)
+    except (NothingRecordedError, OSError) as error:
+        print(f"paceline report: {error}", file=sys.stderr)
+        return 2
+    if output != "-":
+        print(f"{output}: {picture.header.sentence}")
+    return 0
+
+
+def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `paceline trace`."""
+    parser.add_argument(
+        "directories", nargs="+", type=Path, metavar="DIRECTORY", help="the job's directory, of each machine"
+    )
+    parser.add_argument("-o", "--output", type=Path, default=Path("trace.json"), help="default: trace.json")
+    parser.add_argument(
+        "--torch",
+        nargs="*",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="traces that torch.profiler exported, to be shown on the same axis",
+    )
+
+
+def write_trace(options: argparse.Namespace) -> int:
+    """Writes the trace; returns the exit code."""
+    recordings, error_ns = read_aligned(options.directories)
+    if not recordings:
+        where = " or ".join(map(str, options.directories))
+        print(
+            f"paceline trace: there are no recordings in {where}; `paceline runs` lists the jobs that have some",
+            file=sys.stderr,
+        )
+        return 1
+    trace = trace_of(recordings, error_ns, [_read_profile(path) for path in options.torch])
+    options.output.write_text(json.dumps(trace))
+    calls, events = sum(len(each.calls) for each in recordings), sum(len(each.events) for each in recordings)
+    accuracy = f"; times of different hosts are off by at most {error_ns / 1e6:.3f} ms" if error_ns else ""
+    if error_ns is None:
+        accuracy = "; hosts are aligned by their time of day, since a launcher did not say how its clock differs"
+    print(
+        f"{options.output}: {len(recordings)} ranks, {calls} calls, {events} events{accuracy}. Open it in "
+        "https://ui.perfetto.dev"
+    )
+    return 0
+
+
+def _read_profile(path: Path) -> dict[str, Any]:
+    data = path.read_bytes()
+    profile: dict[str, Any] = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+    return profile
+
+
+_LONGEST_COMMAND = 60
+
+
+def add_runs_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `paceline runs`."""
+    parser.add_argument(
+        "directory",
+        nargs="?",
+        type=Path,
+        help="where the jobs' directories are, such as what was given as --log-dir (default: PACELINE_RUNS_DIR, or "
+        "paceline/runs in XDG_STATE_HOME or ~/.local/state)",
+    )
+    parser.add_argument("--json", action="store_true", help="print all that is known of each job, as lines of JSON")
+
+
+def show_runs(options: argparse.Namespace) -> int:
+    """Prints the list; returns the exit code."""
+    directory = options.directory or runs_directory()
+    found = list_runs(directory)
+    for each in found:
+        print(json.dumps(_run_facts(each)) if options.json else line_of(each))
+    if not found and not options.json:
+        print(f"There are no jobs in {directory}.")
+    return 0
+
+
+def _run_facts(run: JobRun) -> dict[str, object]:
+    return {**asdict(run), "directory": str(run.directory), "state": run.state.value}
+
+
+def line_of(run: JobRun) -> str:
+    """Returns one line about a job: when it began, how it ended, what it ran, and its directory's name."""
+    state = run.state.value if run.exit_code in (None, 0) else f"{run.state.value} ({run.exit_code})"
+    command = shlex.join(run.command)
+    if len(command) > _LONGEST_COMMAND:
+        command = f"{command[: _LONGEST_COMMAND - 3]}..."
+    return f"{when(run)}  {state:<12}  {command:<{_LONGEST_COMMAND}}  {run.id}"

@@ -1,0 +1,231 @@
+"""Turns a picture, as JSON has it, into lines of text of a given width, with ANSI colours or without.
+
+Shows lines again and again: in place on a terminal, and once, or one after the other, where there is none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from paceline.operate.dashboard.dashboard_state import PARTS, milliseconds
+
+_HOME, _REST, _LINE = "\x1b[H", "\x1b[J", "\x1b[K"
+_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
+_SIZE = (100, 30)
+
+Draw = Callable[[int, int, bool], list[str]]  # (width, height, is coloured) -> lines
+
+
+def show(draw: Draw, every_s: float, is_once: bool) -> None:
+    """Shows what `draw` returns every so many seconds, until q or Ctrl-C is typed; once if that is asked for."""
+    is_terminal = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    width, height = shutil.get_terminal_size(_SIZE) if is_terminal else _SIZE
+    if is_once or not is_terminal:
+        is_coloured = is_terminal and "NO_COLOR" not in os.environ
+        while True:
+            print("\n".join(draw(width, 1000, is_coloured)), flush=True)
+            if is_once:
+                return
+            time.sleep(every_s)
+            print()
+    with contextlib.suppress(KeyboardInterrupt), _full_screen():
+        while True:
+            width, height = shutil.get_terminal_size(_SIZE)
+            shown = draw(width, height - 1, "NO_COLOR" not in os.environ)
+            hint = f"{_LINE}\x1b[{height};1H\x1b[90mq ends this view, not the job\x1b[0m"
+            sys.stdout.write(_HOME + "".join(f"{line}{_LINE}\r\n" for line in shown) + _REST + hint)
+            sys.stdout.flush()
+            if _is_typed("qQ\x1b", every_s):
+                return
+
+
+@contextlib.contextmanager
+def _full_screen() -> Iterator[None]:
+    """Uses the terminal's other screen, without a cursor, and gives it back as it was."""
+    before = termios.tcgetattr(0) if sys.stdin.isatty() else None
+    sys.stdout.write(_ENTER)
+    try:
+        if before is not None:
+            tty.setcbreak(0)
+        yield
+    finally:
+        if before is not None:
+            termios.tcsetattr(0, termios.TCSADRAIN, before)
+        sys.stdout.write(_LEAVE)
+        sys.stdout.flush()
+
+
+def _is_typed(keys: str, within_s: float) -> bool:
+    if not sys.stdin.isatty():
+        time.sleep(within_s)
+        return False
+    ready = select.select([0], [], [], within_s)[0]
+    return bool(ready) and any(key in keys for key in os.read(0, 64).decode(errors="replace"))
+
+
+Picture = Mapping[str, Any]
+
+_COLOURS = {"bad": 31, "good": 32, "waiting": 33, "quiet": 90, "bold": 1}
+_MOODS = {"good": "good", "bad": "bad", "waiting": "waiting", "over": "bold"}
+_PART_COLOURS = {"data": 33, "forward": 36, "backward": 34, "exposed": 31, "optimizer": 35, "other": 90}
+_PART_NAMES = {"exposed": "waiting", "data": "data", "other": "other"}
+_STATES = {"training": "good", "running": "good", "dead": "bad", "silent": "bad", "ended": "quiet"}
+_BAR = 40
+_SPARKS = "▁▂▃▄▅▆▇█"
+_SLOW = 1.1
+_MOST_LINKS = 4
+_GIB, _MIB = 1 << 30, 1 << 20
+
+
+def coloured(text: str, colour: str | int, is_coloured: bool) -> str:
+    """Returns the text in a colour."""
+    code = _COLOURS[colour] if isinstance(colour, str) else colour
+    return f"\x1b[{code}m{text}\x1b[0m" if is_coloured and text else text
+
+
+def lines_of(picture: Picture, width: int, height: int, is_coloured: bool) -> list[str]:
+    """Returns at most `height` lines; where there are more ranks than fit, those that need attention come first."""
+    header = picture["header"]
+    lines = [coloured(header["sentence"].capitalize(), _MOODS[header["mood"]], is_coloured)]
+    if header["share"] is not None:
+        done = round(header["share"] * (width - 8))
+        lines.append(
+            coloured("━" * done, "good", is_coloured) + coloured("─" * (width - 8 - done), "quiet", is_coloured)
+        )
+        lines[-1] += f" {header['share']:.0%}"
+    if picture.get("verdict"):
+        lines += ["", *(coloured(line, "bad", is_coloured) for line in _wrapped(picture["verdict"]["sentence"], width))]
+    lines += ["", *_figures(picture, width, is_coloured)]
+    if picture.get("what_if"):
+        lines += _wrapped(picture["what_if"]["sentence"], width)
+    if picture["network"]:
+        lines += [coloured(line, "bad", is_coloured) for line in _wrapped(sentence_of(picture["network"]), width)]
+    below = [*_curves(picture, width), *links_of(picture["links"], width, is_coloured)]
+    room = max(min(len(picture["ranks"]), 4), height - len(lines) - len(below) - 4)
+    return [*lines, "", *_ranks(picture["ranks"], width, max(1, room), is_coloured), *below][:height]
+
+
+def sentence_of(words: str) -> str:
+    """Returns words as a sentence of their own."""
+    return f"{words[:1].upper()}{words[1:]}."
+
+
+def _figures(picture: Picture, width: int, is_coloured: bool) -> list[str]:
+    figures = picture.get("figures")
+    if not figures:
+        return [coloured("no step is finished yet", "quiet", is_coloured)]
+    words = [f"a step takes {milliseconds(figures['step'])}"]
+    if figures["samples_per_s"]:
+        words.append(f"{figures['samples_per_s']:,.0f} samples/s")
+    words.append(f"{figures['exposed_share']:.0%} of it waits")
+    if figures["overlap"] is not None:
+        words.append(f"{figures['overlap']:.0%} of the communication is hidden")
+    total = sum(figures["parts"]) or 1.0
+    bar, key = "", []
+    for part, part_ms in zip(PARTS, figures["parts"], strict=True):
+        cells = round(_BAR * part_ms / total)
+        bar += coloured("█" * cells, _PART_COLOURS[part], is_coloured)
+        if part_ms / total >= 0.01:
+            name = f"{_PART_NAMES.get(part, part)} {part_ms / total:.0%}"
+            key.append(coloured(name, _PART_COLOURS[part], is_coloured))
+    return [*_wrapped(", ".join(words), width), f"{bar}  {'  '.join(key)}" if width >= 100 else "  ".join(key)]
+
+
+def _ranks(rows: Sequence[Picture], width: int, room: int, is_coloured: bool) -> list[str]:
+    head = (
+        f"{'rank':>5} {'host':<12} {'state':<9} {'step':>8} {'samples/s':>10} {'own time':>9} {'waits':>9} "
+        f"{'memory':>9} {'heard':>7}"
+    )
+    lines = [coloured(head[:width], "quiet", is_coloured)]
+    shown = rows if len(rows) <= room else sorted(rows, key=_attention)[: room - 1]
+    for row in shown:
+        text = (
+            f"{row['rank']:>5} {row['host'][:12]:<12} {row['state']:<9} {_number(row['step']):>8} "
+            f"{row['samples_per_s'] or 0:>10,.0f} {_time(row['compute']):>9} {_time(row['wait']):>9} "
+            f"{_size(row['memory_nbytes']):>9} {row['heard_s']:>5.1f} s"
+        )
+        if row["doing"]:
+            text += f"  {row['doing']}"
+        colour = "bad" if row["is_blamed"] or row["slowness"] > _SLOW else _STATES.get(row["state"], "waiting")
+        is_plain = colour == "good"
+        lines.append(text[:width] if is_plain else coloured(text[:width], colour, is_coloured))
+    if len(shown) < len(rows):
+        lines.append(
+            coloured(f"      and {len(rows) - len(shown)} more ranks, all faster than these", "quiet", is_coloured)
+        )
+    return lines
+
+
+def _attention(row: Picture) -> tuple[bool, bool, float]:
+    return (not row["is_blamed"], row["state"] in ("training", "running"), -row["slowness"])
+
+
+def _curves(picture: Picture, width: int) -> list[str]:
+    latest: dict[str, list[float]] = {}
+    for point in picture["curves"]["items"]:
+        if point["mean"] is not None:
+            latest.setdefault(point["name"], []).append(point["mean"])
+    shown = []
+    for name, values in list(latest.items())[:3]:
+        shown.append(f"{name:>12}  {_spark(values, min(60, width - 30))}  {values[-1]:.4g}")
+    return ["", *shown] if shown else []
+
+
+def links_of(rows: Sequence[Picture], width: int, is_coloured: bool) -> list[str]:
+    """Returns a line for each of the links over TCP that need attention most: slow ones, then the busiest."""
+    links = [row for row in rows if row["peer"] >= 0]
+    if not links:
+        return []
+    shown = sorted(links, key=lambda row: (not row["is_slow"], -row["nbytes_per_s"]))[:_MOST_LINKS]
+    head = f"{'link':>12} {'sends':>12} {'delivers':>12} {'round trip':>11} {'sent again':>11}"
+    lines = ["", coloured(head[:width], "quiet", is_coloured)]
+    for row in shown:
+        text = (
+            f"{row['rank']:>4} to {row['peer']:<4} {_rate(row['nbytes_per_s']):>12} "
+            f"{_rate(row['delivers_nbytes_per_s']):>12} {_time(row['round_trip']):>11} {row['retransmits']:>11,}"
+        )
+        lines.append(coloured(text[:width], "bad", is_coloured) if row["is_slow"] else text[:width])
+    if len(shown) < len(links):
+        lines.append(coloured(f"      and {len(links) - len(shown)} more links", "quiet", is_coloured))
+    return lines
+
+
+def _rate(nbytes_per_s: int | None) -> str:
+    return f"{nbytes_per_s / 1e6:,.1f} MB/s" if nbytes_per_s else "-"
+
+
+def _spark(values: Sequence[float], width: int) -> str:
+    """Returns the values as a row of bars."""
+    each = max(1, -(-len(values) // max(1, width)))
+    means = [sum(part) / len(part) for at in range(0, len(values), each) if (part := values[at : at + each])]
+    low, high = min(means), max(means)
+    return "".join(_SPARKS[round((value - low) / (high - low) * 7) if high > low else 0] for value in means)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    import textwrap
+
+    return textwrap.wrap(text, max(20, width))
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
+
+
+def _time(value: float | None) -> str:
+    return milliseconds(value) if value else "-"
+
+
+def _size(nbytes: int) -> str:
+    if not nbytes:
+        return "-"
+    return f"{nbytes / _GIB:.2f} GiB" if nbytes >= _GIB else f"{nbytes / _MIB:.0f} MiB"

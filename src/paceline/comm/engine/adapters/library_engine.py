@@ -1,0 +1,345 @@
+"""What every engine over a library does: it gathers a group's members, and tells the other ranks when it ends.
+
+Finds out who the ranks are and whether they are still running, for engines whose library does not.
+
+Finds out why a call failed from what the other ranks publish in the store and from their processes on this host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from paceline.comm.engine.api import EngineContext
+from paceline.comm.engine.channel import EngineChannel, HeaderFields, Messages
+from paceline.comm.engine.failures import CallFailure, OutcomeCode, RankIdentity
+from paceline.comm.engine.formation import describe_rank, read_ranks
+from paceline.comm.engine.network_settings import known_algorithm
+from paceline.comm.store.store import Store
+from paceline.errors import RendezvousTimeoutError, StoreError, and_more
+
+_MOST_NAMED = 4
+
+
+class MemberExit(Enum):
+    """How a rank ended; the store holds the value under the rank's key."""
+
+    DIED = "died"
+    LEFT = "left"
+
+
+def exchange_members(context: EngineContext) -> tuple[RankIdentity, ...]:
+    """Publishes this rank's host and process; returns those of all ranks, in rank order.
+
+    Raises:
+        RendezvousError: a rank gave up or died, or the ranks run different versions.
+        RendezvousTimeoutError: a rank did not publish its host and process in time; the message names it.
+    """
+    keys = {f"members/{rank}": rank for rank in range(context.world_size)}
+    context.store.set(f"members/{context.rank}", describe_rank())
+    with context.forming("members") as formation:
+        absent = formation.absent(list(keys), time.monotonic() + context.timeout_s)
+    if absent:
+        raise RendezvousTimeoutError(
+            f"rank {context.rank}: waited {context.timeout_s:.0f} s for {context.world_size} ranks; "
+            f"{and_more([keys[key] for key in absent], _MOST_NAMED)} did not arrive. Look at their output, or "
+            "raise timeout="
+        )
+    return read_ranks(context.store.multi_get(list(keys)), context.rank)[0]
+
+
+def announce_death(context: EngineContext) -> None:
+    """Asks the store's server to tell the other ranks if this one dies.
+
+    Ranks in other namespaces and on other hosts cannot see that themselves.
+    """
+    will = _key(context.rank), MemberExit.DIED.value
+    if context.formation is not None and context.formation.is_open:
+        context.formation.publish_on_exit(*will)
+    else:
+        context.store.set_last_will(*will)
+
+
+def announce_leave(context: EngineContext) -> None:
+    """Tells the other ranks that this one has left, if the store is still there."""
+    with contextlib.suppress(StoreError):
+        context.store.set(_key(context.rank), MemberExit.LEFT.value)
+        context.store.set_last_will("", "")
+
+
+def exit_of(store: Store | None, member: RankIdentity) -> MemberExit | None:
+    """Returns how a rank ended, or None if it is running or its fate is unknown.
+
+    A rank whose fate is not in the store, or any rank if there is no store, counts as dead if its process has ended.
+
+    Raises:
+        StoreError: the store does not answer.
+    """
+    if store is not None and store.check([_key(member.rank)]):
+        return MemberExit(store.get(_key(member.rank)).decode())
+    return MemberExit.DIED if member.process is not None and member.process.has_ended() else None
+
+
+def await_members(
+    context: EngineContext, name: str, members: Sequence[RankIdentity], group_rank: int, timeout_s: float
+) -> None:
+    """Waits until all members of a group have opened it.
+
+    An engine calls this before its library waits for them, because the library has no time-out or cannot name a missing
+    rank.
+
+    Args:
+        context: the engine's context.
+        name: identifies the group in the store.
+        members: the group's members, by group rank.
+        group_rank: the group rank of this process.
+        timeout_s: how long to wait, in seconds.
+
+    Raises:
+        RendezvousError: a member gave up, died or left.
+        RendezvousTimeoutError: a member did not open the group in time; the message names it.
+    """
+    store, others = context.store, [member for at, member in enumerate(members) if at != group_rank]
+    keys = {f"{name}/here/{rank}": member for rank, member in enumerate(members)}
+    store.set(list(keys)[group_rank], b"")
+    with context.forming(name) as formation:
+        formation.watch(lambda: next((each for each in others if exit_of(store, each)), None))
+        absent = formation.absent(list(keys), time.monotonic() + timeout_s)
+        if absent:
+            raise RendezvousTimeoutError(
+                f"{members[group_rank]}: {and_more([keys[key] for key in absent], _MOST_NAMED)} did not open this "
+                "group "
+                f"within {timeout_s:.0f} s. All ranks, members or not, call new_group with the same arguments and in "
+                "the same order"
+            )
+
+
+def by_host(members: Sequence[RankIdentity]) -> list[list[int]]:
+    """Returns the group ranks of each host."""
+    hosts: dict[str, list[int]] = {}
+    for group_rank, member in enumerate(members):
+        hosts.setdefault(member.host, []).append(group_rank)
+    return list(hosts.values())
+
+
+def _key(rank: int) -> str:
+    return f"fate/{rank}"
+
+
+_PATIENCE_S = 2.0
+_PAUSE_S = 0.02
+_LEFT = "left"
+_ENDED = "ended (it died or left; the store, which could tell, is gone)"
+_NO_CALL: HeaderFields = (0, 0, 0, 0, -1, 0)
+
+
+class FailureDiagnosis:
+    """Publishes this rank's latest calls when a call fails, reads the other ranks', and compares them.
+
+    Args:
+        store: the store that the ranks share.
+        identity: the group's number, which is the same on all its members.
+        members: the group's members, by group rank.
+        group_rank: the group rank of this process.
+    """
+
+    def __init__(self, store: Store, identity: int, members: Sequence[RankIdentity], group_rank: int) -> None:
+        self.members = members
+        self.rank = group_rank
+        self._store = store
+        self._keys = [f"inquiry/{identity}/{rank}" for rank in range(len(members))]
+
+    def diagnose(self, history: Sequence[HeaderFields], said: str, waited_ns: int) -> CallFailure:
+        """Returns why the latest call failed, as far as that can be known.
+
+        Args:
+            history: this rank's latest calls; the last one is the call that failed.
+            said: the library's message; empty if the call timed out.
+            waited_ns: how long the call waited, in nanoseconds.
+        """
+        answers, is_store_there = self._ask(history)
+        silent = [rank for rank in range(len(self.members)) if rank not in answers]
+        lost = self._lost(silent, [rank for rank, answer in answers.items() if answer == _LEFT], said, is_store_there)
+        if lost is not None:
+            return lost
+        if calls := _first_difference([_calls(answers.get(rank)) for rank in range(len(self.members))]):
+            return CallFailure(OutcomeCode.MISMATCH, said, reporter=self.rank, calls=calls, algorithms=[0] * len(calls))
+        if not said:
+            return CallFailure(OutcomeCode.TIMED_OUT, missing=silent if is_store_there else (), waited_ns=waited_ns)
+        if silent:
+            return CallFailure(OutcomeCode.PEER_LOST, said, gone=silent, seen=_silence(said))
+        return CallFailure(OutcomeCode.REFUSED, said)
+
+    def about_message(self, peer: int, said: str, waited_ns: int) -> CallFailure:
+        """Returns why a message to or from `peer` (-1: from any rank) failed; the rest is as for `diagnose`."""
+        others = [rank for rank in range(len(self.members)) if rank != self.rank] if peer < 0 else [peer]
+        try:
+            left = [rank for rank in others if self._has_left(rank)]
+            is_store_there = True
+        except StoreError:
+            left, is_store_there = [], False
+        lost = self._lost([rank for rank in others if rank not in left], left, said, is_store_there)
+        if lost is not None:
+            return lost
+        if said:
+            return CallFailure(OutcomeCode.REFUSED, said)
+        return CallFailure(OutcomeCode.TIMED_OUT, missing=others, waited_ns=waited_ns)
+
+    def leave(self) -> None:
+        """Tells the other ranks that this one has left the group."""
+        with contextlib.suppress(StoreError):
+            self._store.set(self._keys[self.rank], _LEFT)
+
+    def _lost(self, silent: Sequence[int], left: Sequence[int], said: str, is_store_there: bool) -> CallFailure | None:
+        """Returns the failure if ranks are lost, otherwise None.
+
+        If any rank died, the failure names only the dead, since the others left because of them.
+        """
+        store = self._store if is_store_there else None
+        fates = {rank: exit_of(store, self.members[rank]) for rank in silent}
+        died = [rank for rank, fate in fates.items() if fate is MemberExit.DIED]
+        if died:
+            return CallFailure(OutcomeCode.PEER_LOST, said, gone=died, seen="" if is_store_there else _ENDED)
+        left = sorted({*left, *(rank for rank, fate in fates.items() if fate is MemberExit.LEFT)})
+        return CallFailure(OutcomeCode.PEER_LOST, said, gone=left, left=left) if left else None
+
+    def _ask(self, history: Sequence[HeaderFields]) -> tuple[dict[int, str], bool]:
+        """Returns the answers of the ranks, this one's included, and whether the store is still there.
+
+        Waits until every rank has answered or is known to have ended, but for no longer than `_PATIENCE_S`.
+        """
+        answers = {self.rank: json.dumps(list(history))}
+        deadline = time.monotonic() + _PATIENCE_S
+        try:
+            self._store.set(self._keys[self.rank], answers[self.rank])
+            while True:
+                for rank, key in enumerate(self._keys):
+                    if rank not in answers and self._store.check([key]):
+                        answers[rank] = self._store.get(key).decode()
+                silent = [rank for rank in range(len(self._keys)) if rank not in answers]
+                if all(exit_of(self._store, self.members[rank]) for rank in silent) or time.monotonic() > deadline:
+                    return answers, True
+                time.sleep(_PAUSE_S)
+        except StoreError:
+            return answers, False
+
+    def _has_left(self, rank: int) -> bool:
+        return self._store.check([self._keys[rank]]) and self._store.get(self._keys[rank]) == _LEFT.encode()
+
+
+def _silence(said: str) -> str:
+    return f"did not answer for {_PATIENCE_S:g} s, after the library said {said!r}"
+
+
+def _calls(answer: str | None) -> dict[int, HeaderFields]:
+    """Returns a rank's latest calls by their sequence number."""
+    if answer is None or answer == _LEFT:
+        return {}
+    return {int(call[0]): (call[0], call[1], call[2], call[3], call[4], call[5]) for call in json.loads(answer)}
+
+
+def _first_difference(histories: Sequence[Mapping[int, HeaderFields]]) -> list[HeaderFields]:
+    """Returns each rank's call at the first sequence number at which they differ; an empty list if none differ."""
+    for number in sorted({number for history in histories for number in history}):
+        calls = [history.get(number, _NO_CALL) for history in histories]
+        if len({call for call in calls if call != _NO_CALL}) > 1:
+            return calls
+    return []
+
+
+@dataclass(frozen=True)
+class GatheredMembers:
+    """The members of a group, all of whom have come to open it.
+
+    Args:
+        members: by group rank.
+        group_rank: the group rank of this process.
+        hosts: the group ranks of each host.
+        algorithm: the algorithm for every collective that it has; None leaves the choice to the engine.
+        diagnosis: finds out why a call failed.
+    """
+
+    members: tuple[RankIdentity, ...]
+    group_rank: int
+    hosts: list[list[int]]
+    algorithm: str | None
+    diagnosis: FailureDiagnosis
+
+
+@dataclass(frozen=True)
+class LibraryGroup:
+    """A group's connections over a library; see `engine.api.OpenGroup`."""
+
+    channel: EngineChannel
+    messages: Messages
+
+    def record_as(self, group: int) -> None:
+        """Records calls and messages; see `engine.channel.Channel`."""
+        self.channel.record_as(group)
+        self.messages.record_messages_as(group)
+
+    def abort(self) -> None:
+        """Ends the group's collectives; see `SerialChannel.abort`."""
+        self.channel.abort()
+
+    def failure(self) -> int:
+        """Returns the code of the collectives' failure; OK without one."""
+        return self.channel.failure()
+
+    def close(self) -> None:
+        """Closes the group; idempotent."""
+        self.channel.close()
+
+
+class LibraryEngine:
+    """The base of an engine over a library, which adds its `name` and `open_group`; see `engine.api.Engine`.
+
+    Args:
+        context: the ranks, their store and this rank.
+    """
+
+    name: str
+
+    def __init__(self, context: EngineContext) -> None:
+        announce_death(context)
+        self._context = context
+        self._algorithm = known_algorithm(context.algorithm)
+        self._groups: list[LibraryGroup] = []
+
+    @property
+    def members(self) -> tuple[RankIdentity, ...]:
+        """The ranks of the default group and their processes."""
+        return self._context.members
+
+    def close(self) -> None:
+        """Closes every group and tells the other ranks that this one has left; idempotent."""
+        for group in self._groups:
+            group.close()
+        self._groups.clear()
+        announce_leave(self._context)
+
+    def _gather(self, ranks: Sequence[int], timeout_s: float, identity: int, algorithm: str | None) -> GatheredMembers:
+        """Waits until all members of a group have come to open it; the arguments are those of `open_group`.
+
+        Raises:
+            ValueError: there is no such algorithm.
+            RendezvousError: a member gave up, died or left.
+            RendezvousTimeoutError: a member did not come in time.
+        """
+        context = self._context
+        members = tuple(context.members[rank] for rank in ranks)
+        group_rank = list(ranks).index(context.rank)
+        algorithm = known_algorithm(algorithm) or self._algorithm
+        await_members(context, f"{self.name}/{identity}", members, group_rank, timeout_s)
+        diagnosis = FailureDiagnosis(context.store, identity, members, group_rank)
+        return GatheredMembers(members, group_rank, by_host(members), algorithm, diagnosis)
+
+    def _keep(self, channel: EngineChannel, messages: Messages) -> LibraryGroup:
+        """Returns the group of a channel and its messages, which `close` will close."""
+        group = LibraryGroup(channel, messages)
+        self._groups.append(group)
+        return group

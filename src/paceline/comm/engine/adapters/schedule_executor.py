@@ -1,0 +1,269 @@
+"""Runs collectives by schedule over bare sends and receives, for operations that an engine's library lacks.
+
+Steps start in their order, which is stricter than a schedule requires (`comm/schedule/steps.py`), and each waits only for
+the earlier steps whose blocks it needs. Every block is one message, so both ends split the data alike whatever the
+layout of their memory.
+
+Views CPU memory at an address as a tensor, and presents tensors in several pieces as one contiguous buffer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from paceline import _core
+from paceline.comm.engine.channel import CollectiveCall, Pieces
+from paceline.comm.engine.codes import ITEM_SIZES, ReduceOp
+from paceline.comm.engine.network_settings import ALL_TO_ALL_NBYTES, UNMEASURED
+from paceline.comm.schedule.cost import choose
+from paceline.comm.schedule.registry import algorithms_offering, build
+from paceline.comm.schedule.steps import Buffer, BufferSlice, Operation, Schedule, Step, StepKind
+
+
+def tensor_at(address: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """Returns the memory as a flat tensor, without a copy; the caller must keep the memory alive."""
+    if nbytes == 0:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=dtype)
+
+
+class FlatBuffer:
+    """Presents pieces as one contiguous buffer, which is a copy unless they are contiguous already.
+
+    `copy_in` fills the copy and `copy_out` writes it back; both do nothing if there is no copy.
+    """
+
+    def __init__(self, pieces: Iterable[Pieces]) -> None:
+        self._pieces = _joined(pieces)
+        self.nbytes = sum(nbytes for _, nbytes in self._pieces)
+        self._copy: torch.Tensor | None = None
+        if len(self._pieces) > 1:
+            self._copy = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
+            self.address = self._copy.data_ptr()
+        else:
+            self.address = self._pieces[0][0] if self._pieces else 0
+
+    def copy_in(self) -> FlatBuffer:
+        """Fills the copy from the pieces and returns this buffer."""
+        at = self.address
+        for address, nbytes in self._pieces if self._copy is not None else ():
+            ctypes.memmove(at, address, nbytes)
+            at += nbytes
+        return self
+
+    def copy_out(self) -> None:
+        """Writes the copy back to the pieces."""
+        at = self.address
+        for address, nbytes in self._pieces if self._copy is not None else ():
+            ctypes.memmove(address, at, nbytes)
+            at += nbytes
+
+    def tensor(self, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """Returns the buffer as a flat tensor of `dtype`, without a further copy."""
+        if self._copy is not None:
+            return self._copy.view(dtype)
+        return tensor_at(self.address, self.nbytes, dtype)
+
+
+def _joined(pieces: Iterable[Pieces]) -> list[tuple[int, int]]:
+    joined: list[tuple[int, int]] = []
+    for each in pieces:
+        for at in range(0, len(each), 2):
+            address, nbytes = each[at], each[at + 1]
+            if nbytes and joined and sum(joined[-1]) == address:
+                joined[-1] = joined[-1][0], joined[-1][1] + nbytes
+            elif nbytes:
+                joined.append((address, nbytes))
+    return joined
+
+
+_CUT = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST)
+
+
+class BlockTransfer(Protocol):
+    """A message in progress."""
+
+    def wait(self, deadline_ns: int) -> None:
+        """Waits until the message is over, but no longer than `deadline_ns` of the monotonic clock.
+
+        Raises:
+            CallTimeout, LibraryError: as for `SerialChannel.perform`.
+        """
+
+
+class BlockTransport(Protocol):
+    """The messages that an engine must offer: they arrive in the order of their sends and proceed independently."""
+
+    def send(self, peer: int, address: int, nbytes: int) -> BlockTransfer:
+        """Starts a send of `nbytes` bytes at `address` to a group rank."""
+        ...
+
+    def receive(self, peer: int, address: int, nbytes: int) -> BlockTransfer:
+        """Starts a receive of `nbytes` bytes to `address` from a group rank."""
+        ...
+
+
+class BlockSpans(NamedTuple):
+    """The address and the number of bytes of each block, for each of the three buffers."""
+
+    blocks: tuple[list[tuple[int, int]], list[tuple[int, int]], list[tuple[int, int]]]
+
+    def of(self, blocks: BufferSlice | None) -> list[tuple[int, int]]:
+        """Returns the spans of a slice's blocks."""
+        return [] if blocks is None else self.blocks[blocks.buffer][blocks.first : blocks.first + blocks.length]
+
+
+class PythonExecutor:
+    """Runs a group's calls by schedule over its `wire`.
+
+    Args:
+        wire: the engine's sends and receives.
+        rank: the group rank of this process.
+        hosts: the group ranks of each host.
+        algorithm: the algorithm for every operation that it offers; by default the one expected to be the fastest.
+    """
+
+    def __init__(
+        self, wire: BlockTransport, rank: int, hosts: Sequence[Sequence[int]], algorithm: str | None = None
+    ) -> None:
+        self._wire = wire
+        self._rank = rank
+        self._hosts = [list(ranks) for ranks in hosts]
+        self._size = sum(map(len, hosts))
+        self._forced = algorithm
+        self._algorithm = functools.lru_cache(1024)(self._choose)
+        self._schedule = functools.lru_cache(256)(self._build)
+
+    def run(self, call: CollectiveCall, deadline_ns: int) -> None:
+        """Runs any call but a barrier to its end.
+
+        Raises:
+            CallTimeout, LibraryError: as for `SerialChannel.perform`.
+        """
+        operation = call.operation
+        nbytes = call.count * ITEM_SIZES[call.dtype]
+        longest = nbytes if operation in _CUT else nbytes * self._size if call.count else ALL_TO_ALL_NBYTES
+        schedule = self._schedule(self._algorithm(operation, longest), operation, call.root)
+        read_only = operation is Operation.REDUCE and call.root != self._rank
+        inputs = [FlatBuffer([each]).copy_in() for each in (call.outputs if read_only else call.inputs)]
+        outputs = [FlatBuffer([each]) for each in (() if read_only else call.outputs)]
+        if operation in _CUT:
+            for each in outputs:
+                each.copy_in()
+        scratch = torch.empty(nbytes if operation in _CUT else nbytes * self._size, dtype=torch.uint8, device="cpu")
+        spans = BlockSpans(
+            (_cut(inputs, call, schedule), _cut(outputs, call, schedule), _room(scratch, call, schedule))
+        )
+        _Execution(schedule, spans, self._wire, call, deadline_ns).run()
+        for each in outputs:
+            each.copy_out()
+
+    def _choose(self, operation: Operation, nbytes: int) -> str:
+        forced = self._forced if self._forced in algorithms_offering(operation) else None
+        return choose(UNMEASURED, operation, nbytes, self._size, self._hosts, forced).algorithm
+
+    def _build(self, algorithm: str, operation: Operation, root: int) -> Schedule:
+        return build(algorithm, operation, self._rank, self._size, root, self._hosts)
+
+
+class _Started(NamedTuple):
+    """A step whose messages are in progress."""
+
+    step: Step
+    transfers: list[BlockTransfer]
+    received: list[torch.Tensor]
+
+
+class _Execution:
+    def __init__(
+        self, schedule: Schedule, spans: BlockSpans, wire: BlockTransport, call: CollectiveCall, deadline_ns: int
+    ) -> None:
+        self._schedule = schedule
+        self._spans = spans
+        self._wire = wire
+        self._call = call
+        self._deadline_ns = deadline_ns
+        self._started: list[_Started] = []
+
+    def run(self) -> None:
+        for step in self._schedule.steps:
+            self._finish([each for each in self._started if _conflict(each.step, step)])
+            self._start(step)
+        self._finish(list(self._started))
+
+    def _start(self, step: Step) -> None:
+        sources, targets = self._spans.of(step.src), self._spans.of(step.dst)
+        if step.kind is StepKind.COPY:
+            for (source, nbytes), (target, _) in zip(sources, targets, strict=True):
+                ctypes.memmove(target, source, nbytes)
+            return
+        transfers: list[BlockTransfer] = []
+        received: list[torch.Tensor] = []
+        if step.kind is StepKind.SEND:
+            transfers = [self._wire.send(step.peer, *span) for span in sources if span[1]]
+        elif step.kind is StepKind.RECV:
+            transfers = [self._wire.receive(step.peer, *span) for span in targets if span[1]]
+        else:
+            received = [torch.empty(nbytes, dtype=torch.uint8, device="cpu") for _, nbytes in targets]
+            transfers = [
+                self._wire.receive(step.peer, each.data_ptr(), each.nbytes) for each in received if each.nbytes
+            ]
+        self._started.append(_Started(step, transfers, received))
+
+    def _finish(self, started: Sequence[_Started]) -> None:
+        for each in started:
+            for transfer in each.transfers:
+                transfer.wait(self._deadline_ns)
+            if each.received:
+                self._combine(each.step, each.received)
+            self._started.remove(each)
+
+    def _combine(self, step: Step, received: Sequence[torch.Tensor]) -> None:
+        op = self._call.reduce_op
+        if op == ReduceOp.PREMUL_SUM or (op == ReduceOp.AVG and not step.final):
+            op = ReduceOp.SUM
+        item_size = ITEM_SIZES[self._call.dtype]
+        for (source, _), (target, nbytes), other in zip(
+            self._spans.of(step.src), self._spans.of(step.dst), received, strict=True
+        ):
+            sources = [source, other.data_ptr()]
+            _core.reduce(target, sources, nbytes // item_size, self._call.dtype, op, self._schedule.world_size)
+
+
+def _conflict(earlier: Step, later: Step) -> bool:
+    """Returns whether two steps touch the same blocks and at least one of them writes there."""
+    written, also_written = _blocks(earlier.dst), _blocks(later.dst)
+    touched, also_touched = written | _blocks(earlier.src), also_written | _blocks(later.src)
+    return bool(written & also_touched or touched & also_written)
+
+
+@functools.lru_cache(4096)
+def _blocks(blocks: BufferSlice | None) -> frozenset[tuple[Buffer, int]]:
+    if blocks is None:
+        return frozenset()
+    return frozenset((blocks.buffer, blocks.first + at) for at in range(blocks.length))
+
+
+def _cut(stretches: Sequence[FlatBuffer], call: CollectiveCall, schedule: Schedule) -> list[tuple[int, int]]:
+    if call.operation not in _CUT:
+        return [(each.address, each.nbytes) for each in stretches]
+    return [span for each in stretches for span in _nearly_equal(each.address, call, schedule.blocks)]
+
+
+def _room(scratch: torch.Tensor, call: CollectiveCall, schedule: Schedule) -> list[tuple[int, int]]:
+    if call.operation in _CUT:
+        return _nearly_equal(scratch.data_ptr(), call, schedule.blocks)
+    each = call.count * ITEM_SIZES[call.dtype]
+    return [(scratch.data_ptr() + rank * each, each) for rank in range(schedule.world_size)]
+
+
+def _nearly_equal(address: int, call: CollectiveCall, blocks: int) -> list[tuple[int, int]]:
+    item_size = ITEM_SIZES[call.dtype]
+    bounds = [call.count * block // blocks * item_size for block in range(blocks + 1)]
+    return [(address + first, end - first) for first, end in itertools.pairwise(bounds)]

@@ -1,0 +1,269 @@
+"""Runs the calls of a group one at a time: synchronous calls on the caller's thread, the others on its own thread.
+
+Messages over libraries that report completion only to a waiting thread; a background message has its own thread.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from paceline.comm.engine.adapters.group_recorder import GroupRecorder, RecordedWork
+from paceline.comm.engine.adapters.library_engine import FailureDiagnosis
+from paceline.comm.engine.adapters.schedule_executor import FlatBuffer
+from paceline.comm.engine.channel import CallOutcome, CollectiveCall, EngineChannel, HeaderFields, Pieces
+from paceline.comm.engine.failures import CallFailure, OutcomeCode
+from paceline.durations import LONGEST_S, event_timeout_s, to_nanoseconds
+
+_HEAD = struct.Struct("<qq")  # number of bytes, dtype code
+
+
+class WaitedMessage:
+    """A `channel.Message`.
+
+    Args:
+        finish: waits until it is over, then returns the sender's group rank and the outcome.
+        recorded: its record.
+        background: whether it goes on by itself.
+    """
+
+    def __init__(
+        self, finish: Callable[[], tuple[int, CallOutcome | None]], recorded: RecordedWork, background: bool
+    ) -> None:
+        self._finish = finish
+        self._recorded = recorded
+        self._over = threading.Event()
+        self._waiting = threading.Lock()
+        self._source = -1
+        self._outcome: CallOutcome | None = None
+        self._background = background
+        if background:
+            threading.Thread(target=self._run, name="paceline-message", daemon=True).start()
+
+    def done(self) -> bool:
+        """Returns whether the message is over."""
+        return self._over.is_set()
+
+    def wait(self, timeout_ns: int, /) -> bool:
+        """Waits until the message is over; returns False if the time was over first."""
+        if not self._background:
+            self._run()
+        return self._over.wait(event_timeout_s(timeout_ns))
+
+    def outcome(self) -> CallOutcome | None:
+        """Returns why the message failed, or None if it succeeded."""
+        return self._outcome
+
+    def source(self) -> int:
+        """Returns the sender's group rank; -1 as long as it is unknown."""
+        return self._source
+
+    def _run(self) -> None:
+        with self._waiting:
+            if not self._over.is_set():
+                self._source, self._outcome = self._finish()
+                self._recorded.end_from(self._source, OutcomeCode.OK if self._outcome is None else self._outcome.code)
+                self._over.set()
+
+
+class Envelope:
+    """A message with a size-and-dtype header, in its own buffer, so that the receiver can check it before copying."""
+
+    def __init__(self, dtype: int, pieces: Pieces) -> None:
+        self._stretch = FlatBuffer([pieces])
+        self._head = (self._stretch.nbytes, dtype)
+        self._memory = bytearray(_HEAD.size + self._stretch.nbytes)
+        self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
+
+    def fill(self) -> Envelope:
+        """Writes the header and copies the tensor in, for a send; returns this envelope."""
+        _HEAD.pack_into(self._memory, 0, *self._head)
+        self.tensor[_HEAD.size :].copy_(self._stretch.copy_in().tensor())
+        return self
+
+    def open(self, source: int, receiver: int) -> CallOutcome | None:
+        """Copies a received message into the tensor and returns None, or returns why the message does not fit."""
+        (nbytes, dtype), (expected, expected_dtype) = _HEAD.unpack_from(self._memory), self._head
+        if (nbytes, dtype) != self._head:
+            return CallFailure(
+                OutcomeCode.MISMATCH,
+                split_from=source,
+                split_to=receiver,
+                split_sent=nbytes,
+                split_expected=expected,
+                calls=[(0, 0, dtype, 0, 0, 0), (0, 0, expected_dtype, 0, 0, 0)],
+            )
+        self._stretch.tensor().copy_(self.tensor[_HEAD.size :])
+        self._stretch.copy_out()
+        return None
+
+
+_REMEMBERED = 16
+
+
+class LibraryError(Exception):
+    """A library refused a call or failed in it; the message is the library's own."""
+
+
+class CallTimeout(Exception):
+    """A call was not over by its deadline."""
+
+
+class CallEnded(Exception):
+    """A call failed with an outcome that is known already, so that no diagnosis is needed."""
+
+    def __init__(self, outcome: CallOutcome) -> None:
+        super().__init__()
+        self.outcome = outcome
+
+
+class QueuedCall:
+    """A call in the queue of a `SerialChannel`; implements `channel.Pending`."""
+
+    def __init__(self, call: CollectiveCall, recorded: RecordedWork) -> None:
+        self.call = call
+        self.recorded = recorded
+        self._over = threading.Event()
+        self._outcome: CallOutcome | None = None
+
+    def end(self, outcome: CallOutcome | None) -> None:
+        """Marks the call as over."""
+        self._outcome = outcome
+        self._over.set()
+
+    def done(self) -> bool:
+        """Returns whether the call is over."""
+        return self._over.is_set()
+
+    def wait(self, timeout_ns: int, /) -> bool:
+        """Waits until the call is over; returns False if the time was over first."""
+        return self._over.wait(event_timeout_s(timeout_ns))
+
+    def outcome(self) -> CallOutcome | None:
+        """Returns why the call failed, or None if it succeeded."""
+        return self._outcome
+
+
+class SerialChannel(EngineChannel, ABC):
+    """A `Channel` for an engine that defines only how one call is performed.
+
+    A call that fails breaks the group: all later calls end with the same outcome.
+    """
+
+    def __init__(self, diagnosis: FailureDiagnosis) -> None:
+        self._diagnosis = diagnosis
+        self._turn = threading.Lock()
+        self._waiting: deque[QueuedCall] = deque()  # the first one is running
+        self._arrived = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._sequence = 0
+        self._history: deque[HeaderFields] = deque(maxlen=_REMEMBERED)
+        self._broken: CallOutcome | None = None
+        self._recorder = GroupRecorder(diagnosis.members, diagnosis.rank)
+
+    @abstractmethod
+    def perform(self, call: CollectiveCall) -> None:
+        """Runs a call to its end, within `call.timeout_ns`.
+
+        Raises:
+            CallTimeout: the call was not over by then.
+            LibraryError: the library refused the call or failed.
+        """
+
+    def run(self, call: CollectiveCall, /) -> CallOutcome | None:
+        """Runs a call to its end; returns None if it succeeded."""
+        if not self._waiting:
+            with self._turn:
+                if not self._waiting:
+                    return self._perform(call, self._recorder.call(call, is_async=False))
+        turn = self._queue(call)
+        turn.wait(to_nanoseconds(LONGEST_S))
+        return turn.outcome()
+
+    def submit(self, call: CollectiveCall, /) -> QueuedCall:
+        """Queues a call behind those made before, and returns at once."""
+        return self._queue(call)
+
+    def record_as(self, group: int, /) -> None:
+        """Records the calls from now on as those of this group."""
+        self._recorder.group = group
+
+    def abort(self) -> None:
+        """Ends the queued calls and all later ones; one that the library performs ends with its time-out.
+
+        The other ranks find that this one has left, as soon as their own calls end.
+        """
+        if self._broken is None:
+            self._broken = CallFailure(OutcomeCode.ABORTED)
+        self.close()
+
+    def failure(self) -> int:
+        """Returns the code of the failure that broke the channel; OK if it is not broken."""
+        return OutcomeCode.OK if self._broken is None else self._broken.code
+
+    def close(self) -> None:
+        """Tells the other ranks that this one has left, and ends the queued calls; idempotent."""
+        if self._broken is None:
+            self._broken = CallFailure(OutcomeCode.INTERRUPTED)
+        self._diagnosis.leave()
+        with self._arrived:
+            self._arrived.notify()
+
+    def _queue(self, call: CollectiveCall) -> QueuedCall:
+        turn = QueuedCall(call, self._recorder.call(call, is_async=True))
+        with self._arrived:
+            self._waiting.append(turn)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._take_turns, name="paceline-turns", daemon=True)
+                self._thread.start()
+            self._arrived.notify()
+        return turn
+
+    def _take_turns(self) -> None:
+        while True:
+            with self._arrived:
+                while not self._waiting:
+                    if self._broken is not None:
+                        self._thread = None
+                        return
+                    self._arrived.wait()
+            with self._turn:
+                outcome = self._perform(self._waiting[0].call, self._waiting[0].recorded)
+            self._waiting.popleft().end(outcome)
+
+    def _perform(self, call: CollectiveCall, recorded: RecordedWork) -> CallOutcome | None:
+        recorded.start()
+        outcome = self._outcome_of(call)
+        recorded.end(OutcomeCode.OK if outcome is None else outcome.code)
+        return outcome
+
+    def _outcome_of(self, call: CollectiveCall) -> CallOutcome | None:
+        if self._broken is not None:
+            return self._broken
+        self._note(call.operation, call.dtype, call.reduce_op, call.root, call.count)
+        started_ns = time.monotonic_ns()
+        try:
+            self.perform(call)
+            return None
+        except Exception as error:  # on the channel's thread, an error that escaped would be lost
+            return self._break(error, started_ns)
+
+    def _note(self, operation: int, dtype: int, reduce_op: int, root: int, count: int) -> None:
+        self._sequence += 1
+        self._history.append((self._sequence, operation, dtype, reduce_op, root, count))
+
+    def _break(self, error: Exception, started_ns: int) -> CallOutcome:
+        if self._broken is not None and self._broken.code == OutcomeCode.ABORTED:
+            return self._broken
+        if isinstance(error, CallEnded):
+            self._broken = error.outcome
+            return error.outcome
+        said = "" if isinstance(error, CallTimeout) else f"{error}" if isinstance(error, LibraryError) else f"{error!r}"
+        self._broken = self._diagnosis.diagnose(self._history, said, time.monotonic_ns() - started_ns)
+        return self._broken

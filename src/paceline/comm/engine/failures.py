@@ -1,0 +1,432 @@
+"""Turns the outcome of a failed call into the error that the user reads.
+
+How messages of errors name ranks and their calls.
+
+Identifies a process uniquely among all that have ever run, and tells whether it has ended.
+
+Writes the error of a call that has timed out: who did not come, who merely waits, and who holds them all up.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from paceline.comm.engine.channel import CallOutcome, HeaderFields
+from paceline.comm.engine.codes import NO_REDUCTION, ReduceOp, dtype_name
+from paceline.comm.schedule.registry import QUANTISED, name_of
+from paceline.comm.schedule.steps import Operation
+from paceline.errors import (
+    CollectiveError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    GroupAbortedError,
+    PeerLostError,
+    and_more,
+)
+from paceline.linux import out_of_descriptors_error
+
+_MOST_NAMED = 4  # ranks in one list
+_MOST_SAID = 8  # different calls in a message
+
+
+def describe_call(header: HeaderFields) -> str:
+    """Returns a description of a call as its rank made it, such as "all_reduce(float32, 4 elements, SUM) as call 7"."""
+    sequence, operation, dtype, reduce_op, root, count = header
+    if operation == 0:
+        return "no call"
+    parts = []
+    if operation != Operation.BARRIER:
+        parts.append(dtype_name(dtype))
+    # With some engines, the ranks do not know each other's numbers of elements in an all_to_all.
+    if count or operation not in (Operation.BARRIER, Operation.ALL_TO_ALL):
+        parts.append(f"{count} elements")
+    if reduce_op != NO_REDUCTION:
+        parts.append(ReduceOp(reduce_op).name)
+    if root >= 0:
+        parts.append(f"root {root}")
+    return f"{Operation(operation)}({', '.join(parts)}) as call {sequence}"
+
+
+def name_ranks(members: Sequence[object]) -> str:
+    """Lists the members, shortened if there are many."""
+    return and_more(members, _MOST_NAMED)
+
+
+def describe_ranks(what: Mapping[int, str], members: Sequence[object], form: str) -> str:
+    """Says what is known of each rank, by its group rank; ranks of which the same is known are named together."""
+    alike: dict[str, list[object]] = {}
+    for at, said in what.items():
+        alike.setdefault(said, []).append(members[at])
+    told = [form.format(name_ranks(ranks), said) for said, ranks in alike.items()]
+    more = f"; and {len(told) - _MOST_SAID} more" if len(told) > _MOST_SAID else ""
+    return "; ".join(told[:_MOST_SAID]) + more
+
+
+_ENDED = ("Z", "X")
+_STATE, _STARTED = 0, 19  # fields 3 and 22 of proc_pid_stat(5), as indices into the fields after the name
+
+
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """A process, identified by more than its pid: a pid is valid only in its PID namespace, and the kernel reuses it.
+
+    Args:
+        namespace: identifies the boot of the host, the PID namespace and the time namespace.
+        pid: the process id in that namespace.
+        started: the time at which the process started, in clock ticks of that namespace.
+    """
+
+    namespace: str
+    pid: int
+    started: int
+
+    @staticmethod
+    def mine() -> ProcessIdentity:
+        """Returns the calling process."""
+        return ProcessIdentity(_namespace(), os.getpid(), int(_stat("self")[_STARTED]))
+
+    @staticmethod
+    def of(pid: int) -> ProcessIdentity:
+        """Returns the process with this id here.
+
+        Raises:
+            ProcessLookupError: there is none.
+        """
+        try:
+            return ProcessIdentity(_namespace(), pid, int(_stat(str(pid))[_STARTED]))
+        except FileNotFoundError:
+            raise ProcessLookupError(f"process {pid} has ended") from None
+
+    def has_ended(self) -> bool | None:
+        """Returns whether the process has ended.
+
+        Returns None if that cannot be seen from here, because the process is in another namespace or on another host.
+        """
+        # Under `unshare --pid` without a /proc of its own, /proc shows the processes of another namespace.
+        if self.namespace != _namespace() or os.readlink("/proc/self") != str(os.getpid()):
+            return None
+        try:
+            stat = _stat(str(self.pid))
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        return stat[_STATE] in _ENDED or int(stat[_STARTED]) != self.started
+
+
+def _stat(process: str) -> list[str]:
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+
+
+def _namespace() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    clock = Path("/proc/self/ns/time")
+    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{clock.stat().st_ino if clock.exists() else 0}"
+
+
+def timed_out(
+    outcome: CallOutcome, members: Sequence[object], group_rank: int, call: str, lost: str, everybody: Sequence[object]
+) -> CollectiveTimeoutError:
+    """Returns the error for a time-out; see `failures.to_error`."""
+    me = members[group_rank]
+    reporter = me if outcome.reporter < 0 else members[outcome.reporter]
+    where = "" if reporter is me else f" on {reporter}"
+    outside = [everybody[name] for name in outcome.held_by if 0 <= name < len(everybody)]
+    to_blame = [members[at] for at in outcome.missing if at not in outcome.waiting] + outside
+    seen = _came(outcome, members, me, outside) if outcome.came else _absence(outcome, members, group_rank, to_blame)
+    return CollectiveTimeoutError(
+        f"{me}: {call} timed out after {outcome.waited_ns / 1e9:.1f} s{where}{seen}. "
+        f"{_advice(outcome, to_blame, me)}. {lost}"
+    )
+
+
+def _came(outcome: CallOutcome, members: Sequence[object], me: object, outside: Sequence[object]) -> str:
+    """Says who holds the call up although all ranks have begun it."""
+    others = [members[at] for at in outcome.missing if members[at] is not me]
+    mine = ", which had waited for this rank's part in vain" if len(others) < len(outcome.missing) else ""
+    theirs = f"; {name_ranks(others)} came to the call but did not complete it" if others else ""
+    beyond = f"; what holds it up is {name_ranks(outside)}" if outside else ""
+    return mine + theirs + beyond
+
+
+def _absence(outcome: CallOutcome, members: Sequence[object], group_rank: int, to_blame: Sequence[object]) -> str:
+    if not outcome.missing:
+        return "; the engine cannot tell who did not come"
+    me = members[group_rank]
+    vain = ", which had waited for this rank in vain" if group_rank in outcome.missing else ""
+    absent = [members[at] for at in outcome.missing if at not in outcome.waiting and at != group_rank]
+    waiting = [members[at] for at in outcome.waiting if at != group_rank]
+    parts = [f"; {name_ranks(absent)} did not come"] if absent else []
+    why = f"in another call{_held_up_by(to_blame, me)}"
+    if waiting:
+        parts.append(f"; {name_ranks(waiting)} did not come because {'they wait' if waiting[1:] else 'it waits'} {why}")
+    if group_rank in outcome.waiting:
+        parts.append(f"; this rank waited {why}")
+    known = [at for at in outcome.missing if at < len(outcome.calls) and at != group_rank]
+    calls = describe_ranks({at: f"latest {describe_call(outcome.calls[at])}" for at in known}, members, "{}: {}")
+    return vain + "".join(parts) + (f" ({calls})" if calls else "")
+
+
+def _held_up_by(to_blame: Sequence[object], me: object) -> str:
+    """Says who holds up the call that another rank waits in, whether it waits for that one itself or through others."""
+    if not to_blame:
+        return " for ranks that wait as well"
+    others = [member for member in to_blame if member != me]
+    if not others:
+        return ", which this rank holds up"
+    mine = "" if len(others) == len(to_blame) else " and this rank"
+    return f", which {name_ranks(others)}{mine} {'hold' if to_blame[1:] else 'holds'} up"
+
+
+def _advice(outcome: CallOutcome, to_blame: Sequence[object], me: object) -> str:
+    if outcome.came:
+        return (
+            "Either the call needs more time than the timeout allows (raise timeout=) or the process has been stopped "
+            "or has no processor time (look at its state, with ps or top)"
+        )
+    others = [member for member in to_blame if member != me]
+    if outcome.waiting and others:
+        return (
+            f"Look at {name_ranks(others)} first: it took another way through the program (look where it waits), it needs "
+            "more time than the timeout allows (raise timeout=), or its process has been stopped"
+        )
+    if outcome.waiting and not to_blame:
+        return (
+            "The ranks wait for each other: all of them must make the calls and messages of all their groups in an "
+            "order in which each one can end"
+        )
+    return (
+        "Either it needs more time than the timeout allows (raise timeout=) or it took another way through the "
+        "program (look where it waits)"
+    )
+
+
+class OutcomeCode(IntEnum):
+    """How a call ended; the numbers are those of native/call/call.hpp."""
+
+    OK = 0
+    MISMATCH = 1
+    TIMED_OUT = 2
+    PEER_LOST = 3
+    INTERRUPTED = 4
+    SCHEDULE_UNFIT = 5
+    REFUSED = 6  # the library on which the engine rests refused the call
+    STARVED = 7
+    TOO_MANY_OFFERS = 8
+    ABORTED = 9  # a rank called `abort` of the group
+
+
+@dataclass(frozen=True)
+class CallFailure:
+    """The outcome of a failed call, from an engine that is written in Python; see `channel.Outcome`.
+
+    Args:
+        said: the library's own message about the failure.
+        seen: what was observed of the ranks in `gone`, if it is not certain that they died or that they left.
+    """
+
+    code: OutcomeCode
+    said: str = ""
+    missing: Sequence[int] = ()
+    gone: Sequence[int] = ()
+    left: Sequence[int] = ()
+    cause: int = -1
+    cause_left: bool = False
+    reporter: int = -1
+    waited_ns: int = 0
+    step: int = -1
+    split_from: int = -1
+    split_to: int = -1
+    split_sent: int = -1
+    split_expected: int = -1
+    calls: Sequence[HeaderFields] = ()
+    algorithms: Sequence[int] = ()
+    seen: str = ""
+    came: bool = False
+    waiting: Sequence[int] = ()
+    held_by: Sequence[int] = ()
+    cause_hung: bool = False
+
+
+@dataclass(frozen=True)
+class RankIdentity:
+    """A rank of the default group; `process`, if it is known, tells whether the rank's process has ended."""
+
+    rank: int
+    host: str
+    pid: int
+    process: ProcessIdentity | None = None
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host}, pid {self.pid})"
+
+
+MOST_OFFERS = 1 << 16  # the same as kMostOffers in native/executor/messenger.hpp
+# Sentences for error messages that state the consequence of a failure.
+GROUP_LOST = "This group can no longer be used: destroy it and start again"
+MESSAGES_LOST = (
+    "No further messages can be sent or received in this group; its collective calls still work. For messages, "
+    "destroy it and make a new one"
+)
+_LEFT = "left the group (its script ended, or it destroyed the process group)"
+
+
+def to_error(
+    outcome: CallOutcome,
+    members: Sequence[RankIdentity],
+    group_rank: int,
+    call: str,
+    lost: str = GROUP_LOST,
+    everybody: Sequence[RankIdentity] = (),
+) -> CollectiveError:
+    """Returns the error for `outcome`.
+
+    Args:
+        outcome: how the call failed.
+        members: the group's members, by group rank.
+        group_rank: the group rank of this process.
+        call: a description of the call that this rank made.
+        lost: the consequence of a failure of such a call, as a sentence without its full stop.
+        everybody: the engine's members; if empty, `members` are taken for them.
+    """
+    me = members[group_rank]
+    if isinstance(outcome, CallFailure) and outcome.seen:
+        return _not_heard_of(outcome, members, me, call)
+    if outcome.code == OutcomeCode.MISMATCH:
+        return _mismatch(outcome, members, me)
+    if outcome.code == OutcomeCode.PEER_LOST:
+        return _peer_lost(outcome, members, me, call, everybody or members)
+    if outcome.code == OutcomeCode.ABORTED:
+        return _aborted(outcome, members, me, call)
+    if outcome.code == OutcomeCode.TOO_MANY_OFFERS:
+        return CollectiveError(
+            f"{me}: {call} was not begun: {MOST_OFFERS:,} messages to {members[outcome.missing[0]]} wait for its "
+            "receives already; receive there what was sent, or wait for earlier sends first"
+        )
+    if outcome.code == OutcomeCode.SCHEDULE_UNFIT:
+        return CollectiveError(
+            f"{me}: {call} was not begun: step {outcome.step} of its schedule asks for blocks that the call's tensors "
+            "do not have, or is another rank's. The other ranks wait in the call until their time-out. If the "
+            "algorithm is yours, prove it with paceline.comm.schedule.verify.verify; otherwise this is a bug of "
+            "Paceline"
+        )
+    if isinstance(outcome, CallFailure) and outcome.code == OutcomeCode.REFUSED:
+        return CollectiveError(f"{me}: {call} failed: {outcome.said}. {lost}")
+    if outcome.code == OutcomeCode.STARVED:
+        starved = members[outcome.missing[0]]
+        if starved is me:
+            return CollectiveError(f"{out_of_descriptors_error(f'{me}', f'the shared tensors of {call}')}. {lost}")
+        return CollectiveError(f"{me}: {call} was given up by {starved}, which is out of file descriptors. {lost}")
+    if outcome.code == OutcomeCode.TIMED_OUT:
+        return timed_out(outcome, members, group_rank, call, lost, everybody or members)
+    missing = _select(members, outcome.missing)
+    reporter = me if outcome.reporter < 0 else members[outcome.reporter]
+    where = "" if reporter is me else f" on {reporter}"
+    late = "completed it" if outcome.came else "come"
+    waiting = f" while {name_ranks(missing)} had not {late}" if missing else ""
+    return CollectiveError(f"{me}: {call} was interrupted{where}{waiting}. {lost}")
+
+
+def _peer_lost(
+    outcome: CallOutcome,
+    members: Sequence[RankIdentity],
+    me: RankIdentity,
+    call: str,
+    everybody: Sequence[RankIdentity],
+) -> PeerLostError:
+    gone = _select(members, outcome.gone)
+    cause = everybody[outcome.cause] if 0 <= outcome.cause < len(everybody) else None
+    left = list(outcome.gone) == list(outcome.left)
+    died = outcome.cause >= 0 and not outcome.cause_left if left else True
+    seen = f"{name_ranks(gone)} {_LEFT if left else 'died'}"
+    first = gone[0]
+    if cause is not None and outcome.cause_hung:
+        seen += f", after a call had timed out because of {cause}"
+    elif cause is not None and left:
+        # A rank that leaves because of an error only reports it: the rank that caused the error comes first.
+        seen = f"{cause} {_LEFT if outcome.cause_left else 'died'}, and {name_ranks(gone)} left the group after that"
+        first = cause
+    elif cause is not None:
+        seen += f", after {cause} {'had left' if outcome.cause_left else 'had died'}"
+    if cause is not None and outcome.cause_hung and left:
+        advice = f"Look first at {cause}: its process may have been stopped, or its program does something else"
+    elif died:
+        advice = "Look at its output and, if it was killed, at the memory it used (dmesg)"
+    else:
+        advice = "Every rank must make the same calls: look at its output, and for a loop that ran fewer times there"
+    reporter = me if outcome.reporter < 0 else members[outcome.reporter]
+    by = f"{me}" if reporter is me else f"{reporter}, which told {me}"
+    return PeerLostError(
+        f"{seen}, seen by {by} in {call}. {advice}. "
+        "This group can no longer be used: destroy it and start again without the lost rank or with a new one",
+        rank=first.rank,
+        host=first.host,
+        pid=first.pid,
+    )
+
+
+def _aborted(outcome: CallOutcome, members: Sequence[RankIdentity], me: RankIdentity, call: str) -> GroupAbortedError:
+    by = me if outcome.reporter < 0 else members[outcome.reporter]
+    who = "this process" if by is me else str(by)
+    return GroupAbortedError(
+        f"{me}: {call} ended without a result, because {who} aborted the group. Its tensors may hold anything; make "
+        "a new group of the ranks that are to go on, and repeat the call there",
+        rank=by.rank,
+    )
+
+
+def _not_heard_of(outcome: CallFailure, members: Sequence[RankIdentity], me: RankIdentity, call: str) -> PeerLostError:
+    gone = _select(members, outcome.gone)
+    return PeerLostError(
+        f"{name_ranks(gone)} {outcome.seen}, seen by {me} in {call}. Look at its output, and if its host cannot be "
+        f"reached, at the network. {GROUP_LOST}",
+        rank=gone[0].rank,
+        host=gone[0].host,
+        pid=gone[0].pid,
+    )
+
+
+def _mismatch(outcome: CallOutcome, members: Sequence[RankIdentity], me: RankIdentity) -> CollectiveMismatchError:
+    if outcome.split_from >= 0 and not any(call[0] for call in outcome.calls):
+        return _message_mismatch(outcome, members, me)
+    # Within a host all ranks see the mismatch in the same call; over links one rank sees it first and ends the group.
+    usable = "The group remains usable" if outcome.reporter < 0 else GROUP_LOST
+    advice = f"All ranks of a group must make the same calls in the same order. {usable}"
+    if outcome.split_from >= 0:
+        return CollectiveMismatchError(
+            f"{me}: all_to_all's splits do not fit: {members[outcome.split_from]} sends {outcome.split_sent} bytes "
+            f"to {members[outcome.split_to]}, which expects {outcome.split_expected}. {advice}"
+        )
+    latest = max((call[0] for call in outcome.calls), default=0)
+    calls: dict[int, str] = {}
+    for at, (header, algorithm) in enumerate(zip(outcome.calls, outcome.algorithms, strict=False)):
+        if outcome.reporter >= 0 and header[0] != latest:
+            continue  # an earlier call of a rank says nothing about the mismatch
+        calls[at] = f"{describe_call(header)}{_way(algorithm)}"
+    told = describe_ranks(calls, members, "{} called {}")
+    return CollectiveMismatchError(f"{me}: the ranks' calls do not fit together: {told}. {advice}")
+
+
+def _way(algorithm: int) -> str:
+    name = name_of(algorithm)
+    if name is None:
+        return ""
+    return f" with wire={name!r}" if name in QUANTISED else f" by {name}"
+
+
+def _message_mismatch(
+    outcome: CallOutcome, members: Sequence[RankIdentity], me: RankIdentity
+) -> CollectiveMismatchError:
+    (*_, sent, _, _, _), (*_, expected, _, _, _) = outcome.calls
+    return CollectiveMismatchError(
+        f"{me}: a message does not fit its receive: {members[outcome.split_from]} sends {outcome.split_sent} bytes of "
+        f"{dtype_name(sent)}, {members[outcome.split_to]} receives {outcome.split_expected} bytes of "
+        f"{dtype_name(expected)}. Both need the same type and number of elements; the message is lost, the group "
+        "remains usable"
+    )
+
+
+def _select(members: Sequence[RankIdentity], group_ranks: Sequence[int]) -> list[RankIdentity]:
+    return [members[at] for at in group_ranks]

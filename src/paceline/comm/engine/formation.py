@@ -1,0 +1,270 @@
+"""The forming of a group: each rank waits for the keys that the others set in the store, and learns why one is missing.
+
+A rank that gives up publishes its reason before it leaves. If a rank dies, the store's server, where there is one,
+publishes the rank's last will; the other ranks also see the death on connections that are already open.
+
+What every rank publishes about itself when the default group forms, and how the others read it.
+
+All ranks must run the same version of Paceline. Only the key "version" has the same meaning in all versions, so it is
+read before anything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from paceline import __version__
+from paceline.comm.engine.failures import ProcessIdentity, RankIdentity
+from paceline.comm.rendezvous import check_in
+from paceline.comm.security.untrusted_peers import decode_untrusted
+from paceline.comm.store.store import Store
+from paceline.errors import RendezvousError, StoreConnectionError, StoreError, StoreTimeoutError, and_more
+from paceline.linux import is_out_of_descriptors, out_of_descriptors_error
+
+_FIRST_TO_SAY = "0.1.0"
+_MOST_NAMED = 4
+
+
+def host_id() -> str:
+    """Returns a text that is equal in two processes if, and only if, they reach each other's abstract Unix sockets."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+
+
+def describe_rank(**more: str | int | None) -> str:
+    """Returns this rank's introduction as JSON; `more` holds what an engine needs to know about the rank besides."""
+    me = ProcessIdentity.mine()
+    process = {"host": socket.gethostname(), "pid": me.pid, "namespace": me.namespace, "started": me.started}
+    return msgspec.json.encode({"version": __version__, **process, **more}).decode()
+
+
+def read_ranks(
+    answers: Sequence[bytes], rank: int
+) -> tuple[tuple[RankIdentity, ...], list[dict[str, str | int | None]]]:
+    """Returns the ranks, and everything that each of them published.
+
+    Args:
+        answers: the introductions, by rank.
+        rank: the rank of this process.
+
+    Raises:
+        RendezvousError: the ranks run different versions; the message names them.
+    """
+    entries = [_parsed(answer) for answer in answers]
+    _require_same_version(entries, rank)
+    members = tuple(
+        RankIdentity(
+            r, entry["host"], entry["pid"], ProcessIdentity(entry["namespace"], entry["pid"], entry["started"])
+        )
+        for r, entry in enumerate(entries)
+    )
+    return members, entries
+
+
+def _parsed(answer: bytes) -> dict[str, Any]:
+    """Returns an introduction, as far as it can be understood."""
+    try:
+        said = decode_untrusted(msgspec.json.decode, answer)
+    except ValueError:
+        said = None
+    return said if isinstance(said, dict) else {}
+
+
+def _require_same_version(entries: Sequence[Mapping[str, Any]], rank: int) -> None:
+    ranks_of: dict[str, list[int]] = {}
+    for r, entry in enumerate(entries):
+        ranks_of.setdefault(str(entry.get("version", f"a version before {_FIRST_TO_SAY}")), []).append(r)
+    if len(ranks_of) > 1:
+        told = "; ".join(
+            f"{version} on {and_more([_name(entries[r], r) for r in ranks], _MOST_NAMED)}"
+            for version, ranks in ranks_of.items()
+        )
+        me = RankIdentity(rank, socket.gethostname(), os.getpid())
+        raise RendezvousError(
+            f"{me}: the ranks run different versions of Paceline: {told}. Install the same version for all ranks"
+        )
+
+
+def _name(entry: Mapping[str, Any], rank: int) -> str:
+    return (
+        str(RankIdentity(rank, str(entry["host"]), int(entry["pid"])))
+        if {"host", "pid"} <= {*entry}
+        else f"rank {rank}"
+    )
+
+
+_INIT = "engine"
+_FIRST_LOOK_S, _LONGEST_LOOK_S = 0.1, 0.8
+_PARTING_S = 2.0  # for the others to hear why, if one of them is dead and never will
+_LONGEST_PARTING_S = 15.0  # if all are alive, as far as is known; they may be waiting for a processor
+_NEWS_COMES_S = 0.5  # within this time, news of a rank that is gone or does not answer arrives
+_SERVES_THE_STORE = 0  # the rank that serves the store, unless the launcher does
+
+
+class Formation:
+    """A context in which one group forms; if an error leaves it, the other ranks are told the reason.
+
+    Args:
+        store: the store that the ranks share, over which they have met.
+        rank, world_size: this rank, and the number of ranks.
+        what: identifies the group that forms, the same on its members and new for each group; None for the default
+            group, whose store may end with this rank.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, what: int | str | None = None) -> None:
+        self.store = store
+        self.rank = rank
+        self.world_size = world_size
+        self._me = RankIdentity(rank, socket.gethostname(), os.getpid())
+        self._topic = _INIT if what is None else f"group/{what}"
+        self._open = False
+        self._heard = False
+        self._gone: Callable[[], RankIdentity | None] = _nobody
+        self._bequest: tuple[str, str] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the context has been entered and not yet left."""
+        return self._open
+
+    def watch(self, gone: Callable[[], RankIdentity | None]) -> None:
+        """Adds `gone`, which `look` calls and which returns a rank that has died or left, or None."""
+        before = self._gone
+        self._gone = lambda: before() or gone()
+
+    def publish_on_exit(self, key: str, value: str) -> None:
+        """Asks the store's server to set `key` to `value` if this rank ends at any time after the group has formed."""
+        self._bequest = key, value
+
+    def absent(self, keys: Sequence[str], deadline: float) -> list[str]:
+        """Waits for `keys` until `deadline` (seconds of the monotonic clock); returns those that were not set by then.
+
+        Raises:
+            RendezvousError: a rank gave up or died.
+        """
+        look_s = _FIRST_LOOK_S
+        while True:
+            remaining_s = max(0.0, deadline - time.monotonic())
+            with contextlib.suppress(StoreTimeoutError):
+                self.store.wait(keys, timedelta(seconds=min(look_s, remaining_s)))
+                return []
+            self.look()
+            if remaining_s <= look_s:
+                return [key for key in keys if not self.store.check([key])]
+            look_s = min(2 * look_s, _LONGEST_LOOK_S)
+
+    def look(self, patience_s: float = 0.0) -> None:
+        """Polls for up to `patience_s` seconds for a rank that gave up or died; looks once by default.
+
+        Raises:
+            RendezvousError: a rank gave up or died; the message has the reason.
+        """
+        deadline = time.monotonic() + patience_s
+        while True:
+            for topic in {self._topic, _INIT}:
+                if self.store.check([f"{topic}/gave_up"]):
+                    self._heard = True
+                    raise RendezvousError(f"{self._me} cannot go on: {self.store.get(f'{topic}/gave_up').decode()}")
+            if reason := check_in.reason_against(self.store):
+                self._heard = True
+                raise RendezvousError(f"{self._me} cannot go on: {reason}")
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(_FIRST_LOOK_S)
+        if lost := self._gone():
+            raise self._without(lost)
+
+    def await_news(self) -> None:
+        """Calls `look` for as long as news of a rank that does not answer may take to arrive.
+
+        Raises:
+            RendezvousError: a rank gave up or died.
+        """
+        self.look(_NEWS_COMES_S)
+
+    def __enter__(self) -> Formation:
+        self._open = True
+        if self._topic == _INIT:
+            try:
+                check_in.leave_will(self.store, f"{self._me} died while the group formed")
+            except StoreConnectionError as error:
+                raise self._without_store(error) from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if is_out_of_descriptors(error):
+                shortage = out_of_descriptors_error(str(self._me), "the connections of the group")
+                self._leave(shortage)
+                raise shortage from error
+            self._leave(error)
+        finally:
+            self._open = False
+            self._gone = _nobody
+
+    def _leave(self, error: BaseException | None) -> None:
+        if isinstance(error, StoreConnectionError):
+            # The rank that served the store may have left because another rank died, which is then the one to report.
+            lost = self._gone()
+            raise (self._without(lost) if lost else self._without_store(error)) from error
+        if self._topic == _INIT:
+            with contextlib.suppress(StoreConnectionError):
+                check_in.take_back_will(self.store)
+        if error is not None:
+            with contextlib.suppress(StoreError):
+                self._tell(error)
+        elif self._bequest is not None:
+            with contextlib.suppress(StoreConnectionError):
+                self.store.set_last_will(*self._bequest)
+
+    def _without(self, lost: RankIdentity) -> RendezvousError:
+        return RendezvousError(
+            f"{self._me} cannot go on: {lost} died or left while the group formed; {check_in.ADVICE}"
+        )
+
+    def _without_store(self, error: StoreConnectionError) -> RendezvousError:
+        return RendezvousError(
+            f"{self._me} cannot go on: the process that serves the ranks' store (rank 0, or the launcher) ended while "
+            f"the group formed; look at its output. ({error})"
+        )
+
+    def announce(self, error: BaseException) -> None:
+        """Tells the ranks that look that this one gives up because of `error`, unless it was told a reason itself."""
+        if self._heard:
+            return
+        reason = str(error).removeprefix(f"{self._me}: ")
+        with contextlib.suppress(StoreError):
+            self.store.set(f"{self._topic}/gave_up", f"{self._me} gave up: {type(error).__name__}: {reason}")
+
+    def _tell(self, error: BaseException) -> None:
+        self.announce(error)
+        self.store.set(f"{self._topic}/heard/{self.rank}", b"")
+        if self._topic == _INIT and self.rank == _SERVES_THE_STORE:
+            self._part()
+
+    def _part(self) -> None:
+        """Waits, on the rank with which the store ends, until the other ranks that live have heard the reason."""
+        keys = [f"{self._topic}/heard/{rank}" for rank in range(self.world_size)]
+        deadline = time.monotonic() + _LONGEST_PARTING_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(StoreTimeoutError):
+                self.store.wait(keys, timedelta(seconds=_PARTING_S))
+                return
+            if self._gone() or check_in.reason_against(self.store):
+                return
+
+
+def _nobody() -> None:
+    return None

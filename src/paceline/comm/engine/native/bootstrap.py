@@ -1,0 +1,246 @@
+"""Exchanges addresses through the store, derives the topology, and brings the ranks of this host together.
+
+Which ranks a job has, and on which hosts they run.
+
+Brings the ranks of a host together: the first one makes their board, and each hands it down to some others.
+
+The board is memory that tells each rank of all others (native/shm/board.hpp). Its descriptor goes down a tree, each of
+whose connections both ends authenticate as the others of the job do, so whoever has the board has proved the secret; a
+rank makes one connection and accepts `FAN_OUT` at most, however many ranks there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline import _core
+from paceline.comm.engine.failures import RankIdentity
+from paceline.comm.engine.formation import Formation, describe_rank, host_id, read_ranks
+from paceline.comm.engine.native.dial import acknowledge, dial
+from paceline.comm.security.authenticated_listener import AuthenticatedListener
+from paceline.comm.security.encryption import Connection, plain
+from paceline.comm.security.handshake import HandshakeUnfinishedError, PeerHello
+from paceline.comm.security.secret import derive_key, job_secret
+from paceline.comm.security.untrusted_peers import is_same_user
+from paceline.errors import RendezvousError, RendezvousTimeoutError, and_more
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The ranks and where they run: `members[r]` is rank r of the default group; `hosts` lists each host's ranks."""
+
+    rank: int
+    members: tuple[RankIdentity, ...]
+    hosts: tuple[tuple[int, ...], ...]
+    nonce: str  # identifies this rendezvous; it is the same on all ranks
+
+    @property
+    def local_ranks(self) -> tuple[int, ...]:
+        """The ranks of this host, in the order in which the mesh numbers them."""
+        return next(ranks for ranks in self.hosts if self.rank in ranks)
+
+    def hosts_of(self, ranks: Sequence[int]) -> list[list[int]]:
+        """Returns the group ranks on each host that has some, for the group that consists of `ranks`."""
+        host_of = {rank: number for number, host in enumerate(self.hosts) for rank in host}
+        found: dict[int, list[int]] = {}
+        for group_rank, rank in enumerate(ranks):
+            found.setdefault(host_of[rank], []).append(group_rank)
+        return [found[number] for number in sorted(found)]
+
+
+FAN_OUT = 16
+_CHANNEL = "board"
+_HERE = b"\x01"  # a message needs a byte beside its descriptor
+_LOOK_S = 0.5
+_PAUSE_S = 0.005
+_MOST_NAMED = 4
+
+
+def join_host_mesh(
+    formation: Formation, topology: Topology, names: Mapping[int, str], listener: socket.socket, deadline: float
+) -> _core.Mesh:
+    """Returns the mesh of this host's ranks, once all of them have come.
+
+    Args:
+        formation: the default group's formation.
+        topology: the ranks and their hosts.
+        names: the abstract Unix sockets on which the ranks of this host listen.
+        listener: that of this rank.
+        deadline: the time of the monotonic clock, in seconds, until which the others may come.
+
+    Raises:
+        RendezvousError: a rank gave up or died.
+        RendezvousTimeoutError: a rank did not come.
+        AuthenticationError: another process answered at a rank's address.
+    """
+    local = topology.local_ranks
+    place = local.index(topology.rank)
+    if len(local) == 1:
+        return _core.Mesh.join(0, 1, names=local)
+    key = derive_key(job_secret(), f"{_CHANNEL} {topology.nonce}")
+    with contextlib.ExitStack() as cleanup:
+        board = _receive(formation, topology, names, key, deadline) if place else _core.create_board(len(local))
+        cleanup.callback(os.close, board)
+        mesh = _core.Mesh.join(place, len(local), os.dup(board), local)
+        try:
+            below = local[place * FAN_OUT + 1 : (place + 1) * FAN_OUT + 1]
+            doorkeeper = None
+            if below:
+                doorkeeper = AuthenticatedListener(
+                    listener.dup(), key, _CHANNEL, functools.partial(_hand_down, board, below)
+                )
+                cleanup.callback(doorkeeper.close)
+            _await_all(formation, topology, mesh, doorkeeper, deadline)
+        except BaseException:
+            mesh.close()
+            raise
+    return mesh
+
+
+def _await_all(
+    formation: Formation,
+    topology: Topology,
+    mesh: _core.Mesh,
+    doorkeeper: AuthenticatedListener | None,
+    deadline: float,
+) -> None:
+    local, members = topology.local_ranks, topology.members
+    formation.watch(lambda: next((members[local[place]] for place in mesh.lost()), None))
+    while absent := mesh.absent(max(0.0, min(_LOOK_S, deadline - time.monotonic()))):
+        formation.look()
+        if doorkeeper is not None:
+            doorkeeper.require_descriptors()
+        if time.monotonic() >= deadline:
+            late = and_more([members[local[place]] for place in absent], _MOST_NAMED)
+            raise RendezvousTimeoutError(
+                f"{members[topology.rank]}: {late} published their addresses and then did not connect in time; look "
+                "at their output"
+            )
+
+
+def _hand_down(board: int, below: tuple[int, ...], connection: Connection, hello: PeerHello) -> None:
+    with plain(connection) as child, contextlib.suppress(OSError):  # a child that has gone is missed elsewhere
+        if is_same_user(child) and hello.rank in below:
+            acknowledge(child)
+            socket.send_fds(child, [_HERE], [board])
+
+
+def _receive(formation: Formation, topology: Topology, names: Mapping[int, str], key: bytes, deadline: float) -> int:
+    """Returns the descriptor of the board, from the rank above this one in the tree."""
+    local, me = topology.local_ranks, topology.members[topology.rank]
+    above = local[(local.index(topology.rank) - 1) // FAN_OUT]
+    try:
+        hello = PeerHello(_CHANNEL, topology.rank)
+        with plain(dial(functools.partial(_reach, names[above]), key, hello, deadline)) as parent:
+            return _take(formation, parent, deadline)
+    except (OSError, HandshakeUnfinishedError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+        formation.await_news()
+        raise RendezvousError(
+            f"{me}: {topology.members[above]} does not answer at its Unix socket ({error}); look at its output"
+        ) from error
+
+
+def _take(formation: Formation, parent: socket.socket, deadline: float) -> int:
+    parent.settimeout(_LOOK_S)
+    while True:
+        try:
+            said, descriptors, _, _ = socket.recv_fds(parent, len(_HERE), 1, socket.MSG_CMSG_CLOEXEC)
+        except TimeoutError:
+            formation.look()
+            if time.monotonic() >= deadline:
+                raise
+            continue
+        if descriptors:
+            return descriptors[0]
+        if said:  # the kernel drops a descriptor for which the process has no room
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        raise ConnectionResetError("it closed the connection")
+
+
+def _reach(name: str, left_s: float) -> socket.socket:
+    deadline = time.monotonic() + left_s
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(left_s)
+        while True:
+            try:
+                connection.connect(f"\0{name}")
+                return connection
+            except BlockingIOError:  # the listener's queue of pending connections is full
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(_PAUSE_S)
+    except BaseException:
+        connection.close()
+        raise
+
+
+MAX_RANKS_OF_HOST = 1024  # the same as kMaxRanks in native/shm/rank_set.hpp
+
+
+def join(
+    formation: Formation, settings: Mapping[str, str | int | None], timeout_s: float
+) -> tuple[Topology, _core.Mesh]:
+    """Connects this rank to the other ranks of its host; returns the topology of the job and the mesh of this host.
+
+    Args:
+        formation: the default group's formation.
+        settings: the values, by name, that must be the same on all ranks.
+        timeout_s: how long to wait for the other ranks, in seconds.
+
+    Raises:
+        RendezvousError: a rank gave up or died, this host has more ranks than can be connected, or the ranks differ in
+            version or settings.
+        RendezvousTimeoutError: a rank did not publish its address, or did not connect.
+        AuthenticationError: another process answered at a rank's address.
+    """
+    store, rank, world_size = formation.store, formation.rank, formation.world_size
+    deadline = time.monotonic() + timeout_s
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        name = f"paceline-{secrets.token_hex(12)}"
+        listener.bind(f"\0{name}")
+        listener.listen(2 * FAN_OUT)
+        if rank == 0:
+            store.set("engine/nonce", secrets.token_hex(16))
+        store.set(f"engine/{rank}", describe_rank(host_id=host_id(), socket=name, **settings))
+        if late := formation.absent([f"engine/{r}" for r in range(world_size)], deadline):
+            named = and_more([f"rank {key.rpartition('/')[2]}" for key in late], _MOST_NAMED)
+            raise RendezvousTimeoutError(
+                f"rank {rank} waited {timeout_s:.0f} s for {named} to say where to connect; look at the output there"
+            )
+        nonce, *answers = store.multi_get(["engine/nonce", *(f"engine/{r}" for r in range(world_size))])
+        members, peers = read_ranks(answers, rank)
+        for setting, value in settings.items():
+            _require_alike(members, setting, value, [peer.get(setting) for peer in peers], members[rank])
+
+        hosts: dict[str, list[int]] = {}
+        for peer, entry in enumerate(peers):
+            hosts.setdefault(str(entry["host_id"]), []).append(peer)
+        topology = Topology(rank, members, tuple(map(tuple, hosts.values())), nonce.decode())
+        local = topology.local_ranks
+        if len(local) > MAX_RANKS_OF_HOST:
+            raise RendezvousError(
+                f"{members[rank]}: {len(local)} ranks are on this host; at most {MAX_RANKS_OF_HOST} are connected there"
+            )
+        names = {r: str(peers[r]["socket"]) for r in local}
+        return topology, join_host_mesh(formation, topology, names, listener, deadline)
+
+
+def _require_alike(
+    members: tuple[RankIdentity, ...], setting: str, mine: object, values: list[object], me: RankIdentity
+) -> None:
+    for member, value in zip(members, values, strict=True):
+        if value != mine:
+            raise RendezvousError(
+                f"{me}: {setting} is {mine!r} here and {value!r} on {member}; it must be the same on all ranks"
+            )

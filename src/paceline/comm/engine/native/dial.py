@@ -1,0 +1,105 @@
+"""Both ends of a connection between ranks, which counts once the accepting end has acknowledged the other's proof."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import time
+from collections.abc import Callable
+
+from paceline.comm.security.encryption import Connection, encrypt_as_client
+from paceline.comm.security.handshake import HandshakeUnfinishedError, PeerHello, prove
+from paceline.durations import socket_timeout_s
+
+_WELCOME = b"\x01"
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
+
+
+def dial(
+    open_connection: Callable[[float], socket.socket],
+    key: bytes,
+    hello: PeerHello,
+    deadline: float,
+    secret: bytes | None = None,
+) -> Connection:
+    """Connects and proves this rank's identity; retries while the other end drops connections unread.
+
+    Each pause before another attempt is twice as long as the one before, and at most half of the time that is left.
+
+    Args:
+        open_connection: opens a connection within the given number of seconds.
+        key: the secret that both ends hold.
+        hello: what this rank says about itself in its proof.
+        deadline: the time of the monotonic clock, in seconds, at which to stop retrying.
+        secret: the job's secret, which determines the certificate of encrypted connections.
+
+    Raises:
+        OSError: nobody listens at that address.
+        AuthenticationError: the other end does not hold the key, or did not answer in time.
+        HandshakeUnfinishedError: the other end still dropped the connection at the deadline.
+    """
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        left_s = socket_timeout_s(deadline - time.monotonic())
+        plain: socket.socket | None = None
+        try:
+            plain = open_connection(left_s)
+            connection = encrypt_as_client(plain, secret, left_s)
+            prove(connection, key, hello, left_s)
+            _await_welcome(connection, left_s)
+            connection.settimeout(None)
+            return connection
+        except HandshakeUnfinishedError:
+            if plain is not None:
+                plain.close()
+            left_s = deadline - time.monotonic()
+            if left_s <= _FIRST_PAUSE_S:
+                raise
+            time.sleep(min(pause_s, left_s / 2))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        except BaseException:
+            if plain is not None:
+                plain.close()
+            raise
+
+
+def _await_welcome(connection: Connection, timeout_s: float) -> None:
+    """Waits for the acknowledgement: a crowded listener may drop a connection whose proof it has not read yet."""
+    connection.settimeout(timeout_s)
+    try:
+        if connection.recv(1) == _WELCOME:
+            return
+    except OSError:
+        pass
+    raise HandshakeUnfinishedError("the other end closed the connection before it had read the proof")
+
+
+def acknowledge(connection: Connection) -> None:
+    """Acknowledges the proof of the end that has dialled."""
+    connection.sendall(_WELCOME)
+
+
+class AcceptedConnections:
+    """Holds the connections that a doorkeeper has admitted, for the thread that waits for them."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[PeerHello, Connection]] = queue.SimpleQueue()
+
+    def admit(self, connection: Connection, hello: PeerHello) -> None:
+        """Acknowledges the other end's proof and queues the connection."""
+        acknowledge(connection)
+        self._queue.put((hello, connection))
+
+    def take(self, timeout_s: float) -> tuple[PeerHello, Connection] | None:
+        """Returns the next connection, or None if none came within `timeout_s` seconds."""
+        try:
+            return self._queue.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def close(self) -> None:
+        """Closes the connections that nobody has taken."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._queue.get_nowait()[1].close()

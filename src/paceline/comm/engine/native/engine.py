@@ -1,0 +1,289 @@
+"""The native engine: shared memory between the ranks of a host, TCP between hosts.
+
+Memory that the ranks of a group on one host map for longer than a call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline import _core
+from paceline.comm.engine.api import EngineContext, KnownCosts
+from paceline.comm.engine.channel import EngineChannel, Messages
+from paceline.comm.engine.failures import RankIdentity
+from paceline.comm.engine.formation import Formation
+from paceline.comm.engine.native.bootstrap import join
+from paceline.comm.engine.native.connections import Connections, connect
+from paceline.comm.engine.native.cost_measurement import agree_on_costs
+from paceline.comm.engine.native.scheduled_channel import ScheduledChannel
+from paceline.comm.engine.network_settings import (
+    ALGORITHM_VARIABLE,
+    STREAMS_VARIABLE,
+    UNMEASURED,
+    known_algorithm,
+    own_address,
+    parse_streams,
+)
+from paceline.comm.schedule.cost_model import CostModel
+from paceline.comm.schedule.network import Network
+from paceline.errors import RendezvousTimeoutError, and_more
+from paceline.linux import is_out_of_descriptors
+
+
+@dataclass(frozen=True)
+class HostRanks:
+    """The ranks of a group that are on this host, connected by a mesh.
+
+    Attributes:
+        mesh: the connections between them.
+        places: the rank in the mesh of each group rank, -1 if it is on another host.
+        rank: this process's group rank.
+    """
+
+    mesh: _core.Mesh
+    places: Sequence[int]
+    rank: int
+
+    @property
+    def here(self) -> list[int]:
+        """The group ranks on this host."""
+        return [rank for rank, place in enumerate(self.places) if place >= 0]
+
+    def share(self, nbytes: int) -> tuple[_core.SharedMemory, int]:
+        """Creates memory of zeros for the ranks of this host; returns it, and the number by which they find it.
+
+        Raises:
+            OSError: no memory or descriptors are left.
+        """
+        return _core.share_memory(self.mesh, nbytes)
+
+    def find(self, owner: int, number: int, nbytes: int, timeout_s: float) -> _core.SharedMemory | None:
+        """Returns the memory that group rank `owner` created, None if it did not come or its owner has gone.
+
+        Raises:
+            OSError: no memory or descriptors are left.
+        """
+        return _core.find_memory(self.mesh, self.places[owner], number, nbytes, timeout_s)
+
+    def withdraw(self, number: int) -> None:
+        """Makes the others forget the number of memory that this rank created, once all have found it."""
+        _core.withdraw_memory(self.mesh, number)
+
+
+# Each rank has four slots of this many bytes in each group, so that the part of a tensor that passes through a slot
+# stays in the second-level cache.
+SLOT_BYTES = 128 << 10
+_DEFAULT_STREAMS = 1
+_MOST_NAMED = 8  # ranks in an error message
+_START = "native"  # names the formation of an engine that starts after the default group has formed
+_LINKS = 1 << 63  # distinguishes the id of a group's rings from that of its slots
+
+
+@dataclass
+class NativeGroup:
+    """A group's connections.
+
+    `channel` runs its collectives, `messages` passes messages between two of its ranks, and `host_ranks` share memory;
+    it is None once the group is closed, since it would keep the connections' own memory.
+    """
+
+    channel: EngineChannel
+    messages: _core.ScheduleGroup
+    host_ranks: HostRanks | None
+
+    def record_as(self, group: int) -> None:
+        """Records the calls and messages of both; see `engine.channel.Channel`."""
+        self.channel.record_as(group)
+        self.messages.record_as(group)
+
+    def abort(self) -> None:
+        """Ends the calls and messages of all ranks; see `engine.channel.Channel`."""
+        self.channel.abort()
+        self.messages.abort()
+
+    def failure(self) -> int:
+        """Returns the code of a failure of either; see `engine.channel.Channel`."""
+        return self.channel.failure() or self.messages.failure()
+
+    def close(self) -> None:
+        """Closes the connections; idempotent."""
+        self.channel.close()
+        self.messages.close()
+        self.host_ranks = None
+
+
+class NativeEngine:
+    """Connects the ranks of the default group and of all other groups, until `close` is called.
+
+    Args:
+        formation: the default group's formation; later groups form over its store, too.
+        timeout_s: how long to wait for the other ranks, in seconds.
+        peer: the host at which the ranks met, if it is known.
+        interface: the interface or address that other hosts connect to; see `own_address`.
+        algorithm: the algorithm for every collective that it offers; collectives then run by schedule on one host, too.
+        known_costs: what messages cost, as engines before this one have measured; this one adds to it.
+
+    Raises:
+        ValueError: `algorithm` or `interface` does not exist.
+        RendezvousError, AuthenticationError: see `join` and `connect`.
+    """
+
+    name = "paceline"
+
+    def __init__(
+        self,
+        formation: Formation,
+        timeout_s: float,
+        *,
+        peer: str | None = None,
+        interface: str | None = None,
+        algorithm: str | None = None,
+        known_costs: KnownCosts | None = None,
+    ) -> None:
+        self._formation = formation
+        self._store = formation.store
+        self._algorithm = known_algorithm(algorithm or os.environ.get(ALGORITHM_VARIABLE) or None)
+        self._streams = _streams()
+        self._peer = peer
+        self._interface = interface
+        self._groups: list[NativeGroup] = []
+        self._closed: set[str] = set()  # addresses of machines that accept no connections
+        self._costs: CostModel | None = None
+        self._network: Network | None = None
+        self._known_costs = KnownCosts() if known_costs is None else known_costs
+        settings = {"algorithm": self._algorithm, STREAMS_VARIABLE: self._streams}
+        self._topology, self._mesh = join(formation, settings, timeout_s)
+        formation.watch(self._gone)
+
+    @property
+    def members(self) -> tuple[RankIdentity, ...]:
+        """The ranks of the default group and their processes."""
+        return self._topology.members
+
+    @property
+    def hosts(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of the default group on each host."""
+        return self._topology.hosts
+
+    def open_group(
+        self,
+        ranks: Sequence[int],
+        timeout_s: float,
+        identity: int = 0,
+        algorithm: str | None = None,
+        device: torch.device | None = None,
+    ) -> NativeGroup:
+        """Opens a group; see `engine.api.Engine`.
+
+        Raises:
+            RendezvousTimeoutError: a member did not open the group in time.
+            RendezvousError, AuthenticationError: see `connect`.
+        """
+        algorithm = known_algorithm(algorithm) or self._algorithm
+        if self._formation.is_open:
+            return self._open(self._formation, ranks, timeout_s, algorithm, identity)
+        with Formation(self._store, self._topology.rank, len(ranks), identity) as formation:
+            formation.watch(self._gone)
+            return self._open(formation, ranks, timeout_s, algorithm, identity)
+
+    def _open(
+        self, formation: Formation, ranks: Sequence[int], timeout_s: float, algorithm: str | None, identity: int
+    ) -> NativeGroup:
+        deadline = time.monotonic() + timeout_s
+        topology = self._topology
+        group_rank = list(ranks).index(topology.rank)
+        hosts = topology.hosts_of(ranks)
+        seats = {r: seat for seat, r in enumerate(topology.local_ranks)}
+        mesh_ranks = [seats.get(r, -1) for r in ranks]
+        connections: Connections = [[] for _ in ranks]
+        if len(hosts) > 1:
+            address = own_address(self._peer, self._interface)
+            connections = connect(formation, topology, ranks, identity, address, self._streams, timeout_s, self._closed)
+        remaining_s = max(0.1, deadline - time.monotonic())
+        # Ranks of one host that chose different algorithms must not find each other, so that opening the group fails.
+        # Between hosts the calls themselves reveal the difference.
+        local_id = identity ^ zlib.crc32(algorithm.encode()) if algorithm is not None else identity
+        links = _core.ScheduleGroup.create(
+            self._mesh, local_id | _LINKS, group_rank, mesh_ranks, connections, remaining_s, ranks
+        )
+        if links is None:
+            raise self._not_opened(formation, ranks, timeout_s)
+        with contextlib.ExitStack() as undo:
+            undo.callback(links.close)
+            undo.push(lambda _, error, __: _say_why(formation, error))  # before the others see that it closes
+            channel: EngineChannel | None
+            if len(hosts) > 1 or algorithm is not None:
+                if self._costs is None:
+                    measurable = len(hosts) > 1 and len(ranks) == len(topology.members)
+                    agreed = self._agree_on_costs(formation, links, timeout_s) if measurable else (UNMEASURED, None)
+                    self._costs, self._network = agreed
+                network = self._network.among(ranks) if self._network is not None and len(hosts) > 1 else None
+                channel = ScheduledChannel(links, group_rank, hosts, self._costs, algorithm, network)
+            else:
+                threads = torch.get_num_threads()
+                channel = _core.HostGroup.create(self._mesh, mesh_ranks, local_id, SLOT_BYTES, remaining_s, threads)
+            if channel is None:
+                raise self._not_opened(formation, ranks, timeout_s)
+            undo.pop_all()
+        group = NativeGroup(channel, links, HostRanks(self._mesh, mesh_ranks, group_rank))
+        self._groups.append(group)
+        return group
+
+    def close(self) -> None:
+        """Closes every group and says goodbye to the other ranks; idempotent."""
+        for group in self._groups:
+            group.close()
+        self._groups.clear()
+        self._mesh.close()
+
+    def _agree_on_costs(
+        self, formation: Formation, links: Messages, timeout_s: float
+    ) -> tuple[CostModel, Network | None]:
+        return agree_on_costs(formation, self._topology, links, self._known_costs, timeout_s)
+
+    def _gone(self) -> RankIdentity | None:
+        """Returns a rank of this host or of the default group that is known to have died or left; None without one."""
+        here = [self._topology.local_ranks[place] for place in self._mesh.lost()]
+        gone = here or (self._groups[0].messages.gone() if self._groups else [])
+        return self._topology.members[gone[0]] if gone else None
+
+    def _not_opened(self, formation: Formation, ranks: Sequence[int], timeout_s: float) -> RendezvousTimeoutError:
+        formation.await_news()
+        return RendezvousTimeoutError(
+            f"not every rank of [{and_more(ranks, _MOST_NAMED)}] opened this group within {timeout_s:.0f} s. All "
+            "ranks, members or not, call new_group with the same arguments and in the same order"
+        )
+
+
+def _say_why(formation: Formation, error: BaseException | None) -> None:
+    """Tells the other ranks why this one gives up; the formation has words of its own for a lack of descriptors."""
+    if error is not None and not is_out_of_descriptors(error):
+        formation.announce(error)
+
+
+def missing_piece() -> None:
+    """Returns None: this engine is part of Paceline and needs nothing else."""
+
+
+def start(context: EngineContext) -> NativeEngine:
+    """Starts the engine, which connects this rank to the other ranks of its host; see `engine.api.EngineModule`."""
+    with context.forming(_START) as formation:
+        return NativeEngine(
+            formation,
+            context.timeout_s,
+            peer=context.peer,
+            interface=context.interface,
+            algorithm=context.algorithm,
+            known_costs=context.costs,
+        )
+
+
+def _streams() -> int:
+    return parse_streams(os.environ.get(STREAMS_VARIABLE, str(_DEFAULT_STREAMS)))

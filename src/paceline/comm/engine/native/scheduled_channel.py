@@ -1,0 +1,164 @@
+"""Runs a group's collectives as schedules, each by the algorithm that the cost model expects to be the fastest.
+
+Says that calls take other times than were predicted; the core compares them (native/call/foresight.hpp).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from paceline import _core
+from paceline.comm.engine.channel import CollectiveCall, EngineChannel
+from paceline.comm.engine.codes import ITEM_SIZES, WIRE_CODES
+from paceline.comm.engine.network_settings import ALL_TO_ALL_NBYTES
+from paceline.comm.record.layout import DTYPES, OPERATIONS
+from paceline.comm.schedule.cost import AlgorithmChoice, choose, format_seconds
+from paceline.comm.schedule.cost_model import CostModel
+from paceline.comm.schedule.network import Network
+from paceline.comm.schedule.quantised import WIRES
+from paceline.comm.schedule.registry import SYNTHESISED, algorithms_offering, build, name_of, number_of
+from paceline.comm.schedule.steps import Operation, flatten
+from paceline.comm.schedule.synthesis import can_synthesise, choose_all_reduce, synthesise
+
+
+class PredictionMiss(NamedTuple):
+    """Calls of one kind that were far from their prediction, in the order of `_core.ScheduleGroup.surprise`.
+
+    Attributes:
+        operation, algorithm, dtype: the kind, by the numbers of the core.
+        elements: how many each call had.
+        calls: how many of them were made.
+        least_ns: how long the shortest of them took; `predicted_ns` how long each should have taken.
+    """
+
+    operation: int
+    algorithm: int
+    dtype: int
+    elements: int
+    calls: int
+    least_ns: int
+    predicted_ns: int
+
+
+def describe_miss(found: PredictionMiss) -> str:
+    """Returns what is said of a surprise."""
+    least, predicted = format_seconds(found.least_ns / 1e9), format_seconds(found.predicted_ns / 1e9)
+    return (
+        f"{OPERATIONS[found.operation]} of {found.elements:,} {DTYPES[found.dtype]} by {name_of(found.algorithm)} took "
+        f"{least} at least in {found.calls} calls, but was predicted to take {predicted}: another algorithm may be "
+        "faster. PACELINE_COSTS and PACELINE_NETWORK say what messages cost, and PACELINE_ALGORITHM forces one"
+    )
+
+
+_WHOLE = (Operation.ALL_GATHER, Operation.REDUCE_SCATTER, Operation.GATHER, Operation.SCATTER)
+
+
+class ScheduledChannel(EngineChannel):
+    """Runs the calls of one group by schedules over its links.
+
+    Args:
+        links: the group's links, over which the native executor runs schedules.
+        rank: the group rank of this process.
+        hosts: the group ranks of each host.
+        model: what messages cost; it is the same on all ranks, since all must choose the same algorithm.
+        forced: the algorithm to use for every operation that it offers; None leaves the choice to `model`.
+        network: the group's network if its links differ; all-reduces then choose by simulation, also of schedules that
+            are made for this network.
+    """
+
+    def __init__(
+        self,
+        links: _core.ScheduleGroup,
+        rank: int,
+        hosts: Sequence[Sequence[int]],
+        model: CostModel,
+        forced: str | None,
+        network: Network | None = None,
+    ) -> None:
+        self._links = links
+        self._rank = rank
+        self._hosts = [list(ranks) for ranks in hosts]
+        self._size = sum(map(len, hosts))
+        self._model = model
+        self._forced = forced
+        # The caches are bounded, which suffices because programs use a few sizes again and again.
+        self._uneven = network if network is not None and can_synthesise(network) else None
+        self._synthesised = synthesise(self._uneven) if self._uneven is not None else []
+        self._choice = functools.lru_cache(1024)(self.choose)
+        self._schedule = functools.lru_cache(256)(self._build)
+
+    def choose(self, operation: Operation, nbytes: int) -> AlgorithmChoice:
+        """Returns the algorithm for a call of `nbytes` bytes, and the time that each candidate is expected to take."""
+        forced = self._forced if self._forced in algorithms_offering(operation) else None
+        if self._uneven is not None and operation is Operation.ALL_REDUCE:
+            return choose_all_reduce(self._uneven, self._synthesised, nbytes, forced)
+        return choose(self._model, operation, nbytes, self._size, self._hosts, forced)
+
+    @property
+    def quantises(self) -> bool:
+        """Returns True: what a call has on the wire decides its schedule."""
+        return True
+
+    def run(self, call: CollectiveCall) -> _core.Outcome | None:
+        """Runs a call to its end; returns None if it succeeded."""
+        self._say_surprise()
+        return self._links.run(*self._planned(call))
+
+    def submit(self, call: CollectiveCall) -> _core.Work:
+        """Queues a call behind those made before, and returns at once."""
+        self._say_surprise()
+        return self._links.submit(*self._planned(call))
+
+    def prepare(self, call: CollectiveCall) -> _core.PreparedCall:
+        """Returns the call with its schedule."""
+        self._say_surprise()
+        return self._links.prepare(*self._planned(call))
+
+    def record_as(self, group: int) -> None:
+        """Records the calls of the links."""
+        self._links.record_as(group)
+
+    def abort(self) -> None:
+        """Ends the calls of all ranks, and their messages, which use the same links."""
+        self._links.abort()
+
+    def failure(self) -> int:
+        """Returns the code of the links' failure."""
+        return self._links.failure()
+
+    def close(self) -> None:
+        """Says what was far from its prediction, if nothing has yet; the group that owns the links closes them."""
+        self._say_surprise()
+
+    def _say_surprise(self) -> None:
+        """Says once, on rank 0, which calls took much more or less time than was predicted."""
+        if self._rank == 0 and (found := self._links.surprise()) is not None:
+            logging.getLogger(__name__).info(describe_miss(PredictionMiss(*found)))
+
+    def _planned(self, call: CollectiveCall) -> tuple[_core.Schedule, CollectiveCall, int]:
+        """Returns the call with its schedule and the nanoseconds that it should take, 0 if nothing predicts them."""
+        if call.wire:
+            return self._schedule(WIRES[call.wire - 1], call.operation, call.root), call, 0
+        choice = self._choice(call.operation, self._nbytes(call))
+        predicted_ns = 0 if call.operation == Operation.BARRIER else round(1e9 * choice.seconds)
+        return self._schedule(choice.algorithm, call.operation, call.root), call, predicted_ns
+
+    def _nbytes(self, call: CollectiveCall) -> int:
+        """Returns the size in bytes of a rank's longest buffer, by which the algorithm is chosen."""
+        if call.operation == Operation.ALL_TO_ALL:
+            return ALL_TO_ALL_NBYTES
+        nbytes = call.count * ITEM_SIZES[call.dtype]
+        return nbytes * self._size if call.operation in _WHOLE else nbytes
+
+    def _build(self, algorithm: str, operation: Operation, root: int) -> _core.Schedule:
+        if algorithm == SYNTHESISED:
+            schedule = self._synthesised[self._rank]
+        else:
+            schedule = build(algorithm, operation, self._rank, self._size, root, self._hosts)
+        wire = WIRE_CODES.get(algorithm, 0)
+        return _core.Schedule.make(
+            number_of(algorithm), schedule.blocks, self._rank, self._size, flatten(schedule), wire
+        )

@@ -1,0 +1,299 @@
+"""What all engines that run schedules share: the algorithms' names, and by which size and costs one is chosen.
+
+Which of this machine's addresses the other hosts' ranks connect to.
+
+Chooses the TCP congestion control of the connections between hosts.
+
+BBR, the default on many machines, paces packets. Within a data centre the timers for that cost more than the network
+does (bench/hosts.py shows half of the rate between two hosts), and a loss-based control fills the link just as well.
+
+Reads which links of the job's network differ from the others, as the user gives them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import json
+import os
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from paceline.comm.schedule.cost_model import CostModel, LinkCost
+from paceline.comm.schedule.network import Network, NetworkLink, UplinkGroup, parse_links
+from paceline.comm.schedule.registry import ALGORITHMS
+from paceline.comm.security.encryption import Connection
+from paceline.routes import DEFAULT_ROUTE_TARGETS, source_address
+
+IFACE_VARIABLE = "PACELINE_IFACE"
+
+_SIOCGIFADDR = 0x8915
+
+
+def own_address(peer: str | None, interface: str | None = None) -> str:
+    """The address to listen on and to connect from.
+
+    Args:
+        peer: the host at which the ranks met; the address is the one that the route there starts at. Without one, or
+            when the route does not leave this machine, the default route counts.
+        interface: the name of an interface, or one of this machine's addresses, instead; by default what
+            PACELINE_IFACE says.
+
+    Raises:
+        ValueError: `interface` is neither, or has no address.
+        OSError: there is no route to anywhere.
+    """
+    interface = interface or os.environ.get(IFACE_VARIABLE)
+    if interface:
+        return _of_interface(interface)
+    for target in (peer, *DEFAULT_ROUTE_TARGETS):
+        if target is None:
+            continue
+        with contextlib.suppress(OSError):
+            address = source_address(target)
+            if not ipaddress.ip_address(address).is_loopback:
+                return address
+    raise OSError(
+        f"this machine ({socket.gethostname()}) has no address that other hosts reach; set {IFACE_VARIABLE} to the interface "
+        "or address that they should use"
+    )
+
+
+def _of_interface(interface: str) -> str:
+    with contextlib.suppress(ValueError):
+        return str(ipaddress.ip_address(interface))
+    names = [name for _, name in socket.if_nameindex()]
+    if interface not in names:
+        raise ValueError(f"there is no interface {interface!r} on {socket.gethostname()}; it has {', '.join(names)}")
+    address = _ipv4_of(interface) or _ipv6_of(interface)
+    if address is None:
+        raise ValueError(f"interface {interface!r} of {socket.gethostname()} has no address")
+    return address
+
+
+def _ipv4_of(interface: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            request = struct.pack("256s", interface.encode()[:15])
+            return socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)[20:24])
+        except OSError:
+            return None
+
+
+def _ipv6_of(interface: str) -> str | None:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, _, _, scope, _, name = line.split()
+            if name == interface and scope == "00":
+                return str(ipaddress.IPv6Address(bytes.fromhex(digits)))
+    return None
+
+
+CONGESTION_VARIABLE = "PACELINE_CONGESTION"
+
+_PACED = "bbr"
+_UNPACED = ("cubic", "reno")
+_NEAR_US = 1000
+_MIN_RTT_AT = 148  # the offset of tcpi_min_rtt, in microseconds, in struct tcp_info (linux/tcp.h)
+_INFO_BYTES = 152
+_NAME_BYTES = 16
+
+
+def set_congestion_control(connection: Connection) -> None:
+    """Sets the TCP congestion control of `connection`, whose handshake must be over so that its round trip is known.
+
+    The control is the one that PACELINE_CONGESTION names (as in net.ipv4.tcp_available_congestion_control). Without
+    that variable it remains the system's default, unless that is BBR and the peer is less than a millisecond away: then
+    it is cubic or, failing that, reno.
+
+    Raises:
+        ValueError: the kernel lacks the control that PACELINE_CONGESTION names, or does not allow this user to set it.
+    """
+    wanted = os.environ.get(CONGESTION_VARIABLE)
+    if wanted:
+        _choose(connection, wanted)
+    elif _get(connection).startswith(_PACED) and _round_trip_us(connection) < _NEAR_US:
+        for name in _UNPACED:
+            with contextlib.suppress(OSError):
+                _set(connection, name)
+                return
+
+
+def require_control(name: str) -> None:
+    """Makes sure that this kernel has a congestion control that this user may choose.
+
+    Raises:
+        ValueError: it has not.
+    """
+    with socket.socket() as connection:
+        _choose(connection, name)
+
+
+def _choose(connection: Connection, name: str) -> None:
+    try:
+        _set(connection, name)
+    except OSError as error:
+        raise ValueError(
+            f"{CONGESTION_VARIABLE} is {name!r}, which this kernel refuses ({error.strerror}); take one of those in "
+            "/proc/sys/net/ipv4/tcp_allowed_congestion_control, or unset it"
+        ) from None
+
+
+def _get(connection: Connection) -> str:
+    name = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME_BYTES)
+    return name.split(b"\0")[0].decode()
+
+
+def _set(connection: Connection, name: str) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
+
+
+def _round_trip_us(connection: Connection) -> int:
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+    return int(struct.unpack_from("=I", info, _MIN_RTT_AT)[0]) if len(info) >= _INFO_BYTES else _NEAR_US
+
+
+NETWORK_VARIABLE = "PACELINE_NETWORK"
+
+_EXAMPLE = (
+    '{"node": "1gbit,0.1ms", "nodes": {"3": "100mbit,0.1ms"}, "pairs": {"0-1": "100mbit,0.1ms"}, '
+    '"groups": {"rack0": [[0, 1], "200mbit,1ms"]}}'
+)
+
+
+def read_network(text: str, model: CostModel, hosts: Sequence[Sequence[int]]) -> Network | None:
+    """Returns the network that PACELINE_NETWORK describes; None if it is not set.
+
+    It is JSON whose parts may be left out: `node` is the link of every host, otherwise what was measured; `nodes` are
+    those of single hosts by their numbers, which count from 0 in the order of the ranks; `pairs` are links of two hosts
+    of their own, both ways; and `groups` are racks or regions, each with its hosts and the uplink that they share. A
+    link is spelt like `1gbit,0.1ms,loss=0.1%`.
+
+    Raises:
+        ValueError: the text does not have that form, or names hosts that there are not.
+    """
+    if not text:
+        return None
+    described = parse_network(text)
+    try:
+        network = Network.of_costs(model, tuple(map(tuple, hosts)))
+        return replace(
+            network,
+            node=described.node or network.node,
+            nodes=described.nodes,
+            pairs=described.pairs,
+            groups=described.groups,
+        )
+    except (ValueError, TypeError) as error:
+        raise _wrong(text, error) from error
+
+
+@dataclass(frozen=True)
+class DescribedLinks:
+    """The links that PACELINE_NETWORK describes, whichever hosts there are; see `read_network`."""
+
+    node: NetworkLink | None
+    nodes: Mapping[int, NetworkLink]
+    pairs: Mapping[tuple[int, int], NetworkLink]
+    groups: tuple[UplinkGroup, ...]
+
+
+def parse_network(text: str) -> DescribedLinks:
+    """Parses what PACELINE_NETWORK says.
+
+    Raises:
+        ValueError: the text does not have the variable's form.
+    """
+    try:
+        data = json.loads(text)
+        if not isinstance(data, dict) or not set(data) <= {"node", "nodes", "pairs", "groups"}:
+            raise ValueError("its parts are node, nodes, pairs and groups")
+        return DescribedLinks(
+            node=_link(data["node"]) if "node" in data else None,
+            nodes={int(host): _link(link) for host, link in data.get("nodes", {}).items()},
+            pairs=_pairs(data.get("pairs", {})),
+            groups=tuple(
+                UplinkGroup(name, tuple(members), _link(uplink))
+                for name, (members, uplink) in data.get("groups", {}).items()
+            ),
+        )
+    except (ValueError, TypeError, AttributeError) as error:
+        raise _wrong(text, error) from error
+
+
+def _wrong(text: str, error: Exception) -> ValueError:
+    return ValueError(f"{NETWORK_VARIABLE} is {text!r}: {error}; it must be JSON like {_EXAMPLE}")
+
+
+def _link(text: str) -> NetworkLink:
+    return parse_links(f"link={text}")["link"]
+
+
+def _pairs(described: Mapping[str, str]) -> dict[tuple[int, int], NetworkLink]:
+    found = {}
+    for name, text in described.items():
+        one, _, other = name.partition("-")
+        found[int(one), int(other)] = found[int(other), int(one)] = _link(text)
+    return found
+
+
+ALGORITHM_NAMES = tuple(ALGORITHMS)
+ALGORITHM_VARIABLE = "PACELINE_ALGORITHM"
+COSTS_VARIABLE = "PACELINE_COSTS"
+STREAMS_VARIABLE = "PACELINE_STREAMS"
+
+_MOST_STREAMS = 64
+
+ALL_TO_ALL_NBYTES = 1 << 20
+"""The size that is assumed for every all_to_all.
+
+A rank does not know the sizes of the others' parts, and all must choose the same algorithm.
+"""
+
+# Shared memory within a host, and fast Ethernet between hosts.
+UNMEASURED = CostModel(LinkCost(2e-6, 1e-10), LinkCost(3e-5, 5e-10), 1e-10)
+
+
+def known_algorithm(algorithm: str | None) -> str | None:
+    """Returns `algorithm` as it is, once it is known to exist; None stands for the fastest.
+
+    Raises:
+        ValueError: there is no such algorithm.
+    """
+    if algorithm is not None and algorithm not in ALGORITHM_NAMES:
+        raise ValueError(
+            f"the algorithm is {algorithm!r} (an argument, or {ALGORITHM_VARIABLE}); it must be one of "
+            f"{', '.join(ALGORITHM_NAMES)}, or nothing for the fastest"
+        )
+    return algorithm
+
+
+def parse_costs(text: str) -> CostModel:
+    """Returns the costs that PACELINE_COSTS says.
+
+    Raises:
+        ValueError: the text does not have the variable's form.
+    """
+    try:
+        data = json.loads(text)
+        return CostModel(LinkCost(*data["within_host"]), LinkCost(*data["between_hosts"]), float(data["gamma"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{COSTS_VARIABLE} is {text!r}; it must be JSON like "
+            '{"within_host": [2e-6, 1e-10], "between_hosts": [3e-5, 5e-10], "gamma": 1e-10}'
+        ) from error
+
+
+def parse_streams(text: str) -> int:
+    """Returns the number of connections between two hosts that PACELINE_STREAMS says.
+
+    Raises:
+        ValueError: it is no such number.
+    """
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST_STREAMS:
+        raise ValueError(f"{STREAMS_VARIABLE} is {text!r}; it must be a number from 1 to {_MOST_STREAMS}")
+    return int(text)

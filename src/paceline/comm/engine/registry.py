@@ -1,0 +1,126 @@
+"""Lists the engines by name, chooses one for each type of device, and starts them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+import torch
+
+from paceline.comm.engine.api import Engine, EngineContext, EngineModule
+from paceline.comm.rendezvous.rendezvous import RendezvousResult
+
+
+class _Entry(NamedTuple):
+    device_type: str
+    module: str
+    meeting: str = ""  # the module with `meet`, if the engine's launcher makes the ranks known to each other
+
+
+# A new engine needs a module (`engine.api.EngineModule`) and a line here.
+_ENGINES: Mapping[str, _Entry] = {
+    "paceline": _Entry("cpu", "paceline.comm.engine.native.engine"),
+    "gloo": _Entry("cpu", "paceline.comm.engine.gloo"),
+    "mpi": _Entry("cpu", "paceline.comm.engine.mpi.engine", "paceline.comm.engine.mpi.engine"),
+    "nccl": _Entry("cuda", "paceline.comm.engine.nccl.engine"),
+}
+_FOR_CPU = "paceline"
+_FOR_OTHERS = {"cuda": "nccl"}
+_FORM = "one engine for each type of device is chosen like 'cpu:paceline,cuda:nccl'"
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """The meaning of `backend=`: the text that `get_backend` returns, and the engine for each type of device."""
+
+    text: str
+    engines: Mapping[str, str]
+
+
+def choose(backend: str | None) -> BackendChoice:
+    """Returns the engines that `backend` names, as in "mpi" or "cpu:paceline,cuda:nccl".
+
+    With None it returns the best engine that can be used for each type of device. CPU tensors always have an engine,
+    since objects are sent as CPU tensors; it is `paceline` if `backend` names none.
+
+    Raises:
+        ValueError: there is no such engine, it does not serve that device, or two engines are named for one device.
+    """
+    chosen: dict[str, str] = {}
+    if backend is None:
+        usable = [name for device_type, name in _FOR_OTHERS.items() if _is_there(device_type, name)]
+        chosen = {"cpu": _FOR_CPU} | {_ENGINES[name].device_type: name for name in usable}
+        return BackendChoice(_spelled(chosen), chosen)
+    for part in backend.lower().split(","):
+        device_type, _, name = part.strip().rpartition(":")
+        if name not in _ENGINES:
+            raise ValueError(f"backend {backend!r} is not known; there are {', '.join(_ENGINES)}, and {_FORM}")
+        served = _ENGINES[name].device_type
+        if device_type not in ("", served):
+            raise ValueError(f"backend {backend!r}: {name} takes tensors on {served}, not on {device_type}; {_FORM}")
+        if served in chosen:
+            raise ValueError(f"backend {backend!r} names two engines for {served}; {_FORM}")
+        chosen[served] = name
+    return BackendChoice(_spelled(chosen), {"cpu": _FOR_CPU} | chosen)
+
+
+def engines_for(device_type: str) -> list[str]:
+    """Returns the names of the engines that take tensors on this type of device."""
+    return [name for name, entry in _ENGINES.items() if entry.device_type == device_type]
+
+
+def missing_piece(name: str) -> str | None:
+    """Returns what engine `name` needs and this machine lacks, with the fix; None if the engine can be used."""
+    return _module(name).missing_piece() if name in _ENGINES else f"this version has no engine {name!r}"
+
+
+def require(name: str, rank: int) -> None:
+    """Checks that engine `name` can be used here.
+
+    Raises:
+        ValueError: something is missing; the message names it and the fix.
+    """
+    missing = missing_piece(name)
+    if missing is not None:
+        raise ValueError(f"rank {rank}: backend {name!r} cannot be used: {missing}")
+
+
+def start(name: str, context: EngineContext) -> Engine:
+    """Starts engine `name` and returns it.
+
+    Raises:
+        ValueError: as for `require`.
+    """
+    require(name, context.rank)
+    return _module(name).start(context)
+
+
+def meeting(backend: BackendChoice, rank: int) -> Callable[[float], RendezvousResult] | None:
+    """Returns the function by which the ranks meet if the launcher of an engine has made them known to each other.
+
+    The function takes a time-out in seconds. Returns None if no engine of `backend` has such a launcher.
+
+    Raises:
+        ValueError: as for `require`.
+    """
+    for name in backend.engines.values():
+        if _ENGINES[name].meeting:
+            require(name, rank)
+            return cast("Callable[[float], RendezvousResult]", importlib.import_module(_ENGINES[name].meeting).meet)
+    return None
+
+
+def _is_there(device_type: str, name: str) -> bool:
+    return device_type == "cuda" and torch.cuda.is_available() and missing_piece(name) is None
+
+
+def _spelled(engines: Mapping[str, str]) -> str:
+    if len(engines) == 1:
+        return next(iter(engines.values()))
+    return ",".join(f"{device_type}:{name}" for device_type, name in engines.items())
+
+
+def _module(name: str) -> EngineModule:
+    return cast(EngineModule, importlib.import_module(_ENGINES[name].module))

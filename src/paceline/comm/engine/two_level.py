@@ -1,0 +1,228 @@
+"""The hierarchical algorithm over two engines: one within each host, and another between the hosts' leaders.
+
+A host's leader is its first rank in the group. Operations that have no step between leaders (all-to-all, and all that
+gather or scatter) and messages use the engine that connects all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from paceline import _core
+from paceline.comm.engine.adapters.library_engine import FailureDiagnosis
+from paceline.comm.engine.adapters.schedule_executor import FlatBuffer
+from paceline.comm.engine.adapters.serial_channel import CallEnded, SerialChannel
+from paceline.comm.engine.api import Engine, OpenGroup
+from paceline.comm.engine.channel import CallOutcome, CollectiveCall, EngineChannel, Messages, Pieces
+from paceline.comm.engine.codes import NO_REDUCTION, ReduceOp
+from paceline.comm.engine.failures import CallFailure, OutcomeCode
+from paceline.comm.schedule.steps import Operation
+from paceline.comm.store.store import Store
+
+_WITHIN = 1 << 61  # distinguishes the identity of a group's part on one host from the group's own
+
+
+class Subgroup(NamedTuple):
+    """An open group of some of the group's ranks; `ranks` are their group ranks."""
+
+    opened: OpenGroup
+    ranks: Sequence[int]
+
+
+@dataclass(frozen=True)
+class TwoLevelGroup:
+    """A group whose hosts are connected by another engine; `parts` are the groups of which it consists."""
+
+    channel: TwoLevelChannel
+    messages: Messages
+    parts: Sequence[OpenGroup]
+
+    def record_as(self, group: int) -> None:
+        """Records the collectives of the whole group, as its members call them, and messages."""
+        self.channel.record_as(group)
+        self.messages.record_messages_as(group)
+
+    def abort(self) -> None:
+        """Ends the calls of the group and of all its parts."""
+        self.channel.abort()
+        for part in self.parts:
+            part.abort()
+
+    def failure(self) -> int:
+        """Returns the code of a failure of the group or of one of its parts; OK without one."""
+        return self.channel.failure() or next(filter(None, (part.failure() for part in self.parts)), OutcomeCode.OK)
+
+    def close(self) -> None:
+        """Closes the group and all its parts; idempotent."""
+        self.channel.close()
+        for part in self.parts:
+            part.close()
+
+
+def open_two_levels(
+    inside: Engine,
+    outside: Engine,
+    store: Store,
+    rank: int,
+    ranks: Sequence[int],
+    hosts: Sequence[Sequence[int]],
+    timeout_s: float,
+    identity: int,
+) -> OpenGroup:
+    """Opens the group of `ranks`, which are ranks of the default group as in `Engine.open_group`.
+
+    Args:
+        inside: the engine that connects all ranks and reduces within each host.
+        outside: the engine that connects the leaders of the hosts.
+        store: the store that the ranks share.
+        rank: this rank, in the default group.
+        ranks: the group's members, in the default group.
+        hosts: the ranks of the default group on each host.
+        timeout_s: how long each engine waits for the other ranks, in seconds.
+        identity: the group's number, which is the same on all its members and new for each group.
+    """
+    by_host = [[at for at, each in enumerate(ranks) if each in host] for host in hosts]
+    by_host = [host for host in by_host if host]
+    me = list(ranks).index(rank)
+    with contextlib.ExitStack() as undo:
+        whole = inside.open_group(ranks, timeout_s, identity)
+        undo.callback(whole.close)
+        if len(by_host) == 1:
+            undo.pop_all()
+            return whole
+        local = next(host for host in by_host if me in host)
+        leaders = [host[0] for host in by_host]
+        within = inside.open_group([ranks[at] for at in local], timeout_s, identity | _WITHIN)
+        undo.callback(within.close)
+        between = None
+        if me in leaders:
+            between = Subgroup(outside.open_group([ranks[at] for at in leaders], timeout_s, identity), leaders)
+            undo.callback(between.opened.close)
+        diagnosis = FailureDiagnosis(store, identity, [inside.members[each] for each in ranks], me)
+        channel = TwoLevelChannel(diagnosis, whole.channel, by_host, me, Subgroup(within, local), between)
+        undo.pop_all()
+    parts = [within, whole] if between is None else [between.opened, within, whole]
+    return TwoLevelGroup(channel, whole.messages, parts)
+
+
+class TwoLevelChannel(SerialChannel):
+    """Reduces and broadcasts through the leaders.
+
+    Args:
+        diagnosis: finds out why a call failed.
+        whole: the channel of all ranks, which runs every other operation.
+        hosts: the group ranks of each host.
+        rank: the group rank of this process.
+        within: the group of this host's ranks.
+        between: the group of the leaders; None if this rank is not a leader.
+    """
+
+    def __init__(
+        self,
+        diagnosis: FailureDiagnosis,
+        whole: EngineChannel,
+        hosts: Sequence[Sequence[int]],
+        rank: int,
+        within: Subgroup,
+        between: Subgroup | None,
+    ) -> None:
+        super().__init__(diagnosis)
+        self._whole = whole
+        self._hosts = hosts
+        self._rank = rank
+        self._size = sum(map(len, hosts))
+        self._within = within
+        self._between = between
+
+    def perform(self, call: CollectiveCall) -> None:
+        """Runs a call to its end."""
+        deadline_ns = time.monotonic_ns() + call.timeout_ns
+        if call.operation == Operation.BROADCAST:
+            self._broadcast(call, call.outputs, call.root, deadline_ns)
+        elif call.operation == Operation.ALL_REDUCE:
+            self._all_reduce(call, call.outputs, deadline_ns)
+        elif call.operation == Operation.REDUCE:
+            self._reduce(call, deadline_ns)
+        else:
+            self._check(self._whole.run(call), range(self._size))
+
+    def _all_reduce(self, call: CollectiveCall, tensor: Sequence[Pieces], deadline_ns: int) -> None:
+        op = ReduceOp.SUM if call.reduce_op == ReduceOp.AVG else call.reduce_op
+        self._run(self._within, Operation.REDUCE, call, op, 0, tensor, deadline_ns)
+        if self._between is not None:
+            self._run(self._between, Operation.ALL_REDUCE, call, op, -1, tensor, deadline_ns)
+            if call.reduce_op == ReduceOp.AVG:
+                self._divide(call, tensor)
+        self._run(self._within, Operation.BROADCAST, call, NO_REDUCTION, 0, tensor, deadline_ns)
+
+    def _reduce(self, call: CollectiveCall, deadline_ns: int) -> None:
+        tensor = FlatBuffer(call.outputs).copy_in()
+        copy = tensor.tensor().clone()  # only the root's tensor may change
+        self._all_reduce(call, [[copy.data_ptr(), copy.nbytes]], deadline_ns)
+        if self._rank == call.root:
+            tensor.tensor().copy_(copy)
+            tensor.copy_out()
+
+    def _broadcast(self, call: CollectiveCall, tensor: Sequence[Pieces], root: int, deadline_ns: int) -> None:
+        at_home = root in self._within.ranks
+        if at_home:
+            source = list(self._within.ranks).index(root)
+            self._run(self._within, Operation.BROADCAST, call, NO_REDUCTION, source, tensor, deadline_ns)
+        if self._between is not None:
+            source = next(number for number, host in enumerate(self._hosts) if root in host)
+            self._run(self._between, Operation.BROADCAST, call, NO_REDUCTION, source, tensor, deadline_ns)
+        if not at_home:
+            self._run(self._within, Operation.BROADCAST, call, NO_REDUCTION, 0, tensor, deadline_ns)
+
+    def _run(
+        self,
+        part: Subgroup,
+        operation: Operation,
+        call: CollectiveCall,
+        reduce_op: int,
+        root: int,
+        tensor: Sequence[Pieces],
+        deadline_ns: int,
+    ) -> None:
+        if len(part.ranks) > 1:
+            remaining_ns = max(1, deadline_ns - time.monotonic_ns())
+            own = CollectiveCall(operation, call.dtype, reduce_op, root, call.count, remaining_ns, [], tensor)
+            self._check(part.opened.channel.run(own), part.ranks)
+
+    def _divide(self, call: CollectiveCall, tensor: Sequence[Pieces]) -> None:
+        whole = FlatBuffer(tensor).copy_in()
+        if call.count:
+            _core.reduce(whole.address, [whole.address], call.count, call.dtype, ReduceOp.AVG, self._size)
+        whole.copy_out()
+
+    def _check(self, outcome: CallOutcome | None, ranks: Sequence[int]) -> None:
+        """Ends the call if a part of it failed, with the part's ranks translated to the whole group's."""
+        if outcome is None:
+            return
+        calls = [(0, 0, 0, 0, -1, 0)] * self._size
+        for rank, header in zip(ranks, outcome.calls, strict=False):
+            calls[rank] = header
+        aborted = outcome.code == OutcomeCode.ABORTED and outcome.reporter >= 0
+        raise CallEnded(
+            CallFailure(
+                OutcomeCode(outcome.code),
+                outcome.said if isinstance(outcome, CallFailure) else "",
+                [ranks[at] for at in outcome.missing],
+                [ranks[at] for at in outcome.gone],
+                [ranks[at] for at in outcome.left],
+                outcome.cause,
+                outcome.cause_left,
+                ranks[outcome.reporter] if aborted else self._rank,
+                outcome.waited_ns,
+                calls=calls,
+                algorithms=[0] * self._size,
+                came=outcome.came,
+                waiting=[ranks[at] for at in outcome.waiting],
+                held_by=outcome.held_by,
+                cause_hung=outcome.cause_hung,
+            )
+        )

@@ -1,0 +1,545 @@
+"""Collectives through which gradients flow, like `torch.distributed.nn.functional`, but with correct gradients.
+
+May use: `group` and below. Start reading at `linear.py`, which has the collectives as functions of autograd; the
+others (MAX, MIN, PRODUCT) are built from those and from torch's own reductions.
+
+In the backward every rank calls the adjoint collective. The gradient of a rank's input is that of the sum of all
+ranks' losses with respect to it. This has three consequences:
+
+- Every rank must run the backward through the call, even where its result is of no use, such as on the other ranks
+  after `reduce` and `gather`. A rank whose loss does not need the result can add `0 * result.sum()` to it.
+- Whether the input requires a gradient must be the same on all ranks. `broadcast` and `scatter` ensure that
+  themselves: the source decides.
+- The ranks must make the calls in the same order, as always. Their backwards then have the same order too.
+
+Under torch.compile each call is a graph break.
+
+All of them raise what `paceline.all_reduce` and the others raise, in the backward as well, and ValueError on a rank
+that is not in `group`. `src` and `dst` are ranks of the default group.
+
+The linear collectives as functions of autograd.
+
+A linear collective maps the tensors of all ranks to the tensors of all ranks. Its backward is the adjoint of that map,
+which is again one of the functions here. Broadcast and reduce are each other's adjoints, as are gather and scatter, and
+all_gather and reduce_scatter; all_reduce and all_to_all are their own. So every backward can itself be differentiated.
+
+The source of a broadcast or scatter first announces its tensors, so that all ranks take part in the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch.autograd import Function
+
+from paceline.comm.engine.codes import DTYPE_CODES, DTYPES, PremulSum, ReduceOp, Reduction
+from paceline.comm.group.call_plan import root_rank
+from paceline.comm.group.collectives import collectives
+from paceline.comm.group.default import Group, resolve
+from paceline.comm.group.eager import eager, eager_methods
+from paceline.comm.group.process_group import ProcessGroup
+
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+def applied(function: type[Function], *arguments: object) -> torch.Tensor:
+    """Returns what `function.apply` returns, which torch leaves untyped."""
+    return cast(torch.Tensor, function.apply(*arguments))
+
+
+def all_exchanged(
+    group: ProcessGroup, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Returns what `AllToAll.apply` returns, which is several tensors."""
+    return cast(tuple[torch.Tensor, ...], AllToAll.apply(group, outputs, *tensors))  # type: ignore[no-untyped-call]
+
+
+@eager_methods
+class AllReduce(Function):
+    """Reduces all ranks' tensors on every rank; differentiable for SUM and AVG."""
+
+    @staticmethod
+    def forward(ctx: Any, group: ProcessGroup, op: ReduceOp, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a new tensor."""
+        ctx.group, ctx.op = group, op
+        result = tensor.clone(memory_format=torch.contiguous_format)
+        collectives.all_reduce(result, op, group)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+        """Returns the gradients, reduced in the same way."""
+        return None, None, applied(AllReduce, ctx.group, ctx.op, grad)
+
+
+@eager_methods
+class Broadcast(Function):
+    """Copies the root's tensor to every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, group: ProcessGroup, root: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a new tensor."""
+        ctx.group, ctx.root = group, root
+        result = tensor.clone(memory_format=torch.contiguous_format)
+        collectives.broadcast(result, group=group, group_src=root)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+        """Returns the sum of the gradients on the root, and zeros elsewhere."""
+        return None, None, applied(Reduce, ctx.group, ctx.root, ReduceOp.SUM, grad)
+
+
+@eager_methods
+class Reduce(Function):
+    """Reduces all ranks' tensors on the root, with zeros elsewhere; differentiable for SUM and AVG."""
+
+    @staticmethod
+    def forward(ctx: Any, group: ProcessGroup, root: int, op: ReduceOp, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a new tensor."""
+        ctx.group, ctx.root, ctx.op = group, root, op
+        result = tensor.clone(memory_format=torch.contiguous_format)
+        collectives.reduce(result, op=op, group=group, group_dst=root)
+        return result if group.rank() == root else result.zero_()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+        """Returns the root's gradient, divided by the number of ranks for AVG."""
+        return None, None, None, _averaged(applied(Broadcast, ctx.group, ctx.root, grad), ctx.op, ctx.group)
+
+
+@eager_methods
+class AllGather(Function):
+    """Concatenates all ranks' tensors in rank order in the contiguous tensor `output`."""
+
+    @staticmethod
+    def forward(ctx: Any, group: ProcessGroup, output: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        """Writes to `output` and returns it."""
+        ctx.group, ctx.shape = group, tensor.shape
+        ctx.mark_dirty(output)
+        collectives.all_gather_into_tensor(output, tensor, group)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+        """Returns this rank's part of the sum of the gradients."""
+        return None, None, applied(ReduceScatter, ctx.group, ReduceOp.SUM, grad.new_empty(ctx.shape), grad.contiguous())
+
+
+@eager_methods
+class ReduceScatter(Function):
+    """Gives each rank its part of the reduction of all contiguous tensors; differentiable for SUM and AVG."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, group: ProcessGroup, op: ReduceOp, output: torch.Tensor, tensor: torch.Tensor
+    ) -> torch.Tensor:
+        """Writes to `output` and returns it."""
+        ctx.group, ctx.op, ctx.shape = group, op, tensor.shape
+        ctx.mark_dirty(output)
+        collectives.reduce_scatter_tensor(output, tensor, op, group)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+        """Returns all ranks' gradients, divided by the number of ranks for AVG."""
+        gathered = applied(AllGather, ctx.group, grad.new_empty(ctx.shape), grad)
+        return None, None, None, _averaged(gathered, ctx.op, ctx.group)
+
+
+@eager_methods
+class Gather(Function):
+    """Stacks all ranks' tensors on the root, along a new first dimension, with zeros elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, group: ProcessGroup, root: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a new tensor."""
+        ctx.group, ctx.root = group, root
+        if group.rank() == root:
+            result = tensor.new_empty((group.size(), *tensor.shape))
+            collectives.gather(tensor, list(result.unbind(0)), group=group, group_dst=root)
+            return result
+        collectives.gather(tensor, group=group, group_dst=root)
+        return tensor.new_zeros((group.size(), *tensor.shape))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+        """Returns this rank's part of the root's gradient."""
+        return None, None, applied(Scatter, ctx.group, ctx.root, grad.new_empty(grad.shape[1:]), *grad.unbind(0))
+
+
+@eager_methods
+class Scatter(Function):
+    """Copies the root's tensor for this rank to `output`.
+
+    The tensors that the other ranks pass only determine whether those ranks take part in the backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, group: ProcessGroup, root: int, output: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        """Writes to `output` and returns it."""
+        ctx.group, ctx.root, ctx.shapes = group, root, [tensor.shape for tensor in tensors]
+        ctx.mark_dirty(output)
+        collectives.scatter(output, tensors if group.rank() == root else None, group=group, group_src=root)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+        """Returns all ranks' gradients on the root, and zeros elsewhere."""
+        gathered = applied(Gather, ctx.group, ctx.root, grad)
+        if ctx.shapes == [grad.shape] * ctx.group.size():
+            return None, None, None, *gathered.unbind(0)
+        return None, None, None, *(grad.new_zeros(shape) for shape in ctx.shapes)
+
+
+@eager_methods
+class AllToAll(Function):
+    """Copies one tensor from each rank to each rank, into tensors that share the memory of `outputs`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, group: ProcessGroup, outputs: Sequence[torch.Tensor], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Returns aliases of the outputs: those may be views, which autograd does not let a function write to."""
+        ctx.group, ctx.shapes = group, [tensor.shape for tensor in tensors]
+        collectives.all_to_all(outputs, tensors, group)
+        return tuple(output.detach() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Gradients:
+        """Sends each gradient back to the rank that its tensor came from."""
+        returned = [grads[0].new_empty(shape) for shape in ctx.shapes]
+        return None, None, *all_exchanged(ctx.group, returned, grads)
+
+
+@eager_methods
+class AllToAllSingle(Function):
+    """Copies rows of one tensor from each rank to each rank; None as split sizes divides them evenly."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        group: ProcessGroup,
+        output: torch.Tensor,
+        output_rows: Sequence[int] | None,
+        input_rows: Sequence[int] | None,
+        tensor: torch.Tensor,
+    ) -> torch.Tensor:
+        """Writes to `output` and returns it."""
+        ctx.group, ctx.shape, ctx.output_rows, ctx.input_rows = group, tensor.shape, output_rows, input_rows
+        ctx.mark_dirty(output)
+        collectives.all_to_all_single(output, tensor, output_rows, input_rows, group)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+        """Sends the gradients of the rows back to the ranks that the rows came from."""
+        returned = grad.new_empty(ctx.shape)
+        return (
+            None,
+            None,
+            None,
+            None,
+            applied(AllToAllSingle, ctx.group, returned, ctx.input_rows, ctx.output_rows, grad),
+        )
+
+
+def _averaged(grad: torch.Tensor, op: ReduceOp, group: ProcessGroup) -> torch.Tensor:
+    return grad / group.size() if op is ReduceOp.AVG else grad
+
+
+_MOST_DIMENSIONS = 13
+_UNFIT = -1
+
+
+def following(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    """Returns `tensor`, or one on the same memory, that requires a gradient exactly if `requires_grad` is true."""
+    return tensor if tensor.requires_grad == requires_grad else tensor.detach().requires_grad_(requires_grad)
+
+
+def announce_gradient(requires_grad: bool, group: ProcessGroup, root: int) -> bool:
+    """Returns, on every rank, whether the root's tensor requires a gradient."""
+    flag = torch.tensor([requires_grad], device="cpu")
+    collectives.broadcast(flag, group=group, group_src=root)
+    return bool(flag.item())
+
+
+def announce_template(
+    tensors: Sequence[torch.Tensor] | None, group: ProcessGroup, root: int
+) -> tuple[torch.Tensor, bool]:
+    """Returns an uninitialised tensor like each of the root's, and whether one of those requires a gradient.
+
+    Raises:
+        ValueError: on all ranks, if the root did not pass one tensor of one shape and type for each rank.
+    """
+    head = torch.zeros(3 + _MOST_DIMENSIONS, dtype=torch.int64, device="cpu")
+    if group.rank() == root:
+        fields = _describe(tensors or (), group.size())
+        head[: len(fields)] = torch.tensor(fields)
+    collectives.broadcast(head, group=group, group_src=root)
+    dtype, requires_grad, dimensions, *shape = head.tolist()
+    if dtype == _UNFIT:
+        raise ValueError(
+            f"{group}: scatter needs one tensor for each of the {group.size()} ranks on rank {group.ranks[root]}, all "
+            f"of one shape, with at most {_MOST_DIMENSIONS} dimensions, and of one type that collectives take"
+        )
+    device = tensors[0].device if tensors else torch.device("cpu")
+    return torch.empty(shape[:dimensions], dtype=DTYPES[dtype], device=device), bool(requires_grad)
+
+
+def _describe(tensors: Sequence[torch.Tensor], size: int) -> list[int]:
+    kinds = {(tensor.dtype, tuple(tensor.shape)) for tensor in tensors}
+    if len(tensors) != size or len(kinds) != 1:
+        return [_UNFIT]
+    ((dtype, shape),) = kinds
+    if dtype not in DTYPE_CODES or len(shape) > _MOST_DIMENSIONS:
+        return [_UNFIT]
+    requires_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return [DTYPE_CODES[dtype], requires_grad, len(shape), *shape]
+
+
+__all__ = [
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+]
+
+_LOCALLY: dict[ReduceOp, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    ReduceOp.PRODUCT: torch.prod,
+    ReduceOp.MIN: torch.amin,
+    ReduceOp.MAX: torch.amax,
+}
+
+
+@eager
+def all_reduce(tensor: torch.Tensor, op: Reduction = ReduceOp.SUM, group: Group = None) -> torch.Tensor:
+    """Returns the reduction of all ranks' `tensor`, the same on every rank; `tensor` does not change.
+
+    The gradient is the true one for every reduction: for SUM the sum of the ranks' gradients, for AVG their mean, and
+    for PRODUCT that sum times the product of the other ranks' values. For MIN and MAX it goes to the ranks that have
+    the extreme value, in equal parts. (`torch.distributed.nn.functional.all_reduce` reduces the gradients with `op`
+    itself, which is wrong for the last three.) PRODUCT, MIN and MAX gather all tensors if a gradient is required.
+
+    Raises:
+        TypeError: `op` is not defined for the tensor's type.
+    """
+    members = _members(group, "all_reduce")
+    tensor, op = _unscaled(tensor, op, "all_reduce")
+    if _is_by_one_call(tensor, op):
+        return applied(AllReduce, members, op, tensor)
+    return _locally(_gathered(tensor, members), op)
+
+
+@eager
+def reduce(tensor: torch.Tensor, dst: int, op: Reduction = ReduceOp.SUM, group: Group = None) -> torch.Tensor:
+    """Returns the reduction of all ranks' `tensor` on rank `dst`, and zeros on the others.
+
+    The gradient is that of `all_reduce`, of rank `dst`'s loss alone; the gradients of the zeros are ignored.
+
+    Raises:
+        TypeError: `op` is not defined for the tensor's type.
+    """
+    members = _members(group, "reduce")
+    root = root_rank(members, dst, None, "reduce", "dst")
+    tensor, op = _unscaled(tensor, op, "reduce")
+    if _is_by_one_call(tensor, op):
+        return applied(Reduce, members, root, op, tensor)
+    return _locally(applied(Gather, members, root, tensor), op)
+
+
+@eager
+def reduce_scatter(
+    output: torch.Tensor, input_list: Sequence[torch.Tensor], op: Reduction = ReduceOp.SUM, group: Group = None
+) -> torch.Tensor:
+    """Reduces the ranks' `input_list[r]` into rank r's `output` and returns it; gradients flow through `output` itself.
+
+    Args:
+        output: has the shape of each input.
+        input_list: one tensor for each rank, all with one shape.
+
+    Raises:
+        TypeError: `op` is not defined for the tensors' type.
+        ValueError: there is not one input for each rank, or the shapes differ.
+    """
+    members = _members(group, "reduce_scatter")
+    shapes = {tuple(tensor.shape) for tensor in (output, *input_list)}
+    if len(input_list) != members.size() or len(shapes) != 1:
+        raise ValueError(
+            f"{members}: reduce_scatter takes one tensor for each of the {members.size()} ranks, all of the output's "
+            f"shape {list(output.shape)}; got {[list(tensor.shape) for tensor in input_list]}"
+        )
+    return reduce_scatter_tensor(output, torch.stack(list(input_list)), op, members)
+
+
+@eager
+def reduce_scatter_tensor(
+    output: torch.Tensor, input: torch.Tensor, op: Reduction = ReduceOp.SUM, group: Group = None
+) -> torch.Tensor:
+    """Does what `reduce_scatter` does, for inputs that are concatenated in rank order in one tensor.
+
+    Args:
+        output: this rank's part.
+        input: has any shape, and `world_size` times as many elements as `output`.
+
+    Raises:
+        TypeError: `op` is not defined for the tensors' type.
+        ValueError: `input` has a different number of elements.
+    """
+    members = _members(group, "reduce_scatter")
+    input, op = _unscaled(input, op, "reduce_scatter")
+    whole = input.contiguous()
+    if _is_by_one_call(whole, op):
+        return applied(ReduceScatter, members, op, output, whole)
+    flat = whole.view(-1)
+    received = applied(AllToAllSingle, members, torch.empty_like(flat), None, None, flat)
+    return output.copy_(_locally(received.view(members.size(), *output.shape), op))
+
+
+@eager
+def broadcast(tensor: torch.Tensor, src: int, group: Group = None) -> torch.Tensor:
+    """Returns rank `src`'s `tensor` on every rank; the other ranks' tensors determine only the shape and the type.
+
+    The gradient of rank `src`'s tensor is the sum of all ranks' gradients; that of the other tensors is zero. The
+    result requires a gradient on all ranks if rank `src`'s tensor does.
+    """
+    members = _members(group, "broadcast")
+    root = root_rank(members, src, None, "broadcast", "src")
+    if torch.is_grad_enabled() and _is_differentiable(tensor):
+        tensor = following(tensor, announce_gradient(tensor.requires_grad, members, root))
+    return applied(Broadcast, members, root, tensor)
+
+
+@eager
+def gather(tensor: torch.Tensor, dst: int = 0, group: Group = None) -> tuple[torch.Tensor, ...]:
+    """Returns all ranks' `tensor` by rank on rank `dst`, and as many tensors of zeros on the others.
+
+    The gradient of each rank's tensor is that of its place on rank `dst`; the gradients of the zeros are ignored.
+    """
+    members = _members(group, "gather")
+    return applied(Gather, members, root_rank(members, dst, None, "gather", "dst"), tensor).unbind(0)
+
+
+@eager
+def scatter(tensors: Sequence[torch.Tensor] | None, src: int = 0, group: Group = None) -> torch.Tensor:
+    """Returns the entry for this rank of rank `src`'s `tensors`.
+
+    Args:
+        tensors: on rank `src` one for each rank, all with one shape and type. Other ranks pass None; anything else
+            that they pass is ignored, and its gradient is zero.
+
+    The gradients of all ranks are gathered on rank `src`. The result requires a gradient on all ranks if one of rank
+    `src`'s tensors does.
+
+    Raises:
+        ValueError: on all ranks, if rank `src` did not pass one tensor of one shape and type for each rank.
+    """
+    members = _members(group, "scatter")
+    root = root_rank(members, src, None, "scatter", "src")
+    template, requires_grad = announce_template(tensors, members, root)
+    given = [*tensors] if tensors is not None else []
+    if members.rank() != root and not any(each.requires_grad for each in given):
+        given = [following(template.new_empty(0), requires_grad)]
+    elif not requires_grad:
+        given = [each.detach() for each in given]
+    return applied(Scatter, members, root, template, *given)
+
+
+@eager
+def all_gather(tensor: torch.Tensor, group: Group = None) -> tuple[torch.Tensor, ...]:
+    """Returns all ranks' `tensor` by rank, on every rank; all have one shape and type.
+
+    The gradient of a rank's tensor is the sum of the gradients of its copies on all ranks.
+    """
+    return _gathered(tensor, _members(group, "all_gather")).unbind(0)
+
+
+@eager
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Group = None
+) -> torch.Tensor:
+    """Writes all ranks' `input_tensor` in rank order to `output_tensor` and returns that; gradients flow through it.
+
+    Args:
+        output_tensor: contiguous; has any shape, and `world_size` times as many elements as `input_tensor`.
+
+    Raises:
+        ValueError: `output_tensor` is not contiguous, or has a different number of elements.
+    """
+    return applied(AllGather, _members(group, "all_gather_into_tensor"), output_tensor, input_tensor)
+
+
+_all_gather_base = all_gather_into_tensor  # its name in torch.distributed.nn.functional
+
+
+@eager
+def all_to_all(
+    output_tensor_list: Sequence[torch.Tensor], input_tensor_list: Sequence[torch.Tensor], group: Group = None
+) -> tuple[torch.Tensor, ...]:
+    """Sends `input_tensor_list[r]` to rank r, and returns what this rank received, by sending rank.
+
+    `output_tensor_list` gives the shapes and is written to, but gradients flow through the returned tensors only.
+    """
+    return all_exchanged(_members(group, "all_to_all"), list(output_tensor_list), input_tensor_list)
+
+
+@eager
+def all_to_all_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Group = None,
+) -> torch.Tensor:
+    """Does what `all_to_all` does, for rows of `input` and `output`; gradients flow through the returned `output`.
+
+    The split sizes are numbers of rows, one for each rank; None or an empty list splits evenly.
+
+    Raises:
+        ValueError: the split sizes do not add up to the number of rows, or the rows cannot be split evenly.
+    """
+    members = _members(group, "all_to_all_single")
+    return applied(AllToAllSingle, members, output, output_split_sizes or None, input_split_sizes or None, input)
+
+
+def _members(group: Group, call: str) -> ProcessGroup:
+    members = resolve(group)
+    if members is None:
+        raise ValueError(f"{call}: this rank is not in the group; call it on the group's members only")
+    return members
+
+
+def _unscaled(tensor: torch.Tensor, op: Reduction, call: str) -> tuple[torch.Tensor, ReduceOp]:
+    """Returns the tensor, multiplied by the factor of `op` if it has one, and the reduction without the factor."""
+    if isinstance(op, PremulSum):
+        return tensor * op.factor, ReduceOp.SUM
+    if op in (ReduceOp.MIN, ReduceOp.MAX) and tensor.is_complex():
+        raise TypeError(f"{call}: {op.name} is not defined for {tensor.dtype}; reduce real tensors")
+    return tensor, op
+
+
+def _gathered(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    return applied(AllGather, group, tensor.new_empty((group.size(), *tensor.shape)), tensor)
+
+
+def _locally(gathered: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+    """Returns the reduction over the first dimension; torch computes its gradient."""
+    return _LOCALLY[op](gathered, 0)
+
+
+def _is_by_one_call(tensor: torch.Tensor, op: ReduceOp) -> bool:
+    """Returns whether one collective suffices: the reduction is linear, or no gradient is required."""
+    return op not in _LOCALLY or not (tensor.requires_grad and torch.is_grad_enabled())
+
+
+def _is_differentiable(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

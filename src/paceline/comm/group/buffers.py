@@ -1,0 +1,194 @@
+"""Converts tensors to the addresses that an engine reads and writes.
+
+Tells autograd which tensors a call writes to, since the engine writes to their memory without PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias, cast
+
+import torch
+
+from paceline import _core
+from paceline.comm.engine.codes import DTYPE_CODES, ReduceOp
+
+Count = Callable[[Iterable[object]], None]  # of tensors
+
+_increment = torch._C._increment_version
+
+
+def _one_by_one(tensors: Iterable[object]) -> None:
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
+            _increment(tensor)
+
+
+def _chosen() -> Count:
+    """Returns PyTorch's own function, or one that calls it for each tensor where it takes a single one."""
+    try:
+        _increment([torch.empty(0, device="cpu")])
+    except TypeError:
+        return _one_by_one
+    return cast("Count", _increment)
+
+
+# Counts a write to each of the tensors, with which tensors that share their memory by PyTorch's views, and by
+# `detach()`, share the count. A backward that needs a tensor as it was before then raises, instead of computing wrong
+# gradients. A write that is counted twice does no harm.
+count_writes: Count = _chosen()
+
+
+def counting_writes(tensors: Sequence[torch.Tensor], finish: Callable[[], None] | None) -> Callable[[], None] | None:
+    """Returns a last step of a call that counts its writes to the tensors, after `finish`."""
+    if not tensors:
+        return finish
+
+    def counted() -> None:
+        if finish is not None:
+            finish()
+        count_writes(tensors)
+
+    return counted
+
+
+_core.read_tensors(torch.Tensor, torch.nn.Parameter, ReduceOp, count_writes)
+
+
+Tensors = torch.Tensor | Sequence[torch.Tensor]
+
+
+def as_list(tensors: Tensors, argument: str) -> list[torch.Tensor]:
+    """Returns one tensor or a sequence of them as a list.
+
+    Raises:
+        TypeError: the argument is neither.
+    """
+    if isinstance(tensors, torch.Tensor):
+        return [tensors]
+    if isinstance(tensors, (list, tuple)) and all(isinstance(each, torch.Tensor) for each in tensors):
+        return list(tensors)
+    raise TypeError(f"{argument}: the argument must be a tensor or a list of tensors, not {type(tensors).__name__}")
+
+
+def dtype_code(tensors: Sequence[torch.Tensor], call: str) -> int:
+    """Returns the code of the type that all the tensors have.
+
+    Raises:
+        TypeError: they are not dense tensors of one supported type.
+    """
+    first = tensors[0].dtype if tensors else torch.uint8
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"{call} got a tensor of layout {tensor.layout}; use tensor.to_dense()")
+        if tensor.dtype != first:
+            raise TypeError(f"{call} got tensors of {first} and {tensor.dtype}; one call takes one type")
+    code = DTYPE_CODES.get(first)
+    if code is None:
+        raise TypeError(f"{call} does not take tensors of {first}; it takes {', '.join(map(str, DTYPE_CODES))}")
+    return code
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Returns whether the tensor is contiguous, and its memory holds its values as they are."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+MemoryLayout: TypeAlias = tuple[int, torch.Size, tuple[int, ...], torch.dtype, bool, bool]
+
+
+def memory_layout(tensor: torch.Tensor) -> MemoryLayout:
+    """Returns where the values of a dense tensor are in memory, and how they lie there.
+
+    Of two tensors with the same address, one may be longer, have other strides, or be another type's view of it.
+    """
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Returns where the values of a tensor are in memory.
+
+    Raises:
+        ValueError: they are nowhere.
+    """
+    address = tensor.data_ptr()
+    if address == 0 and tensor.is_cpu and tensor.numel() > 0:
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} has no memory: its storage was freed, for instance by "
+            "untyped_storage().resize_(0), or it is the FakeTensor of a program that is only traced. Pass a tensor "
+            "that has values"
+        )
+    return address
+
+
+def count_elements(tensors: Sequence[torch.Tensor]) -> int:
+    """Returns the number of elements of all `tensors` together."""
+    return sum(tensor.numel() for tensor in tensors)
+
+
+class Buffers:
+    """The memory of a call's tensors; tensors that are not plain go through a copy.
+
+    Args:
+        scale: a factor for the values that are read; they are multiplied in a copy.
+        any_order: take a channels-last tensor's elements in memory order; the caller guarantees that its layout is the
+            same on every rank.
+    """
+
+    def __init__(self, scale: float | torch.Tensor | None = None, any_order: bool = False) -> None:
+        self.kept: list[torch.Tensor] = []
+        self.written: list[torch.Tensor] = []  # the caller's tensors; `kept` may have copies of them
+        self.has_copies = False
+        self.residual: torch.Tensor | None = None  # kept for as long as the call
+        self._copy_back: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.scale = scale
+        self._any_order = any_order
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Returns the address and the number of bytes of each tensor, to be read."""
+        flat: list[int] = []
+        for tensor in tensors:
+            dense = tensor.detach() if self._usable(tensor) else self._copy(tensor)
+            self.kept.append(dense)
+            flat += (address_of(dense), dense.nbytes)
+        return flat
+
+    def write(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Returns the address and the number of bytes of each tensor, to be written, or read and written."""
+        flat: list[int] = []
+        self.written += tensors
+        for tensor in tensors:
+            dense = tensor
+            if not self._usable(tensor):
+                dense = self._copy(tensor)
+                self._copy_back.append((tensor.detach(), dense))
+            self.kept.append(dense)
+            flat += (address_of(dense), dense.nbytes)
+        return flat
+
+    @property
+    def finish(self) -> Callable[[], None] | None:
+        """A function to be called when the call is over; None if nothing is left to do."""
+        return self._write_back if self._copy_back else None
+
+    def _usable(self, tensor: torch.Tensor) -> bool:
+        if self.scale is not None:
+            return False
+        return is_plain(tensor) or (self._any_order and _is_channels_last(tensor))
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.has_copies = True
+        dense = tensor.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
+        return dense if self.scale is None else dense.mul_(self.scale)
+
+    def _write_back(self) -> None:
+        for tensor, dense in self._copy_back:
+            tensor.copy_(dense)
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    if tensor.is_conj() or tensor.is_neg():
+        return False
+    return (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)) or (
+        tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d)
+    )

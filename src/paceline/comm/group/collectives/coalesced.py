@@ -1,0 +1,240 @@
+"""Collectives on lists of tensors.
+
+Every collective takes a list of tensors of one dtype in the place of a tensor. These functions take lists with several
+dtypes, and make one call for each dtype. All ranks pass the same dtypes and numbers of elements in the same order. With
+`async_op=True` they return one `Work` for all calls (torch.distributed returns what its `get_future()` returns).
+
+All raise:
+    ValueError: lists that belong together differ in length.
+    The errors of `collectives.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from paceline.comm.engine.codes import ReduceOp, Reduction
+from paceline.comm.group.buffers import Tensors, as_list
+from paceline.comm.group.call_plan import parts_by_rank, root_rank
+from paceline.comm.group.default import Group, resolve
+from paceline.comm.group.eager import eager
+from paceline.comm.group.process_group import ProcessGroup
+from paceline.comm.group.work import Work, ended
+from paceline.durations import Timeout
+
+BUFFER_SIZE = 250 << 20  # bytes, what DistributedDataParallel takes in torch
+
+
+@eager
+def all_reduce_coalesced(
+    tensors: Tensors,
+    op: Reduction = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    timeout: Timeout | None = None,
+) -> Work | None:
+    """Reduces each of `tensors` over all ranks, in place."""
+    call = "all_reduce_coalesced"
+    chosen = resolve(group)
+    if chosen is None:
+        return None
+    listed = as_list(tensors, call)
+    return _each_type(
+        call, listed, listed, lambda at: chosen.all_reduce([listed[i] for i in at], op, async_op, timeout)
+    )
+
+
+@eager
+def broadcast_coalesced(
+    tensors: Tensors,
+    src: int | None = None,
+    group: Group = None,
+    buffer_size: int = BUFFER_SIZE,
+    async_op: bool = False,
+    group_src: int | None = None,
+    timeout: Timeout | None = None,
+) -> Work | None:
+    """Copies the source's `tensors` to all ranks. The default source is the first rank of the group.
+
+    One call takes tensors of up to `buffer_size` bytes together, or one tensor that is larger.
+    """
+    call = "broadcast_coalesced"
+    chosen = resolve(group)
+    if chosen is None:
+        return None
+    if buffer_size <= 0:
+        raise ValueError(f"{call}: buffer_size is {buffer_size}; it is a positive number of bytes")
+    listed = as_list(tensors, call)
+    root = root_rank(chosen, src, group_src, call, "src", 0)
+    buckets = [bucket for at in _by_type(listed) for bucket in _buckets(listed, at, buffer_size)]
+    works = [chosen.broadcast([listed[i] for i in bucket], root, async_op, timeout) for bucket in buckets]
+    return ended(works, call, listed)
+
+
+@eager
+def all_gather_coalesced(
+    output_tensor_lists: Sequence[Sequence[torch.Tensor]],
+    input_tensor_list: Sequence[torch.Tensor],
+    group: Group = None,
+    async_op: bool = False,
+    timeout: Timeout | None = None,
+) -> Work | None:
+    """Copies every rank's `input_tensor_list[i]` to `output_tensor_lists[r][i]` of all ranks, r being its rank."""
+    call = "all_gather_coalesced"
+    chosen = resolve(group)
+    if chosen is None:
+        return None
+    inputs = as_list(input_tensor_list, call)
+    _require_length(output_tensor_lists, chosen.size(), call, "output_tensor_lists", "one list for each rank")
+    for rank, outputs in enumerate(output_tensor_lists):
+        _require_length(outputs, len(inputs), call, f"output_tensor_lists[{rank}]", "as many as input_tensor_list")
+
+    def gather(at: list[int]) -> Work | None:
+        theirs = [[outputs[i] for i in at] for outputs in output_tensor_lists]
+        return chosen.all_gather(theirs, [inputs[i] for i in at], async_op, timeout)
+
+    return _each_type(call, inputs, [tensor for outputs in output_tensor_lists for tensor in outputs], gather)
+
+
+@eager
+def all_gather_into_tensor_coalesced(
+    output_tensors: Sequence[torch.Tensor],
+    input_tensors: Sequence[torch.Tensor],
+    group: Group = None,
+    async_op: bool = False,
+    timeout: Timeout | None = None,
+) -> Work | None:
+    """`all_gather_into_tensor` of each of `input_tensors` into the one of `output_tensors` at the same place.
+
+    Raises:
+        ValueError: an output is not contiguous or does not have `world_size` times as many elements as its input.
+    """
+    call = "all_gather_into_tensor_coalesced"
+    chosen = resolve(group)
+    if chosen is None:
+        return None
+    inputs = as_list(input_tensors, call)
+    outputs = as_list(output_tensors, call)
+    _require_length(outputs, len(inputs), call, "output_tensors", "as many as input_tensors")
+    parts = _all_parts(outputs, inputs, chosen, call, "output_tensors")
+    return _each_type(
+        call,
+        inputs,
+        outputs,
+        lambda at: chosen.all_gather(_of_ranks(parts, at, chosen), [inputs[i] for i in at], async_op, timeout),
+    )
+
+
+@eager
+def reduce_scatter_coalesced(
+    output_tensors: Sequence[torch.Tensor],
+    input_tensor_lists: Sequence[Sequence[torch.Tensor]],
+    op: Reduction = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    timeout: Timeout | None = None,
+) -> Work | None:
+    """Reduces the ranks' `input_tensor_lists[i][r]` into rank r's `output_tensors[i]`."""
+    call = "reduce_scatter_coalesced"
+    chosen = resolve(group)
+    if chosen is None:
+        return None
+    outputs = as_list(output_tensors, call)
+    _require_length(input_tensor_lists, len(outputs), call, "input_tensor_lists", "as many as output_tensors")
+    for i, inputs in enumerate(input_tensor_lists):
+        _require_length(inputs, chosen.size(), call, f"input_tensor_lists[{i}]", "one tensor for each rank")
+    return _reduce_scatter(call, chosen, outputs, input_tensor_lists, op, async_op, timeout)
+
+
+@eager
+def reduce_scatter_tensor_coalesced(
+    output_tensors: Sequence[torch.Tensor],
+    input_tensors: Sequence[torch.Tensor],
+    op: Reduction = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    timeout: Timeout | None = None,
+) -> Work | None:
+    """`reduce_scatter_tensor` of each of `input_tensors` into the one of `output_tensors` at the same place.
+
+    Raises:
+        ValueError: an input is not contiguous or does not have `world_size` times as many elements as its output.
+    """
+    call = "reduce_scatter_tensor_coalesced"
+    chosen = resolve(group)
+    if chosen is None:
+        return None
+    inputs = as_list(input_tensors, call)
+    outputs = as_list(output_tensors, call)
+    _require_length(inputs, len(outputs), call, "input_tensors", "as many as output_tensors")
+    parts = _all_parts(inputs, outputs, chosen, call, "input_tensors")
+    return _reduce_scatter(call, chosen, outputs, parts, op, async_op, timeout)
+
+
+def _reduce_scatter(
+    call: str,
+    group: ProcessGroup,
+    outputs: list[torch.Tensor],
+    parts: Sequence[Sequence[torch.Tensor]],
+    op: Reduction,
+    async_op: bool,
+    timeout: Timeout | None,
+) -> Work | None:
+    return _each_type(
+        call,
+        outputs,
+        outputs,
+        lambda at: group.reduce_scatter([outputs[i] for i in at], _of_ranks(parts, at, group), op, async_op, timeout),
+    )
+
+
+def _each_type(
+    call: str,
+    tensors: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor],
+    start: Callable[[list[int]], Work | None],
+) -> Work | None:
+    """Starts the calls, one with the places of the tensors of each type; an empty list is a call as well."""
+    return ended([start(at) for at in _by_type(tensors)], call, results)
+
+
+def _by_type(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    places: dict[torch.dtype, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        places.setdefault(tensor.dtype, []).append(i)
+    return list(places.values()) or [[]]
+
+
+def _buckets(tensors: Sequence[torch.Tensor], places: list[int], nbytes: int) -> list[list[int]]:
+    buckets: list[list[int]] = [[]]
+    filled = 0
+    for i in places:
+        if buckets[-1] and filled + tensors[i].nbytes > nbytes:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(i)
+        filled += tensors[i].nbytes
+    return buckets
+
+
+def _all_parts(
+    wholes: list[torch.Tensor], parts: list[torch.Tensor], group: ProcessGroup, call: str, name: str
+) -> list[list[torch.Tensor]]:
+    return [
+        parts_by_rank(whole, part.numel(), group, call, f"{name}[{i}]")
+        for i, (whole, part) in enumerate(zip(wholes, parts, strict=True))
+    ]
+
+
+def _of_ranks(
+    parts: Sequence[Sequence[torch.Tensor]], places: list[int], group: ProcessGroup
+) -> list[list[torch.Tensor]]:
+    return [[parts[i][rank] for i in places] for rank in range(group.size())]
+
+
+def _require_length(entries: Sequence[object], count: int, call: str, name: str, what: str) -> None:
+    if isinstance(entries, torch.Tensor) or len(entries) != count:
+        seen = type(entries).__name__ if isinstance(entries, torch.Tensor) else f"{len(entries)} entries"
+        raise ValueError(f"{call}: {name} is {seen}; it must be a list of {count}, {what}")

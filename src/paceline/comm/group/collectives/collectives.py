@@ -1,0 +1,424 @@
+"""The collectives as users call them; those with a root are in `rooted.py`.
+
+Every rank of a group makes the same calls in the same order. These rules hold for all of them:
+
+- A tensor may be on any device for which the group's backend has an engine: the CPU always, CUDA with "nccl". All
+  tensors of one call are on one device and of one dtype. Wherever a tensor is taken, a list of tensors is taken too, as
+  if they were concatenated.
+- `src` and `dst` are ranks of the default group, `group_src` and `group_dst` ranks of `group`; give one of the two.
+- `group` is a group of Paceline's, or None for the default group. On a rank that is not in `group` a call does nothing
+  and returns None.
+- With `async_op=True` a call returns a `Work` at once, and its tensors must not be touched before the work is over.
+  Otherwise the call returns None when it is complete.
+- What a call writes to counts as modified in place: a backward that needs the values before raises, as autograd does.
+- `timeout` is a timedelta or a number of seconds; the group's if None.
+- `wire` has sums of floats, and floats that all_gather moves, rounded on their way between hosts: "bf16", "int8" or
+  "int4", or a `Wire`, which makes up for the rounding in the next call (docs/slow-networks.md). Within a host all is
+  exact, and all ranks end with the same bits.
+- Under torch.compile each call breaks the graph.
+
+All raise:
+    TypeError: a tensor's device, layout or dtype is not supported, the reduction is not defined for its dtype, or
+        `group` is not a group of Paceline's.
+    CollectiveMismatchError: the ranks made different calls. Every rank gets it, and it names both calls. On one host
+        the group stays usable.
+    CollectiveTimeoutError: a rank did not make the call within `timeout`. The group can no longer be used.
+    PeerLostError: a rank died or left. The group can no longer be used, and later calls raise the same error.
+
+Barriers: calls that return when every rank has made them.
+
+The collectives that have a root: one rank sends to all, or receives from all.
+
+The rules at the head of `collectives.py` hold for them, and they raise the same errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from paceline.comm.engine.codes import ReduceOp, Reduction
+from paceline.comm.group.buffers import Tensors
+from paceline.comm.group.call_plan import parts_by_rank, root_rank, rows_by_rank
+from paceline.comm.group.compression import WireLike
+from paceline.comm.group.default import Group, resolve
+from paceline.comm.group.eager import eager
+from paceline.comm.group.work import Work, ended
+from paceline.durations import Timeout
+
+
+@eager
+def barrier(
+    group: Group = None,
+    async_op: bool = False,
+    device_ids: Sequence[int] | None = None,
+    timeout: Timeout | None = None,
+) -> Work | None:
+    """Waits until every rank of the group has called it. It does not wait for kernels on a GPU.
+
+    Args:
+        group: the default group if None.
+        async_op: return a `Work` at once.
+        device_ids: must be None; a barrier uses no device.
+        timeout: how long to wait, as a timedelta or in seconds; the group's if None.
+
+    Raises:
+        ValueError: `device_ids` is given.
+    """
+    if device_ids is not None:
+        raise ValueError(f"barrier: device_ids is {device_ids}; a barrier uses no device here, leave device_ids out")
+    chosen = resolve(group)
+    return None if chosen is None else chosen.barrier(async_op, timeout)
+
+
+@eager
+def monitored_barrier(group: Group = None, timeout: Timeout | None = None, wait_all_ranks: bool = False) -> None:
+    """Waits until every rank of the group has called it, and names those that have not within `timeout`.
+
+    All ranks that wait get the error, not only rank 0 as in torch.distributed, where the others only learn that the
+    barrier failed. Every call of Paceline names the ranks that are missing; the message of this one begins with them.
+
+    Args:
+        group: the default group if None.
+        timeout: how long to wait, as a timedelta or in seconds; the group's if None.
+        wait_all_ranks: name all missing ranks; otherwise the first, and how many more there are.
+
+    Raises:
+        CollectiveTimeoutError: ranks are missing; its `missing` lists them all. The group can no longer be used.
+        PeerLostError: a rank died or left. The group can no longer be used.
+    """
+    chosen = resolve(group)
+    if chosen is not None:
+        chosen.monitored_barrier(timeout, wait_all_ranks)
+
+
+@eager
+def broadcast(
+    tensor: Tensors,
+    src: int | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+    timeout: Timeout | None = None,
+) -> Work | None:
+    """Copies the source's `tensor` into that of every other rank.
+
+    Args:
+        tensor: a tensor of the same dtype and number of elements on every rank; read on the source, written elsewhere.
+        src, group_src: the source.
+
+    Raises:
+        ValueError: there is no source, or it is given twice, or it is not in the group.
+    """
+    chosen = resolve(group)
+    if chosen is None:
+        return None
+    return chosen.broadcast(tensor, root_rank(chosen, src, group_src, "broadcast", "src"), async_op, timeout)
+
+
+@eager
+def reduce(
+    tensor: Tensors,
+    dst: int | None = None,
+    op: Reduction = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+    timeout: Timeout | None = None,
+) -> Work | None:
+    """Reduces `tensor` over all ranks into that of the destination. Tensors of the other ranks are unchanged.
+
+    Args:
+        tensor: a tensor of the same dtype and number of elements on every rank.
+        dst, group_dst: the destination.
+        op: the reduction. The default is SUM.
+
+    Raises:
+        ValueError: there is no destination, or it is given twice, or it is not in the group.
+    """
+    chosen = resolve(group)
+    if chosen is None:
+        return None
+    return chosen.reduce(tensor, root_rank(chosen, dst, group_dst, "reduce", "dst"), op, async_op, timeout)
+
+
+@eager
+def gather(
+    tensor: Tensors,
+    gather_list: Sequence[Tensors] | None = None,
+    dst: int | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+    timeout: Timeout | None = None,
+) -> Work | None:
+    """Copies every rank's `tensor` to the destination: rank r's into `gather_list[r]` there.
+
+    Args:
+        tensor: a tensor of the same dtype and number of elements on every rank.
+        gather_list: on the destination one tensor for each rank, like `tensor`; None or empty on other ranks.
+        dst, group_dst: the destination. The default is the first rank of the group.
+
+    Raises:
+        ValueError: `gather_list` is missing on the destination, does not fit, or is given on another rank.
+    """
+    chosen = resolve(group)
+    if chosen is None:
+        return None
+    return chosen.gather(gather_list, tensor, root_rank(chosen, dst, group_dst, "gather", "dst", 0), async_op, timeout)
+
+
+@eager
+def scatter(
+    tensor: Tensors,
+    scatter_list: Sequence[Tensors] | None = None,
+    src: int | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+    timeout: Timeout | None = None,
+) -> Work | None:
+    """Copies the source's `scatter_list[r]` into the `tensor` of rank r.
+
+    Args:
+        tensor: a tensor of the same dtype and number of elements on every rank.
+        scatter_list: on the source one tensor for each rank, like `tensor`; None or empty on other ranks.
+        src, group_src: the source. The default is the first rank of the group.
+
+    Raises:
+        ValueError: `scatter_list` is missing on the source, does not fit, or is given on another rank.
+    """
+    chosen = resolve(group)
+    if chosen is None:
+        return None
+    return chosen.scatter(
+        tensor, scatter_list, root_rank(chosen, src, group_src, "scatter", "src", 0), async_op, timeout
+    )
+
+
+@eager
+def all_reduce(
+    tensor: Tensors,
+    op: Reduction = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    timeout: Timeout | None = None,
+    wire: WireLike = None,
+) -> Work | None:
+    """Reduces `tensor` over all ranks, in place.
+
+    With the engine "paceline" every rank gets the same bits, in this run and in every other. The order of summation is
+    fixed by the algorithm, the number of elements and the ranks, and never by the order in which ranks arrive: on one
+    host it is a pairwise tree in rank order. Other engines sum in the order of their library. float16 and bfloat16 are
+    accumulated in float32.
+
+    Args:
+        tensor: a tensor of the same dtype and number of elements on every rank, dense or sparse COO. A sparse tensor
+            is coalesced afterwards, and a call on one returns only when all ranks have made it, even with
+            `async_op=True`, since the ranks first exchange their numbers of values.
+        op: the reduction; a `ReduceOp`, a `PremulSum`, or torch's. The default is SUM.
+        group, async_op, timeout, wire: see above.
+    """
+    chosen = resolve(group)
+    return None if chosen is None else chosen.all_reduce(tensor, op, async_op, timeout, False, wire)
+
+
+@eager
+def all_gather(
+    tensor_list: Sequence[Tensors],
+    tensor: Tensors,
+    group: Group = None,
+    async_op: bool = False,
+    timeout: Timeout | None = None,
+    wire: WireLike = None,
+) -> Work | None:
+    """Copies every rank's `tensor` to all ranks: rank r's into `tensor_list[r]`.
+
+    Args:
+        tensor_list: one tensor for each rank, of the dtype and number of elements of `tensor`.
+        tensor: a tensor of the same dtype and number of elements on every rank.
+
+    Raises:
+        ValueError: `tensor_list` does not have one entry for each rank, or an entry has another number of elements.
+    """
+    chosen = resolve(group)
+    return None if chosen is None else chosen.all_gather(tensor_list, tensor, async_op, timeout, wire)
+
+
+@eager
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: Group = None,
+    async_op: bool = False,
+    timeout: Timeout | None = None,
+    wire: WireLike = None,
+) -> Work | None:
+    """Copies every rank's `input_tensor` into `output_tensor` on all ranks, concatenated in rank order.
+
+    Args:
+        output_tensor: a contiguous tensor of any shape with `world_size` times as many elements as `input_tensor`.
+        input_tensor: a tensor of the same dtype and number of elements on every rank.
+
+    Raises:
+        ValueError: `output_tensor` has another number of elements, or is not contiguous.
+    """
+    chosen = resolve(group)
+    if chosen is None:
+        return None
+    if async_op is False and timeout is None and chosen.try_fast_all_gather(output_tensor, input_tensor):
+        return None
+    parts = parts_by_rank(output_tensor, input_tensor.numel(), chosen, "all_gather_into_tensor", "output_tensor")
+    work = chosen.all_gather(parts, input_tensor, async_op, timeout, wire)
+    return ended([work], "all_gather_into_tensor", [output_tensor])
+
+
+@eager
+def all_gather_single(
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: Group = None,
+    async_op: bool = False,
+    timeout: Timeout | None = None,
+    wire: WireLike = None,
+) -> Work | None:
+    """Does what `all_gather_into_tensor` does, whose name this is in torch 2.13."""
+    return all_gather_into_tensor(output_tensor, input_tensor, group, async_op, timeout, wire)
+
+
+@eager
+def reduce_scatter(
+    output: Tensors,
+    input_list: Sequence[Tensors],
+    op: Reduction = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    timeout: Timeout | None = None,
+    wire: WireLike = None,
+) -> Work | None:
+    """Reduces the ranks' `input_list[r]` into the `output` of rank r.
+
+    Args:
+        output: a tensor of the same dtype and number of elements on every rank.
+        input_list: one tensor for each rank, of the dtype and number of elements of `output`.
+        op: the reduction. The default is SUM.
+
+    Raises:
+        ValueError: `input_list` does not have one entry for each rank, or an entry has another number of elements.
+    """
+    chosen = resolve(group)
+    return None if chosen is None else chosen.reduce_scatter(output, input_list, op, async_op, timeout, wire)
+
+
+@eager
+def reduce_scatter_tensor(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: Reduction = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    timeout: Timeout | None = None,
+    wire: WireLike = None,
+) -> Work | None:
+    """Reduces the ranks' `input`, of which each rank gets its part; the parts are concatenated in rank order.
+
+    Args:
+        output: a tensor of the same dtype and number of elements on every rank.
+        input: a contiguous tensor of any shape with `world_size` times as many elements as `output`.
+        op: the reduction. The default is SUM.
+
+    Raises:
+        ValueError: `input` has another number of elements, or is not contiguous.
+    """
+    chosen = resolve(group)
+    if chosen is None:
+        return None
+    if async_op is False and timeout is None and chosen.try_fast_reduce_scatter(output, input, op):
+        return None
+    parts = parts_by_rank(input, output.numel(), chosen, "reduce_scatter_tensor", "input")
+    return chosen.reduce_scatter(output, parts, op, async_op, timeout, wire)
+
+
+@eager
+def reduce_scatter_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: Reduction = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    timeout: Timeout | None = None,
+    wire: WireLike = None,
+) -> Work | None:
+    """Does what `reduce_scatter_tensor` does, whose name this is in torch 2.13."""
+    return reduce_scatter_tensor(output, input, op, group, async_op, timeout, wire)
+
+
+@eager
+def all_to_all(
+    output_tensor_list: Sequence[Tensors],
+    input_tensor_list: Sequence[Tensors],
+    group: Group = None,
+    async_op: bool = False,
+    timeout: Timeout | None = None,
+) -> Work | None:
+    """Copies one tensor from each rank to each rank: `input_tensor_list[r]` goes to rank r.
+
+    Rank r receives it in the entry of its `output_tensor_list` for this rank.
+
+    Args:
+        output_tensor_list, input_tensor_list: one tensor for each rank, all of one dtype. Sizes may differ from pair to
+            pair; where a sender and its receiver disagree, every rank gets a `CollectiveMismatchError`.
+
+    Raises:
+        ValueError: a list does not have one entry for each rank, or this rank's entries for itself differ in size.
+    """
+    chosen = resolve(group)
+    return None if chosen is None else chosen.all_to_all(output_tensor_list, input_tensor_list, async_op, timeout)
+
+
+@eager
+def all_to_all_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    timeout: Timeout | None = None,
+) -> Work | None:
+    """Copies rows of `input` to each rank, and rows from each rank into `output`, both in rank order.
+
+    Args:
+        output, input: tensors of one dtype, which are divided among the ranks along the first dimension.
+        output_split_sizes, input_split_sizes: the number of rows from and to each rank; None or an empty list divides
+            the rows evenly.
+
+    Raises:
+        ValueError: the split sizes do not add up to the number of rows, or the rows cannot be divided evenly.
+    """
+    chosen = resolve(group)
+    if chosen is None:
+        return None
+    is_even = not (output_split_sizes or input_split_sizes)
+    if is_even and async_op is False and timeout is None and chosen.try_fast_all_to_all(output, input):
+        return None
+    outputs = rows_by_rank(output, output_split_sizes or None, chosen, "all_to_all_single", "output")
+    inputs = rows_by_rank(input, input_split_sizes or None, chosen, "all_to_all_single", "input")
+    return ended([chosen.all_to_all(outputs, inputs, async_op, timeout)], "all_to_all_single", [output])
+
+
+def explain(operation: str, nbytes: int, group: Group = None) -> str:
+    """Returns a table to print: the algorithm that `group` uses for a call, the times of the others, and why.
+
+    Args:
+        operation: the name of a collective, such as "all_reduce".
+        nbytes: the size of the longest buffer of a rank in bytes: the tensor, or all parts of a gather or scatter.
+
+    Raises:
+        ValueError: there is no such operation, or this rank is not in the group.
+    """
+    chosen = resolve(group)
+    if chosen is None:
+        raise ValueError("explain: this rank is not in the group")
+    return chosen.explain(operation, nbytes)

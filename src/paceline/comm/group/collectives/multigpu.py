@@ -1,0 +1,302 @@
+"""Collectives for processes that have several devices each, as torch.distributed had them.
+
+Each rank passes a list with one tensor for each of its devices, and each tensor is a member of the collective:
+`all_reduce_multigpu` sums over all tensors of all ranks. A rank's tensors have one type and one number of elements, and
+may also be on a single device, such as the CPU. Reductions have a fixed order (`local_reduction.py`), so their results
+are bitwise the same on every device and from run to run.
+
+All of them raise what other collectives raise, and:
+    ValueError: a list is empty, its tensors differ, or `src_tensor` or `dst_tensor` is not in it.
+
+Reduces the tensors of one process in the order in which the engine reduces those of several ranks.
+
+The order is a pairwise tree. If the number of tensors of each process is a power of two, reducing them here and then
+reducing the results over the ranks is the same tree as one over as many ranks with one tensor each, so the result is
+bitwise the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from paceline import _core
+from paceline.comm.engine.codes import DTYPE_CODES, PremulSum, ReduceOp, Reduction
+from paceline.comm.group.call_plan import root_rank
+from paceline.comm.group.default import Group, resolve
+from paceline.comm.group.eager import eager
+from paceline.comm.group.process_group import ProcessGroup
+from paceline.comm.group.work import Work, ended
+from paceline.durations import Timeout
+
+_Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+_COMBINE: dict[ReduceOp, _Combine] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.AVG: torch.add,
+    ReduceOp.PREMUL_SUM: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}
+_OF_BOOLEANS: dict[ReduceOp, _Combine] = dict.fromkeys((ReduceOp.SUM, ReduceOp.MAX, ReduceOp.BOR), torch.logical_or)
+_OF_BOOLEANS |= dict.fromkeys((ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.BAND), torch.logical_and)
+_OF_BOOLEANS[ReduceOp.BXOR] = torch.logical_xor
+
+# PyTorch cannot add, multiply or compare unsigned integers wider than a byte, so they are viewed as signed ones.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+def reduce_locally(tensors: Sequence[torch.Tensor], op: Reduction, call: str) -> torch.Tensor:
+    """Reduces `tensors`, of one type and number of elements, to a new one of the first's shape and on its device.
+
+    The result of float16 and bfloat16 tensors is in float32, so that the caller rounds once, in the end. For AVG it is
+    the sum, and for PREMUL_SUM the sum of the multiplied tensors.
+
+    Raises:
+        TypeError: the reduction is not defined for their type.
+        ValueError: the tensors differ in type or number of elements.
+    """
+    first = tensors[0]
+    code = ReduceOp.PREMUL_SUM if isinstance(op, PremulSum) else op
+    for at, tensor in enumerate(tensors):
+        if tensor.dtype != first.dtype or tensor.numel() != first.numel():
+            raise ValueError(
+                f"{call}: tensor {at} has {tensor.numel()} elements of {tensor.dtype}, tensor 0 has {first.numel()} of "
+                f"{first.dtype}; all tensors of a process must be alike"
+            )
+    if not isinstance(code, ReduceOp):
+        raise TypeError(f"{call}: op must be a paceline.ReduceOp or a paceline.PremulSum, not {type(op).__name__}")
+    if first.dtype not in DTYPE_CODES or not _core.reduces(DTYPE_CODES[first.dtype], code):
+        raise TypeError(f"{call}: {code.name} is not defined for {first.dtype}; convert the tensors first")
+    wide = [
+        _scaled(tensor.detach(), op).to(first.device, _WIDE.get(first.dtype, first.dtype)).reshape(first.shape)
+        for tensor in tensors
+    ]
+    if first.dtype in _SIGNED:
+        return _reduce_unsigned(wide, code)
+    combine = (_OF_BOOLEANS if first.dtype is torch.bool else _COMBINE)[code]
+    return _tree(wide, combine) if len(wide) > 1 else wide[0].clone()
+
+
+def divided(total: torch.Tensor, count: int) -> torch.Tensor:
+    """Returns the average of `count` tensors whose sum is `total`; for integers its fraction is dropped."""
+    if total.is_floating_point() or total.is_complex():
+        return total / count
+    average = total.to("cpu", memory_format=torch.contiguous_format, copy=True)
+    if average.numel():
+        address = average.data_ptr()
+        _core.reduce(address, [address], average.numel(), DTYPE_CODES[average.dtype], ReduceOp.AVG, count)
+    return average.to(total.device)
+
+
+def _scaled(tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
+    return tensor.clone().mul_(op.factor) if isinstance(op, PremulSum) else tensor
+
+
+def _reduce_unsigned(tensors: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
+    dtype = tensors[0].dtype
+    signed = [tensor.contiguous().view(_SIGNED[dtype]) for tensor in tensors]
+    # With the highest bit flipped, signed numbers have the order of the unsigned ones.
+    turned = torch.iinfo(_SIGNED[dtype]).min if op in (ReduceOp.MIN, ReduceOp.MAX) else 0
+    return _tree([tensor ^ turned for tensor in signed], _COMBINE[op]).bitwise_xor_(turned).view(dtype)
+
+
+def _tree(tensors: Sequence[torch.Tensor], combine: _Combine) -> torch.Tensor:
+    if len(tensors) == 1:
+        return tensors[0]
+    half = 1 << (len(tensors) - 1).bit_length() - 1
+    return combine(_tree(tensors[:half], combine), _tree(tensors[half:], combine))
+
+
+@eager
+def broadcast_multigpu(
+    tensor_list: Sequence[torch.Tensor],
+    src: int,
+    group: Group = None,
+    async_op: bool = False,
+    src_tensor: int = 0,
+    timeout: Timeout | None = None,
+) -> Work | None:
+    """Copies the source's `tensor_list[src_tensor]` to all tensors of all ranks."""
+    call = "broadcast_multigpu"
+    chosen = resolve(group)
+    if chosen is None:
+        return None
+    _require_alike(tensor_list, call, "tensor_list")
+    root = root_rank(chosen, src, None, call, "src")
+    through = _pick(tensor_list, src_tensor, call, "src_tensor") if chosen.rank() == root else tensor_list[0]
+    work = chosen.broadcast(through, root, async_op, timeout)
+    return ended([work], call, tensor_list, lambda: _spread(through, tensor_list))
+
+
+@eager
+def all_reduce_multigpu(
+    tensor_list: Sequence[torch.Tensor],
+    op: Reduction = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    timeout: Timeout | None = None,
+) -> Work | None:
+    """Reduces all tensors of all ranks; each of them receives the result."""
+    call = "all_reduce_multigpu"
+    chosen = resolve(group)
+    if chosen is None:
+        return None
+    _require_alike(tensor_list, call, "tensor_list")
+    total = reduce_locally(tensor_list, op, call)
+    reduced, works, divide = _with_members(chosen, total, len(tensor_list), op, async_op, timeout)
+    works.append(chosen.all_reduce(reduced, _between_ranks(op), async_op, timeout))
+    return ended(works, call, tensor_list, lambda: _spread(divide(total), tensor_list))
+
+
+@eager
+def reduce_multigpu(
+    tensor_list: Sequence[torch.Tensor],
+    dst: int,
+    op: Reduction = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    dst_tensor: int = 0,
+    timeout: Timeout | None = None,
+) -> Work | None:
+    """Reduces all tensors of all ranks into the destination's `tensor_list[dst_tensor]`; the others do not change."""
+    call = "reduce_multigpu"
+    chosen = resolve(group)
+    if chosen is None:
+        return None
+    _require_alike(tensor_list, call, "tensor_list")
+    root = root_rank(chosen, dst, None, call, "dst")
+    total = reduce_locally(tensor_list, op, call)
+    reduced, works, divide = _with_members(chosen, total, len(tensor_list), op, async_op, timeout)
+    into = [_pick(tensor_list, dst_tensor, call, "dst_tensor")] if chosen.rank() == root else []
+    works.append(chosen.reduce(reduced, root, _between_ranks(op), async_op, timeout))
+    return ended(works, call, tensor_list, lambda: _spread(divide(total), into))
+
+
+@eager
+def all_gather_multigpu(
+    output_tensor_lists: Sequence[Sequence[torch.Tensor]],
+    input_tensor_list: Sequence[torch.Tensor],
+    group: Group = None,
+    async_op: bool = False,
+    timeout: Timeout | None = None,
+) -> Work | None:
+    """Copies all tensors of all ranks to each device: rank r's tensor j is `output_tensor_lists[i][r * n + j]`.
+
+    `i` counts this rank's devices and `n` is their number, the same on every rank.
+    """
+    call = "all_gather_multigpu"
+    chosen = resolve(group)
+    if chosen is None:
+        return None
+    _require_alike(input_tensor_list, call, "input_tensor_list")
+    n = len(input_tensor_list)
+    _require_lists(output_tensor_lists, n, n * chosen.size(), call, "output_tensor_lists")
+    first, *others = output_tensor_lists
+    by_rank = [list(first[r * n : (r + 1) * n]) for r in range(chosen.size())]
+    work = chosen.all_gather(by_rank, list(input_tensor_list), async_op, timeout)
+
+    def spread() -> None:
+        for each in others:
+            for tensor, arrived in zip(each, first, strict=True):
+                tensor.detach().copy_(arrived)
+
+    return ended([work], call, [tensor for each in output_tensor_lists for tensor in each], spread)
+
+
+@eager
+def reduce_scatter_multigpu(
+    output_tensor_list: Sequence[torch.Tensor],
+    input_tensor_lists: Sequence[Sequence[torch.Tensor]],
+    op: Reduction = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    timeout: Timeout | None = None,
+) -> Work | None:
+    """Reduces `input_tensor_lists[i][r * n + j]` over all devices i of all ranks into rank r's `output_tensor_list[j]`.
+
+    `n` is the number of devices of each rank, the same on every rank.
+    """
+    call = "reduce_scatter_multigpu"
+    chosen = resolve(group)
+    if chosen is None:
+        return None
+    _require_alike(output_tensor_list, call, "output_tensor_list")
+    n = len(output_tensor_list)
+    members = n * chosen.size()
+    _require_lists(input_tensor_lists, n, members, call, "input_tensor_lists")
+    totals = [reduce_locally([each[at] for each in input_tensor_lists], op, call) for at in range(members)]
+    outputs = [torch.empty_like(total) for total in totals[:n]]
+    inputs = [totals[r * n : (r + 1) * n] for r in range(chosen.size())]
+    work = chosen.reduce_scatter(outputs, inputs, _between_ranks(op), async_op, timeout)
+
+    def finish() -> None:
+        for output, total in zip(output_tensor_list, outputs, strict=True):
+            _spread(divided(total, members) if op is ReduceOp.AVG else total, [output])
+
+    return ended([work], call, output_tensor_list, finish)
+
+
+def _between_ranks(op: Reduction) -> ReduceOp:
+    """Returns the reduction between ranks, after each rank has reduced its own tensors with `op`.
+
+    It is SUM for AVG, which divides in the end, and for PREMUL_SUM, whose factor has been applied.
+    """
+    return ReduceOp.SUM if isinstance(op, PremulSum) or op is ReduceOp.AVG else op
+
+
+def _with_members(
+    group: ProcessGroup, total: torch.Tensor, count: int, op: Reduction, async_op: bool, timeout: Timeout | None
+) -> tuple[list[torch.Tensor], list[Work | None], Callable[[torch.Tensor], torch.Tensor]]:
+    """Returns the tensors to reduce, calls that have started already, and what turns the reduced total into the result.
+
+    An average needs the number of members, which may differ by rank; it travels with the total if the type can hold it.
+    """
+    if op is not ReduceOp.AVG:
+        return [total], [], lambda reduced: reduced
+    if total.is_floating_point() or total.is_complex():
+        members = torch.full((1,), count, dtype=total.dtype, device=total.device)
+        return [total, members], [], lambda reduced: reduced / members
+    counted = torch.full((1,), count, dtype=torch.int64, device="cpu")
+    work = group.all_reduce(counted, ReduceOp.SUM, async_op, timeout)
+    return [total], [work], lambda reduced: divided(reduced, int(counted))
+
+
+def _spread(tensor: torch.Tensor, into: Sequence[torch.Tensor]) -> None:
+    for each in into:
+        if each is not tensor:
+            each.detach().copy_(tensor.detach().reshape(each.shape))
+
+
+def _pick(tensors: Sequence[torch.Tensor], at: int, call: str, name: str) -> torch.Tensor:
+    if not 0 <= at < len(tensors):
+        raise ValueError(f"{call}: {name} is {at}; tensor_list has tensors 0 to {len(tensors) - 1}")
+    return tensors[at]
+
+
+def _require_alike(tensors: Sequence[torch.Tensor], call: str, name: str) -> None:
+    if isinstance(tensors, torch.Tensor) or not tensors:
+        seen = "a tensor" if isinstance(tensors, torch.Tensor) else "empty"
+        raise ValueError(f"{call}: {name} is {seen}; it must be a list of tensors, one for each device")
+    first = tensors[0]
+    for at, tensor in enumerate(tensors):
+        if tensor.dtype != first.dtype or tensor.numel() != first.numel():
+            raise ValueError(
+                f"{call}: {name}[{at}] has {tensor.numel()} elements of {tensor.dtype}, {name}[0] has {first.numel()} "
+                f"of {first.dtype}; they must be alike"
+            )
+
+
+def _require_lists(lists: Sequence[Sequence[torch.Tensor]], devices: int, members: int, call: str, name: str) -> None:
+    lengths = [len(each) for each in lists]
+    if lengths != [members] * devices:
+        raise ValueError(
+            f"{call}: {name} has lists of the lengths {lengths}; with {devices} devices a rank and {members} in all it "
+            f"must have {devices} lists of {members} tensors"
+        )

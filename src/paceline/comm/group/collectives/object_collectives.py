@@ -1,0 +1,431 @@
+"""Collectives on Python objects.
+
+An object is None, a number, str, bytes, datetime, Decimal, UUID, Path, range, a list, tuple, dict, set, deque, Counter
+or OrderedDict of objects, a dense CPU tensor or parameter, or a NumPy array or scalar. It arrives equal and of the same
+type, its tensors in memory of their own; sizes may differ from rank to rank. Everything else is pickled if the sender
+sets `allow_pickle`, and is read only if the receiver sets it too: reading a pickle can run any code.
+
+Each rank of the group makes the same call. `src` and `dst` are ranks of the default group, `group_src` and `group_dst`
+of `group`. `timeout` (default: the group's) limits each of the two or three collectives that a call consists of. On a
+rank that is not in `group` a call does nothing.
+
+All of them raise:
+    TypeError: an object cannot be sent; the message names its place in the argument and what to send instead.
+    CollectiveObjectError: another rank's object is a pickle, or malformed, or could not be sent.
+    CollectiveMismatchError, CollectiveTimeoutError, PeerLostError: as for collectives on tensors.
+
+How objects travel from rank to rank: they are announced, sent as heads and buffers, and read.
+
+A sending rank first announces its objects with two numbers each: the length of the head in bytes and the number of
+buffers. A head has the buffers' lengths (uint64 each) and the object's body (`serialization.py`). An object that cannot
+be sent is announced as -1, so that no rank waits for it.
+
+Sends objects from one rank to another; `objects/collectives.py` says what an object is and what is raised.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from paceline.comm.group.call_plan import root_rank
+from paceline.comm.group.collectives.object_codec import Encoded, MalformedPayload, PickleRefused, decode, encode
+from paceline.comm.group.collectives.point_to_point import peer_rank, receive_from_any
+from paceline.comm.group.default import Group, resolve
+from paceline.comm.group.eager import eager
+from paceline.comm.group.process_group import ProcessGroup
+from paceline.comm.group.queries import get_global_rank
+from paceline.comm.group.variable_size import (
+    all_gather_pieces,
+    as_memory,
+    as_tensor,
+    empty_buffers,
+    gather_pieces,
+    scatter_pieces,
+)
+from paceline.durations import Timeout
+from paceline.errors import CollectiveMismatchError, CollectiveObjectError
+
+_CANNOT = -1
+
+
+class OutgoingObjects:
+    """The objects that this rank sends: their `announcement`, their `heads` and, in the same order, their `buffers`."""
+
+    def __init__(
+        self, group: ProcessGroup, call: str, objects: Sequence[object], name: str, allow_pickle: bool
+    ) -> None:
+        """Encodes the objects; messages call them `name`, in which `{}` stands for the object's index."""
+        self.error: Exception | None = None
+        encoded: list[Encoded] = []
+        try:
+            for index, each in enumerate(objects):
+                encoded.append(encode(each, name.format(index), allow_pickle))
+        except Exception as error:  # raised after the other ranks have received the announcement
+            self.error = error
+            if isinstance(error, TypeError):
+                self.error = TypeError(f"{group.me}: {call}: {error}")
+        self.heads = [as_tensor(_head(each)) for each in encoded]
+        self.buffers = [each.buffers for each in encoded]
+        numbers = [(head.numel(), len(each)) for head, each in zip(self.heads, self.buffers, strict=True)]
+        if self.error is not None:
+            numbers = [(_CANNOT, 0)] * len(objects)
+        self.announcement = torch.tensor(numbers, dtype=torch.int64, device="cpu").view(-1)
+
+
+def announcement_for(count: int) -> torch.Tensor:
+    """Returns an uninitialised tensor for the announcement of `count` objects."""
+    return torch.empty(2 * count, dtype=torch.int64, device="cpu")
+
+
+class IncomingObjects:
+    """Objects that a rank has announced; their heads have to be received first, and then their buffers.
+
+    Raises:
+        CollectiveObjectError: the sender could not send them, or the announcement is malformed.
+    """
+
+    def __init__(self, group: ProcessGroup, call: str, sender: int, announcement: torch.Tensor) -> None:
+        self._sender = group.members[sender]
+        self._me = group.me
+        self._call = call
+        numbers = announcement.view(-1, 2).tolist()
+        if any(nbytes == _CANNOT for nbytes, _ in numbers):
+            raise self._error("could not send its object; its own error says why", "Change what it sends")
+        if any(buffers < 0 or nbytes <= 8 * buffers for nbytes, buffers in numbers):
+            raise self._malformed(f"announced {numbers}")
+        self._announced = numbers
+        self._heads: list[torch.Tensor] = []
+        self._buffers: list[torch.Tensor] = []
+        self._lengths: list[list[int]] = []
+
+    def head_buffers(self) -> list[torch.Tensor]:
+        """Returns memory to receive the heads in.
+
+        Raises:
+            CollectiveObjectError: the memory cannot be allocated.
+        """
+        self._heads = self._rooms([nbytes for nbytes, _ in self._announced])
+        return self._heads
+
+    def data_buffers(self) -> list[torch.Tensor]:
+        """Returns memory for the buffers of all objects, in order; the heads, which say their lengths, have arrived.
+
+        Raises:
+            CollectiveObjectError: the memory cannot be allocated.
+        """
+        self._lengths = [
+            list(struct.unpack_from(f"<{count}Q", as_memory(head)))
+            for head, (_, count) in zip(self._heads, self._announced, strict=True)
+        ]
+        self._buffers = self._rooms([length for lengths in self._lengths for length in lengths])
+        return self._buffers
+
+    def _rooms(self, lengths: list[int]) -> list[torch.Tensor]:
+        try:
+            return empty_buffers(lengths)
+        except (RuntimeError, TypeError, OverflowError) as error:
+            raise self._malformed(f"announced {sum(lengths)} bytes: {error}") from error
+
+    def objects(self, allow_pickle: bool) -> list[object]:
+        """Returns the objects, once everything has been received.
+
+        Raises:
+            CollectiveObjectError: one is malformed, or a pickle and `allow_pickle` is off.
+        """
+        objects = []
+        at = 0
+        for head, lengths in zip(self._heads, self._lengths, strict=True):
+            buffers = self._buffers[at : at + len(lengths)]
+            at += len(lengths)
+            try:
+                objects.append(decode(as_memory(head)[8 * len(lengths) :], buffers, allow_pickle))
+            except PickleRefused:
+                raise self._error(
+                    "sent a pickle, which this rank does not read: it can run any code here",
+                    "Pass allow_pickle=True on this rank too if you trust that one, or send there what needs no pickle",
+                ) from None
+            except MalformedPayload as error:
+                raise self._malformed(str(error)) from error
+        return objects
+
+    def _malformed(self, seen: str) -> CollectiveObjectError:
+        return self._error(
+            f"sent what is no object ({seen})", "Look whether it runs the same versions of Paceline and of its modules"
+        )
+
+    def _error(self, seen: str, advice: str) -> CollectiveObjectError:
+        return CollectiveObjectError(
+            f"{self._me}: {self._call}: {self._sender} {seen}. {advice}. The group remains usable",
+            rank=self._sender.rank,
+        )
+
+
+def _head(encoded: Encoded) -> bytearray:
+    lengths = [buffer.numel() for buffer in encoded.buffers]
+    return bytearray(struct.pack(f"<{len(lengths)}Q", *lengths)) + encoded.body
+
+
+@eager
+def all_gather_object(
+    object_list: list[Any],
+    obj: Any,
+    group: Group = None,
+    allow_pickle: bool = False,
+    timeout: Timeout | None = None,
+) -> None:
+    """Puts every rank's `obj` into `object_list`, by rank.
+
+    Raises:
+        ValueError: `object_list` does not have one entry for each rank.
+    """
+    call = "all_gather_object"
+    chosen = resolve(group)
+    if chosen is None:
+        return
+    _require_entries(object_list, chosen.size(), call, "object_list", "one for each rank")
+    outgoing = OutgoingObjects(chosen, call, [obj], "obj", allow_pickle)
+    incoming = _announce_to_all(chosen, call, outgoing, timeout)
+    all_gather_pieces(chosen, outgoing.heads, [each.head_buffers() for each in incoming], timeout)
+    all_gather_pieces(chosen, outgoing.buffers[0], [each.data_buffers() for each in incoming], timeout)
+    object_list[:] = [each.objects(allow_pickle)[0] for each in incoming]
+
+
+@eager
+def gather_object(
+    obj: Any,
+    object_gather_list: list[Any] | None = None,
+    dst: int | None = None,
+    group: Group = None,
+    group_dst: int | None = None,
+    allow_pickle: bool = False,
+    timeout: Timeout | None = None,
+) -> None:
+    """Puts every rank's `obj` into the destination's `object_gather_list`, by rank; other ranks pass None.
+
+    The destination is rank 0 by default.
+
+    Raises:
+        ValueError: `object_gather_list` is missing on the destination, of another length, or given elsewhere.
+    """
+    call = "gather_object"
+    chosen = resolve(group)
+    if chosen is None:
+        return
+    root = root_rank(chosen, dst, group_dst, call, "dst", 0)
+    here = chosen.rank() == root
+    if (object_gather_list is not None) != here:
+        raise ValueError(
+            f"rank {chosen.me.rank}: {call} takes object_gather_list on the destination, rank "
+            f"{chosen.ranks[root]}, and on no other rank"
+        )
+    if object_gather_list is not None:
+        _require_entries(object_gather_list, chosen.size(), call, "object_gather_list", "one for each rank")
+    outgoing = OutgoingObjects(chosen, call, [obj], "obj", allow_pickle)
+    incoming = _announce_to_all(chosen, call, outgoing, timeout)  # all learn if a rank cannot send
+    read_here = incoming if here else []
+    gather_pieces(chosen, outgoing.heads, [each.head_buffers() for each in read_here], root, timeout)
+    gather_pieces(chosen, outgoing.buffers[0], [each.data_buffers() for each in read_here], root, timeout)
+    if object_gather_list is not None:
+        object_gather_list[:] = [each.objects(allow_pickle)[0] for each in incoming]
+
+
+@eager
+def broadcast_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: Group = None,
+    device: torch.device | str | None = None,
+    group_src: int | None = None,
+    allow_pickle: bool = False,
+    timeout: Timeout | None = None,
+) -> None:
+    """Puts the source's objects into every rank's `object_list`, which has the same length everywhere.
+
+    The source is rank 0 by default.
+
+    Raises:
+        ValueError: `device` is not the CPU.
+    """
+    call = "broadcast_object_list"
+    chosen = resolve(group)
+    if chosen is None:
+        return
+    require_cpu(device, call)
+    root = root_rank(chosen, src, group_src, call, "src", 0)
+    outgoing = None
+    announcement = announcement_for(len(object_list))
+    if chosen.rank() == root:
+        outgoing = OutgoingObjects(chosen, call, object_list, "object_list[{}]", allow_pickle)
+        announcement = outgoing.announcement
+    try:
+        chosen.broadcast(announcement, root, timeout=timeout)
+    except CollectiveMismatchError as error:
+        raise CollectiveMismatchError(
+            f"{call}: object_list has {len(object_list)} entries here, announced by two numbers each; it must have as "
+            f"many on all ranks. {error}"
+        ) from None
+    if outgoing is not None:
+        if outgoing.error is not None:
+            raise outgoing.error
+        _broadcast(chosen, outgoing.heads, root, timeout)
+        _broadcast(chosen, [buffer for each in outgoing.buffers for buffer in each], root, timeout)
+        return
+    incoming = IncomingObjects(chosen, call, root, announcement)
+    _broadcast(chosen, incoming.head_buffers(), root, timeout)
+    _broadcast(chosen, incoming.data_buffers(), root, timeout)
+    object_list[:] = incoming.objects(allow_pickle)
+
+
+@eager
+def scatter_object_list(
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: list[Any] | None = None,
+    src: int | None = None,
+    group: Group = None,
+    group_src: int | None = None,
+    allow_pickle: bool = False,
+    timeout: Timeout | None = None,
+) -> None:
+    """Puts the source's `scatter_object_input_list[r]` into the first entry of rank r's `scatter_object_output_list`.
+
+    The source is rank 0 by default. What other ranks pass for `scatter_object_input_list` is ignored.
+
+    Raises:
+        ValueError: the output list is empty, or the source's input list does not have one entry for each rank.
+    """
+    call = "scatter_object_list"
+    chosen = resolve(group)
+    if chosen is None:
+        return
+    root = root_rank(chosen, src, group_src, call, "src", 0)
+    if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
+        raise ValueError(f"{call}: scatter_object_output_list must be a list with at least one entry, for the object")
+    announcement = announcement_for(chosen.size())
+    outgoing = None
+    if chosen.rank() == root:
+        inputs = scatter_object_input_list
+        _require_entries(inputs, chosen.size(), call, "scatter_object_input_list", "one for each rank, on the source")
+        outgoing = OutgoingObjects(chosen, call, inputs or [], "scatter_object_input_list[{}]", allow_pickle)
+        announcement = outgoing.announcement
+    chosen.broadcast(announcement, root, timeout=timeout)
+    if outgoing is not None and outgoing.error is not None:
+        raise outgoing.error
+    incoming = IncomingObjects(chosen, call, root, announcement.view(-1, 2)[chosen.rank()])
+    heads = [[head] for head in outgoing.heads] if outgoing is not None else []
+    scatter_pieces(chosen, heads, incoming.head_buffers(), root, timeout)
+    scatter_pieces(chosen, outgoing.buffers if outgoing is not None else [], incoming.data_buffers(), root, timeout)
+    scatter_object_output_list[0] = incoming.objects(allow_pickle)[0]
+
+
+def require_cpu(device: torch.device | str | None, call: str) -> None:
+    """Raises unless objects can be sent from `device`.
+
+    Raises:
+        ValueError: `device` is not the CPU.
+    """
+    if device is not None and torch.device(device).type != "cpu":
+        raise ValueError(f"{call}: device is {device}; objects travel as CPU tensors, leave device out")
+
+
+def _announce_to_all(
+    group: ProcessGroup, call: str, outgoing: OutgoingObjects, timeout: Timeout | None
+) -> list[IncomingObjects]:
+    announcements = [announcement_for(1) for _ in group.ranks]
+    group.all_gather(announcements, outgoing.announcement, timeout=timeout)
+    if outgoing.error is not None:
+        raise outgoing.error
+    return [IncomingObjects(group, call, rank, each) for rank, each in enumerate(announcements)]
+
+
+def _broadcast(group: ProcessGroup, pieces: list[torch.Tensor], root: int, timeout: Timeout | None) -> None:
+    if pieces:
+        group.broadcast(pieces, root, timeout=timeout)
+
+
+def _require_entries(entries: list[Any] | None, count: int, call: str, name: str, what: str) -> None:
+    if not isinstance(entries, list) or len(entries) != count:
+        seen = f"has {len(entries)} entries" if isinstance(entries, list) else f"is {type(entries).__name__}"
+        raise ValueError(f"{call}: {name} {seen}; it must be a list of {count}, {what}")
+
+
+_TAG = 0
+
+
+@eager
+def send_object_list(
+    object_list: list[Any],
+    dst: int | None = None,
+    group: Group = None,
+    device: torch.device | str | None = None,
+    group_dst: int | None = None,
+    use_batch: bool = False,
+    allow_pickle: bool = False,
+    timeout: Timeout | None = None,
+) -> None:
+    """Sends the objects of `object_list`; the receiver's list must have the same length.
+
+    `use_batch` has no effect. `timeout` limits each of the two or three messages that a call consists of.
+
+    Raises:
+        TypeError: an object cannot be sent; the receiver gets an error as well.
+        ValueError: `device` is not the CPU; also as for `send`.
+    """
+    call = "send_object_list"
+    chosen = resolve(group)
+    if chosen is None:
+        return
+    require_cpu(device, call)
+    peer = peer_rank(chosen, dst, group_dst, call, "dst")
+    outgoing = OutgoingObjects(chosen, call, object_list, "object_list[{}]", allow_pickle)
+    chosen.send([outgoing.announcement], peer, _TAG, False, timeout)
+    if outgoing.error is not None:
+        raise outgoing.error
+    for pieces in (outgoing.heads, [buffer for each in outgoing.buffers for buffer in each]):
+        if pieces:
+            chosen.send(pieces, peer, _TAG, False, timeout)
+
+
+@eager
+def recv_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: Group = None,
+    device: torch.device | str | None = None,
+    group_src: int | None = None,
+    use_batch: bool = False,
+    allow_pickle: bool = False,
+    timeout: Timeout | None = None,
+) -> int:
+    """Receives objects into `object_list`, from any rank if no source is given.
+
+    The arguments are those of `send_object_list`.
+
+    Returns:
+        The sender's rank in the default group; -1 on a rank that is not in the group.
+
+    Raises:
+        CollectiveObjectError: an object is a pickle, or malformed, or could not be sent.
+        ValueError: `device` is not the CPU; also as for `recv`.
+    """
+    call = "recv_object_list"
+    chosen = resolve(group)
+    if chosen is None:
+        return -1
+    require_cpu(device, call)
+    announcement = announcement_for(len(object_list))
+    if src is None and group_src is None:
+        peer = receive_from_any(chosen, [announcement], _TAG, timeout)
+    else:
+        peer = peer_rank(chosen, src, group_src, call, "src")
+        chosen.recv([announcement], peer, _TAG, False, timeout)
+    incoming = IncomingObjects(chosen, call, peer, announcement)
+    for rooms in (incoming.head_buffers, incoming.data_buffers):
+        pieces = rooms()
+        if pieces:
+            chosen.recv(pieces, peer, _TAG, False, timeout)
+    object_list[:] = incoming.objects(allow_pickle)
+    return get_global_rank(chosen, peer)

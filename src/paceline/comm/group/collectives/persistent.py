@@ -1,0 +1,581 @@
+"""Calls that are prepared once and made many times, as MPI's persistent requests are.
+
+Persistent forms of the collectives; those with a root, and those of messages, are in `persistent_rooted.py`.
+
+`call = all_reduce_init(tensor)` checks the arguments and chooses the algorithm once; then `call()` does what
+`all_reduce(tensor)` does, and costs less. `PersistentCall` says what else it can do, and what it asks of the tensors.
+The arguments are those of the plain calls, and the rules at the head of `collectives.py` hold. On a rank that is not in
+the group, the persistent call does nothing.
+
+The engine "paceline" prepares a call whose tensors are dense, contiguous and on the CPU. With other engines and other
+tensors, and for messages, a persistent call makes the plain call each time.
+
+Persistent forms of the collectives that have a root, and of messages; `persistent_calls.py` describes them.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, NoReturn
+
+import torch
+from torch.autograd import profiler
+
+from paceline import _core
+from paceline.comm.engine.channel import CallOutcome
+from paceline.comm.engine.codes import ReduceOp, Reduction
+from paceline.comm.group.buffers import Tensors, as_list, count_writes, memory_layout
+from paceline.comm.group.call_plan import (
+    CallPlan,
+    checked_tag,
+    parts_by_rank,
+    plan_all_gather,
+    plan_all_reduce,
+    plan_all_to_all,
+    plan_barrier,
+    plan_broadcast,
+    plan_gather,
+    plan_reduce,
+    plan_reduce_scatter,
+    plan_scatter,
+    root_rank,
+    rows_by_rank,
+)
+from paceline.comm.group.collectives.point_to_point import peer_rank
+from paceline.comm.group.compression import Wire, WireLike, with_wire
+from paceline.comm.group.default import Group, resolve
+from paceline.comm.group.eager import eager
+from paceline.comm.group.process_group import ProcessGroup, RunningGroup
+from paceline.comm.group.work import ProfiledCall, Work
+from paceline.durations import Timeout, to_nanoseconds
+
+
+class PersistentCall(_core.QuickCall):
+    """A call that was prepared once, by `all_reduce_init` for example, and can be made any number of times.
+
+    `call()` makes it, and returns when it is complete. `call.start()` starts it, and `call.wait()` waits until it is
+    over, or `call.test()` asks; until then the tensors must not be touched, and it cannot be started again. The other
+    ranks may make the same call in any form: each start counts as one call of the group, and all ranks make the calls
+    of a group in the same order. Preparing one is not a call: it needs no other rank, and no order.
+
+    The tensors must stay where and how they are in memory; their values may change between two calls. A persistent call
+    belongs to its group, and ends with it. In an elastic job, each view has a group of its own.
+
+    Raises:
+        ValueError: a tensor is no longer where it was, or has another shape, strides or type; the call is started and
+            not over, or has not been started; or its group has ended.
+        CollectiveError: as the plain call does.
+    """
+
+    def __init__(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._name = name
+        dense = [tensor for tensor in tensors if tensor.layout is torch.strided]
+        self._memory = [(tensor, memory_layout(tensor)) for tensor in dense]
+        self._work: Work | None = None  # of the latest start, until `wait`
+        self._starting = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"PersistentCall({self._name}, {'started' if self.is_started else 'not started'})"
+
+    @abstractmethod
+    def _call_with_care(self) -> None:
+        """Makes the call; the core calls this unless a shorter way will do."""
+
+    @abstractmethod
+    def _submit(self) -> Work:
+        """Starts the call in the background."""
+
+    def _who(self) -> str:
+        """Returns the words for this rank at the beginning of a message."""
+        return ""
+
+    @eager
+    def start(self) -> None:
+        """Starts the call, and returns at once."""
+        self._require_memory()
+        with self._starting:
+            self._require_idle()
+            self._work = self._submit()
+            self.is_started = True
+
+    @eager
+    def wait(self, timeout: Timeout | None = None) -> None:
+        """Waits until the started call is over and its tensors are ready.
+
+        Args:
+            timeout: how long to wait, as a timedelta or in seconds; the call itself continues and can be waited for
+                again. If None, only the call's own time-out applies.
+        """
+        work = self._started_work()
+        try:
+            work.wait(timeout)
+        finally:
+            if work.is_completed():
+                self.is_started, self._work = False, None
+
+    @eager
+    def test(self) -> bool:
+        """Returns whether the started call is over, and raises its error if it failed. Does not wait.
+
+        Once it has returned True the call can be started again; `wait` is not needed, but does no harm.
+        """
+        work = self._started_work()
+        if not work.is_completed():
+            return False
+        self.is_started = False
+        return work.wait()
+
+    def _require_idle(self) -> None:
+        if self.is_started:
+            raise ValueError(
+                f"{self._who()}{self._name}: this persistent call is started and not over; call wait(), or test() "
+                "until it returns True, before the next start"
+            )
+
+    def _started_work(self) -> Work:
+        work = self._work
+        if work is None:
+            raise ValueError(
+                f"{self._who()}{self._name}: this persistent call has not been started since the last wait(); call "
+                "start() first, or the object itself, which starts and waits"
+            )
+        return work
+
+    def _require_memory(self) -> None:
+        for tensor, layout in self._memory:
+            if memory_layout(tensor) != layout:
+                raise self._moved()
+
+    def _moved(self) -> ValueError:
+        return ValueError(
+            f"{self._who()}{self._name}: a tensor of this persistent call is no longer where {self._name}_init found "
+            "it, or has another shape, strides or type; resize_, set_ or an assignment to .data has changed that. "
+            "Prepare the call again, or write new values into the old memory with copy_"
+        )
+
+
+class _Limits(NamedTuple):
+    timeout_ns: int
+
+
+class EngineCall(PersistentCall):
+    """A persistent call that the engine has prepared.
+
+    Args:
+        name: the plain call's name.
+        group: the group of the call.
+        plan: the call and its buffers, none of which is a copy.
+        prepared: the call as the engine has prepared it.
+        tensors: the tensors that the program passed.
+        timeout: how long each call waits; the group's at the time if None.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        group: RunningGroup,
+        plan: CallPlan,
+        prepared: _core.PreparedCall,
+        tensors: Sequence[torch.Tensor],
+        timeout: Timeout | None,
+    ) -> None:
+        super().__init__(name, tensors)
+        self._group = group
+        self._plan = plan
+        # Other tensors on the same memory, which keep it even if the program gives its own tensors another.
+        plan[1].kept = [each.detach() for each in plan[1].kept]
+        self._prepared = prepared
+        self._limits: RunningGroup | _Limits = group if timeout is None else _Limits(to_nanoseconds(timeout))
+        self._written = group.written_by(plan)
+        self.arm(
+            prepared,
+            self._memory,
+            memory_layout,
+            self._limits,
+            profiler.__dict__,
+            "_is_profiler_enabled",
+            count_writes,
+            tuple(self._written),
+        )
+
+    def _call_with_care(self) -> None:
+        self._require_memory()
+        self._require_idle()
+        recording = self._recording() if profiler._is_profiler_enabled else None
+        count_writes(self._written)
+        try:
+            outcome = self._prepared.run(self._limits.timeout_ns)
+        except ValueError as error:
+            raise self._refused(error) from None
+        finally:
+            if recording is not None:
+                recording.end()
+        if outcome is not None:
+            self._fail(outcome)
+
+    def _fail(self, outcome: CallOutcome) -> NoReturn:
+        raise self._group.abandon(outcome, self._plan)
+
+    def _submit(self) -> Work:
+        recording = self._recording() if profiler._is_profiler_enabled else None
+        try:
+            pending = self._prepared.submit(self._limits.timeout_ns)
+        except ValueError as error:
+            raise self._refused(error) from None
+        work = self._group.work_of(pending, self._plan)
+        if recording is not None:
+            recording.end_with(work)
+        return work
+
+    def _recording(self) -> ProfiledCall:
+        return self._group.recording(str(self._plan[0].operation), self._plan[1].kept)
+
+    def _who(self) -> str:
+        return f"rank {self._group.me.rank}: "
+
+    def _refused(self, error: ValueError) -> ValueError:
+        """Returns the error of a call that the engine has refused to make; `error` is the engine's."""
+        if not self._group.is_closed:
+            return ValueError(f"{self._who()}{self._name}: {error}")
+        return ValueError(
+            f"{self._group.closed_error()}. {self._name}_init prepared this call for the group that has ended; prepare "
+            "it again"
+        )
+
+
+class RepeatedCall(PersistentCall):
+    """A persistent call that makes a plain call each time.
+
+    Engines that cannot prepare calls, and tensors that go through a copy, leave no more to do.
+
+    Args:
+        name: the plain call's name.
+        make: makes the plain call; the argument is its `async_op`.
+        tensors: the tensors that the program passed.
+    """
+
+    def __init__(self, name: str, make: Callable[[bool], Work | None], tensors: Sequence[torch.Tensor] = ()) -> None:
+        super().__init__(name, tensors)
+        self._make = make
+
+    @eager
+    def _call_with_care(self) -> None:
+        self._require_memory()
+        self._require_idle()
+        self._make(False)
+
+    def _submit(self) -> Work:
+        work = self._make(True)
+        return Work(None, self._name) if work is None else work
+
+
+def prepared_call(
+    name: str,
+    group: RunningGroup,
+    plan: CallPlan,
+    make: Callable[[bool], Work | None],
+    tensors: Sequence[torch.Tensor],
+    timeout: Timeout | None,
+) -> PersistentCall:
+    """Returns the planned call prepared by the group's engine if it can, and else one that `make` makes each time."""
+    prepared = None if plan[1].has_copies else group.prepare(plan)
+    if prepared is None:
+        return RepeatedCall(name, make, tensors)
+    return EngineCall(name, group, plan, prepared, tensors, timeout)
+
+
+def no_op_call(name: str) -> PersistentCall:
+    """Returns what stands for a call on a rank that is not in its group; it does nothing."""
+    return RepeatedCall(name, lambda async_op: None)
+
+
+def all_tensors(many: Iterable[Tensors]) -> list[torch.Tensor]:
+    """Returns the tensors, and those of the lists of tensors, in `many`."""
+    return [tensor for each in many for tensor in as_list(each, "tensors")]
+
+
+def all_reduce_init(
+    tensor: Tensors,
+    op: Reduction = ReduceOp.SUM,
+    group: Group = None,
+    timeout: Timeout | None = None,
+    wire: WireLike = None,
+) -> PersistentCall:
+    """Returns a persistent `all_reduce`; what it loses by a `wire` it makes up for in its next call."""
+    chosen = resolve(group)
+    if chosen is None:
+        return no_op_call("all_reduce")
+    listed = as_list(tensor, "all_reduce")
+    feedback = wire if wire is None or isinstance(wire, Wire) else Wire(wire)
+
+    def make(async_op: bool) -> Work | None:
+        return chosen.all_reduce(tensor, op, async_op, timeout, wire=feedback)
+
+    if any(each.layout is not torch.strided for each in listed):
+        return RepeatedCall("all_reduce", make, listed)
+    plan = with_wire(plan_all_reduce(listed, op, chosen.timeout_ns), feedback, chosen.size())
+    return prepared_call("all_reduce", chosen, plan, make, listed, timeout)
+
+
+def all_gather_init(
+    tensor_list: Sequence[Tensors], tensor: Tensors, group: Group = None, timeout: Timeout | None = None
+) -> PersistentCall:
+    """Returns a persistent `all_gather`."""
+    chosen = resolve(group)
+    if chosen is None:
+        return no_op_call("all_gather")
+    return _all_gather("all_gather", chosen, tensor_list, tensor, timeout)
+
+
+def all_gather_into_tensor_init(
+    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Group = None, timeout: Timeout | None = None
+) -> PersistentCall:
+    """Returns a persistent `all_gather_into_tensor`."""
+    chosen = resolve(group)
+    if chosen is None:
+        return no_op_call("all_gather_into_tensor")
+    name = "all_gather_into_tensor"
+    parts = parts_by_rank(output_tensor, input_tensor.numel(), chosen, name, "output_tensor")
+    return _all_gather(name, chosen, parts, input_tensor, timeout, output_tensor)
+
+
+def _all_gather(
+    name: str,
+    group: ProcessGroup,
+    outputs: Sequence[Tensors],
+    tensor: Tensors,
+    timeout: Timeout | None,
+    *whole: torch.Tensor,
+) -> PersistentCall:
+    plan = plan_all_gather(group, outputs, tensor, group.timeout_ns)
+
+    def make(async_op: bool) -> Work | None:
+        return group.all_gather(outputs, tensor, async_op, timeout)
+
+    return prepared_call(name, group, plan, make, [*whole, *all_tensors([*outputs, tensor])], timeout)
+
+
+def reduce_scatter_init(
+    output: Tensors,
+    input_list: Sequence[Tensors],
+    op: Reduction = ReduceOp.SUM,
+    group: Group = None,
+    timeout: Timeout | None = None,
+) -> PersistentCall:
+    """Returns a persistent `reduce_scatter`."""
+    chosen = resolve(group)
+    if chosen is None:
+        return no_op_call("reduce_scatter")
+    return _reduce_scatter("reduce_scatter", chosen, output, input_list, op, timeout)
+
+
+def reduce_scatter_tensor_init(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: Reduction = ReduceOp.SUM,
+    group: Group = None,
+    timeout: Timeout | None = None,
+) -> PersistentCall:
+    """Returns a persistent `reduce_scatter_tensor`."""
+    chosen = resolve(group)
+    if chosen is None:
+        return no_op_call("reduce_scatter_tensor")
+    parts = parts_by_rank(input, output.numel(), chosen, "reduce_scatter_tensor", "input")
+    return _reduce_scatter("reduce_scatter_tensor", chosen, output, parts, op, timeout, input)
+
+
+def _reduce_scatter(
+    name: str,
+    group: ProcessGroup,
+    output: Tensors,
+    inputs: Sequence[Tensors],
+    op: Reduction,
+    timeout: Timeout | None,
+    *whole: torch.Tensor,
+) -> PersistentCall:
+    plan = plan_reduce_scatter(group, output, inputs, op, group.timeout_ns)
+
+    def make(async_op: bool) -> Work | None:
+        return group.reduce_scatter(output, inputs, op, async_op, timeout)
+
+    return prepared_call(name, group, plan, make, [*whole, *all_tensors([output, *inputs])], timeout)
+
+
+def all_to_all_init(
+    output_tensor_list: Sequence[Tensors],
+    input_tensor_list: Sequence[Tensors],
+    group: Group = None,
+    timeout: Timeout | None = None,
+) -> PersistentCall:
+    """Returns a persistent `all_to_all`."""
+    chosen = resolve(group)
+    if chosen is None:
+        return no_op_call("all_to_all")
+    return _all_to_all("all_to_all", chosen, output_tensor_list, input_tensor_list, timeout)
+
+
+def all_to_all_single_init(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Group = None,
+    timeout: Timeout | None = None,
+) -> PersistentCall:
+    """Returns a persistent `all_to_all_single`."""
+    chosen = resolve(group)
+    if chosen is None:
+        return no_op_call("all_to_all_single")
+    outputs = rows_by_rank(output, output_split_sizes or None, chosen, "all_to_all_single", "output")
+    inputs = rows_by_rank(input, input_split_sizes or None, chosen, "all_to_all_single", "input")
+    return _all_to_all("all_to_all_single", chosen, outputs, inputs, timeout, output, input)
+
+
+def _all_to_all(
+    name: str,
+    group: ProcessGroup,
+    outputs: Sequence[Tensors],
+    inputs: Sequence[Tensors],
+    timeout: Timeout | None,
+    *whole: torch.Tensor,
+) -> PersistentCall:
+    plan = plan_all_to_all(group, outputs, inputs, group.timeout_ns)
+
+    def make(async_op: bool) -> Work | None:
+        return group.all_to_all(outputs, inputs, async_op, timeout)
+
+    return prepared_call(name, group, plan, make, [*whole, *all_tensors([*outputs, *inputs])], timeout)
+
+
+def barrier_init(group: Group = None, timeout: Timeout | None = None) -> PersistentCall:
+    """Returns a persistent `barrier`."""
+    chosen = resolve(group)
+    if chosen is None:
+        return no_op_call("barrier")
+
+    def make(async_op: bool) -> Work | None:
+        return chosen.barrier(async_op, timeout)
+
+    return prepared_call("barrier", chosen, plan_barrier(chosen.timeout_ns), make, [], timeout)
+
+
+def broadcast_init(
+    tensor: Tensors,
+    src: int | None = None,
+    group: Group = None,
+    group_src: int | None = None,
+    timeout: Timeout | None = None,
+) -> PersistentCall:
+    """Returns a persistent `broadcast`."""
+    chosen = resolve(group)
+    if chosen is None:
+        return no_op_call("broadcast")
+    root = root_rank(chosen, src, group_src, "broadcast", "src")
+    plan = plan_broadcast(tensor, root, chosen.timeout_ns)
+
+    def make(async_op: bool) -> Work | None:
+        return chosen.broadcast(tensor, root, async_op, timeout)
+
+    return prepared_call("broadcast", chosen, plan, make, all_tensors([tensor]), timeout)
+
+
+def reduce_init(
+    tensor: Tensors,
+    dst: int | None = None,
+    op: Reduction = ReduceOp.SUM,
+    group: Group = None,
+    group_dst: int | None = None,
+    timeout: Timeout | None = None,
+) -> PersistentCall:
+    """Returns a persistent `reduce`."""
+    chosen = resolve(group)
+    if chosen is None:
+        return no_op_call("reduce")
+    root = root_rank(chosen, dst, group_dst, "reduce", "dst")
+    plan = plan_reduce(chosen, tensor, root, op, chosen.timeout_ns)
+
+    def make(async_op: bool) -> Work | None:
+        return chosen.reduce(tensor, root, op, async_op, timeout)
+
+    return prepared_call("reduce", chosen, plan, make, all_tensors([tensor]), timeout)
+
+
+def gather_init(
+    tensor: Tensors,
+    gather_list: Sequence[Tensors] | None = None,
+    dst: int | None = None,
+    group: Group = None,
+    group_dst: int | None = None,
+    timeout: Timeout | None = None,
+) -> PersistentCall:
+    """Returns a persistent `gather`."""
+    chosen = resolve(group)
+    if chosen is None:
+        return no_op_call("gather")
+    root = root_rank(chosen, dst, group_dst, "gather", "dst", 0)
+    plan = plan_gather(chosen, gather_list, tensor, root, chosen.timeout_ns)
+
+    def make(async_op: bool) -> Work | None:
+        return chosen.gather(gather_list, tensor, root, async_op, timeout)
+
+    return prepared_call("gather", chosen, plan, make, all_tensors([tensor, *(gather_list or [])]), timeout)
+
+
+def scatter_init(
+    tensor: Tensors,
+    scatter_list: Sequence[Tensors] | None = None,
+    src: int | None = None,
+    group: Group = None,
+    group_src: int | None = None,
+    timeout: Timeout | None = None,
+) -> PersistentCall:
+    """Returns a persistent `scatter`."""
+    chosen = resolve(group)
+    if chosen is None:
+        return no_op_call("scatter")
+    root = root_rank(chosen, src, group_src, "scatter", "src", 0)
+    plan = plan_scatter(chosen, tensor, scatter_list, root, chosen.timeout_ns)
+
+    def make(async_op: bool) -> Work | None:
+        return chosen.scatter(tensor, scatter_list, root, async_op, timeout)
+
+    return prepared_call("scatter", chosen, plan, make, all_tensors([tensor, *(scatter_list or [])]), timeout)
+
+
+def send_init(
+    tensor: Tensors,
+    dst: int | None = None,
+    group: Group = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+    timeout: Timeout | None = None,
+) -> PersistentCall:
+    """Returns a persistent `send`."""
+    chosen = resolve(group)
+    if chosen is None:
+        return no_op_call("send")
+    listed = as_list(tensor, "send")
+    peer = peer_rank(chosen, dst, group_dst, "send", "dst")
+    checked_tag(tag, "send")
+    return RepeatedCall("send", lambda async_op: chosen.send(listed, peer, tag, async_op, timeout), listed)
+
+
+def recv_init(
+    tensor: Tensors,
+    src: int | None = None,
+    group: Group = None,
+    tag: int = 0,
+    group_src: int | None = None,
+    timeout: Timeout | None = None,
+) -> PersistentCall:
+    """Returns a persistent `recv`; its source must be given."""
+    chosen = resolve(group)
+    if chosen is None:
+        return no_op_call("recv")
+    listed = as_list(tensor, "recv")
+    peer = peer_rank(chosen, src, group_src, "recv", "src")
+    checked_tag(tag, "recv")
+    return RepeatedCall("recv", lambda async_op: chosen.recv(listed, peer, tag, async_op, timeout), listed)

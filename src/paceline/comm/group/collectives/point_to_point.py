@@ -1,0 +1,201 @@
+"""Messages from one rank to another.
+
+`src` and `dst` are ranks of the default group, `group_src` and `group_dst` ranks of `group`; give one of the two. The
+default group is used if `group` is None, and on a rank that is not in `group` a call does nothing. Messages between two
+ranks with the same `tag`, an integer of at least 0, arrive in the order in which they are sent; a receiver takes the
+messages with the tag that it asks for. Wherever a tensor is taken, a list of tensors of one dtype is taken too. Both
+sides pass the same dtype and number of elements. `timeout` is a timedelta or a number of seconds; the group's if None.
+
+All raise:
+    ValueError: the peer is this rank, or not in the group, or given twice, or not at all; or the tag is negative, or
+        has more than 31 bits.
+    TypeError: a tensor's device, layout or dtype is not supported.
+    CollectiveMismatchError: the two sides do not agree on the dtype or the number of elements. The group stays usable.
+    CollectiveTimeoutError: the other side did not come in time. The message says whether the group stays usable.
+    PeerLostError: the peer died or left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from paceline.comm.group.buffers import Tensors, as_list
+from paceline.comm.group.call_plan import checked_tag, require_peer, root_rank
+from paceline.comm.group.default import Group, resolve
+from paceline.comm.group.eager import eager
+from paceline.comm.group.process_group import ANY_SOURCE, ProcessGroup
+from paceline.comm.group.queries import get_global_rank
+from paceline.comm.group.work import Work
+from paceline.durations import Timeout
+from paceline.errors import short_repr
+
+
+@eager
+def send(
+    tensor: Tensors,
+    dst: int | None = None,
+    group: Group = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+    timeout: Timeout | None = None,
+) -> None:
+    """Sends `tensor` to rank `dst`, and returns when the tensor may be changed again."""
+    chosen = resolve(group)
+    if chosen is None:
+        return
+    peer = peer_rank(chosen, dst, group_dst, "send", "dst")
+    chosen.send(as_list(tensor, "send"), peer, checked_tag(tag, "send"), False, timeout)
+
+
+@eager
+def recv(
+    tensor: Tensors,
+    src: int | None = None,
+    group: Group = None,
+    tag: int = 0,
+    group_src: int | None = None,
+    timeout: Timeout | None = None,
+) -> int:
+    """Receives a message into `tensor`, from any rank of the group if no source is given.
+
+    Returns:
+        The sender's rank in the default group, or -1 on a rank that is not in `group`.
+    """
+    chosen = resolve(group)
+    if chosen is None:
+        return -1
+    listed = as_list(tensor, "recv")
+    if src is None and group_src is None:
+        return get_global_rank(chosen, receive_from_any(chosen, listed, checked_tag(tag, "recv"), timeout))
+    peer = peer_rank(chosen, src, group_src, "recv", "src")
+    chosen.recv(listed, peer, checked_tag(tag, "recv"), False, timeout)
+    return chosen.ranks[peer]
+
+
+@eager
+def isend(
+    tensor: Tensors,
+    dst: int | None = None,
+    group: Group = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+    timeout: Timeout | None = None,
+) -> Work | None:
+    """Starts to send `tensor` to rank `dst`.
+
+    Returns:
+        A `Work`, before whose end `tensor` must not be changed; None on a rank that is not in `group`.
+    """
+    chosen = resolve(group)
+    if chosen is None:
+        return None
+    peer = peer_rank(chosen, dst, group_dst, "isend", "dst")
+    return chosen.send(as_list(tensor, "isend"), peer, checked_tag(tag, "isend"), True, timeout)
+
+
+@eager
+def irecv(
+    tensor: Tensors,
+    src: int | None = None,
+    group: Group = None,
+    tag: int = 0,
+    group_src: int | None = None,
+    timeout: Timeout | None = None,
+) -> Work | None:
+    """Starts to receive a message into `tensor`, from any rank of the group if no source is given.
+
+    Returns:
+        A `Work`, before whose end `tensor` must not be touched, and whose `source_rank()` is the sender's group rank;
+        None on a rank that is not in `group`.
+    """
+    chosen = resolve(group)
+    if chosen is None:
+        return None
+    anyone = src is None and group_src is None
+    peer = ANY_SOURCE if anyone else peer_rank(chosen, src, group_src, "irecv", "src")
+    return chosen.recv(as_list(tensor, "irecv"), peer, checked_tag(tag, "irecv"), True, timeout)
+
+
+class P2POp:
+    """A send or a receive for `batch_isend_irecv`.
+
+    Args:
+        op: `isend` or `irecv`.
+        tensor: the tensor that is sent or received into.
+        peer, group_peer: the other rank, in the default group or in `group`; give one of the two.
+        group: the default group if None.
+        tag: as for `send`.
+    """
+
+    def __init__(
+        self,
+        op: object,
+        tensor: Tensors,
+        peer: int | None = None,
+        group: Group = None,
+        tag: int = 0,
+        group_peer: int | None = None,
+    ) -> None:
+        if op is not isend and op is not irecv:
+            raise ValueError(f"P2POp: op is {short_repr(op)}; it must be paceline.isend or paceline.irecv")
+        self.op = op
+        self.tensor = tensor
+        self._count = sum(each.numel() for each in as_list(tensor, "P2POp"))
+        self.group = group
+        self.tag = checked_tag(tag, "P2POp")
+        self.peer = peer
+        self.group_peer = group_peer
+        chosen = resolve(group)
+        if chosen is not None:
+            self.group_peer = peer_rank(chosen, peer, group_peer, "P2POp", "peer")
+            self.peer = chosen.ranks[self.group_peer]
+
+    def __repr__(self) -> str:
+        name = "isend" if self.op is isend else "irecv"
+        return f"P2POp({name}, peer={self.peer}, tag={self.tag}, {self._count} elements)"
+
+
+@eager
+def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
+    """Starts all sends and receives of a list, whose order among one another does not matter.
+
+    Returns:
+        A `Work` for each entry, in the order of the list, without entries for groups that this rank is not in.
+
+    Raises:
+        ValueError: the list is empty.
+        TypeError: an entry is not a `P2POp`.
+    """
+    if not p2p_op_list:
+        raise ValueError("batch_isend_irecv: the list is empty; it must have at least one P2POp")
+    for each in p2p_op_list:
+        if not isinstance(each, P2POp):
+            raise TypeError(f"batch_isend_irecv: the list has a {type(each).__name__}; it must have P2POp only")
+    works = [
+        isend(each.tensor, group=each.group, tag=each.tag, group_dst=each.group_peer)
+        if each.op is isend
+        else irecv(each.tensor, group=each.group, tag=each.tag, group_src=each.group_peer)
+        for each in p2p_op_list
+    ]
+    return [work for work in works if work is not None]
+
+
+def peer_rank(group: ProcessGroup, rank: int | None, group_rank: int | None, call: str, name: str) -> int:
+    """Returns the group rank of the other side.
+
+    Raises:
+        ValueError: that is this rank, or `root_rank` raises it.
+    """
+    peer = root_rank(group, rank, group_rank, call, name)
+    require_peer(group, peer, call, name)
+    return peer
+
+
+def receive_from_any(group: ProcessGroup, tensors: list[torch.Tensor], tag: int, timeout: Timeout | None) -> int:
+    """Receives the message that arrives first, and returns its sender's group rank."""
+    work = group.recv(tensors, ANY_SOURCE, tag, True, timeout)
+    assert work is not None
+    work.wait()
+    return work.source_rank()

@@ -1,0 +1,108 @@
+"""What a call sends between hosts instead of its floats: fewer bits, with error feedback where a `Wire` keeps it."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+
+from paceline.comm.engine.channel import CollectiveCall
+from paceline.comm.engine.codes import DTYPES, NO_REDUCTION, QUANTISED_TYPES, WIRE_CODES, ReduceOp
+from paceline.comm.group.call_plan import CallPlan
+from paceline.comm.schedule.steps import Operation
+
+WireKind = Literal["bf16", "int8", "int4"]
+
+_SUMS = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM, NO_REDUCTION)
+_OF_ALL_RANKS = (Operation.ALL_GATHER, Operation.REDUCE_SCATTER)  # a rank's longest buffer has a part for each rank
+
+
+class Wire:
+    """Has a tensor that is reduced again and again rounded between hosts, and makes up for the rounding.
+
+    What a call's rounding has lost on this rank is kept, and added in the next call (error feedback), so that over many
+    calls nothing is lost: the sum of all results differs from the exact one by no more than one call's rounding. Use
+    one object for one tensor, or one list of tensors; `wire="int8"` in its place keeps nothing.
+
+    On a rank the residuals take up to 4 bytes for each element. They are kept between calls of one size; a call with
+    another number of elements starts anew.
+
+    Args:
+        kind: "bf16", "int8" or "int4"; see docs/slow-networks.md.
+
+    Attributes:
+        kind: the same.
+        residual: what is still to be added, a float32 tensor, or None at first. For a checkpoint, save it and set it
+            again; each rank has its own.
+
+    Raises:
+        ValueError: there is no such kind.
+
+    >>> Wire("int8")
+    Wire('int8')
+    """
+
+    def __init__(self, kind: WireKind) -> None:
+        self.kind = checked_kind(kind)
+        self.residual: torch.Tensor | None = None
+
+    def __repr__(self) -> str:
+        return f"Wire({self.kind!r})"
+
+    def reset(self) -> None:
+        """Forgets what is still to be added."""
+        self.residual = None
+
+    def residual_of(self, count: int) -> torch.Tensor:
+        """Returns the residuals for a call of `count` elements: zeros if the latest call had another number."""
+        held = self.residual
+        if held is None or held.numel() != count or held.dtype is not torch.float32 or not held.is_contiguous():
+            held = self.residual = torch.zeros(count, dtype=torch.float32, device="cpu")
+        return held
+
+
+WireLike = WireKind | Wire | None
+"""What calls take as `wire`: None is the group's own, which for most groups is exact."""
+
+
+def checked_kind(kind: object) -> WireKind:
+    """Returns `kind` as it is, once it is known to exist.
+
+    Raises:
+        ValueError: there is no such kind.
+    """
+    for known in get_args(WireKind):
+        if kind == known:
+            return known  # type: ignore[no-any-return]  # an element of the Literal
+    raise ValueError(f"wire is {kind!r}; it must be one of {', '.join(WIRE_CODES)}, a paceline.Wire, or None")
+
+
+def is_quantisable(call: CollectiveCall) -> bool:
+    """Returns whether what the call sends may be rounded: it moves or sums floats of a type that the core rounds."""
+    return DTYPES.get(call.dtype) in QUANTISED_TYPES and call.reduce_op in _SUMS
+
+
+def with_wire(plan: CallPlan, wire: WireLike, ranks: int) -> CallPlan:
+    """Returns the plan of an all_reduce, a reduce_scatter or an all_gather of so many ranks with `wire`.
+
+    Raises:
+        TypeError: the call does not sum or move floats that can be rounded.
+        ValueError: there is no such wire.
+    """
+    if wire is None:
+        return plan
+    call, buffers = plan
+    kind = wire.kind if isinstance(wire, Wire) else checked_kind(wire)
+    if not is_quantisable(call):
+        reduction = "" if call.reduce_op == NO_REDUCTION else f" with {ReduceOp(call.reduce_op).name}"
+        types = ", ".join(str(dtype).removeprefix("torch.") for dtype in QUANTISED_TYPES)
+        raise TypeError(
+            f"{call.operation}: wire={kind!r} was given for {DTYPES[call.dtype]}{reduction}; only sums, averages and "
+            f"all_gathers of {types} are rounded. Leave wire out, or convert the tensor"
+        )
+    call = call._replace(wire=WIRE_CODES[kind])
+    if isinstance(wire, Wire):
+        residual = wire.residual_of(call.count * (ranks if call.operation in _OF_ALL_RANKS else 1))
+        buffers.residual = residual
+        call = call._replace(residual=[residual.data_ptr(), residual.nbytes])
+    return call, buffers

@@ -1,0 +1,146 @@
+"""A debugger on one rank, while the others wait for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pdb
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from paceline.comm.group.default import raise_timeouts, resolve
+
+_calls: Counter[tuple[str, int]] = Counter()
+
+
+def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> None:
+    """Opens the debugger pdb on one rank at the line of this call; every rank calls it, and the others wait.
+
+    They wait without a time-out until `continue`, or, if the debugger proceeds by `next` or `step`, until the debugged
+    rank has come to its next collective. If the debugged rank ends, they get an error at once. Under `paceline run` the
+    debugger uses the launcher's terminal, whichever rank it runs on; there and in a plain process, Ctrl-C at its prompt
+    is a KeyboardInterrupt in the debugger, and ends nothing.
+
+    Args:
+        rank: the rank to debug, in the default group.
+        skip: how many calls from the same line are ignored before one opens the debugger.
+        timeout_s: the minimum, in seconds, to which the time-out of every group is raised from now on, since the other
+            ranks wait in their next collective while this one is stepped through. None does not change any time-out.
+
+    Raises:
+        ValueError: there is no default group, or it has no such rank.
+        RuntimeError: that rank has no standard input that could take commands.
+    """
+    group = resolve(None)
+    assert group is not None
+    if not 0 <= rank < group.size():
+        raise ValueError(f"breakpoint: rank {rank} is not in the default group of {group.size()} ranks")
+    caller = sys._getframe(1)
+    place = (caller.f_code.co_filename, caller.f_lineno)
+    _calls[place] += 1
+    if _calls[place] <= skip:
+        return
+    if timeout_s is not None:
+        raise_timeouts(timedelta(seconds=timeout_s))
+    if group.rank() == rank:
+        _require_input(rank)
+        _debug(_Debugger(caller))
+    group.barrier(timeout=timedelta.max)
+
+
+def _debug(debugger: _Debugger) -> None:
+    debugger.set_trace()
+    return  # the debugger needs a line where it can stop
+
+
+class _Debugger(pdb.Pdb):
+    """pdb on the terminal; it shows the caller's frame first, although it stops in a function below it.
+
+    So the debugger has finished before the other ranks continue. With `nosigint`, Ctrl-C after `continue` ends the job
+    as it does without a debugger.
+    """
+
+    def __init__(self, caller: FrameType) -> None:
+        super().__init__(nosigint=True)
+        self._caller: FrameType | None = caller
+
+    def interaction(self, frame: FrameType | None, *rest: TracebackType | None) -> None:
+        """Takes commands from the terminal."""
+        frame, self._caller = self._caller or frame, None
+        self.skip = {__name__}
+        with _typing():
+            super().interaction(frame, *rest)
+
+
+@contextlib.contextmanager
+def _typing() -> Iterator[None]:
+    """Connects stdin, stdout and stderr to the terminal, and tells the launcher which process Ctrl-C is for."""
+    error_file = os.environ.get("PACELINE_ERROR_FILE")
+    told = Path(f"{error_file}.debugger") if error_file else None
+    with contextlib.ExitStack() as undo:
+        if told is not None and told.parent.is_dir():
+            told.touch()
+            undo.callback(told.unlink, missing_ok=True)
+        path = os.environ.get("PACELINE_TERMINAL")
+        if path and not (os.isatty(0) and os.isatty(1)):
+            undo.enter_context(_standard_streams(path))
+        if not _reads_descriptor_0():
+            undo.enter_context(_stdin_from_descriptor_0())
+        yield
+
+
+@contextlib.contextmanager
+def _standard_streams(path: str) -> Iterator[None]:
+    """Opens the terminal `path` as file descriptors 0 to 2."""
+    before = [os.dup(fd) for fd in range(3)]
+    terminal = os.open(path, os.O_RDWR | os.O_NOCTTY)
+    try:
+        _replace([terminal] * 3)
+        yield
+    finally:
+        _replace(before)
+        for fd in (terminal, *before):
+            os.close(fd)
+
+
+def _replace(descriptors: list[int]) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    for fd, own in zip(descriptors, range(3), strict=True):
+        os.dup2(fd, own)
+
+
+def _reads_descriptor_0() -> bool:
+    try:
+        return sys.stdin.fileno() == 0
+    except (AttributeError, OSError, ValueError):  # stdin is missing, not a file, or closed
+        return False
+
+
+@contextlib.contextmanager
+def _stdin_from_descriptor_0() -> Iterator[None]:
+    """Replaces `sys.stdin`, which is empty in processes of multiprocessing even if there is a terminal."""
+    before = sys.stdin
+    with open(0, closefd=False) as sys.stdin:
+        try:
+            yield
+        finally:
+            sys.stdin = before
+
+
+def _require_input(rank: int) -> None:
+    if os.environ.get("PACELINE_TERMINAL"):
+        return
+    try:
+        is_empty = os.fstat(0).st_rdev == os.stat(os.devnull).st_rdev
+    except OSError:  # descriptor 0 is closed
+        is_empty = True
+    if is_empty:
+        raise RuntimeError(
+            f"breakpoint: rank {rank} has no terminal and its stdin is empty, so nobody could type to the debugger; "
+            f"start the job from a terminal, or with `paceline run --stdin {rank}`"
+        )

@@ -1,0 +1,268 @@
+"""The default process group, which calls use that name no other group.
+
+`init.py` makes and ends groups; `queries.py` answers a program's questions about them.
+
+Which backend torch.distributed takes where a program names none: Paceline's, while Paceline's default group exists.
+
+torch's modules (`fully_shard`, `init_device_mesh`) make torch's default group by themselves where there is none. Beside
+Paceline's it would otherwise be one of gloo's, without a word.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import util
+
+import torch
+import torch.distributed as torch_dist
+
+from paceline.comm.group.engines import Engines
+from paceline.comm.group.process_group import ProcessGroup
+from paceline.comm.store.store import Store
+
+_OURS, _TORCHS = "paceline", "gloo"
+
+
+def set_torch_default_backend() -> None:
+    """Makes Paceline the default for CPU tensors, if the plug-in is registered and nobody chose another.
+
+    Where there is a GPU torch's own default stays, which is for that.
+    """
+    if not torch_dist.is_available() or torch.cuda.is_available():
+        return
+    defaults = torch_dist.Backend.default_device_backend_map
+    if _OURS in torch_dist.Backend.backend_list and defaults.get("cpu") == _TORCHS:
+        defaults["cpu"] = _OURS
+        logging.getLogger(__name__).info("torch.distributed takes the backend %r where a program names none", _OURS)
+
+
+def restore_torch_default_backend() -> None:
+    """Takes `offer` back; idempotent."""
+    if torch_dist.is_available() and torch_dist.Backend.default_device_backend_map.get("cpu") == _OURS:
+        torch_dist.Backend.default_device_backend_map["cpu"] = _TORCHS
+
+
+class NonMember:
+    """The type of what `new_group` returns on a rank that is not in the group."""
+
+    def __repr__(self) -> str:
+        return "GroupMember.NON_GROUP_MEMBER"
+
+
+class _GroupMemberType(type):
+    @property
+    def WORLD(cls) -> ProcessGroup | None:
+        """Returns the default group, None before `init_process_group`."""
+        world = find_world()
+        return None if world is None else world.group
+
+
+class GroupMember(metaclass=_GroupMemberType):
+    """`WORLD` is the default group, and `NON_GROUP_MEMBER` stands for a group that this rank is not in."""
+
+    NON_GROUP_MEMBER = NonMember()
+
+
+Group = ProcessGroup | NonMember | None
+
+
+class World:
+    """A default group with everything that belongs to it.
+
+    Args:
+        store: the store through which the ranks met.
+        engines: the engines of `group` and its subgroups.
+        group: the group of all ranks.
+        timeout: the time-out of subgroups that are given none.
+    """
+
+    def __init__(self, store: Store, engines: Engines, group: ProcessGroup, timeout: timedelta) -> None:
+        self.store = store
+        self.engines = engines
+        self.group = group
+        self.timeout = timeout
+        self.subgroups: list[ProcessGroup] = []
+
+    def close_subgroups(self) -> None:
+        """Ends all groups that were made from ranks of `group`; idempotent."""
+        for each in self.subgroups:
+            each.close()
+        self.subgroups.clear()
+
+    def close(self) -> None:
+        """Ends all groups for this rank; idempotent."""
+        self.close_subgroups()
+        self.group.close()
+        self.engines.close()
+
+
+class OwnWorld(World):
+    """A world that `init_process_group` made; it ends when the process does, if not before."""
+
+    def __init__(
+        self, store: Store, owns_store: bool, engines: Engines, group: ProcessGroup, timeout: timedelta
+    ) -> None:
+        super().__init__(store, engines, group, timeout)
+        self._owns_store = owns_store
+        # Processes of multiprocessing end without running the functions that are registered with atexit.
+        self._leaving = util.Finalize(None, leave, exitpriority=0)
+        set_torch_default_backend()
+
+    def close(self) -> None:
+        """Ends all groups for this rank, and the store if Paceline opened it."""
+        restore_torch_default_backend()
+        self._leaving.cancel()
+        super().close()
+        if self._owns_store:
+            self.store.close()
+
+
+_world: OwnWorld | None = None
+_beside: int | None = None
+_borrow: Callable[[], World | None] | None = None
+
+
+def set_fallback_world(find: Callable[[], World | None]) -> None:
+    """Makes calls use the default group of the world that `find` returns while `init_process_group` has made none.
+
+    `find` is called each time, and returns None if there is no such world. Its owner ends the world.
+    """
+    global _borrow
+    _borrow = find
+
+
+def set_default_world(world: OwnWorld) -> None:
+    """Makes the group of `world` the default group."""
+    global _world, _beside
+    _world, _beside = world, None
+
+
+def become_observer(size: int, why: str) -> None:
+    """Makes this process the last of `size` + 1 ranks for `get_rank` and `get_world_size`, until a world is adopted.
+
+    The default group is closed, so that collectives of a program that is not in step with the others fail; the error
+    says `why`.
+    """
+    global _beside
+    if _beside is None:
+        default_group().close_with_reason(why)
+    _beside = size
+
+
+def observed_world_size() -> int | None:
+    """Returns the number of ranks that this process stands beside; None if it is one of the default group's."""
+    return _beside
+
+
+def leave() -> None:
+    """Ends all groups of the world that `adopt` received; does nothing if there is none."""
+    global _world
+    world, _world = _world, None
+    if world is not None:
+        world.close()
+
+
+def own_world() -> OwnWorld | None:
+    """Returns the world that `init_process_group` made; None before that and after the world's end."""
+    return _world
+
+
+def default_world() -> World:
+    """Returns the world whose group is the default group.
+
+    Raises:
+        ValueError: there is no default group.
+    """
+    world = find_world()
+    if world is None:
+        raise ValueError(f"the default process group does not exist; call paceline.init_process_group() first{_hint()}")
+    return world
+
+
+def default_group() -> ProcessGroup:
+    """Returns the default group.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return default_world().group
+
+
+def given_or_default(group: ProcessGroup | None) -> ProcessGroup:
+    """Returns `group`, or the default group if it is None.
+
+    Raises:
+        TypeError: `group` is not a group of Paceline's.
+        ValueError: there is no default group.
+    """
+    if group is None:
+        return default_world().group
+    if isinstance(group, ProcessGroup):
+        return group
+    raise TypeError(_wrong_group_text(group))
+
+
+def resolve(group: Group) -> ProcessGroup | None:
+    """Returns the group of a call, None if this rank is not in it.
+
+    Raises:
+        TypeError: `group` is not a group of Paceline's.
+        ValueError: `group` is None, and there is no default group.
+    """
+    if group is None:  # as in `default_group`, but without two calls that every collective would pay for
+        return default_world().group if _world is None else _world.group
+    if isinstance(group, ProcessGroup):
+        return group
+    if isinstance(group, NonMember):
+        return None
+    raise TypeError(_wrong_group_text(group))
+
+
+def raise_timeouts(least: timedelta) -> None:
+    """Raises the time-out of every group to at least `least`."""
+    world = default_world()
+    for group in (world.group, *world.subgroups):
+        group.set_timeout(max(group.timeout, least))
+
+
+def find_world() -> World | None:
+    """Returns the world whose group is the default group now, None if there is no default group."""
+    if _world is not None:
+        return _world
+    return None if _borrow is None else _borrow()
+
+
+def _hint() -> str:
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return ""
+    return (
+        f" (torch.distributed's default group has the backend {torch.distributed.get_backend()!r}; Paceline would use "
+        "one that torch.distributed.init_process_group('paceline') made)"
+    )
+
+
+def _wrong_group_text(group: object) -> str:
+    world = find_world()
+    me = "" if world is None else f"rank {world.group.me.rank}: "
+    kind = f"{type(group).__module__}.{type(group).__qualname__}"
+    wanted = "a group that paceline.new_group made, or None for the default group"
+    if not (torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup)):
+        return f"{me}the process group is a {kind}; it must be {wanted}"
+    return (
+        f"{me}the process group is one of torch.distributed ({kind}), whose calls are those of torch.distributed; "
+        f"Paceline's take {wanted}. For a group of the same ranks call, on every rank, "
+        "paceline.new_group(torch.distributed.get_process_group_ranks(group))"
+    )
+
+
+def _forget_in_child() -> None:
+    global _world
+    _world = None
+
+
+atexit.register(leave)
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,213 @@
+"""Ranks laid out as an array, each of whose dimensions gives process groups: data, pipeline and tensor parallel ranks.
+
+It has the methods of torch's `DeviceMesh` that concern groups. torch's own mesh works as well, on the backend that the
+plug-in registers; this one needs no torch.distributed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from paceline.comm.group.default import default_group
+from paceline.comm.group.process_group import ProcessGroup
+from paceline.comm.group.subgroups import new_subgroups_by_enumeration
+
+Dimension = int | str
+
+
+@dataclass(frozen=True)
+class _Array:
+    """All ranks of a mesh, as they were laid out; its slices share it.
+
+    Attributes:
+        ranks: the ranks of the default group.
+        groups: for each dimension, the group of the ranks that differ from this one in it alone.
+        flat: the meshes that `_flatten` has made.
+    """
+
+    device_type: str
+    ranks: torch.Tensor
+    names: tuple[str, ...] | None
+    groups: tuple[ProcessGroup, ...]
+    flat: dict[str, DeviceMesh] = field(default_factory=dict)
+
+
+class DeviceMesh:
+    """An n-dimensional array of ranks, as `init_device_mesh` and slices of a mesh return it."""
+
+    def __init__(self, array: _Array, dimensions: Sequence[int]) -> None:
+        self._array = array
+        self._dimensions = tuple(dimensions)
+
+    @property
+    def device_type(self) -> str:
+        """Which devices the ranks compute on: `cpu` or `cuda`."""
+        return self._array.device_type
+
+    @property
+    def mesh(self) -> torch.Tensor:
+        """The ranks of the default group, an int64 tensor; of a slice, the part in which this rank is."""
+        here = [group.rank() for group in self._array.groups]
+        index = tuple(slice(None) if each in self._dimensions else at for each, at in enumerate(here))
+        return self._array.ranks[index]
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...] | None:
+        """A name for each dimension, or None."""
+        return None if self._array.names is None else tuple(self._array.names[each] for each in self._dimensions)
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self._dimensions)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The number of ranks along each dimension."""
+        return tuple(self._array.ranks.shape[each] for each in self._dimensions)
+
+    def size(self, mesh_dim: int | None = None) -> int:
+        """Returns the number of ranks along a dimension, or of the whole mesh."""
+        return math.prod(self.shape) if mesh_dim is None else self.shape[mesh_dim]
+
+    def get_rank(self) -> int:
+        """Returns this process's rank in the default group."""
+        return default_group().rank()
+
+    def get_coordinate(self) -> list[int]:
+        """Returns where this rank stands in the mesh, a number for each dimension."""
+        return [group.rank() for group in self.get_all_groups()]
+
+    def get_local_rank(self, mesh_dim: Dimension | None = None) -> int:
+        """Returns where this rank stands along a dimension, which may be left out if there is only one.
+
+        Raises:
+            ValueError: there is no such dimension, or there are several and none was named.
+        """
+        return self.get_group(mesh_dim).rank()
+
+    def get_group(self, mesh_dim: Dimension | None = None) -> ProcessGroup:
+        """Returns the group of the ranks that differ from this one along a dimension alone.
+
+        Raises:
+            ValueError: there is no such dimension, or there are several and none was named.
+        """
+        return self._array.groups[self._find(mesh_dim, "get_group")]
+
+    def get_all_groups(self) -> list[ProcessGroup]:
+        """Returns the groups of all dimensions, in order."""
+        return [self._array.groups[each] for each in self._dimensions]
+
+    def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
+        """Returns the part of the mesh along the named dimensions in which this rank is.
+
+        Raises:
+            ValueError: there is no such dimension, or the names are not in the mesh's order.
+        """
+        names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
+        if len(names) == 1 and names[0] in self._array.flat:
+            return self._array.flat[names[0]]
+        dimensions = [self._find(name, "mesh[...]") for name in names]
+        if not dimensions or sorted(set(dimensions)) != dimensions:
+            raise ValueError(f"mesh[{', '.join(names)}]: name each dimension once, in this order: {self._described()}")
+        return DeviceMesh(self._array, dimensions)
+
+    def _flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
+        """Returns a mesh of one dimension with the ranks of this one; all ranks of the whole mesh call it.
+
+        The mesh from which this one was sliced keeps the result, and returns it for `mesh[mesh_dim_name]`, whose
+        default is the names of the dimensions, joined by underscores.
+
+        Raises:
+            ValueError: the dimensions have no names, or one has the name of the result.
+        """
+        if self._array.names is None or self.mesh_dim_names is None:
+            raise ValueError(
+                "DeviceMesh: only a mesh whose dimensions have names can be flattened: pass mesh_dim_names"
+            )
+        name = mesh_dim_name or "_".join(self.mesh_dim_names)
+        if self.mesh_dim_names == (name,):
+            return self
+        if name in self._array.names:
+            raise ValueError(
+                f"DeviceMesh: {name!r} is the name of one of the dimensions {self._array.names}; choose another"
+            )
+        if name not in self._array.flat:
+            group = _group_along(self._array.ranks, self._dimensions, name)
+            flat = _Array(self.device_type, self.mesh.flatten(), (name,), (group,))
+            self._array.flat[name] = DeviceMesh(flat, (0,))
+        return self._array.flat[name]
+
+    def __repr__(self) -> str:
+        return f"DeviceMesh({self.device_type!r}, {self.mesh.tolist()}, mesh_dim_names={self.mesh_dim_names})"
+
+    def _described(self) -> str:
+        return ", ".join(self.mesh_dim_names) if self.mesh_dim_names else f"{self.ndim} without names"
+
+    def _find(self, dimension: Dimension | None, call: str) -> int:
+        """Returns the number of a dimension in the whole array."""
+        names = self.mesh_dim_names or ()
+        if dimension is None and self.ndim == 1:
+            return self._dimensions[0]
+        if isinstance(dimension, str) and dimension in names:
+            return self._dimensions[names.index(dimension)]
+        if isinstance(dimension, int) and -self.ndim <= dimension < self.ndim:
+            return self._dimensions[dimension]
+        seen = "no dimension was given" if dimension is None else f"there is no dimension {dimension!r}"
+        raise ValueError(f"{call}: {seen}; the dimensions of this mesh are {self._described()}")
+
+
+def init_device_mesh(
+    device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None
+) -> DeviceMesh:
+    """Lays out the ranks of the default group in row-major order; all ranks call this with the same arguments.
+
+    Args:
+        device_type: `cpu` or `cuda`.
+        mesh_shape: the number of ranks along each dimension. Their product is the world size. Ranks that exchange most
+            belong into the last dimension, since neighbours in it are neighbours on a host.
+        mesh_dim_names: a name for each dimension.
+
+    Returns:
+        The mesh. `mesh["tp"]` is its part along a dimension, and `mesh.get_group("tp")` the process group of it.
+
+    Raises:
+        ValueError: the shape does not have as many ranks as there are, or the names do not fit it.
+        CollectiveMismatchError: the ranks want different meshes.
+        RendezvousTimeoutError: a rank did not call this.
+
+    Example::
+
+        mesh = paceline.init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+        paceline.all_reduce(tensor, group=mesh.get_group("tp"))
+    """
+    world, shape = default_group(), tuple(mesh_shape)
+    if not shape or min(shape) < 1 or math.prod(shape) != world.size():
+        raise ValueError(
+            f"init_device_mesh: the shape {shape} has {math.prod(shape)} ranks, but there are {world.size()}; "
+            "give numbers whose product is the world size"
+        )
+    names = None if mesh_dim_names is None else tuple(mesh_dim_names)
+    if names is not None and (len(names) != len(shape) or len(set(names)) != len(names)):
+        raise ValueError(
+            f"init_device_mesh: mesh_dim_names {names} must be {len(shape)} different names, one a dimension"
+        )
+    if device_type not in ("cpu", "cuda"):
+        raise ValueError(f"init_device_mesh: the device type is {device_type!r}; it must be 'cpu' or 'cuda'")
+    ranks = torch.arange(world.size(), device="cpu").view(shape)
+    described = names or tuple(map(str, range(len(shape))))
+    groups = tuple(_group_along(ranks, (number,), name) for number, name in enumerate(described))
+    return DeviceMesh(_Array(device_type, ranks, names, groups), range(len(shape)))
+
+
+def _group_along(ranks: torch.Tensor, dimensions: Sequence[int], name: str) -> ProcessGroup:
+    """Makes the groups of the ranks that differ in these dimensions alone; returns the one that this rank is in."""
+    others = [each for each in range(ranks.ndim) if each not in dimensions]
+    lists = ranks.permute(*others, *dimensions).reshape(-1, math.prod(ranks.shape[each] for each in dimensions))
+    own, _ = new_subgroups_by_enumeration(lists.tolist(), group_desc=f"mesh dimension {name}")
+    assert isinstance(own, ProcessGroup), "every rank is in the mesh"
+    return own

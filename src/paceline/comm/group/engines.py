@@ -1,0 +1,256 @@
+"""The engines that the groups of a process use; each starts when the first group needs it.
+
+Opens a group on each device that its tensors are on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import threading
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from paceline.comm.engine import registry
+from paceline.comm.engine.adapters.library_engine import exchange_members
+from paceline.comm.engine.api import Engine, EngineContext, OpenGroup
+from paceline.comm.engine.failures import OutcomeCode, RankIdentity
+from paceline.comm.engine.native.engine import NativeEngine
+from paceline.comm.engine.registry import BackendChoice, engines_for
+from paceline.comm.engine.two_level import open_two_levels
+from paceline.comm.one_port.dialer import chosen_port
+from paceline.comm.record.recorder import close_group
+from paceline.comm.security.levels import chosen_level
+
+Opener = Callable[[torch.device], OpenGroup]
+
+
+class Devices:
+    """Finds the open group for a call's tensors; on devices other than the CPU the first call opens it.
+
+    Args:
+        on_cpu: the open group for CPU tensors.
+        openers: the functions that open it on other devices, by the device's type.
+        backend: the backend's name, for messages.
+        record: adds an open group, on a type of device, to the recording; returns its serial there.
+        advice: what a user can do about a tensor on another device; by default this names the engine for it.
+    """
+
+    def __init__(
+        self,
+        on_cpu: OpenGroup,
+        openers: Mapping[str, Opener],
+        backend: str,
+        record: Callable[[OpenGroup, str], int],
+        advice: str = "",
+    ) -> None:
+        self._record = record
+        self._recorded = [record(on_cpu, "cpu")]
+        self._on_cpu = on_cpu
+        self._openers = openers
+        self._backend = backend
+        self._advice = advice
+        self._open: dict[torch.device, OpenGroup] = {}
+        self._opening = threading.Lock()
+
+    @property
+    def types(self) -> frozenset[str]:
+        """Returns the types of device that have an engine."""
+        return frozenset({"cpu", *self._openers})
+
+    def of(self, tensors: Sequence[torch.Tensor], call: object) -> OpenGroup:
+        """Returns the open group on the device of `tensors`, or on the CPU if there are none.
+
+        The text of `call` is the call's name.
+
+        Raises:
+            TypeError: there is no engine for the device, or the tensors are on several devices.
+        """
+        if all(tensor.is_cpu for tensor in tensors):
+            return self._on_cpu
+        device = tensors[0].device
+        for tensor in tensors:
+            if tensor.device != device:
+                raise TypeError(f"{call} got tensors on {device} and {tensor.device}; one call takes one device")
+        with self._opening:
+            if device not in self._open:
+                self._open[device] = self._opener(device, call)(device)
+                self._recorded.append(self._record(self._open[device], device.type))
+            return self._open[device]
+
+    def abort(self) -> None:
+        """Ends the calls on all devices; any thread may call this."""
+        for opened in self._all():
+            opened.abort()
+
+    def failure(self) -> int:
+        """Returns the `failures.Code` of a failure on any device; OK without one."""
+        return next(filter(None, (opened.failure() for opened in self._all())), OutcomeCode.OK)
+
+    def _all(self) -> list[OpenGroup]:
+        # Without the lock, which a thread that opens a group on a further device holds while it waits for other ranks.
+        return [self._on_cpu, *self._open.values()]
+
+    def close(self) -> None:
+        """Ends the group on all devices, and releases the functions that would open it on others; idempotent."""
+        self._openers = {}
+        self._on_cpu.close()
+        for opened in self._open.values():
+            opened.close()
+        for serial in self._recorded:
+            close_group(serial)
+
+    def _opener(self, device: torch.device, call: object) -> Opener:
+        opener = self._openers.get(device.type)
+        if opener is None:
+            fitting = engines_for(device.type)
+            advice = self._advice or (
+                f"choose one with backend='cpu:paceline,{device.type}:{fitting[0]}', or " if fitting else ""
+            )
+            raise TypeError(
+                f"{call} got a tensor on {device}; the group's backend {self._backend!r} has no engine for it: "
+                f"{advice}pass tensor.cpu()"
+            )
+        return opener
+
+
+_AGREED = 1 << 62  # marks an identity that the members agreed on, unlike those that count groups
+_FINDS_MEMBERS = _ENCRYPTS = "paceline"
+
+
+class Engines:
+    """Starts engines and opens groups with them, until `close` ends them.
+
+    Args:
+        context: what the engines are started with, without members.
+        backend: the default group's backend.
+        between_hosts: the engine for data between hosts, where "paceline" is the engine for CPU tensors.
+
+    Raises:
+        ValueError: an engine lacks a prerequisite.
+    """
+
+    def __init__(self, context: EngineContext, backend: BackendChoice, between_hosts: str | None = None) -> None:
+        self.backend = backend
+        self.between_hosts = between_hosts
+        self._context = context
+        self._started: dict[str, Engine] = {}
+        self._counted = 0
+        self._counted_by_members: Counter[tuple[int, ...]] = Counter()
+        if _FINDS_MEMBERS not in backend.engines.values():
+            members = exchange_members(context)
+            self._context = dataclasses.replace(context, members=members)
+        try:
+            self.start(backend)
+        except BaseException:
+            self.close()
+            raise
+        if not self.members:
+            self._context = dataclasses.replace(self._context, members=self._started[_FINDS_MEMBERS].members)
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._context.rank
+
+    @property
+    def members(self) -> tuple[RankIdentity, ...]:
+        """The ranks of the default group."""
+        return self._context.members
+
+    def start(self, backend: BackendChoice) -> None:
+        """Starts the engines for CPU tensors, on every rank. The others start with the first tensor on their device.
+
+        Raises:
+            ValueError: an engine lacks a prerequisite, even one that would start later.
+        """
+        for device_type, name in backend.engines.items():
+            if device_type == "cpu":
+                self._engine(name)
+            else:
+                registry.require(name, self._context.rank)
+
+    def count_group(self, ranks: Sequence[int]) -> int:
+        """Returns the identity of the next group among those that every rank counts, member or not."""
+        self._counted += 1
+        return self._counted << 32 | zlib.crc32(repr([*ranks]).encode())
+
+    def count_local_group(self, ranks: Sequence[int]) -> int:
+        """Returns the identity of the next group of `ranks` among those that only their members count."""
+        self._counted_by_members[tuple(ranks)] += 1
+        named = f"{list(ranks)} {self._counted_by_members[tuple(ranks)]}"
+        return agreed_identity(int.from_bytes(hashlib.sha256(named.encode()).digest()[:7], "big"))
+
+    def openers(
+        self,
+        backend: BackendChoice,
+        ranks: Sequence[int],
+        timeout_s: float,
+        identity: int,
+        algorithm: str | None = None,
+    ) -> dict[str, Opener]:
+        """Returns the functions that open the group of `ranks` on a device, by the device's type."""
+
+        def open_on(name: str, device: torch.device) -> OpenGroup:
+            engine = self._engine(name)
+            if isinstance(engine, NativeEngine) and self.between_hosts and algorithm in (None, "hierarchical"):
+                outside = self._engine(self.between_hosts)
+                store, rank = self._context.store, self._context.rank
+                return open_two_levels(engine, outside, store, rank, ranks, engine.hosts, timeout_s, identity)
+            return engine.open_group(ranks, timeout_s, identity, algorithm, device)
+
+        return {device_type: partial(open_on, name) for device_type, name in backend.engines.items()}
+
+    def close(self) -> None:
+        """Ends all engines; idempotent."""
+        for engine in self._started.values():
+            engine.close()
+        self._started.clear()
+
+    def _engine(self, name: str) -> Engine:
+        if name not in self._started:
+            if name != _ENCRYPTS and chosen_level() == "encrypt":
+                require_one_host(name, self._context.rank, self.members)
+            if name != _ENCRYPTS and chosen_port() is not None:
+                require_ports(name, self._context.rank, self.members)
+            self._started[name] = registry.start(name, self._context)
+        return self._started[name]
+
+
+def require_one_host(engine: str, rank: int, members: Sequence[RankIdentity]) -> None:
+    """Requires that an engine which does not encrypt connects the ranks of one host only.
+
+    Raises:
+        ValueError: there are several hosts.
+    """
+    hosts = sorted({member.host for member in members})
+    if len(hosts) > 1:
+        raise ValueError(
+            f"rank {rank}: the security level is encrypt, and the engine {engine!r} sends tensors between the hosts "
+            f"{', '.join(hosts)} without encryption; expected the engine 'paceline', which encrypts them. Use it for "
+            "tensors between hosts, or choose --security auth and a network that you trust"
+        )
+
+
+def require_ports(engine: str, rank: int, members: Sequence[RankIdentity]) -> None:
+    """Requires that an engine with ports of its own connects the ranks of one host only, in a job with one port.
+
+    Raises:
+        ValueError: there are several hosts.
+    """
+    hosts = sorted({member.host for member in members})
+    if len(hosts) > 1:
+        raise ValueError(
+            f"rank {rank}: the connections of this job use port {chosen_port()} only, and the engine {engine!r} would "
+            f"connect the hosts {', '.join(hosts)} at ports of its own; expected the engine 'paceline'. Use it for "
+            "tensors between hosts, or leave out --port (PACELINE_PORT) and open the other ports"
+        )
+
+
+def agreed_identity(number: int) -> int:
+    """Returns the identity of a group that only its members know; they agreed on `number`, which is below 2^61."""
+    return _AGREED | number

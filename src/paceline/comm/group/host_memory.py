@@ -1,0 +1,116 @@
+"""Memory that all ranks of a group on one host share.
+
+Creates tensors in memory that the ranks of a host share.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+
+import torch
+
+from paceline import _core
+from paceline.comm.engine.native.engine import HostRanks, NativeGroup
+from paceline.comm.group.process_group import ProcessGroup
+from paceline.durations import to_seconds
+from paceline.linux import is_out_of_descriptors, out_of_descriptors_error
+
+
+def empty_shared(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Returns an uninitialised CPU tensor that `all_reduce` reduces in place for all ranks, without a staging copy.
+
+    This pays off for large tensors (a megabyte and up) that every rank creates this way and passes to `all_reduce`
+    whole. Everywhere else it is an ordinary tensor, of `dtype` (default: PyTorch's default type) and shape `size`.
+
+    After an `all_reduce` of it has failed because a rank died, did not come or aborted the group, it is an ordinary
+    tensor: the others may still write to the memory that it had, so it was moved to memory of its own, at the same
+    address. It can be used on, with any group; for the speed, make a new one.
+
+    Raises:
+        MemoryError: the system has not enough shared memory left.
+        OutOfDescriptorsError: the process has no file descriptor left; each such tensor takes one.
+
+    >>> empty_shared(2, 3).shape
+    torch.Size([2, 3])
+    """
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    first = size[0] if size else ()
+    shape = torch.Size(first if isinstance(first, Sequence) else [each for each in size if isinstance(each, int)])
+    nbytes = shape.numel() * dtype.itemsize
+    if nbytes == 0:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    try:
+        return _core.shared_tensor(nbytes).view(dtype).view(shape)
+    except MemoryError:
+        raise MemoryError(f"empty_shared: the system has no {nbytes:,} bytes of shared memory left") from None
+    except OSError as error:
+        if not is_out_of_descriptors(error):
+            raise
+        rank = os.environ.get("RANK")
+        who = f"process {os.getpid()}" if rank is None else f"rank {rank} (pid {os.getpid()})"
+        raise out_of_descriptors_error(who, "a shared tensor (empty_shared)") from error
+
+
+def host_ranks(group: ProcessGroup) -> HostRanks | None:
+    """Returns the ranks that share this rank's host, None if the group's engine does not connect them by memory."""
+    opened = group.on_cpu
+    return opened.host_ranks if isinstance(opened, NativeGroup) else None
+
+
+def applies_updates(group: ProcessGroup) -> bool:
+    """Returns whether `group.reduce_scatter_memory` can apply an update to its results."""
+    opened = group.on_cpu
+    return isinstance(opened, NativeGroup) and isinstance(opened.channel, _core.HostGroup)
+
+
+def share_on_host(group: ProcessGroup, nbytes: int) -> _core.SharedMemory:
+    """Returns memory of `nbytes` zeros that this rank shares with those of its host; every rank of `group` calls this.
+
+    The group's engine must be one for which `host_ranks` returns the ranks.
+
+    Raises:
+        OutOfDescriptorsError, MemoryError: a rank has no descriptors or memory left; raised on every rank.
+    """
+    ranks = host_ranks(group)
+    assert ranks is not None
+    owner = ranks.here[0]
+    memory, number = None, 0
+    problem: Exception | None = None
+    if owner == ranks.rank:
+        try:
+            memory, number = ranks.share(nbytes)
+        except OSError as error:
+            problem = _shortage(error, group, nbytes)
+    numbers = _exchange(group, number, problem)
+    if memory is None:
+        try:
+            memory = ranks.find(owner, numbers[owner], nbytes, to_seconds(group.timeout))
+        except OSError as error:
+            problem = _shortage(error, group, nbytes)
+        if memory is None and problem is None:
+            problem = MemoryError(f"{group.me}: the memory that rank {group.ranks[owner]} shares did not arrive")
+    _exchange(group, 0, problem)
+    if owner == ranks.rank:
+        ranks.withdraw(number)
+    assert memory is not None
+    return memory
+
+
+def _shortage(error: OSError, group: ProcessGroup, nbytes: int) -> Exception:
+    if is_out_of_descriptors(error):
+        return out_of_descriptors_error(str(group.me), "memory that it shares with the other ranks of its host")
+    return MemoryError(f"{group.me}: the system has no {nbytes:,} bytes of shared memory left ({error})")
+
+
+def _exchange(group: ProcessGroup, number: int, problem: Exception | None) -> list[int]:
+    """Returns every rank's number, unless a rank has a problem."""
+    mine = json.dumps([number, str(problem) if problem else None]).encode()
+    everyone = [json.loads(data) for data in group.all_gather_bytes(mine)]
+    if problem is not None:
+        raise problem
+    for _, other in everyone:
+        if other is not None:
+            raise MemoryError(f"{group.me}: another rank cannot share memory, so no rank can: {other}")
+    return [each for each, _ in everyone]

@@ -1,0 +1,448 @@
+"""Makes and ends process groups.
+
+How process groups form: the ranks meet, start the engines, and find each other in a group.
+
+`init.py` has the functions that programs call. `form_apart` and `make_default` make a default group in two parts, for
+ranks that form their next group while they still use the one before.
+
+Checks the arguments of the functions that make process groups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+from paceline.comm.engine.api import EngineContext, KnownCosts
+from paceline.comm.engine.formation import Formation
+from paceline.comm.engine.registry import BackendChoice, choose, meeting
+from paceline.comm.group.compression import WireKind, checked_kind
+from paceline.comm.group.default import (
+    Group,
+    GroupMember,
+    NonMember,
+    OwnWorld,
+    World,
+    default_world,
+    leave,
+    own_world,
+    resolve,
+    set_default_world,
+)
+from paceline.comm.group.engines import Engines
+from paceline.comm.group.process_group import ProcessGroup, QuantisingGroup
+from paceline.comm.one_port.dialer import choose_port
+from paceline.comm.record import recorder
+from paceline.comm.rendezvous.rendezvous import RendezvousResult, rendezvous
+from paceline.comm.security.levels import choose_level
+from paceline.comm.store.store import HashStore, Store
+from paceline.durations import Timeout, to_seconds, to_timedelta
+from paceline.linux import is_out_of_descriptors, out_of_descriptors_error
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """What a program may choose for its default group; see `init_process_group`.
+
+    Attributes:
+        costs: what messages cost, as far as groups before have measured it; this one adds to that.
+        identity: a number that tells the group from others of these ranks (see `engines.agreed_identity`), the same on
+            all of them; None for the one that they count.
+    """
+
+    name: str = ""
+    interface: str | None = None
+    algorithm: str | None = None
+    between_hosts: str | None = None
+    wire: WireKind | None = None
+    costs: KnownCosts | None = None
+    identity: int | None = None
+
+
+def meet(
+    backend: BackendChoice, init_method: str | None, store: Store | None, world_size: int, rank: int, timeout_s: float
+) -> RendezvousResult:
+    """Returns this rank and the store; if the caller gives no address, the engine's launcher (mpirun) provides both."""
+    told = init_method is not None or store is not None or "RANK" in os.environ
+    by_launcher = None if told else meeting(backend, rank)
+    try:
+        if by_launcher is not None:
+            return by_launcher(timeout_s)
+        return rendezvous(init_method, store, world_size, rank, timeout_s)
+    except OSError as error:
+        if not is_out_of_descriptors(error):
+            raise
+        own = rank if rank >= 0 else os.environ.get("RANK", "?")
+        who = f"rank {own} ({socket.gethostname()}, pid {os.getpid()})"
+        raise out_of_descriptors_error(who, "the store where the ranks meet") from error
+
+
+def form(joined: RendezvousResult, backend: BackendChoice, timeout: timedelta, options: GroupOptions) -> World:
+    """Returns the group of all ranks that have met, with what belongs to it; it is not the default group yet."""
+    with contextlib.ExitStack() as undo:
+        with Formation(joined.store, joined.rank, joined.world_size) as formation:
+            start = EngineContext(
+                joined.store,
+                joined.rank,
+                joined.world_size,
+                to_seconds(timeout),
+                formation,
+                peer=joined.address,
+                interface=options.interface,
+                algorithm=None if options.between_hosts else options.algorithm,
+                costs=options.costs,
+            )
+            engines = undo.enter_context(contextlib.closing(Engines(start, backend, options.between_hosts)))
+            ranks, identity = range(joined.world_size), options.identity
+            group = open_on(
+                engines, backend, ranks, timeout, options.name, options.algorithm, identity, wire=options.wire
+            )
+        undo.pop_all()
+    return World(joined.store, engines, group, timeout)
+
+
+def form_apart(store: Store, rank: int, world_size: int, timeout: timedelta, options: GroupOptions) -> World:
+    """Returns a group of Paceline's engine, beside the default group that there may be; any thread may form it.
+
+    Args:
+        store: where the ranks meet; it stays the caller's.
+        rank, world_size: this rank, and how many there are.
+        timeout: how long to wait for the others, and how long the group's calls do.
+        options: those of the group.
+
+    Raises:
+        RendezvousError, AuthenticationError, StoreError: the ranks did not find each other.
+    """
+    backend = choose("paceline")
+    recorder.begin()
+    joined = meet(backend, None, store, world_size, rank, to_seconds(timeout))
+    return form(joined, backend, timeout, options)
+
+
+def make_default(world: World) -> None:
+    """Makes the group that `form_apart` has returned the default group; there is none at the moment."""
+    recorder.identify(world.group.rank(), world.group.size())
+    set_default_world(OwnWorld(world.store, False, world.engines, world.group, world.timeout))
+
+
+def open_on(
+    engines: Engines,
+    backend: BackendChoice,
+    ranks: Sequence[int],
+    timeout: Timeout,
+    name: str,
+    algorithm: str | None,
+    identity: int | None = None,
+    wire: WireKind | None = None,
+) -> ProcessGroup:
+    """Opens the group of `ranks`, in which all of them find each other; each of them calls this."""
+    engines.start(backend)
+    if identity is None:
+        identity = engines.count_group(ranks)
+    openers = engines.openers(backend, ranks, to_seconds(timeout), identity, algorithm)
+    members = [engines.members[rank] for rank in ranks]
+    opened = openers["cpu"](torch.device("cpu"))
+    group_rank = list(ranks).index(engines.rank)
+    everybody = engines.members
+    kind = ProcessGroup if wire is None else QuantisingGroup
+    group = kind(
+        opened, members, group_rank, timeout, name, backend.text, openers, everybody=everybody, identity=identity
+    )
+    group.wire = wire
+    try:
+        # No rank may end the group, or its store, before all ranks have found each other in it.
+        group.barrier()
+    except BaseException:
+        group.close()
+        raise
+    return group
+
+
+def require_elastic(
+    backend: str | None, init_method: str | None, store: Store | None, world_size: int, rank: int
+) -> None:
+    """Requires arguments with which an elastic job can start.
+
+    Raises:
+        ValueError: an argument is given that the launcher decides, or the launcher does not run an elastic job.
+    """
+    if backend not in (None, "paceline", "cpu:paceline"):
+        raise ValueError(
+            f"backend is {backend!r} with elastic=True; elastic training runs on 'paceline' with CPU tensors. On "
+            "'nccl' it would need a new communicator in every view, which has not been tried on GPUs"
+        )
+    if init_method is not None or store is not None or world_size >= 0 or rank >= 0:
+        raise ValueError(
+            "elastic=True excludes init_method, store, world_size and rank: the launcher says who takes part"
+        )
+    if "PACELINE_ELASTIC_FD" not in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            f"rank {os.environ.get('RANK', '?')}: elastic=True in a job of {os.environ['WORLD_SIZE']} ranks whose "
+            "launcher is not elastic; start it with `paceline run --elastic`"
+        )
+
+
+def require_between(between_hosts: str | None, backend: BackendChoice, algorithm: str | None) -> None:
+    """Requires that `between_hosts` fits the other arguments.
+
+    Raises:
+        ValueError: it does not name one engine for CPU tensors, or the backend or the algorithm exclude it.
+    """
+    if between_hosts is None:
+        return
+    if choose(between_hosts).engines["cpu"] != between_hosts or backend.engines["cpu"] != "paceline":
+        raise ValueError(
+            f"between_hosts is {between_hosts!r} and the backend {backend.text!r}; it must be one engine for CPU "
+            "tensors, beside 'paceline' for those of a host"
+        )
+    if algorithm not in (None, "hierarchical"):
+        raise ValueError(f"between_hosts makes the algorithm hierarchical; algorithm={algorithm!r} excludes it")
+
+
+def require_wire(wire: object, backend: BackendChoice, between_hosts: str | None, elastic: bool = False) -> None:
+    """Requires that a group's `wire` exists, and fits the other arguments.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if wire is None:
+        return
+    kind = checked_kind(wire)
+    if backend.engines["cpu"] != "paceline" or between_hosts is not None:
+        raise ValueError(
+            f"wire={kind!r} needs the engine 'paceline', also between the hosts; the backend is {backend.text!r} and "
+            f"between_hosts {between_hosts!r}. Leave wire out, or leave them out"
+        )
+    if elastic:
+        raise ValueError(f"wire={kind!r} excludes elastic=True: workers that come and go average gradients exactly")
+
+
+def require_no_options(pg_options: None, call: str) -> None:
+    """Requires that there are no options, which torch's backends have.
+
+    Raises:
+        ValueError: there are options.
+    """
+    if pg_options is not None:
+        raise ValueError(f"{call}: pg_options is for engines that have options; leave it out")
+
+
+def make_current(device_id: torch.device | int | None, backend: BackendChoice) -> None:
+    """Makes a CUDA device the current one; does nothing if `device_id` is None or another device.
+
+    Raises:
+        ValueError: the backend has no engine for the device.
+    """
+    if device_id is None:
+        return
+    device = torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
+    if device.type not in backend.engines:
+        raise ValueError(
+            f"device_id is {device_id}; the backend {backend.text!r} has no engine for {device.type}, leave it out"
+        )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+DEFAULT_TIMEOUT = default_pg_timeout = timedelta(minutes=30)  # the second name is torch's
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: Timeout | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Store | None = None,
+    group_name: str = "",
+    pg_options: None = None,
+    device_id: torch.device | int | None = None,
+    *,
+    interface: str | None = None,
+    algorithm: str | None = None,
+    between_hosts: str | None = None,
+    elastic: bool = False,
+    security: str | None = None,
+    port: int | None = None,
+    wire: WireKind | None = None,
+) -> None:
+    """Makes the default process group. Every rank calls this once, and it returns when all ranks have called it.
+
+    A program that does not call it uses the default group of torch.distributed, if the backend of that is "paceline".
+    While the group exists, torch.distributed uses Paceline for CPU tensors if a program names no backend, as is the
+    case with `fully_shard`.
+
+    Args:
+        backend: the engine: "paceline", "gloo" or "mpi" for CPU tensors, "nccl" for CUDA tensors, or one for each, such
+            as "cpu:gloo,cuda:nccl". The default is the best one that is available for each. CPU tensors use "paceline"
+            if no other engine is named for them.
+        init_method: "env://" (the default), "tcp://host:port" or "file:///path"; see `rendezvous`. It is not needed
+            with "mpi" if mpirun has started the ranks.
+        timeout: how long this call and every later one waits for the other ranks, as a timedelta or in seconds. The
+            default is 30 minutes.
+        world_size, rank: the number of ranks, and the rank of this process; with env:// they may be in the environment.
+        store: a store that all ranks share, instead of `init_method`; it requires `world_size` and `rank`.
+        group_name: the group's name in messages.
+        pg_options: must be None; no engine has options.
+        device_id: this rank's CUDA device, which becomes the current device.
+        interface: the network interface through which other hosts reach this one, by its name or one of its addresses.
+            The default is PACELINE_IFACE, or else the interface on the route to the host where the ranks meet.
+        algorithm: "ring", "halving_doubling", "tree", "star" or "hierarchical", for every collective that it offers.
+            The default is PACELINE_ALGORITHM, or else shared memory on one host and the fastest algorithm between
+            hosts.
+        between_hosts: the engine ("gloo", "mpi") with which the first rank of each host reduces and broadcasts what
+            "paceline" has reduced within the host; "paceline" itself if None.
+        elastic: whether workers come and go; the group has this one rank until `ElasticState.epochs` finds the others.
+            The job is started with `paceline run --elastic`, or is this one process.
+        security: "encrypt" encrypts all connections to other hosts, "auth" only authenticates them, and "none" does
+            neither. The default is PACELINE_SECURITY, or else they are encrypted where an address is public.
+        port: the one TCP port of each machine at which the others reach its ranks and its store, the same on every
+            rank; see docs/hosts.md. The default is PACELINE_PORT, or else each listener has a port of its own.
+        wire: what sums of floats in this group are rounded to between hosts ("bf16", "int8", "int4") where a call does
+            not say so itself, for tensors of at least 1,024 elements; see docs/slow-networks.md. Other groups are
+            exact unless they have a `wire` of their own.
+
+    Raises:
+        ValueError: the default group exists already, or an argument is wrong; the message says what to do.
+        RendezvousError: two processes claim one rank, a rank gave up or died, or world sizes differ.
+        RendezvousTimeoutError: ranks are missing; the message names them.
+        AuthenticationError: the process that answered does not have this job's secret.
+    """
+    if own_world() is not None:
+        raise ValueError("the default process group exists already; call destroy_process_group() before a second one")
+    if security is not None:
+        choose_level(security)
+    if port is not None:
+        choose_port(port)
+    if elastic:
+        require_elastic(backend, init_method, store, world_size, rank)
+        backend, world_size, rank, store = "paceline", 1, 0, HashStore()
+    chosen = choose(backend)
+    require_no_options(pg_options, "init_process_group")
+    require_between(between_hosts, chosen, algorithm)
+    require_wire(wire, chosen, between_hosts, elastic)
+    make_current(device_id, chosen)
+    timeout = DEFAULT_TIMEOUT if timeout is None else to_timedelta(timeout)
+    recorder.begin()
+    joined = meet(chosen, init_method, store, world_size, rank, to_seconds(timeout))
+    recorder.identify(joined.rank, joined.world_size)
+    with contextlib.ExitStack() as undo:
+        if store is None:
+            undo.callback(joined.store.close)
+        options = GroupOptions(group_name, interface, algorithm, between_hosts, wire)
+        world = form(joined, chosen, timeout, options)
+        undo.pop_all()
+    set_default_world(OwnWorld(world.store, store is None, world.engines, world.group, timeout))
+
+
+def destroy_process_group(group: Group = None) -> None:
+    """Ends `group`, or the default group and all others if it is None. It does not wait for the other ranks.
+
+    A default group that torch.distributed made continues until `torch.distributed.destroy_process_group()`; only the
+    groups that were made of its ranks here end.
+
+    Args:
+        group: the group to end; the default group and all groups made of its ranks if None.
+
+    Raises:
+        ValueError: the default group does not exist.
+        TypeError: `group` is not a group of Paceline's.
+    """
+    world = default_world()
+    ended = resolve(group)
+    if ended is None:
+        return
+    if ended is not world.group:
+        ended.close()
+    elif world is own_world():
+        leave()
+    else:
+        world.close_subgroups()
+
+
+def new_group(
+    ranks: Sequence[int] | None = None,
+    timeout: Timeout | None = None,
+    backend: str | None = None,
+    pg_options: None = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: torch.device | int | None = None,
+    sort_ranks: bool = False,
+    *,
+    algorithm: str | None = None,
+    wire: WireKind | None = None,
+) -> ProcessGroup | NonMember:
+    """Makes a group of some of the ranks. Every rank of the default group calls this, in the same order.
+
+    Args:
+        ranks: ranks of the default group, in the order of their group ranks; all if None.
+        timeout: for calls on the group; the default group's if None.
+        backend: as for `init_process_group`; by default the default group's.
+        pg_options: must be None; no engine has options.
+        use_local_synchronization: whether only the members call this; ranks that are in several such groups call it in
+            the same order.
+        group_desc: the group's name, for messages.
+        device_id: as for `init_process_group`.
+        sort_ranks: whether the members' group ranks follow the order of their ranks, whatever the order of `ranks` is
+            (torch's default).
+        algorithm: as for `init_process_group`; by default the default group's.
+        wire: as for `init_process_group`; by default exact, whatever the default group's is.
+
+    Returns:
+        The group, or `GroupMember.NON_GROUP_MEMBER` on a rank that is not in it.
+
+    Raises:
+        ValueError: a rank is out of range or listed twice.
+        RendezvousTimeoutError: a member did not call this.
+    """
+    world = default_world()
+    require_no_options(pg_options, "new_group")
+    of_devices = world.engines.backend if backend is None else choose(backend)
+    require_wire(wire, of_devices, world.engines.between_hosts)
+    make_current(device_id, of_devices)
+    chosen = list(range(world.group.size())) if ranks is None else [int(rank) for rank in ranks]
+    if sort_ranks:
+        chosen.sort()
+    for rank in chosen:
+        if not 0 <= rank < world.group.size():
+            raise ValueError(f"new_group: rank {rank} is not in the default group of {world.group.size()} ranks")
+    if not chosen or len(set(chosen)) != len(chosen):
+        raise ValueError(f"new_group: ranks is {chosen}; it must name at least one rank, and none twice")
+    if use_local_synchronization:
+        identity = world.engines.count_local_group(chosen)
+    else:
+        identity = world.engines.count_group(chosen)
+    if world.group.rank() not in chosen:
+        if backend is not None and not use_local_synchronization:
+            world.engines.start(choose(backend))
+        return GroupMember.NON_GROUP_MEMBER
+    name = f"group of ranks {chosen}" if group_desc is None else group_desc
+    return open_group(chosen, timeout, name, identity, backend, algorithm, wire)
+
+
+def open_group(
+    ranks: Sequence[int],
+    timeout: Timeout | None,
+    name: str,
+    identity: int,
+    backend: str | None = None,
+    algorithm: str | None = None,
+    wire: WireKind | None = None,
+) -> ProcessGroup:
+    """Opens a group of `ranks` of the default group, which this rank is one of.
+
+    The argument `identity` is that of `Engine.open_group`.
+    """
+    world = default_world()
+    chosen = world.engines.backend if backend is None else choose(backend)
+    timeout = world.timeout if timeout is None else timeout
+    group = open_on(world.engines, chosen, ranks, timeout, name, algorithm, identity, wire)
+    world.subgroups.append(group)
+    return group

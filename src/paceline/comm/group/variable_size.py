@@ -1,0 +1,172 @@
+"""Collectives on bytes whose known lengths differ between ranks, as lists of tensors.
+
+The tensors are on the CPU, whatever torch.set_default_device says.
+
+Sums sparse tensors, of which each rank holds different rows.
+
+A rank's rows are its indices and values. Every rank gathers the rows of all ranks and adds them in rank order, so the
+result has the same bits on every rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from collections.abc import Sequence
+
+import torch
+
+from paceline.comm.engine.codes import PremulSum, ReduceOp, Reduction
+from paceline.comm.group.call_plan import BaseGroup
+from paceline.comm.group.work import Work, ended
+from paceline.durations import Timeout
+from paceline.errors import CollectiveMismatchError
+
+
+def all_reduce_sparse(
+    group: BaseGroup, tensor: torch.Tensor, op: Reduction, async_op: bool, timeout: Timeout | None
+) -> Work | None:
+    """Reduces a sparse COO tensor over all ranks, in place; afterwards it is coalesced.
+
+    The ranks first exchange their numbers of rows, so even with `async_op` this returns only when all ranks have made
+    the call; the rows themselves are sent in the background.
+
+    Raises:
+        TypeError: the reduction is not SUM, AVG or a `PremulSum`.
+        CollectiveMismatchError: the ranks' tensors differ in shape, type or number of sparse dimensions.
+    """
+    if op not in (ReduceOp.SUM, ReduceOp.AVG) and not isinstance(op, PremulSum):
+        raise TypeError(
+            f"all_reduce: {op.name} is not defined for sparse tensors; use SUM, AVG or PremulSum, or to_dense()"
+        )
+    mine = tensor.detach().coalesce()
+    if isinstance(op, PremulSum):
+        mine = mine * op.factor
+    counts = _counts_of_all(group, mine, timeout)
+    gathered = GatheredRows(group, mine, counts)
+    work = group.all_to_all(gathered.rooms, [gathered.mine] * group.size(), async_op, timeout)
+
+    def write() -> None:
+        total = gathered.total()
+        if op is ReduceOp.AVG:
+            rounding = None if total.is_floating_point() or total.is_complex() else "trunc"
+            total = torch.sparse_coo_tensor(
+                total.indices(),
+                torch.div(total.values(), group.size(), rounding_mode=rounding),
+                total.shape,
+                is_coalesced=True,
+                check_invariants=False,
+            )
+        with torch.no_grad():
+            tensor.copy_(total)
+
+    return ended([work], "all_reduce", [tensor], write)
+
+
+class GatheredRows:
+    """Memory for the rows of all ranks; rank r has `counts[r]` of them, and all have one shape and type.
+
+    Attributes:
+        mine: the bytes that this rank sends.
+        rooms: `rooms[r]` receives what rank r sends.
+    """
+
+    def __init__(self, group: BaseGroup, mine: torch.Tensor, counts: Sequence[int]) -> None:
+        self._shape = mine.shape
+        indices, values = mine.indices().T.contiguous(), mine.values().contiguous()
+        self._rows = [
+            (indices.new_empty(count, *indices.shape[1:]), values.new_empty(count, *values.shape[1:]))
+            for count in counts
+        ]
+        self.mine = [_bytes(indices), _bytes(values)]
+        self.rooms = [[_bytes(each) for each in pair] for pair in self._rows]
+
+    def total(self) -> torch.Tensor:
+        """Returns the sum of all ranks' tensors, coalesced, once `rooms` have been filled."""
+        indices = torch.cat([indices for indices, _ in self._rows]).T
+        values = torch.cat([values for _, values in self._rows])
+        return torch.sparse_coo_tensor(indices, values, self._shape, check_invariants=False).coalesce()
+
+
+def _counts_of_all(group: BaseGroup, mine: torch.Tensor, timeout: Timeout | None) -> list[int]:
+    kind = f"shape {list(mine.shape)}, {mine.dtype}, {mine.sparse_dim()} sparse dimensions"
+    told = torch.tensor([mine._nnz(), zlib.crc32(kind.encode())], device="cpu")
+    everyone = [torch.empty_like(told) for _ in group.ranks]
+    group.all_gather(everyone, told, timeout=timeout)
+    counts, kinds = torch.stack(everyone).T.tolist()
+    others = [rank for rank, each in zip(group.ranks, kinds, strict=True) if each != kinds[group.rank()]]
+    if others:
+        raise CollectiveMismatchError(
+            f"{group.me}: all_reduce of a sparse tensor: ranks {others} pass other tensors than "
+            f"this rank, whose has {kind}. Pass tensors that are alike on all ranks. The group remains usable"
+        )
+    return [int(count) for count in counts]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def as_tensor(data: bytes | bytearray) -> torch.Tensor:
+    """Returns `data` as a one-dimensional uint8 tensor; a bytearray is not copied."""
+    if not data:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(data if isinstance(data, bytearray) else bytearray(data), dtype=torch.uint8)
+
+
+def as_memory(tensor: torch.Tensor) -> memoryview:
+    """Returns the bytes of a contiguous CPU tensor without a copy; they are valid as long as the tensor exists."""
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def empty_buffers(lengths: Sequence[int]) -> list[torch.Tensor]:
+    """Returns uninitialised uint8 tensors of these lengths, each with memory of its own.
+
+    Raises:
+        RuntimeError: the memory cannot be allocated.
+    """
+    return [torch.empty(length, dtype=torch.uint8, device="cpu") for length in lengths]
+
+
+def all_gather_pieces(
+    group: BaseGroup,
+    mine: Sequence[torch.Tensor],
+    rooms: Sequence[Sequence[torch.Tensor]],
+    timeout: Timeout | None,
+) -> None:
+    """Copies every rank's pieces to all ranks, those of rank r to `rooms[r]`."""
+    totals = {sum(room.numel() for room in each) for each in rooms}
+    if totals == {0}:
+        return
+    if len(totals) == 1:
+        group.all_gather(rooms, mine, timeout=timeout)
+    else:
+        group.all_to_all(rooms, [mine] * group.size(), timeout=timeout)
+
+
+def gather_pieces(
+    group: BaseGroup,
+    mine: Sequence[torch.Tensor],
+    rooms: Sequence[Sequence[torch.Tensor]],
+    root: int,
+    timeout: Timeout | None,
+) -> None:
+    """Copies every rank's pieces to the root, those of rank r to `rooms[r]`; `rooms` is empty on other ranks."""
+    nothing: list[list[torch.Tensor]] = [[] for _ in group.ranks]
+    inputs = [mine if rank == root else [] for rank in range(group.size())]
+    group.all_to_all(rooms if group.rank() == root else nothing, inputs, timeout=timeout)
+
+
+def scatter_pieces(
+    group: BaseGroup,
+    theirs: Sequence[Sequence[torch.Tensor]],
+    room: Sequence[torch.Tensor],
+    root: int,
+    timeout: Timeout | None,
+) -> None:
+    """Copies the root's `theirs[r]` to rank r's `room`; `theirs` is empty on other ranks."""
+    nothing: list[list[torch.Tensor]] = [[] for _ in group.ranks]
+    outputs = [room if rank == root else [] for rank in range(group.size())]
+    group.all_to_all(outputs, theirs if group.rank() == root else nothing, timeout=timeout)

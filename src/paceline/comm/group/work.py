@@ -1,0 +1,445 @@
+"""Asynchronous calls, while they run and afterwards.
+
+Reports the end of asynchronous calls that nobody waits for, from a thread that starts on first use.
+
+The thread sleeps in the core, without the interpreter lock, until any call of the core ends. It polls the calls of
+other engines, which do not report their end.
+
+A callback may make further calls and wait for them, as PowerSGD's does. The thread that runs the callback cannot report
+their end meanwhile, so a second thread, one level deeper, does. Most processes never start it.
+
+Shows calls in a `torch.profiler` profile: `paceline:all_reduce`, its tensors' shapes, and its start and end.
+
+Callers check `torch.autograd.profiler._is_profiler_enabled` before they record anything. The check costs nanoseconds,
+and PyTorch's own Python code makes it for the same purpose.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import torch
+
+from paceline import _core
+from paceline.comm.engine.channel import CallOutcome, Pending, PendingMessage
+from paceline.durations import Timeout, to_nanoseconds
+from paceline.errors import CollectiveTimeoutError
+
+_ANNOUNCED = (_core.Work, _core.Message)
+_SHORTEST_WAIT_NS = 200_000
+_LONGEST_WAIT_NS = 5_000_000
+FOR_EVER_NS = 1 << 62
+
+
+_Arrival = tuple[Pending, Callable[[], None]]
+
+
+class CompletionThread:
+    """Runs callbacks when calls are over, until `close` ends it."""
+
+    def __init__(self, level: int = 0) -> None:
+        self._level = level
+        self._arrivals: queue.SimpleQueue[_Arrival | None] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="paceline-completion", daemon=True)
+        self._thread.start()
+
+    def add(self, call: Pending, when_done: Callable[[], None]) -> None:
+        """Calls `when_done` on the thread when `call` is over."""
+        self._arrivals.put((call, when_done))
+        _core.announce_ending()
+
+    def close(self) -> None:
+        """Ends the thread, which no longer reports calls that are not over by then. Idempotent."""
+        self._closed = True
+        self._arrivals.put(None)
+        _core.announce_ending()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        _here.level = self._level
+        pending: list[_Arrival] = []
+        wait_ns = _SHORTEST_WAIT_NS
+        while True:
+            ends = _core.endings()  # read first, so that every call that ends later ends the sleep
+            if self._closed:
+                return
+            self._take_arrivals(pending)
+            over = _take_over(pending)
+            if over:
+                self._tell(over)
+                wait_ns = _SHORTEST_WAIT_NS
+            elif all(isinstance(call, _ANNOUNCED) for call, _ in pending):
+                _core.await_ending(ends, FOR_EVER_NS)
+            else:
+                _core.await_ending(ends, wait_ns)
+                wait_ns = min(2 * wait_ns, _LONGEST_WAIT_NS)
+
+    def _take_arrivals(self, pending: list[_Arrival]) -> None:
+        """Adds the new calls to `pending`; waits for one if nothing is pending."""
+        while not pending or not self._arrivals.empty():
+            arrival = self._arrivals.get()
+            if arrival is None:
+                return
+            pending.append(arrival)
+
+    def _tell(self, over: list[_Arrival]) -> None:
+        while over and not self._closed:
+            try:
+                over.pop(0)[1]()  # without keeping a reference: a group ends when nobody holds its calls
+            except Exception:
+                logging.getLogger(__name__).exception("what was to be done at the end of a call raised")
+
+
+def _take_over(pending: list[_Arrival]) -> list[_Arrival]:
+    """Removes the calls that are over from `pending`, and returns them in their order."""
+    over: list[_Arrival] = []
+    left: list[_Arrival] = []
+    for each in pending:
+        (over if each[0].done() else left).append(each)
+    pending[:] = left
+    return over
+
+
+_threads: list[CompletionThread] = []
+_starting = threading.Lock()
+_here = threading.local()
+
+
+def when_done(call: Pending, then: Callable[[], None]) -> None:
+    """Calls `then` on another thread when `call` is over."""
+    level = getattr(_here, "level", -1) + 1
+    with _starting:
+        if level == len(_threads):
+            _threads.append(CompletionThread(level))
+            atexit.register(_threads[level].close)
+        _threads[level].add(call, then)
+
+
+def _forget_completion_threads_in_child() -> None:
+    global _starting
+    _threads.clear()
+    _starting = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_completion_threads_in_child)
+
+
+class Work:
+    """A call that runs in the background; a call with `async_op=True` returns it.
+
+    The call's tensors must not be used before `wait` has returned. Several threads may call the methods at once.
+    """
+
+    def __init__(
+        self,
+        work: Pending | None,
+        name: str,
+        tensors: Sequence[torch.Tensor] = (),
+        finish: Callable[[], None] | None = None,
+        to_error: Callable[[CallOutcome], Exception] | None = None,
+        results: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        self._work = work
+        self._name = name
+        self._tensors: Sequence[torch.Tensor] = tensors  # kept alive while the core reads and writes them
+        self._finish = finish
+        self._to_error = to_error
+        self._results = tensors if results is None else results
+        self._error: Exception | None = None
+        self._lock = threading.Lock()
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+        self._settled = work is None
+        if self._settled and finish is not None:
+            finish()
+
+    def __del__(self) -> None:
+        # The core still writes to the tensors that this object keeps alive.
+        if not getattr(self, "_settled", True) and self._work is not None and not self._work.done():
+            self._work.wait(FOR_EVER_NS)
+
+    def wait(self, timeout: Timeout | None = None) -> bool:
+        """Waits until the call is over and its tensors are ready. Returns True.
+
+        Args:
+            timeout: how long to wait, as a timedelta or in seconds; the call itself continues and can be waited for
+                again. If None, only the call's own time-out applies.
+
+        Raises:
+            CollectiveTimeoutError: `timeout` or the call's own time-out expired.
+            PeerLostError, CollectiveMismatchError: as for the synchronous call.
+        """
+        if not self._settled:
+            timeout_ns = FOR_EVER_NS if timeout is None else to_nanoseconds(timeout)
+            if not self.pause(timeout_ns):
+                raise CollectiveTimeoutError(
+                    f"wait() timed out: {self._name} was not done after the {timeout_ns / 1e9:.1f} s that it was "
+                    "given. It goes on; wait for it again, or with a longer timeout="
+                )
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def pause(self, timeout_ns: int) -> bool:
+        """Waits up to `timeout_ns` nanoseconds, and returns whether the call is over by then."""
+        if not self._settled:
+            assert self._work is not None
+            if not self._work.wait(timeout_ns):
+                return False
+            self._settle()
+        return True
+
+    def is_completed(self) -> bool:
+        """Returns whether the call is over, whether or not it succeeded. Does not wait."""
+        if not self._settled and self._work is not None and self._work.done():
+            self._settle()
+        return self._settled
+
+    def is_success(self) -> bool:
+        """Returns whether the call is over and succeeded. Does not wait."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> Exception | None:
+        """Returns the error of a failed call; None while the call runs and after it succeeded."""
+        self.is_completed()
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """Waits for the call, and returns the tensors that it wrote."""
+        self.wait()
+        return list(self._results)
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Returns a future of `result()`, the same one each time.
+
+        The future completes by itself, on a thread of its own that also runs the callbacks given to `then`. If the
+        call fails, `wait` and `value` of the future raise what `wait` raises here.
+        """
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            future = self._future = torch.futures.Future()
+        self.when_over(lambda: self._complete(future))
+        return future
+
+    def with_results(self, results: Sequence[torch.Tensor], finish: Callable[[], None] | None = None) -> Work:
+        """Returns this work, with `results` as its result and `finish` as its last step.
+
+        Only for the function that created the Work, before it is returned.
+        """
+        self._results = results
+        if finish is not None:
+            earlier = self._finish
+            self._finish = finish if earlier is None else _both(earlier, finish)
+            if self._settled and self._error is None:
+                finish()
+        return self
+
+    def when_over(self, then: Callable[[], None]) -> None:
+        """Calls `then` when the call is over: on the completion thread, or at once if it is over already."""
+        if self._settled or self._work is None:
+            then()
+        else:
+            when_done(self._work, then)
+
+    def _complete(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
+        error = self.exception()
+        if error is not None:
+            failed = _Failed(error)
+            future._set_unwrap_func(failed.raise_error)
+            # torch annotates the error with the type of the value.
+            cast("torch.futures.Future[_Failed]", future).set_result(failed)
+        else:
+            future.set_result(list(self._results))
+
+    def source_rank(self) -> int:
+        """Waits for a receive, and returns its sender's group rank; -1 for calls that are not receives."""
+        self.wait()
+        return cast(PendingMessage, self._work).source() if hasattr(self._work, "source") else -1
+
+    _source_rank = source_rank  # torch's other name
+
+    def synchronize(self) -> None:
+        """Waits as `wait` does."""
+        self.wait()
+
+    block_current_stream = synchronize
+
+    def _settle(self) -> None:
+        with self._lock:
+            if self._settled:
+                return
+            self._error = self._failure()
+            if self._error is None and self._finish is not None:
+                try:
+                    self._finish()
+                except Exception as error:
+                    self._error = error
+            self._settled = True
+
+    def _failure(self) -> Exception | None:
+        assert self._work is not None
+        outcome = self._work.outcome()
+        return None if outcome is None or self._to_error is None else self._to_error(outcome)
+
+
+class JoinedWork(Work):
+    """Several works as one, which is over when all are, and has failed when one has."""
+
+    def __init__(self, works: Sequence[Work], name: str, results: Sequence[torch.Tensor]) -> None:
+        self._works = works
+        super().__init__(_All(works), name, results)
+
+    def when_over(self, then: Callable[[], None]) -> None:
+        """Calls `then` when the last of the works is over."""
+        countdown = _Countdown(len(self._works), then)
+        for work in self._works:
+            work.when_over(countdown.step)
+
+    def _failure(self) -> Exception | None:
+        return next((error for error in (work.exception() for work in self._works) if error is not None), None)
+
+
+class _Countdown:
+    """Calls `then` at the last of `steps` steps, or at once if there are none."""
+
+    def __init__(self, steps: int, then: Callable[[], None]) -> None:
+        self._left = steps
+        self._then = then
+        self._lock = threading.Lock()
+        if steps == 0:
+            then()
+
+    def step(self) -> None:
+        """Counts a step; any thread may call this."""
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._then()
+
+
+class _Failed:
+    """The value of a failed call's future.
+
+    Code of torch in C++ that reads a future, such as the reducer of DistributedDataParallel, pickles the value to find
+    its tensors. It finds none in what `Future.set_exception` stores, and would read the first one nevertheless.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def raise_error(self, _: object) -> None:
+        """Raises the error; `wait` and `value` of the future call this."""
+        raise self._error
+
+    def __reduce__(self) -> str:
+        raise self._error
+
+
+class _All:
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def done(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self, timeout_ns: int) -> bool:
+        deadline_ns = time.monotonic_ns() + timeout_ns
+        return all(work.pause(deadline_ns - time.monotonic_ns()) for work in self._works)
+
+    def outcome(self) -> None:
+        return None
+
+
+def ended(
+    works: Sequence[Work | None],
+    name: str,
+    results: Sequence[torch.Tensor],
+    finish: Callable[[], None] | None = None,
+) -> Work | None:
+    """Returns the result of a call that consists of `works`: None if all are over, which is None, or one Work."""
+    running = [work for work in works if work is not None]
+    if not running:
+        if finish is not None:
+            finish()
+        return None
+    work = running[0] if len(running) == 1 else JoinedWork(running, name, results)
+    return work.with_results(results, finish)
+
+
+def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    def both() -> None:
+        first()
+        second()
+
+    return both
+
+
+# An event that ends on another thread than the one that began it is missing in the profiles of releases such as 2.6; it
+# was found in those of 2.13.
+_ENDS_ON_ANY_THREAD = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+_autograd: Any = torch.autograd  # its stubs do not list what is used here
+_other_thread: ThreadPoolExecutor | None = None
+
+
+class ProfiledCall:
+    """One call in the profile, under `name`, from the creation of this object until `end`, which any thread may call.
+
+    Programs select the calls of a backend among a profile's events by `is_async`, which torch sets on every event of
+    its own backends. An event that was recorded from Python has it only if another thread than the one that began the
+    event ends it. Therefore `end` runs on another thread if the call was synchronous. Releases of PyTorch that show no
+    such event get ordinary ones; that of an asynchronous call ends when the call has begun.
+    """
+
+    def __init__(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        self._begun_by = threading.get_ident()
+        self._record = _autograd._record_function_with_args_enter(name, *tensors)
+
+    def end_with(self, work: Work) -> None:
+        """Records the end of an asynchronous call when it is over."""
+        if _ENDS_ON_ANY_THREAD:
+            work.when_over(self.end)
+        else:
+            self._exit()
+
+    def end(self) -> None:
+        """Records that the call is over; returns when that is in the profile."""
+        if not _ENDS_ON_ANY_THREAD or threading.get_ident() != self._begun_by:
+            self._exit()
+            return
+        try:
+            ended = _thread().submit(self._exit)
+        except RuntimeError:  # the interpreter is exiting, and its threads accept no more work
+            self._exit()
+        else:
+            ended.result()
+
+    def _exit(self) -> None:
+        _autograd._record_function_with_args_exit(self._record)
+
+
+def _thread() -> ThreadPoolExecutor:
+    """Returns the thread that ends synchronous calls, which starts with the first of them."""
+    global _other_thread
+    with _starting:
+        if _other_thread is None:
+            _other_thread = ThreadPoolExecutor(1, thread_name_prefix="paceline-profiling")
+        return _other_thread
+
+
+def _forget_profiler_thread_in_child() -> None:
+    global _other_thread, _starting
+    _other_thread, _starting = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_profiler_thread_in_child)

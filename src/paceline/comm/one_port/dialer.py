@@ -1,0 +1,188 @@
+"""Connects to a listener of another machine: at a port of its own, or at the one that all of that machine share.
+
+Whether the machines of a job have one port for all connections between them; PACELINE_PORT says which.
+
+Connections within a machine never use it: they are Unix sockets, or lead to loopback.
+
+The first bytes of a connection to a gate: which number it is for. They are a wish, and prove nothing.
+
+    connecting -> gate   header: magic, number; 64 bytes
+    gate -> connecting   PASSED_ON, and all that follows is the holder's of the number; or NOBODY, and the end
+
+The header is longer than what any of Paceline's other listeners reads before it decides, so that one that is no gate
+refuses it at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Iterable, Mapping
+
+from paceline.comm.security.handshake import HELLO_BYTES, PeerGoneError, is_hello
+from paceline.comm.security.levels import is_loopback
+from paceline.durations import socket_timeout_s
+from paceline.routes import resolver_name
+
+PORT_VARIABLE = "PACELINE_PORT"
+GATE_VARIABLE = "PACELINE_GATE"  # the name of the Unix socket at which the launcher gives numbers to its workers
+_LARGEST = 65535
+
+
+def chosen_port(environment: Mapping[str, str] = os.environ) -> int | None:
+    """Returns the port; None if each listener has one of its own.
+
+    Raises:
+        ValueError: PACELINE_PORT is not a port.
+    """
+    text = environment.get(PORT_VARIABLE)
+    if not text:
+        return None
+    if not text.isdecimal() or not 1 <= int(text) <= _LARGEST:
+        raise ValueError(f"{PORT_VARIABLE} is {text!r}; it must be a port from 1 to {_LARGEST}")
+    return int(text)
+
+
+def choose_port(port: int) -> None:
+    """Chooses the port for this process and those that it starts, on behalf of a program that was given none.
+
+    Raises:
+        ValueError: it is not a port, or the environment names another one.
+    """
+    if not 1 <= port <= _LARGEST:
+        raise ValueError(f"the port is {port}; it must be from 1 to {_LARGEST}")
+    given = chosen_port()
+    if given not in (None, port):
+        raise ValueError(f"the port is {port} here and {given} in {PORT_VARIABLE}; leave one of them out")
+    os.environ[PORT_VARIABLE] = str(port)
+
+
+def is_reachable_from_outside(host: str) -> bool:
+    """Returns whether a name or an address is one by which other machines could reach this one, or this one others.
+
+    Raises:
+        OSError: the name is not known.
+    """
+    return not is_loopback(str(socket.getaddrinfo(resolver_name(host), None, type=socket.SOCK_STREAM)[0][4][0]))
+
+
+PASSED_ON = b"+"
+NO_LISTENER = b"-"
+
+_MAGIC = b"paceln/p"
+_HEADER = struct.Struct("<8sI52x")
+HEADER_BYTES = _HEADER.size
+
+
+def header_for(number: int) -> bytes:
+    """Returns the header of a connection to a number."""
+    return _HEADER.pack(_MAGIC, number)
+
+
+def is_wrong(beginning: bytes) -> bool:
+    """Returns whether what has come cannot become a header.
+
+    >>> is_wrong(b""), is_wrong(header_for(7)[:5]), is_wrong(b"GET / HT")
+    (False, False, True)
+    """
+    return beginning[: len(_MAGIC)] != _MAGIC[: len(beginning)]
+
+
+def has_no_header(beginning: bytes) -> bool:
+    """Returns whether this is the whole first message of a connection that does not know of the gate."""
+    return len(beginning) >= HELLO_BYTES and is_hello(beginning)
+
+
+def number_in(header: bytes) -> int:
+    """Returns the number of a whole header."""
+    number: int = _HEADER.unpack(header)[1]
+    return number
+
+
+def dial(
+    address: tuple[str, int], timeout_s: float, source: str | None = None, reach_s: float | None = None
+) -> socket.socket:
+    """Returns a connection to a host, and to a port or number there.
+
+    Args:
+        address: the host and the port; with one port for the job, the number behind it.
+        timeout_s: how long all of it may take, in seconds.
+        source: this machine's address to connect from; by default the system chooses it.
+        reach_s: how long the machine may take to accept a connection, if that is less.
+
+    Raises:
+        OSError: the machine cannot be reached, or nobody listens there.
+        HandshakeUnfinishedError: the process at the port closed the connection; another attempt may work.
+    """
+    deadline = time.monotonic() + timeout_s
+    port = chosen_port()
+    origin = None if source is None else (source, 0)
+    patience_s = timeout_s if reach_s is None else min(timeout_s, reach_s)
+    if port is None or not is_reachable_from_outside(address[0]):
+        return _connected(*address, patience_s, origin)
+    connection = _connected(address[0], port, patience_s, origin)
+    try:
+        connection.settimeout(socket_timeout_s(deadline - time.monotonic()))
+        _ask_for(connection, address[1])
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def silent_hosts(hosts: Iterable[str], source: str, reach_s: float) -> set[str]:
+    """Returns the hosts that did not answer at the one port within `reach_s` seconds; a refusal is an answer too.
+
+    All are asked at the same time.
+
+    Args:
+        hosts: their addresses.
+        source: this machine's address to connect from.
+        reach_s: how long to wait for them together, in seconds.
+    """
+    port = chosen_port()
+    assert port is not None
+    deadline = time.monotonic() + reach_s
+    with contextlib.ExitStack() as opened, selectors.DefaultSelector() as waiting:
+        for host in hosts:
+            with contextlib.suppress(OSError):  # whoever dials the host meets the error again, and tells it
+                family = socket.AF_INET6 if ":" in host else socket.AF_INET
+                probe = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                probe.setblocking(False)
+                probe.bind((source, 0))
+                if probe.connect_ex((host, port)) == errno.EINPROGRESS:
+                    waiting.register(probe, selectors.EVENT_WRITE, host)
+        while waiting.get_map() and (left_s := deadline - time.monotonic()) > 0:
+            for key, _ in waiting.select(left_s):
+                waiting.unregister(key.fileobj)
+        return {key.data for key in waiting.get_map().values()}
+
+
+def _connected(host: str, port: int, timeout_s: float, origin: tuple[str, int] | None) -> socket.socket:
+    connection = socket.create_connection((resolver_name(host), port), timeout_s, origin)  # type: ignore[arg-type]  # bytes work too
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # short messages wait for nothing
+    return connection
+
+
+def _ask_for(connection: socket.socket, number: int) -> None:
+    host, port = connection.getpeername()[:2]
+    try:
+        connection.sendall(header_for(number))
+        answer = connection.recv(1)
+    except ConnectionError:
+        answer = b""
+    if answer == NO_LISTENER:
+        raise ConnectionRefusedError(
+            errno.ECONNREFUSED, f"no process of {host} waits for connections to number {number} behind port {port}"
+        )
+    if answer != PASSED_ON:
+        raise PeerGoneError(
+            f"the process at {host}:{port} closed the connection when it was asked for number {number}: it has ended, "
+            "or does not serve all of its machine's listeners there; start every launcher with the same --port, or "
+            "every rank with the same PACELINE_PORT"
+        )

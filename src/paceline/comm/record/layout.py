@@ -1,0 +1,164 @@
+"""The layout of a recording, as native/record/layout.hpp defines it; a test compares the two.
+
+A recording is one block of memory, little-endian: a header, the pairs of times that calibrate its clock, a table of
+names, a table of groups, a ring of calls, a ring of events and a table of links. Every entry but a name begins with a
+*stamp*: the entry's index, a version that each change increments, and whether the entry is complete, open (it will
+change again) or being written. A copy whose stamp was the same before and after it was made is whole.
+
+What the numbers in a recording mean; those of the core are in native/reduce/reduce.hpp and native/call/call.hpp.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+
+DTYPES = (
+    "bool",
+    "uint8",
+    "int8",
+    "uint16",
+    "int16",
+    "uint32",
+    "int32",
+    "uint64",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "complex32",
+)
+
+REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
+
+SEND = 32
+RECEIVE = 33
+OPERATIONS = {
+    1: "all_reduce",
+    2: "broadcast",
+    3: "reduce",
+    4: "all_gather",
+    5: "reduce_scatter",
+    6: "gather",
+    7: "scatter",
+    8: "all_to_all",
+    9: "barrier",
+    SEND: "send",
+    RECEIVE: "recv",
+}
+
+OUTCOMES = {
+    0: "ok",
+    1: "mismatch",
+    2: "timed_out",
+    3: "peer_lost",
+    4: "interrupted",
+    5: "schedule_unfit",
+    6: "refused",
+    7: "starved",
+    8: "too_many_offers",
+    9: "aborted",
+}
+
+
+class EventKind(IntEnum):
+    """What an event is of; `first` and `second` are its two integers.
+
+    | kind | name | first | second |
+    | --- | --- | --- | --- |
+    | SPAN | the user's | | |
+    | VALUE | the user's | the bits of a double | |
+    | STEP | of what makes the steps: `ddp`, `elastic`, ... | the step's number | |
+    | FORWARD, BACKWARD | likewise | the shard, of logical shards | |
+    | BUCKET | of what averages: `ddp`, `zero` | the bucket's number | its bytes |
+    | OPTIMIZER | the optimizer's class | | |
+    | DATA_WAIT | the loader's class | the batch's number | |
+    | VIEW_CHANGE | what happened | the new view's generation | its number of workers |
+    | RECOMPUTE | | how many runs of shards are computed for members that were lost | |
+    | NOT_FINITE | of a gradient, or of a logged number | the step | how many gradients |
+    | DIFFERENCE | of what differs first between replicas | the step | the first rank that differs |
+    | CHECKPOINT | `send` or `receive`: an elastic job's state | | |
+
+    A bucket starts when its last gradient is ready, is sent at `Event.sent_ns`, and ends when the average is there.
+    """
+
+    SPAN = 1
+    VALUE = 2
+    STEP = 3
+    FORWARD = 4
+    BACKWARD = 5
+    BUCKET = 6
+    OPTIMIZER = 7
+    DATA_WAIT = 8
+    VIEW_CHANGE = 9
+    RECOMPUTE = 10
+    CHECKPOINT = 11
+    NOT_FINITE = 12
+    DIFFERENCE = 13
+
+
+MAGIC = int.from_bytes(b"PLRECORD", "little")
+VERSION = 1
+
+NBYTES = 1671168
+
+HEADER = struct.Struct("<QIIQ10IIiiIIIQQQQ")
+"""magic, version, header's bytes, bytes; offset and capacity of pairs, names, groups, calls, events; pid, rank, world
+size, clock kind, flags, places of links that were ever used, ticks a second (0: unknown), time namespace, pair count,
+name count."""
+
+LINKS_PLACE = struct.Struct("<II")  # offset and capacity of the links
+LINKS_PLACE_AT = 120
+CALLS_BEGUN_AT = 128
+EVENTS_BEGUN_AT = 192
+PROGRESS = struct.Struct("<QQ")  # the tick of the latest record, the current step
+PROGRESS_AT = 256
+WORKER_AT, WORKER_NBYTES = 512, 128
+HOST_AT, HOST_NBYTES = 640, 128
+BOOT_AT, BOOT_NBYTES = 768, 64
+
+PAIR = struct.Struct("<QQqq")  # stamp, tick, CLOCK_MONOTONIC in ns, CLOCK_REALTIME in ns
+NAME_NBYTES = 64
+GROUP = struct.Struct("<QIIiIQIIQQQ")
+"""stamp, serial, size, own rank, name, identity, members listed, engine's name, ticks of opening and closing, spare"""
+GROUP_NBYTES = 512
+CALL = struct.Struct("<QIBBBBQQiBBBBQQQQQiIIIqQQq")
+"""stamp; group, operation, dtype, reduction, algorithm; sequence; count; root, state, outcome, is asynchronous, spare;
+ticks of arrival, start and end; bytes through shared memory, over TCP; last to arrive, first missing rank; step,
+thread; tag; tick at which all had come; missing ranks as bits, from the first of them on; predicted nanoseconds (0:
+nobody has predicted it)"""
+EVENT = struct.Struct("<QIIQQqqQII")
+"""stamp; kind, name; ticks of start and end; first, second; tick of sending; step, thread"""
+LINK = struct.Struct("<QIiQQQQQQQIIIIII")
+"""stamp; group; the other rank in the default group; tick of measuring; bytes sent and acknowledged, received; segments
+sent; latest rate of delivery in bytes a second; microseconds with data under way, and of these without room at the
+other rank; round trip, its variation and the shortest in microseconds; segments sent again; milliseconds for which an
+answer is owed; connections"""
+
+WORD_NBYTES = 8
+WRITING = 1
+OPEN = 2
+ENDED_FLAG = 1  # of the header's flags: the process has ended in an orderly way
+
+
+def state_of(stamp: int) -> int:
+    """Returns 0 for a complete entry, `OPEN` or `WRITING`."""
+    return stamp & 3
+
+
+def index_of(stamp: int) -> int:
+    """Returns the entry's index, counted from 0 over all that have been written."""
+    return stamp >> 8
+
+
+def first_stamp(index: int) -> int:
+    """Returns the smallest stamp that the entry with this index can have; those of earlier ones are smaller."""
+    return max(0, index) << 8

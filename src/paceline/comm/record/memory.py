@@ -1,0 +1,140 @@
+"""Where a process records: the launcher's memory, a file of its own, or, failing both, memory that ends with it.
+
+`paceline run` makes a memory file (memfd) for each worker, keeps it, and names it in PACELINE_RECORD_FD. The worker
+opens it by way of the launcher's /proc/PID/fd, which the kernel grants to processes of the same user only. So a script
+that closes what it inherits does not end its recording, and what it starts does not inherit it.
+
+A process without a launcher records into a file in a directory that only its user may enter, by default in /dev/shm: a
+mapped file on a disk would be written back all the time, and a page of it that the disk has no room for would end the
+process with SIGBUS. For the same reason all its room is reserved before it is mapped, and it is not made at all where
+room is short.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import time
+from collections.abc import Iterator
+
+from paceline.comm.record.layout import NBYTES
+
+VARIABLE = "PACELINE_RECORD"
+HANDED_VARIABLE = "PACELINE_RECORD_FD"
+DIRECTORY_VARIABLE = "PACELINE_RECORD_DIR"
+SUFFIX = ".record"
+MEMORY_NAME = "paceline-recording"  # of the memory files that launchers keep, as /proc shows it
+
+MOST_FILES = 8
+_MOST_RUNNING = 1024  # of processes that still run: a host may have so many ranks
+_ROOM = 32  # the share of the file system's free room that a recording may take, as a fraction
+
+
+def is_switched_off() -> bool:
+    """Returns whether the user wants no recordings."""
+    return os.environ.get(VARIABLE, "on") == "off"
+
+
+class HandedMemory:  # no dataclass: every worker imports this, and would pay for the import of dataclasses
+    """The memory that a launcher keeps for a worker: its descriptor there, the file's inode, the launcher's process."""
+
+    def __init__(self, fd: int, inode: int, maker: int) -> None:
+        self.fd = fd
+        self.inode = inode
+        self.maker = maker
+
+    @classmethod
+    def parse(cls, text: str) -> HandedMemory | None:
+        """Returns what `str` gave as text; None if it is something else."""
+        try:
+            return cls(*map(int, text.split(":")))
+        except (ValueError, TypeError):
+            return None
+
+    def __str__(self) -> str:
+        return f"{self.fd}:{self.inode}:{self.maker}"
+
+    def open(self) -> int | None:
+        """Returns a descriptor of the memory, or None if it is out of reach."""
+        try:
+            fd = os.open(f"/proc/{self.maker}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            return None
+        status = os.fstat(fd)
+        if status.st_ino == self.inode and status.st_size == NBYTES:
+            return fd
+        os.close(fd)
+        return None
+
+
+@contextlib.contextmanager
+def handed_memory() -> Iterator[int | None]:
+    """Yields a descriptor of the memory that a launcher keeps for this process; None if there is none."""
+    handed = HandedMemory.parse(os.environ.get(HANDED_VARIABLE, ""))
+    fd = None if handed is None else handed.open()
+    try:
+        yield fd
+    finally:
+        if fd is not None:
+            os.close(fd)
+
+
+@contextlib.contextmanager
+def own_memory() -> Iterator[int]:
+    """Yields a descriptor of a new file of this process; -1 if there is no room for it, or no place."""
+    fd = _new_file()
+    try:
+        yield fd
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def directory_of_files() -> str:
+    """Returns the directory of the files that processes without a launcher record into."""
+    return os.environ.get(DIRECTORY_VARIABLE) or f"/dev/shm/paceline-{os.getuid()}"
+
+
+def _new_file() -> int:
+    directory = directory_of_files()
+    path = os.path.join(directory, f"{time.time_ns()}-{os.getpid()}{SUFFIX}")
+    try:
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        status = os.lstat(directory)
+        if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o077:
+            return -1
+        _prune(directory)
+        room = os.statvfs(directory)
+        if room.f_bavail * room.f_frsize < _ROOM * NBYTES:
+            return -1
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return -1
+    try:
+        os.posix_fallocate(fd, 0, NBYTES)
+    except OSError:
+        os.unlink(path)
+        os.close(fd)
+        return -1
+    return fd
+
+
+def _prune(directory: str) -> None:
+    """Removes the oldest files of processes that have ended, so that one more makes `MOST_FILES`.
+
+    Raises:
+        FileExistsError: there are too many files of processes that still run.
+    """
+    names = sorted(name for name in os.listdir(directory) if name.endswith(SUFFIX))
+    for name in names[: max(0, len(names) - MOST_FILES + 1)]:
+        if not _writer_runs(name):
+            with contextlib.suppress(FileNotFoundError):  # another process is pruning too
+                os.unlink(os.path.join(directory, name))
+    if len(names) >= _MOST_RUNNING:
+        raise FileExistsError(directory)
+
+
+def _writer_runs(name: str) -> bool:
+    pid = name.removesuffix(SUFFIX).rpartition("-")[2]
+    return pid.isdecimal() and os.path.exists(f"/proc/{pid}")

@@ -1,0 +1,108 @@
+"""Reads `env://`: rank, world size and store from the environment, as `paceline run`, torchrun and others set it.
+
+Where nobody has set it, the variables of mpirun or srun say the same if one of them has started the ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+from paceline.comm.security.secret import job_secret
+from paceline.comm.store.remote_store import connect_unix
+from paceline.comm.store.store import Store
+
+STORE = "PACELINE_STORE"  # the launcher's store
+TORCH_STORE = "PACELINE_TORCH_STORE"  # host:port of the launcher's store for torch.distributed
+TORCH_STORE_REQUESTS = "PACELINE_TORCH_STORE_REQUESTS"  # the named pipe by which a worker has the launcher open it
+USES_TORCH_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torch's: True if MASTER_ADDR and MASTER_PORT are a launcher's store
+
+
+def rank_and_world_size(rank: int, world_size: int) -> tuple[int, int]:
+    """Returns rank and world size; where an argument is -1, takes it from RANK or WORLD_SIZE, or from the scheduler.
+
+    Raises:
+        ValueError: a variable is missing or no whole number.
+    """
+    if _is_without_launcher():
+        from paceline.comm.rendezvous.shared_store import scheduler_of_process
+
+        if (started := scheduler_of_process()) is not None and started.nodes is not None:
+            return rank if rank >= 0 else started.node_rank, world_size if world_size >= 0 else started.nodes
+    return (
+        rank if rank >= 0 else _number("RANK", "rank"),
+        world_size if world_size >= 0 else _number("WORLD_SIZE", "world_size"),
+    )
+
+
+def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
+    """Opens the launcher's store, that of rank 0 at MASTER_ADDR:MASTER_PORT, or one for ranks of a scheduler.
+
+    Raises:
+        ValueError: a variable is missing or malformed.
+        StoreConnectionError: nobody serves it.
+    """
+    served = os.environ.get(STORE)
+    if served is not None:
+        return open_store_at(served, timeout)
+    if _is_without_launcher() and "MASTER_ADDR" not in os.environ:
+        from paceline.comm.rendezvous import shared_store
+
+        scheduler = shared_store.scheduler_of_process()
+        if scheduler is not None and (rank, world_size) == (scheduler.node_rank, scheduler.nodes):
+            return shared_store.open_scheduler_store(scheduler, world_size, timeout)
+    host = _variable("MASTER_ADDR")
+    port = _number("MASTER_PORT", "init_method='tcp://host:port'")
+    if os.environ.get(USES_TORCH_STORE) == "True":
+        from paceline.comm.rendezvous.shared_store import open_torchrun_store
+
+        return open_torchrun_store(port, world_size, timeout)
+    from paceline.comm.rendezvous.shared_store import serve_or_connect
+
+    return serve_or_connect(host, port, rank, world_size, timeout)
+
+
+def open_store_at(served: str, timeout: timedelta) -> Store:
+    """Opens the store that a launcher serves: on this machine, or for an elastic job on another.
+
+    Raises:
+        ValueError: `served` has not the form of PACELINE_STORE.
+        StoreConnectionError: nobody serves it.
+    """
+    kind, _, place = served.partition(":")
+    host, _, port = place.rpartition(":")
+    if kind == "unix":
+        return connect_unix(place, job_secret(), timeout)
+    if kind == "tcp" and host and port.isdecimal():
+        from paceline.comm.store.tcp_store import TCPStore
+
+        return TCPStore(host.strip("[]"), int(port), timeout=timeout, wait_for_workers=False)
+    raise ValueError(f"{STORE} is {served!r}; it must be unix:PATH or tcp:HOST:PORT, as `paceline run` sets it")
+
+
+def is_torch_store(port: int) -> bool:
+    """Returns whether the launcher serves torch's store at `port`, so that no rank can serve another one there."""
+    return os.environ.get(TORCH_STORE, "").rpartition(":")[2] == str(port)
+
+
+def _is_without_launcher() -> bool:
+    """Returns whether nobody has set this rank's place; then a scheduler's variables may tell it."""
+    return {"RANK", "WORLD_SIZE"}.isdisjoint(os.environ)
+
+
+def _number(variable: str, argument: str) -> int:
+    value = _variable(variable, f", or pass {argument}= to init_process_group")
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"the environment variable {variable} is {value!r}; it must be a whole number") from None
+
+
+def _variable(name: str, otherwise: str = "") -> str:
+    value = os.environ.get(name)
+    if value is None:
+        raise ValueError(
+            f"env:// needs the environment variable {name}, which is not set; start the script with `paceline run`"
+            f"{otherwise}"
+        )
+    return value

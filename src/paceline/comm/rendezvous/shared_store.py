@@ -1,0 +1,184 @@
+"""Reads `tcp://host:port` and `file:///path`: where the ranks meet, and this one's `?rank=..&world_size=..`.
+
+Lets ranks meet that a scheduler started without a launcher, as `mpirun -n 2 python train.py` and srun do.
+
+Ranks of one machine meet in a file of their user, so no port can be taken by somebody else; ranks of several machines
+meet at the address of rank 0.
+
+Opens the store that rank 0 serves over TCP and the other ranks dial.
+
+Rendezvous under torchrun: its own TCPStore holds MASTER_PORT, so the ranks of one machine meet in a file store.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from urllib.parse import SplitResult, parse_qs, quote, unquote, urlsplit
+
+from paceline.comm.rendezvous.check_in import close_stores_now
+from paceline.comm.rendezvous.environment import STORE, is_torch_store
+from paceline.comm.rendezvous.schedulers import Scheduler, detect
+from paceline.comm.security.own_files import own_directory
+from paceline.comm.store.file_store import FileStore
+from paceline.comm.store.store import Store
+from paceline.comm.store.tcp_store import PortInUseError, TCPStore
+from paceline.errors import PacelineError
+
+_RANK_BY_PMI = b"PMI_RANK="
+_PARENT, _START_TIME = 1, 19  # among the fields of /proc/PID/stat behind the program's name
+
+
+def scheduler_of_process() -> Scheduler | None:
+    """Returns the scheduler that started this process as one of several ranks; None if there is none."""
+    found = detect(os.environ)
+    return found if found is not None and found.starts_ranks else None
+
+
+def open_scheduler_store(scheduler: Scheduler, world_size: int, timeout: timedelta) -> Store:
+    """Opens the store in which the ranks meet.
+
+    Raises:
+        ValueError: nobody knows where rank 0 is.
+        StoreConnectionError: nobody serves the store.
+        RendezvousError: other users have access to the directory for such stores.
+    """
+    if scheduler.is_one_machine:
+        name = quote(scheduler.job or _starter(), safe="")
+        return FileStore(os.path.join(own_directory(), name), world_size, timeout)
+    if scheduler.address is None or scheduler.port is None:
+        raise ValueError(
+            f"{scheduler.name} started rank {scheduler.node_rank} of {scheduler.nodes}, but its variables do not say "
+            "where rank 0 is; set MASTER_ADDR to the address of its machine, the same on every rank "
+            "(`mpirun -x MASTER_ADDR` of Open MPI, `mpiexec -genv` of MPICH)"
+        )
+
+    return serve_or_connect(scheduler.address, scheduler.port, scheduler.node_rank, world_size, timeout)
+
+
+def _starter() -> str:
+    """Returns the process that started all ranks of this machine, and when it was started itself.
+
+    It is the nearest ancestor that is no rank: each rank may be a child of a shell or a wrapper of its own.
+    """
+    process = os.getpid()
+    while True:
+        fields = _fields(process)
+        parent = int(fields[_PARENT])
+        try:
+            with open(f"/proc/{parent}/environ", "rb") as file:
+                is_rank = any(each.startswith(_RANK_BY_PMI) for each in file.read().split(b"\0"))
+        except OSError:  # another user's
+            is_rank = False
+        if not is_rank:
+            return f"{parent}-{_fields(parent)[_START_TIME]}"
+        process = parent
+
+
+def _fields(process: int) -> list[str]:
+    with open(f"/proc/{process}/stat") as file:
+        return file.read().rpartition(")")[2].split()
+
+
+_ANOTHER_RANK_0 = timedelta(seconds=5)
+
+
+def serve_or_connect(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> Store:
+    """Serves on rank 0, connects on the others.
+
+    Raises:
+        PortInUseError: on rank 0, another program has the port.
+        StoreConnectionError: nobody serves there.
+    """
+
+    def connect(serve: bool, within: timedelta) -> Store:
+        store = TCPStore(host, port, world_size, serve, within, wait_for_workers=False)
+        store.set_timeout(timeout)
+        return store
+
+    if rank != 0:
+        return connect(False, timeout)
+    close_stores_now()
+    try:
+        return connect(True, timeout)
+    except PortInUseError as error:
+        # Another process that was also started as rank 0 may serve there; then all ranks have to hear of it.
+        try:
+            return connect(False, min(timeout, _ANOTHER_RANK_0))
+        except (PacelineError, OSError):
+            raise error from None
+
+
+def open_torchrun_store(port: int, world_size: int, timeout: timedelta) -> Store:
+    """Opens the store of the ranks that torchrun started on this machine.
+
+    Raises:
+        ValueError: there are several machines.
+        RendezvousError: other users have access to the directory for such stores.
+    """
+    if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+        raise ValueError(
+            "torchrun holds MASTER_PORT for a store of its own, so ranks on several machines cannot meet there; "
+            "give init_method='tcp://host:port' with another port"
+        )
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    name = quote(f"{run}-{port}-{attempt}", safe="")
+    return FileStore(os.path.join(own_directory(), name), world_size, timeout)
+
+
+def rank_and_world_size_in_url(url: str, rank: int, world_size: int) -> tuple[int, int]:
+    """Returns rank and world size; where an argument is -1, takes it from the URL.
+
+    Raises:
+        ValueError: the URL does not have them, or they are no whole numbers.
+    """
+    split = urlsplit(url)
+    query = parse_qs(split.query)
+    if rank < 0 and "rank" in query:
+        rank = _whole(query["rank"][0], "rank", split)
+    if world_size < 0 and "world_size" in query:
+        world_size = _whole(query["world_size"][0], "world_size", split)
+    if rank < 0 or world_size < 0:
+        missing = " and ".join(name for name, value in (("rank", rank), ("world_size", world_size)) if value < 0)
+        raise ValueError(
+            f"{split.scheme}:// needs {missing} as arguments of init_process_group; it has no other source"
+        )
+    return rank, world_size
+
+
+def _whole(value: str, name: str, split: SplitResult) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"{name} in {split.geturl()!r} is {value!r}; it must be a whole number") from None
+
+
+def is_served_by_launcher(url: str) -> bool:
+    """Returns whether no rank can serve a store at the address, since it is MASTER_PORT and the launcher serves one."""
+    try:
+        port = urlsplit(url).port
+    except ValueError:
+        return False
+    return port is not None and STORE in os.environ and is_torch_store(port)
+
+
+def open_store_at_url(url: str, rank: int, world_size: int, timeout: timedelta) -> Store:
+    """Opens the store at the address.
+
+    Raises:
+        ValueError: the address is incomplete.
+        StoreConnectionError: nobody serves it.
+    """
+    split = urlsplit(url)
+    if split.scheme == "file":
+        if split.netloc or not split.path:
+            raise ValueError(f"{url!r} must name an absolute path after three slashes: file:///shared/path")
+        return FileStore(unquote(split.path), world_size, timeout)
+    try:
+        host, port = split.hostname, split.port
+    except ValueError as error:
+        raise ValueError(f"{url!r}: {error}") from None
+    if not host or not port:
+        raise ValueError(f"{url!r} must name rank 0's host and a port: tcp://host:port, tcp://[::1]:port for IPv6")
+    return serve_or_connect(host, port, rank, world_size, timeout)

@@ -1,0 +1,216 @@
+"""Predicts what each algorithm would take for a call, chooses the fastest, and explains the choice.
+
+The closed forms are the `COSTS` of each algorithm; `cost_model.py` says in which terms they are written.
+
+What no all-reduce can beat on a network of equal hosts, and what the best known algorithms strive for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from paceline.comm.schedule.cost_model import Case, CostModel, doubling_rounds
+from paceline.comm.schedule.network import Network
+from paceline.comm.schedule.registry import ALGORITHMS, COSTS, algorithms_offering
+from paceline.comm.schedule.steps import Operation
+
+
+def least_all_reduce_s(network: Network, nbytes: int) -> float:
+    """Returns a time below which no all-reduce ends, whatever its algorithm.
+
+    Of H hosts, on average each sends 2 (H - 1) / H of the bytes at least (Patarasuk and Yuan 2009), and the last of
+    them needs the latency of the way. The same is true of the ranks of one host.
+    """
+    n_hosts, per_host = len(network.hosts), len(network.hosts[0])
+    members, link = (n_hosts, network.node) if n_hosts > 1 else (per_host, network.within_host)
+    if members == 1:
+        return 0.0
+    return link.latency_s + _transfer_s(members, nbytes, link.bytes_per_s)
+
+
+def alpha_beta_s(network: Network, nbytes: int) -> float:
+    """Returns the alpha-beta bound of an all-reduce on H hosts with L ranks each.
+
+    ceil(log2 H) alpha + ceil(log2 L) alpha' + max(2 (H - 1) / H * nbytes * beta, 2 (L - 1) / L * nbytes * beta'), where
+    alpha and beta are those between hosts, and alpha' and beta' those within one: what a rank knows reaches twice as
+    many with each message, and no byte needs to be sent more often. No known algorithm attains both terms at once.
+    """
+    n_hosts, per_host = len(network.hosts), len(network.hosts[0])
+    far, near = network.node, network.within_host
+    waiting = doubling_rounds(n_hosts) * far.cost.alpha_s + doubling_rounds(per_host) * near.cost.alpha_s
+    moving = max(_transfer_s(n_hosts, nbytes, far.bytes_per_s), _transfer_s(per_host, nbytes, near.bytes_per_s))
+    return waiting + moving
+
+
+def _transfer_s(members: int, nbytes: int, bytes_per_s: float) -> float:
+    return 2 * (members - 1) / members * nbytes / bytes_per_s
+
+
+@dataclass(frozen=True)
+class AlgorithmPrediction:
+    """The seconds that one algorithm would take."""
+
+    algorithm: str
+    seconds: float
+
+
+class PreferredAlgorithm(NamedTuple):
+    """An algorithm that is taken although another is predicted to be a little faster, and what it has over that."""
+
+    prediction: AlgorithmPrediction
+    merit: str
+
+
+@dataclass(frozen=True)
+class AlgorithmChoice:
+    """The algorithm for a call, all candidates from the fastest to the slowest, and why."""
+
+    operation: Operation
+    nbytes: int
+    world_size: int
+    n_hosts: int
+    algorithm: str
+    candidates: tuple[AlgorithmPrediction, ...]
+    reason: str
+
+    @cached_property
+    def seconds(self) -> float:
+        """What the chosen algorithm is predicted to take."""
+        return next(each.seconds for each in self.candidates if each.algorithm == self.algorithm)
+
+
+def predict(
+    model: CostModel,
+    algorithm: str,
+    operation: Operation,
+    nbytes: int,
+    world_size: int,
+    hosts: Sequence[Sequence[int]] | None = None,
+) -> float:
+    """Returns the seconds that the algorithm takes.
+
+    Args:
+        model: the costs of links and reductions.
+        algorithm: its name.
+        operation: which collective.
+        nbytes: the longest buffer of a rank: the tensor, or all blocks of a gather, a scatter, an all-to-all together.
+        world_size: the number of ranks.
+        hosts: the ranks of each host; without it all ranks are on one host.
+
+    Raises:
+        ValueError: the algorithm does not have the operation, or `hosts` does not have `world_size` ranks.
+    """
+    sizes = tuple(len(host) for host in hosts) if hosts else (world_size,)
+    if sum(sizes) != world_size or not all(sizes):
+        raise ValueError(f"hosts of {sizes} ranks are not a world of {world_size}")
+    if operation not in COSTS.get(algorithm, {}):
+        raise ValueError(f"{algorithm!r} has no {operation}; these have: {', '.join(algorithms_offering(operation))}")
+    return COSTS[algorithm][operation](Case(model, nbytes, sizes))
+
+
+def choose(
+    model: CostModel,
+    operation: Operation,
+    nbytes: int,
+    world_size: int,
+    hosts: Sequence[Sequence[int]] | None = None,
+    forced: str | None = None,
+) -> AlgorithmChoice:
+    """Returns the fastest algorithm for the call, or `forced`, with what all others would take.
+
+    The arguments are those of `predict`.
+
+    Raises:
+        ValueError: `forced` is no algorithm, or does not have the operation.
+    """
+    times = [
+        AlgorithmPrediction(name, predict(model, name, operation, nbytes, world_size, hosts))
+        for name in algorithms_offering(operation)
+    ]
+    # The times are rounded so that the first one in the registry wins among algorithms that coincide in this case.
+    candidates = tuple(sorted(times, key=lambda prediction: float(f"{prediction.seconds:.9g}")))
+    return forced_or_best(operation, nbytes, world_size, len(hosts or [0]), candidates, forced)
+
+
+def forced_or_best(
+    operation: Operation,
+    nbytes: int,
+    world_size: int,
+    n_hosts: int,
+    candidates: tuple[AlgorithmPrediction, ...],
+    forced: str | None,
+    preferred: PreferredAlgorithm | None = None,
+) -> AlgorithmChoice:
+    """Returns the choice of the first candidate, which is the fastest, or of another one.
+
+    Args:
+        operation, nbytes, world_size, n_hosts: the call.
+        candidates: the algorithms from the fastest to the slowest.
+        forced: the algorithm to take; None leaves the choice.
+        preferred: one that is about as fast, which is taken instead of the fastest.
+
+    Raises:
+        ValueError: `forced` is no algorithm, or does not have the operation.
+    """
+    if forced:
+        chosen, why = _forced(forced, operation, candidates), "is forced"
+    elif preferred and preferred.prediction != candidates[0]:
+        chosen, why = preferred.prediction, f"is about as fast as any, and {preferred.merit}"
+    else:
+        chosen, why = candidates[0], "is predicted to be the fastest"
+    reason = _reason(chosen, candidates, why)
+    return AlgorithmChoice(operation, nbytes, world_size, n_hosts, chosen.algorithm, candidates, reason)
+
+
+def _reason(chosen: AlgorithmPrediction, candidates: Sequence[AlgorithmPrediction], why: str) -> str:
+    others = [candidate for candidate in candidates if candidate != chosen]
+    if not others:
+        return f"{chosen.algorithm} is the only algorithm that has the operation"
+    mine, theirs = format_seconds(chosen.seconds), format_seconds(others[0].seconds)
+    return f"{chosen.algorithm} {why}: it takes {mine}, and of the others the best, {others[0].algorithm}, {theirs}"
+
+
+def _forced(name: str, operation: Operation, candidates: Sequence[AlgorithmPrediction]) -> AlgorithmPrediction:
+    if name not in ALGORITHMS:
+        raise ValueError(f"there is no algorithm {name!r}; there are {', '.join(ALGORITHMS)}")
+    for candidate in candidates:
+        if candidate.algorithm == name:
+            return candidate
+    raise ValueError(f"{name} has no {operation}; these have: {', '.join(algorithms_offering(operation))}")
+
+
+def explain_text(choice: AlgorithmChoice) -> str:
+    """Returns a table of all candidates, the reason for the choice, and why a star loses."""
+    hosts = "1 host" if choice.n_hosts == 1 else f"{choice.n_hosts} hosts"
+    lines = [f"{choice.operation} of {choice.nbytes:,} bytes on {choice.world_size} ranks, {hosts}", ""]
+    fastest = choice.candidates[0].seconds
+    for candidate in choice.candidates:
+        mark = "->" if candidate.algorithm == choice.algorithm else "  "
+        times = f"{candidate.seconds / fastest:8.1f}x" if fastest else ""
+        lines.append(f"{mark} {candidate.algorithm:<18}{format_seconds(candidate.seconds):>10}{times}")
+    return "\n".join([*lines, "", choice.reason, _about_star(choice)]).rstrip() + "\n"
+
+
+def _about_star(choice: AlgorithmChoice) -> str:
+    star = next((candidate for candidate in choice.candidates if candidate.algorithm == "star"), None)
+    best = choice.candidates[0]
+    if star is None:
+        return f"A star has no {choice.operation}: nothing may pass through a middle."
+    others = choice.world_size - 1
+    if star.seconds <= best.seconds:
+        return f"A star does not lose here: {others} other ranks are served by the middle in no more time."
+    return (
+        f"The star loses by {star.seconds / best.seconds:.1f}x: its middle serves {others} other ranks one after\n"
+        "another over one link, while their own links are idle most of the time."
+    )
+
+
+def format_seconds(value: float) -> str:
+    """Formats a time with its unit: `12.3 us`, `4.56 ms`, `7.89 s`."""
+    for unit, scale in (("us", 1e-6), ("ms", 1e-3)):
+        if value < 1000 * scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value:.3g} s"

@@ -1,0 +1,103 @@
+"""The terms in which each algorithm states its cost: a message costs alpha, a byte beta, a reduced byte gamma.
+
+The terms are the usual ones: Hockney 1994 for a message, Thakur, Rabenseifner, Gropp 2005 for trees and for halving and
+doubling, Patarasuk and Yuan 2009 for rings. A rank sends one message and receives one at a time. The formulas assume
+that ranks are numbered host by host, and that the ranks of a host which use its network link at the same time share it.
+
+Each algorithm's `COSTS` stands beside its `OFFERS`; `cost.py` evaluates them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+PIPE_NBYTES = 128 << 10
+"""How many bytes of a long slice a rank receives before it starts to pass them on."""
+
+
+@dataclass(frozen=True)
+class LinkCost:
+    """A message takes `alpha_s` seconds, and `beta_s_per_byte` more for each byte.
+
+    Attributes:
+        overhead_s: the part of alpha for which the message keeps its ranks from others; None, if it is not known,
+            stands for half.
+    """
+
+    alpha_s: float
+    beta_s_per_byte: float
+    overhead_s: float | None = None
+
+    @property
+    def busy_s(self) -> float:
+        """How long a message keeps its ranks from others, whatever its length."""
+        return self.alpha_s / 2 if self.overhead_s is None else self.overhead_s
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """The links between two ranks of a host, the link of a host to the network, and the reduction of one byte."""
+
+    within_host: LinkCost
+    between_hosts: LinkCost
+    gamma_s_per_byte: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call: `nbytes` is the longest buffer of a rank (all blocks of a gather, a scatter, an all-to-all together)."""
+
+    model: CostModel
+    nbytes: int
+    host_sizes: tuple[int, ...]
+
+    @property
+    def n(self) -> int:
+        """The number of ranks."""
+        return sum(self.host_sizes)
+
+    @property
+    def n_hosts(self) -> int:
+        """The number of hosts."""
+        return len(self.host_sizes)
+
+    @property
+    def local(self) -> int:
+        """The number of ranks on the largest host."""
+        return max(self.host_sizes)
+
+    @property
+    def block(self) -> float:
+        """The number of bytes in one rank's block."""
+        return self.nbytes / self.n
+
+    @property
+    def gamma(self) -> float:
+        """The seconds that it takes to reduce a byte."""
+        return self.model.gamma_s_per_byte
+
+    @property
+    def slowest(self) -> LinkCost:
+        """The link that sets the pace where all ranks move data at once."""
+        return self.model.between_hosts if self.n_hosts > 1 else self.model.within_host
+
+    def link(self, distance: int) -> LinkCost:
+        """The link between two ranks whose numbers differ by `distance`."""
+        crosses = self.n_hosts > 1 and distance >= self.local
+        return self.model.between_hosts if crosses else self.model.within_host
+
+
+Cost: TypeAlias = Callable[[Case], float]
+"""The closed form of one operation: the seconds that a call takes."""
+
+
+def message_s(link: LinkCost, nbytes: float, extra_s_per_byte: float = 0) -> float:
+    """Returns the seconds of one message, whose bytes may also be reduced at `extra_s_per_byte`."""
+    return link.alpha_s + nbytes * (link.beta_s_per_byte + extra_s_per_byte)
+
+
+def doubling_rounds(n: int) -> int:
+    """Returns how many rounds reach n ranks if each round doubles the ranks that are reached."""
+    return (n - 1).bit_length()

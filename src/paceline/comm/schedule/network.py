@@ -1,0 +1,337 @@
+"""Describes a network: hosts with links of their own, racks or regions that share an uplink, and the ranks on them.
+
+Every link is full duplex. A message from one host to another goes up its host's link and down the other's, and through
+the uplinks of both groups if it leaves one. It takes the largest of its hosts' latencies and, where it passes uplinks,
+the largest of theirs in addition. A pair of hosts with a link of its own in `pairs` has that one's latency instead, and
+shares its rate besides.
+
+A lost packet costs twice. All packets that are lost are sent again, so that of a rate r only r (1 - p) is left, and TCP
+slows down: a transfer is at most as fast as Mathis et al. 1997 ("The macroscopic behavior of the TCP congestion
+avoidance algorithm") say, MSS / RTT * sqrt(3 / (2 p)).
+
+Finds out which links of a network differ, from what every pair of hosts has measured between its two.
+
+The pairs take turns as in a tournament, so that as many as possible measure at once: what two pairs share, such as the
+uplink of a rack, then shows in the rates of both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import combinations
+from math import sqrt
+from statistics import median, median_high
+from typing import TypeAlias
+
+from paceline.comm.schedule.cost_model import CostModel, LinkCost
+
+MSS_NBYTES = 1448
+"""The bytes of a TCP segment on Ethernet."""
+
+
+@dataclass(frozen=True)
+class NetworkLink:
+    """A link.
+
+    Attributes:
+        latency_s: the seconds from the sending of a byte to its arrival.
+        bytes_per_s: how much it carries each way.
+        loss: the share of packets that are lost.
+        overhead_s: how long a message keeps its sender and its receiver from others, whatever its length.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    loss: float = 0.0
+    overhead_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.latency_s < 0 or self.overhead_s < 0 or self.bytes_per_s <= 0 or not 0 <= self.loss < 1:
+            raise ValueError(
+                f"{self} is no link: it needs a rate above 0, a loss from 0 to below 1, and times that are not negative"
+            )
+
+    @property
+    def cost(self) -> LinkCost:
+        """What a message costs on it, in the terms of the closed forms."""
+        rate = min(self.bytes_per_s * (1 - self.loss), most_with_loss(self.latency_s, self.loss))
+        return LinkCost(self.latency_s + self.overhead_s, 1 / rate, self.overhead_s)
+
+
+def most_with_loss(latency_s: float, loss: float) -> float:
+    """Returns the most bytes a second that one TCP connection moves over a path that loses packets."""
+    if loss == 0 or latency_s == 0:
+        return float("inf")
+    return MSS_NBYTES / (2 * latency_s) * sqrt(1.5 / loss)
+
+
+@dataclass(frozen=True)
+class UplinkGroup:
+    """A rack or a region: hosts, by their numbers, that share one uplink for what leaves the group or comes into it."""
+
+    name: str
+    hosts: tuple[int, ...]
+    uplink: NetworkLink
+
+
+@dataclass(frozen=True)
+class Network:
+    """Hosts, their ranks and their links.
+
+    Attributes:
+        hosts: the ranks of each host.
+        within_host: between two ranks of a host; a rank's transfers to others share its rate, and so do those from
+            others.
+        node: each host's own link, which its ranks share.
+        groups: racks or regions; a host is in at most one.
+        pairs: links of two hosts of their own, by (source, target).
+        gamma_s_per_byte: what it costs a rank to reduce a byte.
+        nodes: the links of hosts whose link is not `node`.
+    """
+
+    hosts: tuple[tuple[int, ...], ...]
+    within_host: NetworkLink
+    node: NetworkLink
+    groups: tuple[UplinkGroup, ...] = ()
+    pairs: Mapping[tuple[int, int], NetworkLink] = field(default_factory=dict)
+    gamma_s_per_byte: float = 0.0
+    nodes: Mapping[int, NetworkLink] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        ranks = sorted(rank for host in self.hosts for rank in host)
+        if ranks != list(range(len(ranks))) or not all(self.hosts):
+            raise ValueError(f"hosts must list each rank from 0 on once, and none be empty; got {_short(self.hosts)}")
+        named = [host for group in self.groups for host in group.hosts]
+        numbers = {*named, *self.nodes, *(host for pair in self.pairs for host in pair)}
+        if len(set(named)) < len(named) or not numbers <= set(range(len(self.hosts))):
+            raise ValueError(
+                f"groups, pairs and nodes name hosts from 0 to {len(self.hosts) - 1}, each in one group at most; got "
+                f"{sorted(numbers)}"
+            )
+
+    @classmethod
+    def uniform(
+        cls, n_hosts: int, per_host: int, *, node: NetworkLink, within_host: NetworkLink, gamma_s_per_byte: float = 0.0
+    ) -> Network:
+        """Returns equal hosts with `per_host` ranks each, which are numbered host by host."""
+        starts = range(0, n_hosts * per_host, per_host)
+        hosts = tuple(tuple(range(first, first + per_host)) for first in starts)
+        return cls(hosts, within_host, node, gamma_s_per_byte=gamma_s_per_byte)
+
+    @classmethod
+    def of_costs(cls, model: CostModel, hosts: tuple[tuple[int, ...], ...]) -> Network:
+        """Returns a network of these costs: a message first keeps its ranks busy, then it is under way.
+
+        Of a measured alpha half is taken to be each, since which part is that of system calls, and which that of the
+        way and of a thread's waking, is not known.
+        """
+
+        def link(cost: LinkCost) -> NetworkLink:
+            return NetworkLink(cost.alpha_s - cost.busy_s, 1 / cost.beta_s_per_byte, overhead_s=cost.busy_s)
+
+        return cls(hosts, link(model.within_host), link(model.between_hosts), gamma_s_per_byte=model.gamma_s_per_byte)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return sum(map(len, self.hosts))
+
+    @cached_property
+    def host_of(self) -> Mapping[int, int]:
+        """The host of each rank."""
+        return {rank: number for number, host in enumerate(self.hosts) for rank in host}
+
+    @cached_property
+    def group_of(self) -> Mapping[int, int]:
+        """The group of each host that is in one."""
+        return {host: number for number, group in enumerate(self.groups) for host in group.hosts}
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all hosts have the same links and equally many ranks, numbered host by host."""
+        per_host = len(self.hosts[0])
+        in_order = all(
+            tuple(host) == tuple(range(number * per_host, (number + 1) * per_host))
+            for number, host in enumerate(self.hosts)
+        )
+        return in_order and not (self.groups or self.pairs or self.nodes)
+
+    def node_of(self, host: int) -> NetworkLink:
+        """Returns the link of a host."""
+        return self.nodes.get(host, self.node)
+
+    def among(self, ranks: Sequence[int]) -> Network:
+        """Returns the part of the network that a group of these ranks uses; group rank r is ranks[r]."""
+        place = {rank: number for number, rank in enumerate(ranks)}
+        kept = [number for number, host in enumerate(self.hosts) if any(rank in place for rank in host)]
+        new = {host: number for number, host in enumerate(kept)}
+        groups = (
+            replace(group, hosts=tuple(new[host] for host in group.hosts if host in new)) for group in self.groups
+        )
+        return replace(
+            self,
+            hosts=tuple(tuple(sorted(place[rank] for rank in self.hosts[host] if rank in place)) for host in kept),
+            groups=tuple(group for group in groups if group.hosts),
+            pairs={(new[a], new[b]): link for (a, b), link in self.pairs.items() if a in new and b in new},
+            nodes={new[host]: link for host, link in self.nodes.items() if host in new},
+        )
+
+    def cost_model(self) -> CostModel:
+        """Returns the terms of the closed forms, which know one link between hosts: the slowest, and the farthest."""
+        if len(self.hosts) == 1:
+            return CostModel(self.within_host.cost, self.within_host.cost, self.gamma_s_per_byte)
+        used = [self.node_of(host).cost for host in range(len(self.hosts))]
+        pairs = [link.cost for link in self.pairs.values()]
+        uplinks = [group.uplink.cost for group in self.groups if len(group.hosts) < len(self.hosts)]
+        farthest = max(
+            [
+                max(cost.alpha_s for cost in used) + max((cost.alpha_s for cost in uplinks), default=0.0),
+                *(cost.alpha_s for cost in pairs),
+            ]
+        )
+        slowest = max(cost.beta_s_per_byte for cost in [*used, *pairs, *uplinks])
+        busiest = max(cost.busy_s for cost in [*used, *pairs])
+        return CostModel(self.within_host.cost, LinkCost(farthest, slowest, busiest), self.gamma_s_per_byte)
+
+
+def _short(hosts: object) -> str:
+    text = repr(hosts)
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+_RATES = {"gbit": 1e9 / 8, "mbit": 1e6 / 8, "kbit": 1e3 / 8}
+_TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def parse_links(text: str) -> dict[str, NetworkLink]:
+    """Returns links by name, as in `node=25gbit,0.05ms,region=1gbit,20ms,loss=0.1%`.
+
+    Each name is followed by a rate (kbit, mbit or gbit a second), a latency (us, ms or s) and, after `loss=`, the share
+    of lost packets in percent, the latter two if they are not 0.
+
+    Raises:
+        ValueError: a part is none of these, or a link has no rate.
+    """
+    parts: dict[str, dict[str, float]] = {}
+    current: dict[str, float] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = part.partition("=")
+        if equals and name != "loss":
+            current = parts.setdefault(name, {})
+            part = value
+        current.update(_quantity(part))
+    for name, values in parts.items():
+        if "bytes_per_s" not in values:
+            raise ValueError(f"the link {name!r} in {text!r} has no rate: give one like {name}=25gbit,0.05ms")
+    if not parts:
+        raise ValueError(f"{text!r} names no link: give one like node=25gbit,0.05ms")
+    return {
+        name: NetworkLink(values.get("latency_s", 0.0), values["bytes_per_s"], values.get("loss", 0.0))
+        for name, values in parts.items()
+    }
+
+
+def _quantity(part: str) -> dict[str, float]:
+    _, equals, value = part.partition("=")
+    try:
+        if equals:
+            return {"loss": float(value.removesuffix("%")) / 100}
+        for key, units in (("bytes_per_s", _RATES), ("latency_s", _TIMES)):
+            for unit, scale in units.items():
+                if part.lower().endswith(unit):
+                    return {key: float(part[: -len(unit)]) * scale}
+    except ValueError:
+        pass
+    raise ValueError(f"{part!r} is neither a rate like 25gbit, nor a latency like 0.05ms, nor a loss like loss=0.1%")
+
+
+Pair: TypeAlias = tuple[int, int]
+"""Two hosts by their numbers, the lower one first."""
+
+_SLOW_FRACTION = (
+    0.5  # of the rate that is expected; measured rates of equal links differ by less, or not again and again
+)
+
+
+def round_robin_rounds(n: int) -> list[list[Pair]]:
+    """Returns rounds of disjoint pairs of n hosts, in which each pair comes once: n - 1 of them, or n if n is odd.
+
+    All hosts but the first turn around a circle, as in round-robin tournaments.
+    """
+    circle = list(range(n)) + [-1] * (n % 2)  # whom -1 meets has a rest
+    rounds = []
+    for _ in range(len(circle) - 1):
+        meeting = zip(circle[: len(circle) // 2], reversed(circle), strict=False)
+        rounds.append([(min(pair), max(pair)) for pair in meeting if min(pair) >= 0])
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+    return rounds
+
+
+def describe_differences(n: int, measured: Mapping[Pair, NetworkLink]) -> str:
+    """Returns the network of n hosts as PACELINE_NETWORK says it; "" if all links are alike, or follow no rule.
+
+    What differs may be the links of single hosts, the uplinks of racks, or what a few pairs have between them.
+
+    Args:
+        n: the number of hosts.
+        measured: the link of each pair as it was measured in `tournament`.
+    """
+    fastest = [max(link.bytes_per_s for pair, link in measured.items() if host in pair) for host in range(n)]
+    usual = median_high(fastest)
+    own = [rate if rate < _SLOW_FRACTION * usual else usual for rate in fastest]
+    thin = {
+        pair for pair, link in measured.items() if link.bytes_per_s < _SLOW_FRACTION * min(own[pair[0]], own[pair[1]])
+    }
+    slow_hosts = [host for host in range(n) if own[host] < usual]
+    if n < 3 or not (thin or slow_hosts):
+        return ""
+    near_s = median(link.latency_s for pair, link in measured.items() if pair not in thin)
+    found: dict[str, object] = {"node": _format_link(NetworkLink(near_s, usual))}
+    if slow_hosts:
+        found["nodes"] = {str(host): _format_link(_link_of(host, own[host], measured)) for host in slow_hosts}
+    racks = _racks(n, thin)
+    if len(racks) > 1:
+        found["groups"] = {
+            f"rack{number}": [rack, _format_link(_uplink(n, rack, measured, near_s))]
+            for number, rack in enumerate(racks)
+        }
+    elif len(thin) > n // 2:
+        return ""
+    elif thin:
+        found["pairs"] = {f"{one}-{other}": _format_link(measured[one, other]) for one, other in sorted(thin)}
+    return json.dumps(found)
+
+
+def _link_of(host: int, bytes_per_s: float, measured: Mapping[Pair, NetworkLink]) -> NetworkLink:
+    return NetworkLink(min(link.latency_s for pair, link in measured.items() if host in pair), bytes_per_s)
+
+
+def _racks(n: int, thin: set[Pair]) -> list[list[int]]:
+    """Returns the groups of hosts that only thin links join; a single one if the thin links do not divide them."""
+    racks: list[list[int]] = []
+    for host in range(n):
+        near = [rack for rack in racks if any((other, host) not in thin for other in rack)]
+        racks = [rack for rack in racks if rack not in near] + [
+            sorted([host, *(each for rack in near for each in rack)])
+        ]
+    if any(pair in thin for rack in racks for pair in combinations(rack, 2)):
+        return [list(range(n))]
+    return sorted(racks)
+
+
+def _uplink(n: int, rack: Sequence[int], measured: Mapping[Pair, NetworkLink], near_s: float) -> NetworkLink:
+    """Returns the uplink of a rack: the most that pairs which leave it carried together in any round."""
+
+    def leaving(pairs: Sequence[Pair]) -> Iterator[NetworkLink]:
+        return (measured[pair] for pair in pairs if (pair[0] in rack) != (pair[1] in rack))
+
+    most = max(sum(link.bytes_per_s for link in leaving(pairs)) for pairs in round_robin_rounds(n))
+    far_s = median(link.latency_s for link in leaving(list(measured)))
+    return NetworkLink(max(0.0, far_s - near_s), most)
+
+
+def _format_link(link: NetworkLink) -> str:
+    return f"{link.bytes_per_s * 8 / 1e3:.0f}kbit,{link.latency_s * 1e6:.1f}us"

@@ -1,0 +1,185 @@
+"""Quantised: what goes between hosts is rounded to few bits; within a host, everything is exact.
+
+Ranks sum within each host first, as in `hierarchical.py`, and the l-th ranks of all hosts form the l-th rail. On a rail
+each rank sends every other one its part of the host's sum, packed, and adds up what it receives: a direct exchange,
+since in a ring each hop would round again. The owner of a sum packs it once and sends that to all, and uses what the
+packed sum stands for itself, so that all ranks end with the same bits. `verify/equal_bits.py` proves that.
+
+A byte crosses the network as often as in a ring. Each element is rounded twice on its way, once in a host's sum and
+once in the whole sum; a rank packs each element of its slice once in a call, which is why one array of residuals
+suffices for error feedback (Seide et al. 2014, "1-bit stochastic gradient descent"; for both roundings as in Tang et
+al. 2021, "1-bit Adam").
+
+Two hosts send each other their whole sums instead, and both add up the packed sums. That is as many bytes, but one
+message after another fewer, and each element is rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+
+from paceline.comm.schedule import hierarchical, ring, tree
+from paceline.comm.schedule.steps import (
+    OWN_INPUT,
+    OWN_OUTPUT,
+    BlocksAndSteps,
+    Buffer,
+    BufferSlice,
+    Builder,
+    HostPosition,
+    Operation,
+    RankTopology,
+    Step,
+    add,
+    copy,
+    find_host_position,
+    pack,
+    receive,
+    send,
+    unpack,
+)
+
+WIRES = ("bf16", "int8", "int4")
+"""What elements are rounded to; the number of each in native/wire/wire.hpp is one more than its place here."""
+
+_Where = Callable[[int], BufferSlice]  # where a rank keeps a block of the tensor
+
+
+def all_reduce(at: RankTopology) -> BlocksAndSteps:
+    """Rails; without them, trees within the hosts and an exchange between the leaders."""
+    if len(at.hosts) == 1:
+        return hierarchical.all_reduce(at)
+    hosts, _, local, me = home = find_host_position(at)
+    n_hosts = len(hosts)
+    if home.is_even:
+        slices = [[BufferSlice(Buffer.OUTPUT, owner * n_hosts, n_hosts)] for owner in range(len(local))]
+        steps = ring.reduce_phase(local, me, slices, slices, final=False)
+        steps += _all_reduce_phase(home, [[me * n_hosts + number] for number in range(n_hosts)])
+        return at.world_size, steps + ring.gather_phase(local, me, slices)
+    tensor = BufferSlice(Buffer.OUTPUT, 0, n_hosts)
+    steps = tree.reduce_phase(local, me, tensor, tensor, final=False)
+    if me == 0:
+        steps += _all_reduce_phase(home, [[number] for number in range(n_hosts)])
+    return n_hosts, steps + tree.broadcast_phase(local, me, tensor)
+
+
+def reduce_scatter(at: RankTopology) -> BlocksAndSteps:
+    """Ranks collect their host's sums for their rail, or leaders for their host, and exchange them."""
+    if len(at.hosts) == 1:
+        return hierarchical.reduce_scatter(at)
+    n, (hosts, _, local, me) = at.world_size, (home := find_host_position(at))
+    if home.is_even:
+        own, into = (
+            [[BufferSlice(buffer, ranks[owner]) for ranks in hosts] for owner in range(len(local))]
+            for buffer in (Buffer.INPUT, Buffer.SCRATCH)
+        )
+        steps = ring.reduce_phase(local, me, own, into, final=False)
+        held = Buffer.SCRATCH if steps else Buffer.INPUT
+        steps.append(copy(OWN_OUTPUT, BufferSlice(held, at.rank)))
+        blocks = [[rank] for rank in home.rail]
+        return n, steps + _reduce_phase(home, blocks, lambda b: BufferSlice(held, b), lambda _: OWN_OUTPUT, count())
+    tensor, partial = BufferSlice(Buffer.INPUT, 0, n), BufferSlice(Buffer.SCRATCH, 0, n)
+    steps = tree.reduce_phase(local, me, tensor, partial, final=False)
+    if me == 0:
+        held = Buffer.SCRATCH if steps else Buffer.INPUT
+        if held is Buffer.INPUT:
+            steps.append(copy(BufferSlice(Buffer.SCRATCH, at.rank), BufferSlice(Buffer.INPUT, at.rank)))
+        steps += _reduce_phase(
+            home, hosts, lambda b: BufferSlice(held, b), lambda b: BufferSlice(Buffer.SCRATCH, b), count()
+        )
+    steps += tree.scatter_phase(local, me, [[rank] for rank in local], Buffer.SCRATCH)
+    return n, [*steps, copy(OWN_OUTPUT, BufferSlice(Buffer.SCRATCH, at.rank))]
+
+
+def all_gather(at: RankTopology) -> BlocksAndSteps:
+    """Blocks go along the rails, or through the leaders; all ranks get what the rounded blocks stand for."""
+    if len(at.hosts) == 1:
+        return hierarchical.all_gather(at)
+    n, (hosts, host, local, me) = at.world_size, (home := find_host_position(at))
+    mine = BufferSlice(Buffer.OUTPUT, at.rank)
+    steps = [copy(mine, OWN_INPUT)]
+    if home.is_even:
+        steps += _gather_phase(home, [[rank] for rank in home.rail], count())
+        in_order = [hosts[host - turn] for turn in range(len(hosts))]
+        brought = [[BufferSlice(Buffer.OUTPUT, ranks[owner]) for ranks in in_order] for owner in range(len(local))]
+        return n, steps + ring.gather_phase(local, me, brought)
+    steps += tree.gather_phase(local, me, [[rank] for rank in local], Buffer.OUTPUT)
+    if me == 0:
+        steps += _gather_phase(home, hosts, count())
+    return n, steps + tree.broadcast_phase(local, me, BufferSlice(Buffer.OUTPUT, 0, n))
+
+
+def _all_reduce_phase(home: HostPosition, blocks: Sequence[Sequence[int]]) -> list[Step]:
+    """Returns the exchange between the hosts, in place; `blocks[i]` are those that the rail's rank on host i owns."""
+    if len(home.hosts) == 2:
+        return _swap_phase(home, [block for each in blocks for block in each])
+    slots = count()
+
+    def output(block: int) -> BufferSlice:
+        return BufferSlice(Buffer.OUTPUT, block)
+
+    return _reduce_phase(home, blocks, output, output, slots) + _gather_phase(home, blocks, slots)
+
+
+def _swap_phase(home: HostPosition, blocks: Sequence[int]) -> list[Step]:
+    """Returns the exchange between two hosts, in place. Both add the second host's blocks to those of the first."""
+    peer = home.rail[1 - home.host]
+    of_hosts = [[BufferSlice(Buffer.WIRE, host * len(blocks) + at) for at in range(len(blocks))] for host in range(2)]
+    own, others = of_hosts[home.host], of_hosts[1 - home.host]
+    floats = [BufferSlice(Buffer.OUTPUT, block) for block in blocks]
+    steps: list[Step] = []
+    for packed, output in zip(own, floats, strict=True):
+        steps += (pack(packed, output), send(peer, packed))
+    for theirs, first, second, output in zip(others, *of_hosts, floats, strict=True):
+        steps += (receive(peer, theirs), unpack(output, first), add(output, second, final=True))
+    return steps
+
+
+def _reduce_phase(
+    home: HostPosition, blocks: Sequence[Sequence[int]], held: _Where, total: _Where, slots: Iterator[int]
+) -> list[Step]:
+    """Returns the direct exchange of `held` blocks, after which `total` has the sums of this rank's blocks.
+
+    At the start `total` has this host's contributions. Others' are added in the order of the hosts after this one.
+    """
+    rail, me, n = home.rail, home.host, len(home.hosts)
+    steps: list[Step] = []
+    for turn in range(1, n):
+        target = (me + turn) % n
+        for block in blocks[target]:
+            packed = _slot(slots)
+            steps += (pack(packed, held(block)), send(rail[target], packed))
+    for turn in range(1, n):
+        source = (me - turn) % n
+        for block in blocks[me]:
+            packed = _slot(slots)
+            steps += (receive(rail[source], packed), add(total(block), packed, final=turn == n - 1))
+    return steps
+
+
+def _gather_phase(home: HostPosition, blocks: Sequence[Sequence[int]], slots: Iterator[int]) -> list[Step]:
+    """Returns the steps by which all ranks of the rail get each block of OUTPUT, rounded, from its owner."""
+    rail, me, n = home.rail, home.host, len(home.hosts)
+    steps: list[Step] = []
+    for block in blocks[me]:
+        packed, floats = _slot(slots), BufferSlice(Buffer.OUTPUT, block)
+        steps += (pack(packed, floats), unpack(floats, packed))
+        steps += (send(rail[(me + turn) % n], packed) for turn in range(1, n))
+    for turn in range(1, n):
+        source = (me - turn) % n
+        for block in blocks[source]:
+            packed = _slot(slots)
+            steps += (receive(rail[source], packed), unpack(BufferSlice(Buffer.OUTPUT, block), packed))
+    return steps
+
+
+def _slot(slots: Iterator[int]) -> BufferSlice:
+    return BufferSlice(Buffer.WIRE, next(slots))
+
+
+OFFERS: dict[Operation, Builder] = {
+    Operation.ALL_REDUCE: all_reduce,
+    Operation.REDUCE_SCATTER: reduce_scatter,
+    Operation.ALL_GATHER: all_gather,
+}

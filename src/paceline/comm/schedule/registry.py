@@ -1,0 +1,115 @@
+"""The algorithms by name. A new algorithm is a file beside this one with its `OFFERS` and `COSTS`, and one line here.
+
+The tests then prove its schedules and hold its costs against a simulated run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from paceline.comm.schedule import circulant, halving_doubling, hierarchical, quantised, ring, star, tree
+from paceline.comm.schedule.cost_model import Cost
+from paceline.comm.schedule.steps import ROOTED, Builder, Operation, RankTopology, Schedule
+
+_Entry: TypeAlias = tuple[Mapping[Operation, Builder], Mapping[Operation, Cost]]
+
+_ENTRIES: dict[str, _Entry] = {
+    "ring": (ring.OFFERS, ring.COSTS),
+    "halving_doubling": (halving_doubling.OFFERS, halving_doubling.COSTS),
+    "tree": (tree.OFFERS, tree.COSTS),
+    "star": (star.OFFERS, star.COSTS),
+    "circulant": (circulant.OFFERS, circulant.COSTS),
+    "hierarchical": (hierarchical.OFFERS, hierarchical.COSTS),
+}
+
+ALGORITHMS = {name: offered for name, (offered, _) in _ENTRIES.items()}
+"""For each algorithm the operations that it has, with the function that builds a rank's schedule."""
+
+QUANTISED = dict.fromkeys(quantised.WIRES, quantised.OFFERS)
+"""The same for what loses digits, by what elements are rounded to. No cost model chooses it: a call asks for it."""
+
+SYNTHESISED = "synthesised"
+"""What the schedules are called that `synthesis/` makes for one network."""
+
+_SYNTHESISED_NUMBER = 63
+_QUANTISED_FROM = 64  # kQuantised in native/call/call.hpp
+
+COSTS = {name: costs for name, (_, costs) in _ENTRIES.items()}
+"""For each algorithm the same operations, with the closed form of the seconds that they take."""
+
+
+ALIKE: dict[str, frozenset[Operation]] = {
+    "ring": ring.ALIKE,
+    "hierarchical": hierarchical.ALIKE,
+    "circulant": circulant.ALIKE,
+}
+"""For algorithms that have such, the operations in which, on equal hosts, all hosts do the same in their places."""
+
+_NAMES = {
+    **dict(enumerate(ALGORITHMS, 1)),
+    _SYNTHESISED_NUMBER: SYNTHESISED,
+    **dict(enumerate(QUANTISED, _QUANTISED_FROM + 1)),
+}
+_NUMBERS = {name: number for number, name in _NAMES.items()}
+
+
+def algorithms_offering(operation: Operation) -> list[str]:
+    """Returns the names of the algorithms that have the operation."""
+    return [name for name, offered in ALGORITHMS.items() if operation in offered]
+
+
+def number_of(algorithm: str) -> int:
+    """Returns the number by which the core knows an algorithm, or one that quantises; 0 is for a call without one."""
+    return _NUMBERS[algorithm]
+
+
+def wire_of(algorithm: str) -> int:
+    """Returns the number in native/wire/wire.hpp of what the algorithm puts on the wire; 0 for the data as it is."""
+    return [*QUANTISED].index(algorithm) + 1 if algorithm in QUANTISED else 0
+
+
+def name_of(number: int) -> str | None:
+    """Returns the algorithm, or what quantises, with the number; None if there is none."""
+    return _NAMES.get(number)
+
+
+def build(
+    algorithm: str,
+    operation: Operation,
+    rank: int,
+    world_size: int,
+    root: int = -1,
+    hosts: Sequence[Sequence[int]] | None = None,
+) -> Schedule:
+    """Returns what `rank` does in the operation under the algorithm.
+
+    Args:
+        algorithm: its name, or what is on the wire between hosts if the schedule quantises.
+        operation: which collective.
+        rank: the rank whose schedule is built.
+        world_size: the number of ranks.
+        root: a rank for broadcast, reduce, gather and scatter, otherwise -1.
+        hosts: the ranks of each host; `hierarchical`, `circulant` and what quantises need it, the others ignore it.
+
+    Raises:
+        ValueError: a name is unknown, or a number does not fit the others.
+    """
+    builder = _builder(algorithm, operation)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} is not in a world of {world_size}: give a rank of 0 to {world_size - 1}")
+    if operation in ROOTED and not 0 <= root < world_size:
+        raise ValueError(f"{operation} needs a root of 0 to {world_size - 1}, but root is {root}")
+    if operation not in ROOTED and root != -1:
+        raise ValueError(f"{operation} has no root, but root is {root}: leave it out")
+    blocks, steps = builder(RankTopology(rank, world_size, root, hosts or ()))
+    return Schedule(operation, algorithm, rank, world_size, root, blocks, tuple(steps))
+
+
+def _builder(algorithm: str, operation: Operation) -> Builder:
+    builders = ALGORITHMS.get(algorithm) or QUANTISED.get(algorithm)
+    if builders is None:
+        raise ValueError(f"there is no algorithm {algorithm!r}; there are {', '.join(ALGORITHMS)}")
+    if operation not in builders:
+        raise ValueError(f"{algorithm} has no {operation}; these have: {', '.join(algorithms_offering(operation))}")
+    return builders[operation]

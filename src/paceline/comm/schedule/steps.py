@@ -1,0 +1,273 @@
+"""What a schedule is: a rank's sends, receives, reductions and copies over slices of a few buffers.
+
+How a schedule is executed, and what its author may rely on:
+
+- Each ordered pair of ranks is a first-in-first-out link. The k-th SEND to a peer meets the peer's k-th RECV or REDUCE
+  from this rank, and both move equally many bytes.
+- A step starts once the earlier steps of its rank that touch the same bytes in a conflicting way (read after write,
+  write after read, write after write) are done with these bytes. Otherwise the order between different peers, and
+  between sending and receiving, is free: a long chain of steps is a pipeline without being cut up.
+- A link may hold nothing: a SEND may end only when its receiver has taken it.
+- A slice of no blocks (in a barrier) has no bytes that could order it. Instead a SEND of nothing starts once all
+  earlier receives of its rank are done; a RECV of nothing may always start.
+
+These are the buffers of each operation, where n is the world size. It has no others:
+
+| operation | INPUT (never written) | OUTPUT | SCRATCH |
+| --- | --- | --- | --- |
+| all_reduce | | the tensor in `blocks` nearly equal blocks, in place | cut like the tensor |
+| reduce | the tensor, on all but the root | the tensor in place, on the root only | cut like the tensor |
+| broadcast | | the tensor in `blocks` nearly equal blocks | |
+| all_gather | own tensor, block 0 | n equal blocks | |
+| gather | own tensor, block 0 | n equal blocks, on the root only | n equal blocks |
+| scatter | n equal blocks, on the root only | block 0 | n equal blocks |
+| reduce_scatter | n equal blocks | block 0 | n equal blocks |
+| all_to_all | n blocks, each of its own size | n blocks, each of its own size | |
+| barrier | | | |
+
+The schedules of `quantised.py` have a fourth buffer, WIRE, of blocks in the form in which they travel between hosts. It
+has as many as they use, and each is as large as the block that is packed into it, or unpacked from it, needs. PACK
+rounds, and the other steps lose nothing.
+
+Spells a schedule as the numbers that the core reads.
+
+Where a rank is: its host, and its place among the ranks of that host and of the others.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from enum import IntEnum
+from typing import NamedTuple, TypeAlias
+
+
+class Operation(IntEnum):
+    """A collective. Its value is its number in native/call/call.hpp, and its text is its name: `all_reduce`."""
+
+    ALL_REDUCE = 1
+    BROADCAST = 2
+    REDUCE = 3
+    ALL_GATHER = 4
+    REDUCE_SCATTER = 5
+    GATHER = 6
+    SCATTER = 7
+    ALL_TO_ALL = 8
+    BARRIER = 9
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+    def __format__(self, spec: str) -> str:  # that of an int would show the number
+        return format(str(self), spec)
+
+    @classmethod
+    def named(cls, name: str) -> Operation:
+        """Returns the operation of that name.
+
+        Raises:
+            ValueError: there is none.
+        """
+        for operation in cls:
+            if str(operation) == name:
+                return operation
+        raise ValueError(f"there is no operation {name!r}; there are {', '.join(map(str, cls))}")
+
+
+ROOTED = frozenset((Operation.BROADCAST, Operation.REDUCE, Operation.GATHER, Operation.SCATTER))
+
+
+class Buffer(IntEnum):
+    """Where a slice lies; the table above says what an operation keeps there."""
+
+    INPUT = 0
+    OUTPUT = 1
+    SCRATCH = 2
+    WIRE = 3
+
+
+class StepKind(IntEnum):
+    """What a step does."""
+
+    SEND = 0
+    RECV = 1
+    REDUCE = 2
+    COPY = 3
+    PACK = 4
+    UNPACK = 5
+    ADD = 6
+
+
+class BufferSlice(NamedTuple):
+    """The blocks first..first+length-1 of a buffer. (A tuple is made in half the time of a frozen dataclass.)"""
+
+    buffer: Buffer
+    first: int
+    length: int = 1
+
+
+class Step(NamedTuple):
+    """SEND src to peer; RECV dst from peer; REDUCE: receive, dst = src op received; COPY: dst = src.
+
+    PACK: dst, in WIRE, = src rounded; UNPACK: dst = src, which is in WIRE; ADD: dst = dst + src, which is in WIRE.
+
+    `final` is set on the REDUCE or ADD after which dst holds the contributions of all ranks: an average is divided
+    there.
+    """
+
+    kind: StepKind
+    peer: int
+    dst: BufferSlice | None
+    src: BufferSlice | None
+    final: bool = False
+
+
+class Schedule(NamedTuple):
+    """Everything that one rank does in one collective."""
+
+    operation: Operation
+    algorithm: str
+    rank: int
+    world_size: int
+    root: int
+    blocks: int
+    steps: tuple[Step, ...]
+
+
+class RankTopology(NamedTuple):
+    """The rank that a schedule is for. `root` is -1 if there is none; `hosts` lists the ranks of each host."""
+
+    rank: int
+    world_size: int
+    root: int = -1
+    hosts: Sequence[Sequence[int]] = ()
+
+
+BlocksAndSteps: TypeAlias = tuple[int, list[Step]]
+"""What an algorithm returns: into how many blocks a tensor is cut, and the steps."""
+
+Builder: TypeAlias = Callable[[RankTopology], BlocksAndSteps]
+
+NOTHING = BufferSlice(Buffer.OUTPUT, 0, 0)
+OWN_INPUT = BufferSlice(Buffer.INPUT, 0, 1)
+OWN_OUTPUT = BufferSlice(Buffer.OUTPUT, 0, 1)
+
+
+# A large world's ring has tens of thousands of steps, and the constructor of a named tuple takes twice as long.
+_new = tuple.__new__
+_SEND, _RECV, _REDUCE, _COPY, _PACK, _UNPACK, _ADD = StepKind
+
+
+def send(peer: int, src: BufferSlice) -> Step:
+    """Returns a step that sends src to the peer."""
+    return _new(Step, (_SEND, peer, None, src, False))
+
+
+def receive(peer: int, dst: BufferSlice) -> Step:
+    """Returns a step that receives dst from the peer."""
+    return _new(Step, (_RECV, peer, dst, None, False))
+
+
+def combine(peer: int, dst: BufferSlice, src: BufferSlice, final: bool = False) -> Step:
+    """Returns a step that receives from the peer and sets dst to src combined with it."""
+    return _new(Step, (_REDUCE, peer, dst, src, final))
+
+
+def copy(dst: BufferSlice, src: BufferSlice) -> Step:
+    """Returns a step that sets dst to src."""
+    return _new(Step, (_COPY, -1, dst, src, False))
+
+
+def pack(dst: BufferSlice, src: BufferSlice) -> Step:
+    """Returns a step that rounds src, one block, into dst, which is in WIRE."""
+    return _new(Step, (_PACK, -1, dst, src, False))
+
+
+def unpack(dst: BufferSlice, src: BufferSlice) -> Step:
+    """Returns a step that sets dst to what src, in WIRE, stands for."""
+    return _new(Step, (_UNPACK, -1, dst, src, False))
+
+
+def add(dst: BufferSlice, src: BufferSlice, final: bool = False) -> Step:
+    """Returns a step that adds to dst what src, in WIRE, stands for."""
+    return _new(Step, (_ADD, -1, dst, src, final))
+
+
+def contiguous_slices(buffer: Buffer, blocks: Iterable[int]) -> list[BufferSlice]:
+    """Returns the blocks, in their order, as few slices: 4, 5, 0, 1, 2 are two."""
+    found: list[BufferSlice] = []
+    first = count = 0
+    for block in blocks:
+        if count and block == first + count:
+            count += 1
+            continue
+        if count:
+            found.append(BufferSlice(buffer, first, count))
+        first, count = block, 1
+    if count:
+        found.append(BufferSlice(buffer, first, count))
+    return found
+
+
+def one_block_chunks(buffer: Buffer, blocks: Iterable[int]) -> list[list[BufferSlice]]:
+    """Returns one chunk for each block, which holds that block alone."""
+    return [[BufferSlice(buffer, block)] for block in blocks]
+
+
+def rotated(ranks: Sequence[int], first: int) -> list[int]:
+    """Returns the ranks in their order, beginning with `first`."""
+    at = ranks.index(first)
+    return [*ranks[at:], *ranks[:at]]
+
+
+def flatten(schedule: Schedule) -> bytes:
+    """Returns nine 32-bit integers for each step, in the layout that native/executor/schedule.hpp expects."""
+    flat = array("i")
+    for step in schedule.steps:
+        flat.extend((step.kind, step.final, step.peer, *_slice_numbers(step.dst), *_slice_numbers(step.src)))
+    return flat.tobytes()
+
+
+def _slice_numbers(slice_: BufferSlice | None) -> tuple[int, int, int]:
+    return (slice_.buffer, slice_.first, slice_.length) if slice_ is not None else (1, 0, 0)
+
+
+Hosts = Sequence[Sequence[int]]
+
+
+class HostPosition(NamedTuple):
+    """The hosts, and where this rank is: it is local[me], where `local` are the ranks of hosts[host]."""
+
+    hosts: Hosts
+    host: int
+    local: Sequence[int]
+    me: int
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all hosts have equally many ranks."""
+        return len({len(host) for host in self.hosts}) == 1
+
+    @property
+    def rail(self) -> list[int]:
+        """The ranks at this rank's place on all hosts. For a leader these are the leaders."""
+        return [host[self.me] for host in self.hosts]
+
+
+def find_host_position(at: RankTopology) -> HostPosition:
+    """Finds this rank's host. If there is a root, its host comes first, and the root comes first on that host.
+
+    Raises:
+        ValueError: the hosts do not list each rank once.
+    """
+    if sorted(rank for host in at.hosts for rank in host) != list(range(at.world_size)) or not all(at.hosts):
+        raise ValueError(
+            f"the algorithm needs hosts that list each of the {at.world_size} ranks once, and none empty; got "
+            f"{at.hosts}"
+        )
+    hosts = at.hosts
+    if at.root >= 0:
+        first = next(number for number, host in enumerate(hosts) if at.root in host)
+        hosts = [rotated(hosts[first], at.root), *hosts[first + 1 :], *hosts[:first]]
+    number = next(number for number, host in enumerate(hosts) if at.rank in host)
+    return HostPosition(hosts, number, hosts[number], hosts[number].index(at.rank))

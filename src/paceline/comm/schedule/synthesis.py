@@ -1,0 +1,163 @@
+"""Makes schedules for an uneven network, proves them, and tells by simulation when they are the fastest.
+
+Makes the schedule of an all-reduce for a network whose links differ.
+
+`trees.py` packs trees into the network, along which the parts of a tensor are summed and spread; `ordering.py` puts
+their transfers into an order, and `emitting.py` turns them into steps of all ranks of the hosts; `choosing.py` proves
+the schedules, and simulates whether they are faster than the fixed algorithms. May use: the rest of `schedule`. Start
+reading at `trees.py`.
+
+Turns the transfers of packed trees into the steps of each rank.
+
+If all hosts have equally many ranks, the l-th ranks of all hosts run the trees on the l-th slice of the tensor, which
+rings within the hosts have reduced and pass around afterwards, as in `hierarchical.py`. Otherwise the leaders do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from paceline.comm.schedule import ring, tree
+from paceline.comm.schedule.cost import AlgorithmChoice, AlgorithmPrediction, PreferredAlgorithm, forced_or_best
+from paceline.comm.schedule.network import Network
+from paceline.comm.schedule.registry import SYNTHESISED, algorithms_offering, build
+from paceline.comm.schedule.simulation import CallTiming, simulate_schedules
+from paceline.comm.schedule.steps import (
+    Buffer,
+    BufferSlice,
+    Operation,
+    RankTopology,
+    Schedule,
+    Step,
+    combine,
+    find_host_position,
+    receive,
+    send,
+)
+from paceline.comm.schedule.tree_packing import DETOURS, MOST_HOSTS, TreeTransfer, by_begin, by_level, pack
+from paceline.comm.schedule.verify import verify
+
+
+def synthesised_all_reduce(at: RankTopology, transfers: Sequence[TreeTransfer]) -> Schedule:
+    """Returns a rank's schedule. The hosts of `at` are those that the transfers join."""
+    _, host, local, me = home = find_host_position(at)
+    n_local, n_parts = len(local), 1 + max(each.part for each in transfers)
+    if home.is_even:
+        slices = [[BufferSlice(Buffer.OUTPUT, owner * n_parts, n_parts)] for owner in range(n_local)]
+        steps = ring.reduce_phase(local, me, slices, slices, final=False)
+        steps += _transfer_steps(transfers, home.rail, host, me * n_parts)
+        steps += ring.gather_phase(local, me, slices)
+        return Schedule(Operation.ALL_REDUCE, SYNTHESISED, at.rank, at.world_size, -1, n_local * n_parts, tuple(steps))
+    tensor = BufferSlice(Buffer.OUTPUT, 0, n_parts)
+    steps = tree.reduce_phase(local, me, tensor, tensor, final=False)
+    if me == 0:
+        steps += _transfer_steps(transfers, home.rail, host, 0)
+    steps += tree.broadcast_phase(local, me, tensor)
+    return Schedule(Operation.ALL_REDUCE, SYNTHESISED, at.rank, at.world_size, -1, n_parts, tuple(steps))
+
+
+def _transfer_steps(transfers: Sequence[TreeTransfer], members: Sequence[int], host: int, first: int) -> list[Step]:
+    """Returns the steps of members[host]. All members take the transfers in the same order, so none waits for ever."""
+    steps: list[Step] = []
+    for each in transfers:
+        block = BufferSlice(Buffer.OUTPUT, first + each.part)
+        if each.source == host:
+            steps.append(send(members[each.target], block))
+        elif each.target == host and each.is_sum:
+            steps.append(receive(members[each.source], block))
+        elif each.target == host:
+            steps.append(combine(members[each.source], block, block, each.is_last))
+    return steps
+
+
+MOST_RANKS = 64
+"""The proof of so many ranks takes less than a second."""
+
+_LONG_NBYTES = 16 << 20
+_NEARLY = 1.25  # times as long as the fastest
+_COMPETING = 1.05  # times as long as simulated, if several connections may share an uplink
+_LIGHTER = 0.75  # of the bytes that the fastest sends over its busiest link
+_AS_FAST = 1.02  # times as long as the fastest
+
+
+def can_synthesise(network: Network) -> bool:
+    """Returns whether a schedule is worth making: some links differ, and the hosts and the ranks are not too many."""
+    uneven = bool(network.groups or network.pairs or network.nodes)
+    return uneven and 1 < len(network.hosts) <= MOST_HOSTS and network.world_size <= MOST_RANKS
+
+
+def synthesise(network: Network) -> list[Schedule]:
+    """Returns an all-reduce's schedules for all ranks of a network, which are proved to be right.
+
+    Of several packings and orders of their transfers, those are taken that are the fastest in a simulation of a long
+    tensor, those through gateways also if they are a little slower. The same network gives the same schedules on every
+    machine.
+
+    Raises:
+        ScheduleError: the schedules are wrong, which would be a fault of this package.
+    """
+    n = network.world_size
+    found: list[tuple[float, list[Schedule]]] = []
+    for through_gateways in (False, True) if network.groups else (False,):
+        for detour in DETOURS:
+            parts = pack(network, detour, through_gateways=through_gateways).parts
+            for transfers in (by_level(parts), by_begin(network, parts)):
+                world = [
+                    synthesised_all_reduce(RankTopology(rank, n, -1, network.hosts), transfers) for rank in range(n)
+                ]
+                seconds = simulate_schedules(world, network, _LONG_NBYTES).seconds
+                found.append((seconds if through_gateways else seconds * _COMPETING, world))
+    _, fastest = min(found, key=lambda each: each[0])
+    verify(fastest)
+    return fastest
+
+
+def choose_all_reduce(
+    network: Network, schedules: Sequence[Schedule], nbytes: int, forced: str | None = None
+) -> AlgorithmChoice:
+    """Returns the best algorithm for an all-reduce of so many bytes by simulation, or `forced`.
+
+    That is the fastest, unless another is nearly as fast and loads its busiest link much less, or is as fast with as
+    little on that link and fewer messages: what a simulation leaves out, such as a core that serves many connections,
+    or a queue that overflows, costs most where much is sent, and each message costs something.
+    """
+    n = network.world_size
+    worlds = {SYNTHESISED: schedules}
+    for name in algorithms_offering(Operation.ALL_REDUCE):
+        worlds[name] = [build(name, Operation.ALL_REDUCE, rank, n, -1, network.hosts) for rank in range(n)]
+    timings = {name: simulate_schedules(world, network, nbytes) for name, world in worlds.items()}
+    times = (AlgorithmPrediction(name, timing.seconds) for name, timing in timings.items())
+    candidates = tuple(sorted(times, key=lambda each: each.seconds))
+    most = {name: _most_nbytes(timing) for name, timing in timings.items()}
+    messages = {name: max(len(each.steps) for each in world) for name, world in worlds.items()}
+    hosts = len(network.hosts)
+    preferred = _preferred(candidates, most, messages)
+    return forced_or_best(Operation.ALL_REDUCE, nbytes, n, hosts, candidates, forced, preferred)
+
+
+def _preferred(
+    candidates: Sequence[AlgorithmPrediction], most: Mapping[str, float], messages: Mapping[str, int]
+) -> PreferredAlgorithm | None:
+    """Returns one that is about as fast as the first candidate, and better otherwise.
+
+    Args:
+        candidates: the algorithms from the fastest to the slowest.
+        most: the bytes on the busiest link of each.
+        messages: the steps of the rank that has most, for each.
+    """
+    seconds, nbytes = candidates[0].seconds, most[candidates[0].algorithm]
+    for each in candidates:
+        if each.seconds <= _NEARLY * seconds and most[each.algorithm] <= _LIGHTER * nbytes:
+            return PreferredAlgorithm(each, "sends less over its busiest link")
+    alike = [
+        each
+        for each in candidates
+        if each.seconds <= _AS_FAST * seconds and most[each.algorithm] <= nbytes * (1 + 1e-9)
+    ]
+    fewest = min(alike, key=lambda each: messages[each.algorithm])
+    return PreferredAlgorithm(fewest, "has fewer messages") if fewest != candidates[0] else None
+
+
+def _most_nbytes(timing: CallTiming) -> float:
+    """Returns the bytes on the link of a host that carries most."""
+    return max((nbytes for name, nbytes in timing.bytes_per_link.items() if name.startswith("host ")), default=0.0)

@@ -1,0 +1,205 @@
+"""The binomial tree: every round doubles the ranks that are done, so a world takes log2(n) rounds.
+
+It is best for short messages. Gather and scatter move each subtree's blocks in few messages. The tree is the one of
+MPICH (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH").
+The first member of a group is its root; member i's subtree is the members i to i + (lowest set bit of i) - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.comm.schedule.cost_model import Case, Cost, doubling_rounds, message_s
+from paceline.comm.schedule.steps import (
+    NOTHING,
+    OWN_INPUT,
+    OWN_OUTPUT,
+    BlocksAndSteps,
+    Buffer,
+    BufferSlice,
+    Builder,
+    Operation,
+    RankTopology,
+    Step,
+    combine,
+    contiguous_slices,
+    copy,
+    receive,
+    rotated,
+    send,
+)
+
+
+def parent_of(member: int) -> int:
+    """Returns the parent of a member other than 0."""
+    return member & (member - 1)
+
+
+def children_of(member: int, n: int) -> list[int]:
+    """Returns the children of a member, the one with the smallest subtree first."""
+    reach = member & -member or n
+    return [member + (1 << bit) for bit in range(reach.bit_length()) if 1 << bit < reach and member + (1 << bit) < n]
+
+
+def subtree_of(member: int, n: int) -> range:
+    """Returns a member and all members below it."""
+    return range(member, min(n, member + (member & -member or n)))
+
+
+def reduce_phase(
+    group: Sequence[int], me: int, own: BufferSlice, into: BufferSlice, *, final: bool = True
+) -> list[Step]:
+    """Sums all members' `own` in group[0]'s `into`; the others' `into` holds partial sums. group[me] is this rank."""
+    steps: list[Step] = []
+    children = children_of(me, len(group))
+    for child in children:
+        complete = final and me == 0 and child == children[-1]
+        steps.append(combine(group[child], into, into if steps else own, complete))
+    if me:
+        steps.append(send(group[parent_of(me)], into if steps else own))
+    return steps
+
+
+def broadcast_phase(group: Sequence[int], me: int, tensor: BufferSlice) -> list[Step]:
+    """Sends group[0]'s slice to all members, the largest subtree first."""
+    steps = [receive(group[parent_of(me)], tensor)] if me else []
+    return steps + [send(group[child], tensor) for child in reversed(children_of(me, len(group)))]
+
+
+def gather_phase(group: Sequence[int], me: int, holdings: Sequence[Sequence[int]], store: Buffer) -> list[Step]:
+    """Brings all blocks to group[0]; member i starts with the blocks holdings[i]. All members keep them in `store`."""
+    steps: list[Step] = []
+    for child in children_of(me, len(group)):
+        steps += [receive(group[child], part) for part in _carried(store, holdings, child)]
+    if me:
+        steps += [send(group[parent_of(me)], part) for part in _carried(store, holdings, me)]
+    return steps
+
+
+def scatter_phase(group: Sequence[int], me: int, holdings: Sequence[Sequence[int]], store: Buffer) -> list[Step]:
+    """Brings the blocks holdings[i] from group[0] to member i: `gather_phase` backwards."""
+    steps: list[Step] = []
+    if me:
+        steps += [receive(group[parent_of(me)], part) for part in _carried(store, holdings, me)]
+    for child in reversed(children_of(me, len(group))):
+        steps += [send(group[child], part) for part in _carried(store, holdings, child)]
+    return steps
+
+
+def arrive_phase(group: Sequence[int], me: int) -> list[Step]:
+    """Tells group[0] that all members have come."""
+    steps = [receive(group[child], NOTHING) for child in children_of(me, len(group))]
+    return [*steps, send(group[parent_of(me)], NOTHING)] if me else steps
+
+
+def leave_phase(group: Sequence[int], me: int) -> list[Step]:
+    """Lets group[0] tell all members that they may leave."""
+    return broadcast_phase(group, me, NOTHING)
+
+
+def _carried(store: Buffer, holdings: Sequence[Sequence[int]], member: int) -> list[BufferSlice]:
+    return contiguous_slices(store, (block for below in subtree_of(member, len(holdings)) for block in holdings[below]))
+
+
+def all_reduce(at: RankTopology) -> BlocksAndSteps:
+    """A reduction to rank 0, then a broadcast."""
+    world = range(at.world_size)
+    up = reduce_phase(world, at.rank, OWN_OUTPUT, OWN_OUTPUT)
+    return 1, up + broadcast_phase(world, at.rank, OWN_OUTPUT)
+
+
+def reduce(at: RankTopology) -> BlocksAndSteps:
+    """A reduction up the tree. Partial sums are kept in SCRATCH, the root's in its tensor."""
+    world = rotated(range(at.world_size), at.root)
+    me = world.index(at.rank)
+    if me == 0:
+        return 1, reduce_phase(world, me, OWN_OUTPUT, OWN_OUTPUT)
+    return 1, reduce_phase(world, me, OWN_INPUT, BufferSlice(Buffer.SCRATCH, 0))
+
+
+def broadcast(at: RankTopology) -> BlocksAndSteps:
+    """The tensor goes down the tree from the root."""
+    world = rotated(range(at.world_size), at.root)
+    return 1, broadcast_phase(world, world.index(at.rank), OWN_OUTPUT)
+
+
+def gather(at: RankTopology) -> BlocksAndSteps:
+    """Blocks go up the tree; a leaf sends its INPUT directly, the other ranks collect a subtree's blocks in SCRATCH."""
+    world = rotated(range(at.world_size), at.root)
+    me = world.index(at.rank)
+    if me and not children_of(me, at.world_size):
+        return at.world_size, [send(world[parent_of(me)], OWN_INPUT)]
+    store = Buffer.SCRATCH if me else Buffer.OUTPUT
+    own = copy(BufferSlice(store, at.rank), OWN_INPUT)
+    return at.world_size, [own, *gather_phase(world, me, [[rank] for rank in world], store)]
+
+
+def scatter(at: RankTopology) -> BlocksAndSteps:
+    """Blocks go down the tree; a leaf receives its OUTPUT, the other ranks keep a subtree's blocks in SCRATCH."""
+    world = rotated(range(at.world_size), at.root)
+    me = world.index(at.rank)
+    if me and not children_of(me, at.world_size):
+        return at.world_size, [receive(world[parent_of(me)], OWN_OUTPUT)]
+    store = Buffer.SCRATCH if me else Buffer.INPUT
+    own = copy(OWN_OUTPUT, BufferSlice(store, at.rank))
+    return at.world_size, [*scatter_phase(world, me, [[rank] for rank in world], store), own]
+
+
+def all_gather(at: RankTopology) -> BlocksAndSteps:
+    """A gather to rank 0, then a broadcast of all blocks."""
+    world = range(at.world_size)
+    steps = [copy(BufferSlice(Buffer.OUTPUT, at.rank), OWN_INPUT)]
+    steps += gather_phase(world, at.rank, [[rank] for rank in world], Buffer.OUTPUT)
+    return at.world_size, steps + broadcast_phase(world, at.rank, BufferSlice(Buffer.OUTPUT, 0, at.world_size))
+
+
+def reduce_scatter(at: RankTopology) -> BlocksAndSteps:
+    """A reduction to rank 0, then a scatter."""
+    n = at.world_size
+    world = range(n)
+    if n == 1:
+        return 1, [copy(OWN_OUTPUT, OWN_INPUT)]
+    steps = reduce_phase(world, at.rank, BufferSlice(Buffer.INPUT, 0, n), BufferSlice(Buffer.SCRATCH, 0, n))
+    steps += scatter_phase(world, at.rank, [[rank] for rank in world], Buffer.SCRATCH)
+    return n, [*steps, copy(OWN_OUTPUT, BufferSlice(Buffer.SCRATCH, at.rank))]
+
+
+def barrier(at: RankTopology) -> BlocksAndSteps:
+    """News of the arrivals goes up the tree, and leave to go comes down."""
+    world = range(at.world_size)
+    return 0, arrive_phase(world, at.rank) + leave_phase(world, at.rank)
+
+
+OFFERS: dict[Operation, Builder] = {
+    Operation.ALL_REDUCE: all_reduce,
+    Operation.REDUCE_SCATTER: reduce_scatter,
+    Operation.ALL_GATHER: all_gather,
+    Operation.BROADCAST: broadcast,
+    Operation.REDUCE: reduce,
+    Operation.GATHER: gather,
+    Operation.SCATTER: scatter,
+    Operation.BARRIER: barrier,
+}
+
+
+def _levels(case: Case, nbytes: float, gamma: float = 0) -> float:
+    """Returns the seconds in which each level of the tree moves all bytes."""
+    return sum(message_s(case.link(1 << level), nbytes, gamma) for level in range(doubling_rounds(case.n)))
+
+
+def _subtrees(case: Case) -> float:
+    """Returns the seconds in which each level of the tree moves the blocks of a subtree."""
+    widths = [1 << level for level in range(doubling_rounds(case.n))]
+    return sum(message_s(case.link(width), min(width, case.n - width) * case.block) for width in widths)
+
+
+COSTS: dict[Operation, Cost] = {
+    Operation.ALL_REDUCE: lambda case: _levels(case, case.nbytes, case.gamma) + _levels(case, case.nbytes),
+    Operation.REDUCE: lambda case: _levels(case, case.nbytes, case.gamma),
+    Operation.BROADCAST: lambda case: _levels(case, case.nbytes),
+    Operation.GATHER: _subtrees,
+    Operation.SCATTER: _subtrees,
+    Operation.ALL_GATHER: lambda case: _subtrees(case) + _levels(case, case.nbytes),
+    Operation.REDUCE_SCATTER: lambda case: _levels(case, case.nbytes, case.gamma) + _subtrees(case),
+    Operation.BARRIER: lambda case: 2 * _levels(case, 0),
+}

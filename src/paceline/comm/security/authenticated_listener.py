@@ -1,0 +1,175 @@
+"""Accepts connections, and admits those whose other end holds the job's secret."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from paceline.comm.security.encryption import Connection, encrypt_as_server
+from paceline.comm.security.handshake import TIMEOUT_S, PeerGoneError, PeerHello, verify
+from paceline.comm.security.untrusted_peers import PendingConnections, RejectedConnections, origin_of_connection
+from paceline.errors import AuthenticationError
+from paceline.linux import is_out_of_descriptors
+
+MAX_HANDSHAKES = 128
+_PAUSE_S = 0.05  # when the system cannot give a connection, for example because descriptors ran out
+
+
+class ListeningEndpoint(Protocol):
+    """What accepts connections: a listening socket, or what is used as one."""
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Waits for a connection; returns it and the address of its other end."""
+
+    def getsockname(self) -> Any:
+        """Returns its address; if it is reached by TCP, the host and the port come first."""
+
+    def setblocking(self, flag: bool, /) -> None:
+        """Says whether `accept` waits."""
+
+    def shutdown(self, how: int, /) -> None:
+        """Ends what waits in `accept`."""
+
+    def close(self) -> None:
+        """Gives the descriptor back."""
+
+    def fileno(self) -> int:
+        """Returns the descriptor."""
+
+
+class AuthenticatedListener:
+    """Accepts on `listener`, which it takes over.
+
+    At most `MAX_HANDSHAKES` connections may be proving the secret at a time: one more ends the oldest of the user or
+    host that has the most of them, so that silent connections cannot keep others out. What is refused is logged, but
+    not a connection that its other end closes before it has sent anything wrong.
+
+    Args:
+        listener: the listening socket.
+        key: what the connecting side must hold.
+        channel: what it must ask for, in at most eight letters.
+        admit: takes over each admitted connection; it is called in a thread of its own.
+        generation: the generation that it must belong to.
+        secret: the job's secret, which determines the certificate of encrypted connections.
+    """
+
+    def __init__(
+        self,
+        listener: ListeningEndpoint,
+        key: bytes,
+        channel: str,
+        admit: Callable[[Connection, PeerHello], None],
+        generation: int = 0,
+        secret: bytes | None = None,
+    ) -> None:
+        self._listener = listener
+        self._listener.setblocking(True)
+        self._key = key
+        self._channel = channel
+        self._admit = admit
+        self._generation = generation
+        self._secret = secret
+        self._refusals = RejectedConnections(channel)
+        self._handshakes: PendingConnections[socket.socket] = PendingConnections(MAX_HANDSHAKES, origin_of_connection)
+        self._changing = threading.Lock()
+        self._owner = os.getpid()
+        self._closed = False
+        self._shortage: OSError | None = None
+        self._thread = threading.Thread(target=self._accept, name="paceline-accept", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """The TCP port it listens on."""
+        port: int = self._listener.getsockname()[1]
+        return port
+
+    def require_descriptors(self) -> None:
+        """Raises the OSError by which the latest connection could not be accepted, if descriptors were short."""
+        if self._shortage is not None:
+            raise self._shortage
+
+    def close(self) -> None:
+        """Closes the listener and all connections not yet admitted; idempotent, without effect in a forked child."""
+        if self._closed or os.getpid() != self._owner:
+            return
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
+        self._listener.close()
+        with self._changing:
+            for connection in self._handshakes:
+                _end(connection)
+        self._refusals.close()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection, address = self._listener.accept()
+            except OSError as error:
+                if not self._closed:
+                    self._shortage = error if is_out_of_descriptors(error) else None
+                    time.sleep(_PAUSE_S)
+                continue
+            _disable_nagle(connection)
+            with self._changing:
+                crowded_out = self._handshakes.add(connection)
+                if crowded_out is not None:
+                    _end(crowded_out)
+            try:
+                threading.Thread(target=self._check, args=(connection, _host(address)), daemon=True).start()
+            except RuntimeError:  # the system gives no more threads
+                self._leave(connection)
+                connection.close()
+
+    def _check(self, connection: socket.socket, host: str) -> None:
+        has_proved = False
+        try:
+            by_s = time.monotonic() + TIMEOUT_S
+            checked = encrypt_as_server(connection, self._secret, TIMEOUT_S)
+            hello = verify(checked, self._key, self._channel, self._generation, by_s - time.monotonic())
+            has_proved = True
+            if self._leave(connection) and not self._closed:
+                checked.settimeout(None)
+                self._admit(checked, hello)
+                return
+        except (AuthenticationError, OSError) as error:
+            was_dropped = not (self._leave(connection) or has_proved)
+            if not self._closed:  # otherwise it was not refused, but came too late
+                self._refuse(host, error, was_dropped)
+        finally:
+            self._leave(connection)
+        connection.close()
+
+    def _refuse(self, host: str, error: Exception, was_dropped: bool) -> None:
+        """Logs a refusal, but not a peer that has gone: if it was of this job, its death is reported elsewhere."""
+        if was_dropped:
+            self._refusals.add(host, f"{host or 'it'} was silent while {MAX_HANDSHAKES} others came")
+        elif not isinstance(error, (PeerGoneError, ConnectionError)):
+            self._refusals.add(host, error)
+
+    def _leave(self, connection: socket.socket) -> bool:
+        with self._changing:
+            return self._handshakes.remove(connection)
+
+
+def _disable_nagle(connection: socket.socket) -> None:
+    """Has the system send short messages without waiting until earlier ones were acknowledged, for 40 ms at worst."""
+    if connection.family != socket.AF_UNIX:
+        with contextlib.suppress(OSError):  # the other end is gone already
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _end(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)  # its own thread closes it
+
+
+def _host(address: object) -> str:
+    """Returns the host of an accepted connection's address, without its port; empty for Unix sockets."""
+    return str(address[0]) if isinstance(address, tuple) else ""

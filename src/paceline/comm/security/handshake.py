@@ -1,0 +1,208 @@
+"""Proves the job's secret in both directions, first thing on every connection.
+
+    connecting -> accepting   hello: magic, channel, rank, lane, generation, nonce
+    accepting  -> connecting  nonce, HMAC-SHA256(key, "S" | both so far)
+    connecting -> accepting   HMAC-SHA256(key, "C" | all so far), or zeros if the proof before was wrong
+
+The letters prevent reflection, the nonces prevent replay, and the channel's name prevents splicing one service's
+connection into another. A handshake takes 140 bytes; nothing that a peer sends is used before its proof is checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import socket
+import struct
+import time
+
+from paceline.errors import AuthenticationError
+
+TYPE_CHECKING = False  # every worker imports this, and would pay for the import of typing
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+    from paceline.comm.security.encryption import Connection
+
+TIMEOUT_S = 5.0
+
+_HELLO = struct.Struct("<8s8sIIQ16s")
+HELLO_BYTES = _HELLO.size
+_MAGIC = b"paceln/1"
+_NONCE_BYTES = 16
+_PROOF_BYTES = 32
+_ENCRYPTED_ONLY = b"this job takes encrypted connections only".ljust(_NONCE_BYTES + _PROOF_BYTES, b".")
+WITHOUT_HEADER = b"one port for many: say which number you want".ljust(_NONCE_BYTES + _PROOF_BYTES, b".")
+_REFUSAL = bytes(_PROOF_BYTES)  # no proof is that: the chance is 1 in 2**256
+
+
+class HandshakeUnfinishedError(AuthenticationError):
+    """The peer fell silent or closed the connection: no verdict on the secret, and another attempt may work."""
+
+
+class PeerGoneError(HandshakeUnfinishedError):
+    """The peer closed the connection and had sent nothing wrong: it has ended, or did not mean this service."""
+
+
+class PeerHello:
+    """Who connects to which channel; `lane` is the number of the connection between two ranks."""
+
+    def __init__(self, channel: str, rank: int = 0, generation: int = 0, lane: int = 0) -> None:
+        self.channel = channel
+        self.rank = rank
+        self.generation = generation
+        self.lane = lane
+
+
+def prove(connection: Connection, key: bytes, hello: PeerHello, timeout_s: float = TIMEOUT_S) -> None:
+    """Proves the secret from the connecting side, and checks the peer's proof.
+
+    Raises:
+        AuthenticationError: the peer does not hold the key.
+        HandshakeUnfinishedError: it did not answer in time, or closed the connection.
+    """
+    deadline = time.monotonic() + timeout_s
+    own_nonce = os.urandom(_NONCE_BYTES)
+    first = _HELLO.pack(_MAGIC, hello.channel.encode(), hello.rank, hello.lane, hello.generation, own_nonce)
+    _send(connection, first, deadline)
+    answer = _receive(connection, _NONCE_BYTES + _PROOF_BYTES, deadline)
+    nonce, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
+    if answer == _ENCRYPTED_ONLY:
+        raise AuthenticationError(
+            f"the process at {name_of(connection)} takes encrypted connections only, and this one is not encrypted: "
+            "start every launcher with --security encrypt, or every rank with PACELINE_SECURITY=encrypt"
+        )
+    if answer == WITHOUT_HEADER:
+        raise AuthenticationError(
+            f"at {name_of(connection)} one port leads to all listeners of that machine, and this connection did not "
+            "say which one it wants: start every launcher with the same --port, or every rank with the same "
+            "PACELINE_PORT"
+        )
+    if not hmac.compare_digest(proof, _digest(key, b"S", first, nonce)):
+        _refuse(connection, deadline)
+        raise AuthenticationError(
+            f"the process at {name_of(connection)} does not hold this job's secret (channel {hello.channel!r}); "
+            "all ranks need the same PACELINE_SECRET, and the address must be this job's"
+        )
+    _send(connection, _digest(key, b"C", first, answer), deadline)
+
+
+def verify(
+    connection: Connection, key: bytes, channel: str, generation: int = 0, timeout_s: float = TIMEOUT_S
+) -> PeerHello:
+    """Checks the peer's proof on the accepting side, and proves the secret; returns who connected.
+
+    Raises:
+        AuthenticationError: the peer does not hold the key, or speaks another protocol.
+        HandshakeUnfinishedError: it did not answer in time.
+        PeerGoneError: it closed the connection.
+    """
+    deadline = time.monotonic() + timeout_s
+    expected = struct.pack("<8s8s", _MAGIC, channel.encode())
+    first = _receive(connection, _HELLO.size, deadline, expected)
+    _, _, rank, lane, peer_generation, _ = _HELLO.unpack(first)
+    if not first.startswith(expected):
+        raise AuthenticationError(f"{name_of(connection)} spoke another protocol than Paceline's {channel!r}")
+    nonce = os.urandom(_NONCE_BYTES)
+    answer = nonce + _digest(key, b"S", first, nonce)
+    _send(connection, answer, deadline)
+    proof = _receive(connection, _PROOF_BYTES, deadline)
+    if proof == _REFUSAL:
+        raise AuthenticationError(f"{name_of(connection)} does not accept this process's proof of the job's secret")
+    if not hmac.compare_digest(proof, _digest(key, b"C", first, answer)):
+        raise AuthenticationError(f"{name_of(connection)} does not hold this job's secret")
+    if peer_generation != generation:
+        raise AuthenticationError(
+            f"{name_of(connection)} (rank {rank}) is of generation {peer_generation}; this is generation {generation}"
+        )
+    return PeerHello(channel, rank, generation, lane)
+
+
+def is_hello(beginning: bytes) -> bool:
+    """Returns whether what has come is, or can become, the first message of a handshake."""
+    return beginning[: len(_MAGIC)] == _MAGIC[: len(beginning)]
+
+
+def refuse_plain(connection: socket.socket, timeout_s: float = TIMEOUT_S) -> NoReturn:
+    """Refuses a connection that ought to be encrypted and is not; tells the other end so if it is Paceline's.
+
+    Raises:
+        AuthenticationError: always.
+        HandshakeUnfinishedError: the other end did not say enough in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    first = _receive(connection, _HELLO.size, deadline, _MAGIC)
+    if first.startswith(_MAGIC):
+        _send(connection, _ENCRYPTED_ONLY, deadline)
+    raise AuthenticationError(
+        f"{name_of(connection)} connected without encryption, which this job requires between machines; expected TLS. "
+        "Start it with --security encrypt or PACELINE_SECURITY=encrypt"
+    )
+
+
+def _digest(key: bytes, side: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(key, side + b"".join(parts), "sha256")
+
+
+def name_of(connection: Connection) -> str:
+    """Returns what messages call the other end: its address and port, or that it is a Unix socket."""
+    try:
+        peer = connection.getpeername()
+    except OSError:
+        return "the other end"
+    return f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else repr(peer) if peer else "a Unix socket"
+
+
+def _left(connection: Connection, deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise HandshakeUnfinishedError(f"{name_of(connection)} did not finish the handshake in time")
+    return left
+
+
+def _refuse(connection: Connection, deadline: float) -> None:
+    """Tells the accepting side that its proof is wrong, so that it knows why the connection ends."""
+    with contextlib.suppress(HandshakeUnfinishedError):
+        _send(connection, _REFUSAL, deadline)
+
+
+def _send(connection: Connection, data: bytes, deadline: float) -> None:
+    try:
+        connection.settimeout(_left(connection, deadline))
+        connection.sendall(data)
+    except OSError as error:
+        raise interrupted_handshake(connection, error) from error
+
+
+def _receive(connection: Connection, nbytes: int, deadline: float, expected: bytes = b"") -> bytes:
+    """Receives `nbytes`, which should begin with `expected`; a peer that closes the connection before is looked at."""
+    data = b""
+    while len(data) < nbytes:
+        try:
+            connection.settimeout(_left(connection, deadline))
+            more = connection.recv(nbytes - len(data))
+        except ConnectionError as error:
+            _require_prefix(connection, data, expected)
+            raise interrupted_handshake(connection, error) from error
+        except OSError as error:
+            raise interrupted_handshake(connection, error) from error
+        if not more:
+            _require_prefix(connection, data, expected)
+            raise PeerGoneError(
+                f"{name_of(connection)} closed the connection during the handshake: its process has ended, or is not a "
+                "Paceline process"
+            )
+        data += more
+    return data
+
+
+def _require_prefix(connection: Connection, data: bytes, expected: bytes) -> None:
+    if expected and data[: len(expected)] != expected[: len(data)]:
+        raise AuthenticationError(f"{name_of(connection)} spoke another protocol than Paceline's, and broke off")
+
+
+def interrupted_handshake(connection: Connection, error: OSError) -> HandshakeUnfinishedError:
+    """Returns the error for a handshake that a failure of the connection ended."""
+    kind = PeerGoneError if isinstance(error, ConnectionError) else HandshakeUnfinishedError
+    return kind(f"{name_of(connection)} broke off the handshake ({error})")

@@ -1,0 +1,84 @@
+"""Decides which connections have to be encrypted: PACELINE_SECURITY and the addresses of both ends say so.
+
+    auth      none; each is authenticated when it is made, as at every level but `none`
+    encrypt   all between machines
+    none      none, and nothing is authenticated; for loopback, and elsewhere only if PACELINE_INSECURE is 1
+
+Without a level, connections between machines are encrypted where an address is public. A connection within a machine
+never is: whoever could read it there could read the memory of the processes too.
+"""
+
+from __future__ import annotations
+
+import os
+
+TYPE_CHECKING = False  # every worker imports this, and would pay for the import of typing
+if TYPE_CHECKING:
+    from ipaddress import IPv4Address, IPv6Address
+
+LEVEL_VARIABLE = "PACELINE_SECURITY"
+INSECURE_VARIABLE = "PACELINE_INSECURE"
+LEVELS = ("auth", "encrypt", "none")
+
+
+def chosen_level() -> str | None:
+    """Returns the level that was chosen for this job; None if none was.
+
+    Raises:
+        ValueError: PACELINE_SECURITY is not a level.
+    """
+    level = os.environ.get(LEVEL_VARIABLE) or None
+    if level is not None and level not in LEVELS:
+        raise ValueError(f"{LEVEL_VARIABLE} is {level!r}; it must be one of {', '.join(LEVELS)}")
+    return level
+
+
+def choose_level(level: str) -> None:
+    """Chooses the level for this process and those that it starts, on behalf of a program that was given none.
+
+    Raises:
+        ValueError: it is not a level, or another one has been chosen by the environment.
+    """
+    if level not in LEVELS:
+        raise ValueError(f"the security level is {level!r}; it must be one of {', '.join(LEVELS)}")
+    given = chosen_level()
+    if given not in (None, level):
+        raise ValueError(
+            f"the security level is {level!r} here and {given!r} in {LEVEL_VARIABLE}; leave one of them out"
+        )
+    os.environ[LEVEL_VARIABLE] = level
+
+
+def is_insecure() -> bool:
+    """Returns whether the level `none` may be used between machines."""
+    return os.environ.get(INSECURE_VARIABLE) == "1"
+
+
+def must_encrypt(here: str, there: str, level: str | None) -> bool:
+    """Returns whether a connection between these two numeric addresses has to be encrypted; both ends decide alike.
+
+    >>> must_encrypt("10.0.0.1", "10.0.0.2", None), must_encrypt("10.0.0.1", "10.0.0.2", "encrypt")
+    (False, True)
+    >>> must_encrypt("10.0.0.1", "8.8.8.8", None), must_encrypt("10.0.0.1", "8.8.8.8", "auth")
+    (True, False)
+    >>> must_encrypt("10.0.0.1", "10.0.0.1", "encrypt"), must_encrypt("::1", "::1", "encrypt")
+    (False, False)
+    """
+    if here == there or level in ("auth", "none"):
+        return False
+    ends = [_address(here), _address(there)]
+    if any(end.is_loopback for end in ends):
+        return False
+    return level == "encrypt" or any(end.is_global for end in ends)
+
+
+def is_loopback(address: str) -> bool:
+    """Returns whether a numeric address can be reached from this machine only."""
+    return _address(address).is_loopback
+
+
+def _address(text: str) -> IPv4Address | IPv6Address:
+    from ipaddress import IPv6Address, ip_address
+
+    address = ip_address(text.split("%")[0])
+    return address.ipv4_mapped or address if isinstance(address, IPv6Address) else address

@@ -1,0 +1,205 @@
+"""The job's secret: random bytes (32 by default, 16 at least) that the processes of a job hold and nobody else.
+
+A secret that a process inherits as a sealed memory file, whose descriptor PACELINE_SECRET_FD names.
+
+The variable outlives the descriptor: `subprocess` closes it in the child and leaves the environment as it is, and the
+number may then belong to any other file. So the variable also says which file it was (its inode) and which process made
+it. A process that no longer has the descriptor opens the file by way of its maker's /proc/PID/fd, which the kernel
+grants to processes of the same user only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hmac
+import os
+import stat
+
+from paceline import linux
+from paceline.comm.security.levels import chosen_level, is_insecure, is_loopback
+from paceline.linux import F_ADD_SEALS, F_GET_SEALS
+
+SECRET_FD_VARIABLE = "PACELINE_SECRET_FD"
+
+_NAME = "paceline-secret"
+_SEALS = linux.F_SEAL_SEAL | linux.F_SEAL_SHRINK | linux.F_SEAL_GROW | linux.F_SEAL_WRITE
+_LONGEST = 1024
+
+
+class SecretFile:  # no dataclass: every worker imports this, and would pay for the import of dataclasses
+    """The place of a secret: its maker's descriptor, the file's inode, its maker's process id."""
+
+    def __init__(self, fd: int, inode: int, maker: int) -> None:
+        self.fd = fd
+        self.inode = inode
+        self.maker = maker
+
+    @classmethod
+    def create(cls, secret: bytes) -> SecretFile:
+        """Writes `secret` into a new memory file and seals it against changes; the caller closes `fd`."""
+        fd = linux.memfd_create(_NAME, linux.MFD_CLOEXEC | linux.MFD_ALLOW_SEALING)
+        try:
+            os.write(fd, secret)
+            fcntl.fcntl(fd, F_ADD_SEALS, _SEALS)
+            return cls(fd, os.fstat(fd).st_ino, os.getpid())
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def parse(cls, text: str) -> SecretFile:
+        """Parses what `str` returned for a secret file.
+
+        Raises:
+            ValueError: `text` is something else.
+        """
+        try:
+            fd, inode, maker = map(int, text.split(":"))
+        except ValueError:
+            raise ValueError(
+                f"{SECRET_FD_VARIABLE} is {text!r}; it must be DESCRIPTOR:INODE:PID, as `paceline run` sets it for its workers. "
+                "Remove it from the environment; PACELINE_SECRET holds a secret of your own"
+            ) from None
+        return cls(fd, inode, maker)
+
+    def __str__(self) -> str:
+        return f"{self.fd}:{self.inode}:{self.maker}"
+
+    def read_own(self) -> bytes | None:
+        """Returns the secret if this process still has the descriptor, otherwise None."""
+        return self._read(self.fd)
+
+    def read_makers(self) -> bytes:
+        """Returns the secret from the process that made the file.
+
+        Raises:
+            ValueError: neither that process nor this one has the file; the message says what was seen and what to do.
+        """
+        path = f"/proc/{self.maker}/fd/{self.fd}"
+        seen = "is another file by now"
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            seen = f"cannot be opened ({error.strerror})"
+        else:
+            try:
+                if (secret := self._read(fd)) is not None:
+                    return secret
+            finally:
+                os.close(fd)
+        raise ValueError(
+            f"this process ({os.getpid()}) was to inherit the job's secret as descriptor {self.fd}, which here is "
+            f"{_described(self.fd)}; and {path}, the file in the launcher that made it, {seen}. To join the job, start "
+            f"this process with pass_fds=[{self.fd}]; for a job of its own, set PACELINE_SECRET in its environment or "
+            f"remove {SECRET_FD_VARIABLE} from it"
+        )
+
+    def _read(self, fd: int) -> bytes | None:
+        """Returns the content of descriptor `fd` if it is this file, otherwise None."""
+        with contextlib.suppress(OSError):  # it is closed, or a kind of file that has no seals
+            is_ours = (
+                os.fstat(fd).st_ino == self.inode
+                and os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_NAME} ")
+                and fcntl.fcntl(fd, F_GET_SEALS) == _SEALS
+            )
+            return os.pread(fd, _LONGEST, 0) if is_ours else None
+        return None
+
+
+def _described(fd: int) -> str:
+    try:
+        return f"another file, {os.readlink(f'/proc/self/fd/{fd}')}"
+    except OSError:
+        return "closed"
+
+
+MIN_SECRET_BYTES = 16
+_LARGEST_FILE = 1 << 16
+
+
+def job_secret() -> bytes | None:
+    """Returns the secret that this process was given, or None.
+
+    Its sources are, in this order, the descriptor that workers inherit from `paceline run` (PACELINE_SECRET_FD),
+    PACELINE_SECRET, the file that PACELINE_SECRET_FILE names, and, in a child of a worker that lacks the descriptor,
+    the launcher's own descriptor.
+
+    With the security level `none` there is no secret.
+
+    Raises:
+        ValueError: the secret is too short, its file is readable by others, or the inherited one cannot be read.
+    """
+    if chosen_level() == "none":
+        return None
+    text = os.environ.get(SECRET_FD_VARIABLE)
+    file = SecretFile.parse(text) if text else None
+    if file is not None and (secret := file.read_own()) is not None:
+        return secret
+    return _own_secret() or (file.read_makers() if file is not None else None)
+
+
+def _own_secret() -> bytes | None:
+    if text := os.environ.get("PACELINE_SECRET"):
+        return _checked(text.encode(), "PACELINE_SECRET")
+    if path := os.environ.get("PACELINE_SECRET_FILE"):
+        # Links are followed, since Kubernetes keeps secrets behind some; what they lead to is checked.
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+            status = os.fstat(file.fileno())
+            mode = stat.S_IMODE(status.st_mode)
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError(f"{path} (PACELINE_SECRET_FILE) is no plain file; a secret must be in one")
+            if mode & (stat.S_IRWXG | stat.S_IRWXO):
+                raise ValueError(
+                    f"{path} (PACELINE_SECRET_FILE) can be read by other users (mode {mode:o}); "
+                    f"a secret must be its owner's alone: chmod 600 {path}"
+                )
+            if status.st_uid not in (os.geteuid(), 0):
+                raise ValueError(
+                    f"{path} (PACELINE_SECRET_FILE) belongs to user {status.st_uid}, who knows the secret; expected a "
+                    f"file of user {os.geteuid()} or of root: copy it, or chown it"
+                )
+            return _checked(file.read(_LARGEST_FILE).strip(), path)
+    return None
+
+
+def _checked(secret: bytes, source: str) -> bytes:
+    if len(secret) < MIN_SECRET_BYTES:
+        raise ValueError(
+            f"the job's secret in {source} has {len(secret)} bytes; it needs at least {MIN_SECRET_BYTES}, "
+            'for example from: python -c "import secrets; print(secrets.token_hex(32))"'
+        )
+    return secret
+
+
+def derive_key(secret: bytes | None, context: str) -> bytes:
+    """Returns HKDF-SHA256 (RFC 5869, one block) of the secret, bound to the purpose `context`.
+
+    Without a secret the key is a public constant, which protects against nobody; it is accepted on loopback only (see
+    `require_secret`).
+    """
+    extracted = hmac.digest(b"paceline/1", secret if secret is not None else b"no secret", "sha256")
+    return hmac.digest(extracted, context.encode() + b"\x01", "sha256")
+
+
+def require_secret(address: str, secret: bytes | None) -> None:
+    """Refuses to use `address` without a secret unless it is loopback, or the user insists.
+
+    Raises:
+        ValueError: there is no secret; the message says how to set one.
+    """
+    if secret is not None or is_loopback(address):
+        return
+    if chosen_level() == "none":
+        if is_insecure():
+            return
+        raise ValueError(
+            f"{address} can be reached from other machines, and with the security level none anybody could join this "
+            "job there; choose --security auth or encrypt, or add --insecure (PACELINE_INSECURE=1) if the network is "
+            "this job's alone"
+        )
+    raise ValueError(
+        f"{address} can be reached from other machines and this job has no secret, so anybody could join it. "
+        "Start the job with `paceline run`, or set PACELINE_SECRET (or PACELINE_SECRET_FILE) to the same value on "
+        'every rank, for example from: python -c "import secrets; print(secrets.token_hex(32))"'
+    )

@@ -1,0 +1,228 @@
+"""A store in a file that several processes open, also over NFS.
+
+The file is a log of the operations that changed something; every process replays it. Byte 0 of the lock space is locked
+while an operation runs; every process that has the store open holds a shared lock on byte 1. A process that opens the
+file and finds byte 1 free knows that its members are gone, and starts the log afresh: the file of an earlier run does
+no harm. A file that does not begin as a log is left as it is, and so is one to which other users have access. Whoever
+leaves a last will holds a byte of its own; one that waits and finds the byte free carries out the will.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from paceline import _core
+from paceline.comm.security.own_files import SharedFileError, open_own
+from paceline.comm.store.store import DEFAULT_TIMEOUT, Store, StoreAnswer, StoreOp, StoreStatus
+from paceline.durations import Timeout
+from paceline.errors import StoreError
+from paceline.linux import F_OFD_SETLK, F_OFD_SETLKW
+
+_OPERATION, _MEMBERS, _TESTATORS = 1 << 60, (1 << 60) + 1, 1 << 61  # beyond any data
+_MAGIC = b"paceln/f"  # with which the log begins
+_RECORD = struct.Struct("<III")  # bytes that follow, their CRC-32, number of fields
+_FIXED = struct.Struct("<Bq")
+_LENGTH = struct.Struct("<I")
+_FLOCK = struct.Struct("hhqqi4x")
+_WITHOUT_EFFECT = {StoreOp.GET, StoreOp.MULTI_GET, StoreOp.WAIT, StoreOp.CHECK, StoreOp.COUNT, StoreOp.QUEUE_LENGTH}
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.001, 0.02
+_LOOK_FOR_THE_DEAD_S = 0.1
+
+
+class FileStore(Store):
+    """A store in the file `file_name`, for processes that share a directory. `world_size` is for information.
+
+    The store never removes the file, but you may: the first process of a new run discards an earlier run's content. The
+    file is made with mode 600, since whoever can write to it can change what the ranks read.
+
+    Raises:
+        ValueError: the file's directory does not exist.
+        StoreError: the file is a link, belongs to another user, lets others read or write it, or is not a store's.
+    """
+
+    def __init__(self, file_name: str | os.PathLike[str], world_size: int = -1, timeout: Timeout = DEFAULT_TIMEOUT):
+        super().__init__(timeout)
+        self.path = os.fspath(file_name)
+        self.world_size = world_size
+        self._fd = -1
+        if not Path(self.path).absolute().parent.is_dir():
+            raise ValueError(f"FileStore: the directory of {self.path!r} does not exist; create it on every rank first")
+        self._open()
+
+    def _open(self) -> None:
+        self._owner = os.getpid()
+        self._threads = threading.Lock()  # the file's locks exclude other processes, not threads of this one
+        self._table = _core.StoreTable()
+        self._replayed = len(_MAGIC)
+        self._testator: bytes | None = None  # this process among those that left wills
+        self._wills: dict[bytes, dict[bytes, bytes]] = {}  # of each of them, by key
+        while self._fd < 0:
+            try:
+                self._fd = open_own(self.path)
+            except SharedFileError as error:
+                raise StoreError(f"{self}: {error}") from None
+            with self._locked():
+                if os.fstat(self._fd).st_nlink == 0:  # the file has been removed; others will make a new one
+                    self.close()
+                    continue
+                self._check_content()
+                if _lock(self._fd, fcntl.F_WRLCK, _MEMBERS, wait=False):
+                    os.ftruncate(self._fd, 0)
+                    os.pwrite(self._fd, _MAGIC, 0)
+                _lock(self._fd, fcntl.F_RDLCK, _MEMBERS, wait=True)
+
+    def _check_content(self) -> None:
+        """Checks that the file is a store's, or empty: what is no log would be lost."""
+        beginning = os.pread(self._fd, len(_MAGIC), 0)
+        if not _MAGIC.startswith(beginning):
+            self.close()
+            raise StoreError(
+                f"{self}: the file holds something else than a store, beginning with {beginning!r}; remove it, or "
+                "choose another file"
+            )
+
+    def __repr__(self) -> str:
+        return f"FileStore({self.path!r})"
+
+    def close(self) -> None:
+        """Leaves the store; idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_fd"):
+            self.close()
+
+    def _apply(self, op: StoreOp, number: int, fields: list[bytes], timeout_s: float) -> StoreAnswer:
+        if self._owner != os.getpid():  # a forked child shares its parent's locks, so it needs a file of its own
+            self.close()
+            self._open()
+        if self._fd < 0:
+            raise StoreError(f"{self} was closed by this process ({os.getpid()}) before {op.name.lower()}")
+        if op is StoreOp.LAST_WILL:
+            fields = [*fields, self._lock_will_byte()]
+        deadline = time.monotonic() + timeout_s
+        look_at = time.monotonic()
+        pause_s = _FIRST_POLL_S
+        while True:
+            with self._locked():
+                self._replay()
+                if time.monotonic() >= look_at:
+                    look_at = time.monotonic() + _LOOK_FOR_THE_DEAD_S
+                    self._carry_out_wills()
+                done = self._perform(op, number, fields)
+                if done is not None:
+                    if op not in _WITHOUT_EFFECT and done[0] == StoreStatus.OK:
+                        self._write(op, number, fields)
+                    return StoreStatus(done[0]), done[1], done[2]
+            if time.monotonic() >= deadline:
+                return StoreStatus.TIMED_OUT, 0, self._table.missing(op, fields)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._threads:
+            _lock(self._fd, fcntl.F_WRLCK, _OPERATION, wait=True)
+            try:
+                yield
+            finally:
+                if self._fd >= 0:
+                    _lock(self._fd, fcntl.F_UNLCK, _OPERATION, wait=True)
+
+    def _replay(self) -> None:
+        state = os.fstat(self._fd)
+        if state.st_nlink == 0:
+            raise StoreError(
+                f"{self}: the file was removed while process {os.getpid()} used it, so ranks that open it from now on "
+                "would not meet this one; leave it in place, an old one does no harm"
+            )
+        size = state.st_size
+        while self._replayed < size:
+            record = _read_record(self._fd, self._replayed)
+            if record is None:  # its writer was killed while it wrote
+                os.ftruncate(self._fd, self._replayed)
+                return
+            op, number, fields, nbytes = record
+            self._perform(op, number, fields)
+            self._replayed += nbytes
+
+    def _perform(self, op: int, number: int, fields: list[bytes]) -> tuple[int, int, list[bytes]] | None:
+        if op != StoreOp.LAST_WILL:
+            return self._table.apply(op, number, fields)
+        key, value, testator = fields
+        wills = self._wills.setdefault(testator, {})
+        if number == 0:
+            wills[key] = value
+        else:
+            wills.pop(key, None)
+            if not wills:
+                del self._wills[testator]
+        return StoreStatus.OK, 0, []
+
+    def _lock_will_byte(self) -> bytes:
+        if self._testator is None:
+            number = secrets.randbits(48)
+            _lock(self._fd, fcntl.F_WRLCK, _TESTATORS + number, wait=True)
+            self._testator = str(number).encode()
+        return self._testator
+
+    def _carry_out_wills(self) -> None:
+        for testator in [each for each in self._wills if each != self._testator]:
+            byte = _TESTATORS + int(testator)
+            if not _lock(self._fd, fcntl.F_WRLCK, byte, wait=False):
+                continue
+            _lock(self._fd, fcntl.F_UNLCK, byte, wait=True)
+            for key, value in dict(self._wills[testator]).items():
+                for op, number, fields in (
+                    (StoreOp.SET, 0, [key, value]),
+                    (StoreOp.LAST_WILL, 1, [key, b"", testator]),
+                ):
+                    self._perform(op, number, fields)
+                    self._write(op, number, fields)
+
+    def _write(self, op: StoreOp, number: int, fields: list[bytes]) -> None:
+        body = _FIXED.pack(op, number) + b"".join(_LENGTH.pack(len(field)) + field for field in fields)
+        record = _RECORD.pack(len(body), zlib.crc32(body), len(fields)) + body
+        written = 0
+        while written < len(record):
+            written += os.pwrite(self._fd, record[written:], self._replayed + written)
+        self._replayed += len(record)
+
+
+def _read_record(fd: int, at: int) -> tuple[int, int, list[bytes], int] | None:
+    head = os.pread(fd, _RECORD.size, at)
+    if len(head) < _RECORD.size:
+        return None
+    nbytes, checksum, count = _RECORD.unpack(head)
+    body = os.pread(fd, nbytes, at + _RECORD.size)
+    if len(body) < nbytes or zlib.crc32(body) != checksum:
+        return None
+    op, number = _FIXED.unpack_from(body)
+    fields, place = [], _FIXED.size
+    for _ in range(count):
+        (length,) = _LENGTH.unpack_from(body, place)
+        place += _LENGTH.size
+        fields.append(body[place : place + length])
+        place += length
+    return op, number, fields, _RECORD.size + nbytes
+
+
+def _lock(fd: int, kind: int, byte: int, *, wait: bool) -> bool:
+    """Sets an open-file-description lock, which unlike a POSIX lock belongs to the descriptor, not to the process."""
+    request = _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0)
+    try:
+        fcntl.fcntl(fd, F_OFD_SETLKW if wait else F_OFD_SETLK, request)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True

@@ -1,0 +1,184 @@
+"""A store that another process (or another thread of this one) serves."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+
+from paceline import _core
+from paceline.comm.security.encryption import Connection, encrypt_as_client, release_to_core
+from paceline.comm.security.handshake import TIMEOUT_S, HandshakeUnfinishedError, PeerHello, prove
+from paceline.comm.security.secret import derive_key
+from paceline.comm.store.store import DEFAULT_TIMEOUT, Store, StoreAnswer, StoreOp, StoreStatus
+from paceline.durations import Timeout, socket_timeout_s, to_seconds
+from paceline.errors import StoreConnectionError
+from paceline.linux import is_out_of_descriptors
+
+CHANNEL = "store"
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.5
+_UNFINISHED_FOR_S = 20.0  # a busy or closing server may be late with a handshake; another program never finishes one
+_GRACE_S = 10.0  # beyond a request's own waiting time, for the server to answer
+
+_STATUS = tuple(StoreStatus)
+_ANSWERED, _CLOSED, _LOST = 0, 1, 4  # how an exchange with the server ended (native/store/client.hpp)
+
+
+class StoreServerLostError(StoreConnectionError):
+    """The connection ended without the server's goodbye: its process has died, or the network is cut."""
+
+
+class RemoteStore(Store):
+    """The client of a served store.
+
+    `open_connection` opens an authenticated connection, for as long as what it is given returns true. A thread that
+    waits for a key occupies a connection, so other threads open more of them. A connection that the server has closed
+    is never reopened.
+    """
+
+    def __init__(
+        self,
+        open_connection: Callable[[Callable[[], bool]], Connection],
+        name: str,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+    ) -> None:
+        super().__init__(timeout)
+        self._name = name
+        self._open_connection = open_connection
+        self._owner = os.getpid()
+        self._clients: list[_core.StoreClient] = []
+        self._idle: list[_core.StoreClient] = []
+        self._closed = False
+        self._idle.append(self._connected())
+
+    def __repr__(self) -> str:
+        return self._name
+
+    def close(self) -> None:
+        """Closes the connections, which wakes threads that wait; idempotent."""
+        self._closed = True
+        if os.getpid() != self._owner:  # a forked child must not end its parent's connections
+            return
+        for client in tuple(self._clients):
+            client.close()
+
+    def _connected(self) -> _core.StoreClient:
+        client = _core.StoreClient(release_to_core(self._open_connection(lambda: not self._closed)))
+        self._clients.append(client)
+        if self._closed:  # by another thread, while this one connected
+            client.close()
+        return client
+
+    def _apply(self, op: StoreOp, number: int, fields: list[bytes], timeout_s: float) -> StoreAnswer:
+        if os.getpid() != self._owner:
+            raise StoreConnectionError(
+                f"{self} was opened by process {self._owner} and cannot be used by its forked child {os.getpid()}; "
+                "open a store of the child's own"
+            )
+        if self._closed:
+            raise StoreConnectionError(f"{self} was closed by this process ({self._owner}) before {op.name.lower()}")
+        if op is StoreOp.LAST_WILL:  # a will belongs to a connection, so always use the same one
+            result, status, answer, values = self._clients[0].ask(op, number, fields, timeout_s + _GRACE_S)
+        else:
+            result, status, answer, values = self._ask_idle(op, number, fields, timeout_s + _GRACE_S)
+        if result == _ANSWERED:
+            return _STATUS[status], answer, values
+        if result == _LOST:
+            raise StoreServerLostError(
+                f"{self} lost its server in {op.name.lower()}: the process that served it has died, or the connection "
+                "to it was cut"
+            )
+        if result == _CLOSED:
+            raise StoreConnectionError(
+                f"{self} closed the connection (seen in {op.name.lower()}); the process that serves it has ended"
+            )
+        raise StoreConnectionError(
+            f"{self} did not answer {op.name.lower()} within {timeout_s + _GRACE_S:.0f} s; "
+            "its process is stopped or the network to it is cut"
+        )
+
+    def _ask_idle(
+        self, op: StoreOp, number: int, fields: list[bytes], timeout_s: float
+    ) -> tuple[int, int, int, list[bytes]]:
+        try:
+            client = self._idle.pop()
+        except IndexError:
+            client = self._connected()
+        try:
+            return client.ask(op, number, fields, timeout_s)
+        finally:
+            self._idle.append(client)
+
+
+def connect(
+    dial: Callable[[float], socket.socket],
+    place: str,
+    secret: bytes | None,
+    timeout: Timeout,
+    is_wanted: Callable[[], bool],
+) -> Connection:
+    """Dials until the server answers or `timeout` is over; returns the authenticated connection.
+
+    Raises:
+        StoreConnectionError: nobody answered; the message names the place, the time, the number of attempts and the
+        last error. Or the connection is no longer wanted, because this process has closed the store.
+        AuthenticationError: the server belongs to another job, or is no Paceline process.
+    """
+    started = time.monotonic()
+    deadline = started + to_seconds(timeout)
+    unfinished_since: float | None = None
+    pause_s = _FIRST_PAUSE_S
+    attempts = 0
+    while True:
+        attempts += 1
+        try:
+            plain = dial(socket_timeout_s(deadline - time.monotonic()))
+            try:
+                connection = encrypt_as_client(plain, secret, TIMEOUT_S)
+                prove(connection, derive_key(secret, CHANNEL), PeerHello(CHANNEL))
+                return connection
+            except BaseException:
+                plain.close()
+                raise
+        except (OSError, HandshakeUnfinishedError) as error:
+            if is_out_of_descriptors(error):
+                raise  # trying again does not help
+            if not is_wanted():
+                raise StoreConnectionError(
+                    f"this process ({os.getpid()}) closed the store at {place} while one of its threads connected to "
+                    f"it; the last of {attempts} attempts said: {error}"
+                ) from error
+            now = time.monotonic()
+            if isinstance(error, HandshakeUnfinishedError):
+                unfinished_since = now if unfinished_since is None else unfinished_since
+                if now >= min(deadline, unfinished_since + _UNFINISHED_FOR_S):
+                    raise
+            elif now >= deadline:
+                raise StoreConnectionError(
+                    f"no store at {place} after {now - started:.1f} s and {attempts} attempts; the last said: {error}. "
+                    "Check that rank 0 (or the launcher) runs, that the address and port are the same on every rank, "
+                    "and that no firewall is between"
+                ) from error
+            time.sleep(max(0.0, min(pause_s, deadline - now)))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def connect_unix(path: str, secret: bytes | None, timeout: Timeout = DEFAULT_TIMEOUT) -> RemoteStore:
+    """Connects to the store that a launcher serves at the Unix socket `path`."""
+
+    def dial(timeout_s: float) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(timeout_s)
+            connection.connect(path)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    place = f"unix:{path}"
+    return RemoteStore(
+        lambda is_wanted: connect(dial, place, secret, timeout, is_wanted), f"the store at {place}", timeout
+    )

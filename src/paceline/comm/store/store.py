@@ -1,0 +1,283 @@
+"""The interface of every store. Each call is one operation, which a subclass does in `_apply`.
+
+A store within one process, for threads and tests.
+
+A view of a store that puts a prefix before every key.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from datetime import timedelta
+from enum import IntEnum
+
+from paceline import _core
+from paceline.durations import Timeout, to_seconds
+from paceline.errors import StoreError, StoreQueueEmptyError, StoreTimeoutError
+
+DEFAULT_TIMEOUT = timedelta(seconds=300)
+
+
+class StoreOp(IntEnum):
+    """The operations, numbered as on the wire."""
+
+    SET = 1
+    GET = 2
+    ADD = 3
+    COMPARE_SET = 4
+    WAIT = 5
+    CHECK = 6
+    DELETE = 7
+    COUNT = 8
+    MULTI_GET = 9
+    MULTI_SET = 10
+    APPEND = 11
+    QUEUE_PUSH = 12
+    QUEUE_POP = 13
+    QUEUE_LENGTH = 14
+    LAST_WILL = 15
+
+
+class StoreStatus(IntEnum):
+    """The kinds of answer, numbered as on the wire."""
+
+    OK = 0
+    TIMED_OUT = 1
+    REFUSED = 2
+
+
+StoreAnswer = tuple[StoreStatus, int, list[bytes]]
+
+
+class Store(ABC):
+    """A key-value store that the ranks of a job share. Keys are strings, values bytes (strings are encoded as UTF-8).
+
+    Every wait ends after `timeout` with a `StoreTimeoutError` that names the keys.
+    """
+
+    def __init__(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        self._timeout_s = to_seconds(timeout)
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long `get`, `wait` and the other waiting calls wait at most; 300 s unless set."""
+        return timedelta(seconds=self._timeout_s)
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        """Sets `timeout`."""
+        self._timeout_s = to_seconds(timeout)
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Sets `key` to `value`, whatever its value was."""
+        self._ask(StoreOp.SET, [key.encode(), _bytes(value)])
+
+    def get(self, key: str) -> bytes:
+        """Returns the value of `key`; waits until it is set."""
+        return self._wait_and_ask(StoreOp.GET, [key.encode()], None)[1][0]
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds `amount` to the number under `key` (0 if there is none) and returns the sum.
+
+        Raises:
+            StoreError: the value is not a decimal number of 64 bits.
+        """
+        return self._ask(StoreOp.ADD, [key.encode()], amount)[0]
+
+    def compare_set(self, key: str, expected_value: bytes | str, desired_value: bytes | str) -> bytes:
+        """Sets `key` to `desired_value` if it is `expected_value`, or if it is missing and that is empty.
+
+        Returns the value afterwards; `expected_value` when the key is missing and nothing was set.
+        """
+        return self._ask(StoreOp.COMPARE_SET, [key.encode(), _bytes(expected_value), _bytes(desired_value)])[1][0]
+
+    def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
+        """Waits until all `keys` exist."""
+        self._wait_and_ask(StoreOp.WAIT, _keys(keys), timeout)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Returns whether all `keys` exist now."""
+        return self._ask(StoreOp.CHECK, _keys(keys))[0] == 1
+
+    def delete_key(self, key: str) -> bool:
+        """Removes `key`; returns whether it existed."""
+        return self._ask(StoreOp.DELETE, [key.encode()])[0] == 1
+
+    def num_keys(self) -> int:
+        """Returns the number of keys, including queues; a shared store counts those of all its users."""
+        return self._ask(StoreOp.COUNT, [])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Returns the values of `keys`, in their order; waits until all are set."""
+        return self._wait_and_ask(StoreOp.MULTI_GET, _keys(keys), None)[1]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
+        """Sets each of `keys` to the value at the same index, in one step."""
+        if len(keys) != len(values):
+            raise ValueError(f"multi_set got {len(keys)} keys and {len(values)} values; each key needs one value")
+        fields = [part for key, value in zip(_keys(keys), values, strict=True) for part in (key, _bytes(value))]
+        self._ask(StoreOp.MULTI_SET, fields)
+
+    def append(self, key: str, value: bytes | str) -> None:
+        """Appends `value` to the value of `key`; sets it if the key is missing."""
+        self._ask(StoreOp.APPEND, [key.encode(), _bytes(value)])
+
+    def has_extended_api(self) -> bool:
+        """Returns whether append, multi_get, multi_set and the queues work: always True."""
+        return True
+
+    def queue_push(self, key: str, value: bytes | str) -> None:
+        """Puts `value` at the end of the queue `key`."""
+        self._ask(StoreOp.QUEUE_PUSH, [key.encode(), _bytes(value)])
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        """Removes and returns the first value of the queue `key`; waits for one.
+
+        Raises:
+            StoreQueueEmptyError: the queue is empty, and `block` is False.
+        """
+        if block:
+            return self._wait_and_ask(StoreOp.QUEUE_POP, [key.encode()], None)[1][0]
+        try:
+            return self._wait_and_ask(StoreOp.QUEUE_POP, [key.encode()], 0)[1][0]
+        except StoreTimeoutError:
+            raise StoreQueueEmptyError(f"the queue {key!r} of {self} is empty; queue_pop timed out at once") from None
+
+    def queue_len(self, key: str) -> int:
+        """Returns the number of values in the queue `key`."""
+        return self._ask(StoreOp.QUEUE_LENGTH, [key.encode()])[0]
+
+    def set_last_will(self, key: str, value: bytes | str | None) -> None:
+        """Has `key` set to `value` when this process's connection to the store ends, however it ends.
+
+        Each key has a will of its own; the latest for a key counts, and None takes it back. A `HashStore`, which ends
+        with its process, keeps none.
+        """
+        self._ask(StoreOp.LAST_WILL, [key.encode(), _bytes("" if value is None else value)], int(value is None))
+
+    def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
+        """Waits until `world_size` callers have called it with this `key`, which must not be used again."""
+        if self.add(f"{key}/arrived", 1) == world_size:
+            self.set(f"{key}/all", b"")
+        self.wait([f"{key}/all"], timeout)
+
+    def clone(self) -> Store:
+        """Returns this store, which threads can share: each waiting thread uses a connection of its own."""
+        return self
+
+    def close(self) -> None:
+        """Releases what the store holds (a connection, a file, a server); idempotent."""
+
+    def _ask(self, op: StoreOp, fields: list[bytes], number: int = 0) -> tuple[int, list[bytes]]:
+        status, number, values = self._apply(op, number, fields, self._timeout_s)
+        if status is StoreStatus.REFUSED:
+            raise StoreError(f"{self} refused {op.name.lower()}({fields[0].decode()!r}): {values[0].decode()}")
+        return number, values
+
+    def _wait_and_ask(self, op: StoreOp, keys: list[bytes], timeout: Timeout | None) -> tuple[int, list[bytes]]:
+        wait_s = self._timeout_s if timeout is None else to_seconds(timeout)
+        started = time.monotonic()
+        status, number, values = self._apply(op, max(0, int(wait_s * 1000)), keys, wait_s)
+        if status is StoreStatus.TIMED_OUT:
+            raise StoreTimeoutError(
+                f"waited {time.monotonic() - started:.1f} s in {self} for {_names(keys)}; "
+                f"never set: {_names(values)}. The rank that should set it is late, dead, or uses another store"
+            )
+        if status is StoreStatus.REFUSED:
+            raise StoreError(f"{self} refused {op.name.lower()}({_names(keys)}): {values[0].decode()}")
+        return number, values
+
+    @abstractmethod
+    def _apply(self, op: StoreOp, number: int, fields: list[bytes], timeout_s: float) -> StoreAnswer:
+        """Does `op`. For waiting operations `number` is the time in ms, and TIMED_OUT comes with the missing keys."""
+
+
+def _bytes(value: bytes | str) -> bytes:
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return bytes(value)
+    raise TypeError(f"a store's values are bytes or str, not {type(value).__name__}; encode it first")
+
+
+def _keys(keys: Sequence[str]) -> list[bytes]:
+    if isinstance(keys, (str, bytes)):
+        raise TypeError(f"keys is {keys!r}; it must be a list of keys, [{keys!r}] for one")
+    return [key.encode() for key in keys]
+
+
+def _names(keys: list[bytes]) -> str:
+    return ", ".join(repr(key.decode(errors="replace")) for key in keys)
+
+
+class HashStore(Store):
+    """A store in this process's memory; its threads share it.
+
+    >>> store = HashStore()
+    >>> store.add("steps", 2)
+    2
+    """
+
+    def __init__(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        super().__init__(timeout)
+        self._table = _core.StoreTable()
+        self._changed = threading.Condition()
+
+    def __repr__(self) -> str:
+        return "HashStore()"
+
+    def _apply(self, op: StoreOp, number: int, fields: list[bytes], timeout_s: float) -> StoreAnswer:
+        with self._changed:
+            done = self._changed.wait_for(lambda: self._try(op, number, fields), timeout_s)
+            if done is None:
+                return StoreStatus.TIMED_OUT, 0, self._table.missing(op, fields)
+            self._changed.notify_all()
+            return done
+
+    def _try(self, op: StoreOp, number: int, fields: list[bytes]) -> StoreAnswer | None:
+        done = self._table.apply(op, number, fields)
+        return None if done is None else (StoreStatus(done[0]), done[1], done[2])
+
+
+_WITHOUT_KEYS = {StoreOp.COUNT}
+_EVERY_FIELD_A_KEY = {StoreOp.WAIT, StoreOp.CHECK, StoreOp.MULTI_GET}
+
+
+class PrefixStore(Store):
+    """A view of `store` with `prefix` and a slash before every key.
+
+    >>> from paceline.comm.store.store import HashStore
+    >>> store = HashStore()
+    >>> PrefixStore("run", store).set("seed", "7")
+    >>> store.get("run/seed")
+    b'7'
+    """
+
+    def __init__(self, prefix: str, store: Store) -> None:
+        super().__init__(store.timeout)
+        self.prefix = prefix
+        self.underlying_store = store
+        self._bytes = prefix.encode() + b"/"
+
+    def __repr__(self) -> str:
+        return f"PrefixStore({self.prefix!r}, {self.underlying_store!r})"
+
+    def close(self) -> None:
+        """Closes the underlying store."""
+        self.underlying_store.close()
+
+    def _apply(self, op: StoreOp, number: int, fields: list[bytes], timeout_s: float) -> StoreAnswer:
+        if op in _WITHOUT_KEYS:
+            keys = fields
+        elif op in _EVERY_FIELD_A_KEY:
+            keys = [self._bytes + key for key in fields]
+        elif op is StoreOp.MULTI_SET:
+            keys = [self._bytes + field if at % 2 == 0 else field for at, field in enumerate(fields)]
+        else:
+            keys = [self._bytes + fields[0], *fields[1:]]
+        status, answer, values = self.underlying_store._apply(op, number, keys, timeout_s)
+        if status is StoreStatus.TIMED_OUT:
+            values = [key[len(self._bytes) :] for key in values]
+        return status, answer, values

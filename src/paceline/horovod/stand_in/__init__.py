@@ -1,5 +1,0 @@
-"""Holds a package `horovod` that leads to Paceline, for scripts that import Horovod.
-
-`paceline run --compat horovod` puts this folder on the path of its workers. May use: `paceline.horovod`. Start reading
-at `horovod/__init__.py`.
-"""

@@ -1,5 +1,0 @@
-"""The process sets."""
-
-from paceline.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-
-__all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]

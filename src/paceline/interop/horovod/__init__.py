@@ -1,0 +1,167 @@
+"""Horovod's interface for PyTorch over Paceline: `import paceline.interop.horovod as hvd`.
+
+This is a thin layer. May use: `group`, `functional` and `parallel`, and `launch` for `run`. `ranks.py` has `init` and
+the ranks, `calls.py` and `varying.py` the collectives, `negotiation.py` makes them and checks that the ranks agree,
+`handles.py` has the asynchronous ones' handles, `optimizer.py` `DistributedOptimizer`, whose gradients `gradients.py`
+averages; `stand_in/` is what `paceline run --compat horovod` puts on the path. Start reading at `calls.py`;
+docs/migrating.md says what differs from Horovod.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from paceline.errors import CollectiveError as HorovodInternalError
+from paceline.interop.horovod.basics import (
+    ProcessSet,
+    add_process_set,
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    global_process_set,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    remove_process_set,
+    rocm_built,
+    run,
+    shutdown,
+    size,
+)
+from paceline.interop.horovod.call_queue import poll, synchronize
+from paceline.interop.horovod.collectives import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    join,
+)
+from paceline.interop.horovod.compression import Compression
+from paceline.interop.horovod.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from paceline.interop.horovod.optimizer import DistributedOptimizer
+from paceline.interop.horovod.uneven_collectives import (
+    allgather,
+    allgather_async,
+    alltoall,
+    alltoall_async,
+    grouped_allgather,
+    grouped_allgather_async,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+    sparse_allreduce_async,
+)
+from paceline.train.sync_batch_norm import SyncBatchNorm
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "SyncBatchNorm",
+    "add_process_set",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "poll",
+    "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
+    "run",
+    "shutdown",
+    "size",
+    "sparse_allreduce_async",
+    "synchronize",
+]
+
+ABSENT = {
+    "elastic": "Horovod's elastic state goes back to its last commit when a worker dies; paceline.ElasticState loses "
+    "no step and has another form (docs/elastic.md)",
+    "start_timeline": "`paceline trace` writes the timeline of any job after it has ended (docs/observe.md)",
+    "stop_timeline": "`paceline trace` writes the timeline of any job after it has ended (docs/observe.md)",
+}
+
+
+def __getattr__(name: str) -> NoReturn:
+    reason = f": {ABSENT[name]}" if name in ABSENT else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{reason}")

@@ -1,0 +1,306 @@
+"""Joins the job, and says which rank of how many this process is, on its machine and among the machines.
+
+Process sets: Horovod's name for groups of some of the ranks.
+
+Runs a function on several processes of this machine, as `horovod.run` does.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import util
+from pathlib import Path
+from typing import Any
+
+from paceline.comm.group.default import default_group
+from paceline.comm.group.init import destroy_process_group, init_process_group, new_group
+from paceline.comm.group.process_group import ProcessGroup
+from paceline.comm.group.queries import is_initialized as group_exists
+from paceline.comm.store.store import HashStore
+from paceline.interop.horovod.call_queue import CallQueue
+from paceline.operate.launch.spawn import spawn
+
+
+class ProcessSet:
+    """Some of the ranks, between which collectives can be made once `init` or `add_process_set` has taken it.
+
+    Args:
+        ranks: the ranks; all of them if None.
+    """
+
+    def __init__(self, ranks: Sequence[int] | None = None) -> None:
+        self._given = None if ranks is None else sorted(ranks)
+        self._queue: CallQueue | None = None
+        self._world: ProcessGroup | None = None
+        self.process_set_id: int | None = 0 if ranks is None else None
+
+    def __repr__(self) -> str:
+        return f"ProcessSet({'all' if self._given is None else self._given}, process_set_id={self.process_set_id})"
+
+    @property
+    def ranks(self) -> list[int]:
+        """Returns the ranks of the set, in order."""
+        return list(range(default_group().size())) if self._given is None else list(self._given)
+
+    def included(self) -> bool:
+        """Returns whether this rank is in the set."""
+        return default_group().rank() in self.ranks
+
+    def size(self) -> int:
+        """Returns the number of ranks in the set."""
+        return len(self.ranks)
+
+    def rank(self) -> int:
+        """Returns this rank's number within the set.
+
+        Raises:
+            ValueError: this rank is not in the set.
+        """
+        return self.ranks.index(default_group().rank())
+
+    def calls(self) -> CallQueue:
+        """Returns the queue of the set's calls.
+
+        Raises:
+            ValueError: the set has not been added, or this rank is not in it.
+        """
+        if self._queue is None:
+            me = default_group().rank()
+            if self._given is None:
+                raise ValueError(
+                    f"rank {me} made a call before init(); all ranks call paceline.interop.horovod.init() first"
+                )
+            why = "is not in it" if self.process_set_id is not None else "has not added it; call add_process_set on all"
+            raise ValueError(f"rank {me} made a call on {self!r} and {why}")
+        return self._queue
+
+    def is_of(self, world: ProcessGroup) -> bool:
+        """Returns whether the set is open, and of ranks of this default group."""
+        return self._world is world
+
+    def open(self, number: int) -> None:
+        """Makes the group; every rank of the job calls this, in the same order."""
+        self._world = default_group()
+        made = new_group(self._given, group_desc=f"paceline.interop.horovod's calls of ranks {self.ranks}")
+        self._queue = CallQueue(made) if isinstance(made, ProcessGroup) else None
+        self.process_set_id = number
+        _opened.append(self)
+
+    def close(self) -> None:
+        """Ends the group; idempotent."""
+        if self._queue is not None:
+            self._queue.close()
+            self._queue.group.close()
+        self._queue = self._world = None
+        self.process_set_id = 0 if self._given is None else None
+        if self in _opened:
+            _opened.remove(self)
+
+
+global_process_set = ProcessSet()
+_opened: list[ProcessSet] = []
+_added = 0
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Makes the group of a process set, or of some ranks, and returns the set. Every rank of the job calls this."""
+    global _added
+    _added += 1
+    chosen = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    chosen.open(_added)
+    return chosen
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Ends a process set, and returns whether it was one that had been added. Every rank of the job calls this."""
+    if process_set is global_process_set or process_set.process_set_id is None:
+        return False
+    process_set.close()
+    return True
+
+
+def open_global_process_set() -> None:
+    """Makes the group of all ranks, unless it is there; every rank of the job calls this."""
+    if global_process_set.is_of(default_group()):
+        return
+    close_process_sets()
+    global_process_set.open(0)
+    # Before the groups end with the process: their calls on threads end first.
+    util.Finalize(None, close_process_sets, exitpriority=1)
+
+
+def close_process_sets() -> None:
+    """Ends all process sets, the global one included."""
+    for each in list(_opened):
+        each.close()
+
+
+def run(
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    np: int = 1,
+    hosts: str | None = None,
+    **options: object,
+) -> list[Any]:
+    """Calls `func(*args, **kwargs)` on `np` processes of this machine, and returns their results by rank.
+
+    Args:
+        func: a function of a module, which calls `init`.
+        args, kwargs: its arguments.
+        np: the number of processes.
+        hosts: this machine only, as in "localhost:4"; start a job on several with `paceline run`.
+        options: Horovod's others (`use_gloo`, `verbose` and so on) are not used.
+
+    Raises:
+        ValueError: `hosts` names another machine.
+        WorkerError: a process failed; its message ends with the traceback.
+    """
+    names = {part.partition(":")[0] for part in (hosts or "localhost").split(",")}
+    if names - {"localhost", "127.0.0.1"}:
+        raise ValueError(
+            f"hosts is {hosts!r}, and run starts processes of this machine; for several machines use `paceline run "
+            "--nnodes N --rdzv-endpoint HOST:PORT` on each"
+        )
+    with tempfile.TemporaryDirectory(prefix="paceline-") as directory:
+        spawn(_call, (directory, func, tuple(args), dict(kwargs or {})), nprocs=np)
+        # Only processes of this user that were started above have written there.
+        return [pickle.loads(Path(directory, str(rank)).read_bytes()) for rank in range(np)]
+
+
+def _call(rank: int, directory: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    Path(directory, str(rank)).write_bytes(pickle.dumps(func(*args, **kwargs)))
+
+
+_OTHER_LAUNCHERS = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | None = None) -> None:
+    """Joins the job that `paceline run` has started; without a launcher this process is a job of its own.
+
+    A second call has no effect, and a default process group that exists already is used.
+
+    Args:
+        comm: must be None; process sets do what Horovod does with a list of ranks or an MPI communicator here.
+        process_sets: sets of ranks to make groups of; all ranks give the same ones.
+
+    Raises:
+        ValueError: `comm` was given, or another launcher has started the ranks, which does not say where they meet.
+        RendezvousError: the ranks did not find each other.
+    """
+    if comm is not None:
+        raise ValueError("paceline.interop.horovod.init has no comm; give process_sets=[ProcessSet(ranks)] instead")
+    if not group_exists():
+        _join()
+    open_global_process_set()
+    for each in process_sets or ():
+        add_process_set(each)
+
+
+def _join() -> None:
+    if "RANK" in os.environ:
+        init_process_group()
+        return
+    for name in _OTHER_LAUNCHERS:
+        if os.environ.get(name, "1") != "1":
+            raise ValueError(
+                f"this process is one of {os.environ[name]} ranks ({name}), whose launcher does not tell Paceline "
+                "where they meet; start the script with `paceline run --nproc-per-node N` instead of horovodrun or "
+                "mpirun"
+            )
+    init_process_group(rank=0, world_size=1, store=HashStore())
+
+
+def shutdown() -> None:
+    """Leaves the job; has no effect if this process is in none."""
+    if group_exists():
+        close_process_sets()
+        destroy_process_group()
+
+
+def is_initialized() -> bool:
+    """Returns whether `init` has been called, and `shutdown` not since."""
+    return group_exists()
+
+
+def rank() -> int:
+    """Returns this process's rank."""
+    return default_group().rank()
+
+
+def size() -> int:
+    """Returns the number of ranks."""
+    return default_group().size()
+
+
+def local_rank() -> int:
+    """Returns this process's number among those of its machine."""
+    return _of_launcher("LOCAL_RANK", _on_my_host().index(rank()))
+
+
+def local_size() -> int:
+    """Returns the number of ranks on this machine."""
+    return _of_launcher("LOCAL_WORLD_SIZE", len(_on_my_host()))
+
+
+def cross_rank() -> int:
+    """Returns this machine's number."""
+    hosts = list(dict.fromkeys(member.host for member in default_group().members))
+    return _of_launcher("GROUP_RANK", hosts.index(default_group().members[rank()].host))
+
+
+def cross_size() -> int:
+    """Returns the number of machines."""
+    return _of_launcher("GROUP_WORLD_SIZE", len({member.host for member in default_group().members}))
+
+
+def is_homogeneous() -> bool:
+    """Returns whether all machines have the same number of ranks."""
+    hosts = [member.host for member in default_group().members]
+    return len({hosts.count(host) for host in hosts}) == 1
+
+
+def _of_launcher(variable: str, otherwise: int) -> int:
+    """Returns what the launcher says, if it started this job and not one around it."""
+    is_of_this_job = os.environ.get("WORLD_SIZE") == str(size()) and os.environ.get("RANK") == str(rank())
+    return int(os.environ[variable]) if is_of_this_job and variable in os.environ else otherwise
+
+
+def _on_my_host() -> list[int]:
+    members = default_group().members
+    return [at for at, member in enumerate(members) if member.host == members[rank()].host]
+
+
+def mpi_threads_supported() -> bool:
+    """Returns False, since no MPI is involved."""
+    return False
+
+
+mpi_enabled = mpi_built = mpi_threads_supported
+
+
+def gloo_built() -> bool:
+    """Returns True: tensors on the CPU can be reduced without MPI, which is what scripts ask this for."""
+    return True
+
+
+gloo_enabled = gloo_built
+
+
+def nccl_built() -> int:
+    """Returns 0, as Horovod does where it reduces on the CPU."""
+    return 0
+
+
+ddl_built = ccl_built = nccl_built
+
+
+def cuda_built() -> bool:
+    """Returns False, as Horovod does where it reduces on the CPU."""
+    return False
+
+
+rocm_built = cuda_built

@@ -1,0 +1,447 @@
+"""Makes the calls of a process set in the order in which its ranks make them, and checks before each that they agree.
+
+Before a call the ranks exchange what it is, as a few numbers. So a call that does not fit raises an error on every rank
+and the next one works, tensors whose shapes differ are refused although they have as many elements, and a rank that
+waits in `join` can contribute zeros. Asynchronous calls run on a thread of the process set. A call that the program
+waits for runs on the program's thread if no other is under way.
+
+Handles of asynchronous calls.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from hashlib import blake2b
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from paceline.comm.engine.codes import DTYPE_CODES, DTYPES, ReduceOp
+from paceline.comm.group.collectives.coalesced import all_reduce_coalesced
+from paceline.comm.group.collectives.collectives import all_gather_into_tensor
+from paceline.comm.group.collectives.object_collectives import all_gather_object
+from paceline.comm.group.process_group import ProcessGroup
+from paceline.durations import to_seconds
+from paceline.errors import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError
+
+Result = TypeVar("Result")
+_END_S = 5.0  # how long `close` waits for the thread, whose call has been aborted
+
+
+class CallKind(IntEnum):
+    """The calls that ranks tell apart."""
+
+    ALLREDUCE = 0
+    SPARSE_ALLREDUCE = 1
+    ALLGATHER = 2
+    BROADCAST = 3
+    ALLTOALL = 4
+    REDUCESCATTER = 5
+    OBJECTS = 6
+    BARRIER = 7
+    JOIN = 8
+
+
+_ROWS_MAY_DIFFER = (CallKind.SPARSE_ALLREDUCE, CallKind.ALLGATHER, CallKind.ALLTOALL)
+
+
+@dataclass
+class CallRequest(Generic[Result]):
+    """A call that a rank wants to make with the other ranks of a process set.
+
+    Args:
+        kind: the call.
+        tensors: the tensors that it sends, whose types and shapes must agree; numbers of rows may differ where the call
+            permits it.
+        run: makes the call once all ranks are there, and returns its result.
+        details: the other arguments that must agree.
+        name: the name that the program gave; None if it gave none.
+        op: the reduction of an all-reduce.
+    """
+
+    kind: CallKind
+    tensors: Sequence[torch.Tensor]
+    run: Callable[[ProcessGroup], Result]
+    details: str = ""
+    name: str | None = None
+    op: ReduceOp = ReduceOp.SUM
+    future: Future[Result] = field(default_factory=Future)
+    number: int = 0  # in the order of the process set's requests; 0 for a barrier, which does not keep it
+    is_awaited: bool = False  # whether the program waits for it
+
+    def __post_init__(self) -> None:
+        # A thread has a current stream of its own; the results belong onto the program's.
+        tensor = next((each for each in self.tensors if each.is_cuda), None)
+        self.stream: AbstractContextManager[object] = nullcontext()
+        if tensor is not None:
+            self.stream = torch.cuda.stream(torch.cuda.current_stream(tensor.device))
+
+    @property
+    def text(self) -> str:
+        """Returns everything that must be the same on all ranks, to be read by people."""
+        rows = ["any"] if self.kind in _ROWS_MAY_DIFFER else []
+        parts = [
+            f"{str(each.dtype).removeprefix('torch.')} [{', '.join([*rows, *map(str, each.shape[len(rows) :])])}]"
+            for each in self.tensors
+        ]
+        parts += [self.details, "" if self.name is None else f"name={self.name!r}"]
+        return f"{self.kind.name.lower()}({', '.join(part for part in parts if part)})"
+
+
+@dataclass(frozen=True)
+class _Header:
+    """The numbers that a rank sends ahead of a call.
+
+    Attributes:
+        kind: the call.
+        digest: of everything that must be the same on all ranks.
+        count: the number of tensors.
+        is_awaited: whether the rank's program waits for this call or a later one, and so cannot make another one first.
+        since, time_ns: order the ranks that wait in `join`.
+    """
+
+    kind: int
+    digest: int = 0
+    count: int = 0
+    is_awaited: int = 0
+    since: int = 0
+    time_ns: int = 0
+
+    @property
+    def call(self) -> tuple[int, int, int]:
+        return self.kind, self.digest, self.count
+
+    def words(self) -> list[int]:
+        return [*self.call, self.is_awaited, self.since, self.time_ns]
+
+
+class _Verdict(Enum):
+    """The relation between the ranks' calls, those of ranks that wait in `join` aside."""
+
+    AGREED = "all make the same"
+    BARRIER_FIRST = "some wait in a barrier, and the others have a barrier to come that overtakes their calls"
+    DIFFERENT = "they differ"
+    ALL_JOINED = "there are none"
+
+
+def _verdict(headers: Sequence[_Header]) -> _Verdict:
+    callers = [header for header in headers if header.kind != CallKind.JOIN]
+    if not callers:
+        return _Verdict.ALL_JOINED
+    if len({header.call for header in callers}) == 1:
+        return _Verdict.AGREED
+    others = [header for header in callers if header.kind != CallKind.BARRIER]
+    may_come = len(others) < len(callers) and not any(header.is_awaited for header in others)
+    return _Verdict.BARRIER_FIRST if may_come else _Verdict.DIFFERENT
+
+
+class CallQueue:
+    """The calls of one process set on this rank.
+
+    Args:
+        group: a group of the set's ranks that nothing else uses; `close` does not end it.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+        self._condition = threading.Condition()  # reentrant
+        self._waiting: deque[CallRequest[Any]] = deque()
+        self._barriers: deque[CallRequest[Any]] = deque()
+        self._is_busy = False
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+        self._submitted = 0
+        self._exchanges = 0
+        self._named: dict[tuple[CallKind, str], int] = {}
+
+    def submit(self, request: CallRequest[Result]) -> CallRequest[Result]:
+        """Has the thread make a call after those before it, and returns `request` at once.
+
+        Raises:
+            ValueError: a call of the same kind and name has been begun, and the program has not waited for it or for a
+                later one yet.
+        """
+        with self._condition:
+            self._enter(request)
+            self._append(request, self._waiting)
+        return request
+
+    def perform(self, request: CallRequest[Result]) -> Result:
+        """Makes a call after those before it, and returns its result.
+
+        Raises:
+            ValueError: as for `submit`.
+            CollectiveMismatchError: the ranks' calls do not fit together; later ones work.
+            PeerLostError, CollectiveTimeoutError: the call failed.
+        """
+        request.is_awaited = True
+        with self._condition:
+            self._enter(request)
+            is_next = self._take()
+            if not is_next:
+                self._append(request, self._waiting)
+        if is_next:
+            self._execute(request)
+        return self.result(request)
+
+    def barrier(self) -> None:
+        """Waits until all ranks have called it, whatever calls are under way; ranks that wait in `join` do not count.
+
+        Raises:
+            CollectiveMismatchError: the program of another rank waits for a call.
+            PeerLostError, CollectiveTimeoutError: the barrier failed.
+        """
+        request: CallRequest[None] = CallRequest(CallKind.BARRIER, [], lambda group: None)
+        with self._condition:
+            self._require_open()
+            is_next = self._take()
+            if not is_next:
+                self._append(request, self._barriers)
+        if is_next:
+            self._execute(request)
+        self.result(request)
+
+    def result(self, request: CallRequest[Result]) -> Result:
+        """Waits for a call and returns its result, or raises its error."""
+        if not request.future.done():
+            with self._condition:
+                request.is_awaited = True
+                self._condition.notify_all()
+        try:
+            return request.future.result()
+        finally:
+            self.observe(request)
+
+    def observe(self, request: CallRequest[Result]) -> None:
+        """Notes that the program knows of the end of a call, and so of those before it: their names are free."""
+        if request.future.done():
+            with self._condition:
+                self._named = {key: number for key, number in self._named.items() if number > request.number}
+
+    def join(self, device: int) -> int:
+        """Contributes zeros to the others' all-reduces until all ranks have called this; returns the last one to call.
+
+        Args:
+            device: the CUDA device of the zeros for CUDA tensors.
+        """
+        return self.perform(CallRequest(CallKind.JOIN, [], lambda group: self._join(group, device)))
+
+    def close(self) -> None:
+        """Ends the thread; calls that have not been made fail. Idempotent."""
+        with self._condition:
+            self._is_closed = True
+            left = [*self._barriers, *self._waiting]
+            self._waiting.clear()
+            self._barriers.clear()
+            is_busy = self._is_busy
+            self._condition.notify_all()
+        for request in left:
+            request.future.set_exception(CollectiveError(f"{self.group}: {request.text}: shutdown() ended it"))
+        if self._thread is not None:
+            if is_busy:
+                self.group.abort()
+            self._thread.join(_END_S)
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise ValueError(f"{self.group}: the process set has ended; call init() or add_process_set() again")
+
+    def _enter(self, request: CallRequest[Result]) -> None:
+        self._require_open()
+        if request.name is not None:
+            key = (request.kind, request.name)
+            if key in self._named:
+                raise ValueError(
+                    f"{self.group}: {request.text} has the name of another call that has not been waited for; "
+                    "synchronize its handle first, or give each call a name of its own"
+                )
+            self._named[key] = self._submitted + 1
+        self._submitted += 1
+        request.number = self._submitted
+
+    def _take(self) -> bool:
+        """Takes the turn for a call of the program's thread, and returns whether it was free."""
+        if self._is_busy or self._waiting or self._barriers:
+            return False
+        self._is_busy = True
+        return True
+
+    def _append(self, request: CallRequest[Result], to: deque[CallRequest[Any]]) -> None:
+        to.append(request)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._make_calls, name="paceline-horovod", daemon=True)
+            self._thread.start()
+        self._condition.notify_all()
+
+    def _make_calls(self) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._is_closed or (self._has_calls() and not self._is_busy))
+                if self._is_closed:
+                    return
+                request = (self._barriers or self._waiting).popleft()
+                self._is_busy = True
+            self._execute(request)
+            del request
+
+    def _has_calls(self) -> bool:
+        return bool(self._barriers or self._waiting)
+
+    def _execute(self, request: CallRequest[Result]) -> None:
+        self._make(request)
+        with self._condition:
+            self._is_busy = False
+            self._condition.notify_all()
+
+    def _make(self, request: CallRequest[Result]) -> None:
+        try:
+            with request.stream:
+                if request.kind is not CallKind.JOIN:
+                    self._agree(request)
+                request.future.set_result(request.run(self.group))
+        except CollectiveError as error:
+            error.args = (f"{error} (This rank called {request.text}.)",)
+            request.future.set_exception(error)
+        except BaseException as error:
+            request.future.set_exception(error)
+
+    def _agree(self, request: CallRequest[Result]) -> None:
+        """Returns when all ranks are about to make the same call, or wait in `join` and have learnt what to contribute.
+
+        Raises:
+            CollectiveMismatchError: the calls differ, or a rank waits in `join` and cannot take part in this one.
+        """
+        digest = int.from_bytes(blake2b(request.text.encode(), digest_size=7).digest(), "big")
+        while True:
+            is_awaited = self._is_awaited(request)
+            headers = self._exchange(_Header(request.kind, digest, len(request.tensors), is_awaited))
+            match _verdict(headers):
+                case _Verdict.AGREED:
+                    break
+                case _Verdict.BARRIER_FIRST:
+                    if request.kind is not CallKind.BARRIER:
+                        self._make_barrier_before(request)
+                case _:
+                    raise self._mismatch(request.text)
+        joined = [rank for rank, each in zip(self.group.ranks, headers, strict=True) if each.kind == CallKind.JOIN]
+        if not joined or request.kind is CallKind.BARRIER:
+            return
+        if request.kind is not CallKind.ALLREDUCE:
+            raise CollectiveMismatchError(
+                f"{self.group}: ranks {joined} wait in join(), from where a rank takes part only in all-reduces of "
+                "dense tensors; make this call before any rank joins"
+            )
+        layout = [[DTYPE_CODES[each.dtype], each.numel(), request.op, each.is_cuda] for each in request.tensors]
+        self._gather(torch.tensor(layout, dtype=torch.int64))
+
+    def _is_awaited(self, request: CallRequest[Result]) -> bool:
+        with self._condition:
+            return request.is_awaited or any(each.is_awaited for each in self._waiting)
+
+    def _make_barrier_before(self, request: CallRequest[Result]) -> None:
+        """Makes the barrier in which other ranks wait, unless the program turns out to wait for `request`."""
+        limit_s = to_seconds(self.group.timeout)
+        with self._condition:
+            is_over = self._condition.wait_for(
+                lambda: self._is_closed or bool(self._barriers) or self._is_awaited(request), limit_s
+            )
+            barrier = self._barriers.popleft() if self._barriers else None
+        if not is_over:
+            raise CollectiveTimeoutError(
+                f"{self.group}: other ranks wait in barrier(), which this rank has not called within {limit_s:g} s"
+            )
+        if self._is_closed:
+            raise CollectiveError(f"{self.group}: shutdown() ended the call")
+        if barrier is not None:
+            self._make(barrier)
+
+    def _join(self, group: ProcessGroup, device: int) -> int:
+        mine = _Header(CallKind.JOIN, since=self._exchanges, time_ns=time.time_ns())
+        while True:
+            headers = self._exchange(mine)
+            match _verdict(headers):
+                case _Verdict.ALL_JOINED:
+                    last = max(range(len(headers)), key=lambda rank: (headers[rank].since, headers[rank].time_ns))
+                    return group.ranks[last]
+                case _Verdict.DIFFERENT:
+                    self._mismatch("join()")
+                case _Verdict.AGREED:
+                    caller = next(header for header in headers if header.kind != CallKind.JOIN)
+                    if caller.kind == CallKind.ALLREDUCE:
+                        self._contribute_zeros(caller.count, device)
+
+    def _contribute_zeros(self, count: int, device: int) -> None:
+        layouts = self._gather(torch.full((count, 4), -1, dtype=torch.int64))
+        layout = next(each for each in layouts if not (each < 0).any())
+        zeros = [
+            torch.zeros(numel, dtype=DTYPES[code], device=f"cuda:{max(device, 0)}" if is_cuda else "cpu")
+            for code, numel, _, is_cuda in layout.tolist()
+        ]
+        all_reduce_coalesced(zeros, ReduceOp(int(layout[0, 2])) if count else ReduceOp.SUM, self.group)
+
+    def _exchange(self, mine: _Header) -> list[_Header]:
+        self._exchanges += 1
+        if self.group.size() == 1:
+            return [mine]
+        return [_Header(*words) for words in self._gather(torch.tensor(mine.words())).tolist()]
+
+    def _gather(self, mine: torch.Tensor) -> torch.Tensor:
+        everybodys = mine.new_empty((self.group.size(), *mine.shape))
+        all_gather_into_tensor(everybodys, mine, self.group)
+        return everybodys
+
+    def _mismatch(self, mine: str) -> CollectiveMismatchError:
+        """Returns the error of ranks whose calls differ. Every rank of the set calls this."""
+        texts: list[Any] = [None] * self.group.size()
+        all_gather_object(texts, mine, self.group)
+        callers: dict[str, list[int]] = {}
+        for rank, text in zip(self.group.ranks, texts, strict=True):
+            callers.setdefault(text, []).append(rank)
+        told = "; ".join(f"ranks {ranks} called {text}" for text, ranks in callers.items())
+        return CollectiveMismatchError(
+            f"{self.group}: the ranks' calls do not fit together: {told}. All ranks make the same calls in the same "
+            "order, with the same names, types and shapes. Nothing was exchanged, and later calls work"
+        )
+
+
+class CallHandle(Generic[Result]):
+    """An asynchronous call, for `poll` and `synchronize`.
+
+    Args:
+        queue: the calls of the process set.
+        request: the call, which is submitted.
+    """
+
+    def __init__(self, queue: CallQueue, request: CallRequest[Result]) -> None:
+        self._queue = queue
+        self._request = queue.submit(request)
+
+    def is_over(self) -> bool:
+        """Returns whether the call is over, whether or not it succeeded."""
+        self._queue.observe(self._request)
+        return self._request.future.done()
+
+    def result(self) -> Result:
+        """Waits for the call and returns its result, the same one each time."""
+        return self._queue.result(self._request)
+
+
+def poll(handle: CallHandle[Result]) -> bool:
+    """Returns whether the call is over, so that `synchronize` would not wait."""
+    return handle.is_over()
+
+
+def synchronize(handle: CallHandle[Result]) -> Result:
+    """Waits for an asynchronous call, and returns its result.
+
+    Raises:
+        PeerLostError, CollectiveError: the call failed.
+    """
+    return handle.result()

@@ -1,0 +1,347 @@
+"""An optimizer that averages gradients over the ranks before its step.
+
+Reduces gradients during backward, in buckets whose order is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from paceline.comm.engine.codes import ReduceOp
+from paceline.comm.group.eager import eager
+from paceline.interop.horovod.basics import ProcessSet, global_process_set
+from paceline.interop.horovod.call_queue import CallHandle
+from paceline.interop.horovod.collectives import Average, Op, ScaledReduction, allreduce, reduction, reduction_request
+from paceline.interop.horovod.compression import Compression, Compressor
+from paceline.interop.horovod.uneven_collectives import sparse_allreduce_request
+
+_BUCKET_BYTES = 25 << 20  # that of DistributedDataParallel
+
+
+@dataclass(frozen=True)
+class ReductionOptions:
+    """How gradients are reduced; the attributes are the arguments of `DistributedOptimizer`."""
+
+    op: ReduceOp
+    compression: type[Compressor]
+    predivide_factor: float
+    sparse_as_dense: bool
+    process_set: ProcessSet
+
+
+@dataclass
+class _Bucket:
+    """Parameters whose gradients are reduced together; while that runs, its calls and what undoes the compression."""
+
+    params: list[torch.Tensor]
+    missing: int = 0  # parameters whose gradients are not complete
+    dense: list[tuple[torch.Tensor, torch.dtype | None]] = field(default_factory=list)  # each parameter's type
+    dense_sums: CallHandle[list[torch.Tensor]] | None = None
+    sparse: list[tuple[torch.Tensor, CallHandle[torch.Tensor]]] = field(default_factory=list)
+
+
+class HorovodGradientReducer:
+    """Reduces the gradients of `params` while backward runs.
+
+    A gradient is complete after `passes` backwards. A bucket begins when its gradients are complete and all buckets
+    before it have begun, so the ranks make the same calls in the same order, whatever the order of their gradients.
+
+    Args:
+        params: the parameters, in an order that is the same on every rank.
+        passes: how many backwards add to a gradient before it is reduced.
+        how: how gradients are reduced.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor], passes: int, how: ReductionOptions) -> None:
+        self.passes = passes
+        self._how = how
+        self._calls = how.process_set.calls()
+        self._buckets = _buckets(params)
+        self._bucket_of = {param: bucket for bucket in self._buckets for param in bucket.params}
+        self._to_come: dict[torch.Tensor, int] = {}
+        self._next = 0
+        self._reset()
+        for param in self._bucket_of:
+            param.register_post_accumulate_grad_hook(self._on_gradient)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether gradients have come since the last `finish`."""
+        return any(count != self.passes for count in self._to_come.values())
+
+    def set_passes(self, passes: int) -> None:
+        """Sets how many backwards add to a gradient, from the next step on."""
+        self.passes = passes
+        self._reset()
+
+    def finish(self) -> None:
+        """Reduces what is left, with zeros for gradients that have not come, and waits for all buckets.
+
+        Raises:
+            PeerLostError, CollectiveMismatchError, CollectiveTimeoutError: a reduction failed.
+        """
+        for bucket in self._buckets[self._next :]:
+            self._begin(bucket)
+        for bucket in self._buckets:
+            self._take_back(bucket)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._to_come = dict.fromkeys(self._bucket_of, self.passes)
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.params)
+            bucket.dense, bucket.dense_sums, bucket.sparse = [], None, []
+
+    @eager
+    def _on_gradient(self, param: torch.Tensor) -> None:
+        bucket = self._bucket_of[param]
+        if self._to_come[param] <= 0:
+            raise AssertionError(
+                f"rank {self._calls.group.rank()}: a gradient was computed more than backward_passes_per_step = "
+                f"{self.passes} times before optimizer.step(); call step() or synchronize() after that many "
+                "backwards, or increase backward_passes_per_step"
+            )
+        self._to_come[param] -= 1
+        if self._to_come[param] == 0:
+            bucket.missing -= 1
+        while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
+            self._begin(self._buckets[self._next])
+            self._next += 1
+
+    def _begin(self, bucket: _Bucket) -> None:
+        compressed = []
+        for param in bucket.params:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            if param.grad.is_sparse and not self._how.sparse_as_dense:
+                request = sparse_allreduce_request(param.grad, None, self._how.op, self._how.process_set)
+                bucket.sparse.append((param, CallHandle(self._calls, request)))
+                continue
+            gradient = param.grad.to_dense() if param.grad.is_sparse else param.grad
+            tensor, ctx = self._how.compression.compress(gradient)
+            compressed.append(tensor)
+            bucket.dense.append((param, ctx))
+        if compressed:
+            before, after = 1.0 / self._how.predivide_factor, self._how.predivide_factor
+            how = ScaledReduction(self._how.op, before, after)
+            sums = reduction_request(compressed, how, None, self._how.process_set, lambda: compressed)
+            bucket.dense_sums = CallHandle(self._calls, sums)
+
+    def _take_back(self, bucket: _Bucket) -> None:
+        """Waits for a bucket, and puts what was reduced into the gradients."""
+        for param, handle in bucket.sparse:
+            param.grad = handle.result()
+        sums = [] if bucket.dense_sums is None else bucket.dense_sums.result()
+        for (param, ctx), tensor in zip(bucket.dense, sums, strict=True):
+            result = self._how.compression.decompress(tensor, ctx)
+            assert param.grad is not None
+            if param.grad.is_sparse:
+                param.grad = result.to_sparse()
+            elif result is not param.grad:
+                param.grad.copy_(result)
+
+
+def _buckets(params: Sequence[torch.Tensor]) -> list[_Bucket]:
+    """Returns the parameters in buckets of one type each, in the reverse order, which is about that of backward."""
+    buckets: list[_Bucket] = []
+    nbytes = 0
+    for param in reversed(params):
+        size = param.numel() * param.element_size()
+        last = buckets[-1].params if buckets else []
+        if not last or last[0].dtype != param.dtype or nbytes + size > _BUCKET_BYTES:
+            buckets.append(_Bucket([]))
+            nbytes = 0
+        buckets[-1].params.append(param)
+        nbytes += size
+    return buckets
+
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
+
+
+class _Distributed(torch.optim.Optimizer):
+    """What is put in front of an optimizer's own methods."""
+
+    _reducer: HorovodGradientReducer | None
+    _synchronizes: bool
+    _is_synchronized: bool
+    _parameter_names: dict[torch.Tensor, str]
+    _process_set: ProcessSet
+
+    def synchronize(self) -> None:
+        """Waits until the gradients are reduced; `step` does this itself unless `skip_synchronize` is in force."""
+        if self._reducer is not None:
+            self._reducer.finish()
+        self._is_synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Has `step` not reduce gradients, since `synchronize` was called before, such as to clip them."""
+        self._synchronizes = False
+        try:
+            yield
+        finally:
+            self._synchronizes = True
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Sets how many backwards add to a gradient before it is reduced."""
+        if self._reducer is not None:
+            self._reducer.set_passes(passes)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Waits until the gradients are reduced, and makes the optimizer's own step.
+
+        Args:
+            closure: computes the loss and its gradients. They are reduced each time that the optimizer calls it, and
+                the optimizer receives the mean of the ranks' losses, so that all ranks decide alike.
+
+        Raises:
+            ValueError: a closure is given within `skip_synchronize`, where nothing would reduce its gradients.
+        """
+        if closure is not None:
+            return self._step_by(closure)
+        if self._synchronizes:
+            if self._is_synchronized:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(): the gradients are reduced twice",
+                    stacklevel=2,
+                )
+            self.synchronize()
+        self._is_synchronized = False
+        return super().step()
+
+    def _step_by(self, closure: Callable[[], Any]) -> Any:
+        if not self._synchronizes:
+            raise ValueError(
+                "optimizer.step(closure) within skip_synchronize() would apply gradients that are not reduced, and the "
+                "ranks' parameters would differ; call step(closure) outside of it, or compute the gradients before"
+            )
+
+        def reduced() -> Any:
+            loss = closure()
+            self.synchronize()
+            if self._reducer is None or loss is None:
+                return loss
+            mean = allreduce(torch.as_tensor(loss).detach(), process_set=self._process_set)
+            return mean if isinstance(loss, torch.Tensor) else mean.item()
+
+        result = super().step(reduced)
+        self._is_synchronized = False
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients.
+
+        Raises:
+            AssertionError: gradients are being reduced.
+        """
+        if self._reducer is not None and self._reducer.is_pending:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after backward and before optimizer.step() or synchronize(), while "
+                "gradients are being reduced; call it before backward"
+            )
+        super().zero_grad(set_to_none)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the optimizer's own state."""
+        super().load_state_dict(state_dict)
+        if self._reducer is not None and not self._reducer.is_pending:
+            self._is_synchronized = False
+
+
+def DistributedOptimizer(  # noqa: N802  # Horovod's name
+    optimizer: AnyOptimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: Op = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> AnyOptimizer:
+    """Returns an optimizer with the parameters and state of `optimizer`, whose gradients are averaged over the ranks.
+
+    Args:
+        optimizer: the optimizer to take over; use what is returned in its place.
+        named_parameters: `model.named_parameters()`; must have every parameter of the optimizer.
+        compression: `Compression.none`, or `Compression.fp16` to reduce in half precision.
+        backward_passes_per_step: how many backwards add to a gradient before it is reduced.
+        op: `Average` (the default) or another reduction.
+        gradient_predivide_factor: gradients are divided by it before the sum, and multiplied afterwards.
+        num_groups, groups: are checked and not used, since gradients are always reduced in buckets.
+        sparse_as_dense: reduce sparse gradients as dense ones.
+        process_set: the ranks whose gradients are reduced; others make their own steps.
+
+    Raises:
+        ValueError: a parameter has no name or two have one, a number is out of range, or `groups` is no division of
+            parameters.
+        NotImplementedError: `op` is Adasum.
+    """
+    by = reduction(op)
+    if gradient_predivide_factor != 1.0 and by is not Average:
+        raise ValueError("gradient_predivide_factor divides an average in two; it needs op=Average")
+    if backward_passes_per_step < 1:
+        raise ValueError(f"backward_passes_per_step is {backward_passes_per_step}; it must be at least 1")
+    _require_groups(groups)
+    names = _names(optimizer, named_parameters)
+    params = [param for param in names if param.requires_grad]
+    kind = type(type(optimizer).__name__, (_Distributed, type(optimizer)), {"__doc__": type(optimizer).__doc__})
+    taken_over: Any = object.__new__(kind)
+    # A scheduler that was made before has put a `step` of its own into the optimizer, which would pass by ours.
+    taken_over.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    how = ReductionOptions(by, compression, gradient_predivide_factor, sparse_as_dense, process_set)
+    reduces = process_set.included() and process_set.size() > 1
+    taken_over._reducer = HorovodGradientReducer(params, backward_passes_per_step, how) if reduces else None
+    taken_over._synchronizes, taken_over._is_synchronized = True, False
+    taken_over._parameter_names, taken_over._process_set = names, process_set
+    result: AnyOptimizer = taken_over
+    return result
+
+
+def _require_groups(groups: int | Sequence[Sequence[torch.Tensor]] | None) -> None:
+    if groups is None or (isinstance(groups, int) and groups > 0):
+        return
+    if isinstance(groups, int):
+        raise ValueError(f"groups is {groups}; it is a positive number of groups or a list of lists of parameters")
+    grouped = [param for group in groups for param in group]
+    if not all(isinstance(param, torch.Tensor) for param in grouped):
+        raise ValueError("groups has an entry that is no tensor; it is a list of lists of parameters")
+    if len({id(param) for param in grouped}) != len(grouped):
+        raise ValueError("groups has a parameter twice; each parameter is in at most one group")
+
+
+def _names(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
+) -> dict[torch.Tensor, str]:
+    """Returns the names of the optimizer's parameters, in the order of the list that was given."""
+    mine: list[list[torch.Tensor]] = [group["params"] for group in optimizer.param_groups]
+    if named_parameters is None:
+        return {
+            param: f"allreduce.noname.{at}.{number}"
+            for at, group in enumerate(mine)
+            for number, param in enumerate(group)
+        }
+    named = list(named_parameters)
+    if not all(isinstance(each, tuple) and len(each) == 2 for each in named):
+        raise ValueError("named_parameters takes pairs of a name and a parameter, as model.named_parameters() gives")
+    names = [name for name, _ in named]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(
+            f"names in named_parameters must differ from each other; these occur twice: {', '.join(twice)}"
+        )
+    owned = [param for group in mine for param in group]
+    known = {id(param) for _, param in named}
+    if unnamed := sum(id(param) not in known for param in owned):
+        raise ValueError(f"named_parameters has no name for {unnamed} of the {len(owned)} parameters of the optimizer")
+    chosen = {id(param) for param in owned}
+    return {param: name for name, param in named if id(param) in chosen}

@@ -1,0 +1,8 @@
+"""Stands in for Horovod: `horovod.torch` has what `paceline.interop.horovod` has, and `horovod.run` is its `run`.
+
+May use: `paceline.interop.horovod`. Start reading at `torch/__init__.py`.
+"""
+
+from paceline.interop.horovod.basics import run as run
+
+__version__ = "0.28.1"  # the release whose interface it has

@@ -1,0 +1,56 @@
+"""Functions by which programs ask what has been built, and two that divide lists and count ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TypeVar
+
+import torch
+
+Entry = TypeVar("Entry")
+
+
+def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
+    """Does what a check of a library that is built does.
+
+    Raises:
+        ImportError: the extension is not `horovod.torch`.
+    """
+    if not extension_available(ext_name.removeprefix("horovod.")):
+        raise ImportError(f"{ext_name} is not available: Paceline trains PyTorch programs")
+
+
+def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Returns whether it is PyTorch's."""
+    return ext_base_name == "torch"
+
+
+def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Returns whether PyTorch has a GPU."""
+    return extension_available(ext_base_name) and torch.cuda.is_available()
+
+
+def gloo_built(verbose: bool = False) -> bool:
+    """Returns True, as `paceline.interop.horovod.gloo_built`."""
+    return True
+
+
+def mpi_built(verbose: bool = False) -> bool:
+    """Returns False, as `paceline.interop.horovod.mpi_built`."""
+    return False
+
+
+nccl_built = ddl_built = ccl_built = mpi_built
+
+
+def num_rank_is_power_2(num_rank: int) -> bool:
+    """Returns whether a number of ranks is a power of two."""
+    return num_rank > 0 and num_rank & (num_rank - 1) == 0
+
+
+def split_list(l: Sequence[Entry], n: int) -> list[Sequence[Entry]]:  # noqa: E741  # Horovod's name
+    """Divides a list into `n` pieces; the first ones have one entry more where it does not divide evenly."""
+    share, more = divmod(len(l), n)
+    starts = [at * share + min(at, more) for at in range(n + 1)]
+    return [l[start:stop] for start, stop in pairwise(starts)]

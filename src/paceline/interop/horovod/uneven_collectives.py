@@ -1,0 +1,418 @@
+"""Collectives that gather, exchange or scatter rows, of which ranks may have different numbers.
+
+Gradients are Horovod's: that of `allgather` is the mean over the ranks, that of `alltoall` goes back to where the rows
+came from, and that of `reducescatter` is gathered, and multiplied by the number of ranks for a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import Function
+
+from paceline.comm.group.collectives.coalesced import all_reduce_coalesced
+from paceline.comm.group.collectives.collectives import (
+    all_gather,
+    all_gather_into_tensor,
+    all_to_all_single,
+    reduce_scatter_tensor,
+)
+from paceline.comm.group.process_group import ProcessGroup
+from paceline.interop.horovod.basics import ProcessSet, global_process_set
+from paceline.interop.horovod.call_queue import CallHandle, CallKind, CallRequest
+from paceline.interop.horovod.collectives import (
+    Average,
+    Op,
+    ScaledReduction,
+    Sum,
+    grouped_allreduce,
+    outputs_of,
+    reduction,
+    reduction_derivative,
+    scale_,
+)
+from paceline.interop.horovod.compression import Compression, Compressor
+
+Received = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+class Gathered(NamedTuple):
+    """All ranks' rows of several tensors; `rows[r][i]` is how many rows tensor i has on rank r."""
+
+    tensors: list[torch.Tensor]
+    rows: list[list[int]]
+
+
+def gather_rows(tensors: Sequence[torch.Tensor], group: ProcessGroup) -> Gathered:
+    """Concatenates all ranks' tensors in rank order; for one call, on the thread that makes it."""
+    mine = torch.tensor([len(tensor) for tensor in tensors], dtype=torch.int64)
+    everybodys = mine.new_empty((group.size(), len(mine)))
+    all_gather_into_tensor(everybodys, mine, group)
+    rows: list[list[int]] = everybodys.tolist()
+    wholes = []
+    for at, tensor in enumerate(tensors):
+        counts = [of_rank[at] for of_rank in rows]
+        padded = _padded(tensor, max(counts))
+        parts = [torch.empty_like(padded) for _ in counts]
+        all_gather(parts, padded, group)
+        wholes.append(torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)]))
+    return Gathered(wholes, rows)
+
+
+def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    missing = rows - len(tensor)
+    return torch.cat([tensor, tensor.new_zeros((missing, *tensor.shape[1:]))]) if missing else tensor.contiguous()
+
+
+def _gathering(
+    tensors: Sequence[torch.Tensor], name: str | None, pick: Callable[[Gathered], Any], call: str
+) -> CallRequest[Any]:
+    _require_rows(tensors, call)
+    listed = [tensor.detach() for tensor in tensors]
+    return CallRequest(CallKind.ALLGATHER, listed, lambda group: pick(gather_rows(listed, group)), "", name)
+
+
+def _require_rows(tensors: Sequence[torch.Tensor], call: str) -> None:
+    if any(tensor.dim() == 0 for tensor in tensors):
+        raise ValueError(f"{call} got a tensor without dimensions; give it one: tensor[None]")
+
+
+class _Allgather(Function):
+    """Concatenates all ranks' tensors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, name: str | None, process_set: ProcessSet, call: str, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Returns new tensors."""
+        gathered: Gathered = process_set.calls().perform(_gathering(tensors, name, lambda got: got, call))
+        ctx.process_set, ctx.rows = process_set, gathered.rows
+        return tuple(gathered.tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Returns this rank's rows of the mean of the ranks' gradients."""
+        me = ctx.process_set.rank()
+        mine = []
+        for at, mean in enumerate(grouped_allreduce(grads, process_set=ctx.process_set)):
+            start = sum(of_rank[at] for of_rank in ctx.rows[:me])
+            mine.append(mean[start : start + ctx.rows[me][at]])
+        return None, None, None, *mine
+
+
+def allgather_async(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> CallHandle[torch.Tensor]:
+    """Starts to concatenate all ranks' tensors by their first dimension, and returns a handle.
+
+    Raises:
+        ValueError: the tensor has no dimensions, or an all-gather with this name is under way.
+    """
+    return CallHandle(process_set.calls(), _gathering([tensor], name, lambda got: got.tensors[0], "allgather_async"))
+
+
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Returns all ranks' tensors concatenated in rank order; all dimensions but the first must agree.
+
+    Gradients flow through it: each rank's is the mean of the ranks' gradients of its rows.
+
+    Raises:
+        ValueError: the tensor has no dimensions.
+    """
+    return outputs_of(_Allgather, name, process_set, "allgather", tensor)[0]
+
+
+def grouped_allgather_async(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> CallHandle[list[torch.Tensor]]:
+    """Starts to concatenate all ranks' tensors for each of several as one call, and returns a handle."""
+    return CallHandle(
+        process_set.calls(), _gathering(tensors, name, lambda got: got.tensors, "grouped_allgather_async")
+    )
+
+
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[torch.Tensor]:
+    """Returns what `allgather` returns for each of the tensors, by one call."""
+    return list(outputs_of(_Allgather, name, process_set, "grouped_allgather", *tensors))
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str | None, op: Op, process_set: ProcessSet = global_process_set
+) -> Callable[[], torch.Tensor]:
+    """Starts to add the ranks' sparse tensors up, and returns a function that waits for the sum and returns it.
+
+    Args:
+        tensor: a sparse COO tensor, whose number of entries may differ between the ranks.
+        name: as for `allreduce`.
+        op: Sum or Average.
+        process_set: the ranks that take part.
+
+    Raises:
+        ValueError: the tensor is not a sparse COO tensor, or `op` is another reduction.
+    """
+    return CallHandle(process_set.calls(), sparse_allreduce_request(tensor, name, op, process_set)).result
+
+
+def sparse_allreduce_request(
+    tensor: torch.Tensor, name: str | None, op: Op, process_set: ProcessSet
+) -> CallRequest[torch.Tensor]:
+    """Returns the call of `sparse_allreduce_async`."""
+    if tensor.layout is not torch.sparse_coo:
+        raise ValueError(f"sparse_allreduce_async got a tensor of layout {tensor.layout}; it takes sparse COO tensors")
+    by = reduction(op)
+    if by not in (Average, Sum):
+        raise ValueError(f"sparse_allreduce_async adds entries, so its op is Sum or Average; got {by.name}")
+    detached = tensor.detach()
+    entries, values = detached._indices().t().contiguous(), detached._values()
+
+    def run(group: ProcessGroup) -> torch.Tensor:
+        everybodys_entries, everybodys_values = gather_rows([entries, values], group).tensors
+        if by is Average:
+            everybodys_values = everybodys_values / group.size()
+        return torch.sparse_coo_tensor(
+            everybodys_entries.t(), everybodys_values, detached.shape, check_invariants=False
+        )
+
+    details = f"shape={list(detached.shape)}, op={by.name}"
+    return CallRequest(CallKind.SPARSE_ALLREDUCE, [entries, values], run, details, name)
+
+
+def _exchanging(
+    tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None, name: str | None, process_set: ProcessSet
+) -> CallRequest[tuple[torch.Tensor, torch.Tensor]]:
+    sent = _splits(tensor, splits, process_set)
+    detached = tensor.detach().contiguous()
+    like = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32)
+
+    def run(group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        received = torch.empty(group.size(), dtype=torch.int64)
+        all_to_all_single(received, torch.tensor(sent), group=group)
+        output = detached.new_empty((int(received.sum()), *detached.shape[1:]))
+        all_to_all_single(output, detached, received.tolist(), sent, group)
+        return output, received.to(like)
+
+    return CallRequest(CallKind.ALLTOALL, [detached], run, "", name)
+
+
+class _Alltoall(Function):
+    """Sends rows to each rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        splits: torch.Tensor | Sequence[int] | None,
+        name: str | None,
+        process_set: ProcessSet,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the rows received, and their numbers by rank."""
+        output, received = process_set.calls().perform(_exchanging(tensor, splits, name, process_set))
+        ctx.process_set, ctx.received = process_set, received
+        ctx.mark_non_differentiable(received)
+        return output, received
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: object) -> tuple[torch.Tensor | None, ...]:
+        """Sends the gradients back."""
+        return alltoall(grad, ctx.received, process_set=ctx.process_set)[0], None, None, None
+
+
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> CallHandle[tuple[torch.Tensor, torch.Tensor]]:
+    """Starts to send rows of `tensor` to each rank, and returns a handle.
+
+    Its result is the rows received and their numbers by rank.
+
+    Args:
+        tensor: its rows are divided among the ranks.
+        splits: how many rows each rank gets; by default all get as many.
+        name: the call's name, which no other call under way may have.
+        process_set: the ranks that take part.
+
+    Raises:
+        ValueError: the rows cannot be divided evenly, or `splits` does not fit them.
+    """
+    return CallHandle(process_set.calls(), _exchanging(tensor, splits, name, process_set))
+
+
+def alltoall(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Received:
+    """Sends rows of `tensor` to each rank, and returns what this rank received. Gradients flow through it.
+
+    The arguments and errors are those of `alltoall_async`. The result is a pair with the numbers of rows by rank only
+    if `splits` is given.
+    """
+    output, received = outputs_of(_Alltoall, tensor, splits, name, process_set)
+    return output if splits is None else (output, received)
+
+
+def _scattering(
+    tensors: Sequence[torch.Tensor],
+    how: ScaledReduction,
+    name: str | None,
+    process_set: ProcessSet,
+    pick: Callable[[list[torch.Tensor]], Any],
+    call: str,
+) -> CallRequest[Any]:
+    _require_rows(tensors, call)
+    listed = [tensor.detach() for tensor in tensors]
+    merged = how.of(process_set.size())
+
+    def run(group: ProcessGroup) -> Any:
+        shares = []
+        for tensor in listed:
+            whole = tensor.clone(memory_format=torch.contiguous_format)
+            scale_(whole, merged.before)
+            share = _share(whole, merged, group)
+            scale_(share, merged.after)
+            shares.append(share)
+        return pick(shares)
+
+    return CallRequest(CallKind.REDUCESCATTER, listed, run, str(how), name)
+
+
+def _share(whole: torch.Tensor, how: ScaledReduction, group: ProcessGroup) -> torch.Tensor:
+    """Returns this rank's rows of the reduction of `whole`, which is overwritten. The first ranks get one more."""
+    rows, more = divmod(len(whole), group.size())
+    if more == 0:
+        share = whole.new_empty((rows, *whole.shape[1:]))
+        reduce_scatter_tensor(share, whole, how.by, group)
+        return share
+    all_reduce_coalesced([whole], how.by, group)
+    start = group.rank() * rows + min(group.rank(), more)
+    return whole[start : start + rows + (group.rank() < more)].clone()
+
+
+class _Reducescatter(Function):
+    """Reduces tensors over the ranks, of which each gets its rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, how: ScaledReduction, name: str | None, process_set: ProcessSet, call: str, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Returns new tensors."""
+        ctx.how, ctx.process_set = how, process_set
+        if how.by not in (Sum, Average):
+            ctx.save_for_backward(*tensors)
+        request = _scattering(tensors, how, name, process_set, tuple, call)
+        shares: tuple[torch.Tensor, ...] = process_set.calls().perform(request)
+        return shares
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Returns all ranks' gradients, multiplied by what the reduction multiplies."""
+        factor = ctx.how.before * ctx.how.after * (ctx.process_set.size() if ctx.how.by is Sum else 1)
+        gathered = grouped_allgather([grad * factor for grad in grads], None, ctx.process_set)
+        if ctx.how.by not in (Sum, Average):
+            slopes = [
+                reduction_derivative(tensor * ctx.how.before, ctx.how.by, ctx.process_set)
+                for tensor in ctx.saved_tensors
+            ]
+            gathered = [grad * each for grad, each in zip(gathered, slopes, strict=True)]
+        return None, None, None, None, *gathered
+
+
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: Op = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> CallHandle[torch.Tensor]:
+    """Starts to reduce `tensor` over the ranks, and returns a handle whose result is this rank's share of the rows.
+
+    The rows are divided as evenly as they can be; the first ranks get one more.
+
+    Raises:
+        ValueError: the tensor has no dimensions, or a reduce-scatter with this name is under way.
+    """
+    how = ScaledReduction(reduction(op), prescale_factor, postscale_factor)
+    request = _scattering([tensor], how, name, process_set, lambda shares: shares[0], "reducescatter_async")
+    return CallHandle(process_set.calls(), request)
+
+
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: Op = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """Returns this rank's rows of the reduction of `tensor` over the ranks; see `reducescatter_async`.
+
+    Gradients flow through it: the gradients of all rows, multiplied by the number of ranks if `op` is Sum.
+    """
+    compressed, ctx = compression.compress(tensor)
+    how = ScaledReduction(reduction(op), prescale_factor, postscale_factor)
+    (share,) = outputs_of(_Reducescatter, how, name, process_set, "reducescatter", compressed)
+    return compression.decompress(share, ctx)
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    op: Op = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> CallHandle[list[torch.Tensor]]:
+    """Starts `reducescatter` of each of several tensors as one call, and returns a handle."""
+    how = ScaledReduction(reduction(op), prescale_factor, postscale_factor)
+    return CallHandle(
+        process_set.calls(), _scattering(tensors, how, name, process_set, list, "grouped_reducescatter_async")
+    )
+
+
+def grouped_reducescatter(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: Op = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """Returns what `reducescatter` returns for each of the tensors, by one call."""
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    how = ScaledReduction(reduction(op), prescale_factor, postscale_factor)
+    compressed = [tensor for tensor, _ in pairs]
+    shares = outputs_of(_Reducescatter, how, name, process_set, "grouped_reducescatter", *compressed)
+    return [compression.decompress(share, ctx) for share, (_, ctx) in zip(shares, pairs, strict=True)]
+
+
+def _splits(tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None, process_set: ProcessSet) -> list[int]:
+    me, size = process_set.calls().group.rank(), process_set.size()
+    _require_rows([tensor], "alltoall")
+    if splits is not None:
+        if isinstance(splits, torch.Tensor) and (splits.is_floating_point() or splits.is_complex()):
+            raise ValueError(f"alltoall on rank {me} got splits of type {splits.dtype}; numbers of rows are integers")
+        given = [int(each) for each in splits]
+        if len(given) != size or sum(given) != len(tensor) or min(given) < 0:
+            raise ValueError(
+                f"alltoall on rank {me} got splits {given} for {len(tensor)} rows and {size} ranks; it takes one "
+                "number of rows for each rank, which add up to all rows"
+            )
+        return given
+    share, rest = divmod(len(tensor), size)
+    if rest:
+        raise ValueError(
+            f"alltoall on rank {me} got {len(tensor)} rows, which {size} ranks cannot share evenly; give it splits"
+        )
+    return [share] * size

@@ -1,0 +1,96 @@
+"""`TorchTrainer` for Ray Train, whose workers reduce by Paceline.
+
+Example::
+
+    from paceline.interop.integrations.ray import TorchTrainer
+    from ray.train import ScalingConfig
+
+    trainer = TorchTrainer(train_loop_per_worker, scaling_config=ScalingConfig(num_workers=4))
+    result = trainer.fit()
+
+It is Ray's own trainer but for the process group. In the loop `ray.train.torch.prepare_model` and torch's
+`DistributedDataParallel` work as before, and so do Paceline's own calls.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass, field
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from paceline.interop.torch_backend import register
+
+NAME = "paceline"
+_SECRET = "PACELINE_SECRET"
+_SECRET_BYTES = 32
+
+
+def _ray_train() -> ModuleType:
+    try:
+        return import_module("ray.train.torch")
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("ray"):
+            raise
+        raise ImportError(f'{__name__} needs Ray Train, which is not installed: pip install "ray[train]"') from error
+
+
+_torch = _ray_train()
+_TorchBackend: type[Any] = _torch.TorchConfig().backend_cls
+
+
+def _prepare_worker(secret: str) -> None:
+    """Runs on each worker, before the process group is made."""
+    register()  # the backend, which torch finds by itself only where the package is installed
+    os.environ.setdefault(_SECRET, secret)
+
+
+class _Backend(_TorchBackend):  # type: ignore[misc]
+    """Makes the process group on the workers as Ray does, with Paceline's backend."""
+
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        worker_group.execute(_prepare_worker, backend_config.secret)
+        super().on_start(worker_group, backend_config)
+
+
+@dataclass
+class PacelineConfig(_torch.TorchConfig):  # type: ignore[name-defined, misc]
+    """What Ray's `TorchConfig` is, for Paceline.
+
+    Attributes:
+        backend: of `torch.distributed.init_process_group`.
+        secret: what the workers prove to each other, unless PACELINE_SECRET is set there; new for each trainer.
+    """
+
+    backend: str | None = NAME
+    secret: str = field(default_factory=lambda: secrets.token_hex(_SECRET_BYTES), repr=False)
+
+    @property
+    def backend_cls(self) -> type[Any]:
+        """Returns what Ray runs before the training loop."""
+        return _Backend
+
+
+class TorchTrainer(_torch.TorchTrainer):  # type: ignore[name-defined, misc]
+    """Ray's `TorchTrainer`, whose workers reduce by Paceline; takes what that one takes.
+
+    Args:
+        train_loop_per_worker: the function that each worker runs.
+        torch_config: how the process group is made; by default a new `PacelineConfig`.
+        arguments: as for Ray's `TorchTrainer`: `train_loop_config`, `scaling_config`, `run_config` and so on.
+
+    Raises:
+        ValueError: the workers are to use GPUs, whose tensors Paceline's backend does not reduce.
+    """
+
+    def __init__(self, train_loop_per_worker: Any, *, torch_config: Any = None, **arguments: Any) -> None:
+        if torch_config is None:
+            if getattr(arguments.get("scaling_config"), "use_gpu", False):
+                raise ValueError(
+                    "scaling_config has use_gpu=True, but the backend 'paceline' reduces CPU tensors only; use "
+                    "ray.train.torch.TorchTrainer with its default, nccl, or use_gpu=False"
+                )
+            torch_config = PacelineConfig()
+        super().__init__(train_loop_per_worker, torch_config=torch_config, **arguments)

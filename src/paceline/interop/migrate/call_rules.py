@@ -1,0 +1,304 @@
+"""Rules for calls whose arguments mean something else to Paceline, or say what is still to be done.
+
+The names of backends in a file: where "gloo" stands for torch's backend, "paceline" takes its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import libcst as cst
+
+from paceline.interop.migrate.names import MigrationMode
+from paceline.interop.migrate.python_source import Edits, NameUse, PythonSource, dotted
+
+_GLOO, _OURS = "gloo", "paceline"
+_ASKED_FOR = "get_default_backend_for_device"
+
+
+class MixedBackendsError(ValueError):
+    """A mixture of backends, which the plug-in cannot be part of in all releases of PyTorch."""
+
+
+def replace_gloo(node: cst.CSTNode, way: MigrationMode) -> dict[cst.CSTNode, cst.BaseExpression]:
+    """Returns the strings in an expression that name gloo, with what takes their place.
+
+    Raises:
+        Mixture: a string names several backends, and torch.distributed will read it.
+    """
+    found: dict[cst.CSTNode, cst.BaseExpression] = {}
+    for string in _strings(node):
+        value = string.evaluated_value
+        if not isinstance(value, str) or _GLOO not in value.lower():
+            continue
+        backends = [part.rpartition(":") for part in value.lower().split(",")]
+        if not any(name == _GLOO for _, _, name in backends):
+            continue
+        if len({name for _, _, name in backends}) > 1 and way is MigrationMode.PLUGIN:
+            raise MixedBackendsError(value)
+        new = ",".join(device + colon + (_OURS if name == _GLOO else name) for device, colon, name in backends)
+        found[string] = cst.SimpleString(f"{string.quote}{new}{string.quote}")
+    return found
+
+
+def variables_in(node: cst.CSTNode) -> set[str]:
+    """Returns the variables and attributes that a backend's expression takes its value from, by their last word."""
+    if isinstance(node, cst.IfExp):
+        return variables_in(node.body) | variables_in(node.orelse)
+    name = dotted(node)
+    return set() if name is None or ".Backend." in name else {name.rpartition(".")[2]}
+
+
+@dataclass(frozen=True)
+class BackendReplacements:
+    """The replacements outside of calls that make groups, and whether the file gives the variables their values."""
+
+    found: dict[cst.CSTNode, cst.BaseExpression]
+    shows_values: bool
+
+
+def replacements_outside_calls(
+    reading: PythonSource, names: set[str], way: MigrationMode, is_named: bool
+) -> BackendReplacements:
+    """Returns the replacements where the file gives these variables a value, or compares a backend with one.
+
+    Comparisons stay as they are if gloo is neither among the values nor, as `is_named` says, in a call.
+
+    Raises:
+        Mixture: as for `replaced`.
+    """
+    finder = _Values(reading, names, way)
+    reading.module.visit(finder)
+    return BackendReplacements(finder.found if finder.has_gloo or is_named else {}, finder.shows_values)
+
+
+class _Values(cst.CSTVisitor):
+    def __init__(self, reading: PythonSource, names: set[str], way: MigrationMode) -> None:
+        super().__init__()
+        self._names, self._way = names, way
+        self._asks = {use.node for use in reading.uses if use.name.endswith(".get_backend")}
+        self.found: dict[cst.CSTNode, cst.BaseExpression] = {}
+        self.has_gloo = self.shows_values = False
+
+    def visit_Assign(self, node: cst.Assign) -> None:  # noqa: N802
+        if any(self._is_one(target.target) for target in node.targets):
+            self._take(node.value)
+
+    def visit_AnnAssign(self, node: cst.AnnAssign) -> None:  # noqa: N802
+        if self._is_one(node.target) and node.value is not None:
+            self._take(node.value)
+
+    def visit_Param(self, node: cst.Param) -> None:  # noqa: N802
+        if self._is_one(node.name) and node.default is not None:
+            self._take(node.default)
+
+    def visit_Call(self, node: cst.Call) -> None:  # noqa: N802
+        if (dotted(node.func) or "").rpartition(".")[2] != "add_argument":
+            return
+        options = [arg.value.evaluated_value for arg in node.args if isinstance(arg.value, cst.SimpleString)]
+        if any(str(option).lstrip("-").replace("-", "_") in self._names for option in options):
+            for arg in node.args:
+                if arg.keyword is not None and arg.keyword.value in ("default", "choices"):
+                    self._take(arg.value)
+
+    def visit_Comparison(self, node: cst.Comparison) -> None:  # noqa: N802
+        sides = [node.left, *(each.comparator for each in node.comparisons)]
+        if any(self._is_one(side) for side in sides) or any(self._is_asked(side) for side in sides):
+            for side in sides:
+                self.found |= replace_gloo(side, self._way)
+
+    def _is_one(self, node: cst.CSTNode) -> bool:
+        name = dotted(node)
+        return name is not None and name.rpartition(".")[2] in self._names
+
+    def _is_asked(self, node: cst.CSTNode) -> bool:
+        return isinstance(node, cst.Call) and node.func in self._asks
+
+    def _take(self, value: cst.CSTNode) -> None:
+        new = replace_gloo(value, self._way)
+        self.found |= new
+        self.has_gloo = self.has_gloo or bool(new)
+        is_asked_for = isinstance(value, cst.Call) and (dotted(value.func) or "").endswith(_ASKED_FOR)
+        self.shows_values = self.shows_values or is_asked_for or any(True for _ in _strings(value))
+
+
+def _strings(node: cst.CSTNode) -> Iterator[cst.SimpleString]:
+    if isinstance(node, cst.SimpleString):
+        yield node
+        return
+    for child in node.children:
+        yield from _strings(child)
+
+
+_MAKES_THE_GROUP = {"torch.distributed.init_process_group", "torch.distributed.distributed_c10d.init_process_group"}
+_MAKES_A_GROUP = {"torch.distributed.new_group", "torch.distributed.distributed_c10d.new_group"}
+_BACKEND_AT = {**dict.fromkeys(_MAKES_THE_GROUP, 0), **dict.fromkeys(_MAKES_A_GROUP, 2)}
+_ON_OBJECTS = (
+    "all_gather_object", "broadcast_object_list", "gather_object", "recv_object_list", "scatter_object_list",
+    "send_object_list",
+)  # fmt: skip
+_LIGHTNING = (
+    'give it strategy=DDPStrategy(process_group_backend="paceline"), from lightning.pytorch.strategies or '
+    "lightning.fabric.strategies"
+)
+_OWN_GROUP = (
+    'it makes a group of gloo; on CPU call torch.distributed.init_process_group("paceline") first, and it uses that'
+)
+
+# What other libraries make a group by; their own arguments decide about the backend.
+_REPORTED = {
+    "accelerate.Accelerator": _OWN_GROUP,
+    "accelerate.state.PartialState": _OWN_GROUP,
+    "accelerate.PartialState": _OWN_GROUP,
+    "transformers.Trainer": _OWN_GROUP,
+    "transformers.Seq2SeqTrainer": _OWN_GROUP,
+    "deepspeed.initialize": "DeepSpeed has backends of its own; paceline.ZeroRedundancyOptimizer has stages 1 to 3",
+    "lightning.Trainer": _LIGHTNING,
+    "lightning.pytorch.Trainer": _LIGHTNING,
+    "pytorch_lightning.Trainer": _LIGHTNING,
+    "lightning.Fabric": _LIGHTNING,
+    "lightning.fabric.Fabric": _LIGHTNING,
+    "lightning_fabric.Fabric": _LIGHTNING,
+}
+
+
+@dataclass
+class CallRemarks:
+    """What the rules say: reasons and notes by the node of a use, and names whose imports stay."""
+
+    reasons: dict[cst.CSTNode, str] = field(default_factory=dict)
+    notes: dict[cst.CSTNode, str] = field(default_factory=dict)
+    stay: set[str] = field(default_factory=set)
+
+
+def advice_for_call(name: str) -> str | None:
+    """Returns what to do about a call of another library; None if it is none that makes a group."""
+    return _REPORTED.get(name)
+
+
+def apply_call_rules(reading: PythonSource, way: MigrationMode, edits: Edits) -> CallRemarks:
+    """Applies the rules to every call of a file: adds to the edits, and returns what is to be said."""
+    verdicts = CallRemarks()
+    makes_the_group = [use for use in reading.uses if use.name in _MAKES_THE_GROUP]
+    _backends(reading, way, edits, verdicts)
+    for use in reading.uses:
+        call = reading.calls.get(use.node)
+        if call is None:
+            continue
+        last = use.name.rpartition(".")[2]
+        if use.name in _MAKES_A_GROUP and way is MigrationMode.IMPORT:
+            _keep_torchs_order(call, edits)
+        elif use.name == "torch.multiprocessing.spawn" and way is MigrationMode.IMPORT:
+            if _is_given(call, "join", 3):
+                verdicts.stay.add(use.name)
+                verdicts.reasons[use.node] = (
+                    "paceline.spawn(..., join=False) returns an object with pids(), join() and end(), which has no "
+                    "`processes`; use these, and write paceline.spawn here"
+                )
+        elif use.name.startswith("torch.distributed.") and last in _ON_OBJECTS and way is MigrationMode.IMPORT:
+            verdicts.notes[use.node] = (
+                "sends numbers, strings, containers, tensors and arrays; other types need allow_pickle=True"
+            )
+        elif (advice := advice_for_call(use.name)) is not None and not makes_the_group:
+            verdicts.reasons[use.node] = advice
+    return verdicts
+
+
+def _backends(reading: PythonSource, way: MigrationMode, edits: Edits, verdicts: CallRemarks) -> None:
+    """Replaces gloo by Paceline in all calls that make groups, and where their arguments come from."""
+    is_named = False
+    sources: dict[cst.CSTNode, set[str]] = {}
+    for use in reading.uses:
+        call = reading.calls.get(use.node)
+        if use.name not in _BACKEND_AT or call is None:
+            continue
+        backend = _argument(call, "backend", _BACKEND_AT[use.name])
+        if backend is None:
+            if way is MigrationMode.PLUGIN and use.name in _MAKES_THE_GROUP:
+                _name_the_backend(reading, use, call, edits, verdicts)
+            continue
+        try:
+            new = replace_gloo(backend, way)
+        except MixedBackendsError as mixture:
+            verdicts.reasons[use.node] = (
+                f'with PyTorch 2.14 or newer write "{str(mixture).replace("gloo", "paceline")}" here; older releases '
+                'allow "paceline" alone, for CPU tensors'
+            )
+            continue
+        has_options = _is_given(call, "pg_options", 7 if use.name in _MAKES_THE_GROUP else 3)
+        if has_options and (new or way is MigrationMode.IMPORT):
+            verdicts.reasons[use.node] = "Paceline's engines have no pg_options; leave them out"
+        is_named = is_named or bool(new)
+        edits.expressions |= new
+        if names := variables_in(backend):
+            sources[use.node] = names
+    _variables(reading, way, edits, verdicts, sources, is_named)
+
+
+def _variables(
+    reading: PythonSource,
+    way: MigrationMode,
+    edits: Edits,
+    verdicts: CallRemarks,
+    sources: dict[cst.CSTNode, set[str]],
+    is_named: bool,
+) -> None:
+    names = set[str]().union(*sources.values())
+    try:
+        elsewhere = replacements_outside_calls(reading, names, way, is_named)
+    except MixedBackendsError:
+        return
+    edits.expressions |= elsewhere.found
+    for node, origin in sources.items():
+        if not elsewhere.shows_values:
+            verdicts.notes[node] = (
+                f'the backend comes from {", ".join(sorted(origin))}; for Paceline\'s engine it has to be "paceline"'
+            )
+
+
+def _name_the_backend(reading: PythonSource, use: NameUse, call: cst.Call, edits: Edits, verdicts: CallRemarks) -> None:
+    if any(arg.star for arg in call.args):
+        verdicts.notes[use.node] = 'the arguments are not known here; the backend has to be "paceline"'
+    elif "cuda" in reading.module.code:
+        verdicts.reasons[use.node] = (
+            'name the backend: "paceline" for CPU tensors, and with PyTorch 2.14 or newer "cpu:paceline,cuda:nccl" for '
+            "both"
+        )
+    else:
+        edits.arguments.setdefault(call, []).append(("backend", '"paceline"'))
+
+
+def _keep_torchs_order(call: cst.Call, edits: Edits) -> None:
+    """Has the ranks of a new group sorted, as torch always does, unless they are in order already."""
+    ranks = _argument(call, "ranks", 0)
+    if ranks is None or _is_given(call, "sort_ranks", 7) or any(arg.star for arg in call.args) or _is_sorted(ranks):
+        return
+    edits.arguments.setdefault(call, []).append(("sort_ranks", "True"))
+
+
+def _is_sorted(ranks: cst.CSTNode) -> bool:
+    if isinstance(ranks, cst.Call) and dotted(ranks.func) in ("list", "sorted") and ranks.args:
+        return dotted(ranks.func) == "sorted" or _is_sorted(ranks.args[0].value)
+    if isinstance(ranks, cst.Call):
+        return dotted(ranks.func) == "range" and len(ranks.args) < 3
+    if isinstance(ranks, cst.List | cst.Tuple):
+        values = [each.value for each in ranks.elements]
+        numbers = [int(each.value) for each in values if isinstance(each, cst.Integer) and each.value.isdecimal()]
+        return len(values) < 2 or (len(numbers) == len(values) and numbers == sorted(numbers))
+    return isinstance(ranks, cst.Name) and ranks.value == "None"
+
+
+def _argument(call: cst.Call, keyword: str, at: int) -> cst.BaseExpression | None:
+    """Returns an argument by its keyword or its position; None if the call has none."""
+    positional: Sequence[cst.Arg] = [arg for arg in call.args if arg.keyword is None]
+    named = next((arg.value for arg in call.args if arg.keyword is not None and arg.keyword.value == keyword), None)
+    if named is None and len(positional) > at and not any(arg.star for arg in positional[: at + 1]):
+        named = positional[at].value
+    return None if isinstance(named, cst.Name) and named.value == "None" else named
+
+
+def _is_given(call: cst.Call, keyword: str, at: int) -> bool:
+    """Returns whether a call has an argument other than None or True."""
+    value = _argument(call, keyword, at)
+    return value is not None and not (isinstance(value, cst.Name) and value.value == "True")

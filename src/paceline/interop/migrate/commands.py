@@ -1,0 +1,204 @@
+"""Rewrites the commands that start a job, in shell scripts, batch files, YAML and Dockerfiles.
+
+These are texts in several languages at once (a shell command in a string in YAML), so only the words of a command are
+looked at, and where they stand in their line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from paceline.interop.migrate.names import MARK, MigratedFile, MigrationFinding, comment_lines
+
+_ARGUMENT = r"""(?=[ \t]+(?:[-$\\"'{<]|[^\s#]+\.py\b)|[ \t]*\\$)"""
+_NO_COMMAND = re.compile(
+    r"^\s*(?:#|//|(?:@?echo|printf|pip3?|conda|import|from)\b|-?\s*(?:name|title|description|jobName|displayName)\s*:)"
+)
+_ASKS = re.compile(r"(?:\bwhich|\bcommand -v|\btype|\bhash|\bpkill|\bkillall|\bpgrep)\s+(?:-\w+\s+)*$")
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """A kind of command: what it is, how it is written, and what takes its place."""
+
+    what: str
+    pattern: re.Pattern[str]
+    new: Callable[[re.Match[str]], str]
+
+
+def _horovodrun(match: re.Match[str]) -> str:
+    count = re.search(r"(?:-np|--num-proc)[ \t=]+(\S+)", match[0])
+    assert count is not None
+    return f"paceline run --nproc-per-node {count[1]} "
+
+
+_PROGRAM = r"(?:[\w./${}~-]*/)?"
+_RULES = (
+    _Rule(
+        "torchrun",
+        re.compile(r"\$\((which|command -v) torchrun\)"),
+        lambda match: f"$({match[1]} paceline) run",
+    ),
+    _Rule(
+        "torchrun",
+        re.compile(r"""^([ \t]*)- (["']?)torchrun\2[ \t]*$""", re.MULTILINE),
+        lambda match: f"{match[1]}- {match[2]}paceline{match[2]}\n{match[1]}- {match[2]}run{match[2]}",
+    ),
+    _Rule(
+        "torchrun",
+        re.compile(r"""(["'])torchrun\1(?=\s*[,\]])"""),
+        lambda match: f"{match[1]}paceline{match[1]}, {match[1]}run{match[1]}",
+    ),
+    _Rule(
+        "torchrun",
+        re.compile(rf"(?<![\w./$-]){_PROGRAM}torchrun{_ARGUMENT}", re.MULTILINE),
+        lambda match: "paceline run",
+    ),
+    _Rule(
+        "torch.distributed.run",
+        re.compile(r"-m[ \t]+torch\.distributed\.run\b(?![.\w])"),
+        lambda match: "-m paceline run",
+    ),
+    _Rule(
+        "torch.distributed.run",
+        re.compile(r"""(["'])-m\1(\s*,\s*)(["'])torch\.distributed\.run\3"""),
+        lambda match: '{0}-m{0}{1}{0}paceline{0}{1}{0}run{0}'.format(match[1], match[2]),
+    ),
+    _Rule(
+        "torch.distributed.run",
+        re.compile(r"""^([ \t]*)- (["']?)-m\2[ \t]*\n\1- (["']?)torch\.distributed\.run\3[ \t]*$""", re.MULTILINE),
+        lambda match: f"{match[1]}- {match[2]}-m{match[2]}\n{match[1]}- paceline\n{match[1]}- run",
+    ),
+    _Rule(
+        "torch.distributed.launch",
+        re.compile(r"""(-m[ \t]+|(["'])-m\2\s*,\s*["']|- ["']?-m["']?\n\s*- ["']?)torch\.distributed\.launch\b"""
+            r"(?![.\w])"),
+        lambda match: f"{match[1]}paceline.launch",
+    ),
+    _Rule(
+        "horovodrun",
+        re.compile(
+            r"(?<![\w./-])horovodrun(?:[ \t]+(?:(?:-np|--num-proc)[ \t=]+\S+|--gloo|--mpi|--verbose|"
+            r"-H[ \t]+localhost(?::\S+)?))+"
+            r"[ \t]+(?:\\\n[ \t]*)?(?:python[\d.]*[ \t]+(?:-u[ \t]+)?)"
+        ),
+        _horovodrun,
+    ),
+)  # fmt: skip
+
+_LEFT = (
+    (re.compile(r"(?<![\w./-])horovodrun\b"), "horovodrun",
+     "give the number of ranks and the machines to `paceline run`: --nproc-per-node, --nnodes, --rdzv-endpoint"),
+    (re.compile(r"(?<![\w./-])accelerate launch\b"), "accelerate launch",
+     "Accelerate starts the processes itself; the script decides about the backend. `paceline run` starts it as well"),
+    (re.compile(r"(?<![\w./-])deepspeed[ \t]+(?=\S+\.py\b|-)"), "deepspeed",
+     "DeepSpeed's launcher and engine stay; Paceline's ZeroRedundancyOptimizer has the stages 1 to 3"),
+)  # fmt: skip
+_ETCD = re.compile(r"--rdzv[-_]backend[ \t=]+etcd")
+_NODES = re.compile(r"--nnodes[ \t=\"',]+(?!1(?::1)?(?![\w:]))\S")
+_SECRET = (
+    "the machines prove a secret to each other: set PACELINE_SECRET to the same value on all of them (see "
+    "docs/launcher.md, Several machines)"
+)
+_SHARES_A_SECRET = re.compile(r"PACELINE_SECRET|SBATCH|\bsrun\b|SLURM_")
+
+
+def migrate_commands(text: str) -> MigratedFile:
+    """Returns the new text of a file of commands, and its places."""
+    places: list[MigrationFinding] = []
+    comments: dict[int, str] = {}  # reasons by the line (from 1) of the text as it was
+    edits: list[tuple[int, int, str]] = []
+    for rule in _RULES:
+        for match in rule.pattern.finditer(text):
+            at = match.start() + len(match[0]) - len(match[0].lstrip())
+            if any(start < match.end() and match.start() < end for start, end, _ in edits) or not _is_command(text, at):
+                continue
+            new, reason = rule.new(match), _reason(text, match.start())
+            edits.append((match.start(), match.end(), new))
+            line = _line_of(text, at)
+            places.append(MigrationFinding(line, rule.what, reason))
+            if reason is not None:
+                comments[line] = reason
+    for pattern, what, reason in _LEFT:
+        for match in pattern.finditer(text):
+            if not any(start <= match.start() < end for start, end, _ in edits) and _is_command(text, match.start()):
+                line = _line_of(text, match.start())
+                places.append(MigrationFinding(line, what, reason))
+                comments[line] = reason
+    return MigratedFile(_edited(text, edits, comments), tuple(sorted(places, key=lambda each: each.line)))
+
+
+def _is_command(text: str, at: int) -> bool:
+    """Returns whether what stands at `at` is run, as far as its line shows."""
+    before = text[text.rfind("\n", 0, at) + 1 : at]
+    line = before + text[at : (text.find("\n", at) + 1 or len(text) + 1) - 1]
+    is_comment = re.search(r"(?:^|\s)#", before) is not None
+    return not is_comment and not _NO_COMMAND.match(line) and not _ASKS.search(before)
+
+
+def _reason(text: str, at: int) -> str | None:
+    """Returns why the command at `at` needs more than another launcher."""
+    whole = text[at : _end_of_command(text, at)]
+    if _ETCD.search(whole):
+        return (
+            "the machines meet at one of themselves: --rdzv-backend c10d instead of etcd, and its address as endpoint"
+        )
+    if _NODES.search(whole) and not _SHARES_A_SECRET.search(text):
+        return _SECRET
+    return None
+
+
+def _end_of_command(text: str, at: int) -> int:
+    """Returns where the command ends: at the first end of line that nothing continues, or with its list."""
+    lines = text[at:].split("\n")
+    length = 0
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        length += len(line) + 1
+        goes_on = line.rstrip().endswith(("\\", ",", "[")) or following.lstrip().startswith(("- ", "--"))
+        if not goes_on:
+            break
+    return at + length
+
+
+def _line_of(text: str, at: int) -> int:
+    return text.count("\n", 0, at) + 1
+
+
+def _edited(text: str, edits: list[tuple[int, int, str]], comments: dict[int, str]) -> str:
+    lines = text.split("\n")
+    above = {_place_of_comment(lines, line - 1): reason for line, reason in comments.items()}
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line) + 1)
+    insertions = [
+        (starts[at], starts[at], _comment(lines[at], reason))
+        for at, reason in above.items()
+        if at == 0 or MARK not in "\n".join(lines[max(0, at - 3) : at])
+    ]
+    for start, end, new in sorted([*edits, *insertions], reverse=True):
+        text = text[:start] + new + text[end:]
+    return text
+
+
+def _comment(line: str, reason: str) -> str:
+    indent = line[: len(line) - len(line.lstrip())]
+    return "".join(f"{indent}{each}\n" for each in comment_lines(reason, len(indent)))
+
+
+def _place_of_comment(lines: list[str], at: int) -> int:
+    """Returns the line above which a comment neither cuts a command in two nor becomes a part of a string."""
+    while at > 0 and lines[at - 1].rstrip().endswith("\\"):
+        at -= 1
+    for header in range(at - 1, -1, -1):  # the line that begins a list or a folded text around this one
+        is_outer = lines[header].strip() and _indent(lines[header]) < _indent(lines[at])
+        if is_outer and re.search(r"(?::|-)\s*(?:>[+-]?|\[)\s*$", lines[header]):
+            return header
+        if is_outer:
+            break
+    return at
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())

@@ -1,0 +1,241 @@
+"""What the names of other libraries become: a name of Paceline's, the same name, or a reason to stay with torch.
+
+Names are written in full, as in "torch.distributed.all_reduce"; attributes may follow, as in
+"torch.distributed.ReduceOp.SUM".
+
+What was found in a file, and what became of it.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import paceline
+
+
+class MigrationMode(Enum):
+    """How a program comes over."""
+
+    IMPORT = "import"  # `import paceline as dist` in place of torch.distributed
+    PLUGIN = "plugin"  # torch.distributed with the backend "paceline"
+
+
+HOROVOD = "horovod.torch"
+HOROVODS_NAMES = frozenset(
+    (
+        "Adasum", "Average", "Compression", "DistributedOptimizer", "HorovodInternalError", "Max", "Min", "ProcessSet",
+        "Product", "Sum", "SyncBatchNorm", "add_process_set", "allgather", "allgather_async", "allgather_object",
+        "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier",
+        "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object",
+        "broadcast_optimizer_state", "broadcast_parameters", "ccl_built", "cross_rank", "cross_size", "cuda_built",
+        "ddl_built", "global_process_set", "gloo_built", "gloo_enabled", "grouped_allgather",
+        "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async",
+        "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async", "init", "is_homogeneous",
+        "is_initialized", "join", "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported",
+        "nccl_built", "poll", "rank", "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built", "run",
+        "shutdown", "size", "sparse_allreduce_async", "synchronize",
+    )
+)  # fmt: skip
+
+_HOOKS = frozenset(
+    (
+        "PowerSGDState", "allreduce_hook", "bf16_compress_hook", "bf16_compress_wrapper", "fp16_compress_hook",
+        "fp16_compress_wrapper", "powerSGD_hook",
+    )
+)  # fmt: skip
+_TORCH = "torch.distributed"
+_CORE = f"{_TORCH}.distributed_c10d"
+_BUILT_ON_TORCHS_GROUPS = {"DeviceMesh", "init_device_mesh"}  # Paceline's have the same names and other groups
+
+# What does not lie in torch.distributed, or has another place in it than in Paceline.
+_RENAMED = {
+    "torch.nn.parallel.DistributedDataParallel": "paceline.DistributedDataParallel",
+    "torch.nn.parallel.distributed.DistributedDataParallel": "paceline.DistributedDataParallel",
+    "torch.nn.SyncBatchNorm": "paceline.SyncBatchNorm",
+    "torch.nn.modules.batchnorm.SyncBatchNorm": "paceline.SyncBatchNorm",
+    "torch.utils.data.DistributedSampler": "paceline.DistributedSampler",
+    "torch.utils.data.distributed.DistributedSampler": "paceline.DistributedSampler",
+    "torch.multiprocessing.spawn": "paceline.spawn",
+    f"{_TORCH}.algorithms.Join": "paceline.Join",
+    f"{_TORCH}.algorithms.JoinHook": "paceline.JoinHook",
+    f"{_TORCH}.algorithms.Joinable": "paceline.Joinable",
+    f"{_TORCH}.algorithms.join.Join": "paceline.Join",
+    f"{_TORCH}.algorithms.join.JoinHook": "paceline.JoinHook",
+    f"{_TORCH}.algorithms.join.Joinable": "paceline.Joinable",
+    f"{_TORCH}.optim.ZeroRedundancyOptimizer": "paceline.ZeroRedundancyOptimizer",
+}
+_HOOK_MODULES = (
+    f"{_TORCH}.algorithms.ddp_comm_hooks.default_hooks",
+    f"{_TORCH}.algorithms.ddp_comm_hooks.powerSGD_hook",
+)
+
+# What works beside either library, since it makes no group.
+_STAYS = (
+    f"{_TORCH}.argparse_util",
+    f"{_TORCH}.constants",
+    f"{_TORCH}.elastic",
+    f"{_TORCH}.logging_handlers",
+    f"{_TORCH}.utils",
+)
+
+# Libraries that use torch's default group by themselves, so that it has to exist. Of some it is only a part.
+_GROUP_USERS = {
+    "accelerate": "Accelerate",
+    "apex": "Apex",
+    "colossalai": "Colossal-AI",
+    "composer": "Composer",
+    "deepspeed": "DeepSpeed",
+    "detectron2": "Detectron2",
+    "fairscale": "FairScale",
+    "ignite": "Ignite",
+    "lightning": "Lightning",
+    "lightning_fabric": "Lightning",
+    "megatron": "Megatron",
+    "mmengine": "MMEngine",
+    "pytorch_lightning": "Lightning",
+    "timm": "timm",
+    "torchmetrics": "TorchMetrics",
+    "torchrec": "TorchRec",
+    "transformers": "transformers",
+}
+_PARTS_WITH_GROUPS = {"timm": ("timm.utils",), "transformers": ("Trainer", "TrainingArguments")}
+
+TELLING_WORDS = (
+    ("distributed",),
+    ("horovod",),
+    *((name.rpartition(".")[2],) for name in _RENAMED),
+    *((library, *part.split(".")) for library in _GROUP_USERS for part in _PARTS_WITH_GROUPS.get(library, ("",))),
+)
+"""Words of which one group is in each file that `concerns_us` or `group_user` has to do with."""
+
+
+def is_migrated(name: str) -> bool:
+    """Returns whether `name` belongs to what is migrated."""
+    return is_in(name, _TORCH) or is_in(name, "horovod") or longest_renamed_prefix(name) is not None
+
+
+def is_in(name: str, module: str) -> bool:
+    """Returns whether `name` is `module` or lies in it."""
+    return name == module or name.startswith(f"{module}.")
+
+
+def longest_renamed_prefix(name: str) -> str | None:
+    """Returns the key of the table of renamed things that `name` is or lies in; None if there is none."""
+    while name not in _RENAMED:
+        name, dot, _ = name.rpartition(".")
+        if not dot:
+            return None
+    return name
+
+
+def new_name(name: str, way: MigrationMode) -> str | None:
+    """Returns the name that takes the place of `name` in a program that comes over by `way`; None if it stays."""
+    if is_in(name, "horovod"):
+        return _of_horovod(name)
+    if way is MigrationMode.PLUGIN:
+        # torch's own answers "gloo" for the CPU; Paceline's is a name that torch knows as well.
+        asks = name in (f"{_TORCH}.get_default_backend_for_device", f"{_CORE}.get_default_backend_for_device")
+        return "paceline.get_default_backend_for_device" if asks else None
+    if (known := longest_renamed_prefix(name)) is not None:
+        return _RENAMED[known] + name[len(known) :]
+    for module in _HOOK_MODULES:
+        if is_in(name, module):
+            rest = name[len(module) :]
+            return f"paceline.parallel.hooks{rest}" if not rest or rest[1:] in _HOOKS else None
+    for module in (_CORE, _TORCH):
+        if is_in(name, module):
+            return _of_torch(name[len(module) + 1 :])
+    return None
+
+
+def _of_torch(rest: str) -> str | None:
+    first = rest.partition(".")[0]
+    if not rest:
+        return "paceline"
+    is_ours = first in dir(paceline) and first not in _BUILT_ON_TORCHS_GROUPS
+    return f"paceline.{rest}" if is_ours else None
+
+
+def _of_horovod(name: str) -> str | None:
+    if name in ("horovod", HOROVOD):
+        return "paceline.horovod"
+    if name == "horovod.run":
+        return "paceline.horovod.run"
+    if not name.startswith(f"{HOROVOD}."):
+        return None
+    rest = name[len(HOROVOD) + 1 :]
+    for module in ("mpi_ops", "functions", "optimizer", "compression", "sync_batch_norm"):
+        rest = rest.removeprefix(f"{module}.")
+    return f"paceline.horovod.{rest}" if rest.partition(".")[0] in HOROVODS_NAMES else None
+
+
+def group_user(name: str) -> str | None:
+    """Returns the library that `name` belongs to, if that part of it uses torch's default group by itself."""
+    library = name.partition(".")[0]
+    parts = _PARTS_WITH_GROUPS.get(library, ("",))
+    return _GROUP_USERS.get(library) if any(part in name for part in parts) else None
+
+
+def needs_torchs_groups(name: str) -> bool:
+    """Returns whether a program that uses `name` needs torch's own process groups, and so the plug-in."""
+    return (
+        is_in(name, _TORCH)
+        and new_name(name, MigrationMode.IMPORT) is None
+        and not any(is_in(name, each) for each in _STAYS)
+    )
+
+
+MARK = "TODO(paceline): "  # begins what is written into the user's file where something is left to do
+_WIDTH = 100
+
+
+@dataclass(frozen=True)
+class MigrationFinding:
+    """One place of a program that concerns distributed training.
+
+    Attributes:
+        line: its line in the file as it was, from 1.
+        what: what is there, such as "torch.distributed.all_reduce".
+        reason: why the program needs an edit there that could not be made; None if the place comes over.
+        note: what is worth knowing about a place that comes over.
+    """
+
+    line: int
+    what: str
+    reason: str | None = None
+    note: str | None = None
+
+    @property
+    def is_migrated_fully(self) -> bool:
+        """Whether nothing is left to do here."""
+        return self.reason is None
+
+
+@dataclass(frozen=True)
+class ModeChoice:
+    """The way by which a program comes over, and why it keeps torch.distributed; empty if it does not."""
+
+    way: MigrationMode
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class MigratedFile:
+    """A file's new text, and the places that were found in it, in the order of their lines."""
+
+    text: str
+    places: tuple[MigrationFinding, ...] = ()
+
+
+def comment_lines(reason: str, indent: int = 0) -> list[str]:
+    """Returns the lines of the comment, without indentation, that tells the user what is left to do."""
+    width = max(40, _WIDTH - indent)
+    return textwrap.wrap(MARK + reason, width, initial_indent="# ", subsequent_indent="#   ", break_on_hyphens=False)
+
+
+def score(places: Sequence[MigrationFinding]) -> tuple[int, int]:
+    """Returns how many of the places come over, and how many there are."""
+    return sum(each.is_migrated_fully for each in places), len(places)

@@ -1,0 +1,352 @@
+"""Reads a Python file: what it imports, and where it uses what it imports, by the full names.
+
+The edits of a Python file: collected first, then made in one pass that leaves everything else as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import cast
+
+import libcst as cst
+from libcst.metadata import ImportAssignment, MetadataWrapper, ParentNodeProvider, PositionProvider, ScopeProvider
+
+from paceline.interop.migrate.names import MARK, comment_lines, is_migrated
+
+
+@dataclass
+class Edits:
+    """What is to change, by the nodes of the file.
+
+    Attributes:
+        module: the file.
+        expressions: what takes the place of an expression.
+        arguments: arguments that a call is given in addition.
+        imports: the statements that take the place of an import statement.
+        comments: reasons that become a comment above a statement.
+        modules: modules that the file is to import besides.
+    """
+
+    module: cst.Module
+    expressions: dict[cst.CSTNode, cst.BaseExpression] = field(default_factory=dict)
+    arguments: dict[cst.CSTNode, list[tuple[str, str]]] = field(default_factory=dict)
+    imports: dict[cst.CSTNode, list[cst.BaseSmallStatement]] = field(default_factory=dict)
+    comments: dict[cst.CSTNode, list[str]] = field(default_factory=dict)
+    modules: set[str] = field(default_factory=set)
+
+    def comment(self, statement: cst.CSTNode | None, reason: str) -> None:
+        """Adds a comment above a statement, unless it is there already."""
+        if statement is None:
+            return
+        is_first = bool(self.module.body) and statement is self.module.body[0]  # what is above it is the module's
+        header = self.module.header if is_first else ()
+        lines = cast("Sequence[cst.EmptyLine]", (*header, *getattr(statement, "leading_lines", ())))
+        if any(line.comment is not None and MARK in line.comment.value for line in lines):
+            return  # by an earlier run
+        reasons = self.comments.setdefault(statement, [])
+        if reason not in reasons:
+            reasons.append(reason)
+
+    def made(self) -> str:
+        """Returns the file's new text."""
+        if not (self.expressions or self.arguments or self.imports or self.comments or self.modules):
+            return self.module.code
+        edited = self.module.visit(_Editor(self))
+        missing = sorted(self.modules - _bound(edited))
+        for name in missing:
+            edited = _with_import(edited, name)
+        return edited.code
+
+
+class _Editor(cst.CSTTransformer):
+    def __init__(self, edits: Edits) -> None:
+        super().__init__()
+        self._edits = edits
+
+    def on_leave(  # type: ignore[override]  # LibCST's type depends on the node's
+        self, original_node: cst.CSTNode, updated_node: cst.CSTNode
+    ) -> cst.CSTNode | cst.FlattenSentinel[cst.CSTNode]:
+        edits = self._edits
+        if original_node in edits.expressions:
+            return edits.expressions[original_node]
+        node = cast("cst.CSTNode", super().on_leave(original_node, updated_node))
+        if isinstance(node, cst.Call) and original_node in edits.arguments:
+            node = _with_arguments(node, edits.arguments[original_node])
+        if original_node in edits.comments:
+            node = _with_comments(node, edits.comments[original_node])
+        if isinstance(original_node, cst.SimpleStatementSuite) and isinstance(node, cst.SimpleStatementSuite):
+            return node.with_changes(body=self._body(original_node.body, node.body))
+        if isinstance(original_node, cst.SimpleStatementLine) and isinstance(node, cst.SimpleStatementLine):
+            return self._line(original_node, node)
+        return node
+
+    def _body(
+        self, before: Sequence[cst.BaseSmallStatement], after: Sequence[cst.BaseSmallStatement]
+    ) -> list[cst.BaseSmallStatement]:
+        """Returns the statements of a line, with those of its imports that are to change replaced."""
+        imports = self._edits.imports
+        if not any(each in imports for each in before):
+            return list(after)
+        body = [new for old, same in zip(before, after, strict=True) for new in imports.get(old, [same])]
+        return [each.with_changes(semicolon=cst.MaybeSentinel.DEFAULT) for each in body]
+
+    def _line(
+        self, original: cst.SimpleStatementLine, line: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.CSTNode]:
+        body = self._body(original.body, line.body)
+        if len(original.body) > 1 or len(body) == 1:
+            return line.with_changes(body=body)
+        first, *others = body
+        later = [cst.SimpleStatementLine([each]) for each in others[:-1]]
+        last = cst.SimpleStatementLine([others[-1]], trailing_whitespace=line.trailing_whitespace)
+        start = line.with_changes(body=[first], trailing_whitespace=cst.TrailingWhitespace())
+        return cst.FlattenSentinel([start, *later, last])
+
+
+def expression(text: str) -> cst.BaseExpression:
+    """Returns the expression that `text` is."""
+    return cst.parse_expression(text)
+
+
+def import_statement(module: str, local: str | None = None) -> cst.Import:
+    """Returns `import module` or `import module as local`."""
+    text = f"import {module}" if local in (None, module) else f"import {module} as {local}"
+    line = cst.ensure_type(cst.parse_statement(text), cst.SimpleStatementLine)
+    return cst.ensure_type(line.body[0], cst.Import)
+
+
+def _with_arguments(call: cst.Call, arguments: Sequence[tuple[str, str]]) -> cst.Call:
+    added = [
+        cst.Arg(
+            expression(value),
+            cst.Name(keyword),
+            equal=cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace("")),
+        )
+        for keyword, value in arguments
+    ]
+    existing = list(call.args)
+    if existing and isinstance(existing[-1].comma, cst.MaybeSentinel):
+        existing[-1] = existing[-1].with_changes(comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")))
+    elif existing:  # a trailing comma, which stays one, with the layout that follows it
+        comma = existing[-1].comma
+        between = existing[-2].comma if len(existing) > 1 else cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+        existing[-1] = existing[-1].with_changes(comma=between)
+        added[-1] = added[-1].with_changes(comma=comma)
+    return call.with_changes(args=[*existing, *added])
+
+
+def _with_comments(node: cst.CSTNode, reasons: Sequence[str]) -> cst.CSTNode:
+    lines = [cst.EmptyLine(comment=cst.Comment(line)) for reason in reasons for line in comment_lines(reason)]
+    return node.with_changes(leading_lines=[*getattr(node, "leading_lines", ()), *lines])
+
+
+def _top_level_imports(module: cst.Module) -> list[tuple[int, cst.Import | cst.ImportFrom]]:
+    return [
+        (at, each)
+        for at, line in enumerate(module.body)
+        if isinstance(line, cst.SimpleStatementLine)
+        for each in line.body
+        if isinstance(each, cst.Import | cst.ImportFrom)
+    ]
+
+
+def _bound(module: cst.Module) -> set[str]:
+    """Returns the modules that the file imports at its top under their own names."""
+    return {
+        cst.Module([]).code_for_node(alias.name)
+        for _, each in _top_level_imports(module)
+        if isinstance(each, cst.Import)
+        for alias in each.names
+        if alias.asname is None
+    }
+
+
+def _with_import(module: cst.Module, name: str) -> cst.Module:
+    """Returns the file with `import name` after its first import of torch, or of anything, or after its docstring."""
+    imports = _top_level_imports(module)
+    roots = [(at, cst.Module([]).code_for_node(each)) for at, each in imports]
+    at = next((at for at, text in roots if "torch" in text), next((at for at, _ in roots), -1))
+    futures = [at for at, text in roots if "__future__" in text]
+    at = max([at, *futures])
+    line = cst.SimpleStatementLine([import_statement(name)])
+    if at < 0 and module.get_docstring() is not None:
+        at = 0
+    return module.with_changes(body=[*module.body[: at + 1], line, *module.body[at + 1 :]])
+
+
+@dataclass(frozen=True)
+class Imported:
+    """One name of an import statement: the full name of what is imported, and the name that the file gives it."""
+
+    statement: cst.Import | cst.ImportFrom
+    alias: cst.ImportAlias
+    name: str
+    local: str
+    line: int
+
+
+@dataclass(frozen=True)
+class NameUse:
+    """A dotted expression that leads to something imported, and how the file writes it.
+
+    `root` is the full name of what its first word was imported as; None if the word comes from `import a.b`.
+    """
+
+    node: cst.Name | cst.Attribute
+    name: str
+    written: str
+    root: str | None
+    line: int
+
+
+@dataclass
+class PythonSource:
+    """What a file contains. `calls` has the call of each use that is called, by the use's node."""
+
+    module: cst.Module
+    imports: list[Imported] = field(default_factory=list)
+    stars: list[tuple[int, str]] = field(default_factory=list)  # line and module of `from module import *`
+    uses: list[NameUse] = field(default_factory=list)
+    calls: dict[cst.CSTNode, cst.Call] = field(default_factory=dict)
+    resolve_parents: Callable[[], Mapping[cst.CSTNode, cst.CSTNode]] = dict
+
+    @cached_property
+    def parents(self) -> Mapping[cst.CSTNode, cst.CSTNode]:
+        """The parent of each node. They are looked for on first use: it takes a third of the time of all the rest."""
+        return self.resolve_parents()
+
+    def concerning(self) -> Iterator[Imported | NameUse]:
+        """Yields what concerns the migration."""
+        yield from (each for each in self.imports if is_migrated(each.name))
+        yield from (each for each in self.uses if is_migrated(each.name))
+
+    def statement_of(self, node: cst.CSTNode) -> cst.CSTNode | None:
+        """Returns the innermost statement around `node` that can have a comment above it."""
+        at: cst.CSTNode | None = node
+        while at is not None and not hasattr(at, "leading_lines"):
+            at = self.parents.get(at)
+        return at
+
+
+def read_source(text: str) -> PythonSource:
+    """Returns what the file contains.
+
+    Raises:
+        libcst.ParserSyntaxError: the text is not valid Python.
+    """
+    wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
+
+    def parents() -> Mapping[cst.CSTNode, cst.CSTNode]:
+        return cast("Mapping[cst.CSTNode, cst.CSTNode]", wrapper.resolve(ParentNodeProvider))
+
+    collector = _Collector(PythonSource(wrapper.module, resolve_parents=parents))
+    wrapper.visit(collector)
+    return collector.found
+
+
+def dotted(node: cst.CSTNode | None) -> str | None:
+    """Returns an expression such as `a.b.c` as text; None if it is another one."""
+    parts: list[str] = []
+    while isinstance(node, cst.Attribute):
+        parts.append(node.attr.value)
+        node = node.value
+    if not isinstance(node, cst.Name):
+        return None
+    return ".".join((node.value, *reversed(parts)))
+
+
+def bindings(statement: cst.Import | cst.ImportFrom) -> Iterator[tuple[cst.ImportAlias, str, str]]:
+    """Yields each name of an import statement: its alias, the full name, and the name in the file."""
+    if isinstance(statement.names, cst.ImportStar):
+        return
+    prefix = ""
+    if isinstance(statement, cst.ImportFrom):
+        if statement.relative or statement.module is None:
+            return
+        prefix = f"{dotted(statement.module)}."
+    for alias in statement.names:
+        name = dotted(alias.name) or ""
+        local = dotted(alias.asname.name) if alias.asname is not None else None
+        yield alias, prefix + name, local or name
+
+
+class _Collector(cst.CSTVisitor):
+    METADATA_DEPENDENCIES = (ScopeProvider, PositionProvider)
+
+    def __init__(self, found: PythonSource) -> None:
+        super().__init__()
+        self.found = found
+        self._no_uses: set[cst.CSTNode] = set()  # names of parameters, keywords, attributes and the like
+
+    def _line(self, node: cst.CSTNode) -> int:
+        return int(self.get_metadata(PositionProvider, node).start.line)
+
+    def visit_Import(self, node: cst.Import) -> bool:  # noqa: N802
+        return self._imported(node)
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:  # noqa: N802
+        if isinstance(node.names, cst.ImportStar) and not node.relative:
+            self.found.stars.append((self._line(node), dotted(node.module) or ""))
+        return self._imported(node)
+
+    def _imported(self, node: cst.Import | cst.ImportFrom) -> bool:
+        for alias, name, local in bindings(node):
+            self.found.imports.append(Imported(node, alias, name, local, self._line(alias)))
+        return False
+
+    def visit_Arg(self, node: cst.Arg) -> None:  # noqa: N802
+        self._hide(node.keyword)
+
+    def visit_Param(self, node: cst.Param) -> None:  # noqa: N802
+        self._hide(node.name)
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:  # noqa: N802
+        self._hide(node.name)
+
+    def visit_ClassDef(self, node: cst.ClassDef) -> None:  # noqa: N802
+        self._hide(node.name)
+
+    def visit_AssignTarget(self, node: cst.AssignTarget) -> None:  # noqa: N802
+        self._hide(node.target)
+
+    def visit_NameItem(self, node: cst.NameItem) -> None:  # noqa: N802
+        self._hide(node.name)
+
+    def visit_Call(self, node: cst.Call) -> None:  # noqa: N802
+        self.found.calls[node.func] = node
+
+    def visit_Attribute(self, node: cst.Attribute) -> bool:  # noqa: N802
+        self._hide(node.attr)
+        written = dotted(node)
+        if written is None:
+            return True  # the attribute of a call and the like, in which there may be uses
+        self._used(node, written)
+        return False
+
+    def visit_Name(self, node: cst.Name) -> None:  # noqa: N802
+        if node not in self._no_uses:
+            self._used(node, node.value)
+
+    def _hide(self, node: cst.CSTNode | None) -> None:
+        if isinstance(node, cst.Name):
+            self._no_uses.add(node)
+
+    def _used(self, node: cst.Name | cst.Attribute, written: str) -> None:
+        first, dot, rest = written.partition(".")
+        scope = self.get_metadata(ScopeProvider, node, None)
+        if scope is None:
+            return
+        assigned = [each for each in scope[first] if isinstance(each, ImportAssignment)]
+        bound = [pair for each in assigned for pair in _named(cast("cst.Import | cst.ImportFrom", each.node), first)]
+        if bound:
+            root = min((name for name, is_whole in bound if is_whole), default=None)
+            self.found.uses.append(NameUse(node, (root or first) + dot + rest, written, root, self._line(node)))
+
+
+def _named(statement: cst.Import | cst.ImportFrom, first: str) -> Iterator[tuple[str, bool]]:
+    """Yields what a statement gives the name `first`, and whether that is the whole: `import a.b` gives `a` too."""
+    for _, name, local in bindings(statement):
+        if local.partition(".")[0] == first:
+            yield name, local == first

@@ -1,0 +1,114 @@
+"""Paceline as a backend of torch.distributed: `torch.distributed.init_process_group("paceline")`.
+
+May use: `group` and below. Start reading at `process_group.py`. PyTorch finds `register` by an entry point and calls it
+at the end of `import torch`, so it imports nothing else and never raises.
+
+In a job with one port, torch.distributed's `env://` meets at a store of Paceline's.
+
+Torch's own store would need another port. This is installed at the end of `import torch`, so it imports the rest when
+it is used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlsplit
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store as TorchStore
+
+    from paceline.comm.store.store import Store
+
+
+_stores: list[Store] = []  # the one that this process uses for all its meetings; rank 0 serves it until it ends
+_lent: list[TorchStore] = []  # of this process's meetings; torch's C++ keeps only its own side of a store alive
+
+
+def replace_env_handler() -> None:
+    """Replaces what torch.distributed does for `env://`, unless torchrun, which serves a store itself, started this."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # torch.distributed also has a function of this name
+        vars(import_module("torch.distributed.rendezvous"))["_rendezvous_handlers"]["env"] = env_rendezvous_handler
+
+
+def env_rendezvous_handler(
+    url: str, timeout: timedelta | None = None, **_: Any
+) -> Iterator[tuple[TorchStore, int, int]]:
+    """Yields the store, the rank and the world size, as torch's own handler does.
+
+    Raises:
+        ValueError: the environment has no rank, world size or address.
+        StoreError: nobody serves the store.
+    """
+    from paceline.comm.rendezvous.environment import open_store, rank_and_world_size
+    from paceline.comm.store.store import DEFAULT_TIMEOUT, PrefixStore
+    from paceline.interop.torch_backend.store_adapters import StoreForTorch
+
+    timeout = DEFAULT_TIMEOUT if timeout is None else timeout
+    query = parse_qs(urlsplit(url).query)
+    rank, world_size = rank_and_world_size(
+        *(int(query[name][0]) if name in query else -1 for name in ("rank", "world_size"))
+    )
+    if not _stores:
+        _stores.append(open_store(rank, world_size, timeout))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    here = PrefixStore(f"torch/{attempt}/{len(_lent)}", _stores[0])
+    here.set_timeout(timeout)
+    _lent.append(StoreForTorch(here))
+    yield _lent[-1], rank, world_size
+    raise RuntimeError("torch.distributed cannot meet a second time in one rendezvous by env://")
+
+
+def register() -> None:
+    """Registers the backend "paceline" with torch.distributed; has no effect where that is not possible."""
+    try:
+        import torch.distributed as torch_dist
+
+        if not torch_dist.is_available() or "paceline" in torch_dist.Backend.backend_list:
+            return
+        torch_dist.Backend.register_backend("paceline", _create, extended_api=True, devices=["cpu"])
+        if find_spec("torch.distributed._dist2") is not None:  # releases 2.8 to 2.13
+            import_module("torch.distributed._dist2").register_backend("paceline", _create_alone)
+        if "torch" in os.environ.get("PACELINE_COMPAT", "").split(","):  # from `paceline run --compat torch`
+            import_module("paceline.interop.torch_backend.patches").take_over()
+        if os.environ.get("PACELINE_TORCH_STORE"):  # from `paceline run`, which serves torch's store at MASTER_PORT
+            import_module("paceline.interop.torch_backend.patches").take_over()
+        if os.environ.get("PACELINE_PORT"):
+            import_module("paceline.interop.torch_backend").take_over()
+    except Exception as error:
+        import logging
+
+        # This is no warning, since a filter can turn warnings into errors, and one here would break `import torch`.
+        logging.getLogger(__name__).warning("torch.distributed does not get the backend 'paceline': %r", error)
+
+
+def _create(options: object, pg_options: object = None) -> object:
+    from paceline.interop.torch_backend.device_backend import create
+
+    return create(options, pg_options)
+
+
+def _create_alone(store: Any, rank: int, world_size: int, timeout: Any, device: Any, **options: object) -> object:
+    from paceline.interop.torch_backend.device_backend import create_alone
+
+    return create_alone(store, rank, world_size, timeout, device, options)
+
+
+def lend_default_group() -> None:
+    """Makes torch.distributed's default group, with the backend "paceline", from the ranks of Paceline's default group.
+
+    Every rank calls this after `paceline.init_process_group()`. The ranks meet over Paceline's store, so the variables
+    and the port that torch's own `env://` needs are not used. End torch's group first, with
+    `torch.distributed.destroy_process_group()`.
+
+    Raises:
+        ValueError: Paceline's default group does not exist, or torch's exists already.
+    """
+    from paceline.interop.torch_backend.store_adapters import make_torch_default_group
+
+    register()
+    make_torch_default_group()

@@ -1,0 +1,178 @@
+"""A Paceline group as one of the backends of a process group: "cpu:paceline,cuda:nccl".
+
+If a backend is itself a process group, PyTorch makes it the whole group. From release 2.14 on, Python can subclass
+PyTorch's class `Backend`, and a group that has other backends too uses such a subclass.
+
+Makes the groups that torch.distributed asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch._C._distributed_c10d import Backend
+
+from paceline.comm.group.default import World, set_fallback_world
+from paceline.comm.group.eager import eager, eager_methods
+from paceline.interop.torch_backend.process_group import TorchProcessGroup
+from paceline.interop.torch_backend.rendezvous import GroupRendezvous, form_group
+from paceline.interop.torch_backend.work import keep_works_of_reducers
+
+_CPU = torch.device("cpu")
+_ALONE = "custom"  # the name of a process group whose one backend is not PyTorch's own
+
+
+def has_other_backends(options: Any) -> bool:
+    """Returns whether the group that a backend is made for also has PyTorch's own backends, as far as PyTorch says."""
+    whole = getattr(options, "process_group", None)
+    return whole is not None and (bool(whole._device_types) or whole.name() != _ALONE)
+
+
+@eager_methods
+class DeviceBackend(Backend):
+    """Passes calls on CPU tensors to `group`."""
+
+    supports_coalescing = False
+    supports_splitting = False
+    supports_abort_hooks = True
+
+    def __init__(self, group: TorchProcessGroup) -> None:
+        super().__init__(group.rank(), group.size())
+        self.group = group
+
+    def getBackendName(self) -> str:
+        """Returns the name that torch's messages use."""
+        return self.group.getBackendName()
+
+    name = getBackendName
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the time limit of later calls."""
+        self.group.set_timeout(timeout)
+
+    _set_default_timeout = set_timeout
+
+    def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
+        """Waits until all ranks have called it; see `TorchProcessGroup.monitored_barrier`."""
+        self.group.monitored_barrier(opts.timeout, wait_all_ranks)
+
+    def shutdown(self) -> None:
+        """Ends the group for this rank; idempotent."""
+        self.group.shutdown()
+
+    def abort(self) -> None:
+        """Ends the calls of all ranks on CPU tensors; see `Recovery.abort`."""
+        self.group.abort()
+
+    def get_error(self) -> Any:
+        """Returns what the group of CPU tensors failed with; see `Recovery.get_error`."""
+        return self.group.get_error()
+
+    def register_abort_hook(self, hook_id: int, hook: Callable[[], None]) -> None:
+        """Has `hook` run before the group of CPU tensors is given up; see `Recovery.register_abort_hook`."""
+        self.group.register_abort_hook(hook_id, hook)
+
+    def unregister_abort_hook(self, hook_id: int) -> None:
+        """Removes the hook that was registered with that number."""
+        self.group.unregister_abort_hook(hook_id)
+
+
+def _passed_on(name: str) -> Callable[..., torch_dist.Work]:
+    @eager
+    def call(self: DeviceBackend, *args: Any) -> torch_dist.Work:
+        work: torch_dist.Work = getattr(self.group, name)(*args)
+        return work
+
+    return call
+
+
+for _name in (
+    "allreduce",
+    "allreduce_coalesced",
+    "broadcast",
+    "reduce",
+    "allgather",
+    "allgather_coalesced",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "alltoall",
+    "all_to_all_single",
+    "barrier",
+    "send",
+    "recv",
+    "recv_anysource",
+):
+    setattr(DeviceBackend, _name, _passed_on(_name))
+
+
+def paceline_group_of(whole: torch_dist.ProcessGroup) -> TorchProcessGroup | None:
+    """Returns `whole` if it is a Paceline group, or else the Paceline group for its CPU tensors; None without one."""
+    if isinstance(whole, TorchProcessGroup):
+        return whole
+    if _CPU not in whole._device_types:
+        return None
+    backend = whole._get_backend(_CPU)
+    return backend.group if isinstance(backend, DeviceBackend) else None
+
+
+def create(options: Any, pg_options: Any = None) -> TorchProcessGroup | DeviceBackend:
+    """Returns the process group that torch.distributed asks for, or a backend for one that has other backends too.
+
+    With `enable_reconfigure` the group has no connections yet; `_reconfigure` makes them.
+
+    Raises:
+        ValueError: `pg_options` were given, which this backend does not have, or a mixture is to be reconfigured.
+        RendezvousError, AuthenticationError: the ranks did not find each other.
+    """
+    is_mixed, is_open = has_other_backends(options), getattr(options, "enable_reconfigure", False)
+    if is_mixed and is_open:
+        raise ValueError(
+            "a mixture of backends cannot be reconfigured: PyTorch does not support it, and nccl has not been run on a "
+            "GPU with Paceline yet. Give enable_reconfigure=True to a group whose only backend is 'paceline'"
+        )
+    if pg_options is not None and not is_mixed:  # PyTorch passes the other backend's options to every backend
+        raise ValueError(f"the backend 'paceline' has no options; got {type(pg_options).__name__}")
+    named = options.global_ranks_in_group or range(options.group_size)
+    group = _form(options.store, options.group_rank, options.timeout, named, str(options.group_id), is_open)
+    set_fallback_world(_default_world)
+    return DeviceBackend(group) if is_mixed else group
+
+
+def create_alone(
+    store: Any, rank: int, world_size: int, timeout: timedelta, device: torch.device, options: dict[str, object]
+) -> TorchProcessGroup:
+    """Returns the process group that `torch.distributed._dist2.new_group` asks for, which torch does not register.
+
+    Raises:
+        ValueError: `device` is not the CPU, or `options` were given, which this backend does not have.
+        RendezvousError, AuthenticationError: the ranks did not find each other.
+    """
+    if device.type != "cpu":
+        raise ValueError(f"the backend 'paceline' takes CPU tensors; got the device {device}")
+    if options:
+        raise ValueError(f"the backend 'paceline' has no options; got {', '.join(options)}")
+    return _form(store, rank, timeout, range(world_size), "alone", False)
+
+
+def _form(
+    store: Any, rank: int, timeout: timedelta, named: Sequence[int], name: str, is_open: bool
+) -> TorchProcessGroup:
+    keep_works_of_reducers()
+    meeting = GroupRendezvous(store, rank, len(named), timeout, named, name)
+    return TorchProcessGroup(meeting, None if is_open else form_group(meeting))
+
+
+def _default_world() -> World | None:
+    """Returns Paceline's view of torch's default group; None if that is not one of Paceline's."""
+    whole = torch_dist.group.WORLD
+    group = None if whole is None else paceline_group_of(whole)
+    return None if group is None else group.world

@@ -1,0 +1,209 @@
+"""`paceline run --compat torch`: groups that torch.distributed makes with gloo use Paceline's engine.
+
+All groups of torch.distributed are made in one function of its own, which is replaced here by one that passes on the
+backend "paceline" in place of gloo. What the program asks about the group (`get_backend`) is answered as before, since
+programs branch on it, and profiles and DDP's logging name the calls and the backend as before.
+
+Lets torch.distributed meet several times in the store that `paceline run` serves for it, or in one of its own.
+
+The launcher's store outlives a process group, and so do the keys of that group. Torch would find the addresses of ended
+processes there when a program makes its default group again, so each meeting after the first has a prefix of its own.
+Torch would also take every other address for the launcher's; at those, rank 0 serves the store as without a launcher.
+
+Makes torch.distributed's `shrink_group` return a group of Paceline's as it is.
+
+`shrink_group` asks the backend for a smaller one and registers that with a new process group of PyTorch's own. Only
+instances of the C++ class `Backend` can be registered, and a group of Paceline's is a process group itself: where
+`init_process_group` returns such a group, `shrink_group` does not know that case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
+
+_STORE_FACTORY = "_create_c10d_store"
+_LONGEST_PAUSE_S = 0.25
+
+
+@functools.cache
+def replace_store_factory() -> None:
+    """Replaces the function by which torch.distributed opens a store for `env://` and `tcp://`; idempotent."""
+    rendezvous = vars(import_module("torch.distributed.rendezvous"))
+    original = rendezvous[_STORE_FACTORY]
+    signature = inspect.signature(original)
+    meetings = 0
+
+    @functools.wraps(original)
+    def make(*args: Any, **options: Any) -> Any:
+        from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+        from paceline.comm.rendezvous.environment import is_torch_store
+
+        nonlocal meetings
+        given = signature.bind(*args, **options).arguments
+        if is_torch_store(given["port"]):
+            _await_store(given["hostname"], given["port"], given["timeout"])
+            store = original(*args, **options)
+            meetings += 1
+            return store if meetings == 1 else PrefixStore(f"meeting/{meetings}", store)
+        more = {name: given[name] for name in ("use_libuv",) if name in given}
+        return TCPStore(
+            host_name=given["hostname"],
+            port=given["port"],
+            world_size=given["world_size"],
+            is_master=given["rank"] == 0,
+            timeout=given["timeout"],
+            multi_tenant=True,
+            **more,
+        )
+
+    rendezvous[_STORE_FACTORY] = make
+
+
+def _await_store(host: str, port: int, timeout: timedelta) -> None:
+    """Has the launcher open its store for torch, and returns when that listens, or the time is up.
+
+    Torch's own client would report each attempt that came too early, and then wait for a second.
+    """
+    from paceline.comm.rendezvous.environment import TORCH_STORE_REQUESTS
+
+    if path := os.environ.get(TORCH_STORE_REQUESTS):
+        with contextlib.suppress(OSError), open(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "wb") as pipe:
+            pipe.write(b"\n")
+    until_s, pause_s = time.monotonic() + timeout.total_seconds(), 0.002
+    while (left_s := until_s - time.monotonic()) > 0:
+        with contextlib.suppress(OSError), socket.create_connection((host, port), left_s):
+            return
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+_SHRINK_FACTORY = "_create_shrunk_process_group"
+
+
+def can_replace_shrink_group() -> bool:
+    """Returns whether this release of PyTorch has `shrink_group`, made in the way that is known here."""
+    return hasattr(c10d, "shrink_group") and hasattr(c10d, _SHRINK_FACTORY)
+
+
+def replace_shrink_group(kind: type[torch_dist.ProcessGroup]) -> None:
+    """Has `shrink_group` return groups of the class `kind` themselves; those of others are treated as before."""
+    make = getattr(c10d, _SHRINK_FACTORY)
+    if getattr(make, "kind", None) is kind:
+        return
+
+    def make_or_return(new_backend: Any, ranks: Sequence[int], metadata: Any, is_default_group: bool) -> Any:
+        if not isinstance(new_backend, kind):
+            return make(new_backend, ranks, metadata, is_default_group)
+        former = metadata["original_group_name"]
+        # PyTorch numbers groups anew after this, and would find keys of earlier groups under the same names.
+        metadata["store"] = new_backend.get_group_store()
+        new_backend._set_group_name(metadata["new_group_name"])
+        new_backend._set_group_desc("default:shrunken" if is_default_group else f"{former}:shrunk")
+        return new_backend
+
+    make_or_return.kind = kind  # type: ignore[attr-defined]
+    setattr(c10d, _SHRINK_FACTORY, make_or_return)
+
+
+_GLOO, _OURS = "gloo", "paceline"
+_MIXES_FROM = (2, 14)  # the first release of torch in which a backend in Python can be one of several
+_GROUP_FACTORY = "_new_process_group_helper"
+_FIGURES = "_get_ddp_logging_data"
+
+
+@functools.cache
+def replace_gloo() -> None:
+    """Makes torch.distributed create Paceline's groups for CPU tensors wherever it would create gloo's; idempotent."""
+    original = getattr(c10d, _GROUP_FACTORY)
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def make(*args: Any, **options: Any) -> Any:
+        given = signature.bind(*args, **options)
+        asked = c10d.Backend(str(given.arguments["backend"]))
+        has_options = any(given.arguments.get(name) is not None for name in ("backend_options", "pg_options"))
+        ours = None if has_options else in_place_of(asked)
+        if not given.arguments["global_ranks_in_group"] and given.arguments["group_rank"] == 0:
+            _report_replacement(asked, ours, given.arguments["group_size"], has_options)
+        if ours is None:
+            return original(*args, **options)
+        given.arguments["backend"] = c10d.Backend(ours)
+        group, store = original(*given.args, **given.kwargs)
+        if group in c10d._world.pg_map:  # and not on a rank that is not in the group
+            c10d._world.pg_map[group] = (asked, store)
+            from paceline.interop.torch_backend.device_backend import (
+                paceline_group_of,  # this module is loaded by `import torch`, before it is needed
+            )
+
+            if (part := paceline_group_of(group)) is not None:
+                part.report_backend_as(_GLOO)
+        return group, store
+
+    setattr(c10d, _GROUP_FACTORY, make)
+    _name_as_asked()
+
+
+def in_place_of(asked: str) -> str | None:
+    """Returns the backend that takes the place of `asked`; None if that has nothing for Paceline to take over."""
+    devices = dict(c10d.BackendConfig(c10d.Backend(asked)).get_device_backend_map())
+    if devices.get("cpu") != _GLOO:
+        return None
+    of_gpus = devices.get("cuda") if torch.cuda.is_available() else None
+    if of_gpus is None:
+        return _OURS
+    if release() >= _MIXES_FROM:
+        return f"cpu:{_OURS},cuda:{of_gpus}"
+    return _OURS if of_gpus == _GLOO else None
+
+
+def release() -> tuple[int, int]:
+    """Returns torch's release, such as (2, 13)."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _name_as_asked() -> None:
+    """Makes the logging data of torch's DistributedDataParallel name the backend that the program has named."""
+    original: Callable[[DistributedDataParallel], dict[str, Any]] = getattr(DistributedDataParallel, _FIGURES)
+
+    @functools.wraps(original)
+    def figures(self: DistributedDataParallel) -> dict[str, Any]:
+        found = original(self)
+        if found.get("backend_name") == _OURS:
+            found["backend_name"] = c10d.get_backend(self.process_group)
+        return found
+
+    setattr(DistributedDataParallel, _FIGURES, figures)
+
+
+def _report_replacement(asked: str, ours: str | None, size: int, has_options: bool) -> None:
+    """Says in one line, on rank 0, what has become of the default group."""
+    named = "no backend" if asked == "undefined" else f"the backend {asked}"
+    who = f"paceline: --compat torch: torch.distributed's group of {size} ranks, for which the script names {named},"
+    if ours is not None:
+        text = f"{who} uses Paceline's engine for CPU tensors"
+    elif has_options:
+        text = f"{who} stays as it is, since it has pg_options, which are for that backend only"
+    elif c10d.BackendConfig(c10d.Backend(asked)).get_device_backend_map().get("cpu") == _GLOO:
+        text = (
+            f"{who} stays as it is: with nccl beside it, this takes PyTorch 2.14 or newer (this is {torch.__version__})"
+        )
+    else:
+        text = f"{who} stays as it is: it has no gloo, which Paceline would take the place of"
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,816 @@
+"""torch.distributed's process group over Paceline's engine.
+
+Every method of torch's makes one call of Paceline's. PyTorch has renamed some methods over time; those have both names.
+Where torch passes an option object, it also passes the values that would be in one: `opts` may be a root's rank, a
+reduction or a time limit, and then a single tensor need not be in a list.
+
+Functions of the program that run before a group is given up, so that they can record what it was doing.
+
+The handles by which torch.distributed's `_reconfigure` is told which processes form a group from now on.
+
+The part of a process group that torch.distributed needs besides collectives.
+
+The errors of `monitored_barrier` in gloo's words, which programs of torch.distributed look for.
+
+What a torch.distributed program goes on with after a failure: abort, errors, `shrink_group` and `_reconfigure`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import astuple, dataclass
+from datetime import timedelta
+from enum import Enum
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as torch_dist
+from torch._C import _distributed_c10d as torch_core
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import Work as TorchWork
+from torch.distributed.distributed_c10d import _world
+
+from paceline.comm.engine.codes import ReduceOp
+from paceline.comm.engine.failures import OutcomeCode, ProcessIdentity, RankIdentity
+from paceline.comm.group.buffers import Tensors
+from paceline.comm.group.call_plan import one_list, parts_by_rank, reduction_of, time_limit
+from paceline.comm.group.collectives import coalesced, collectives
+from paceline.comm.group.default import World
+from paceline.comm.group.eager import eager_methods
+from paceline.comm.group.work import JoinedWork, Work
+from paceline.durations import Timeout, to_seconds
+from paceline.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    GroupAbortedError,
+    PeerLostError,
+    RendezvousError,
+    short_repr,
+)
+from paceline.interop.torch_backend import patches
+from paceline.interop.torch_backend.rendezvous import OTHER_DEVICES, GroupRendezvous, form_group
+from paceline.interop.torch_backend.work import FinishedWork, RunningWork, keep_alive
+
+
+class AbortHooks:
+    """Runs its functions once for each failure; whoever comes second waits until they have run."""
+
+    def __init__(self) -> None:
+        self._hooks: dict[int, Callable[[], None]] = {}
+        self._running = threading.RLock()  # a function may itself abort the group
+        self._ran = False
+
+    def __bool__(self) -> bool:
+        return bool(self._hooks)
+
+    def add(self, hook_id: int, hook: Callable[[], None]) -> None:
+        """Adds `hook`, in place of an earlier one with the same number."""
+        self._hooks[hook_id] = hook
+
+    def remove(self, hook_id: int) -> None:
+        """Removes the function with that number, if there is one."""
+        self._hooks.pop(hook_id, None)
+
+    def run(self) -> None:
+        """Runs the functions, unless they have run since `rearm`; an error in one is logged."""
+        with self._running:
+            if self._ran or not self._hooks:
+                return
+            self._ran = True
+            for hook_id, hook in list(self._hooks.items()):
+                try:
+                    hook()
+                except Exception:  # whatever it is, the group must be given up
+                    logging.getLogger(__name__).exception("the abort hook %d failed", hook_id)
+
+    def rearm(self) -> None:
+        """Makes the next failure run the functions again."""
+        self._ran = False
+
+
+_HANDLE_PREFIX = "paceline:"
+
+
+@dataclass(frozen=True, order=True)
+class ReconfigureHandle:
+    """A rank's side of one process group: the process, and a token that no other group of the process has.
+
+    It stays the same for the life of the group object, whatever ranks that has. Handles in a set are ordered by `rank`,
+    the rank that the group began with.
+    """
+
+    rank: int
+    token: str
+    host: str
+    namespace: str
+    pid: int
+    started: int
+
+    @staticmethod
+    def mine(rank: int) -> ReconfigureHandle:
+        """Returns a new handle for a group in which this process is `rank`."""
+        me = ProcessIdentity.mine()
+        return ReconfigureHandle(rank, secrets.token_hex(8), socket.gethostname(), me.namespace, me.pid, me.started)
+
+    @staticmethod
+    def parse(text: str) -> ReconfigureHandle:
+        """Returns the handle that `str` made `text` of.
+
+        Raises:
+            ValueError: `text` is not a handle of this backend.
+        """
+        try:
+            rank, token, host, namespace, pid, started = json.loads(text.removeprefix(_HANDLE_PREFIX))
+            handle = ReconfigureHandle(int(rank), str(token), str(host), str(namespace), int(pid), int(started))
+        except (ValueError, TypeError):
+            handle = None
+        if handle is None or not text.startswith(_HANDLE_PREFIX):
+            raise ValueError(
+                f"{text!r} is not a handle of the backend 'paceline'; pass what "
+                "torch.distributed._get_reconfigure_handle() returned on each rank"
+            )
+        return handle
+
+    def __str__(self) -> str:
+        return _HANDLE_PREFIX + json.dumps(astuple(self), separators=(",", ":"))
+
+    def member(self, rank: int) -> RankIdentity:
+        """Returns the process as `rank` of a group."""
+        return RankIdentity(rank, self.host, self.pid, ProcessIdentity(self.namespace, self.pid, self.started))
+
+
+def in_rank_order(handles: AbstractSet[str] | list[str]) -> list[ReconfigureHandle]:
+    """Returns the handles in the order of their new ranks: a list's own, and a set's by their former ranks.
+
+    Raises:
+        ValueError: there are none, one is there twice, or one is not of this backend.
+    """
+    order = [ReconfigureHandle.parse(each) for each in handles]
+    if not order:
+        raise ValueError("_reconfigure was given no handles; pass those of all ranks that are to form the group")
+    if len(set(order)) < len(order):
+        twice = next(each for each in order if order.count(each) > 1)
+        raise ValueError(f"_reconfigure was given the handle of {twice.member(twice.rank)} twice; pass each once")
+    return sorted(order) if isinstance(handles, AbstractSet) else order
+
+
+_CPU = torch.device("cpu")
+
+
+class ClosedReason(Enum):
+    """Why a group has no connections: it was ended or aborted, or its ranks have not met."""
+
+    DESTROYED = "destroyed"
+    ABORTED = "aborted"
+    NOT_MET = "not met"
+
+
+@eager_methods
+class GroupIdentity(torch_dist.ProcessGroup):
+    """Names, ranks and devices of a group. PyTorch keeps these in the group's backend; here the group is its own."""
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_tensor_alloc = False
+    supports_time_estimate = False
+    supports_window = False
+    bound_device_id: torch.device | None = None
+
+    def __init__(self, meeting: GroupRendezvous, world: World | None) -> None:
+        super().__init__(meeting.rank, meeting.size)
+        self._store = meeting.store
+        self._timeout = meeting.timeout
+        self._rank, self._size, self._named = meeting.rank, meeting.size, meeting.named
+        self._members: tuple[RankIdentity, ...] = ()  # of the latest group whose ranks have met
+        self._absence = ClosedReason.NOT_MET
+        self._name = ""
+        self._description = "undefined"
+        self._backend = "paceline"
+        if world is not None:
+            self._adopt(meeting, world)
+
+    def __repr__(self) -> str:
+        return f"<paceline process group {self._name or 'default'}, rank {self._rank} of {self._size}>"
+
+    def getBackendName(self) -> str:
+        """Returns the name that torch's C++ uses, which takes a group by the name of gloo for an object of its own."""
+        return "paceline"
+
+    def name(self) -> str:
+        """Returns the name of the backend as programs see it."""
+        return self._backend
+
+    _get_backend_name = name
+
+    def report_backend_as(self, backend: str) -> None:
+        """Gives the group the name of the backend whose place it takes, also in profiles."""
+        self._backend = backend
+        if (group := vars(self).get("_group")) is not None:
+            group.profiled_as = backend
+
+    @property
+    def world(self) -> World | None:
+        """Returns what Paceline's calls use while this is the default group; None after its end."""
+        return vars(self).get("_world")
+
+    def rank(self) -> int:
+        """Returns this process's rank in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """Returns the number of ranks."""
+        return self._size
+
+    getRank = rank
+    getSize = size
+
+    def getGroupName(self) -> str:
+        """Returns the name that torch has given the group."""
+        return self._name
+
+    def getGroupDesc(self) -> str:
+        """Returns the group's description."""
+        return self._description
+
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+
+    def setGroupName(self, name: str) -> None:
+        """Sets `group_name`."""
+        self._name = _text(name)
+
+    def setGroupDesc(self, description: str) -> None:
+        """Sets `group_desc`."""
+        self._description = _text(description)
+
+    _set_group_name = setGroupName
+    _set_group_desc = setGroupDesc
+
+    def get_group_store(self) -> Any:
+        """Returns the store over which the ranks met."""
+        return self._store
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Returns no device until torch has registered the group.
+
+        torch 2.15 attaches a recorder to new groups that report devices, and it supports C++ backends only.
+        """
+        return [_CPU] if self in _world.pg_map else []
+
+    def _get_backend(self, device: torch.device) -> GroupIdentity:
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(
+                f"{self!r} has no backend for the device {device}; it takes CPU tensors: {OTHER_DEVICES}move them to it"
+            )
+        return self
+
+    get_backend = _get_backend
+
+    def _set_default_backend(self, backend_type: object) -> None:
+        """Does nothing, since this is the group's only backend."""
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def _wait_for_pending_works(self) -> None:
+        """Does nothing, since the caller waits for each call."""
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Does nothing, since the core numbers the calls."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return 0
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the time limit of later calls."""
+        self._timeout = timeout
+        if (group := vars(self).get("_group")) is not None:
+            group.set_timeout(timeout)
+
+    _set_default_timeout = set_timeout
+
+    def shutdown(self) -> None:
+        """Ends the group for this rank; idempotent."""
+        self._close(ClosedReason.DESTROYED)
+        vars(self).pop("_store", None)  # meshes keep this object, and would keep the descriptors open
+
+    def _adopt(self, meeting: GroupRendezvous, world: World) -> None:
+        """Makes the group of `world`, whose ranks have met, this group's connections."""
+        self._rank, self._size, self._named = meeting.rank, meeting.size, meeting.named
+        self._members = world.group.members
+        self._world = world
+        self._group = world.group
+        self.report_backend_as(self._backend)
+
+    def _close(self, why: ClosedReason) -> None:
+        """Ends the connections, if there are any; several threads may call this at once."""
+        self._absence = why
+        vars(self).pop("_group", None)
+        world = vars(self).pop("_world", None)
+        if world is not None:
+            world.close()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in ("_group", "_world", "_store"):
+            raise self._absent()
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def _absent(self) -> Exception:
+        """Returns the error of a call for which there are no connections."""
+        me = f"rank {self._rank}: {self!r}"
+        if self._absence is ClosedReason.ABORTED:
+            return GroupAbortedError(
+                f"{me} was aborted by this process; go on with shrink_group, _reconfigure or a new group",
+                rank=self._named[self._rank],
+            )
+        if self._absence is ClosedReason.NOT_MET:
+            return RendezvousError(
+                f"{me} has no other ranks yet: it was created with enable_reconfigure=True, or its last _reconfigure "
+                "failed. Pass torch.distributed._get_reconfigure_handle() of every rank to _reconfigure on all of them"
+            )
+        return ValueError(
+            f"{me} was destroyed (destroy_process_group); make a new one with init_process_group or new_group"
+        )
+
+
+def _text(name: object) -> str:
+    """Returns `name`, which messages show.
+
+    Raises:
+        TypeError: it is no string, as torch's own groups say.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"the name and the description of a group are strings, not {short_repr(name)}")
+    return name
+
+
+def prepend_gloo_message(
+    error: CollectiveError, group_rank: int, ranks: Sequence[int], timeout: Timeout, wait_all_ranks: bool
+) -> None:
+    """Puts what gloo says on this rank in front of the error's message; leaves it as it is if gloo could not say it.
+
+    With gloo, rank 0 names the first rank that did not come, or all of them, and the other ranks refer to rank 0.
+
+    Args:
+        error: what the barrier failed with.
+        group_rank: this process's rank in the group.
+        ranks: the group's ranks in the default group, by which `error` names them.
+        timeout: how long rank 0 waited.
+        wait_all_ranks: whether all ranks that did not come are named.
+    """
+    if group_rank:
+        text = _refers_to_rank_0(error, group_rank)
+    else:
+        text = _names_the_absent(error, ranks, timeout, wait_all_ranks)
+    if text:
+        error.args = (f"{text}\n Original exception: \n{error}", *error.args[1:])
+
+
+def _refers_to_rank_0(error: CollectiveError, group_rank: int) -> str:
+    if not isinstance(error, (CollectiveTimeoutError, PeerLostError)):
+        return ""
+    return (
+        f"Rank {group_rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv "
+        "from rank 0. Please check rank 0 logs for faulty rank."
+    )
+
+
+def _names_the_absent(error: CollectiveError, ranks: Sequence[int], timeout: Timeout, wait_all_ranks: bool) -> str:
+    if isinstance(error, CollectiveTimeoutError):
+        lost = error.missing
+    elif isinstance(error, PeerLostError):
+        lost = (error.rank,)
+    else:
+        return ""
+    absent = sorted(ranks.index(rank) for rank in lost if rank in ranks)
+    waited_ms = int(to_seconds(timeout) * 1000)
+    if wait_all_ranks and absent:
+        return f"[Rank 0]: Ranks {', '.join(map(str, absent))} failed to pass monitoredBarrier in {waited_ms} ms"
+    if waited_ms > 0 and absent:
+        return f"[Rank 0]: Rank {absent[0]} failed to pass monitoredBarrier in {waited_ms} ms"
+    return f"Rank 0 timed out in monitoredBarrier after {waited_ms} ms."
+
+
+_ERRORS = {OutcomeCode.OK: "SUCCESS", OutcomeCode.TIMED_OUT: "TIMEOUT", OutcomeCode.PEER_LOST: "REMOTE_ERROR"}
+_ABORT = 1  # torch's SHRINK_ABORT
+
+
+@eager_methods
+class RecoverableGroup(GroupIdentity):
+    """A group that can be aborted, and whose ranks can change."""
+
+    supports_reconfigure = True
+    supports_abort_hooks = True
+    supports_shrinking = patches.can_replace_shrink_group()
+
+    def __init__(self, meeting: GroupRendezvous, world: World | None) -> None:
+        super().__init__(meeting, world)
+        self._handle = ReconfigureHandle.mine(meeting.named[meeting.rank])
+        self._abort_hooks = AbortHooks()
+        self._failure = OutcomeCode.OK  # of the latest group that was aborted
+
+    def abort(self) -> None:
+        """Ends the calls of all ranks, now and later, with a `GroupAbortedError`, and closes this rank's connections.
+
+        Any thread may call this while others wait in calls of the group. The abort hooks run first.
+        """
+        world = vars(self).get("_world")
+        if world is None:
+            return
+        self._abort_hooks.run()
+        world.group.abort()
+        self._failure = world.group.failure()
+        self._close(ClosedReason.ABORTED)
+
+    def get_error(self) -> Any:
+        """Returns what the group failed with as torch's `ErrorType`, as far as this rank knows without a call.
+
+        SUCCESS: it can be used. TIMEOUT: a rank did not come. REMOTE_ERROR: one died or left. COMM_ERROR: one called
+        `abort`, or the group failed otherwise.
+        """
+        world = vars(self).get("_world")
+        code = self._failure if world is None else world.group.failure()
+        return getattr(torch_core.ErrorType, _ERRORS.get(code, "COMM_ERROR"))
+
+    def register_abort_hook(self, hook_id: int, hook: Callable[[], None]) -> None:
+        """Has `hook` run once before `abort` takes effect, or when a call finds that the group has failed."""
+        self._abort_hooks.add(hook_id, hook)
+
+    def unregister_abort_hook(self, hook_id: int) -> None:
+        """Removes the hook that was registered with that number."""
+        self._abort_hooks.remove(hook_id)
+
+    def shrink(
+        self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts_override: Any = None
+    ) -> RecoverableGroup:
+        """Returns a new group of the other ranks, with consecutive ranks; each of them calls this.
+
+        The excluded ranks are not needed, so they may be dead. The ranks meet over torch's store, whose server must
+        live. This group stays as it is, unless `shrink_flags` says that it is to be aborted.
+
+        Raises:
+            RendezvousError: a rank that was not excluded did not come, or died.
+        """
+        if opts_override is not None:
+            raise ValueError(f"the backend 'paceline' has no options; got {type(opts_override).__name__}")
+        staying = [rank for rank in range(self._size) if rank not in ranks_to_exclude]
+        patches.replace_shrink_group(type(self))
+        expected = [self._members[rank] for rank in staying] if self._members else []
+        if shrink_flags & _ABORT:
+            self.abort()
+        key = f"shrunk/{'.'.join(str(rank) for rank in sorted(ranks_to_exclude))}"
+        attempt = self._store.add(f"{key}/{self._rank}", 1)
+        named = range(len(staying)) if self._is_default() else [self._named[rank] for rank in staying]
+        store = PrefixStore(f"{key}/{attempt}", self._store)
+        meeting = GroupRendezvous(store, staying.index(self._rank), len(staying), self._timeout, named, self._name)
+        group = type(self)(meeting, form_group(meeting, expected=expected))
+        group.report_backend_as(self._backend)
+        return group
+
+    def get_reconfigure_handle(self) -> str:
+        """Returns what names this rank in `_reconfigure`; it stays the same for the life of the group object."""
+        return str(self._handle)
+
+    def reconfigure(self, opts: Any) -> TorchWork:
+        """Replaces the group's ranks by those whose handles are given; each of them calls this, and nobody else has to.
+
+        Calls of the former group fail, here and on its other ranks. If this fails, the group has no ranks until a call
+        with another number succeeds.
+
+        Args:
+            opts: torch's `ReconfigureOptions`. `uuid` is a number that was not used before. `handles` are in the order
+                of the new ranks; in a set, processes keep the order of the ranks that they started with.
+
+        Raises:
+            ValueError: the handles are not those of the ranks, or this rank's is not among them.
+            RendezvousError: the number was used before, the ranks were given different handles, or one did not come.
+        """
+        order = in_rank_order(opts.handles)
+        if self._handle not in order:
+            raise ValueError(
+                f"rank {self._rank}: the handle of this process is not among the {len(order)} that _reconfigure was "
+                "given; only processes whose handles are there call it"
+            )
+        if opts.hints:
+            raise ValueError(f"the backend 'paceline' has no hints; got {', '.join(sorted(opts.hints))}")
+        rank, store = order.index(self._handle), PrefixStore(f"reconfigure/{opts.uuid}", self._store)
+        self._claim(store, opts.uuid, order)
+        self._close(ClosedReason.NOT_MET)
+        named = range(len(order)) if self._is_default() else [handle.rank for handle in order]
+        meeting = GroupRendezvous(store, rank, len(order), self._timeout, named, self._name)
+        self._adopt(meeting, form_group(meeting, opts.timeout, [handle.member(at) for at, handle in enumerate(order)]))
+        self._failure = OutcomeCode.OK
+        self._abort_hooks.rearm()
+        if self in _world.pg_group_ranks:
+            _world.pg_group_ranks[self] = {name: at for at, name in enumerate(named)}
+        if self._is_default():
+            self._agree_on_names()
+        return keep_alive(FinishedWork([]))
+
+    def _agree_on_names(self) -> None:
+        """Has all ranks give the same names to the groups that they make from now on.
+
+        torch.distributed counts groups, and a process that takes the place of another one has made fewer than the rest.
+        """
+        count = torch.tensor([_world.group_count])
+        self._group.all_reduce(count, ReduceOp.MAX)
+        _world.group_count = int(count)
+
+    def _claim(self, store: PrefixStore, uuid: int, order: Sequence[ReconfigureHandle]) -> None:
+        """Makes sure that the number is new, and that all ranks were given the same handles in the same order."""
+        me = f"rank {self._rank} ({self._handle.host}, pid {self._handle.pid})"
+        if store.add(f"used by {self._handle.token}", 1) != 1:
+            raise RendezvousError(f"{me}: _reconfigure's uuid {uuid} was already used; pass a new one each time")
+        here = "; ".join(str(handle.member(rank)) for rank, handle in enumerate(order))
+        mine = f"{here} [{' '.join(handle.token for handle in order)}]"
+        first = store.compare_set("handles", "", mine).decode()
+        if first != mine:
+            raise RendezvousError(
+                f"{me}: the ranks were given different handles for the uuid {uuid}: here {mine}, and on the rank that "
+                f"came first {first}. Pass the same handles in the same order everywhere, with a uuid that is new"
+            )
+
+    def _note_failure(self) -> None:
+        """Runs the abort hooks if the group is broken, which a call that failed has found."""
+        world = vars(self).get("_world")
+        if world is not None and world.group.failure() != OutcomeCode.OK:
+            self._abort_hooks.run()
+
+    def _is_default(self) -> bool:
+        return torch_dist.group.WORLD is self
+
+
+Call = Callable[[bool, Timeout | None], Work | None]
+Lists = Sequence[Sequence[torch.Tensor]] | Sequence[torch.Tensor]
+
+
+@eager_methods
+class TorchProcessGroup(RecoverableGroup):
+    """A group of ranks, which torch.distributed's `init_process_group` and `new_group` create.
+
+    Args:
+        meeting: who the ranks are, and where they meet.
+        world: the group that they have formed; None if `_reconfigure` is to form it.
+    """
+
+    def __init__(self, meeting: GroupRendezvous, world: World | None) -> None:
+        super().__init__(meeting, world)
+        self._coalescing: list[Work] | None = None
+
+    def allreduce(
+        self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
+    ) -> TorchWork:
+        """Reduces one tensor, or several as if they were one, over all ranks."""
+        by = reduction_of(opts if op is None else op)
+        return self._finish(opts, timeout, tensors, lambda a, t: self._group.all_reduce(_only(tensors), by, a, t))
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> TorchWork:
+        """Reduces tensors of several types over all ranks."""
+        by = reduction_of(opts)
+        return self._finish(
+            opts, None, tensors, lambda a, t: coalesced.all_reduce_coalesced(tensors, by, self._group, a, t)
+        )
+
+    def broadcast(
+        self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None, *, root: int | None = None
+    ) -> TorchWork:
+        """Copies the root's tensors to all ranks."""
+        source = _root(opts if root is None else root)
+        return self._finish(opts, timeout, tensors, lambda a, t: self._group.broadcast(tensors, source, a, t))
+
+    def reduce(
+        self,
+        tensors: Tensors,
+        opts: Any = None,
+        op: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
+    ) -> TorchWork:
+        """Reduces the tensors of all ranks into those of the root."""
+        target = _root(opts if root is None else root)
+        by = reduction_of(opts if op is None and hasattr(opts, "reduceOp") else op)
+        return self._finish(opts, timeout, tensors, lambda a, t: self._group.reduce(tensors, target, by, a, t))
+
+    def allgather(
+        self, output_tensors: Lists, input_tensors: Tensors, opts: Any = None, *, timeout: timedelta | None = None
+    ) -> TorchWork:
+        """Copies every rank's tensor to all ranks."""
+        outputs = one_list(output_tensors, "allgather")
+        return self._finish(opts, timeout, outputs, lambda a, t: self._group.all_gather(outputs, input_tensors, a, t))
+
+    def allgather_coalesced(
+        self, output_lists: list[list[torch.Tensor]], input_list: list[torch.Tensor], opts: Any = None
+    ) -> TorchWork:
+        """Copies every rank's tensors to all ranks: `output_lists[r]` receives those of rank r."""
+        return self._finish(
+            opts,
+            None,
+            [output for outputs in output_lists for output in outputs],
+            lambda a, t: coalesced.all_gather_coalesced(output_lists, input_list, self._group, a, t),
+        )
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
+        """Copies every rank's tensor to all ranks, concatenated in rank order."""
+        return self._finish(
+            opts, None, [output], lambda a, t: collectives.all_gather_into_tensor(output, input, self._group, a, t)
+        )
+
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> TorchWork:
+        """Does what `all_gather_single` does, for several tensors."""
+        return self._finish(
+            opts,
+            None,
+            outputs,
+            lambda a, t: coalesced.all_gather_into_tensor_coalesced(outputs, inputs, self._group, a, t),
+        )
+
+    def gather(
+        self,
+        output_tensors: Lists,
+        input_tensors: Tensors,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
+    ) -> TorchWork:
+        """Copies every rank's tensor to the root."""
+        target = _root(opts if root is None else root)
+        outputs = one_list(output_tensors, "gather") if self.rank() == target else None
+        return self._finish(
+            opts, timeout, outputs or [], lambda a, t: self._group.gather(outputs, input_tensors, target, a, t)
+        )
+
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
+        """Copies every rank's tensor to the root, concatenated in rank order."""
+        target = _root(opts)
+        parts = None
+        if self.rank() == target:
+            parts = parts_by_rank(output, input.numel(), self._group, "gather_single", "output")
+        return self._finish(opts, None, [output], lambda a, t: self._group.gather(parts, input, target, a, t))
+
+    def scatter(
+        self,
+        output_tensors: Tensors,
+        input_tensors: Lists,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
+    ) -> TorchWork:
+        """Copies one of the root's tensors to each rank."""
+        source = _root(opts if root is None else root)
+        inputs = one_list(input_tensors, "scatter") if self.rank() == source else None
+        return self._finish(
+            opts, timeout, output_tensors, lambda a, t: self._group.scatter(output_tensors, inputs, source, a, t)
+        )
+
+    def reduce_scatter(
+        self,
+        output_tensors: Tensors,
+        input_tensors: Lists,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        op: Any = None,
+    ) -> TorchWork:
+        """Reduces the ranks' lists of tensors entry by entry; each rank receives its own entry."""
+        by, inputs = reduction_of(opts if op is None else op), one_list(input_tensors, "reduce_scatter")
+        return self._finish(
+            opts, timeout, output_tensors, lambda a, t: self._group.reduce_scatter(output_tensors, inputs, by, a, t)
+        )
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
+        """Does what `reduce_scatter` does, for parts that are concatenated in rank order."""
+        by = reduction_of(opts)
+        return self._finish(
+            opts, None, [output], lambda a, t: collectives.reduce_scatter_tensor(output, input, by, self._group, a, t)
+        )
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> TorchWork:
+        """Does what `reduce_scatter_single` does, for several tensors."""
+        by = reduction_of(opts)
+        return self._finish(
+            opts,
+            None,
+            outputs,
+            lambda a, t: coalesced.reduce_scatter_tensor_coalesced(outputs, inputs, by, self._group, a, t),
+        )
+
+    def alltoall(
+        self,
+        output_tensors: list[torch.Tensor],
+        input_tensors: list[torch.Tensor],
+        opts: Any = None,
+        *,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Copies one tensor from each rank to each rank."""
+        return self._finish(
+            opts, timeout, output_tensors, lambda a, t: self._group.all_to_all(output_tensors, input_tensors, a, t)
+        )
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: Any = None,
+        *,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Does what `alltoall` does, for parts concatenated in rank order; without split sizes they are equal."""
+        given, taken = output_split_sizes or None, input_split_sizes or None
+        return self._finish(
+            opts,
+            timeout,
+            [output],
+            lambda a, t: collectives.all_to_all_single(output, input, given, taken, self._group, a, t),
+        )
+
+    def barrier(self, opts: Any = None, *, timeout: timedelta | None = None) -> TorchWork:
+        """Waits until all ranks have called it."""
+        return self._finish(opts, timeout, [], self._group.barrier)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Waits until all ranks have called it; its errors begin with gloo's words.
+
+        As with gloo, `timeout` is rank 0's, and the other ranks wait for rank 0 as long as the group's calls wait.
+        """
+        limit = self._group.timeout if timeout is None or timeout < timedelta(0) else timeout
+        try:
+            self._group.barrier(timeout=limit if self._rank == 0 else max(limit, self._group.timeout))
+        except CollectiveError as error:
+            self._note_failure()
+            prepend_gloo_message(error, self._rank, self._group.ranks, limit, wait_all_ranks)
+            raise
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> TorchWork:
+        """Sends tensors to one rank."""
+        return self._as_torchs(self._group.send(tensors, dst, tag, async_op=True), tensors)
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> TorchWork:
+        """Receives tensors from one rank."""
+        return self._as_torchs(self._group.recv(tensors, src, tag, async_op=True), tensors)
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> TorchWork:
+        """Receives tensors from any rank."""
+        return self._as_torchs(self._group.recv(tensors, -1, tag, async_op=True), tensors)
+
+    # The names of these methods in other releases of torch.
+
+    _allgather_base = all_gather_single
+    gather_into_tensor = gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalescing = []
+
+    def _end_coalescing(self, device: torch.device) -> TorchWork:
+        works, self._coalescing = self._coalescing or [], None
+        return RunningWork(JoinedWork(works, "coalesced calls", []), [])
+
+    def _finish(self, opts: Any, timeout: timedelta | None, results: Tensors, call: Call) -> TorchWork:
+        # Releases of torch whose options have no `asyncOp` wait themselves.
+        background = self._coalescing is not None or getattr(opts, "asyncOp", True)
+        try:
+            work = call(background, time_limit(opts, timeout))
+        except CollectiveError:
+            self._note_failure()
+            raise
+        return self._as_torchs(work, results)
+
+    def _as_torchs(self, work: Work | None, results: Tensors) -> TorchWork:
+        if work is not None and self._abort_hooks:
+            work.when_over(lambda: self._note_failure() if work.exception() is not None else None)
+        written = [results] if isinstance(results, torch.Tensor) else results
+        if work is None:
+            return keep_alive(FinishedWork(written))
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        return keep_alive(RunningWork(work, written))
+
+
+def _only(tensors: Tensors) -> Tensors:
+    """Returns the tensor of a list of one, which then takes the fast path of `all_reduce`."""
+    return tensors[0] if isinstance(tensors, (list, tuple)) and len(tensors) == 1 else tensors
+
+
+def _root(opts: Any) -> int:
+    """Returns the root's group rank from an option object or a number; 0 for None, as in torch's options."""
+    return 0 if opts is None else int(getattr(opts, "rootRank", opts))

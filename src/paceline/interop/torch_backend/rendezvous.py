@@ -1,0 +1,136 @@
+"""Connects the ranks of a torch.distributed group over torch's store, which also holds a secret if the job has none."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from paceline.comm.engine.api import EngineContext
+from paceline.comm.engine.failures import RankIdentity
+from paceline.comm.engine.formation import Formation
+from paceline.comm.engine.registry import choose
+from paceline.comm.group.default import World
+from paceline.comm.group.engines import Engines
+from paceline.comm.group.process_group import ProcessGroup
+from paceline.comm.one_port.dialer import chosen_port
+from paceline.comm.security.levels import chosen_level
+from paceline.comm.security.secret import job_secret
+from paceline.durations import to_seconds
+from paceline.errors import AuthenticationError, RendezvousTimeoutError
+from paceline.interop.torch_backend.store_adapters import StoreFromTorch
+
+OTHER_DEVICES = (
+    "make a second group, such as torch.distributed.new_group(backend='nccl'), for tensors that are not on the CPU (of "
+    "a mixture such as 'cpu:paceline,cuda:nccl' PyTorch makes no more than one backend before release 2.14, if that "
+    "is written in Python), or "
+)
+_SHORTEST_PATIENCE = timedelta(seconds=10)  # for groups whose calls are to fail soon; processors may be busy meanwhile
+_SECRET_KEY = "paceline/secret"
+_SECRET_VARIABLE = "PACELINE_SECRET"
+_OWN = "own"  # published instead of a secret if the job has its own
+
+
+@dataclass(frozen=True)
+class GroupRendezvous:
+    """The ranks that are to form a group, and where they meet.
+
+    Args:
+        store: torch's store, without keys of an earlier meeting.
+        rank, size: this rank, and how many there are.
+        timeout: how long the group's calls wait for other ranks.
+        named: the number by which messages name each rank: its rank in torch's default group.
+        name: the group's name in messages.
+    """
+
+    store: Any
+    rank: int
+    size: int
+    timeout: timedelta
+    named: Sequence[int]
+    name: str
+
+
+def form_group(
+    meeting: GroupRendezvous, patience: timedelta | None = None, expected: Sequence[RankIdentity] = ()
+) -> World:
+    """Waits for the other ranks of the meeting, and returns their group.
+
+    Args:
+        meeting: who meets, and where.
+        patience: how long to wait for the others; by default as long as the group's calls wait, but at least 10 s.
+        expected: the processes of the ranks, if they are known. The meeting ends as soon as one of this host ends.
+
+    Raises:
+        RendezvousError, AuthenticationError: the ranks did not find each other.
+    """
+    rank, size, patience = meeting.rank, meeting.size, patience or max(meeting.timeout, _SHORTEST_PATIENCE)
+    store, patience_s = StoreFromTorch(meeting.store, patience), to_seconds(patience)
+    backend = choose("paceline")
+    with contextlib.ExitStack() as undo:
+        with Formation(store, rank, size) as formation:
+            formation.watch(lambda: next(filter(_has_ended, expected), None))
+            with _secret_of_group(store, rank, formation, patience_s):
+                start = EngineContext(store, rank, size, patience_s, formation, peer=os.environ.get("MASTER_ADDR"))
+                engines = undo.enter_context(contextlib.closing(Engines(start, backend)))
+                opener = engines.openers(backend, range(size), patience_s, engines.count_group(range(size)))["cpu"]
+                opened = opener(torch.device("cpu"))
+        members = [
+            RankIdentity(named, each.host, each.pid, each.process)
+            for named, each in zip(meeting.named, engines.members, strict=True)
+        ]
+        group = ProcessGroup(opened, members, rank, patience, meeting.name, advice=OTHER_DEVICES)
+        undo.callback(group.close)
+        group.barrier()
+        group.set_timeout(meeting.timeout)
+        undo.pop_all()
+    return World(store, engines, group, meeting.timeout)
+
+
+def _has_ended(member: RankIdentity) -> bool:
+    return member.process is not None and bool(member.process.has_ended())
+
+
+@contextlib.contextmanager
+def _secret_of_group(store: StoreFromTorch, rank: int, formation: Formation, patience_s: float) -> Iterator[None]:
+    """Shares a secret through torch's store if the job has none; that store trusts everybody who reaches it anyway."""
+    mine = job_secret()
+    if mine is None and chosen_level() == "encrypt":
+        raise AuthenticationError(
+            f"rank {rank} of the group: the security level is encrypt and the job has no secret, and one that came "
+            "through torch's store, which is not encrypted, would protect nothing; start the job with `paceline run`, "
+            f"or give all processes the same {_SECRET_VARIABLE}"
+        )
+    if mine is None and chosen_port() is not None:
+        raise AuthenticationError(
+            f"rank {rank} of the group: the processes of a machine share its one port ({chosen_port()}) by the job's "
+            "secret, and the job has none; start the job with `paceline run`, or give all processes the same "
+            f"{_SECRET_VARIABLE}"
+        )
+    if rank == 0:
+        store.set(_SECRET_KEY, secrets.token_hex(32) if mine is None else _OWN)
+    if formation.absent([_SECRET_KEY], time.monotonic() + patience_s):
+        raise RendezvousTimeoutError(
+            f"rank {rank} of the group waited {patience_s:.0f} s for rank 0, which did not come; look at its output"
+        )
+    shared = store.get(_SECRET_KEY).decode()
+    if (shared == _OWN) != (mine is not None):
+        raise AuthenticationError(
+            f"rank {rank} of the group has {'no' if mine is None else 'a'} secret of the job, and rank 0 has "
+            f"{'one' if mine is None else 'none'}; give all processes the same {_SECRET_VARIABLE}, or none"
+        )
+    if mine is not None:
+        yield
+        return
+    os.environ[_SECRET_VARIABLE] = shared  # only while the group forms, so that child processes do not inherit it
+    try:
+        yield
+    finally:
+        os.environ.pop(_SECRET_VARIABLE, None)

@@ -1,0 +1,143 @@
+"""What the ranks send: bytes a second from one look to the next, and which rows of that are worth showing."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from paceline.operate.dashboard.dashboard_state import LinkRow
+from paceline.operate.dashboard.job_sample import LinkRate
+from paceline.operate.diagnosis import job_snapshot
+from paceline.operate.diagnosis.recording import LinkRecord as Measured
+from paceline.operate.diagnosis.slow_links import find_slow_link
+
+SHARED_MEMORY, TCP = "shared memory", "TCP"
+
+_WINDOW = 30  # measurements, one a second, by which a link is judged
+_IDLE_S = 3.0  # a link that was not measured for so long was not used
+_MOST_ROWS = 64
+_WORTH_SHOWING = 0.01  # of the bytes of the busiest link: connections that only keep in touch are left out
+
+
+class LinkRates:
+    """Turns what one rank's recording says of its links, look by look, into rates."""
+
+    def __init__(self) -> None:
+        self._past: dict[tuple[int, int], deque[Measured]] = {}
+
+    def take(self, rank: int, measured: Sequence[Measured], now_s: float) -> tuple[LinkRate, ...]:
+        """Returns the rank's links by the other rank; `now_s` is a time on the recording's clock."""
+        found: dict[int, LinkRate] = {}
+        for each in measured:
+            past = self._past.setdefault((each.group, each.peer), deque(maxlen=_WINDOW))
+            if past and past[-1].sent_nbytes > each.sent_nbytes:
+                past.clear()  # these are other connections
+            if not past or past[-1].measured_ns != each.measured_ns:
+                past.append(each)
+            link = _recent(rank, past, now_s)
+            found[each.peer] = _joined(found[each.peer], link) if each.peer in found else link
+        for gone in set(self._past) - {(each.group, each.peer) for each in measured}:
+            del self._past[gone]
+        return tuple(found[peer] for peer in sorted(found))
+
+
+def links_over(rank: int, measured: Iterable[Measured], span_s: float) -> tuple[LinkRate, ...]:
+    """Returns a rank's links in all of a job that lasted `span_s`."""
+    found: dict[int, LinkRate] = {}
+    for each in measured:
+        link = _link(rank, each, None, each.sent_nbytes / span_s)
+        found[each.peer] = _joined(found[each.peer], link) if each.peer in found else link
+    return tuple(found[peer] for peer in sorted(found))
+
+
+def rows_of(links: Sequence[LinkRate], hosts: Mapping[int, str]) -> tuple[tuple[LinkRow, ...], str | None]:
+    """Returns the rows that are worth showing, and what to say of the slowest way between hosts if it stands out."""
+    by_rank: dict[int, list[job_snapshot.PeerTraffic]] = {rank: [] for rank in hosts}
+    for link in links:
+        if link.recent is not None and link.rank in by_rank:
+            by_rank[link.rank].append(link.recent)
+    ranks = [job_snapshot.RankState(rank, hosts[rank], links=tuple(own)) for rank, own in by_rank.items()]
+    way = find_slow_link(ranks)
+    slow = {(a, b) for a in way.ranks[0] for b in way.ranks[1]} if way is not None else set()
+    most = max((_weight(link) for link in links if link.peer >= 0), default=0)
+    shown = [link for link in links if link.peer < 0 or _weight(link) >= _WORTH_SHOWING * most]
+    shown = sorted(shown, key=lambda link: -_weight(link))[:_MOST_ROWS]
+    rows = tuple(_row(link, slow) for link in sorted(shown, key=lambda link: (link.rank, link.peer, link.kind)))
+    return rows, way.sentence if way is not None else None
+
+
+def _weight(link: LinkRate) -> int:
+    return link.recent.sent_nbytes if link.recent is not None else 0
+
+
+def _row(link: LinkRate, slow: set[tuple[int, int]]) -> LinkRow:
+    return LinkRow(
+        rank=link.rank,
+        peer=link.peer,
+        kind=link.kind,
+        nbytes_per_s=round(link.nbytes_per_s),
+        delivers_nbytes_per_s=round(link.delivers_nbytes_per_s) or None,
+        round_trip=round(link.round_trip_s * 1e3, 3) or None,
+        variation=round(link.variation_s * 1e3, 3) if link.round_trip_s else None,
+        retransmits=link.retransmits if link.peer >= 0 else None,
+        is_slow=(link.rank, link.peer) in slow,
+    )
+
+
+def _recent(rank: int, past: deque[Measured], now_s: float) -> LinkRate:
+    last = past[-1]
+    before = past[-2] if len(past) > 1 else last
+    passed_s = (last.measured_ns - before.measured_ns) / 1e9
+    is_used = passed_s > 0 and now_s - last.measured_ns / 1e9 < _IDLE_S
+    rate = (last.sent_nbytes - before.sent_nbytes) / passed_s if is_used else 0.0
+    return _link(rank, last, past[0] if len(past) > 1 else None, rate)
+
+
+def _link(rank: int, last: Measured, first: Measured | None, rate: float) -> LinkRate:
+    """Returns the link of a rank with what it has carried since `first`, or since it was opened."""
+    recent = job_snapshot.PeerTraffic(
+        peer=last.peer,
+        sent_nbytes=last.sent_nbytes - (first.sent_nbytes if first else 0),
+        active_s=_active_s(last) - (_active_s(first) if first else 0.0),
+        segments=last.segments - (first.segments if first else 0),
+        retransmits=last.retransmits - (first.retransmits if first else 0),
+        round_trip_s=last.round_trip_s,
+        silent_s=last.silent_s,
+    )
+    return LinkRate(
+        rank=rank,
+        peer=last.peer,
+        kind=TCP,
+        nbytes_per_s=rate,
+        delivers_nbytes_per_s=last.nbytes_per_s,
+        round_trip_s=last.round_trip_s,
+        variation_s=last.variation_s,
+        retransmits=last.retransmits,
+        recent=recent,
+    )
+
+
+def _active_s(measured: Measured) -> float:
+    return max(0.0, measured.busy_s - measured.held_s)
+
+
+def _joined(one: LinkRate, other: LinkRate) -> LinkRate:
+    """Returns the links of two groups between the same ranks as one; the round trip is that of the busier one."""
+    assert one.recent is not None and other.recent is not None
+    busier = max(one, other, key=lambda link: (link.nbytes_per_s, _weight(link)))
+    recent = job_snapshot.PeerTraffic(
+        one.peer,
+        one.recent.sent_nbytes + other.recent.sent_nbytes,
+        one.recent.active_s + other.recent.active_s,
+        one.recent.segments + other.recent.segments,
+        one.recent.retransmits + other.recent.retransmits,
+        busier.round_trip_s,
+        max(one.recent.silent_s, other.recent.silent_s),
+    )
+    return replace(
+        busier,
+        nbytes_per_s=one.nbytes_per_s + other.nbytes_per_s,
+        retransmits=one.retransmits + other.retransmits,
+        recent=recent,
+    )

@@ -1,0 +1,259 @@
+"""Runs the page in a thread of its own, so that whatever happens to it does not disturb the job.
+
+Where the page listens, and the lines that tell the user how to open it, here and over ssh.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import getpass
+import json
+import os
+import secrets
+import shlex
+import socket
+import stat
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.comm.security.own_files import write_own
+from paceline.operate.dashboard.access import Access
+from paceline.operate.dashboard.job_sample import JobSample
+
+if TYPE_CHECKING:
+    from paceline.operate.dashboard.event_stream import Broadcaster
+
+
+ADDRESS_FILE = "page.json"
+"""The name of the file in a job's directory that holds the page's address and token."""
+
+_SUGGESTED_PORT = 8080  # of the user's own machine, for a page on a Unix socket
+
+
+class AddressError(ValueError):
+    """The page cannot listen where it was told to."""
+
+
+@dataclass(frozen=True)
+class ListenAddress:
+    """Where to listen: `port` on loopback (0 for a free one), or the Unix socket `path`."""
+
+    port: int = 0
+    path: str | None = None
+
+    def listen(self) -> socket.socket:
+        """Returns a listening socket.
+
+        Raises:
+            AddressError: somebody else listens there, or the socket's directory does not exist.
+        """
+        return _listen_on_path(self.path) if self.path is not None else _listen_on_port(self.port)
+
+
+def lines(listener: socket.socket, token: str, prefix: str = "") -> list[str]:
+    """Returns what to print: the address, and how to open it from another machine."""
+    user, host = getpass.getuser(), socket.gethostname()
+    name = listener.getsockname()
+    query = f"{prefix}/?token={token}"
+    if isinstance(name, str):
+        ssh = f"ssh -L {_SUGGESTED_PORT}:{shlex.quote(name)} {user}@{host}"
+        return [
+            f"the page is on the Unix socket {name}; from your machine: {ssh}",
+            f"then open http://localhost:{_SUGGESTED_PORT}{query}",
+        ]
+    port = name[1]
+    return [
+        f"the page is at http://localhost:{port}{query}",
+        f"from another machine, first: ssh -L {port}:localhost:{port} {user}@{host}",
+    ]
+
+
+def write_address(path: Path, listener: socket.socket, token: str, prefix: str) -> None:
+    """Writes the page's address into a file that only this user can read; nothing if that is impossible."""
+    name = listener.getsockname()
+    place = {"path": name} if isinstance(name, str) else {"port": name[1]}
+    with contextlib.suppress(OSError):
+        write_own(str(path), json.dumps({"token": token, "prefix": prefix, **place}).encode())
+
+
+def _listen_on_port(port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen(64)
+    except OSError as error:
+        listener.close()
+        raise AddressError(
+            f"--dash-port {port}: the page cannot listen on port {port} of loopback ({error.strerror}); without the "
+            "flag it takes a free one"
+        ) from error
+    return listener
+
+
+def _listen_on_path(path: str) -> socket.socket:
+    """Listens on a socket that only this user can open, in place of one that nobody serves any more."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise AddressError(f"--dash-socket {path}: there is a file of that name already, which is no socket")
+        if _is_served(path):
+            raise AddressError(f"--dash-socket {path}: another process serves that socket; choose another path")
+        os.unlink(path)
+    if not Path(path).parent.is_dir():
+        raise AddressError(f"--dash-socket {path}: there is no directory {Path(path).parent}")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        os.fchmod(listener.fileno(), 0o600)  # Linux takes over the mode of the socket's own inode in bind
+        listener.bind(path)
+        os.chmod(path, 0o600)
+        listener.listen(64)
+    except OSError as error:
+        listener.close()
+        raise AddressError(f"--dash-socket {path}: the page cannot listen there ({error.strerror})") from error
+    return listener
+
+
+def _is_served(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+    return True
+
+
+_STOP_S = 2.0
+_START_S = 20.0
+_LAST_S = 0.2  # for the last message to reach the viewers
+
+
+class MissingDashError(ValueError):
+    """The packages that the page needs are not installed."""
+
+
+class DashboardServer:
+    """A page that is being served until `close`.
+
+    Args:
+        listener: a listening socket, which it takes over.
+        look: takes a sample of the job; it is called in the page's thread.
+        access: who may read it.
+        prefix: the path under which a proxy serves it.
+        actions: what may be asked for.
+        complain: is told once, in a line, if the page fails; the job goes on.
+
+    Raises:
+        MissingDashError: Starlette or uvicorn is not installed.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        look: Callable[[], JobSample],
+        access: Access,
+        prefix: str = "",
+        actions: dict[str, Callable[[], str]] | None = None,
+        complain: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        check_installed()
+        self._listener = listener
+        name = listener.getsockname()
+        self._path = name if isinstance(name, str) else ""
+        self._look = look
+        self._access = access
+        self._prefix = prefix
+        self._actions = actions or {}
+        self._complain = complain
+        self._hub: Broadcaster | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._began = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="paceline-page", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether anybody looks, with a page that is open or as `paceline top` does."""
+        return self._hub is not None and self._hub.is_watched
+
+    def close(self) -> None:
+        """Ends the page; waits for its thread for two seconds at most. Idempotent."""
+        self._began.wait(_START_S)
+        if self._loop is not None and self._task is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._task.cancel)
+            self._thread.join(_STOP_S)
+        self._listener.close()
+        if self._path:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except asyncio.CancelledError:
+            pass
+        except Exception as error:  # the page is a convenience; nothing that happens here may end the job
+            self._complain(f"the page has failed and is gone; the job goes on ({type(error).__name__}: {error})")
+        finally:
+            self._began.set()
+
+    async def _serve(self) -> None:
+        import uvicorn
+
+        from paceline.operate.dashboard.application import PageConnections, application, protocol_of
+        from paceline.operate.dashboard.event_stream import Broadcaster
+
+        connections = PageConnections()
+        hub = self._hub = Broadcaster(self._look, life=secrets.token_hex(4))
+        config = uvicorn.Config(
+            application(hub, self._access, self._prefix, self._actions, connections.passed),
+            loop="asyncio",
+            http=protocol_of(connections),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            h11_max_incomplete_event_size=16384,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=1,
+        )
+        server = uvicorn.Server(config)
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        self._began.set()
+        sampling = asyncio.create_task(hub.run())
+        serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+        try:
+            await asyncio.wait([sampling, serving], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if hub.is_watched and not sampling.done():
+                hub.sample()  # how the job has ended
+                await asyncio.sleep(_LAST_S)
+            server.should_exit = server.force_exit = True
+            sampling.cancel()
+            await asyncio.wait([sampling, serving], timeout=_STOP_S)
+        for task in (sampling, serving):
+            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                raise error
+
+
+def check_installed() -> None:
+    """Checks that the page's packages can be imported, without importing them.
+
+    Raises:
+        MissingDashError: one of them is not installed.
+    """
+    from importlib.util import find_spec
+
+    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise MissingDashError(
+            f"--dash needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
+            "pip install 'paceline[dash]'"
+        )

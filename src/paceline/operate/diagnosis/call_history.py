@@ -1,0 +1,234 @@
+"""Compares what ranks called in one group, and says who left the common way, and how.
+
+The calls of a training loop repeat. So the past of a group says which call comes next, and a rank whose call is another
+one is the one that is wrong, even if there are only two.
+
+Matches the calls of several ranks: a meeting is one call of a group, as each of its ranks made it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from paceline.operate.diagnosis.job_snapshot import CallSignature, RankCall, RankState
+
+
+def meetings_of(ranks: Sequence[RankState]) -> list[dict[int, RankCall]]:
+    """Returns each call that ended well and that at least two ranks remember, by rank, in the order of their ends."""
+    calls: dict[tuple[str, int], dict[int, RankCall]] = defaultdict(dict)
+    for rank in ranks:
+        for call in rank.calls:
+            if not call.is_open and not call.is_message:
+                calls[call.group, call.sequence][rank.rank] = call
+    known = [meeting for meeting in calls.values() if len(meeting) > 1]
+    return sorted(known, key=lambda meeting: max(call.ended_s or 0.0 for call in meeting.values()))
+
+
+def span_of(meetings: Sequence[Mapping[int, RankCall]]) -> float:
+    """Returns the seconds from the first arrival to the last end."""
+    if not meetings:
+        return 0.0
+    first = min(call.arrived_s for call in meetings[0].values())
+    return max(call.ended_s or 0.0 for call in meetings[-1].values()) - first
+
+
+_LONGEST_CONTEXT = 64  # a common past of so many calls is convincing
+_LOOKS_AHEAD = 16
+
+
+class Slip(Enum):
+    """How a rank's calls differ from the others'."""
+
+    SKIPPED = "skipped, or made later"  # a rank that fails at once does not show which
+    ORDER = "another order"
+    TWICE = "called twice"
+    SKIPPED_OR_TWICE = "skipped or called twice"
+    OTHER_SHAPE = "another shape"
+    OTHER_CALL = "another call"
+
+
+@dataclass(frozen=True)
+class CallMismatch:
+    """The first difference between the calls of a group's members.
+
+    Attributes:
+        sequence: the number of the call.
+        strays: the ranks that are wrong; if they and the others are equally likely to be, all ranks.
+        slip: what the strays did.
+        regular: the other ranks.
+        theirs: what the strays called; of the first of them.
+        expected: what the others called, or would have.
+        step: the step in which it happened, if known.
+        is_guess: whether the past does not say which side is wrong; then `strays` are both.
+    """
+
+    sequence: int
+    strays: tuple[int, ...]
+    regular: tuple[int, ...]
+    slip: Slip
+    theirs: CallSignature
+    expected: CallSignature
+    step: int | None = None
+    is_guess: bool = False
+
+
+def predicted(past: Sequence[CallSignature], count: int = _LOOKS_AHEAD) -> list[CallSignature]:
+    """Returns the calls that followed the latest earlier place whose past is most like the whole `past`."""
+    best, best_length = 0, 0
+    for end in range(len(past) - 1, 0, -1):
+        length = 0
+        while length < min(end, _LONGEST_CONTEXT) and past[end - 1 - length] == past[-1 - length]:
+            length += 1
+        if length > best_length:
+            best, best_length = end, length
+        if length == min(len(past) - 1, _LONGEST_CONTEXT):
+            break
+    if best_length == 0:
+        return []
+    period = list(past[best:])
+    return (period * (count // len(period) + 1))[:count]
+
+
+def difference(calls: Mapping[int, Sequence[RankCall]], first: int = 0) -> CallMismatch | None:
+    """Returns the first difference between the members' calls of one group; None if there is none, or one is alone.
+
+    Args:
+        calls: by rank, its calls of the group, oldest first. They may begin and end at different calls.
+        first: the number of the call from which on to look.
+    """
+    histories = {rank: {call.sequence: call for call in own} for rank, own in calls.items() if own}
+    if len(histories) < 2:
+        return None
+    for number in sorted({number for own in histories.values() for number in own}):
+        headers = {own[number].header for own in histories.values() if number in own}
+        if number >= first and len(headers) > 1:
+            return _explain(number, histories)
+    return None
+
+
+def _explain(number: int, histories: Mapping[int, Mapping[int, RankCall]]) -> CallMismatch:
+    here = {rank: own[number] for rank, own in histories.items() if number in own}
+    past = _past(histories, number)
+    coming = predicted(past)
+    counts = Counter(call.header for call in here.values())
+    usual, is_tie = _usual(counts, past, coming)
+    strays = tuple(sorted(rank for rank, call in here.items() if is_tie or call.header != usual))
+    stray = next(rank for rank, call in sorted(here.items()) if call.header != usual)
+    theirs, step = here[stray].header, here[stray].step
+    if is_tie:
+        slip = Slip.OTHER_SHAPE if theirs.operation == usual.operation else Slip.OTHER_CALL
+        return CallMismatch(number, strays, (), slip, theirs, usual, step, is_guess=True)
+    regular = tuple(sorted(set(here) - set(strays)))
+    expected = _following(histories[regular[0]], number)
+    due = [*expected, *coming[len(expected) :]]
+    slip = _slip(_following(histories[stray], number), due, past)
+    if slip is Slip.SKIPPED_OR_TWICE and step is not None and number - 1 in histories[stray]:
+        slip = _by_step(histories[stray], number, due)
+    return CallMismatch(number, strays, regular, slip, theirs, usual, step)
+
+
+def _by_step(own: Mapping[int, RankCall], number: int, expected: Sequence[CallSignature]) -> Slip:
+    """Decides by the steps whether a rank skipped calls or made one twice, if they tell."""
+    here = own[number]
+    if own[number - 1].step != here.step:
+        return Slip.SKIPPED
+    made = sum(1 for at, call in own.items() if call.step == here.step and at <= number)
+    usual = Counter(Counter(call.step for call in own.values()).values()).most_common(1)[0][0]
+    could_be_skipped = here.header in expected[1 : usual - made + 1]
+    return Slip.SKIPPED_OR_TWICE if could_be_skipped else Slip.TWICE
+
+
+def _past(histories: Mapping[int, Mapping[int, RankCall]], number: int) -> list[CallSignature]:
+    """Returns the headers before call `number` of the rank that remembers most of them without a gap."""
+    longest: list[CallSignature] = []
+    for own in histories.values():
+        past = []
+        at = number - 1
+        while at in own:
+            past.append(own[at].header)
+            at -= 1
+        longest = max(longest, past, key=len)
+    return longest[::-1]
+
+
+def _following(own: Mapping[int, RankCall], number: int) -> list[CallSignature]:
+    """Returns the headers from call `number` on."""
+    return [own[at].header for at in range(number, number + _LOOKS_AHEAD) if at in own]
+
+
+def _usual(
+    counts: Counter[CallSignature], past: Sequence[CallSignature], coming: Sequence[CallSignature]
+) -> tuple[CallSignature, bool]:
+    """Returns which call is the right one, and whether that is only a guess."""
+    (usual, most), *others = counts.most_common()
+    if all(count < most for _, count in others):
+        return usual, False
+    likely = [header for header in counts if header in coming[:1]] or [header for header in counts if header in past]
+    return (likely[0], False) if len(likely) == 1 else (usual, True)
+
+
+def _slip(theirs: Sequence[CallSignature], expected: Sequence[CallSignature], past: Sequence[CallSignature]) -> Slip:
+    """Says what a rank did that called `theirs` where `expected` was due, after `past`."""
+    first = theirs[0]
+    for length in range(2, min(len(theirs), len(expected)) + 1):
+        if Counter(theirs[:length]) == Counter(expected[:length]):
+            return Slip.ORDER
+    could_be_twice = bool(past) and first == past[-1] and list(theirs[1:]) == list(expected[: len(theirs) - 1])
+    could_be_skipped = any(
+        list(theirs) == list(expected[left_out : left_out + len(theirs)]) for left_out in range(1, len(expected))
+    )
+    if could_be_twice and could_be_skipped:
+        return Slip.SKIPPED_OR_TWICE
+    if could_be_twice or could_be_skipped:
+        return Slip.TWICE if could_be_twice else Slip.SKIPPED
+    return Slip.OTHER_SHAPE if first.operation == expected[0].operation else Slip.OTHER_CALL
+
+
+@dataclass(frozen=True)
+class Miscount:
+    """A rank made more or fewer calls in a step than the others, or than it usually does."""
+
+    rank: int
+    step: int
+    made: int
+    usual: int
+
+    @property
+    def slip(self) -> Slip:
+        """What the rank did."""
+        return Slip.SKIPPED if self.made < self.usual else Slip.TWICE
+
+
+def miscount(calls: Mapping[int, Sequence[RankCall]]) -> Miscount | None:
+    """Returns the first step in which one rank made another number of calls than the others.
+
+    It finds what `difference` cannot: a call that one rank skipped while all calls look the same. Only the steps count
+    that a rank has left and whose beginning it remembers.
+    """
+    per_rank = {rank: _counts(own) for rank, own in calls.items()}
+    per_rank = {rank: counts for rank, counts in per_rank.items() if counts}
+    if len(per_rank) < 2:
+        return None
+    usual_of = {rank: Counter(counts.values()).most_common(1)[0][0] for rank, counts in per_rank.items()}
+    for step in sorted({step for counts in per_rank.values() for step in counts}):
+        made = {rank: counts[step] for rank, counts in per_rank.items() if step in counts}
+        if len(set(made.values())) < 2:
+            continue
+        common = Counter(made.values()).most_common()
+        if len(common) > 1 and common[0][1] == common[1][1]:
+            odd = [rank for rank in made if made[rank] != usual_of[rank]]
+            if len(odd) == 1:
+                return Miscount(odd[0], step, made[odd[0]], usual_of[odd[0]])
+            continue
+        stray = next(rank for rank, count in sorted(made.items()) if count != common[0][0])
+        return Miscount(stray, step, made[stray], common[0][0])
+    return None
+
+
+def _counts(calls: Sequence[RankCall]) -> dict[int, int]:
+    """Returns the number of calls in each step but the first, whose beginning may be forgotten, and the last."""
+    counts = Counter(call.step for call in calls if call.step is not None)
+    return {step: counts[step] for step in range(min(counts) + 1, max(counts))} if counts else {}

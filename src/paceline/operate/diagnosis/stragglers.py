@@ -1,0 +1,129 @@
+"""Finds ranks for which the others wait again and again, by when each rank came to each call.
+
+Not by how long a backward or a call takes: in synchronous training that is the same for all ranks, since the fast ones
+wait in their calls for the slow ones. A rank that comes last costs the others the time from the median arrival to its
+own. If it made several calls before the first of them ended, its delay is counted once.
+
+What is worth saying at the end of a job that went well: ranks that came late as a rule, and a slow network.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from paceline.operate.diagnosis.call_history import meetings_of, span_of
+from paceline.operate.diagnosis.clock_offset import aligned
+from paceline.operate.diagnosis.finding import Cause, Diagnosis, lasting, named
+from paceline.operate.diagnosis.job_snapshot import RankCall, RankState
+from paceline.operate.diagnosis.machine_snapshot import MachineSnapshot, job_snapshot_of
+from paceline.operate.diagnosis.slow_links import slow_network
+
+WORTH_TELLING, WORTH_TELLING_S = 0.1, 0.5  # of the time, and how much of it at least
+_FEWEST_CALLS = 10
+_FEWEST_LAST = 5  # a rank that came late less often, as for an evaluation, is no straggler
+_LARGEST_PART = 0.5  # nor is one whose delay comes from a single call
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank for which others waited.
+
+    Attributes:
+        rank: its number.
+        cost_s: how much sooner all calls would have begun if it had come with the median rank.
+        span_s: from the first to the last call.
+        times_last: how often it came last, of `calls`.
+        waited_s: by rank, how long the others waited for it.
+        data_s: how much longer than the median rank it waited for its data.
+        steps: how many training steps were recorded; 0 if the program marks none.
+    """
+
+    rank: int
+    cost_s: float
+    span_s: float
+    times_last: int
+    calls: int
+    waited_s: Mapping[int, float]
+    data_s: float
+    steps: int
+
+    @property
+    def share(self) -> float:
+        """The part of the time that it cost."""
+        return self.cost_s / self.span_s if self.span_s > 0 else 0.0
+
+
+def stragglers(ranks: Sequence[RankState]) -> list[Straggler]:
+    """Returns the ranks that others wait for as a rule, the most expensive one first; their clocks must be the same."""
+    lags: dict[int, list[float]] = defaultdict(list)
+    waited: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    meetings = meetings_of(ranks)
+    before: dict[tuple[str, int], tuple[RankCall, float]] = {}
+    for meeting in meetings:
+        last = max(meeting, key=lambda rank: meeting[rank].arrived_s)
+        usual_s = median(call.arrived_s for rank, call in meeting.items() if rank != last)
+        for rank, call in meeting.items():
+            lag_s = max(0.0, call.arrived_s - usual_s)
+            earlier = before.get((call.group, rank))
+            is_counted = earlier is not None and (earlier[0].ended_s or 0.0) > call.arrived_s
+            fresh_s = max(0.0, lag_s - earlier[1]) if is_counted and earlier is not None else lag_s
+            before[call.group, rank] = (call, lag_s)
+            if rank == last:
+                lags[rank].append(fresh_s)
+                for other, theirs in meeting.items():
+                    if fresh_s > 0 and other != rank:
+                        waited[rank][other] += min(fresh_s, call.arrived_s - theirs.arrived_s)
+    span_s = span_of(meetings)
+    usual_data_s = median(rank.data_s for rank in ranks) if ranks else 0.0
+    by_number = {rank.rank: rank for rank in ranks}
+    found = [
+        Straggler(
+            rank,
+            sum(own),
+            span_s,
+            len(own),
+            len(meetings),
+            dict(waited[rank]),
+            max(0.0, by_number[rank].data_s - usual_data_s),
+            len({call.step for call in by_number[rank].calls if call.step is not None}),
+        )
+        for rank, own in lags.items()
+        if len(meetings) >= _FEWEST_CALLS and len(own) >= _FEWEST_LAST and max(own) <= _LARGEST_PART * sum(own)
+    ]
+    return sorted(found, key=lambda each: -each.cost_s)
+
+
+def describe(found: Straggler, word: str = "rank") -> Diagnosis:
+    """Returns the cause and the sentence for a straggler."""
+    is_data = found.data_s > found.cost_s / 2
+    who = named([found.rank], word)
+    why = "waits longer for its data" if is_data else "computes more slowly (look at its core and what else runs there)"
+    most = max(found.waited_s, key=lambda rank: found.waited_s[rank], default=None)
+    victim = f", {named([most], word)} most of all" if most is not None and len(found.waited_s) > 1 else ""
+    what_if = f"without it, {lasting(found.span_s)} would have been {lasting(found.span_s - found.cost_s)}"
+    if found.steps > 1:
+        step_ms = 1e3 * found.span_s / found.steps
+        what_if = (
+            f"if it were like the median, a step would take {step_ms * (1 - found.share):.0f} ms, not {step_ms:.0f}"
+        )
+    sentence = (
+        f"{who} came last to {found.times_last} of {found.calls} calls, and the others waited "
+        f"{lasting(found.cost_s)} for it{victim} ({found.share:.0%} of the time): it {why}; {what_if}"
+    )
+    return Diagnosis(Cause.LOADER if is_data else Cause.SLOW_CORE, (found.rank,), sentence)
+
+
+def worth_telling(ranks: Sequence[RankState], word: str = "rank") -> list[Diagnosis]:
+    """Returns what to say of ranks that cost more than a tenth of the time."""
+    found = [each for each in stragglers(ranks) if each.share >= WORTH_TELLING and each.cost_s >= WORTH_TELLING_S]
+    return [describe(each, word) for each in found]
+
+
+def describe_slowdowns(pictures: Iterable[MachineSnapshot], word: str = "rank") -> list[str]:
+    """Returns a sentence for each; usually none."""
+    seen = job_snapshot_of(pictures).ranks
+    ranks = aligned(seen, [rank.host for rank in seen])
+    return [each.sentence for each in (*worth_telling(ranks, word), *slow_network(ranks))]

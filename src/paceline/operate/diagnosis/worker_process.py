@@ -1,0 +1,324 @@
+"""Asks the kernel, through /proc, what processes do. The processes themselves need not help, nor be able to.
+
+Reads the text of a stack that faulthandler wrote, and finds the user's line in it.
+
+Takes a worker's Python stack without its help, also while it is stuck in native code.
+
+At its start, a worker of `paceline run` has faulthandler answer a real-time signal with the stack of the thread that
+receives it, written into a memory file. The launcher finds that file through /proc. The signal would kill a process
+that has no handler for it; so it is sent only to one that does, and never to a worker's children. Only the thread that
+receives the signal is written down: to walk the frames of a thread that runs could crash the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+from paceline.linux import pidfd_open, pidfd_send_signal
+from paceline.operate.diagnosis.job_snapshot import Frame, ProcessActivity, ProcessState, StackLocation
+
+_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?+) in (.*)$')
+_PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
+_PACKAGES = ("/site-packages/", "/dist-packages/")
+_STANDARD = re.compile(r"/lib(?:64)?/python3(?:\.\d+)?/|/lib/python3\d+\.zip/")
+_OWN_START = ("paceline/operate/launch/workers/bootstrap.py", "paceline/operate/launch/workers/template.py", "runpy.py")
+_LOADERS = (
+    "torch/utils/data/",
+    "paceline/train/data/",
+    "paceline/train/logical_shards/shard_loader.py",
+    "paceline/train/logical_shards/shard_batches.py",
+)
+_CALLS = (
+    "paceline/comm/group/",
+    "paceline/comm/engine/",
+    "paceline/comm/functional.py",
+    "torch/distributed/distributed_c10d.py",
+    "torch/distributed/_functional_collectives.py",
+)
+_THREAD_WAITS = ("/threading.py", "/concurrent/futures/_base.py", "/queue.py")
+_LAST_FUNCTIONS = ("<module>", "_bootstrap")
+
+
+def parse(text: str) -> tuple[Frame, ...]:
+    """Returns the frames of the first stack in `text`, the innermost one first."""
+    frames: list[Frame] = []
+    for line in text.splitlines():
+        found = _FRAME.match(line)
+        if found is not None:
+            frames.append(Frame(found[1], int(found[2]) if found[2].isdecimal() else 0, found[3]))
+        elif frames:
+            break
+    return tuple(frames)
+
+
+def is_whole(text: str) -> bool:
+    """Returns whether the text ends as that of a whole stack does: at the thread's first function, or cut at 100."""
+    last = text.rstrip("\n").rpartition("\n")[2]
+    return text.endswith("\n") and (last.endswith(tuple(f" in {name}" for name in _LAST_FUNCTIONS)) or last == "  ...")
+
+
+def is_in_a_thread(frames: Sequence[Frame]) -> bool:
+    """Returns whether this thread only waits for another one, which therefore says more."""
+    return bool(frames) and frames[0].file.endswith(_THREAD_WAITS)
+
+
+def place_of(frames: Sequence[Frame]) -> StackLocation | None:
+    """Returns where a program with this stack is, in the user's terms; None if the stack is empty."""
+    if not frames:
+        return None
+    at = next((at for at, frame in enumerate(frames) if _is_users(frame)), None)
+    is_call = any(_is_in(frame, _CALLS) for frame in frames[:at])
+    loader = next((frame for frame in reversed(frames[:at]) if _is_in(frame, _LOADERS)), None)
+    if at is None:
+        return StackLocation(_called(frames[-1]), is_loader=loader is not None, is_call=is_call)
+    user = frames[at]
+    line = f"{PurePath(user.file).name}:{user.line}"
+    is_data = loader is not None or any(_is_in(frame, _LOADERS) for frame in frames[at:])
+    if loader is not None:
+        what = _loader(loader)
+    elif at > 0:
+        what = _called(frames[at - 1])
+    else:
+        what = "" if user.function == "<module>" else user.function
+    return StackLocation(what, line, is_loader=is_data, is_call=is_call)
+
+
+def _is_users(frame: Frame) -> bool:
+    """Returns whether a frame belongs to the user, and not to Python, an installed package or Paceline."""
+    file = frame.file
+    if file.startswith(("<", _PACKAGE)) or file.endswith(_OWN_START):
+        return False
+    return not any(part in file for part in _PACKAGES) and not _STANDARD.search(file)
+
+
+def _is_in(frame: Frame, parts: Sequence[str]) -> bool:
+    return any(part in frame.file for part in parts)
+
+
+def _loader(frame: Frame) -> str:
+    kind = "DataLoader" if "torch/utils/data" in frame.file else "StatefulLoader"
+    return f"{kind}.{frame.function}"
+
+
+def _called(frame: Frame) -> str:
+    """Names a library's function: by its module, since its class is not known."""
+    module = PurePath(frame.file).stem
+    module = PurePath(frame.file).parent.name if module == "__init__" else module
+    return f"{module}.{frame.function}"
+
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_STATES = {
+    "R": ProcessState.RUNS,
+    "D": ProcessState.WAITS_FOR_DISK,
+    "T": ProcessState.STOPPED,
+    "t": ProcessState.TRACED,
+}
+_ENDED = "ZXx"
+_SWAPPING_FAULTS_S = 50.0  # so many pages a second come from the disk only where memory is short
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class ProcessSample:
+    """A process at one moment; the counters include those of its children."""
+
+    at_s: float
+    letter: str
+    cpu_s: float
+    disk_bytes: int
+    major_faults: int
+    swapped_kib: int
+    ready_s: float  # how long main threads were ready to run and had no core
+    is_frozen: bool
+
+
+def sample(pid: int, root: Path = Path("/proc")) -> ProcessSample | None:
+    """Returns the process as it is now; None if there is none."""
+    fields = _stat(root, pid)
+    if not fields:
+        return None
+    cpu_ticks, disk_bytes, ready_s = 0, 0, 0.0
+    for member in [pid, *_descendants(root, pid)]:
+        own = _stat(root, member)
+        cpu_ticks += sum(map(int, own[11:15])) if own else 0
+        disk_bytes += _disk_bytes(root, member)
+        ready_s += _ready_s(root, member)
+    return ProcessSample(
+        time.monotonic(),
+        fields[0],
+        cpu_ticks / _TICKS,
+        disk_bytes,
+        int(fields[9]),
+        _number(_read(root / str(pid) / "status"), "VmSwap:"),
+        ready_s,
+        _is_frozen(root, pid),
+    )
+
+
+def between(first: ProcessSample | None, last: ProcessSample | None) -> ProcessActivity:
+    """Returns what a process did between two samples."""
+    if first is None or last is None or last.letter in _ENDED:
+        return ProcessActivity(ProcessState.ENDED)
+    seconds = max(last.at_s - first.at_s, 1e-3)
+    cores = max(0.0, (last.cpu_s - first.cpu_s) / seconds)
+    state = _STATES.get(last.letter, ProcessState.SLEEPS)
+    faults = (last.major_faults - first.major_faults) / seconds
+    if last.is_frozen:
+        state = ProcessState.FROZEN
+    elif last.swapped_kib and faults > _SWAPPING_FAULTS_S and cores < 0.5:
+        state = ProcessState.SWAPS
+    disk = max(0.0, (last.disk_bytes - first.disk_bytes) / seconds)
+    return ProcessActivity(state, cores, disk, min(1.0, max(0.0, (last.ready_s - first.ready_s) / seconds)))
+
+
+def threads(pid: int, root: Path = Path("/proc")) -> list[int]:
+    """Returns the kernel's numbers of a process's threads but the main one."""
+    with contextlib.suppress(OSError):
+        return sorted(int(name) for name in os.listdir(root / str(pid) / "task") if int(name) != pid)
+    return []
+
+
+def _stat(root: Path, pid: int) -> list[str]:
+    """Returns the fields of `stat` from the state on; empty if there is no such process."""
+    return _read(root / str(pid) / "stat").rpartition(")")[2].split()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _descendants(root: Path, pid: int) -> list[int]:
+    found: list[int] = []
+    for task in [pid, *threads(pid, root)]:
+        for child in map(int, _read(root / str(pid) / "task" / str(task) / "children").split()):
+            found += [child, *_descendants(root, child)]
+    return found
+
+
+def _disk_bytes(root: Path, pid: int) -> int:
+    text = _read(root / str(pid) / "io")
+    return _number(text, "read_bytes:") + _number(text, "write_bytes:")
+
+
+def _number(text: str, name: str) -> int:
+    for line in text.splitlines():
+        if line.startswith(name):
+            return int(line.split()[1])
+    return 0
+
+
+def _ready_s(root: Path, pid: int) -> float:
+    fields = _read(root / str(pid) / "schedstat").split()
+    return int(fields[1]) * 1e-9 if len(fields) > 1 else 0.0
+
+
+def _is_frozen(root: Path, pid: int) -> bool:
+    own = next((line[3:] for line in _read(root / str(pid) / "cgroup").splitlines() if line.startswith("0::")), None)
+    return own is not None and "frozen 1" in _read(_CGROUPS / own.lstrip("/") / "cgroup.events")
+
+
+SIGNAL = signal.SIGRTMAX - 7  # programs rarely use it; `operate/launch/workers/bootstrap.py` names it too
+FILE = "paceline-stack"  # and the process's number, since a fork inherits the file of its parent
+
+_PAUSE_S = 0.005
+_MOST_THREADS = 16
+_THREAD_S = 0.1  # for one of these threads, most of which have no Python frames to tell
+
+
+def capture_stack(pid: int, timeout_s: float = 1.0) -> tuple[Frame, ...]:
+    """Returns the frames of a worker's main thread, or of the thread that it waits for; empty if it cannot tell."""
+    return capture_stacks([pid], timeout_s).get(pid, ())
+
+
+def capture_stacks(pids: Sequence[int], timeout_s: float = 1.0) -> dict[int, tuple[Frame, ...]]:
+    """Returns the frames of several workers, as `take` does, by process; those that cannot tell are missing.
+
+    All are asked before the first answer is waited for, so that one that does not answer keeps nobody waiting.
+    """
+    files: dict[int, int] = {}
+    asked = []
+    try:
+        for pid in pids:
+            if (file := _open(pid)) is not None:
+                files[pid] = file
+                if _is_asked(pid, file):  # at once, since a process that ends soon has no handler any more
+                    asked.append(pid)
+        deadline_s = time.monotonic() + timeout_s
+        found = {pid: frames for pid in asked if (frames := _answer(files[pid], deadline_s))}
+        deadline_s = time.monotonic() + timeout_s
+        for pid, frames in found.items():
+            if is_in_a_thread(frames):
+                found[pid] = _elsewhere(pid, files[pid], deadline_s) or frames
+        return found
+    finally:
+        for file in files.values():
+            os.close(file)
+
+
+def _is_asked(pid: int, file: int) -> bool:
+    """Asks a worker's main thread for its stack; returns whether the worker is still there."""
+    try:
+        pidfd = pidfd_open(pid)
+    except OSError:  # it has just ended
+        return False
+    try:
+        os.ftruncate(file, 0)
+        pidfd_send_signal(pidfd, SIGNAL)
+    except OSError:
+        return False
+    finally:
+        os.close(pidfd)
+    return True
+
+
+def _elsewhere(pid: int, file: int, deadline_s: float) -> tuple[Frame, ...]:
+    """Returns the frames of the first other thread with Python frames that does not itself wait for one."""
+    try:
+        tgkill = ctypes.CDLL(None).tgkill
+    except AttributeError:  # an older C library
+        return ()
+    for thread in threads(pid)[:_MOST_THREADS]:
+        if (now_s := time.monotonic()) >= deadline_s:
+            break
+        os.ftruncate(file, 0)
+        tgkill(pid, thread, SIGNAL)
+        frames = _answer(file, min(deadline_s, now_s + _THREAD_S))
+        if frames and not is_in_a_thread(frames):
+            return frames
+    return ()
+
+
+def _answer(file: int, deadline_s: float) -> tuple[Frame, ...]:
+    """Returns the frames once the stack is complete, or what there is of it in time."""
+    while True:
+        text = os.pread(file, 1 << 20, 0).decode(errors="replace")
+        if is_whole(text) or time.monotonic() >= deadline_s:
+            return parse(text)
+        time.sleep(_PAUSE_S)
+
+
+def _open(pid: int) -> int | None:
+    """Returns a descriptor of the file into which a process writes its stack; None if it would not answer."""
+    try:
+        with open(f"/proc/{pid}/status") as status:
+            caught = next((int(line.split()[1], 16) for line in status if line.startswith("SigCgt:")), 0)
+        if not caught >> (SIGNAL - 1) & 1:
+            return None
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            if os.readlink(f"/proc/{pid}/fd/{name}").startswith(f"/memfd:{FILE}-{pid} "):
+                return os.open(f"/proc/{pid}/fd/{name}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:  # it has just ended
+        pass
+    return None

@@ -1,0 +1,183 @@
+"""Runs `paceline run`, `paceline join` and `python -m paceline.launch` from parsed flags to the exit code.
+
+`cli/main.py` and `__main__.py` parse the flags; both are above this module, since each has a command line of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from paceline.operate.launch.flags import add_flags
+
+if TYPE_CHECKING:
+    from paceline.comm.security.authenticated_listener import ListeningEndpoint
+    from paceline.operate.launch.job import Job
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, environment: Mapping[str, str] = os.environ) -> None:
+    """Adds the flags, the script and its arguments."""
+    add_flags(parser, environment)
+    parser.add_argument("script", metavar="SCRIPT", help="the script, or with -m the module")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs what the flags describe, or prints what would run; reports errors in one line.
+
+    Returns the exit code: 2 for wrong flags, 1 for other errors, 130 after Ctrl-C while the machines meet.
+    """
+    return run_command(options, _join if getattr(options, "token", None) else _run)
+
+
+def run_command(options: argparse.Namespace, action: Callable[[argparse.Namespace], int]) -> int:
+    """Does what `run` does, with an action of the caller's."""
+    from paceline.errors import PacelineError
+    from paceline.operate.launch.workers.output import open_standard_streams
+
+    open_standard_streams()
+    try:
+        return action(options)
+    except (PacelineError, ValueError, OSError) as error:
+        print(f"paceline {getattr(options, 'command', 'run')}: {explain_os_error(error)}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    except KeyboardInterrupt:  # while the machines meet; no worker runs yet
+        return 130
+
+
+def explain_os_error(error: Exception) -> Exception:
+    """Returns an error that says what the system lacks, if `error` is only the system's word for that."""
+    from paceline.errors import PacelineError
+    from paceline.linux import is_out_of_descriptors, out_of_descriptors_error
+
+    if not isinstance(error, OSError) or isinstance(error, PacelineError):
+        return error
+    if is_out_of_descriptors(error):
+        return out_of_descriptors_error(f"the launcher (pid {os.getpid()})", "its workers, about 8 for each")
+    if not os.path.exists("/proc/self/stat"):
+        return PacelineError(
+            f"/proc is not there, or not that of this system ({error}); the launcher watches its workers by it. Mount "
+            "it (mount -t proc proc /proc), or start the container with it"
+        )
+    return error
+
+
+def _run(options: argparse.Namespace) -> int:
+    from paceline.operate.launch.job import job_of
+    from paceline.operate.launch.option_types import OptionError
+
+    if options.hosts:
+        from paceline.operate.launch.ssh.starter import run_on_hosts
+
+        return run_on_hosts(options)
+    choose_security(options)
+    if options.print_token and options.nnodes[1] == 1:
+        raise OptionError("--print-token needs --nnodes N or MIN:MAX: how many machines are to join, this one included")
+    job = job_of(options)
+    _check_settings(options, job)
+    if options.dry_run:
+        from paceline.operate.launch.workers.start_workers import MachineResources, describe_plan
+
+        print(describe_plan(job, MachineResources.mine(job)))
+        return 0
+    from paceline.operate.launch.worker_group_launcher import run as run_job
+
+    if not options.print_token:
+        return run_job(job)
+    job, listener, secret, token = _token(job)
+    # Two lines: the token holds the secret, and every user of a machine can read the arguments of its processes.
+    print(f"paceline join - {' '.join(_words(options))}\n{token}", flush=True)
+    return run_job(job, listener, secret)
+
+
+def choose_security(options: argparse.Namespace) -> None:
+    """Takes over the flags for the level of security, and finds out whether this machine can do what it needs."""
+    from paceline.comm.security.encryption import identity_of
+    from paceline.comm.security.levels import INSECURE_VARIABLE, LEVEL_VARIABLE, chosen_level
+
+    if options.security is not None:
+        os.environ[LEVEL_VARIABLE] = options.security
+    if options.insecure:
+        os.environ[INSECURE_VARIABLE] = "1"
+    level = chosen_level()
+    if level == "none" and (getattr(options, "token", None) or options.print_token):
+        raise ValueError("a join token holds a secret, which --security none does without; leave one of them out")
+    if level == "encrypt":
+        identity_of(b"")
+
+
+def _token(job: Job) -> tuple[Job, ListeningEndpoint | None, bytes, str]:
+    """Returns the job, what the meeting is served on, the job's secret, and the token that leads others to both.
+
+    In a job with one port the launcher listens for the meeting itself, once it has opened that port.
+    """
+    import secrets
+    from dataclasses import replace
+
+    from paceline.comm.security.secret import job_secret
+    from paceline.comm.store.tcp_store import listen
+    from paceline.operate.launch.multinode.node_connection import own_address
+    from paceline.operate.launch.shared_secret import JoinToken
+
+    host, port = job.rendezvous.address or ("", 0)
+    host = host or own_address()
+    secret = job_secret() or secrets.token_bytes(32)
+    if job.one_port is not None:
+        job = replace(job, rendezvous=replace(job.rendezvous, address=(host, port)))
+        return job, None, secret, JoinToken(host, port, secret).encode()
+    listener = listen(host, port, secret)
+    return job, listener, secret, JoinToken(host, listener.getsockname()[1], secret).encode()
+
+
+def _words(options: argparse.Namespace) -> list[str]:
+    import shlex
+
+    switches = (("--elastic", options.elastic), ("-m", options.module), ("--no-python", options.no_python))
+    flags = [name for name, is_on in switches if is_on]
+    if options.compat:
+        flags += ["--compat", ",".join(options.compat)]
+    if options.security is not None:
+        flags += ["--security", options.security, *(["--insecure"] if options.insecure else [])]
+    if options.port is not None:
+        flags += ["--port", str(options.port)]
+    return [*flags, *map(shlex.quote, [options.script, *options.args])]
+
+
+def _join(options: argparse.Namespace) -> int:
+    from paceline.operate.launch.job import job_of
+    from paceline.operate.launch.option_types import OptionError
+    from paceline.operate.launch.shared_secret import JoinToken, read_token
+    from paceline.operate.launch.worker_group_launcher import run as run_job
+
+    if options.hosts:
+        raise OptionError("--hosts starts a job on other machines, and `paceline join` takes part in one: leave it out")
+    choose_security(options)
+    if options.token == "-":
+        token = JoinToken.decode(read_token())
+    else:
+        token = JoinToken.decode(options.token)
+        print(
+            "paceline join: other users of this machine can read the token in its list of processes, and join the job "
+            "with it; `paceline join -` asks for it",
+            file=sys.stderr,
+        )
+    host = f"[{token.host}]" if ":" in token.host else token.host
+    options.rdzv_endpoint, options.rdzv_backend = f"{host}:{token.port}", "c10d"
+    options.rdzv_conf = {**options.rdzv_conf, "is_host": "0"}
+    options.nnodes = (2, 2)  # more than one; how many they are is decided where they meet
+    job = job_of(options)
+    _check_settings(options, job)
+    return run_job(job, secret=token.secret)
+
+
+def _check_settings(options: argparse.Namespace, job: Job) -> None:
+    """Checks the variables that workers read, and points out what is probably a mistake."""
+    from paceline.operate.launch.flags import flags_after_script
+    from paceline.operate.launch.workers.environment import check_variables, misspelt
+
+    check_variables(job.rendezvous.address is not None)
+    for sentence in (*misspelt(), *flags_after_script(options.script, options.args)):
+        print(f"paceline: {sentence}", file=sys.stderr)

@@ -1,0 +1,201 @@
+"""Does to the workers what `--chaos` asks for, and shows it.
+
+Cuts the connections of a worker to other machines, as a router that forgets them would.
+
+Keeps account of what chaos did to the workers and what it cost, without a process or a clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from paceline.linux import pidfd_getfd
+from paceline.operate.launch.elastic.elastic_options import Chaos, ChaosAct, acts_of
+from paceline.operate.launch.elastic.worker_pool import PoolWorker
+
+
+def disconnect_worker(pid: int, pidfd: int) -> int:
+    """Shuts down the TCP connections of a process that lead to other machines; returns how many there were.
+
+    Raises:
+        OSError: the kernel does not let this process reach into that one.
+    """
+    count = 0
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        if not _is_socket(f"/proc/{pid}/fd/{name}"):
+            continue
+        with socket.socket(fileno=pidfd_getfd(pidfd, int(name))) as connection, contextlib.suppress(OSError):
+            if _leads_elsewhere(connection):
+                connection.shutdown(socket.SHUT_RDWR)
+                count += 1
+    return count
+
+
+def _is_socket(link: str) -> bool:
+    try:
+        return os.readlink(link).startswith("socket:")
+    except OSError:  # closed meanwhile
+        return False
+
+
+def _leads_elsewhere(connection: socket.socket) -> bool:
+    """Returns whether this is an established TCP connection between two machines."""
+    if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+        return False
+    here, there = connection.getsockname()[0], connection.getpeername()[0]
+    return bool(here != there)
+
+
+@dataclass
+class _Loss:
+    """A slot whose worker has ended: when, and which others have not entered a view without it yet."""
+
+    since_s: float
+    behind: set[str]
+    pause_s: float | None = None
+
+
+@dataclass
+class ChaosStats:
+    """The acts, and how long the workers needed to recover from each loss."""
+
+    began_s: float
+    acts: Counter[str] = field(default_factory=Counter)
+    replaced_s: list[float] = field(default_factory=list)  # from the loss until the replacement takes part
+    pauses_s: list[float] = field(default_factory=list)  # from the loss until the others have entered another view
+    _losses: dict[int, _Loss] = field(default_factory=dict)  # by slot
+
+    def acted(self, kind: str) -> None:
+        """Counts an act."""
+        self.acts[kind] += 1
+
+    def lost(self, slot: int, others: set[str], now_s: float) -> None:
+        """Notes that the worker of a slot has ended; `others` are those that take part here."""
+        for loss in self._losses.values():
+            loss.behind &= others
+        self._losses[slot] = _Loss(now_s, set(others))
+
+    def entered(self, slot: int, uid: str, is_new: bool, now_s: float) -> None:
+        """Notes that a worker has entered a view; `is_new` says that it had taken part in none before."""
+        if is_new and slot in self._losses:
+            self.replaced_s.append(now_s - self._losses.pop(slot).since_s)
+        for loss in self._losses.values():
+            if uid in loss.behind:
+                loss.behind.discard(uid)
+                if not loss.behind:
+                    self.pauses_s.append(now_s - loss.since_s)
+
+    def summary(self, title: str, now_s: float) -> list[str]:
+        """Returns lines for the user."""
+        count = sum(self.acts.values())
+        kinds = ", ".join(f"{kind} {times}" for kind, times in sorted(self.acts.items())) or "none"
+        lines = [f"chaos ({title}): {count} acts in {now_s - self.began_s:.1f} s ({kinds})"]
+        lines.append(
+            f"chaos: {len(self.replaced_s)} workers replaced{_spread(self.replaced_s, 'until each took part')}"
+        )
+        if self.pauses_s:
+            lines.append(f"chaos: the others were together again{_spread(self.pauses_s, 'after each loss')}")
+        if self._losses:
+            slots = ", ".join(map(str, sorted(self._losses)))
+            lines.append(f"chaos: nobody had taken the place of the last worker of slot {slots} when the job ended")
+        return lines
+
+
+def _spread(values_s: list[float], what: str) -> str:
+    if not values_s:
+        return ""
+    return f"; {what}: median {median(values_s):.2f} s, longest {max(values_s):.2f} s"
+
+
+_CONTINUES_AFTER_S = 5.0  # the last worker that holds the state is not killed when it is stopped
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+
+
+class ChaosRunner:
+    """Chaos among the workers of one machine; it begins when the first of them takes part.
+
+    Args:
+        chaos: what is to be done, and how often.
+        machine: this machine's number; each has times of its own.
+        spared: how many of the workers that take part here are left alone, since without any the state would be lost.
+        say: shows the user a line.
+    """
+
+    def __init__(self, chaos: Chaos, machine: int, spared: int, say: Callable[[str], None]) -> None:
+        self._chaos = chaos
+        self._spared = spared
+        self._acts = acts_of(chaos, machine)
+        self._next: ChaosAct = next(self._acts)
+        self._say = say
+        self._ledger: ChaosStats | None = None
+        self._hit: set[str] = set()
+        self._stopped: list[tuple[float, PoolWorker]] = []  # and when each is continued
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When (monotonic) the next act is due; None before the chaos has begun."""
+        if self._ledger is None:
+            return None
+        return min([self._ledger.began_s + self._next.at_s, *(at_s for at_s, _ in self._stopped)])
+
+    def tick(self, now_s: float, members: Sequence[PoolWorker]) -> None:
+        """Does what is due, to workers that take part."""
+        while self._stopped and now_s >= self._stopped[0][0]:
+            self._stopped.pop(0)[1].signal(signal.SIGCONT)
+        while self._ledger is not None and now_s >= self._ledger.began_s + self._next.at_s:
+            act, self._next = self._next, next(self._acts)
+            candidates = [each for each in members if _takes_part(each) and each.uid not in self._hit]
+            if len(candidates) <= self._spared:
+                continue
+            victim = act.victim_of(candidates)
+            if self._do(act, victim):
+                self._ledger.acted(act.kind)
+                if act.kind == "stop":
+                    self._stopped.append((now_s + _CONTINUES_AFTER_S, victim))
+
+    def entered(self, member: PoolWorker, is_new: bool, now_s: float) -> None:
+        """Notes that a worker has entered a view."""
+        if self._ledger is None:
+            self._ledger = ChaosStats(now_s)
+        self._ledger.entered(member.number, member.uid, is_new, now_s)
+
+    def lost(self, member: PoolWorker, members: Sequence[PoolWorker], now_s: float) -> None:
+        """Notes that a worker has ended which another is to replace."""
+        if self._ledger is not None:
+            others = {each.uid for each in members if _takes_part(each) and each is not member}
+            self._ledger.lost(member.number, others, now_s)
+
+    def summary(self, now_s: float) -> list[str]:
+        """Returns what was done and what it cost, for the user."""
+        if self._ledger is None:
+            return [f"chaos ({self._chaos}): nothing was done, since no worker took part"]
+        return self._ledger.summary(str(self._chaos), now_s)
+
+    def _do(self, act: ChaosAct, member: PoolWorker) -> bool:
+        """Does something to a worker; returns whether it could be done."""
+        assert member.worker is not None
+        when = f"chaos at {act.at_s:.2f} s: {act.kind}"
+        try:
+            if act.kind == "cut":
+                count = disconnect_worker(member.worker.pid, member.worker.pidfd)
+                self._say(f"{when} {count} connections of {member} to other machines")
+                return count > 0
+            os.kill(member.worker.pid, _SIGNALS[act.kind])
+        except OSError as error:
+            self._say(f"{when} is not possible for {member}: {error}")
+            return False
+        self._hit.add(member.uid)
+        self._say(f"{when} {member}")
+        return True
+
+
+def _takes_part(member: PoolWorker) -> bool:
+    life = member.life
+    return member.runs and life.took_part_s is not None and not life.is_leaving and not life.has_finished

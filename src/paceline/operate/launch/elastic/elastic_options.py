@@ -1,0 +1,158 @@
+"""What `--elastic`, `--min-workers`, `--preload` and `--chaos` ask for.
+
+What `--chaos` does to the workers, and when: drawn from a seed, without a process or a clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+from argparse import ArgumentTypeError
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import TypeVar
+
+from paceline.operate.launch.option_types import OptionError
+
+CHAOS_KINDS = ("kill", "stop", "cut")
+
+_SHORTEST_S = 0.01
+_Candidate = TypeVar("_Candidate")
+
+
+@dataclass(frozen=True)
+class Chaos:
+    """Acts of each kind come at random times; `intervals_s` has the mean time between two of a kind."""
+
+    intervals_s: tuple[tuple[str, float], ...]
+    seed: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Chaos:
+        """Parses the value of the flag.
+
+        >>> Chaos.parse("kill:2s,stop:5s,seed=7")
+        Chaos(intervals_s=(('kill', 2.0), ('stop', 5.0)), seed=7)
+        """
+        seed, intervals_s = 0, {}
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            if part.startswith("seed=") and part.removeprefix("seed=").isdecimal():
+                seed = int(part.removeprefix("seed="))
+                continue
+            kind, _, interval = part.partition(":")
+            if kind not in CHAOS_KINDS:
+                raise ArgumentTypeError(
+                    f"{part!r} is neither KIND:SECONDS, with {', '.join(CHAOS_KINDS)}, nor seed=NUMBER"
+                )
+            if kind in intervals_s:
+                raise ArgumentTypeError(f"{kind} is there twice")
+            intervals_s[kind] = _seconds(interval, part)
+        if not intervals_s:
+            raise ArgumentTypeError(f"{text!r} names no kind; kill:2s,seed=7 kills one every 2 seconds or so")
+        return cls(tuple(intervals_s.items()), seed)
+
+    @property
+    def cuts(self) -> bool:
+        """Whether connections are to be cut."""
+        return any(kind == "cut" for kind, _ in self.intervals_s)
+
+    def __str__(self) -> str:
+        return ",".join([*(f"{kind}:{interval_s:g}s" for kind, interval_s in self.intervals_s), f"seed={self.seed}"])
+
+
+@dataclass(frozen=True, order=True)
+class ChaosAct:
+    """Something done to a worker: when, in seconds since the chaos began, what, and a number in [0, 1) for to whom."""
+
+    at_s: float
+    kind: str
+    choice: float
+
+    def victim_of(self, candidates: Sequence[_Candidate]) -> _Candidate:
+        """Returns the candidate that `choice` falls on."""
+        return candidates[int(self.choice * len(candidates))]
+
+
+def acts_of(chaos: Chaos, machine: int = 0) -> Iterator[ChaosAct]:
+    """Returns the acts, without end, in the order of their times; those of each machine are its own."""
+    return heapq.merge(*(_acts(kind, interval_s, chaos.seed, machine) for kind, interval_s in chaos.intervals_s))
+
+
+def _acts(kind: str, interval_s: float, seed: int, machine: int) -> Iterator[ChaosAct]:
+    random, at_s = Random(f"{seed}/{machine}/{kind}"), 0.0
+    while True:
+        at_s += random.expovariate(1.0 / interval_s)
+        yield ChaosAct(at_s, kind, random.random())
+
+
+def _seconds(text: str, part: str) -> float:
+    try:
+        value = float(text.removesuffix("s"))
+    except ValueError:
+        value = -1.0
+    if not _SHORTEST_S <= value < float("inf"):
+        raise ArgumentTypeError(f"{part!r} has no mean time between two acts, such as 2s, of {_SHORTEST_S:g}s or more")
+    return value
+
+
+@dataclass(frozen=True)
+class ElasticOptions:
+    """How the workers of an elastic job are kept running.
+
+    Attributes:
+        min_workers: with fewer workers the others wait.
+        most_replacements: how many workers this machine replaces; None if there is no bound.
+        chaos: what is done to random workers.
+        preload: modules that are imported before workers are forked.
+    """
+
+    min_workers: int = 1
+    most_replacements: int | None = None
+    chaos: Chaos | None = None
+    preload: tuple[str, ...] = ()
+
+
+def elastic_of(options: argparse.Namespace, workers: int, has_several_machines: bool) -> ElasticOptions | None:
+    """Returns what the flags ask for; None if the job is not elastic.
+
+    Raises:
+        OptionError: flags contradict each other.
+    """
+    if not options.elastic:
+        if options.chaos is not None:
+            raise OptionError(
+                "--chaos needs --elastic: without it a worker that is killed ends the job, or restarts all of them"
+            )
+        if options.min_workers is not None:
+            raise OptionError("--min-workers needs --elastic: without it a job runs with all of its workers or none")
+        if options.preload:
+            raise OptionError("--preload needs --elastic: it makes the workers that take others' places start sooner")
+        return None
+    if options.preload and (options.no_python or options.start_method == "spawn"):
+        raise OptionError(
+            "--preload needs workers that are forked; leave out --start-method spawn and --no-python, with which each "
+            "is a program of its own"
+        )
+    least = 1 if options.min_workers is None else options.min_workers
+    if least > workers and not has_several_machines:
+        raise OptionError(
+            f"--min-workers {least} is more than the {workers} workers of this machine; set --nproc-per-node too"
+        )
+    if options.chaos is not None and not has_several_machines:
+        _check_chaos(options.chaos, workers)
+    return ElasticOptions(least, options.max_restarts, options.chaos, options.preload)
+
+
+def _check_chaos(chaos: Chaos, workers: int) -> None:
+    """Refuses what chaos cannot do to the workers of a single machine."""
+    if chaos.cuts:
+        raise OptionError(
+            "--chaos cut needs several machines: the workers of one exchange data through its memory, where there is "
+            "no line to cut"
+        )
+    if workers == 1:
+        raise OptionError(
+            "--chaos needs two workers or more on a machine, since it spares the last: without it the job's state "
+            "would be lost; set --nproc-per-node"
+        )

@@ -1,0 +1,450 @@
+"""The workers of an elastic job that run on this machine, by slot.
+
+The launcher's end of the pair of sockets that leads to one worker: a message in each datagram.
+
+Notices workers that are stopped, as by SIGSTOP, and have not been continued within a second.
+
+What the workers of an elastic job on this machine need besides each other: a store, a secret, a process to fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import selectors
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from paceline.comm.security.secret import SECRET_FD_VARIABLE as SECRET_FD
+from paceline.comm.security.secret import SecretFile
+from paceline.comm.store.tcp_store import StoreServer, listen
+from paceline.operate.launch.elastic.forker import Forker, ForkRequest
+from paceline.operate.launch.elastic.worker_replacement import WorkerHistory
+from paceline.operate.launch.job import CommandKind, Job
+from paceline.operate.launch.job_directory import RecordingKeeper
+from paceline.operate.launch.multinode.node_connection import NodeConnection
+from paceline.operate.launch.multinode.protocol import Start, StartSlots
+from paceline.operate.launch.workers.cleanup import Cleanup
+from paceline.operate.launch.workers.environment import free_port
+from paceline.operate.launch.workers.job_control import Keyboard
+from paceline.operate.launch.workers.output import Logs
+from paceline.operate.launch.workers.start_workers import MachineResources, WorkerContext, WorkerSpec, prepare
+from paceline.operate.launch.workers.worker import OutputForwarder, WorkerProcess, allow_descriptors
+from paceline.train.elastic import protocol
+from paceline.train.elastic.protocol import LARGEST_DATAGRAM, FromWorker
+
+
+class WorkerChannel:
+    """Passes the worker's datagrams to `on_datagram`, and what it is told to the worker, in order.
+
+    A worker that does not read delays nobody: what it cannot be sent now is kept until it can.
+    """
+
+    def __init__(
+        self, connection: socket.socket, selector: selectors.BaseSelector, on_datagram: Callable[[bytes], None]
+    ) -> None:
+        self._connection = connection
+        self._connection.setblocking(False)
+        self._selector = selector
+        self._on_datagram = on_datagram
+        self._unsent: deque[bytes] = deque()
+        self._is_open = True
+        selector.register(connection, selectors.EVENT_READ, self._on_ready)
+
+    @classmethod
+    def pair(
+        cls, selector: selectors.BaseSelector, on_datagram: Callable[[bytes], None]
+    ) -> tuple[WorkerChannel, socket.socket]:
+        """Returns a channel, and the worker's end."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        return cls(ours, selector, on_datagram), theirs
+
+    def send(self, datagram: bytes) -> None:
+        """Sends a datagram, or keeps it until the worker reads; one to a worker that has ended is dropped."""
+        self._unsent.append(datagram)
+        self._flush()
+
+    def drain(self) -> None:
+        """Takes all that the worker has sent so far."""
+        while self._is_open:
+            try:
+                datagram = self._connection.recv(LARGEST_DATAGRAM)
+            except BlockingIOError:
+                return
+            except OSError:
+                datagram = b""
+            if not datagram:
+                self.close()
+                return
+            self._on_datagram(datagram)
+
+    def close(self) -> None:
+        """Closes the channel; idempotent."""
+        if self._is_open:
+            self._is_open = False
+            self._selector.unregister(self._connection)
+            self._connection.close()
+
+    def _on_ready(self) -> None:
+        self._flush()
+        self.drain()
+
+    def _flush(self) -> None:
+        while self._is_open and self._unsent:
+            try:
+                self._connection.send(self._unsent[0])
+            except BlockingIOError:
+                break
+            except OSError:  # the worker has ended, which its launcher notices too
+                self._unsent.clear()
+                break
+            self._unsent.popleft()
+        if self._is_open:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
+            self._selector.modify(self._connection, events, self._on_ready)
+
+
+STOPPED_AFTER_S = 1.0  # after so long, a stopped worker is frozen; one that is only slow never is
+
+
+@dataclass
+class StoppedProcesses:
+    """Which processes are stopped, and since when."""
+
+    since_s: dict[int, float] = field(default_factory=dict)
+    _looked_s: float = 0.0
+
+    def look(self, stopped: Iterable[int], now_s: float) -> None:
+        """Takes the process ids of those that are stopped now."""
+        self.since_s = {pid: self.since_s.get(pid, now_s) for pid in stopped}
+        self._looked_s = now_s
+
+    def frozen(self, now_s: float) -> list[int]:
+        """Returns those that have been stopped for too long."""
+        return [pid for pid, since_s in self.since_s.items() if now_s - since_s >= STOPPED_AFTER_S]
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When to look again; None while nobody is stopped."""
+        known_s = [
+            self._looked_s if pid in self.frozen(self._looked_s) else since_s for pid, since_s in self.since_s.items()
+        ]
+        return min(known_s) + STOPPED_AFTER_S if known_s else None
+
+
+def is_stopped(pid: int) -> bool:
+    """Returns whether a process is stopped by a signal; one that a debugger holds is not."""
+    with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat", "rb") as status:
+        return status.read().rpartition(b")")[2].split()[0] == b"T"
+    return False
+
+
+class WorkerResources:
+    """The workers' store, if it is served here, and what leads to it; all workers of the job hold one secret.
+
+    With several machines the launcher that serves the meeting serves the store too: no worker may, since any may die.
+
+    Attributes: `secret`, which all workers of the job hold, and `port` of the store, if it is served to other machines.
+    """
+
+    def __init__(self, job: Job, connection: NodeConnection, secret: bytes | None, cleanup: Cleanup) -> None:
+        self._job = job
+        self._cleanup = cleanup
+        self.secret = None if secret is None else hmac.digest(secret, b"workers of an elastic job", "sha256")
+        self._file: SecretFile | None = None
+        self._store: StoreServer | None = None
+        self._forker: Forker | None = None
+        self.port = 0
+        if connection.server is not None:
+            self._store = StoreServer(listen(connection.address, 0, self.secret), self.secret)
+            self.port = self._store.port
+
+    def open(
+        self,
+        begin: StartSlots,
+        environment: dict[str, str],
+        machine: MachineResources,
+        logs: Logs,
+        keyboard: Keyboard,
+        keeper: RecordingKeeper,
+    ) -> WorkerContext:
+        """Returns what the workers have in common; `environment` is what any job's workers share.
+
+        Raises:
+            OSError: the store cannot be served.
+        """
+        served = begin.store
+        if not served:
+            path = Path(self._cleanup.directory, "store-1")
+            self._store = StoreServer.on_unix_path(str(path), self.secret)
+            served = f"unix:{path}"
+        environment["PACELINE_STORE"] = served
+        # Torch then asks for huge pages: a worker that forks to give others its state does so five times as fast.
+        environment.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+        if self.secret is not None:
+            self._file = SecretFile.create(self.secret)
+            environment[SECRET_FD] = str(self._file)
+        return WorkerContext(
+            environment,
+            pass_fds=[self._file.fd] if self._file is not None else [],
+            directory=self._cleanup.directory,
+            cores=machine.cores,
+            gpus=machine.gpus,
+            logs=logs,
+            keyboard=keyboard,
+            keeper=keeper,
+        )
+
+    def start_of(self, begin: StartSlots) -> Start:
+        """Returns the ranks of the slots: their numbers."""
+        host, port = "127.0.0.1", self._job.port or free_port()
+        if begin.store:
+            address, _, number = begin.store.removeprefix("tcp:").rpartition(":")
+            host, port = address.strip("[]"), int(number)
+        most = self._job.max_restarts
+        first, slots = begin.first_slot, begin.slots
+        return Start(1, 0, most, begin.run_id, begin.machine, begin.machine + 1, first, slots, first, slots, host, port)
+
+    def forker(self, around: WorkerContext, selector: selectors.BaseSelector, say: Callable[[str], None]) -> Forker:
+        """Returns what starts the workers: forks, unless the user or the kind of program wants new interpreters."""
+        descriptors = allow_descriptors(self._job.workers)
+        forks = self._job.forks and self._job.command.kind is not CommandKind.PROGRAM
+        preload = self._job.elastic.preload if self._job.elastic is not None else ()
+        self._forker = Forker(around.environment, around.pass_fds, descriptors, selector, say, forks, preload)
+        return self._forker
+
+    def close(self) -> None:
+        """Ends all of it; idempotent."""
+        if self._forker is not None:
+            self._forker.close()
+            self._forker = None
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+        if self._file is not None:
+            os.close(self._file.fd)
+            self._file = None
+
+
+NAME = "PACELINE_WORKER"
+
+
+@dataclass
+class PoolWorker:
+    """The worker of a slot: its name, its process once it has one, and what is known of its life."""
+
+    uid: str
+    slot: int  # of this machine's, from 0
+    number: int  # of the slot in the whole job, which is the worker's RANK
+    channel: WorkerChannel
+    asked_s: float
+    is_replacement: bool = False  # the slot had a worker before
+    life: WorkerHistory = field(default_factory=WorkerHistory)
+    worker: WorkerProcess | None = None
+    following: OutputForwarder | None = None
+
+    def __str__(self) -> str:
+        pid = f", pid {self.worker.pid}" if self.worker is not None else ""
+        return f"slot {self.number} (worker {self.uid}{pid})"
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has a process whose end is not known yet."""
+        return self.worker is not None and self.worker.exit_code is None
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the worker, if it runs."""
+        if self.worker is not None and self.worker.exit_code is None:
+            self.worker.signal(number)
+
+
+class WorkerPool:
+    """Starts workers and follows them until they end.
+
+    Args:
+        job: says what to run.
+        start: the ranks of this machine's slots.
+        machine: this machine's number in the job, with which the workers' names begin.
+        around: what the workers have in common.
+        forker: starts their processes.
+        selector: the launcher's loop.
+        marks: returns the variables that mark what a worker of this name starts.
+        on_start: is called with a worker that has a process now.
+        on_message: is called with each message of a worker; None stands for one that is not a message.
+        on_end: is called with a worker that has ended, after all of its messages and output.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        start: Start,
+        machine: int,
+        around: WorkerContext,
+        forker: Forker,
+        selector: selectors.BaseSelector,
+        *,
+        marks: Callable[[str], dict[str, str]],
+        on_start: Callable[[PoolWorker], None],
+        on_message: Callable[[PoolWorker, FromWorker | None, bytes], None],
+        on_end: Callable[[PoolWorker, int], None],
+    ) -> None:
+        self.members: dict[int, PoolWorker] = {}
+        self.stopped = StoppedProcesses()
+        self._job, self._start, self._machine, self._around = job, start, machine, around
+        self._forker = forker
+        self._selector = selector
+        self._marks = marks
+        self._on_start, self._on_message, self._on_end = on_start, on_message, on_end
+        self._attempts: dict[int, int] = {}
+
+    def add(self, slot: int) -> None:
+        """Starts a worker in a slot that has none; it has a process when `on_start` is called.
+
+        Raises:
+            OSError: there are no descriptors, or no processes, for it.
+        """
+        attempt = self._attempts.get(slot, 0)
+        self._attempts[slot] = attempt + 1
+        number = self._start.first_rank + slot
+        uid = f"{self._machine}.{number}.{attempt}"
+        start = replace(self._start, generation=attempt + 1, restart_count=attempt)
+        prepared = prepare(self._job, start, slot, self._around)
+        prepared.variables.update({NAME: uid, **self._marks(uid)})
+        channel, theirs = WorkerChannel.pair(self._selector, lambda datagram: self._heard(member, datagram))
+        member = PoolWorker(uid, slot, number, channel, time.monotonic(), is_replacement=attempt > 0)
+        self.members[slot] = member
+        try:
+            self._forker.start(ForkRequest(prepared, theirs, lambda pid: self._started(member, prepared, pid)))
+        except OSError:
+            prepared.close()
+            self._forget(member)
+            raise
+
+    def by_uid(self, uid: str) -> PoolWorker | None:
+        """Returns the worker of this name, if it runs or is about to."""
+        return next((member for member in self.members.values() if member.uid == uid), None)
+
+    def pids(self) -> list[int]:
+        """Returns the process ids of the workers whose end is not known yet."""
+        self._forker.read()  # those that have just been forked
+        return [member.worker.pid for member in self.members.values() if member.worker is not None and member.runs]
+
+    def interactive(self) -> WorkerProcess | None:
+        """Returns the worker that waits for typed input: it is in `paceline.breakpoint`, or reads the terminal."""
+        running = [member.worker for member in self.members.values() if member.worker is not None and member.runs]
+        debugged = [worker for worker in running if os.path.exists(worker.debugger_file)]
+        reading = [worker for worker in running if worker.reads and self._around.keyboard.is_read_by(worker.pid)]
+        return next(iter([*debugged, *reading]), None)
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to every running worker."""
+        for member in self.members.values():
+            member.signal(number)
+
+    def end(self, number: int) -> None:
+        """Sends a signal that ends workers, also to those that are stopped, and starts no more."""
+        self._forker.cancel()
+        for member in [each for each in self.members.values() if each.worker is None]:
+            self._forget(member)
+        self.signal(number)
+        self.signal(signal.SIGCONT)  # a stopped worker hears it now, before anything else of its program runs
+
+    def kill(self) -> None:
+        """Kills the workers at once."""
+        self.end(signal.SIGKILL)
+
+    def resize(self) -> None:
+        """Passes the terminal's current size on to the workers that write to it."""
+        for member in self.members.values():
+            if member.following is not None:
+                member.following.resize()
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When (monotonic) `tick` must be called; None for never."""
+        followings = [member.following for member in self.members.values() if member.following is not None]
+        times_s = [self.stopped.deadline_s, self._forker.deadline_s, *(each.deadline_s for each in followings)]
+        return min((each for each in times_s if each is not None), default=None)
+
+    def tick(self, now_s: float) -> None:
+        """Does what is due."""
+        self._forker.tick(now_s)
+        for member in self.members.values():
+            if member.following is not None:
+                member.following.tick(now_s)
+        if (deadline_s := self.stopped.deadline_s) is not None and now_s >= deadline_s:
+            self.look_for_stopped(now_s)
+
+    def frozen(self, now_s: float) -> list[PoolWorker]:
+        """Returns the workers that have been stopped for too long."""
+        frozen = self.stopped.frozen(now_s)
+        return [member for member in self.members.values() if member.worker is not None and member.worker.pid in frozen]
+
+    def look_for_stopped(self, now_s: float) -> None:
+        """Notes which workers are stopped now."""
+        self.stopped.look([pid for pid in self.pids() if is_stopped(pid)], now_s)
+
+    def close(self) -> None:
+        """Kills what still runs and closes every channel and pipe; idempotent."""
+        for member in list(self.members.values()):
+            if member.worker is not None:
+                member.worker.signal(signal.SIGKILL)
+                if member.worker.exit_code is None:
+                    self._selector.unregister(member.worker.pidfd)
+                    member.worker.collect()
+            self._forget(member)
+        self._around.keyboard.restore()
+
+    def _started(self, member: PoolWorker, prepared: WorkerSpec, pid: int) -> None:
+        try:
+            worker = prepared.started(pid)
+        except ProcessLookupError:  # it ended at once
+            prepared.close()
+            self._forget(member)
+            self._on_end(member, -signal.SIGKILL)
+            return
+        member.worker = worker
+        member.following = OutputForwarder(worker, prepared.outputs, self._selector)
+        if self.members.get(member.slot) is not member:  # the job has ended meanwhile
+            worker.signal(signal.SIGKILL)
+            worker.collect()
+            self._forget(member)
+            return
+
+        def ended() -> None:
+            self._selector.unregister(worker.pidfd)
+            self._ended(member, worker)
+
+        self._selector.register(worker.pidfd, selectors.EVENT_READ, ended)
+        self._on_start(member)
+
+    def _ended(self, member: PoolWorker, worker: WorkerProcess) -> None:
+        code = worker.collect()
+        member.channel.drain()
+        if member.following is not None:
+            member.following.drain()
+        self._forget(member)
+        if worker.reads:
+            self._around.keyboard.restore()
+        self._on_end(member, code)
+
+    def _heard(self, member: PoolWorker, datagram: bytes) -> None:
+        try:
+            message = protocol.decode_from_worker(datagram)
+        except ValueError:
+            self._on_message(member, None, datagram)
+        else:
+            self._on_message(member, message, datagram)
+
+    def _forget(self, member: PoolWorker) -> None:
+        if self.members.get(member.slot) is member:
+            del self.members[member.slot]
+        member.channel.close()
+        if member.following is not None:
+            member.following.close()

@@ -1,0 +1,359 @@
+"""What `paceline run` is asked to do, decided once from flags, PET_* variables and the scheduler's variables.
+
+What the flags say about the live page, apart from what it takes to serve it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import secrets
+import signal
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from string import Template
+
+from paceline.comm.one_port.dialer import chosen_port
+from paceline.comm.rendezvous.schedulers import Scheduler, detect
+from paceline.operate.launch import option_types
+from paceline.operate.launch.elastic.elastic_options import ElasticOptions, elastic_of
+from paceline.operate.launch.option_types import OptionError, Streams, StreamsOfRanks
+from paceline.operate.launch.workers.cleanup import MARK
+from paceline.operate.launch.workers.environment import allowed_cores
+
+
+@dataclass(frozen=True)
+class DashboardOptions:
+    """Where the page is, under which names and paths proxies may serve it, and whether it may act."""
+
+    port: int = 0
+    socket: str | None = None
+    prefix: str = ""
+    hosts: tuple[str, ...] = ()
+    acts: bool = False
+
+
+def dashboard_options_of(options: argparse.Namespace) -> DashboardOptions | None:
+    """Returns what the flags say; None if there is to be no page.
+
+    Raises:
+        OptionError: a flag of the page contradicts another one or is not what it should be.
+    """
+    others = {
+        "--dash-port": options.dash_port,
+        "--dash-socket": options.dash_socket,
+        "--dash-prefix": options.dash_prefix,
+        "--dash-host": options.dash_host,
+        "--dash-actions": options.dash_actions,
+    }
+    given = [name for name, value in others.items() if value]
+    if not options.dash:
+        if given:
+            raise OptionError(f"{given[0]} says how the live page is served, but there is none without --dash")
+        return None
+    if options.dash_port and options.dash_socket:
+        raise OptionError("--dash-port and --dash-socket exclude each other: the page is served in one place")
+    prefix = options.dash_prefix.rstrip("/")
+    if prefix and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", prefix):
+        raise OptionError(f"--dash-prefix {options.dash_prefix!r} is not a path such as /user/ana/proxy/8080")
+    hosts = tuple(host.strip().lower() for host in options.dash_host.split(",") if host.strip())
+    if wrong := [host for host in hosts if not re.fullmatch(r"[a-z0-9._-]+|\[[0-9a-f:.]+\]", host)]:
+        raise OptionError(f"--dash-host {wrong[0]!r} is not the name of a host; give names without ports")
+    return DashboardOptions(options.dash_port or 0, options.dash_socket, prefix, hosts, options.dash_actions)
+
+
+_SHUTDOWN_TIMEOUT_S = 30.0  # torchrun's
+_TORCHRUNS_PORT = 29500
+_PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"  # torchrun's
+_MANY_A_CORE = 8
+_TIMEOUTS = {"join_timeout", "timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "return_timeout"}
+_SETTINGS = _TIMEOUTS | {"is_host"}
+_IGNORED_SETTINGS = {"read_timeout", "keep_alive_interval", "keep_alive_max_attempt", "store_type", "rank"}
+
+
+class CommandKind(Enum):
+    """How the command is started."""
+
+    SCRIPT = "script"
+    MODULE = "module"
+    PROGRAM = "program"
+    PATH = "path"
+
+
+@dataclass(frozen=True)
+class Command:
+    """`argv` are the script, module or program and its arguments."""
+
+    argv: tuple[str, ...]
+    kind: CommandKind = CommandKind.SCRIPT
+    passes_local_rank: bool = False  # as --local_rank=N before the arguments
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """Which streams of which local ranks go where."""
+
+    log_dir: str | None = None
+    redirects: StreamsOfRanks = field(default_factory=dict)
+    tee: StreamsOfRanks = field(default_factory=dict)
+    shown: frozenset[int] = frozenset()  # empty: all
+    stdout_words: tuple[str, ...] = ()
+    stderr_words: tuple[str, ...] = ()
+    line_prefix: str = ""  # in place of "[rank N] "; ${rank} and ${local_rank} are replaced
+
+    @property
+    def needs_files(self) -> bool:
+        """Whether any output is kept in files."""
+        chosen = (*self.redirects.values(), *self.tee.values())
+        return any(chosen) or bool(self.log_dir or self.stdout_words or self.stderr_words)
+
+
+@dataclass(frozen=True)
+class RendezvousOptions:
+    """How the machines of a job meet; `address` is None on a single machine."""
+
+    min_nodes: int = 1
+    max_nodes: int = 1
+    address: tuple[str, int] | None = None
+    is_static: bool = False
+    node_rank: int | None = None
+    serves: bool | None = None  # None: if the address is this machine's
+    local_address: str | None = None
+    join_timeout_s: float = 600.0
+    last_call_s: float = 0.5
+    silence_s: float = 2.0
+    return_timeout_s: float = 120.0  # how long the machines of an elastic job wait for those that they cannot reach
+    running: tuple[str, str] | None = None  # the elastic job that this machine joins, and its coordinator's address
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job as this machine's launcher knows it."""
+
+    command: Command
+    workers: int = 1
+    run_id: str = ""
+    rendezvous: RendezvousOptions = field(default_factory=RendezvousOptions)
+    output: OutputOptions = field(default_factory=OutputOptions)
+    port: int | None = None  # MASTER_PORT, on a single machine
+    max_restarts: int = 0
+    shutdown_timeout_s: float = _SHUTDOWN_TIMEOUT_S
+    signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    role: str = "default"
+    virtual_local_rank: bool = False
+    binding: str | None = "exclusive"  # how workers are bound to cores; None binds none
+    binding_is_asked_for: bool = False
+    stdin_rank: int | None = 0  # the rank that reads the launcher's stdin, if it runs on this machine
+    events: bool = False
+    stall_after_s: float = 15.0  # how long a call may last before it is explained; 0: for ever
+    forks: bool = False  # workers are forks of a template process, which has finished its imports
+    slot: tuple[int, int] = (
+        0,
+        1,
+    )  # this launcher's number and the count on its machine, where a scheduler started several
+    scheduler: Scheduler | None = None
+    elastic: ElasticOptions | None = None
+    page: DashboardOptions | None = None
+    compat: tuple[str, ...] = ()  # libraries whose calls Paceline takes over
+    one_port: int | None = None  # of each machine, for all connections from others; None: each listener has its own
+
+
+def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Job:
+    """Returns the job that the parsed flags describe.
+
+    Raises:
+        OptionError: flags contradict each other, or one is missing that others need.
+    """
+    is_in_a_job = (
+        MARK in environment
+    )  # a worker started this launcher, so the scheduler's variables describe the job around it
+    scheduler = None if options.standalone or is_in_a_job else detect(environment)
+    command = Command((options.script, *options.args), _kind(options), getattr(options, "passes_local_rank", False))
+    given = None if is_in_a_job or options.standalone else chosen_port(environment)
+    options.port = options.port if options.port is not None else given
+    rendezvous = _rendezvous(options, scheduler)
+    workers = 1 if scheduler is not None and scheduler.is_one_a_rank else options.nproc_per_node
+    if workers == 0:
+        raise OptionError(
+            "there is no GPU on this machine that this process may use; give --nproc-per-node cpu, auto or a number"
+        )
+    if rendezvous.address is None and options.stdin is not None and options.stdin >= workers:
+        raise OptionError(f"--stdin {options.stdin} is too large: the ranks are 0 to {workers - 1}")
+    if rendezvous.address is not None and options.port is not None and scheduler is not None and scheduler.slot[1] > 1:
+        raise OptionError(
+            f"--port {options.port}: {scheduler.slot[1]} launchers on each machine cannot share it; let the scheduler "
+            "start one launcher per machine, with --nproc-per-node workers"
+        )
+    return Job(
+        command=command,
+        workers=workers,
+        run_id=options.rdzv_id if options.rdzv_id not in ("", "none") else secrets.token_hex(4),
+        rendezvous=rendezvous,
+        output=_output(options, environment),
+        port=options.master_port if rendezvous.address is None else None,
+        max_restarts=options.max_restarts or 0,
+        shutdown_timeout_s=shutdown_timeout_s(options, environment),
+        signals=options.signals_to_handle,
+        role=options.role,
+        virtual_local_rank=options.virtual_local_rank,
+        binding=None if options.no_pin else options.numa_binding or "exclusive",
+        binding_is_asked_for=options.numa_binding is not None,
+        stdin_rank=options.stdin,
+        events=options.event_log_handler == "console",
+        stall_after_s=options.stall_after,
+        forks=_forks(options.start_method, workers, options.elastic),
+        slot=scheduler.slot if scheduler is not None else (0, 1),
+        scheduler=scheduler,
+        elastic=elastic_of(options, workers, rendezvous.address is not None),
+        page=dashboard_options_of(options),
+        compat=options.compat,
+        one_port=options.port if rendezvous.address is not None else None,
+    )
+
+
+def shutdown_timeout_s(options: argparse.Namespace, environment: Mapping[str, str]) -> float:
+    """Returns how long workers have to end after they were asked to, in seconds."""
+    if options.shutdown_timeout is not None:
+        return float(options.shutdown_timeout)
+    return option_types.parse_seconds(environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_TIMEOUT_S)))
+
+
+def _forks(method: str, workers: int, is_elastic: bool) -> bool:
+    if method == "auto":  # with this many workers per core it is not training; start-up time matters more
+        return is_elastic or workers > _MANY_A_CORE * allowed_cores()
+    return method != "spawn"
+
+
+def _kind(options: argparse.Namespace) -> CommandKind:
+    if options.module and options.no_python:
+        raise OptionError("--module and --no-python exclude each other: a module is run by Python")
+    if options.run_path:
+        return CommandKind.PATH
+    kind = CommandKind.MODULE if options.module else CommandKind.PROGRAM if options.no_python else CommandKind.SCRIPT
+    if kind in (CommandKind.SCRIPT, CommandKind.MODULE) and not os.path.isabs(options.script):
+        _check_directory()
+    path = Path(options.script)
+    if kind is CommandKind.SCRIPT and path.is_dir():
+        if not any((path / name).is_file() for name in ("__main__.py", "__main__.pyc")):
+            raise OptionError(f"{options.script} is a directory without __main__.py, so there is nothing in it to run")
+    elif kind is CommandKind.SCRIPT and not path.is_file():
+        raise OptionError(f"{options.script} is not a file; with -m it would be a module")
+    return kind
+
+
+def _check_directory() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise OptionError(
+            "the current directory has been removed, so nothing can be found from it; cd to another"
+        ) from None
+
+
+def _rendezvous(options: argparse.Namespace, scheduler: Scheduler | None) -> RendezvousOptions:
+    least, most = options.nnodes
+    if options.standalone:
+        return RendezvousOptions()
+    if scheduler is not None and scheduler.nodes is not None and (least, most) == (1, 1):
+        least = most = scheduler.nodes
+    conf = options.rdzv_conf
+    if unknown := sorted(set(conf) - _SETTINGS - _IGNORED_SETTINGS):
+        raise OptionError(f"--rdzv-conf has {', '.join(unknown)}, which is not known; known: {sorted(_SETTINGS)}")
+    if most == 1:
+        return RendezvousOptions()  # a single machine meets no others, whatever the address
+    comes_in_any_order = options.print_token or (options.rdzv_endpoint and options.node_rank is None)
+    is_static = options.rdzv_backend == "static" and not comes_in_any_order and not options.elastic
+    address, serves = _address(options, scheduler)
+    node_rank = options.node_rank if options.node_rank is not None else scheduler.node_rank if scheduler else None
+    if is_static:
+        if least != most:
+            raise OptionError(
+                f"--nnodes {least}:{most} needs machines that may come in any order: --rdzv-backend c10d and "
+                "--rdzv-endpoint HOST:PORT instead of --master-addr"
+            )
+        if node_rank is None:
+            raise OptionError(f"--nnodes {most} needs --node-rank, this machine's number from 0 to {most - 1}")
+        if node_rank >= most:
+            raise OptionError(f"--node-rank {node_rank} is too large: with --nnodes {most} they are 0 to {most - 1}")
+        serves = node_rank == 0
+    elif options.elastic and serves is None and not options.rdzv_endpoint and node_rank is not None:
+        serves = node_rank == 0
+    if "is_host" in conf:
+        serves = conf["is_host"].lower() in ("1", "true", "yes", "t", "y")
+
+    def time_s(name: str, otherwise: float) -> float:
+        return option_types.parse_seconds(conf[name]) if name in conf else otherwise
+
+    return RendezvousOptions(
+        min_nodes=least,
+        max_nodes=most,
+        address=address,
+        is_static=is_static,
+        node_rank=node_rank if is_static else None,
+        serves=serves,
+        local_address=options.local_addr,
+        join_timeout_s=time_s("join_timeout", time_s("timeout", 600.0)),
+        last_call_s=time_s("last_call_timeout", 0.5),
+        silence_s=time_s("heartbeat_timeout", 2.0),
+        return_timeout_s=time_s("return_timeout", 120.0),
+    )
+
+
+def _address(options: argparse.Namespace, scheduler: Scheduler | None) -> tuple[tuple[str, int], bool | None]:
+    """Returns where the machines meet, and whether this one serves there; None if that is not known yet."""
+    otherwise = options.port or _TORCHRUNS_PORT
+    if options.rdzv_endpoint:
+        return endpoint_of(options.rdzv_endpoint, otherwise), None
+    host = options.master_addr or (scheduler.address if scheduler else None)
+    port = options.master_port or (scheduler.port if scheduler else None) or otherwise
+    if options.print_token:
+        return (host or "", options.master_port or options.port or 0), True
+    if host is None:
+        raise OptionError(
+            "several machines need a place to meet: --master-addr ADDRESS of machine 0 (with --node-rank), or "
+            "--rdzv-backend c10d --rdzv-endpoint HOST:PORT, or a token from `paceline run --print-token`"
+        )
+    return (host.strip("[]"), port), None
+
+
+def endpoint_of(text: str, otherwise: int = _TORCHRUNS_PORT) -> tuple[str, int]:
+    """Parses `host:port`, `[v6]:port` or `host`; `otherwise` is the port of the latter, by default torchrun's.
+
+    Raises:
+        OptionError: it is none of these.
+    """
+    if "," in text:
+        raise OptionError(
+            f"--rdzv-endpoint {text!r} names several places; the machines meet at one, and when that is lost the job "
+            "ends: name the machine that is least likely to go"
+        )
+    if text.startswith("["):
+        host, _, port = text[1:].partition("]")
+        port = port.removeprefix(":")
+    else:
+        host, _, port = text.rpartition(":") if text.count(":") == 1 else (text, "", "")
+    if not host or (port and (not port.isdecimal() or int(port) > 65535)):
+        raise OptionError(
+            f"--rdzv-endpoint {text!r} is not HOST:PORT; an IPv6 address stands in brackets: [fd00::1]:29400"
+        )
+    return host, int(port) if port else otherwise
+
+
+def _output(options: argparse.Namespace, environment: Mapping[str, str]) -> OutputOptions:
+    tee = options.tee
+    if options.log_dir and not any((*options.redirects.values(), *tee.values())):
+        tee = {None: Streams.BOTH}  # a directory for logs asks for logs
+    template = options.log_line_prefix_template or environment.get(_PREFIX_VARIABLE, "")
+    return OutputOptions(
+        options.log_dir,
+        options.redirects,
+        tee,
+        options.local_ranks_filter,
+        options.duplicate_stdout_filters,
+        options.duplicate_stderr_filters,
+        Template(template).safe_substitute(role_name=options.role, hostname=socket.gethostname()),
+    )

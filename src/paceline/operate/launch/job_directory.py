@@ -1,0 +1,276 @@
+"""The directory of a job on this machine: what it ran, what happened, and what its workers recorded.
+
+Writes a job's events as lines of JSON: into its directory, and for `--event-log-handler console` to stderr.
+
+Keeps the memory that workers record into, so that it outlives them, and writes it into the job's directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import sys
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+from paceline import __version__, linux
+from paceline.comm.record import layout
+from paceline.comm.record.memory import HANDED_VARIABLE, MEMORY_NAME, HandedMemory, is_switched_off
+from paceline.comm.security.own_files import SharedFileError, append_to, require_own_directory
+from paceline.operate.dashboard.event_queue import Fact
+from paceline.operate.diagnosis.clock_offset import Offset
+from paceline.operate.diagnosis.runs import (
+    EVENTS_FILE,
+    JOB_FILE,
+    RECORDING_FILE,
+    RunStatus,
+    list_runs,
+    outdated,
+    runs_directory,
+)
+from paceline.operate.launch.job import Job
+from paceline.operate.launch.workers.output import Console
+
+EventListener = Callable[[str, dict[str, Fact]], None]
+
+
+class Events:
+    """Writes events into the job's directory, if it has one, and to stderr if `is_on`; tells them to `listener`."""
+
+    def __init__(
+        self,
+        is_on: bool,
+        run_id: str,
+        console: Console,
+        directory: Path | None = None,
+        listener: EventListener | None = None,
+    ) -> None:
+        self._is_on = is_on
+        self._run_id = run_id
+        self._write = console.writer(2)
+        self._file = None if directory is None else directory / EVENTS_FILE
+        self._listener = listener
+
+    def tell(self, event: str, **facts: Fact) -> None:
+        """Writes one event: what happened, when, where, and its facts."""
+        if self._listener is not None:
+            self._listener(event, facts)
+        line = {
+            "event": event,
+            "time_s": round(time.time(), 3),
+            "host": socket.gethostname(),
+            "run_id": self._run_id,
+            **facts,
+        }
+        text = json.dumps(line).encode() + b"\n"
+        if self._is_on:
+            self._write(text)
+        if self._file is not None:
+            with contextlib.suppress(OSError), open(append_to(str(self._file)), "ab") as file:
+                file.write(text)
+
+
+# A worker must not shrink what is mapped here.
+_SEALS = linux.F_SEAL_SEAL | linux.F_SEAL_SHRINK | linux.F_SEAL_GROW
+_FAST = 1  # zlib's level
+_MOST_FILES = 256  # of a job: in a long elastic one, many workers die
+
+
+class RecordingMemory:
+    """The memory of one worker. `release` must follow when the worker has ended."""
+
+    def __init__(self, keeper: RecordingKeeper, path: Path | None) -> None:
+        self.fd = linux.memfd_create(MEMORY_NAME, linux.MFD_CLOEXEC | linux.MFD_ALLOW_SEALING)
+        os.truncate(self.fd, layout.NBYTES)
+        fcntl.fcntl(self.fd, linux.F_ADD_SEALS, _SEALS)
+        self._keeper = keeper
+        self._path = path
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The variable by which the worker finds the memory."""
+        return {HANDED_VARIABLE: str(HandedMemory(self.fd, os.fstat(self.fd).st_ino, os.getpid()))}
+
+    def release(self) -> None:
+        """Has the recording written out, if there is one, and gives the memory back; idempotent."""
+        fd, self.fd = self.fd, -1
+        if fd < 0:
+            return
+        if self._path is not None and os.pread(fd, 8, 0) == layout.MAGIC.to_bytes(8, "little"):
+            self._keeper.write_out(fd, self._path)
+        else:
+            os.close(fd)
+
+
+class RecordingKeeper:
+    """The recordings of a job's workers on this machine."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
+        self._writer: ThreadPoolExecutor | None = None
+        self._written: deque[Path] = deque()
+
+    def new(self, attempt: int, rank: int) -> RecordingMemory | None:
+        """Returns memory for a worker; None if nothing is to be recorded, or there is no descriptor for it."""
+        if is_switched_off():
+            return None
+        path = None
+        if self._directory is not None:
+            path = self._directory / f"attempt_{attempt}" / str(rank) / RECORDING_FILE
+        try:
+            return RecordingMemory(self, path)
+        except OSError:
+            return None
+
+    def write_out(self, fd: int, path: Path) -> None:
+        """Writes the memory of a worker that has ended into a file, on a thread, and closes `fd`."""
+        if self._writer is None:
+            self._writer = ThreadPoolExecutor(1, thread_name_prefix="paceline-recordings")
+        self._writer.submit(self._write, fd, path)
+
+    def close(self) -> None:
+        """Waits until all is written; idempotent."""
+        if self._writer is not None:
+            self._writer.shutdown()
+            self._writer = None
+
+    def _write(self, fd: int, path: Path) -> None:
+        try:
+            with contextlib.suppress(OSError):  # a full disk must not end the job
+                path.parent.mkdir(parents=True, exist_ok=True)
+                written = path.with_name(f".{path.name}")
+                written.write_bytes(zlib.compress(os.pread(fd, layout.NBYTES, 0), _FAST))
+                written.replace(path)
+                self._written.append(path)
+                if len(self._written) > _MOST_FILES:
+                    self._written.popleft().unlink()
+        finally:
+            os.close(fd)
+
+
+_SECRET = re.compile(r"token|secret|passw|passphrase|credential|api.?key|auth", re.IGNORECASE)
+_HIDDEN = "***"
+_MOST_OF_A_NAME = 40
+
+
+class JobDirectory:
+    """Makes and describes the directory; without a place for it, `path` is None and the job runs all the same.
+
+    It is LOG_DIR/RUN_ID if the job was given --log-dir, otherwise a new one among those of `paceline runs`, of which
+    the oldest are removed. `remark` says why there is none if the reason is another user's directory.
+
+    Raises:
+        SharedFileError: LOG_DIR/RUN_ID is a directory of another user, or a link.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.path: Path | None = None
+        self.remark: str | None = None
+        self._facts: dict[str, object] = {
+            "job": job.run_id,
+            "command": without_secrets(job.command.argv),
+            "directory": _working_directory(),
+            "host": os.uname().nodename,
+            "pid": os.getpid(),
+            "pid_started": _started(),
+            "workers": job.workers,
+            "elastic": job.elastic is not None,
+            "variables": sorted(os.environ),
+            "started_s": time.time(),
+            "state": RunStatus.RUNNING.value,
+        }
+        if job.output.log_dir is not None:  # where output goes, so that it is reported if that is impossible
+            self.path = Path(job.output.log_dir, job.run_id)
+        try:
+            if self.path is None:
+                self.path = _new(job)
+            self.path.mkdir(parents=True, exist_ok=True)
+            require_own_directory(str(self.path))
+            self._write()
+        except SharedFileError as error:
+            if self.path is not None:
+                raise
+            self.remark = f"`paceline runs` will not list this job: {error}"
+        except OSError:
+            return
+
+    def note(self, **facts: object) -> None:
+        """Adds facts that became known later."""
+        self._facts.update(facts)
+        self._write()
+
+    def conclude(self, code: int, was_stopped: bool, offset: Offset | None) -> None:
+        """Writes down how the job ended on this machine, and how its clock differs from that of the meeting."""
+        if offset is not None:
+            self.note(clock=asdict(offset))
+        state = RunStatus.STOPPED if was_stopped else RunStatus.FAILED if code else RunStatus.FINISHED
+        self.note(state=state.value, exit_code=code, ended_s=time.time(), versions=_versions())
+
+    def _write(self) -> None:
+        if self.path is None:
+            return
+        with contextlib.suppress(OSError):  # a full disk must not end the job
+            written = self.path / f".{JOB_FILE}"
+            written.write_text(json.dumps(self._facts, indent=1) + "\n")
+            written.replace(self.path / JOB_FILE)
+
+
+def without_secrets(argv: tuple[str, ...]) -> list[str]:
+    """Returns a command's words without the values of options that seem to be secrets by their names."""
+    shown: list[str] = []
+    is_secret = False
+    for word in argv:
+        name, equals, _ = word.partition("=")
+        shown.append(_HIDDEN if is_secret and not word.startswith("-") else word)
+        is_secret = word.startswith("-") and bool(_SECRET.search(name)) and not equals
+        if equals and _SECRET.search(name):
+            shown[-1] = f"{name}={_HIDDEN}"
+    return shown
+
+
+def _new(job: Job) -> Path:
+    root = runs_directory()
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    require_own_directory(str(root), may_be_roots=True)
+    for run in outdated(list_runs(root), time.time()):
+        shutil.rmtree(run.directory, ignore_errors=True)
+    name = re.sub(r"[^\w.-]", "_", job.run_id)[:_MOST_OF_A_NAME]
+    stamp = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{name}"
+    for suffix in ("", *(f"-{number}" for number in range(2, 100))):
+        with contextlib.suppress(FileExistsError):
+            path = root / (stamp + suffix)
+            path.mkdir(mode=0o700)
+            return path
+    raise FileExistsError(stamp)
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""
+
+
+def _started() -> str:
+    """Returns when this process started, in ticks since the boot, which tells it from others with its number."""
+    return Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19]
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    versions = {"paceline": __version__, "python": sys.version.split()[0], "kernel": platform.release()}
+    with contextlib.suppress(PackageNotFoundError):
+        versions["torch"] = version("torch")
+    return versions

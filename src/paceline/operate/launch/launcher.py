@@ -1,0 +1,302 @@
+"""What every launcher does while workers run: it follows orders, and passes on signals, Ctrl-C and Ctrl-Z.
+
+Handles Ctrl-Z: the workers, though in sessions of their own, stop and continue with the launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import time
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+from paceline import __version__
+from paceline.operate.diagnosis.stall_detector import WatchedWorker
+from paceline.operate.launch.dashboard_link import DashboardLink
+from paceline.operate.launch.job import Job
+from paceline.operate.launch.job_directory import Events, JobDirectory, RecordingKeeper
+from paceline.operate.launch.multinode.node_connection import NodeConnection
+from paceline.operate.launch.multinode.protocol import (
+    AskStacks,
+    DashboardUpdate,
+    DashboardWatched,
+    JobEnded,
+    JoinJob,
+    Moved,
+    Order,
+    RequestSnapshot,
+    SnapshotReport,
+    UserMessage,
+)
+from paceline.operate.launch.shared_secret import SlurmSecret
+from paceline.operate.launch.watchdog import Watchdog
+from paceline.operate.launch.workers.cleanup import Cleanup
+from paceline.operate.launch.workers.environment import compat_variables, inherited_variables
+from paceline.operate.launch.workers.failures import report_parts
+from paceline.operate.launch.workers.job_control import Keyboard, Signals
+from paceline.operate.launch.workers.output import Console, Logs
+from paceline.operate.launch.workers.start_workers import MachineResources
+from paceline.operate.launch.workers.worker import WorkerProcess
+from paceline.operate.launch.workers.worker_stores import multiplexer_variables
+from paceline.train.checkpoint.peer_memory.server import CacheServer
+
+
+class Workers(Protocol):
+    """The workers that run on this machine."""
+
+    def pids(self) -> list[int]:
+        """Returns the process ids of those whose end is not known yet."""
+
+    def interactive(self) -> WorkerProcess | None:
+        """Returns the worker that waits for typed input, if there is one."""
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to every running worker."""
+
+    def resize(self) -> None:
+        """Passes the terminal's current size on to the workers that write to it."""
+
+    def kill(self) -> None:
+        """Kills the workers at once."""
+
+
+class Launcher(ABC):
+    """One machine's launcher. The subclasses say which workers run, and what follows when one ends."""
+
+    word = "rank"  # what the numbers in front of the workers' lines are
+    moved: Moved | None = None  # the job gives way to another, which this machine is to join
+
+    def __init__(
+        self, job: Job, connection: NodeConnection, secret: bytes | None, shared: SlurmSecret, cleanup: Cleanup
+    ) -> None:
+        self._job = job
+        self._connection = connection
+        self._secret = secret
+        self._shared = shared
+        self._cleanup = cleanup
+        self._machine = MachineResources.mine(job)
+        self._keyboard = Keyboard()
+        others = (signal.SIGWINCH, signal.SIGTSTP) if self._keyboard.is_terminal else (signal.SIGWINCH,)
+        self._signals = Signals(job.signals, others)
+        self._console = Console(lambda: self._signals.has_come)
+        self._say = self._console.say
+        self._directory = JobDirectory(job)
+        self._keeper = RecordingKeeper(self._directory.path)
+        self._copies = CacheServer(None if job.rendezvous.address is None else connection.address)
+        path = self._directory.path
+        self._showing = DashboardLink(job, connection, secret is not None, path, self._say, self._watched)
+        local = self._showing.local
+        sink, listener = (local.sink, local.happened) if local is not None else (None, None)
+        self._logs = Logs(job.output, path, self._console, self.word, sink, self._showing.has_page)
+        self._events = Events(job.events, job.run_id, self._console, path, listener)
+        self._stopped_by: signal.Signals | None = None
+        self._end: JobEnded | None = None
+        self._world = range(0)  # the ranks of the latest generation
+        self._selector = selectors.DefaultSelector()
+        self._watcher = Watchdog(job.stall_after_s, self._watched, self._on_picture)
+        self._last_words: list[str] = []
+
+    def __enter__(self) -> Launcher:
+        self._selector.register(self._signals.fileno(), selectors.EVENT_READ, self._on_signal)
+        self._selector.register(self._connection.client.fileno(), selectors.EVENT_READ, self._on_orders)
+        self._selector.register(self._watcher.fileno(), selectors.EVENT_READ, self._watcher.arrived)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._watcher.close()
+        self._close_workers()
+        self._copies.close()
+        self._keeper.close()
+        self._selector.close()
+        self._signals.close()
+        self._showing.close()
+
+    def run(self) -> int:
+        """Runs this machine's part of the job; returns the exit code."""
+        for line in [*self._machine.remarks(self._job), *filter(None, [self._directory.remark])]:
+            self._say(line)
+        self._connection.client.send(self._join())
+        while not self._is_over():
+            for key, _ in self._selector.select(self._wait_s()):
+                if key.fd in self._selector.get_map():  # not closed by one before it
+                    key.data()
+            self._on_time()
+        assert self._end is not None
+        code = self._conclude(self._end)
+        self._showing.over("stopped" if self._stopped_by is not None else "failed" if code else "finished")
+        self._directory.conclude(code, self._stopped_by is not None, self._connection.client.clock_offset())
+        return code
+
+    @abstractmethod
+    def _crew(self) -> Workers | None:
+        """Returns the workers; None while there are none."""
+
+    @abstractmethod
+    def _watched(self) -> list[WatchedWorker]:
+        """Returns what is to be watched of the workers."""
+
+    @abstractmethod
+    def _is_over(self) -> bool:
+        """Returns whether the job has ended and no worker runs."""
+
+    @abstractmethod
+    def _follow(self, order: Order) -> None:
+        """Does what the meeting orders."""
+
+    @abstractmethod
+    def _deadlines(self) -> list[float | None]:
+        """Returns when (monotonic) `_tick` must be called, None for never."""
+
+    @abstractmethod
+    def _tick(self, now_s: float) -> None:
+        """Does what is due, and notices the end of workers."""
+
+    @abstractmethod
+    def _stop(self, number: signal.Signals) -> None:
+        """Ends the workers, since the user or the scheduler sent the launcher a signal."""
+
+    @abstractmethod
+    def _close_workers(self) -> None:
+        """Kills what still runs and releases what belongs to the workers; idempotent."""
+
+    def _join(self) -> JoinJob:
+        job, connection = self._job, self._connection
+        port, store_port = self._ports()
+        return JoinJob(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            address=connection.address,
+            port=port,
+            workers=job.workers,
+            role=job.role,
+            node_rank=job.rendezvous.node_rank,
+            serves=connection.serves,
+            version=__version__,
+            is_elastic=job.elastic is not None,
+            listens=connection.listens,
+            store_port=store_port,
+            job=job.rendezvous.running[0] if job.rendezvous.running is not None else "",
+        )
+
+    @abstractmethod
+    def _ports(self) -> tuple[int, int]:
+        """Returns the ports of torch's store and of Paceline's, should the others' workers meet at this machine."""
+
+    def _environment(self, mark: str) -> dict[str, str]:
+        """Returns the variables that the workers share; `mark` tells those that start together from the others."""
+        shared = inherited_variables(self._machine.environment(os.environ))
+        return {
+            **shared,
+            **multiplexer_variables(),
+            **compat_variables(self._job.compat, shared),
+            **self._cleanup.variables(mark),
+        }
+
+    def _wait_s(self) -> float | None:
+        seen_s = self._showing.deadline_s
+        deadlines = (self._connection.client.deadline_s, self._watcher.deadline_s, seen_s, *self._deadlines())
+        known = [each for each in deadlines if each is not None]
+        return max(0.0, min(known) - time.monotonic()) if known else None
+
+    def _on_time(self) -> None:
+        now_s = time.monotonic()
+        deadline_s = self._connection.client.deadline_s
+        if deadline_s is not None and now_s >= deadline_s:
+            self._on_orders()
+        self._watcher.tick(now_s)
+        self._showing.tick(now_s)
+        self._tick(now_s)
+
+    def _on_orders(self) -> None:
+        for order in self._connection.client.receive():
+            match order:
+                case RequestSnapshot(is_failure=True, is_deep=is_deep):
+                    self._watcher.glance(is_deep)
+                case RequestSnapshot():
+                    self._watcher.look(is_asked=True)
+                case UserMessage(text, is_last=True):
+                    self._last_words.append(text)
+                case DashboardWatched(is_on):
+                    self._showing.send_to_dashboard(is_on)
+                case AskStacks():
+                    self._showing.take_stacks()
+                case DashboardUpdate(body):
+                    self._showing.seen(body)
+                case UserMessage(text):
+                    self._say(text)
+                    self._showing.stalled(order)
+                case _:
+                    self._follow(order)
+
+    def _on_picture(self, picture: str, is_failure: bool) -> None:
+        """Reports what was seen of the workers; nothing if they go on."""
+        self._connection.client.send(SnapshotReport(picture, is_failure=is_failure))
+        if picture and not is_failure and self._directory.path is not None:
+            with contextlib.suppress(OSError):  # for example, the disk is full
+                (self._directory.path / f"stall-{socket.gethostname()}-{os.getpid()}.json").write_text(picture)
+
+    def _on_signal(self) -> None:
+        numbers, others = self._signals.read()
+        crew = self._crew()
+        if signal.SIGCHLD in others:
+            self._on_children(crew)
+        if signal.SIGWINCH in others and crew is not None:
+            crew.resize()
+        if signal.SIGTSTP in others:
+            pause(crew, self._keyboard, self._signals)
+            self._console.redraw()
+        for number in numbers:
+            self._on_end_signal(number, crew)
+
+    def _on_end_signal(self, number: signal.Signals, crew: Workers | None) -> None:
+        if self._stopped_by is not None:
+            if crew is not None:
+                crew.kill()
+        elif number == signal.SIGINT and crew is not None and (worker := crew.interactive()):
+            self._on_interrupt(worker)
+            os.kill(worker.pid, number)
+        else:
+            self._stop(number)
+
+    def _on_children(self, crew: Workers | None) -> None:
+        """Reaps adopted processes: a child has ended, was stopped or was continued."""
+        self._cleanup.reap(crew.pids() if crew is not None else [])
+
+    def _on_interrupt(self, worker: WorkerProcess) -> None:
+        """Notes that this worker gets a Ctrl-C of its own, since it waits for what is typed."""
+
+    def _conclude(self, end: JobEnded) -> int:
+        if self._stopped_by is not None:
+            return 1
+        self._events.tell("end", code=end.code)
+        if end.failures:
+            for part in report_parts(end.failures, self._world, self.word, self._console.is_in_view):
+                self._say(part)
+        for text in self._last_words:
+            self._say(text)
+        if end.reason:
+            self._say(end.reason)
+        return end.code
+
+
+def pause(crew: Workers | None, keyboard: Keyboard, signals: Signals) -> None:
+    """Stops the workers and this process; returns when the shell has continued it, and the workers with it.
+
+    If a worker waits for typed input, the job continues in the foreground only, like any program that reads.
+    """
+    waits = crew is not None and crew.interactive() is not None
+    attributes = keyboard.attributes()
+    if crew is not None:
+        crew.signal(signal.SIGSTOP)
+    keyboard.restore()
+    signals.stop_here(signal.SIGTSTP)
+    while waits and not keyboard.is_ours():
+        signals.stop_here(signal.SIGTTIN)
+        time.sleep(0.05)
+    keyboard.set(attributes)
+    if crew is not None:
+        crew.signal(signal.SIGCONT)

@@ -1,0 +1,325 @@
+"""Puts together what the nodes see of their workers, and has the diagnosis shown where the job was started.
+
+It stands around the state machine that decides what the nodes do, and is one itself: without sockets or a clock.
+
+A state machine around the one that decides what the nodes do: it answers some reports itself.
+
+It knows which nodes take part, and which of them serves the meeting. Without sockets or a clock.
+
+Carries what other machines see of their ranks to the launcher that serves the live page, while somebody looks at it.
+
+It stands around the state machine that decides what the nodes do, and is one itself: without sockets or a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from paceline.operate.diagnosis.stall_detector import StallReporter, explain_or_default
+from paceline.operate.launch.multinode.membership import JobController, Orders
+from paceline.operate.launch.multinode.protocol import (
+    AskStacks,
+    DashboardUpdate,
+    DashboardWatched,
+    JobEnded,
+    JoinJob,
+    Report,
+    RequestSnapshot,
+    SnapshotReport,
+    Start,
+    UserMessage,
+)
+
+if TYPE_CHECKING:
+    from paceline.operate.diagnosis.finding import Diagnosis
+    from paceline.operate.diagnosis.machine_snapshot import MachineSnapshot
+
+
+@dataclass
+class ControllerMiddleware:
+    """A steering that passes everything on to `inner`; subclasses answer what is theirs."""
+
+    inner: JobController
+    _serves: dict[str, bool] = field(default_factory=dict, kw_only=True)  # of each node, whether it serves the meeting
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When `tick` must be called if nothing else happens before; None for never."""
+        return self.inner.deadline_s
+
+    def reported(self, node: str, report: Report, now_s: float) -> Orders:
+        """Takes a node's report."""
+        if isinstance(report, JoinJob):
+            self._serves[node] = report.serves
+        return self.inner.reported(node, report, now_s)
+
+    def ended(self, node: str, why: str, now_s: float) -> Orders:
+        """Removes a node whose launcher has ended."""
+        self._forget(node)
+        return self.inner.ended(node, why, now_s)
+
+    def lost(self, node: str, why: str, now_s: float, silent_s: float = 0.0) -> Orders:
+        """Removes a node that was lost."""
+        self._forget(node)
+        return self.inner.lost(node, why, now_s, silent_s)
+
+    def tick(self, now_s: float) -> Orders:
+        """Does what is due at `now_s`."""
+        return self.inner.tick(now_s)
+
+    def _serving(self) -> list[str]:
+        """Returns the node that serves the meeting, if it is there."""
+        return [node for node, serves in self._serves.items() if serves]
+
+    def _others(self) -> list[str]:
+        """Returns the nodes that do not serve the meeting."""
+        return [node for node, serves in self._serves.items() if not serves]
+
+    def _forget(self, node: str) -> None:
+        self._serves.pop(node, None)
+
+
+@dataclass
+class DashboardRelay(ControllerMiddleware):
+    """A steering that also answers `Watching`, `AskStacks` and `Seen`; `inner` decides everything else."""
+
+    _is_watched: bool = False
+
+    def reported(self, node: str, report: Report, now_s: float) -> Orders:
+        """Takes a node's report."""
+        if isinstance(report, DashboardWatched):
+            self._is_watched = report.is_on
+        if isinstance(report, DashboardWatched | AskStacks):
+            return [(other, report) for other in self._others()]
+        if isinstance(report, DashboardUpdate):
+            return [(other, report) for other in self._serving()]
+        orders = super().reported(node, report, now_s)
+        if isinstance(report, JoinJob) and self._is_watched and not report.serves:
+            orders = [*orders, (node, DashboardWatched(True))]
+        return orders
+
+
+PATIENCE_S = 4.0  # for the other nodes' pictures, which take as long as a look
+LAST_PATIENCE_S = 10.0  # likewise if the cause may be where they are taken; a node that is lost is not waited for
+FAILURE_PATIENCE_S = 0.3  # when a worker has failed, for pictures that are taken at once
+FAILURE_LAST_PATIENCE_S = 4.0
+
+
+@dataclass(frozen=True)
+class ReceivedSnapshot:
+    """A picture, and when it came: those of several nodes may be seconds apart, and their clocks do not tell that."""
+
+    picture: MachineSnapshot
+    at_s: float
+
+    def by(self, now_s: float) -> MachineSnapshot:
+        """Returns the picture as if it had been taken now."""
+        return replace(self.picture, taken_s=self.picture.taken_s + now_s - self.at_s)
+
+    @property
+    def stalled_since_s(self) -> float | None:
+        """Since when, on the clock of `at_s`, a call lasts too long; None if none does."""
+        since_s = self.picture.stalled_since_s
+        return None if since_s is None else self.at_s - (self.picture.taken_s - since_s)
+
+
+@dataclass
+class SnapshotCollection:
+    """Pictures that are being collected.
+
+    Attributes:
+        missing: the nodes whose pictures have not come.
+        deadline_s: when to make do with those that have.
+        last_s: when to do so if they do not tell what the cause is.
+        pictures: by node.
+    """
+
+    missing: set[str]
+    deadline_s: float
+    last_s: float
+    pictures: dict[str, ReceivedSnapshot] = field(default_factory=dict)
+
+    def add(self, node: str, arrived: ReceivedSnapshot) -> None:
+        """Takes a node's picture, asked for or not."""
+        self.pictures[node] = arrived
+        self.missing.discard(node)
+
+    def is_over(self, now_s: float) -> bool:
+        """Returns whether nothing is waited for any longer."""
+        return not self.missing or now_s >= self.deadline_s
+
+    def goes_on(self) -> bool:
+        """Waits until `last_s`; returns whether there is anything to wait for."""
+        is_later = bool(self.missing) and self.last_s > self.deadline_s
+        self.deadline_s = self.last_s
+        return is_later
+
+
+@dataclass
+class DiagnosisCollector(ControllerMiddleware):
+    """A steering that also answers sightings; `inner` decides everything else.
+
+    Attributes:
+        word: what the numbers of the workers are.
+    """
+
+    word: str = "rank"
+    _stall: SnapshotCollection | None = None
+    _failure: SnapshotCollection | None = None  # one in each generation
+    _last: dict[str, ReceivedSnapshot] = field(default_factory=dict)  # of workers that have ended
+    _said: StallReporter = field(default_factory=StallReporter)
+    _has_failed: bool = False  # a worker of this generation
+    _has_ended: bool = False
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When `tick` must be called if nothing else happens before; None for never."""
+        rounds = [each.deadline_s for each in (self._stall, self._failure) if each is not None]
+        own_s = min(rounds, default=None)
+        known = [each for each in (self.inner.deadline_s, own_s) if each is not None]
+        return min(known, default=None)
+
+    def reported(self, node: str, report: Report, now_s: float) -> Orders:
+        """Takes a node's report."""
+        if isinstance(report, SnapshotReport):
+            return self._sighted(node, report, now_s)
+        return self._with_final_diagnosis(super().reported(node, report, now_s), now_s)
+
+    def ended(self, node: str, why: str, now_s: float) -> Orders:
+        """Removes a node whose launcher has ended."""
+        return self._with_final_diagnosis(super().ended(node, why, now_s), now_s)
+
+    def lost(self, node: str, why: str, now_s: float, silent_s: float = 0.0) -> Orders:
+        """Removes a node that was lost."""
+        return self._with_final_diagnosis(super().lost(node, why, now_s, silent_s), now_s)
+
+    def tick(self, now_s: float) -> Orders:
+        """Does what is due at `now_s`."""
+        return [*self._with_final_diagnosis(super().tick(now_s), now_s), *self._conclude(now_s)]
+
+    def _sighted(self, node: str, sighting: SnapshotReport, now_s: float) -> Orders:
+        if not sighting.body:
+            text = self._said.resumed(now_s)
+            return self._tell(text) if text is not None else []
+        from paceline.operate.diagnosis.machine_snapshot import decode
+
+        try:
+            picture = decode(sighting.body)
+        except ValueError:
+            return []
+        arrived = ReceivedSnapshot(picture, now_s)
+        orders: Orders = []
+        if sighting.is_last:
+            self._last[node] = arrived
+            if self._failure is not None:
+                self._failure.add(node, arrived)
+        elif sighting.is_failure:
+            if not self._has_failed:
+                self._has_failed = True
+                look = RequestSnapshot(is_failure=True, is_deep=_is_of_calls(picture))
+                self._failure, orders = self._round(
+                    node, look, now_s + FAILURE_PATIENCE_S, now_s + FAILURE_LAST_PATIENCE_S
+                )
+                for other, last in self._last.items():
+                    self._failure.add(other, last)
+            if self._failure is not None:
+                self._failure.add(node, arrived)
+        else:
+            if self._stall is None and picture.stalled_since_s is not None:
+                self._stall, orders = self._round(node, RequestSnapshot(), now_s + PATIENCE_S, now_s + LAST_PATIENCE_S)
+            if self._stall is not None:
+                self._stall.add(node, arrived)
+        return [*orders, *self._conclude(now_s)]
+
+    def _round(
+        self, node: str, order: RequestSnapshot, deadline_s: float, last_s: float
+    ) -> tuple[SnapshotCollection, Orders]:
+        """Returns a round that a node's picture has begun, and the orders to all others."""
+        others = set(self._serves) - {node}
+        return SnapshotCollection(others, deadline_s, last_s), [(other, order) for other in sorted(others)]
+
+    def _conclude(self, now_s: float) -> Orders:
+        """Says what the pictures of a round show that is over."""
+        if self._failure is not None and self._failure.is_over(now_s):
+            return self._conclude_failure(self._failure, now_s)
+        if self._stall is None or not self._stall.is_over(now_s):
+            return []
+        verdict = self._verdict(self._stall.pictures, now_s)
+        if (verdict is None or not verdict.is_certain) and self._stall.goes_on():
+            return []
+        pictures, self._stall = self._stall.pictures.values(), None
+        stalls = [since_s for each in pictures if (since_s := each.stalled_since_s) is not None]
+        return [] if verdict is None or not stalls else self._tell_verdict(verdict, min(stalls))
+
+    def _conclude_failure(self, finished: SnapshotCollection, now_s: float) -> Orders:
+        """Says what has failed, or waits on for the nodes that are missing, since one of them may have the cause."""
+        verdict = self._verdict(finished.pictures, now_s)
+        is_known = verdict is not None and verdict.is_failure and verdict.is_certain
+        if not is_known and finished.goes_on():
+            return []
+        self._failure = None
+        if verdict is None or not (verdict.is_failure or (verdict.is_fault and not finished.missing)):
+            return []
+        return self._tell_verdict(verdict, now_s)
+
+    def _tell_verdict(self, verdict: Diagnosis, since_s: float) -> Orders:
+        """Says it, unless that was said before."""
+        text = self._said.tell(verdict, since_s)
+        return self._tell(text, verdict.blamed) if text is not None else []
+
+    def _verdict(self, pictures: Mapping[str, ReceivedSnapshot], now_s: float) -> Diagnosis | None:
+        from paceline.operate.diagnosis.diagnosis import diagnose
+        from paceline.operate.diagnosis.machine_snapshot import job_snapshot_of
+
+        return explain_or_default(
+            lambda: diagnose(job_snapshot_of((each.by(now_s) for each in pictures.values()), self.word)), None
+        )
+
+    def _tell(self, text: str, blamed: tuple[int, ...] | None = None) -> Orders:
+        told = UserMessage(text, is_stall=blamed is not None, blamed=blamed or ())
+        return [(node, told) for node in self._serving() or self._serves]  # who served first may be gone
+
+    def _with_final_diagnosis(self, orders: Orders, now_s: float) -> Orders:
+        """Adds, in front of the orders that end a job, why it has failed, or which ranks the others waited for."""
+        if any(isinstance(order, Start) for _, order in orders):
+            self._stall = self._failure = None
+            self._has_failed = False
+            self._last.clear()
+            self._said = StallReporter()
+        ends = [(node, order) for node, order in orders if isinstance(order, JobEnded)]
+        if self._has_ended or not ends:
+            return orders
+        self._has_ended = True
+        told = [
+            (node, UserMessage(text, is_last=True)) for text in self._last_words(ends[0][1], now_s) for node, _ in ends
+        ]
+        return [*told, *orders]
+
+    def _last_words(self, end: JobEnded, now_s: float) -> list[str]:
+        """Returns what is to be said at the end of a job, in sentences."""
+        if end.code == 0:
+            from paceline.operate.diagnosis.stragglers import describe_slowdowns
+
+            pictures = [each.picture for each in self._last.values()]
+            return explain_or_default(lambda: describe_slowdowns(pictures, self.word), [])
+        seen = self._failure.pictures if self._failure is not None else {}
+        verdict = self._verdict({**seen, **self._last}, now_s) if seen or (self._last and end.failures) else None
+        # Without a failure the job ends since a node is gone; a rank that failed before is worth telling all the same.
+        if verdict is None or not (verdict.is_failure or (verdict.is_fault and end.failures)):
+            return []
+        return [verdict.sentence]
+
+    def _forget(self, node: str) -> None:
+        super()._forget(node)
+        for each in (self._stall, self._failure):
+            if each is not None:
+                each.missing.discard(node)
+
+
+def _is_of_calls(picture: MachineSnapshot) -> bool:
+    """Returns whether a rank failed since its calls do not fit those of the others."""
+    from paceline.operate.diagnosis.job_snapshot import ExitReason
+
+    return any(rank.ending is not None and rank.ending.manner is ExitReason.MISMATCH for rank in picture.ranks)

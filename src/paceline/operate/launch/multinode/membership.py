@@ -1,0 +1,384 @@
+"""Decides which nodes take part in which generation of workers, without a socket, a process or a clock.
+
+It is a state machine: events come in as calls with the time at which they happened; orders for nodes come out.
+
+    GATHERING   the job waits for enough nodes; no workers run
+    RUNNING     the workers of `members` run, as one generation
+    STOPPING    the workers are being ended because one failed, or a node came or went
+    PAUSING     a worker failed, and all are restarted after a pause
+    OVER        every node has been ordered to end
+
+A generation that ends because nodes came or went does not count as a restart; one in which a worker failed does, unless
+a lost node explains the failure.
+
+Decides which ranks the workers of each node get.
+
+What the meeting needs of whoever decides: a state machine without sockets or a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from typing import Protocol
+
+from paceline import __version__
+from paceline.operate.launch.multinode.protocol import (
+    Failed,
+    JobEnded,
+    JoinJob,
+    Leave,
+    Order,
+    Report,
+    Start,
+    Stop,
+    Stopped,
+    WaitOrder,
+    WorkersFinished,
+)
+from paceline.operate.launch.workers.failures import WorkerFailure, first_failure, shortened
+
+
+def assign_ranks(
+    joins: Sequence[JoinJob], generation: int, restart_count: int, max_restarts: int, run_id: str, port: int | None
+) -> list[Start]:
+    """Returns the order to start for each node; the ranks of its workers follow those of the nodes before it.
+
+    Args:
+        joins: what the nodes have said about themselves, in the order of their ranks.
+        generation: the number of the generation of workers.
+        restart_count: how often the workers were restarted.
+        max_restarts: how often they may be.
+        run_id: the name of the job.
+        port: the port of torch's store, where the user chose it; if None, the first node's.
+    """
+    sizes = [join.workers for join in joins]
+    starts = []
+    for at, join in enumerate(joins):
+        role_sizes = [each.workers if each.role == join.role else 0 for each in joins]
+        start = Start(
+            generation=generation,
+            restart_count=restart_count,
+            max_restarts=max_restarts,
+            run_id=run_id,
+            group_rank=at,
+            group_world_size=len(joins),
+            first_rank=sum(sizes[:at]),
+            world_size=sum(sizes),
+            role_first_rank=sum(role_sizes[:at]),
+            role_world_size=sum(role_sizes),
+            master_addr=joins[0].address,
+            master_port=port or joins[0].port,
+            hosts=tuple(each.host for each in joins),
+            store_port=joins[0].store_port,
+        )
+        starts.append(start)
+    return starts
+
+
+Orders = list[tuple[str, Order]]  # to whom, what
+
+
+class JobController(Protocol):
+    """Decides what the nodes do; `Membership` for generations, `ElasticSteering` for elastic jobs."""
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When `tick` must be called if nothing else happens before; None for never."""
+
+    def reported(self, node: str, report: Report, now_s: float) -> Orders:
+        """Takes a node's report."""
+
+    def ended(self, node: str, why: str, now_s: float) -> Orders:
+        """Removes a node whose launcher has ended, and its workers with it."""
+
+    def lost(self, node: str, why: str, now_s: float, silent_s: float = 0.0) -> Orders:
+        """Removes a node whose connection was lost, or which was silent for `silent_s`; its workers may live."""
+
+    def tick(self, now_s: float) -> Orders:
+        """Does what is due at `now_s`."""
+
+
+FIRST_PAUSE_S = 0.25
+LONGEST_PAUSE_S = 30.0
+STEADY_S = 300.0  # after workers have run this long, the pauses start again at the shortest
+
+
+class MembershipPhase(Enum):
+    """The state of the job."""
+
+    GATHERING = auto()
+    RUNNING = auto()
+    STOPPING = auto()
+    PAUSING = auto()
+    OVER = auto()
+
+
+@dataclass(frozen=True)
+class MembershipPolicy:
+    """The settings of the node that serves; the other nodes' settings are ignored."""
+
+    run_id: str
+    min_nodes: int = 1
+    max_nodes: int = 1
+    is_static: bool = False  # the nodes are numbered, and the job ends when any of them does
+    max_restarts: int = 0
+    last_call_s: float = 0.5  # how long the others wait for more after each arrival, once MIN nodes are there
+    join_timeout_s: float = 600.0
+    port: int | None = None  # of torch's store, where the user chose it
+    return_timeout_s: float = 120.0  # how long an elastic job waits for machines without which it cannot go on
+    meeting_first: bool = False  # the node that serves has the first ranks, since all others can reach it
+
+
+def pause_s(restarts: int) -> float:
+    """Returns how long to wait before the n-th restart in a row: 0.25 s, 0.5 s, 1 s, up to 30 s."""
+    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(restarts - 1, 30))
+
+
+@dataclass
+class Membership:
+    """The nodes of a job; `tick` must be called at `deadline_s` if nothing else happens before."""
+
+    policy: MembershipPolicy
+    started_s: float = 0.0
+    phase: MembershipPhase = MembershipPhase.GATHERING
+    generation: int = 0
+    restarts: int = 0
+    nodes: dict[str, JoinJob] = field(default_factory=dict)  # in the order of their ranks, or of their arrival
+    members: list[str] = field(default_factory=list)
+    deadline_s: float | None = None
+    _open: set[str] = field(default_factory=set)  # members whose workers run
+    _finished: set[str] = field(default_factory=set)
+    _failures: list[WorkerFailure] = field(default_factory=list)
+    _makes_room: bool = False  # the generation was ended for a newcomer
+    _lost: list[str] = field(default_factory=list)  # for each node lost in this generation, a sentence that says why
+    _last_arrival_s: float = 0.0
+    _in_a_row: int = 0
+
+    def __post_init__(self) -> None:
+        self.deadline_s = self.started_s + self.policy.join_timeout_s
+
+    def reported(self, node: str, report: Report, now_s: float) -> Orders:
+        """Hands a node's report to the method for its kind."""
+        match report:
+            case JoinJob():
+                return self.joined(node, report, now_s)
+            case Failed():
+                return self.failed(node, report, now_s)
+            case WorkersFinished():
+                return self.finished(node, report, now_s)
+            case Stopped():
+                return self.stopped(node, report, now_s)
+            case Leave():
+                return self.left(node, report, now_s)
+        return []
+
+    def joined(self, node: str, join: JoinJob, now_s: float) -> Orders:
+        """Adds a node that asks to take part."""
+        if self.phase is MembershipPhase.OVER:
+            return [(node, JobEnded(1, "the job is over"))]
+        if wrong := incompatibility(join, is_elastic=False):
+            return [(node, JobEnded(2, wrong))]
+        if self.policy.is_static and (wrong := self._wrong_number(join)):
+            return [(node, JobEnded(2, wrong))]
+        self.nodes[node] = join
+        self._last_arrival_s = now_s
+        if self.phase is MembershipPhase.GATHERING:
+            orders = self._gather(now_s)
+            here, wanted = len(self.nodes), self.policy.min_nodes
+            if here < wanted:
+                orders = [*orders, (node, WaitOrder(f"{here} of {wanted} machines are here; waiting for the others"))]
+            return orders
+        if (
+            self.phase is MembershipPhase.RUNNING
+            and len(self.members) < self.policy.max_nodes
+            and self._open == {*self.members}
+        ):
+            self._makes_room = True
+            return self._stop(f"{join.host} joins")
+        return [(node, WaitOrder(f"{len(self.members)} machines are at work; this one waits for a place"))]
+
+    def failed(self, node: str, report: Failed, now_s: float) -> Orders:
+        """Records that the first worker of a node has failed; `stopped` follows."""
+        if report.generation != self.generation or self.phase not in (
+            MembershipPhase.RUNNING,
+            MembershipPhase.STOPPING,
+        ):
+            return []
+        self._failures.append(report.failure)
+        failure = report.failure
+        if self.phase is MembershipPhase.STOPPING:
+            return []
+        return self._stop(f"rank {failure.rank} failed on {failure.host}", but=node)
+
+    def finished(self, node: str, report: WorkersFinished, now_s: float) -> Orders:
+        """Records that the workers of a node have ended without a failure."""
+        if report.generation == self.generation:
+            self._finished.add(node)
+        return self._closed(node, report.generation, now_s)
+
+    def stopped(self, node: str, report: Stopped, now_s: float) -> Orders:
+        """Records that none of a node's workers runs any more."""
+        if node in self.nodes:
+            self.nodes[node] = replace(self.nodes[node], port=report.port, store_port=report.store_port)
+        if report.generation == self.generation:
+            known = {(failure.rank, failure.pid) for failure in self._failures}
+            self._failures += [each for each in report.failures if (each.rank, each.pid) not in known]
+        return self._closed(node, report.generation, now_s)
+
+    def left(self, node: str, leave: Leave, now_s: float) -> Orders:
+        """Removes a node whose user or scheduler stopped it."""
+        join = self.nodes.get(node)
+        if join is None:
+            return []
+        if join.serves or self.policy.is_static:
+            return self._end(JobEnded(1, f"{join.host} was stopped ({leave.reason})"))
+        return [(node, JobEnded(1)), *self._gone(node, f"{join.host} left ({leave.reason})", now_s)]
+
+    def ended(self, node: str, why: str, now_s: float) -> Orders:
+        """Removes a node whose launcher has ended."""
+        return self.lost(node, why, now_s)
+
+    def lost(self, node: str, why: str, now_s: float, silent_s: float = 0.0) -> Orders:
+        """Removes a node whose connection has ended, or which fell silent."""
+        join = self.nodes.get(node)
+        if join is None:
+            return []
+        return self._gone(node, f"{join.host} ({join.address}, pid {join.pid}) was lost: {why}", now_s)
+
+    def tick(self, now_s: float) -> Orders:
+        """Does what is due at `now_s`."""
+        if self.deadline_s is None or now_s < self.deadline_s or self.phase is MembershipPhase.OVER:
+            return []
+        if self.phase is MembershipPhase.PAUSING:
+            return self._begin_gathering(now_s)
+        return self._gather(now_s) if self.phase is MembershipPhase.GATHERING else []
+
+    def _wrong_number(self, join: JoinJob) -> str | None:
+        holder = next((each for each in self.nodes.values() if each.node_rank == join.node_rank), None)
+        if join.node_rank is None or join.node_rank >= self.policy.max_nodes:
+            return f"--node-rank {join.node_rank} is not from 0 to {self.policy.max_nodes - 1}"
+        if holder is not None:
+            return f"--node-rank {join.node_rank} is {holder.host}'s (pid {holder.pid}) already; give each its own"
+        return None
+
+    def _gather(self, now_s: float) -> Orders:
+        policy = self.policy
+        there = len(self.nodes)
+        if there >= policy.max_nodes or (
+            there >= policy.min_nodes and now_s >= self._last_arrival_s + policy.last_call_s
+        ):
+            return self._start(now_s)
+        if there >= policy.min_nodes:
+            self.deadline_s = self._last_arrival_s + policy.last_call_s
+            return []
+        until_s = self.started_s + policy.join_timeout_s
+        if now_s < until_s:
+            self.deadline_s = until_s
+            return []
+        hosts = ", ".join(join.host for join in self.nodes.values()) or "none"
+        waited = f"waited {policy.join_timeout_s:.0f} s for {policy.min_nodes} machines; {there} came ({hosts})"
+        return self._end(
+            JobEnded(1, f"{waited}. Look at the output of the others; --rdzv-conf join_timeout=SECONDS waits on")
+        )
+
+    def _start(self, now_s: float) -> Orders:
+        if self.policy.is_static:
+            self.nodes = dict(sorted(self.nodes.items(), key=lambda item: item[1].node_rank or 0))
+        elif self.policy.meeting_first:
+            self.nodes = dict(sorted(self.nodes.items(), key=lambda item: not item[1].serves))
+        self.generation += 1
+        self.phase = MembershipPhase.RUNNING
+        self.started_s, self.deadline_s = now_s, None
+        self.members = list(self.nodes)[: self.policy.max_nodes]
+        self._open = set(self.members)
+        self._finished, self._failures, self._lost, self._makes_room = set(), [], [], False
+        policy, joins = self.policy, [self.nodes[node] for node in self.members]
+        starts = assign_ranks(joins, self.generation, self.restarts, policy.max_restarts, policy.run_id, policy.port)
+        waiting = list(self.nodes)[self.policy.max_nodes :]
+        orders: Orders = [*zip(self.members, starts, strict=True)]
+        return orders + [(node, WaitOrder(f"{len(self.members)} machines are at work")) for node in waiting]
+
+    def _stop(self, reason: str, but: str | None = None) -> Orders:
+        self.phase = MembershipPhase.STOPPING
+        stop = Stop(self.generation, reason, is_failure=but is not None)
+        return [(node, stop) for node in self.members if node in self._open and node != but]
+
+    def _closed(self, node: str, generation: int, now_s: float) -> Orders:
+        if generation != self.generation or node not in self._open:
+            return []
+        self._open.discard(node)
+        return [] if self._open else self._generation_over(now_s)
+
+    def _gone(self, node: str, why: str, now_s: float) -> Orders:
+        join = self.nodes.pop(node)
+        if self.phase is MembershipPhase.OVER:
+            return []
+        if join.serves or (self.policy.is_static and self.phase is not MembershipPhase.GATHERING):
+            return self._end(JobEnded(1, why, self._causes()))
+        if node not in self._open:
+            return self._gather(now_s) if self.phase is MembershipPhase.GATHERING else []
+        self._lost.append(why)
+        self._open.discard(node)
+        orders = self._stop(why) if self.phase is MembershipPhase.RUNNING else []
+        return orders if self._open else orders + self._generation_over(now_s)
+
+    def _generation_over(self, now_s: float) -> Orders:
+        """Decides what follows a generation of which no worker runs any more."""
+        explained = self._makes_room or (bool(self._lost) and all(each.is_consequence for each in self._failures))
+        if self._finished == {*self.members}:
+            return self._end(JobEnded(0))
+        if not self._failures or explained:
+            return self._begin_gathering(now_s)
+        if self.restarts >= self.policy.max_restarts:
+            return self._end(JobEnded(1, "; ".join(self._lost), shortened(self._failures)))
+        self._in_a_row = 1 if now_s - self.started_s > STEADY_S else self._in_a_row + 1
+        self.restarts += 1
+        self.phase = MembershipPhase.PAUSING
+        self.deadline_s = now_s + pause_s(self._in_a_row)
+        cause = first_failure(self._failures)
+        which = f"restart {self.restarts} of {self.policy.max_restarts} in {pause_s(self._in_a_row):g} s"
+        reason = f"{which}: rank {cause.rank} failed ({cause.host}, pid {cause.pid}, {cause.how})"
+        return [(node, WaitOrder(reason)) for node in self.nodes]
+
+    def _causes(self) -> tuple[WorkerFailure, ...]:
+        """Returns the failures of this generation, unless a lost node explains them all."""
+        is_over = self.phase is MembershipPhase.GATHERING or all(each.is_consequence for each in self._failures)
+        return () if is_over else shortened(self._failures)
+
+    def _begin_gathering(self, now_s: float) -> Orders:
+        self.phase = MembershipPhase.GATHERING
+        self.started_s = now_s
+        self.members = []
+        orders = self._gather(now_s)
+        if self.phase is MembershipPhase.GATHERING and len(self.nodes) < self.policy.min_nodes:
+            missing = self.policy.min_nodes - len(self.nodes)
+            reason = "; ".join([*self._lost, f"waiting for {missing} more"])
+            orders += [(node, WaitOrder(reason)) for node in self.nodes]
+        return orders
+
+    def _end(self, end: JobEnded) -> Orders:
+        self.phase = MembershipPhase.OVER
+        self.deadline_s = None
+        return _to(self.nodes, end)
+
+
+def incompatibility(join: JoinJob, is_elastic: bool) -> str | None:
+    """Returns why a node cannot take part in a job that is elastic or is not; None if it can."""
+    if join.version != __version__:
+        return (
+            f"{join.host} (pid {join.pid}) runs Paceline {join.version or 'of a version before 0.1.0'}, and the "
+            f"launcher where the machines meet runs {__version__}; install the same version on all machines"
+        )
+    if join.is_elastic != is_elastic:
+        without, with_ = ("without", "with") if is_elastic else ("with", "without")
+        return (
+            f"{join.host} (pid {join.pid}) was started {without} --elastic, and the launcher where the machines meet "
+            f"{with_}; start all machines alike"
+        )
+    return None
+
+
+def _to(nodes: Iterable[str], order: Order) -> Orders:
+    return [(node, order) for node in nodes]

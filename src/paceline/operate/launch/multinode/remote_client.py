@@ -1,0 +1,325 @@
+"""A client of a meeting that another machine serves, or this one.
+
+A launcher's connection to a server of the meeting, which threads of its own keep alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from enum import Enum, auto
+
+from paceline.comm.one_port.dialer import dial
+from paceline.comm.security.encryption import Connection, encrypt_as_client
+from paceline.comm.security.handshake import TIMEOUT_S, HandshakeUnfinishedError, PeerHello, prove
+from paceline.comm.security.secret import derive_key, require_secret
+from paceline.errors import RendezvousTimeoutError
+from paceline.operate.diagnosis.clock_offset import Offset, OffsetEstimate
+from paceline.operate.launch.multinode.protocol import (
+    AskTime,
+    Heartbeat,
+    Inbox,
+    JobEnded,
+    Message,
+    Order,
+    ReplicateState,
+    Report,
+    Start,
+    StartSlots,
+    TellTime,
+    encode,
+)
+from paceline.operate.launch.multinode.server import CHANNEL, HEARTBEAT_S, is_starved
+
+_WELCOMES = (Start, StartSlots, ReplicateState)  # what a meeting says to a node that it has taken in
+_RESETS = struct.pack("ii", 1, 0)  # SO_LINGER: closing the connection discards it
+
+
+class DisconnectReason(Enum):
+    """How a connection came to its end."""
+
+    ENDED = auto()  # the other side closed it, after all that it had sent
+    RESET = auto()  # the other side knows nothing of it, though it was heard of just now
+    SILENT = auto()  # nothing was heard of the other side for too long, or since this process was stopped
+
+
+class ServerConnection:
+    """A connection, whatever the launcher is busy with.
+
+    Args:
+        connection: the socket, which it takes over.
+        silence_s: a connection that is silent for longer is lost.
+        on_order: is called with each order, from a thread.
+        on_lost: is called once, from a thread, when the connection is lost, with a reason for the user.
+        bears_starvation: whether the other side may be silent for longer while its machine answers.
+        clock_ns: the clock whose offset to the other side's is measured.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        silence_s: float,
+        on_order: Callable[[Order], None],
+        on_lost: Callable[[DisconnectReason, str], None],
+        bears_starvation: bool = False,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._clock_ns = clock_ns
+        self._bears_starvation = bears_starvation
+        self._offset = OffsetEstimate()
+        self._measuring = threading.Lock()
+        self._may_ask = False  # a meeting of another version must not get a message that it does not know
+        self._connection = connection
+        self._connection.settimeout(silence_s)
+        self.local_address: str = connection.getsockname()[0]
+        self.peer = "{}:{}".format(*connection.getpeername()[:2])
+        self._silence_s = silence_s
+        self._on_order, self._on_lost = on_order, on_lost
+        self._heard_s = time.monotonic()
+        self._sending = threading.Lock()
+        self._closed = threading.Event()
+        self._threads = [
+            threading.Thread(target=each, name="paceline-meeting-client", daemon=True)
+            for each in (self._read, self._beat)
+        ]
+
+    def start(self) -> None:
+        """Begins to listen."""
+        for thread in self._threads:
+            thread.start()
+
+    def clock_offset(self) -> Offset | None:
+        """Returns what is known of the offset to the clock of the other side."""
+        with self._measuring:
+            return self._offset.at(self._clock_ns())
+
+    def send(self, report: Report) -> None:
+        """Sends a report."""
+        with self._sending, contextlib.suppress(OSError):  # the reading thread notices this too, and reports it
+            self._connection.sendall(encode(report))
+
+    def close(self, *, lives_on: bool = False) -> None:
+        """Disconnects; idempotent. With `lives_on` the other side does not take it for the end of this launcher."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            if lives_on:
+                self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESETS)
+                self._connection.shutdown(socket.SHUT_RD)
+            else:
+                self._connection.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join()
+        self._connection.close()
+
+    def _read(self) -> None:
+        inbox = Inbox()
+        while not self._closed.is_set():
+            try:
+                data = self._connection.recv(1 << 16)
+                self._heard_s = time.monotonic() if data else self._heard_s
+                for message in inbox.feed(data):
+                    self._hear(message)
+            except TimeoutError:
+                silent_s = max(self._silence_s, time.monotonic() - self._heard_s)
+                if self._bears_starvation and is_starved(self._connection, silent_s, self._silence_s / 2):
+                    continue
+                self._lost(DisconnectReason.SILENT, f"nothing was heard of it for {silent_s:.2g} s")
+                return
+            except (OSError, ValueError) as error:  # the latter if a message, or what it carries, cannot be read
+                is_recent = time.monotonic() - self._heard_s <= self._silence_s
+                is_reset = isinstance(error, ConnectionResetError) and is_recent
+                self._lost(DisconnectReason.RESET if is_reset else DisconnectReason.SILENT, str(error))
+                return
+            if not data:
+                self._lost(DisconnectReason.ENDED, "it has ended")
+                return
+
+    def _hear(self, message: Message) -> None:
+        if isinstance(message, TellTime):
+            self._hear_time(message)
+        elif isinstance(message, Order):
+            self._may_ask = self._may_ask or isinstance(message, _WELCOMES)
+            self._on_order(message)
+
+    def _beat(self) -> None:
+        while not self._closed.wait(HEARTBEAT_S):
+            self.send(AskTime(self._clock_ns()) if self._may_ask else Heartbeat())
+
+    def _hear_time(self, answer: TellTime) -> None:
+        with self._measuring:
+            self._offset.add(answer.asked_ns, answer.told_ns, self._clock_ns())
+
+    def _lost(self, how: DisconnectReason, why: str) -> None:
+        if not self._closed.is_set():
+            self._on_lost(how, why)
+
+
+def connect(address: tuple[str, int], secret: bytes | None, timeout_s: float) -> Connection:
+    """Returns a connection to a server of the meeting, after both sides have proved the secret.
+
+    Raises:
+        OSError, HandshakeUnfinishedError: nobody serves it there.
+        AuthenticationError: the server does not hold the job's secret.
+        ValueError: the address is not loopback and there is no secret.
+    """
+    plain = dial(address, timeout_s)
+    try:
+        require_secret(plain.getpeername()[0], secret)
+        if plain.getpeername() == plain.getsockname():
+            raise ConnectionRefusedError("nobody listens there")
+        connection = encrypt_as_client(plain, secret, TIMEOUT_S)
+        prove(connection, derive_key(secret, CHANNEL), PeerHello(CHANNEL))
+    except BaseException:
+        plain.close()
+        raise
+    return connection
+
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
+_ATTEMPT_S = 5.0
+_SOON_S = 1.0
+_ADVICE: dict[type[Exception], str] = {
+    socket.gaierror: (
+        "Check the name. In Kubernetes the pods have names if there is a headless Service with "
+        "publishNotReadyAddresses: true, which `paceline launch-script k8s` prints"
+    ),
+    Exception: ("Check that the launcher of machine 0 runs, that the address is its, and that no firewall is between"),
+}
+
+
+class OrderQueue:
+    """Orders that came in other threads, for the launcher's loop."""
+
+    def __init__(self) -> None:
+        self._orders: list[Order] = []
+        self._changing = threading.Lock()
+        self._waiting, self._waking = os.pipe()
+        self._is_open = True
+
+    def fileno(self) -> int:
+        """Returns a descriptor that is readable while there are orders."""
+        return self._waiting
+
+    def put(self, order: Order) -> None:
+        """Adds an order."""
+        with self._changing:
+            if self._is_open:
+                self._orders.append(order)
+                os.write(self._waking, b".")
+
+    def receive(self) -> list[Order]:
+        """Returns the orders that have come."""
+        with self._changing:
+            if self._orders:
+                os.read(self._waiting, 4096)
+            orders, self._orders = self._orders, []
+        return orders
+
+    def close(self) -> None:
+        """Closes the descriptors; idempotent."""
+        with self._changing:
+            if self._is_open:
+                self._is_open = False
+                os.close(self._waiting)
+                os.close(self._waking)
+
+
+class RemoteClient:
+    """A client whose job ends when it loses the meeting."""
+
+    deadline_s: float | None = None
+
+    def __init__(
+        self, connection: Connection, silence_s: float, clock_ns: Callable[[], int] = time.monotonic_ns
+    ) -> None:
+        self._queue = OrderQueue()
+        self._wire = ServerConnection(connection, silence_s, self._queue.put, self._lost, True, clock_ns)
+        self.local_address = self._wire.local_address
+        self._wire.start()
+
+    def fileno(self) -> int:
+        """Returns a descriptor that is readable while there are orders."""
+        return self._queue.fileno()
+
+    def clock_offset(self) -> Offset | None:
+        """Returns what is known of the offset to the clock of the machine that serves the meeting."""
+        return self._wire.clock_offset()
+
+    def send(self, report: Report) -> None:
+        """Sends a report."""
+        self._wire.send(report)
+
+    def receive(self) -> list[Order]:
+        """Returns the orders that have come."""
+        return self._queue.receive()
+
+    def close(self) -> None:
+        """Disconnects; idempotent."""
+        self._wire.close()
+        self._queue.close()
+
+    def _lost(self, _: DisconnectReason, why: str) -> None:
+        self._queue.put(JobEnded(1, lost_at(self._wire.peer, why)))
+
+
+def lost_at(peer: str, why: str) -> str:
+    """Returns what the user is told when the job ends because the meeting is lost."""
+    return f"the launcher at {peer}, where the machines meet, was lost: {why}"
+
+
+def connect_client(
+    address: tuple[str, int], secret: bytes | None, timeout_s: float, silence_s: float, say: Callable[[str], None]
+) -> RemoteClient:
+    """Returns a client of the meeting, as soon as it is served; see `connect_in_time`."""
+    return RemoteClient(connect_in_time(address, secret, timeout_s, say), silence_s)
+
+
+def connect_in_time(
+    address: tuple[str, int], secret: bytes | None, timeout_s: float, say: Callable[[str], None]
+) -> Connection:
+    """Connects as soon as the meeting is served; if that takes long, `say` tells the user what the launcher waits for.
+
+    A name that nobody knows is looked up until then too: that of a pod becomes known only when it has been started.
+
+    Raises:
+        RendezvousTimeoutError: nobody served it in time.
+        AuthenticationError: the server does not hold the job's secret.
+        ValueError: the address is not loopback and there is no secret.
+    """
+    started_s = time.monotonic()
+    pause_s = _FIRST_PAUSE_S
+    said: set[type[Exception]] = set()
+    while True:
+        left_s = started_s + timeout_s - time.monotonic()
+        try:
+            attempt_s = min(_ATTEMPT_S if said else _SOON_S, left_s)
+            return connect(address, secret, max(0.1, attempt_s))  # looks the name up anew each time
+        except (OSError, HandshakeUnfinishedError) as error:
+            kind = socket.gaierror if isinstance(error, socket.gaierror) else Exception
+            if left_s <= 0:
+                raise RendezvousTimeoutError(
+                    f"no launcher served the meeting at {address[0]}:{address[1]} for {timeout_s:.0f} s (the last "
+                    f"attempt: {_in_words(error, address[0])}). {_ADVICE[kind]}"
+                ) from error
+            if kind not in said and time.monotonic() - started_s >= _SOON_S:
+                said.add(kind)
+                say(
+                    f"waiting up to {timeout_s:.0f} s for a launcher at {address[0]}:{address[1]} "
+                    f"({_in_words(error, address[0])})"
+                )
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _in_words(error: Exception, name: str) -> str:
+    if isinstance(error, socket.gaierror):
+        return f"no machine is known by the name {name} yet: {error.strerror}"
+    return str(error)

@@ -1,0 +1,305 @@
+"""Serves the meeting: carries reports to the state machine, its orders to the nodes, and notices who falls silent.
+
+Tells a launcher that gets no processor from one that is gone: its machine's kernel answers in any case.
+
+A machine whose cores are all busy may not run a launcher for seconds. Its kernel acknowledges what comes all the same,
+which that of a machine that is lost, or behind a network that is cut, does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paceline.comm.security.authenticated_listener import AuthenticatedListener, ListeningEndpoint
+from paceline.comm.security.encryption import Connection, receive_now
+from paceline.comm.security.handshake import PeerHello
+from paceline.comm.security.secret import derive_key
+from paceline.operate.launch.multinode.membership import JobController, Orders
+from paceline.operate.launch.multinode.protocol import (
+    AskTime,
+    Dropped,
+    Heartbeat,
+    Inbox,
+    MessageError,
+    Order,
+    Report,
+    TellTime,
+    encode,
+)
+
+STARVATION_LIMIT_S = 30.0  # with a launcher that is silent while its machine answers
+
+_INFO = struct.Struct("=2xB53xI")  # within `struct tcp_info` of linux/tcp.h: tcpi_retransmits, tcpi_last_ack_recv
+_FEWEST_REPEATED = 2  # one repetition may cross with an answer that is only late
+
+
+def is_starved(connection: Connection, silent_s: float, within_s: float) -> bool:
+    """Returns whether the other end may only lack a processor.
+
+    Args:
+        connection: to the other launcher, to which something is sent several times within `within_s`.
+        silent_s: for how long nothing has been heard of it.
+        within_s: a machine that is not lost acknowledges in this time what it is sent.
+    """
+    if silent_s >= STARVATION_LIMIT_S:
+        return False
+    try:
+        repeated, last_answer_ms = _INFO.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
+    except (OSError, struct.error):
+        return False
+    return bool(repeated < _FEWEST_REPEATED or last_answer_ms * 1e-3 <= within_s)
+
+
+CHANNEL = "node"
+HEARTBEAT_S = 0.5
+_SEND_S = 1.0
+_STALL_S = 1.0  # after a pause of this process as long as this, silence says nothing about the others
+_LONGEST_TURN_S = 30.0  # a server that is busy for longer gives no more signs of life
+_LARGEST_READ = 1 << 16
+
+
+@dataclass
+class _Node:
+    """A node, to which two threads send; `fault` says why nothing more can be sent to it."""
+
+    name: str
+    connection: Connection
+    heard_s: float
+    inbox: Inbox = field(default_factory=Inbox)
+    fault: str = ""
+    _sending: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the node is on another machine than the server."""
+        try:
+            return bool(self.connection.getpeername()[0] != self.connection.getsockname()[0])
+        except OSError:  # it was reset
+            return False
+
+    def send(self, message: Order) -> None:
+        """Sends a message whole, or sets `fault`."""
+        with self._sending:
+            if not self.fault:
+                try:
+                    self.connection.sendall(encode(message))
+                except OSError as error:
+                    self.fault = str(error)
+
+    def part(self) -> None:
+        """Closes the connection; the other side, if it lives, must not take that for the end of this launcher."""
+        self.send(Dropped())
+        self.close()
+
+    def close(self) -> None:
+        """Closes the connection, when nobody sends."""
+        with self._sending:
+            self.fault = self.fault or "the connection was closed"
+            self.connection.close()
+
+
+def explain_silence(silent_s: float, elsewhere_s: Sequence[float], limit_s: float) -> str:
+    """Returns why a node is taken for lost.
+
+    Args:
+        silent_s: for how long nothing was heard of it.
+        elsewhere_s: the same for all nodes on other machines, itself among them.
+        limit_s: how long a node may be silent.
+    """
+    text = f"nothing was heard of it for {silent_s:.1f} s"
+    if elsewhere_s and min(elsewhere_s) > limit_s / 2:
+        text += f", nor of any other machine: {socket.gethostname()}, where they meet, may be the one that is cut off"
+    return text
+
+
+class MeetingServer:
+    """Serves on `listener`, which it takes over, in threads of its own until `close`.
+
+    One thread serves. Another one gives the nodes signs of life, since to explain a failure takes the first one
+    seconds on a busy machine, in which the nodes would otherwise believe that the meeting is lost.
+
+    Args:
+        listener: accepts connections.
+        secret: the job's.
+        steering: decides what the nodes do.
+        silence_s: a node that is silent for longer is lost.
+        bears_starvation: whether a node may be silent for longer while its machine answers.
+    """
+
+    def __init__(
+        self,
+        listener: ListeningEndpoint,
+        secret: bytes | None,
+        steering: JobController,
+        silence_s: float,
+        bears_starvation: bool = False,
+    ) -> None:
+        self._steering = steering
+        self._bears_starvation = bears_starvation
+        self._silence_s = silence_s
+        self._nodes: dict[str, _Node] = {}
+        self._came: list[Connection] = []
+        self._count = 0
+        self._closing_by_s: float | None = None
+        self._selector = selectors.DefaultSelector()
+        self._waiting, self._waking = os.pipe()
+        self._selector.register(self._waiting, selectors.EVENT_READ)
+        self.address: tuple[str, int] = listener.getsockname()[:2]
+        key = derive_key(secret, CHANNEL)
+        self._doorkeeper = AuthenticatedListener(listener, key, CHANNEL, self._admit, secret=secret)
+        self._turned_s = time.monotonic()  # when the serving thread last began a turn
+        self._is_over = threading.Event()
+        self._threads = [
+            threading.Thread(target=each, name=f"paceline-meeting{suffix}", daemon=True)
+            for each, suffix in ((self._serve, ""), (self._beat, "-beat"))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self, linger_s: float = 2.0) -> None:
+        """Waits for the nodes to disconnect, `linger_s` seconds at most; idempotent."""
+        if self._closing_by_s is None:
+            self._closing_by_s = time.monotonic() + linger_s
+            os.write(self._waking, b".")
+            for thread in self._threads:
+                thread.join()
+            self._doorkeeper.close()
+            self._selector.close()
+            os.close(self._waiting)
+            os.close(self._waking)
+
+    def wake(self) -> None:
+        """Asks the state machine again what is due, since it was told something from elsewhere."""
+        with contextlib.suppress(OSError):  # closed meanwhile
+            os.write(self._waking, b".")
+
+    def _admit(self, connection: Connection, _: PeerHello) -> None:
+        connection.settimeout(_SEND_S)
+        self._came.append(connection)
+        self.wake()
+
+    def _serve(self) -> None:
+        try:
+            self._take_turns()
+        finally:
+            self._is_over.set()
+
+    def _take_turns(self) -> None:
+        while self._closing_by_s is None or (self._nodes and time.monotonic() < self._closing_by_s):
+            now_s = time.monotonic()
+            if now_s - self._turned_s > HEARTBEAT_S + _STALL_S:
+                for node in self._nodes.values():
+                    node.heard_s = max(node.heard_s, now_s)
+            self._turned_s = now_s
+            until_s = min(now_s + HEARTBEAT_S, self._steering.deadline_s or math.inf)
+            ready = self._selector.select(max(0.0, until_s - now_s))
+            woken_s = time.monotonic()
+            for key, _ in ready:
+                if key.data is None:
+                    self._welcome()
+                else:
+                    self._hear(key.data)
+            self._drop_silent_nodes(woken_s)
+            self._carry(self._steering.tick(time.monotonic()))
+        for node in list(self._nodes.values()):
+            node.close()
+
+    def _welcome(self) -> None:
+        os.read(self._waiting, 4096)
+        while self._came:
+            connection = self._came.pop(0)
+            self._count += 1
+            node = _Node(f"node-{self._count}", connection, time.monotonic())
+            self._nodes[node.name] = node
+            self._selector.register(connection, selectors.EVENT_READ, node)
+
+    def _hear(self, node: _Node) -> None:
+        if node.name not in self._nodes:
+            return
+        try:
+            data = receive_now(node.connection, _LARGEST_READ)
+            messages = node.inbox.feed(data)
+        except BlockingIOError:  # only a part of a record has come
+            return
+        except (OSError, MessageError) as error:
+            self._drop(node, str(error))
+            return
+        if not data:
+            self._drop(node, "its launcher has ended", has_ended=True)
+            return
+        node.heard_s = time.monotonic()
+        for message in messages:
+            if isinstance(message, AskTime):
+                self._send(node, TellTime(message.asked_ns, time.monotonic_ns()))
+            elif isinstance(message, Report):
+                self._report(node, message)
+
+    def _report(self, node: _Node, report: Report) -> None:
+        """Passes a report on; a node whose report makes no sense, as that of a program of another kind, is dropped."""
+        try:
+            orders = self._steering.reported(node.name, report, node.heard_s)
+        except Exception as error:  # the other nodes must not lose the meeting for the sake of this one
+            seen = f"{type(report).__name__}, which led to {type(error).__name__}: {error}"
+            self._drop(node, f"its launcher sent a {seen}")
+        else:
+            self._carry(orders)
+
+    def _beat(self) -> None:
+        while not self._is_over.wait(HEARTBEAT_S):
+            if time.monotonic() - self._turned_s < _LONGEST_TURN_S:
+                for node in list(self._nodes.values()):
+                    node.send(Heartbeat())
+
+    def _drop_silent_nodes(self, now_s: float) -> None:
+        """Drops the nodes of which nothing was heard until `now_s`, and those to which nothing can be sent.
+
+        What has come since `now_s` may not have been read, as long as this thread was busy.
+        """
+        nodes = list(self._nodes.values())
+        elsewhere = [now_s - node.heard_s for node in nodes if node.is_elsewhere]
+        for node in nodes:
+            silent_s = now_s - node.heard_s
+            if node.fault:
+                self._drop(node, node.fault)
+            elif silent_s > self._silence_s and not self._is_starved(node, silent_s):
+                self._drop(node, explain_silence(silent_s, elsewhere, self._silence_s), silent_s=silent_s)
+
+    def _is_starved(self, node: _Node, silent_s: float) -> bool:
+        return self._bears_starvation and is_starved(node.connection, silent_s, self._silence_s / 2)
+
+    def _carry(self, orders: Orders) -> None:
+        for name, order in orders:
+            if name not in self._nodes:
+                continue
+            if isinstance(order, Dropped):
+                self._part(self._nodes.pop(name))
+            else:
+                self._send(self._nodes[name], order)
+
+    def _send(self, node: _Node, order: Order) -> None:
+        node.send(order)
+        if node.fault:
+            self._drop(node, node.fault)
+
+    def _drop(self, node: _Node, why: str, has_ended: bool = False, silent_s: float = 0.0) -> None:
+        if self._nodes.pop(node.name, None) is None:
+            return
+        self._part(node)
+        now_s = time.monotonic()
+        if has_ended:
+            self._carry(self._steering.ended(node.name, why, now_s))
+        else:
+            self._carry(self._steering.lost(node.name, why, now_s, silent_s))
+
+    def _part(self, node: _Node) -> None:
+        self._selector.unregister(node.connection)
+        node.part()

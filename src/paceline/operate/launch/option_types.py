@@ -1,0 +1,192 @@
+"""Parses the text of a flag or a PET_* variable; errors say in one sentence what is wrong with it."""
+
+from __future__ import annotations
+
+import signal
+from argparse import ArgumentTypeError
+from enum import IntFlag
+
+from paceline.operate.launch.workers.environment import allowed_cores
+from paceline.operate.launch.workers.placement import count_gpus
+
+
+class OptionError(ValueError):
+    """Flags contradict each other; the message says which ones, and what to do."""
+
+
+class Streams(IntFlag):
+    """Output streams, numbered as torchrun's `Std`."""
+
+    NONE = 0
+    OUT = 1
+    ERR = 2
+    BOTH = 3
+
+
+StreamsOfRanks = dict[int | None, Streams]  # None: of all ranks that are not named
+
+_SERVED_BY_US = ("c10d", "paceline")
+
+
+def streams_of(chosen: StreamsOfRanks, local_rank: int) -> Streams:
+    """Returns what was chosen for a rank."""
+    return chosen.get(local_rank, chosen.get(None, Streams.NONE))
+
+
+def parse_workers(text: str) -> int:
+    """The number of workers: a number, `gpu` (0 if there is none, which other machines may have), `cpu` or `auto`."""
+    if text in ("auto", "gpu"):
+        gpus = count_gpus()
+        return gpus or (allowed_cores() if text == "auto" else 0)
+    if text == "cpu":
+        return allowed_cores()
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is neither a number from 1 nor auto, gpu or cpu")
+    return int(text)
+
+
+def parse_nodes(text: str) -> tuple[int, int]:
+    """`N` or `MIN:MAX` machines."""
+    least, _, most = text.partition(":")
+    most = most if ":" in text else least
+    if not (least.isdecimal() and most.isdecimal()) or not 1 <= int(least) <= int(most):
+        raise ArgumentTypeError(f"{text!r} is neither a number from 1 nor MIN:MAX with MIN at most MAX")
+    return int(least), int(most)
+
+
+def parse_from_0(text: str) -> int:
+    """A number from 0."""
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"{text!r} is not a number from 0")
+    return int(text)
+
+
+def parse_from_1(text: str) -> int:
+    """A number from 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is not a number from 1")
+    return int(text)
+
+
+def parse_port(text: str) -> int:
+    """A TCP port."""
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise ArgumentTypeError(f"{text!r} is not a port from 1 to 65535")
+    return int(text)
+
+
+def parse_seconds(text: str) -> float:
+    """A time from 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return value
+
+
+def parse_backend(text: str) -> str:
+    """`static` or `c10d`."""
+    if text == "static":
+        return text
+    if text in _SERVED_BY_US:
+        return "c10d"
+    raise ArgumentTypeError(
+        f"{text!r} is not known; the machines meet at one of themselves, with `c10d` in any order and with `static` "
+        "by their --node-rank. No etcd is needed"
+    )
+
+
+def parse_settings(text: str) -> dict[str, str]:
+    """`key=value,key=value`."""
+    found: dict[str, str] = {}
+    for part in filter(None, text.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals or not key.strip():
+            raise ArgumentTypeError(f"{part!r} is not KEY=VALUE")
+        found[key.strip()] = value.strip()
+    return found
+
+
+def parse_signals(text: str) -> tuple[signal.Signals, ...]:
+    """Names of signals, with or without SIG."""
+    found = []
+    for word in filter(None, (word.strip().upper() for word in text.split(","))):
+        name = word if word.startswith("SIG") else f"SIG{word}"
+        number = getattr(signal.Signals, name, None)
+        if number is None or number in (signal.SIGKILL, signal.SIGSTOP):
+            raise ArgumentTypeError(f"{word!r} is not a signal that can be handled")
+        found.append(number)
+    return tuple(found)
+
+
+def parse_rank_or_none(text: str) -> int | None:
+    """A rank, or `none`."""
+    if text == "none":
+        return None
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"{text!r} is neither a rank nor none")
+    return int(text)
+
+
+def parse_streams(text: str) -> StreamsOfRanks:
+    """`3`, or by local rank `0:1,1:2`."""
+    try:
+        if ":" not in text:
+            return {None: Streams(int(text))} if 0 <= int(text) <= 3 else _not_streams(text)
+        chosen: StreamsOfRanks = {}
+        for part in text.split(","):
+            rank, _, number = part.partition(":")
+            if not 0 <= int(number) <= 3 or int(rank) < 0:
+                _not_streams(text)
+            chosen[int(rank)] = Streams(int(number))
+        return chosen
+    except ValueError:
+        return _not_streams(text)
+
+
+def _not_streams(text: str) -> StreamsOfRanks:
+    raise ArgumentTypeError(
+        f"{text!r} is neither 0 (none), 1 (stdout), 2 (stderr) or 3 (both) nor these by local rank, as in 0:1,1:2"
+    )
+
+
+def parse_ranks(text: str) -> frozenset[int]:
+    """Numbers of ranks; empty for all."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not all(word.isdecimal() for word in words):
+        raise ArgumentTypeError(f"{text!r} is not a list of local ranks, as in 0,1,2")
+    return frozenset(map(int, words))
+
+
+def parse_words(text: str) -> tuple[str, ...]:
+    """Words between commas; two commas are one in a word."""
+    return tuple(part.replace("\0", ",") for part in text.replace(",,", "\0").split(",") if part)
+
+
+def parse_exports(text: str) -> dict[str, str | None]:
+    """`NAME,NAME=VALUE`; None stands for the value that the variable has here."""
+    found: dict[str, str | None] = {}
+    for part in filter(None, parse_words(text)):
+        name, equals, value = part.partition("=")
+        if not name.isidentifier():
+            raise ArgumentTypeError(f"{part!r} is neither NAME nor NAME=VALUE")
+        found[name] = value if equals else None
+    return found
+
+
+def parse_modules(text: str) -> tuple[str, ...]:
+    """Names of modules between commas."""
+    names = tuple(name for name in text.split(",") if name)
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise ArgumentTypeError(f"{name!r} is not the name of a module, as in `import {name}`")
+    return names
+
+
+def refuse_logs_specs(text: str) -> None:
+    """Refuses torchrun's plug-ins, which hold torch's own classes."""
+    raise ArgumentTypeError(
+        f"plug-ins for logs ({text!r}) are torchrun's own; use --log-dir, --tee, --redirects and --local-ranks-filter"
+    )

@@ -1,0 +1,232 @@
+"""Shares the secret of a job that Slurm started: launcher 0 makes it and leaves it to the others in a file.
+
+Slurm has no secret that it shares with the tasks of a step, but the user's files are shared: the directory in which the
+job was submitted, and the home directory. Launcher 0 writes to both, since it cannot know which of them the others see.
+Nobody but the user can read the file (mode 0600), and a reader takes none that belongs to somebody else. Its name holds
+all by which Slurm tells the steps of jobs apart, those of a requeued job and of a number that is used again included.
+
+A join token: where a job's machines meet and the secret that lets them in, as one word.
+
+    pl1-<base32 of: length of the address, address, port, secret, CRC-32 of all before>
+
+Whoever holds it may join the job, so it is as secret as a key.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import os
+import re
+import secrets
+import stat
+import struct
+import sys
+import termios
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from zlib import crc32
+
+from paceline.comm.security.levels import chosen_level
+from paceline.comm.security.secret import job_secret
+from paceline.errors import RendezvousTimeoutError
+from paceline.operate.launch.job import Job
+
+_PREFIX = "pl1-"
+_PORT = struct.Struct(">H")
+_CHECK = struct.Struct(">I")
+
+
+class TokenError(ValueError):
+    """The word is not a token, or not all of one."""
+
+
+@dataclass(frozen=True)
+class JoinToken:
+    """An address and a secret."""
+
+    host: str
+    port: int
+    secret: bytes = field(repr=False)
+
+    def encode(self) -> str:
+        """Returns the token as one word.
+
+        >>> Token.decode(Token("10.0.0.1", 29400, b"s" * 32).encode()).port
+        29400
+        """
+        host = self.host.encode()
+        body = bytes([len(host)]) + host + _PORT.pack(self.port) + self.secret
+        return _PREFIX + base64.b32encode(body + _CHECK.pack(crc32(body))).decode().rstrip("=").lower()
+
+    @classmethod
+    def decode(cls, word: str) -> JoinToken:
+        """Reads a token.
+
+        Raises:
+            TokenError: it is no token, or was cut or mistyped.
+        """
+        word = word.strip()
+        if not word.startswith(_PREFIX):
+            raise TokenError(
+                f"a join token begins with {_PREFIX}; copy the one that `paceline run --print-token` printed"
+            )
+        text = word.removeprefix(_PREFIX).upper()
+        try:
+            raw = base64.b32decode(text + "=" * (-len(text) % 8))
+            body, check = raw[: -_CHECK.size], raw[-_CHECK.size :]
+            if _CHECK.unpack(check)[0] != crc32(body):
+                raise TokenError("the join token is damaged or cut off; copy all of it")
+            end = 1 + body[0]
+            return cls(body[1:end].decode(), _PORT.unpack_from(body, end)[0], body[end + _PORT.size :])
+        except (binascii.Error, struct.error, IndexError, UnicodeDecodeError):
+            raise TokenError("the join token is damaged or cut off; copy all of it") from None
+
+
+def read_token() -> str:
+    """Returns the first line of stdin; at a terminal it is asked for, and not shown."""
+    if not sys.stdin.isatty():
+        return sys.stdin.readline()
+    shown = termios.tcgetattr(sys.stdin)
+    hidden = [each & ~termios.ECHO if at == 3 else each for at, each in enumerate(shown)]
+    print("join token: ", end="", file=sys.stderr, flush=True)
+    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, hidden)  # a line that was pasted with the command stays
+    try:
+        return sys.stdin.readline()
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, shown)
+        print(file=sys.stderr)
+
+
+_STEP = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_JOB_START_TIME", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
+_DIRECTORIES = ("SLURM_SUBMIT_DIR", "HOME")
+_SECRET_BYTES = 32
+_LOOK_S = 0.1
+_PATIENCE_S = 3.0
+_ADVICE = "set PACELINE_SECRET to the same value on all machines instead, as `paceline launch-script slurm` does"
+
+
+class SlurmSecret:
+    """The secret of a step; on launcher 0, `close` removes the files.
+
+    Args:
+        environment: Slurm's variables, of which it reads those of the step and the directories.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        step = "-".join(environment.get(name, "0") for name in _STEP)
+        self._name = f".paceline-secret-{re.sub(r'[^A-Za-z0-9.-]', '_', step)}"
+        named = [environment[name] for name in _DIRECTORIES if os.path.isabs(environment.get(name, ""))]
+        self._directories = list(dict.fromkeys(map(os.path.normpath, named)))
+        self._written: list[str] = []
+
+    def make(self) -> bytes:
+        """Makes a new secret and writes it for the others, replacing what an earlier step with this name may have left.
+
+        Raises:
+            OSError: no directory can be written to.
+        """
+        secret = secrets.token_bytes(_SECRET_BYTES)
+        refusals = []
+        for directory in self._directories:
+            try:
+                self._write(directory, secret)
+            except OSError as error:
+                refusals.append(f"{directory} ({error.strerror})")
+        if not self._written:
+            tried = " and ".join(refusals) or f"{' and '.join(_DIRECTORIES)}, which name no directory"
+            raise OSError(f"the job's secret cannot be left for the other machines in {tried}; {_ADVICE}")
+        return secret
+
+    def await_from(self, host: str, timeout_s: float, say: Callable[[str], None]) -> bytes:
+        """Waits for the secret that launcher 0, on `host`, makes; returns it.
+
+        Raises:
+            RendezvousTimeoutError: there is none after `timeout_s` seconds.
+            ValueError: a file with its name belongs to another user, or others can read it.
+        """
+        begun_s = time.monotonic()
+        places = " or ".join(self._directories) or "no directory"
+        has_said = False
+        while True:
+            for directory in self._directories:
+                if (secret := self._read(directory)) is not None:
+                    return secret
+            waited_s = time.monotonic() - begun_s
+            if waited_s >= timeout_s:
+                raise RendezvousTimeoutError(
+                    f"launcher 0, on {host}, left no secret within {timeout_s:.0f} s: expected {self._name} in "
+                    f"{places}. Look at its output; if the machines share neither directory, {_ADVICE}"
+                )
+            if waited_s >= _PATIENCE_S and not has_said:
+                has_said = True
+                say(f"waiting for the job's secret from launcher 0 on {host}, in {places}")
+            time.sleep(_LOOK_S)
+
+    def close(self) -> None:
+        """Removes what `make` wrote; idempotent."""
+        for path in self._written:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        self._written.clear()
+
+    def _write(self, directory: str, secret: bytes) -> None:
+        draft = os.path.join(directory, f"{self._name}.{secrets.token_hex(4)}")
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        path = os.path.join(directory, self._name)
+        try:
+            with os.fdopen(fd, "wb") as file:
+                file.write(secret)
+            os.replace(draft, path)  # the others see all of it or nothing
+        except BaseException:
+            os.unlink(draft)
+            raise
+        self._written.append(path)
+
+    def _read(self, directory: str) -> bytes | None:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            # NFS looks for names that were missing a moment ago only after the directory has been opened anew.
+            within = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                return self._read_checked(within, os.path.join(directory, self._name))
+            finally:
+                os.close(within)
+        return None
+
+    def _read_checked(self, within: int, path: str) -> bytes:
+        try:
+            fd = os.open(self._name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=within)
+        except OSError as error:
+            if isinstance(error, (FileNotFoundError, PermissionError)):
+                raise
+            raise ValueError(f"{path} is no plain file ({error.strerror}); remove it, or {_ADVICE}") from error
+        with os.fdopen(fd, "rb") as file:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+                raise ValueError(
+                    f"{path} is not this user's alone (owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}; "
+                    f"expected owner {os.geteuid()}, mode 600), so it is not taken for the job's secret; remove it, or "
+                    f"{_ADVICE}"
+                )
+            return file.read(_SECRET_BYTES)
+
+
+def secret_of(job: Job, shared: SlurmSecret, say: Callable[[str], None]) -> bytes | None:
+    """Returns the secret with which the machines of `job` meet; None if there is none.
+
+    Raises:
+        RendezvousTimeoutError, ValueError, OSError: see `SharedSecret` and `job_secret`.
+    """
+    rendezvous, scheduler = job.rendezvous, job.scheduler
+    if chosen_level() == "none":
+        say("security level none: connections are neither authenticated nor encrypted")
+        return None
+    if rendezvous.address is None:
+        return secrets.token_bytes(_SECRET_BYTES)
+    if (secret := job_secret()) is not None or scheduler is None or not scheduler.is_slurm:
+        return secret
+    if scheduler.node_rank == 0:
+        return shared.make()
+    return shared.await_from(scheduler.address or "another machine", rendezvous.join_timeout_s, say)

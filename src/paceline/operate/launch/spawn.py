@@ -1,0 +1,465 @@
+"""Runs a function on several processes of this machine, from a script or a notebook.
+
+Says why the processes of `spawn` make no progress or have failed, while somebody waits for them.
+
+Keeps the lines of several processes that print into one notebook cell whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import multiprocessing
+import os
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnContext
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, TextIO, cast
+
+from paceline.comm.record.memory import DIRECTORY_VARIABLE, SUFFIX, directory_of_files
+from paceline.comm.record.memory import HANDED_VARIABLE as RECORD_FD
+from paceline.comm.security.secret import SECRET_FD_VARIABLE as SECRET_FD
+from paceline.comm.store.tcp_store import StoreServer
+from paceline.errors import WorkerError
+from paceline.linux import die_with_parent
+from paceline.operate.diagnosis.stall_detector import StallReporter, WatchedWorker, explain_or_default
+from paceline.operate.launch.watchdog import Watchdog, ending_of
+from paceline.operate.launch.workers.bootstrap import offer_stack
+from paceline.operate.launch.workers.environment import allowed_cores, free_port, threads_per_worker, worker_environment
+from paceline.operate.launch.workers.failures import Record, WorkerFailure
+
+if TYPE_CHECKING:
+    from paceline.operate.diagnosis.finding import Diagnosis
+    from paceline.operate.diagnosis.job_snapshot import RankExitStatus
+    from paceline.operate.diagnosis.machine_snapshot import MachineSnapshot
+
+
+class SpawnWatchdog:
+    """Watches processes until `close`; whoever waits for them calls `tick` and, when it is readable, `arrived`.
+
+    Args:
+        processes: by rank.
+        started_ns: when (time of the day) the first of them was started.
+        directory: where they record into files of their own.
+        stall_after_s: how long a call may last before it is explained; 0 watches nothing.
+    """
+
+    def __init__(self, processes: Sequence[BaseProcess], started_ns: int, directory: str, stall_after_s: float) -> None:
+        self._processes = processes
+        self._started_ns = started_ns
+        self._directory = directory
+        self._recordings: dict[int, int] = {}  # descriptors, by rank
+        self._exceptions: dict[int, Record] = {}  # by rank
+        self._said = StallReporter()
+        self._started_s = time.monotonic()
+        self._is_on = stall_after_s > 0
+        self._watcher = Watchdog(stall_after_s, self._watched, self._report)
+
+    def fileno(self) -> int:
+        """Returns a descriptor that is readable when `arrived` should be called."""
+        return self._watcher.fileno()
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When (monotonic) `tick` must be called; None for never."""
+        return self._watcher.deadline_s
+
+    def tick(self) -> None:
+        """Begins a look at the processes, if that is due."""
+        self._watcher.tick(time.monotonic())
+
+    def arrived(self) -> None:
+        """Says what a look has shown."""
+        self._watcher.arrived()
+
+    def raised(self, rank: int, record: Record) -> None:
+        """Notes the exception that ends a rank."""
+        self._exceptions[rank] = record
+
+    def why(self) -> str:
+        """Returns a sentence on the cause of a failure; empty if that is not known."""
+        from paceline.operate.diagnosis.failure_snapshot import snapshot_failed_job
+
+        picture = explain_or_default(lambda: snapshot_failed_job(self._watched()), None) if self._is_on else None
+        verdict = _verdict_on(picture) if picture is not None else None
+        return verdict.sentence if verdict is not None and verdict.is_fault else ""
+
+    def conclude(self) -> None:
+        """Says which ranks the others waited for as a rule, in a job that has ended well and ran for long enough."""
+        if self._watcher.should_read_final_recordings(False, time.monotonic() - self._started_s, len(self._processes)):
+            from paceline.operate.diagnosis.machine_snapshot import snapshot_ended_workers
+            from paceline.operate.diagnosis.stragglers import describe_slowdowns
+
+            for text in explain_or_default(lambda: describe_slowdowns([snapshot_ended_workers(self._watched())]), []):
+                _say(text)
+
+    def close(self) -> None:
+        """Waits for a look that goes on; idempotent."""
+        self._watcher.close(lives_on=True)
+        for recording in self._recordings.values():
+            os.close(recording)
+        self._recordings.clear()
+
+    def _watched(self) -> list[WatchedWorker]:
+        self._find_recordings()
+        return [
+            WatchedWorker(rank, process.pid or 0, self._recordings.get(rank), self._ending(rank, process))
+            for rank, process in enumerate(self._processes)
+        ]
+
+    def _find_recordings(self) -> None:
+        """Opens the recordings that have begun since: a process makes its file when it opens its first group."""
+        missing = {process.pid: rank for rank, process in enumerate(self._processes) if rank not in self._recordings}
+        if not missing:
+            return
+        with contextlib.suppress(OSError):
+            for name in os.listdir(self._directory):
+                begun_ns, _, pid = name.removesuffix(SUFFIX).partition("-")
+                if begun_ns.isdecimal() and pid.isdecimal() and int(begun_ns) >= self._started_ns:
+                    rank = missing.get(int(pid))
+                    if rank is not None:
+                        path = os.path.join(self._directory, name)
+                        self._recordings[rank] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _ending(self, rank: int, process: BaseProcess) -> RankExitStatus | None:
+        record = self._exceptions.get(rank)
+        code = process.exitcode
+        if code is None:
+            if record is None:
+                return None
+            code = 1
+        has_failed = record is not None or code != 0
+        failure = WorkerFailure(rank, process.pid or 0, code, time.time(), record) if has_failed else None
+        return ending_of(code, failure)
+
+    def _report(self, body: str, _: bool) -> None:
+        """Takes the picture of a stall, as JSON; nothing if the processes go on."""
+        now_s = time.monotonic()
+        if not body:
+            resumed = self._said.resumed(now_s)
+            if resumed is not None:
+                _say(resumed)
+            return
+        from paceline.operate.diagnosis.machine_snapshot import decode
+
+        picture = decode(body)
+        verdict = _verdict_on(picture)
+        if verdict is not None and picture.stalled_since_s is not None:
+            text = self._said.tell(verdict, picture.stalled_since_s)
+            if text is not None:
+                _say(text)
+
+
+def _verdict_on(picture: MachineSnapshot) -> Diagnosis | None:
+    from paceline.operate.diagnosis.diagnosis import diagnose
+    from paceline.operate.diagnosis.machine_snapshot import job_snapshot_of
+
+    return explain_or_default(lambda: diagnose(job_snapshot_of([picture])), None)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"paceline: {text}\n")
+
+
+class WholeLines(io.TextIOBase):
+    """Passes text on to another stream a line at a time.
+
+    A fork of a notebook's process sends every piece of text to the notebook at once, and `print` writes the end of a
+    line as a piece of its own: what another process prints may come in between.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._held = ""
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """The encoding of the stream."""
+        return self._stream.encoding
+
+    def writable(self) -> bool:
+        """Returns True."""
+        return True
+
+    def fileno(self) -> int:
+        """Returns the descriptor of the stream."""
+        return self._stream.fileno()
+
+    def isatty(self) -> bool:
+        """Returns whether the stream is a terminal."""
+        return self._stream.isatty()
+
+    def write(self, text: str) -> int:
+        """Passes on all lines that are complete."""
+        whole, end, self._held = (self._held + text).rpartition("\n")
+        if end:
+            self._stream.write(whole + end)
+            self._stream.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        """Passes on what there is, as a progress bar wants it."""
+        held, self._held = self._held, ""
+        if held:
+            self._stream.write(held)
+        self._stream.flush()
+
+
+_GRACE_S = 5.0
+
+
+class Spawned:
+    """The processes that `spawn(..., join=False)` started."""
+
+    def __init__(
+        self,
+        processes: list[BaseProcess],
+        failures: list[Connection],
+        store: StoreServer,
+        directory: str,
+        watch: SpawnWatchdog,
+    ) -> None:
+        self._processes = processes
+        self._failures = dict(enumerate(failures))  # by rank, of those from which one may still come
+        self._reports: dict[int, Record] = {}  # by rank
+        self._watch = watch
+        self._release = weakref.finalize(self, _release, store, directory, self._watch)
+
+    def pids(self) -> list[int]:
+        """Returns their process ids, by rank."""
+        return [process.pid or 0 for process in self._processes]
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Waits for all processes to end; returns False if some still run after `timeout` seconds.
+
+        When they make no progress meanwhile, one sentence on stderr says which rank is the cause.
+
+        Raises:
+            WorkerError: a process failed; the message has the first failure's traceback, and the others were ended.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            codes = [process.exitcode for process in self._processes]  # one look: each asks anew whether it has ended
+            for rank, code in enumerate(codes):
+                if code not in (None, 0):
+                    self._fail(rank)
+            running = [each.sentinel for each, code in zip(self._processes, codes, strict=True) if code is None]
+            if not running:
+                self._watch.conclude()
+                self._release()
+                return True
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            self._wait(running, deadline)
+
+    def end(self) -> None:
+        """Ends the processes that still run."""
+        for process in self._processes:
+            if process.exitcode is None:
+                process.terminate()
+        deadline = time.monotonic() + _GRACE_S
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+        self._release()
+
+    def _wait(self, running: list[int], deadline_s: float | None) -> None:
+        """Waits until a process has ended or failed, or something else is to be done."""
+        known = [each for each in (deadline_s, self._watch.deadline_s) if each is not None]
+        timeout_s = max(0.0, min(known) - time.monotonic()) if known else None
+        watched = self._watch.fileno()
+        ready = wait([*running, watched, *self._failures.values()], timeout_s)
+        self._collect()
+        if watched in ready:
+            self._watch.arrived()
+        self._watch.tick()
+
+    def _collect(self) -> None:
+        """Takes in the exceptions that have been reported."""
+        for rank, failure in list(self._failures.items()):
+            if failure.poll():
+                del self._failures[rank]  # each reports one at most, and closes the pipe
+                with contextlib.suppress(EOFError):
+                    self._reports[rank] = Record(*failure.recv())
+                    self._watch.raised(rank, self._reports[rank])
+
+    def _fail(self, seen: int) -> None:
+        time.sleep(0.1)  # lets the failure that caused this one arrive
+        self._collect()
+        why = self._watch.why()
+        self.end()
+        self._collect()
+        host = socket.gethostname()
+        first = min(self._reports, key=lambda rank: self._reports[rank].time_s) if self._reports else seen
+        code = self._processes[first].exitcode
+        text = self._reports[first].text if self._reports else "it left no traceback, look at its output"
+        told = (
+            f"rank {first} ({host}, pid {self._processes[first].pid}, exit code {code}) failed first; the other ranks "
+            "were ended:"
+        )
+        parts = [told, text.rstrip(), why]
+        raise WorkerError("\n".join(part for part in parts if part), rank=first, exit_code=code)
+
+
+def spawn(
+    fn: Callable[..., object],
+    args: tuple[object, ...] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str = "spawn",
+    stall_after: float = 15.0,
+) -> Spawned | None:
+    """Calls `fn(rank, *args)` on `nprocs` processes, in each of which `init_process_group()` needs no arguments.
+
+    Args:
+        fn: a function of a module, since the processes import it; with start_method="fork" any function.
+        join: wait for the processes; without, return a `Spawned` to wait on.
+        daemon: whether they end with this process even when it ends well (they always do when it is killed).
+        start_method: "spawn", "forkserver" or "fork"; forks compute with one thread each.
+        stall_after: while somebody waits for the processes: if a call lasts longer than so many seconds, one sentence
+            on stderr says which rank is not there and why; 0: never.
+
+    Raises:
+        ValueError: `nprocs` is less than 1, or `fn` cannot be imported by the processes.
+        WorkerError: a process failed (with `join`); its message ends with the traceback.
+    """
+    if nprocs < 1:
+        raise ValueError(f"nprocs is {nprocs}; it must be at least 1")
+    if start_method != "fork" and fn.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+        raise ValueError(
+            f"{fn.__qualname__} is defined in an interactive session, which new processes cannot import; "
+            'pass start_method="fork", or put it into a module'
+        )
+    context = cast(SpawnContext, multiprocessing.get_context(start_method))  # all have what it has
+    directory = tempfile.mkdtemp(prefix="paceline-")
+    secret = secrets.token_hex(32)
+    store = StoreServer.on_unix_path(os.path.join(directory, "store"), secret.encode())
+    port, run_id = free_port(), secrets.token_hex(8)
+    threads = threads_per_worker(allowed_cores(), nprocs, os.environ)
+    recordings, started_ns = directory_of_files(), time.time_ns()
+    processes: list[BaseProcess] = []
+    failures: list[Connection] = []
+    for rank in range(nprocs):
+        environment = {
+            **worker_environment(rank, nprocs, port, run_id),
+            "PACELINE_STORE": f"unix:{directory}/store",
+            "PACELINE_SECRET": secret,
+            DIRECTORY_VARIABLE: recordings,
+        }
+        if threads is not None:
+            environment["OMP_NUM_THREADS"] = str(threads)
+        receiving, sending = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_work, args=(fn, rank, args, environment, threads, sending, os.getpid(), start_method), daemon=daemon
+        )
+        process.start()
+        sending.close()
+        processes.append(process)
+        failures.append(receiving)
+    watch = SpawnWatchdog(processes, started_ns, recordings, stall_after)
+    spawned = Spawned(processes, failures, store, directory, watch)
+    if not join:
+        return spawned
+    spawned.join()
+    return None
+
+
+def notebook_launch(
+    fn: Callable[..., object], nprocs: int, args: tuple[object, ...] = (), start_method: str | None = None
+) -> None:
+    """Calls `fn(rank, *args)` on `nprocs` processes from a notebook cell, as `spawn` does from a script.
+
+    A function of the notebook itself is reached by forking the notebook's process; one of a module is imported by new
+    processes, which is safe in every case.
+
+    >>> import paceline
+    >>> paceline.notebook_launch(print, nprocs=1)  # doctest: +SKIP
+
+    Args:
+        fn: a function of the notebook or of a module.
+        nprocs: how many processes.
+        args: further arguments.
+        start_method: "fork", "spawn" or "forkserver"; by default "fork" for a function of the notebook, else "spawn".
+            Forks compute with one thread each.
+
+    Raises:
+        RuntimeError: the processes would be forks of one that has used CUDA, where they could not.
+        WorkerError: a process failed; its message ends with the traceback.
+    """
+    if start_method is None:
+        start_method = "fork" if fn.__module__ == "__main__" else "spawn"
+    torch = sys.modules.get("torch")
+    if start_method == "fork" and torch is not None and torch.cuda.is_initialized():
+        raise RuntimeError(
+            f"{fn.__qualname__} is to run in forks of this notebook (pid {os.getpid()}), but a cell has already used "
+            "CUDA here, and a fork of such a process cannot. Restart the notebook and do not touch a GPU before this "
+            "call, or put the function into a module"
+        )
+    sys.stdout.flush()
+    if start_method == "fork":
+        fn = functools.partial(_print_whole_lines, fn)
+    spawned = spawn(fn, args, nprocs, join=False, start_method=start_method)
+    assert spawned is not None
+    try:
+        spawned.join()
+    except KeyboardInterrupt:  # the notebook's stop button
+        spawned.end()
+        raise
+
+
+def _print_whole_lines(fn: Callable[..., object], rank: int, *args: object) -> None:
+
+    with contextlib.redirect_stdout(cast(TextIO, WholeLines(sys.stdout))):
+        try:
+            fn(rank, *args)
+        finally:
+            sys.stdout.flush()
+
+
+def _work(
+    fn: Callable[..., object],
+    rank: int,
+    args: tuple[object, ...],
+    environment: dict[str, str],
+    threads: int | None,
+    failure: Connection,
+    parent: int,
+    start_method: str,
+) -> None:
+    if start_method != "forkserver":  # there the parent is the server, which ends with the launching process
+        die_with_parent(parent)
+    os.environ.update(environment)
+    for name in (SECRET_FD, RECORD_FD):  # of the job in which this one may run
+        os.environ.pop(name, None)
+    offer_stack()
+    torch = sys.modules.get("torch")
+    if torch is not None and start_method == "fork":
+        torch.set_num_threads(1)  # OpenMP's threads do not survive the fork, which would wait for them forever
+    elif torch is not None and threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        fn(rank, *args)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except Exception as error:
+        failure.send((time.time(), type(error).__name__, traceback.format_exc()))
+        raise SystemExit(1) from None
+
+
+def _release(store: StoreServer, directory: str, watch: SpawnWatchdog) -> None:
+    watch.close()
+    store.close()
+    shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,222 @@
+"""Runs on each machine of `paceline run --hosts`: starts the launcher there, and ends it when nobody holds on to it.
+
+The launcher is a child, since it forks and must have no thread; this process reads what the starter says. When its
+stdin ends, because the starter or the connection has ended, it ends the launcher. When it is killed itself, the kernel
+kills the launcher, and the launcher's guards kill the workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+
+from paceline import __version__
+from paceline.comm.one_port.dialer import chosen_port
+from paceline.comm.security.authenticated_listener import ListeningEndpoint
+from paceline.linux import die_with_parent
+from paceline.operate.launch.option_types import OptionError
+from paceline.operate.launch.ssh.protocol import (
+    FromLauncher,
+    LauncherExited,
+    LauncherReady,
+    NodeAssignment,
+    RendezvousAddress,
+    Signal,
+    decode_to_launcher,
+    encode_from_launcher,
+)
+from paceline.operate.launch.workers.job_control import Signals
+
+_MARGIN_S = 15.0
+_LOOK_S = 0.5
+_PART_S = 600.0
+
+
+def main() -> int:
+    """Says hello, runs the part that it is given, and returns the launcher's exit code."""
+    control = _Control()
+    send_to_starter(LauncherReady(__version__, sys.executable))
+    part = control.part()
+    if part is None:
+        return 1
+    me = os.getpid()
+    launcher = os.fork()
+    if launcher == 0:
+        die_with_parent(me)
+        control.close()
+        return _launch(part)
+    code = _attend(launcher, control, part.shutdown_s)
+    send_to_starter(LauncherExited(code))
+    return code
+
+
+def send_to_starter(message: FromLauncher) -> None:
+    """Tells the starter something; nothing if it has gone."""
+    data = encode_from_launcher(message)
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(1, data) :]
+
+
+class _Control:
+    """What the starter says, on a descriptor that the launcher and its workers do not have: their stdin is empty."""
+
+    def __init__(self) -> None:
+        self._fd = os.dup(0)
+        os.set_inheritable(self._fd, False)
+        empty = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(empty, 0)
+        os.close(empty)
+        self._received = b""
+
+    def close(self) -> None:
+        """Closes it in the launcher, which must not hold the connection open."""
+        os.close(self._fd)
+
+    def part(self) -> NodeAssignment | None:
+        """Waits for this machine's part; None if there will be none."""
+        deadline_s = time.monotonic() + _PART_S
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            if not select.select([self._fd], [], [], left_s)[0]:
+                break
+            lines = self.lines()
+            if lines is None:
+                return None
+            for line in lines:
+                message = decode_to_launcher(line)
+                if isinstance(message, NodeAssignment):
+                    return message
+                return None  # a signal: the job is over before it began
+        return None
+
+    def fileno(self) -> int:
+        """Returns the descriptor to wait for."""
+        return self._fd
+
+    def lines(self) -> list[bytes] | None:
+        """Returns the whole lines that have come; None at the end. Something must be there to be read."""
+        data = os.read(self._fd, 1 << 16)
+        if not data:
+            return None
+        *lines, self._received = (self._received + data).split(b"\n")
+        return lines
+
+
+def _attend(launcher: int, control: _Control, shutdown_s: float) -> int:
+    """Passes signals on to the launcher until it ends; returns its exit code."""
+    signals = Signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT))
+    heard: list[Signals | _Control] = [signals, control]
+    kill_by_s = float("inf")
+    while True:
+        ended, status = os.waitpid(launcher, os.WNOHANG)
+        if ended:
+            signals.close()
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code
+        if time.monotonic() >= kill_by_s:
+            os.kill(launcher, signal.SIGKILL)  # its guards kill the workers
+        readable, _, _ = select.select(heard, [], [], _LOOK_S)
+        if signals in readable:
+            for number in signals.read()[0]:
+                os.kill(launcher, number)
+        if control not in readable:
+            continue
+        lines = control.lines()
+        if lines is None:
+            heard.remove(control)
+            kill_by_s = time.monotonic() + shutdown_s + _MARGIN_S
+            os.kill(launcher, signal.SIGTERM)
+        for line in lines or []:
+            message = decode_to_launcher(line)
+            if isinstance(message, Signal):
+                os.kill(launcher, signal.Signals[message.name])
+
+
+def _launch(part: NodeAssignment) -> int:
+    """Runs this machine's launcher; returns its exit code."""
+    from paceline.operate.launch.command import add_run_arguments, run_command
+    from paceline.operate.launch.flags import Parser
+
+    os.environ.update(part.environment)
+    parser = Parser(prog="paceline run")
+    parser.add_argument("--use-env", "--use_env", action="store_true")  # of `python -m paceline.launch`
+    add_run_arguments(parser, os.environ)
+    options = parser.parse_args(part.words)
+    return run_command(options, lambda given: _take_part(given, part))
+
+
+def _take_part(options: argparse.Namespace, part: NodeAssignment) -> int:
+    from paceline.operate.launch.command import choose_security
+    from paceline.operate.launch.job import job_of
+    from paceline.operate.launch.worker_group_launcher import run
+
+    _enter(part.directory)
+    options.passes_local_rank = part.passes_local_rank
+    options.nproc_per_node = part.workers or options.nproc_per_node
+    options.rdzv_id = part.run_id
+    choose_security(options)
+    secret = None if part.secret is None else bytes.fromhex(part.secret)
+    options.port = options.port if options.port is not None else chosen_port()
+    listener: ListeningEndpoint | None = None
+    options.nnodes = (part.nodes, part.nodes)
+    if part.nodes > 1:
+        meeting = part.meeting
+        if meeting is None:
+            listener, meeting = _open_meeting(options, part, secret)
+            send_to_starter(RendezvousAddress(*meeting))
+        options.node_rank, options.rdzv_backend = part.node_rank, "static"
+        options.master_addr, options.master_port = meeting
+        options.rdzv_conf = {**options.rdzv_conf, "is_host": str(int(part.meeting is None))}
+    # What a scheduler says of this machine is about another job: the starter knows which machines there are.
+    known = ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT",)
+    job = job_of(options, {name: os.environ[name] for name in known if name in os.environ})
+    return run(job, listener, secret if part.nodes > 1 else None)
+
+
+def _enter(directory: str) -> None:
+    try:
+        os.chdir(directory)
+    except OSError as error:
+        raise OptionError(
+            f"{socket.gethostname()} has no directory {directory} that can be entered ({error.strerror}); put the "
+            "script into the same place on all machines, or name its directory with --remote-dir"
+        ) from error
+
+
+def _open_meeting(
+    options: argparse.Namespace, part: NodeAssignment, secret: bytes | None
+) -> tuple[ListeningEndpoint | None, tuple[str, int]]:
+    """Returns what the machines' meeting is served on, and its address: one that leads to the other machines.
+
+    In a job with one port the launcher listens itself, once it has opened that port.
+    """
+    from paceline.comm.store.tcp_store import listen
+
+    host = options.local_addr or options.master_addr or address_towards(part.towards, os.environ)
+    if options.port is not None:
+        return None, (host, options.master_port or options.port)
+    listener = listen(host, options.master_port or 0, secret)
+    return listener, (host, listener.getsockname()[1])
+
+
+def address_towards(name: str, environment: Mapping[str, str]) -> str:
+    """Returns the address of this machine for another one, by the route to it or by which ssh came here."""
+    from paceline.comm.security.levels import is_loopback
+    from paceline.operate.launch.multinode.node_connection import own_address
+    from paceline.routes import source_address
+
+    with contextlib.suppress(OSError):
+        found = source_address(name)
+        if not is_loopback(found):
+            return found
+    came_by = environment.get("SSH_CONNECTION", "").split()  # their address and port, ours
+    if len(came_by) == 4 and not is_loopback(came_by[2]):
+        return came_by[2]
+    return own_address()

@@ -1,0 +1,321 @@
+"""Runs one machine's launcher: it follows the meeting's orders, passes on output and signals, and cleans up."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import selectors
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.comm.security.authenticated_listener import ListeningEndpoint
+from paceline.comm.security.secret import SECRET_FD_VARIABLE as SECRET_FD
+from paceline.comm.security.secret import SecretFile
+from paceline.errors import RendezvousTimeoutError
+from paceline.operate.diagnosis.stall_detector import WatchedWorker
+from paceline.operate.launch.job import Job
+from paceline.operate.launch.launcher import Launcher, Workers
+from paceline.operate.launch.multinode.node_connection import JobMovedError, NodeConnection, open_meeting
+from paceline.operate.launch.multinode.protocol import (
+    Failed,
+    JobEnded,
+    Leave,
+    Moved,
+    Order,
+    SnapshotReport,
+    Start,
+    Stop,
+    Stopped,
+    WaitOrder,
+    WorkersFinished,
+)
+from paceline.operate.launch.shared_secret import SlurmSecret, secret_of
+from paceline.operate.launch.watchdog import ending_of, last_picture
+from paceline.operate.launch.workers.cleanup import Cleanup
+from paceline.operate.launch.workers.failures import WorkerFailure, shortened
+from paceline.operate.launch.workers.output import Console
+from paceline.operate.launch.workers.start_workers import WorkerContext, start_workers
+from paceline.operate.launch.workers.worker import WorkerProcess
+from paceline.operate.launch.workers.worker_group import CONSEQUENCES_S, WorkerGroup
+from paceline.operate.launch.workers.worker_stores import WorkerStores, open_multiplexer, require_port
+from paceline.train.checkpoint.peer_memory.server import VARIABLE as COPIES
+
+if TYPE_CHECKING:
+    from paceline.operate.diagnosis.job_snapshot import RankExitStatus
+
+
+def run(job: Job, listener: ListeningEndpoint | None = None, secret: bytes | None = None) -> int:
+    """Runs this machine's part of the job to its end; returns the exit code for the shell.
+
+    Args:
+        job: what to run.
+        listener: what to serve the meeting on, if the caller has opened it already.
+        secret: the job's secret. By default it is new on a single machine; several machines take it from the
+            environment, or under Slurm from launcher 0.
+
+    Raises:
+        PacelineError, ValueError: the machines did not meet.
+    """
+    cleanup = Cleanup()
+    try:
+        with open_multiplexer(job):
+            return _run(job, listener, secret, cleanup)
+    finally:
+        cleanup.close()
+
+
+def _run(job: Job, listener: ListeningEndpoint | None, secret: bytes | None, cleanup: Cleanup) -> int:
+    shared = SlurmSecret(os.environ)
+    try:
+        if secret is None:
+            secret = secret_of(job, shared, Console().say)
+        until_s = time.monotonic() + job.rendezvous.join_timeout_s
+        while True:
+            try:
+                code, moved = _take_part(job, listener, secret, shared, cleanup)
+            except JobMovedError as error:
+                if time.monotonic() >= until_s:
+                    raise RendezvousTimeoutError(
+                        f"a job runs already, but its coordinator could not be reached for "
+                        f"{job.rendezvous.join_timeout_s:.0f} s ({error}). Check that no firewall is between"
+                    ) from error
+                Console().say(f"the job that runs already cannot be reached ({error}); looking for it again")
+                moved = None
+            else:
+                if moved is None:
+                    return code
+            running = (moved.job, moved.address) if moved is not None else None
+            job, listener = replace(job, rendezvous=replace(job.rendezvous, running=running)), None
+    finally:
+        shared.close()
+
+
+def _take_part(
+    job: Job, listener: ListeningEndpoint | None, secret: bytes | None, shared: SlurmSecret, cleanup: Cleanup
+) -> tuple[int, Moved | None]:
+    """Runs this machine's part of the job; returns the exit code, and the job that it is to join instead."""
+    connection = open_meeting(job, secret, Console().say, listener)
+    try:
+        if job.one_port is not None:
+            require_port(connection.address, secret)
+        with _agent_of(job, connection, secret, shared, cleanup) as agent:
+            return agent.run(), agent.moved
+    finally:
+        connection.close()
+
+
+def _agent_of(
+    job: Job, connection: NodeConnection, secret: bytes | None, shared: SlurmSecret, cleanup: Cleanup
+) -> Launcher:
+    if job.elastic is None:
+        return WorkerGroupLauncher(job, connection, secret, shared, cleanup)
+    from paceline.operate.launch.elastic.elastic_agent import ElasticAgent
+
+    return ElasticAgent(job, connection, secret, shared, cleanup)
+
+
+class WorkerGroupLauncher(Launcher):
+    """Runs generations of workers, each of which starts and ends together."""
+
+    def __init__(
+        self, job: Job, connection: NodeConnection, secret: bytes | None, shared: SlurmSecret, cleanup: Cleanup
+    ) -> None:
+        super().__init__(job, connection, secret, shared, cleanup)
+        self._generation: WorkerGroup | None = None
+        self._stores = WorkerStores(job, connection.address, secret, self._say)
+        self._secret_fd = -1
+        self._interrupted: set[int] = set()  # ranks that were sent a Ctrl-C of their own
+        self._was_told_to_stop = False
+        self._has_explained = False  # a failure of this generation, before the workers have ended
+        self._started_s = 0.0  # when (monotonic) the generation was started
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        self._stores.close()
+
+    def _ports(self) -> tuple[int, int]:
+        return self._stores.reserve()
+
+    def _crew(self) -> Workers | None:
+        return self._generation
+
+    def _watched(self) -> list[WatchedWorker]:
+        if self._generation is None:
+            return []
+        failures = {**self._generation.exceptions, **{each.rank: each for each in self._generation.failures}}
+
+        def ending(worker: WorkerProcess) -> RankExitStatus | None:
+            failure = failures.get(worker.rank)
+            has_ended = worker.exit_code is not None or failure is not None
+            return ending_of(worker.exit_code or 0, failure) if has_ended else None
+
+        return [
+            WatchedWorker(worker.rank, worker.pid, self._generation.recordings.get(worker.rank), ending(worker))
+            for worker in self._generation.workers
+        ]
+
+    def _is_over(self) -> bool:
+        return self._end is not None and self._generation is None
+
+    def _deadlines(self) -> list[float | None]:
+        return [self._generation.deadline_s] if self._generation is not None else []
+
+    def _tick(self, now_s: float) -> None:
+        if self._generation is not None:
+            self._generation.tick(now_s)
+            if self._generation.is_over:
+                self._on_generation_over(self._generation)
+
+    def _follow(self, order: Order) -> None:
+        match order:
+            case Start():
+                self._start(order)
+            case Stop(number, reason, is_failure) if self._generation is not None and self._generation.number == number:
+                self._was_told_to_stop = True
+                self._watcher.pause()
+                if not self._generation.failures:
+                    self._say(f"{reason}; ending the workers of this machine")
+                self._generation.end(after_s=CONSEQUENCES_S if is_failure else 0.0)
+            case WaitOrder(reason):
+                self._events.tell("wait", reason=reason)
+                self._say(reason)
+            case JobEnded() if self._end is None:
+                self._end = order
+                if self._generation is not None:
+                    self._generation.end()
+
+    def _start(self, start: Start) -> None:
+        self._was_told_to_stop = self._has_explained = False
+        self._started_s = time.monotonic()
+        self._watcher.resume()
+        if self._job.rendezvous.is_static:
+            self._shared.close()  # all have come, so all have read it
+        self._world = range(start.world_size)
+        self._showing.generation(start.world_size, start.restart_count)
+        first, count = start.first_rank, self._job.workers
+        self._directory.note(job=start.run_id, first_rank=first, world_size=start.world_size)
+        self._events.tell("start", generation=start.generation, ranks=list(range(first, first + count)))
+        if start.group_world_size > 1:
+            self._say(
+                f"generation {start.generation}: ranks {first} to {first + count - 1} of {start.world_size} here; "
+                f"machines {', '.join(start.hosts)}; MASTER {start.master_addr}:{start.master_port}"
+            )
+        around = WorkerContext(
+            self._environment_of(start),
+            pass_fds=[self._secret_fd] if self._secret_fd >= 0 else [],
+            directory=self._cleanup.directory,
+            cores=self._machine.cores,
+            gpus=self._machine.gpus,
+            logs=self._logs,
+            keyboard=self._keyboard,
+            keeper=self._keeper,
+        )
+        self._generation = start_workers(
+            self._job,
+            start,
+            around,
+            selector=self._selector,
+            on_start=self._cleanup.watch,
+            on_exception=self._on_exception,
+            on_failure=lambda failure: self._on_failure(start, failure),
+        )
+
+    def _environment_of(self, start: Start) -> dict[str, str]:
+        """Returns the variables that all workers of a generation share.
+
+        Each generation has a secret of its own, so that workers of older ones cannot connect.
+        """
+        environment = self._environment(str(start.generation))
+        secret = None
+        if self._secret is not None:
+            secret = hmac.digest(self._secret, b"workers of generation %d" % start.generation, "sha256")
+            file = SecretFile.create(secret)
+            self._secret_fd = file.fd
+            environment[SECRET_FD] = str(file)
+        environment |= self._stores.serve(start, secret, self._cleanup.directory)
+        if (requests := self._stores.requests_fileno()) >= 0:
+            self._selector.register(requests, selectors.EVENT_READ, self._open_torch_store)
+        door = Path(self._cleanup.directory, f"copies-{start.generation}")
+        environment[COPIES] = self._copies.open(str(door), secret)
+        return environment
+
+    def _open_torch_store(self) -> None:
+        self._selector.unregister(self._stores.requests_fileno())
+        self._stores.open_torch_store()
+
+    def _on_exception(self, failure: WorkerFailure) -> None:
+        """Explains an exception whose worker has not ended; one of calls that do not fit when all have raised it.
+
+        By then all say in which line they were.
+        """
+        generation = self._generation
+        assert generation is not None
+        if failure.manner != "MISMATCH" or len(generation.exceptions) == len(generation.workers):
+            self._explain(failure)
+
+    def _explain(self, failure: WorkerFailure) -> None:
+        """Has it told at once what a failure was, if it may be the cause of others: workers take their time to end."""
+        is_cause = failure.manner != "CONSEQUENCE" and not failure.is_interrupt
+        if is_cause and not self._has_explained and self._stopped_by is None:
+            self._has_explained = True
+            self._watcher.glance()
+
+    def _on_failure(self, start: Start, failure: WorkerFailure) -> None:
+        self._explain(failure)
+        self._watcher.pause()
+        self._events.tell("failure", rank=failure.rank, pid=failure.pid, how=failure.how)
+        self._showing.send_last_update()
+        if self._stopped_by is None and failure.rank in self._interrupted and failure.is_interrupt:
+            self._stop(signal.SIGINT)
+        if self._stopped_by is None:
+            self._connection.client.send(Failed(start.generation, failure))
+
+    def _on_generation_over(self, generation: WorkerGroup) -> None:
+        number, failures = generation.number, tuple(generation.failures)
+        has_failed, lasted_s = bool(failures) or self._was_told_to_stop, time.monotonic() - self._started_s
+        if self._watcher.should_read_final_recordings(has_failed, lasted_s, len(generation.workers)):
+            picture = last_picture(self._watched())
+            if picture is not None and self._stopped_by is None:
+                self._connection.client.send(SnapshotReport(picture, is_last=True))
+        self._showing.send_last_update()
+        self._close_workers()
+        if self._stopped_by is not None:
+            self._connection.client.send(Leave(self._stopped_by.name))
+        elif failures or self._was_told_to_stop:
+            port, store_port = self._ports()
+            self._connection.client.send(Stopped(number, port, shortened(failures), store_port))
+        else:
+            self._connection.client.send(WorkersFinished(number))
+
+    def _close_workers(self) -> None:
+        if self._generation is not None:
+            self._generation.close()
+            self._cleanup.end_generation(str(self._generation.number))
+            self._generation = None
+        self._copies.shut()
+        if (requests := self._stores.requests_fileno()) >= 0:
+            self._selector.unregister(requests)
+        self._stores.end_generation()
+        if self._secret_fd >= 0:
+            os.close(self._secret_fd)
+            self._secret_fd = -1
+
+    def _on_interrupt(self, worker: WorkerProcess) -> None:
+        self._interrupted.add(worker.rank)
+
+    def _stop(self, number: signal.Signals) -> None:
+        self._stopped_by = number
+        self._watcher.pause()
+        if self._generation is None:
+            self._connection.client.send(Leave(number.name))
+            return
+        running = self._generation.pids()
+        if running:
+            self._say(
+                f"{number.name}: passed on to {len(running)} workers, which have {self._job.shutdown_timeout_s:g} s to "
+                "end (again to kill them)"
+            )
+        self._generation.end(number)

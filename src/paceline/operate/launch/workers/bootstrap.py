@@ -1,0 +1,266 @@
+"""The first thing that runs in a worker: `python bootstrap.py LAUNCHER_PID [-m|--path|--exec] SCRIPT ARGS...`.
+
+Ties the worker to its launcher, which learns of an exception that leaves the script; then runs the script as
+`python SCRIPT` would.
+Kept apart from the package's imports, since every worker pays for it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import CodeType, TracebackType
+
+_OWN_NAMES = (
+    "run",
+    "die_with_parent",
+    "annotations",
+    "offer_stack",
+    "_code_of",
+    "_holds_modules",
+    "_join_cgroup",
+    "_new_file",
+    "_package",
+    "_prepare_stdin",
+    "_print_uncaught",
+    "_record_exit",
+    "_run_script",
+    "_Uncaught",
+    "_OWN_NAMES",
+)
+
+
+def run(arguments: list[str]) -> None:
+    """Runs the worker's script in the module `__main__`."""
+    launcher, *rest = arguments
+    die_with_parent(int(launcher))
+    _join_cgroup(os.environ.pop("PACELINE_CGROUP", None))
+    if rest[0] == "--exec":
+        try:
+            os.execvp(rest[1], rest[1:])
+        except OSError as error:
+            sys.exit(
+                f"paceline: {rest[1]} cannot be executed ({error.strerror}); with --no-python it must be a program"
+            )
+    if (channel := os.environ.get("PACELINE_ELASTIC_FD")) is not None:
+        os.set_inheritable(int(channel), False)  # what the script starts does not speak for this worker
+    error_file = os.environ["PACELINE_ERROR_FILE"]
+    uncaught = _Uncaught(error_file)
+    _print_uncaught()
+    _record_exit(error_file)
+    import faulthandler
+
+    _prepare_stdin()
+    faulthandler.enable()  # the Python stack of a worker that crashes in native code
+    offer_stack()
+    try:
+        _run_script(rest)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        uncaught.record(error)
+        raise
+
+
+def _run_script(rest: list[str]) -> None:
+    """Runs what the arguments name, without a trace of this file in its namespace."""
+    if rest[0] == "-m":
+        import runpy
+
+        sys.argv = rest[1:]
+        sys.path[0] = os.getcwd()
+        runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
+        return
+    if rest[0] == "--path":
+        import runpy
+
+        sys.argv = rest[1:]
+        del sys.path[0]
+        runpy.run_path(rest[1], run_name="__main__")
+        return
+    sys.argv = rest
+    script = rest[0]
+    if not os.path.isabs(script):  # as Python does since 3.9, so that __file__ stays right after os.chdir
+        script = os.path.join(os.getcwd(), script)
+    if _holds_modules(script):
+        import runpy
+
+        del sys.path[0]
+        runpy.run_path(script, run_name="__main__")
+        return
+    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    with open(script, "rb") as file:
+        code = _code_of(file.read(), script)
+    namespace = sys.modules["__main__"].__dict__
+    for name in _OWN_NAMES:
+        namespace.pop(name, None)
+    namespace["__file__"] = script
+    exec(code, namespace)
+
+
+def _holds_modules(script: str) -> bool:
+    """Returns whether the script is a directory or a zip file, of which Python runs the module `__main__`."""
+    for hook in sys.path_hooks:
+        try:
+            hook(script)
+            return True
+        except ImportError:
+            pass
+    return False
+
+
+def _code_of(content: bytes, script: str) -> CodeType:
+    """Returns the code of a source file, or of a file that holds compiled code."""
+    if not script.endswith(".pyc"):
+        return compile(content, script, "exec")
+    import marshal
+    from importlib.util import MAGIC_NUMBER
+
+    if content[:4] != MAGIC_NUMBER:
+        here = sys.version.split()[0]
+        sys.exit(f"paceline: {script} is not compiled code of this version of Python ({here})")
+    code: CodeType = marshal.loads(content[16:])
+    return code
+
+
+def die_with_parent(parent: int) -> None:
+    """Does what `paceline.linux.die_with_parent` does, without its imports."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+    if os.getppid() != parent:
+        os.kill(os.getpid(), 9)
+
+
+def _prepare_stdin() -> None:
+    """Lets `input` edit lines on the rank that reads stdin, and makes `breakpoint()` do nothing on the others.
+
+    A line editor echoes typed text on stdout, so that the launcher sees it. Without a stdin to type into, the debugger
+    would end the job.
+    """
+    reader, rank = os.environ.get("PACELINE_STDIN", "none"), os.environ["RANK"]
+    if reader == rank and os.isatty(0) and os.isatty(1):
+        from contextlib import suppress
+
+        with suppress(ImportError):
+            import readline  # noqa: F401
+    if reader in ("none", rank) or "PYTHONBREAKPOINT" in os.environ:
+        return
+
+    def skip(*_: object, **__: object) -> None:
+        sys.stderr.write(
+            f"paceline: breakpoint() does nothing on rank {rank}, since rank {reader} has the stdin; use "
+            f"paceline.breakpoint({rank}), or start with --stdin {rank}\n"
+        )
+
+    sys.breakpointhook = skip
+
+
+def offer_stack() -> None:
+    """Lets the launcher take this process's Python stack with a signal; `operate/diagnosis/worker_process.py` does it.
+
+    The file is closed in programs that this process starts, which have no handler for the signal either.
+    """
+    import faulthandler
+    import signal
+
+    try:
+        file = _new_file(f"paceline-stack-{os.getpid()}")
+        appending = os.open(f"/proc/self/fd/{file}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        os.close(file)
+    except OSError:  # there are no memory files here, or no descriptors
+        return
+    faulthandler.register(signal.SIGRTMAX - 7, appending, all_threads=False, chain=False)
+
+
+def _new_file(name: str) -> int:
+    """Does what `paceline.linux.memfd_create` does, without its imports."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    import ctypes
+
+    file = int(ctypes.CDLL(None).memfd_create(name.encode(), 1))
+    if file < 0:
+        raise OSError(f"{name} cannot be made")
+    return file
+
+
+def _join_cgroup(directory: str | None) -> None:
+    """Moves this process into the job's cgroup, if there is one; if the kernel forbids it, the guards use marks."""
+    if directory is not None:
+        try:
+            with open(f"{directory}/cgroup.procs", "w") as members:
+                members.write("0")
+        except OSError:
+            pass
+
+
+def _record_exit(path: str) -> None:
+    """Records, last of all at exit, that the script has ended: a crash after that is not the script's own."""
+    import atexit
+    from os import getpid  # the script, which shares this module's names, may give `os` another meaning
+
+    worker = getpid()
+
+    def record_end() -> None:
+        if getpid() == worker:
+            try:
+                with open(f"{path}.at-exit", "w") as file:
+                    file.write("")
+            except OSError:
+                pass
+
+    atexit.register(record_end)
+
+
+class _Uncaught:
+    """Records an exception that leaves the script, and tells the launcher of it at once.
+
+    The process itself may take seconds to end: its threads, what it has registered to run at exit, its memory. The
+    imports happen only if there is an exception.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._package = _package()
+        self._worker = os.getpid()
+
+    def record(self, error: BaseException) -> None:
+        """Records the exception, unless it left the script in a fork of this process."""
+        import sys  # the script, which shares this module's names, may give them another meaning
+        from os import getpid
+
+        if getpid() != self._worker:
+            return
+        try:
+            sys.path.insert(0, self._package)
+            from paceline.operate.launch.workers.failures import record_uncaught
+
+            record_uncaught(self._path, error)
+        except Exception:  # what was raised must leave the script in any case
+            pass
+
+
+def _print_uncaught() -> None:
+    """Has an uncaught exception printed in the launcher's way; the imports for it happen only if there is one."""
+    package = _package()
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        sys.path.insert(0, package)
+        from paceline.operate.launch.workers.failures import print_uncaught
+
+        print_uncaught(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def _package() -> str:
+    """Returns the directory that `paceline` is imported from."""
+    path = os.path.abspath(__file__)
+    for _ in range(5):  # src/paceline/operate/launch/workers/bootstrap.py
+        path = os.path.dirname(path)
+    return path
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

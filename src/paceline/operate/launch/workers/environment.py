@@ -1,0 +1,294 @@
+"""Decides the variables of a worker's environment: its ranks, ports and threads, and what it takes over.
+
+`--compat torch,horovod`: what workers find in their environment so that scripts of other libraries use Paceline.
+
+It is all in variables, so that it also reaches what a script starts itself: subprocesses and the processes of mp.spawn.
+
+Checks the PACELINE_* variables before any worker starts, since a mistake in one would end every worker.
+
+What a variable may be is decided where it is read. Each of these modules is imported only if its variable is set.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline import _core
+from paceline.comm.one_port.dialer import GATE_VARIABLE as GATE
+from paceline.comm.one_port.dialer import PORT_VARIABLE as PORT
+from paceline.comm.record.memory import HANDED_VARIABLE as RECORD_FD
+from paceline.comm.rendezvous.environment import STORE, TORCH_STORE, TORCH_STORE_REQUESTS, USES_TORCH_STORE
+from paceline.comm.security.secret import SECRET_FD_VARIABLE as SECRET_FD
+
+COMPAT_VARIABLE = "PACELINE_COMPAT"  # names the libraries; the plug-in reads it at the end of `import torch`
+_LIBRARIES = ("torch", "horovod")
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # 0 would keep torch from calling the plug-in
+_HOROVODS = {
+    "HOROVOD_RANK": "RANK",
+    "HOROVOD_SIZE": "WORLD_SIZE",
+    "HOROVOD_LOCAL_RANK": "LOCAL_RANK",
+    "HOROVOD_LOCAL_SIZE": "LOCAL_WORLD_SIZE",
+    "HOROVOD_CROSS_RANK": "GROUP_RANK",
+    "HOROVOD_CROSS_SIZE": "GROUP_WORLD_SIZE",
+}
+_STAND_IN = Path(__file__).parents[3] / "interop" / "horovod" / "stand_in"  # holds a package `horovod`
+
+
+def parse_libraries(text: str) -> tuple[str, ...]:
+    """`torch`, `horovod` or both, between commas."""
+    chosen = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    for name in chosen:
+        if name not in _LIBRARIES:
+            raise ArgumentTypeError(f"{name!r} is not a library that Paceline stands in for; it is torch or horovod")
+    return chosen
+
+
+def horovod_variables(of_torchrun: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables in which horovodrun tells a worker its ranks, from torchrun's."""
+    return {name: of_torchrun[theirs] for name, theirs in _HOROVODS.items()}
+
+
+def compat_variables(chosen: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables for the chosen libraries, beside those that workers have anyway."""
+    variables = {COMPAT_VARIABLE: ",".join(chosen)} if chosen else {}
+    if "torch" in chosen:
+        variables[_AUTOLOAD] = "1"
+    if "horovod" in chosen:
+        others = environment.get("PYTHONPATH", "")
+        variables["PYTHONPATH"] = str(_STAND_IN) + (os.pathsep + others if others else "")
+    return variables
+
+
+def _algorithm(text: str) -> None:
+    from paceline.comm.engine.network_settings import known_algorithm
+
+    known_algorithm(text)
+
+
+def _streams(text: str) -> None:
+    from paceline.comm.engine.network_settings import parse_streams
+
+    parse_streams(text)
+
+
+def _costs(text: str) -> None:
+    from paceline.comm.engine.network_settings import parse_costs
+
+    parse_costs(text)
+
+
+def _network(text: str) -> None:
+    from paceline.comm.engine.network_settings import parse_network
+
+    parse_network(text)
+
+
+def _checks(text: str) -> None:
+    from paceline.train.checks.check_settings import parse_checks
+
+    parse_checks(text)
+
+
+def _port(_: str) -> None:
+    from paceline.comm.one_port.dialer import chosen_port
+
+    chosen_port()
+
+
+def _security(_: str) -> None:
+    from paceline.comm.security.levels import chosen_level
+
+    chosen_level()
+
+
+def _compat(text: str) -> None:
+    from argparse import ArgumentTypeError
+
+    try:
+        parse_libraries(text)
+    except ArgumentTypeError as error:
+        raise ValueError(f"{COMPAT_VARIABLE}: {error}") from None
+
+
+def _interface(text: str) -> None:
+    from paceline.comm.engine.network_settings import own_address
+
+    own_address(None, text)
+
+
+def _congestion(text: str) -> None:
+    from paceline.comm.engine.network_settings import require_control
+
+    require_control(text)
+
+
+def _one_of(name: str, *choices: str) -> Callable[[str], None]:
+    def check(text: str) -> None:
+        if text not in choices:
+            raise ValueError(f"{name} is {text!r}; it must be {' or '.join(choices)}")
+
+    return check
+
+
+def _any(_: str) -> None:
+    pass
+
+
+_CHECKS: Mapping[str, Callable[[str], None]] = {
+    "PACELINE_ALGORITHM": _algorithm,
+    "PACELINE_CHECKS": _checks,
+    "PACELINE_COMPAT": _compat,
+    "PACELINE_COSTS": _costs,
+    "PACELINE_FAILPOINTS": _any,
+    "PACELINE_INSECURE": _one_of("PACELINE_INSECURE", "1", "0"),
+    "PACELINE_NCCL_LIBRARY": _any,
+    "PACELINE_NCCL_SHARED_GPU": _any,
+    "PACELINE_NETWORK": _network,
+    "PACELINE_NODES": _any,
+    "PACELINE_PORT": _port,
+    "PACELINE_RECORD": _one_of("PACELINE_RECORD", "on", "off"),
+    "PACELINE_RUNS_DIR": _any,
+    "PACELINE_SECRET": _any,
+    "PACELINE_SECRET_FILE": _any,
+    "PACELINE_SECURITY": _security,
+    "PACELINE_STREAMS": _streams,
+}
+_BETWEEN_MACHINES: Mapping[str, Callable[[str], None]] = {
+    "PACELINE_CONGESTION": _congestion,
+    "PACELINE_IFACE": _interface,
+}
+# What launchers set for their workers, one of which may have started this launcher.
+_OF_WORKERS = {
+    *("CGROUP", "COMPAT_TOLD", "COPIES", "ELASTIC_FD", "ERROR_FILE", "GATE", "JOB", "RECORD_DIR", "RECORD_FD"),
+    *("SECRET_FD", "STDIN", "STORE", "TERMINAL", "TORCH_STORE", "TORCH_STORE_REQUESTS", "WORKER"),
+}
+_NEAR = 0.75
+
+
+def check_variables(has_other_machines: bool, environment: Mapping[str, str] = os.environ) -> None:
+    """Checks the value of every variable that workers read.
+
+    Args:
+        has_other_machines: whether the workers connect to other machines.
+        environment: the variables.
+
+    Raises:
+        ValueError: a value is wrong; the message names the variable, the value and what it must be.
+    """
+    checks = {**_CHECKS, **_BETWEEN_MACHINES} if has_other_machines else _CHECKS
+    for name, check in checks.items():
+        if text := environment.get(name):
+            check(text)
+
+
+def misspelt(environment: Mapping[str, str] = os.environ) -> Iterator[str]:
+    """Yields a sentence for each variable that has no effect and whose name is nearly that of one that has."""
+    prefix = "PACELINE_"
+    known = [name.removeprefix(prefix) for name in (*_CHECKS, *_BETWEEN_MACHINES)]
+    for name in sorted(environment):
+        word = name.removeprefix(prefix)
+        if word == name or word in known or word in _OF_WORKERS:
+            continue
+        from difflib import get_close_matches
+
+        if near := get_close_matches(word, known, n=1, cutoff=_NEAR):
+            yield f"the environment variable {name} is not known and has no effect; did you mean {prefix}{near[0]}?"
+
+
+# Variables of the job around this launcher, if a worker started it; the launcher's own workers must not use them.
+_NOT_PASSED_ON = (
+    "PACELINE_SECRET",
+    "PACELINE_SECRET_FILE",
+    SECRET_FD,
+    STORE,
+    TORCH_STORE,
+    TORCH_STORE_REQUESTS,
+    USES_TORCH_STORE,
+    "PACELINE_COPIES",
+    "PACELINE_TERMINAL",
+    "PACELINE_ELASTIC_FD",
+    "PACELINE_WORKER",
+    PORT,
+    GATE,
+    RECORD_FD,
+)
+
+
+@dataclass(frozen=True)
+class WorkerRanks:
+    """A worker's ranks, by torchrun's names."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    group_rank: int = 0
+    group_world_size: int = 1
+    role_rank: int | None = None  # the same as the rank, unless there are several roles
+    role_world_size: int | None = None
+    role: str = "default"
+
+
+def rank_variables(
+    place: WorkerRanks, master: tuple[str, int], run_id: str, restart_count: int = 0, max_restarts: int = 0
+) -> dict[str, str]:
+    """Returns torchrun's variables for a worker."""
+    role_rank = place.rank if place.role_rank is None else place.role_rank
+    role_world_size = place.world_size if place.role_world_size is None else place.role_world_size
+    return {
+        "RANK": str(place.rank),
+        "LOCAL_RANK": str(place.local_rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+        "GROUP_RANK": str(place.group_rank),
+        "GROUP_WORLD_SIZE": str(place.group_world_size),
+        "NODE_RANK": str(place.group_rank),
+        "ROLE_RANK": str(role_rank),
+        "ROLE_WORLD_SIZE": str(role_world_size),
+        "ROLE_NAME": place.role,
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": str(master[1]),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RESTART_COUNT": str(restart_count),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+    }
+
+
+def worker_environment(rank: int, world_size: int, port: int, run_id: str) -> dict[str, str]:
+    """Returns torchrun's variables for one of `world_size` workers of this machine."""
+    return rank_variables(WorkerRanks(rank, world_size, rank, world_size), ("127.0.0.1", port), run_id)
+
+
+def inherited_variables(base: Mapping[str, str]) -> dict[str, str]:
+    """Returns what workers take over of their launcher's variables, and the defaults for those that it lacks."""
+    defaults = {"PYTHONUNBUFFERED": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}  # the latter as torchrun
+    return defaults | {name: value for name, value in base.items() if name not in _NOT_PASSED_ON}
+
+
+def allowed_cores() -> int:
+    """Returns how many cores this process may use, by affinity and by its cgroup's quota; at least 1."""
+    return _core.usable_cores()
+
+
+def cpu_quota() -> float | None:
+    """Returns how many cores' time this process's cgroup gets, in version 2 or 1; None for no limit."""
+    return _core.cpu_quota()[0] or None
+
+
+def threads_per_worker(cores: int, workers: int, environment: Mapping[str, str]) -> int | None:
+    """Returns the OMP_NUM_THREADS that divides the cores among the workers; None if the user has set it."""
+    return None if "OMP_NUM_THREADS" in environment else max(1, cores // workers)
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """Returns a TCP port that is free now at one of this machine's addresses."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((address, 0))
+        port: int = probe.getsockname()[1]
+        return port

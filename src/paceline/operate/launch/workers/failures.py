@@ -1,0 +1,363 @@
+"""Records why a worker failed, finds which of several failures came first, and describes them to the user.
+
+Tells the launcher that an exception has left a worker's script. The worker may take seconds to end after that.
+
+The alarm is a named pipe beside the workers' error files, so that workers inherit nothing. Which of them rang is in
+the error files: each writes its own before it rings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+
+from paceline.operate.launch.workers.placement import format_cpulist
+
+_NAME = "alarm"
+
+
+class ExceptionNotice:
+    """The launcher's end, in the directory of the error files; where there can be no pipe, nobody rings."""
+
+    def __init__(self, directory: str) -> None:
+        self._path = os.path.join(directory, _NAME)
+        self._fd = -1
+        with contextlib.suppress(OSError):
+            os.mkfifo(self._path, 0o600)
+            self._fd = os.open(self._path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)  # reading alone, it would see ends
+
+    def fileno(self) -> int | None:
+        """Returns a descriptor that is readable while somebody rings; None if nobody can."""
+        return self._fd if self._fd >= 0 else None
+
+    def quiet(self) -> None:
+        """Waits for the next one who rings."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._fd, 4096)
+
+    def close(self) -> None:
+        """Removes the pipe; idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+
+
+def notify_exception(directory: str) -> None:
+    """Rings, if somebody listens in that directory."""
+    with contextlib.suppress(OSError):
+        fd = os.open(os.path.join(directory, _NAME), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            os.write(fd, b".")
+        finally:
+            os.close(fd)
+
+
+# Errors that another rank's failure causes: Paceline's own, and what gloo, NCCL and sockets report about a lost peer.
+_CONSEQUENCES = {
+    "PeerLostError",
+    "CollectiveTimeoutError",
+    "GroupAbortedError",
+    "StoreConnectionError",
+    "ConnectionResetError",
+}
+_BY_ITSELF = re.compile(r"GroupAbortedError: .*\bthis process aborted|GroupAbortedError: .*\baborted by this process")
+_CONSEQUENCE_TEXTS = re.compile(
+    r"Connection (?:closed|reset) by peer|Broken pipe|ncclRemoteError|ncclSystemError|Socket Timeout|"
+    r"NCCL communicator was aborted|[Ww]atchdog|recvValue failed|failed to recv, got 0 bytes|Timed out waiting .* recv",
+)
+_PACKAGE = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3)) + os.sep
+_LONGEST_TEXT = 1 << 16
+_CRASHES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
+_MOST_TOLD, _LAST_WORDS = 256, 1000
+_LONGEST_SUMMARY = 200
+_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
+_OWN_FILES = (
+    "paceline/operate/launch/workers/bootstrap.py",
+    "paceline/operate/launch/workers/template.py",
+    "<frozen runpy>",
+    "runpy.py",
+)
+
+
+@dataclass(frozen=True)
+class Record:
+    """An exception that ended a worker."""
+
+    time_s: float
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class WorkerFailure:
+    """A worker that failed; `exit_code` is as in subprocess, negative for a signal."""
+
+    rank: int
+    pid: int
+    exit_code: int
+    seen_s: float
+    record: Record | None
+    host: str = field(default_factory=socket.gethostname)
+    memory: str | None = None  # the kernel's figures, if it killed the worker because memory ran out
+    log: str | None = None  # the directory with its output
+    at_exit: bool = False  # its script had come to its end, and the interpreter was shutting down
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether another rank's failure explains this one."""
+        return self.record is not None and _is_consequence(self.record.kind, self.record.text)
+
+    @property
+    def is_interrupt(self) -> bool:
+        """Whether an unhandled Ctrl-C ended the worker."""
+        kind = self.record.kind if self.record is not None else None
+        return kind == "KeyboardInterrupt" or self.exit_code in (-signal.SIGINT, 128 + signal.SIGINT)
+
+    @property
+    def how(self) -> str:
+        """How the worker ended, in a few words."""
+        if self.memory is not None:
+            return "killed by the kernel, out of memory"
+        return f"exit code {self.exit_code}" if self.exit_code >= 0 else f"killed by {signal_name(-self.exit_code)}"
+
+    @property
+    def manner(self) -> str:
+        """What kind of failure it is, as a name of `observe.evidence.Manner`."""
+        if self.memory is not None:
+            return "OUT_OF_MEMORY"
+        if self.record is None:
+            return "KILLED" if self.exit_code < 0 else "EXITED"
+        if self.record.kind == "CollectiveMismatchError":
+            return "MISMATCH"
+        return "CONSEQUENCE" if self.is_consequence else "EXCEPTION"
+
+    @property
+    def summary(self) -> str:
+        """The exception's line, shortened, or how the worker ended."""
+        return self.how if self.record is None else last_line(self.record.text)[:_LONGEST_SUMMARY]
+
+    @property
+    def line(self) -> str:
+        """The user's own line that led to the exception, such as `train.py:71`; empty if there is none."""
+        frames = [] if self.record is None else _FRAME.findall(self.record.text)
+        own = [(file, number) for file, number in frames if not _is_installed(file)]
+        return f"{os.path.basename(own[-1][0])}:{own[-1][1]}" if own else ""
+
+
+def _is_consequence(kind: str, text: str) -> bool:
+    line = last_line(text)
+    return (kind in _CONSEQUENCES and not _BY_ITSELF.search(line)) or bool(_CONSEQUENCE_TEXTS.search(line))
+
+
+def last_line(text: str) -> str:
+    """Returns the last line of a traceback: the exception."""
+    return text.rstrip().rpartition("\n")[2]
+
+
+def signal_name(number: int) -> str:
+    """Returns a signal's name, such as `SIGSEGV` for 11; real-time signals have numbers only."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def first_failure(failures: Sequence[WorkerFailure]) -> WorkerFailure:
+    """Returns the failure that explains the others."""
+    return min(failures, key=lambda each: (each.is_consequence, each.record.time_s if each.record else each.seen_s))
+
+
+def shortened(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, ...]:
+    """Returns what fits into a message between machines: the cause, and the first others with the end of their text."""
+    cause = first_failure(failures) if failures else None
+    kept: list[WorkerFailure] = []
+    for failure in failures:
+        if failure is cause:
+            kept.append(failure)
+        elif len(kept) < _MOST_TOLD:
+            record = failure.record and replace(failure.record, text=failure.record.text[-_LAST_WORDS:])
+            kept.append(replace(failure, record=record))
+    return tuple(kept)
+
+
+def describe(failure: WorkerFailure, word: str = "rank", is_in_view: bool = False) -> str:
+    """Describes the failure in one line, followed by its traceback if it left one.
+
+    Args:
+        failure: the failure.
+        word: the name of its number.
+        is_in_view: whether the user still sees the traceback, so that its last line is enough.
+    """
+    code = failure.exit_code
+    log = f"; its output is in {failure.log}" if failure.log else ""
+    line = f"{word} {failure.rank} failed first ({failure.host}, pid {failure.pid}, {failure.how})"
+    if failure.record is not None and is_in_view:
+        return f"{line}: {failure.summary}; its traceback is above{log}"
+    if failure.record is not None:
+        return f"{line}{log}:\n{failure.record.text.rstrip()}"
+    if failure.memory is not None:
+        return f"{line}: {failure.memory}{log}"
+    if failure.at_exit and code in _CRASHES:
+        return (
+            f"{line} after its script had ended, while Python was shutting down; threads of native libraries that "
+            "still run then can do that. If it uses torch.distributed, call destroy_process_group() at the end of the "
+            f"script; look at its output above{log}"
+        )
+    if code == -signal.SIGKILL:
+        return f"{line}; if nobody killed it by hand, the machine ran out of memory (see dmesg){log}"
+    return f"{line}; it left no Python traceback, look at its output above{log}"
+
+
+def report(failures: Sequence[WorkerFailure]) -> str:
+    """Returns one line for each secondary failure, then the root cause last, where the reader looks."""
+    return "\n".join(report_parts(failures))
+
+
+def report_parts(
+    failures: Sequence[WorkerFailure],
+    ranks: Sequence[int] = (),
+    word: str = "rank",
+    is_in_view: Callable[[str, str], bool] = lambda _text, _name: False,
+) -> list[str]:
+    """Returns the parts of `report`, and before the cause a line on those of `ranks` that did not fail.
+
+    Args:
+        failures: at least one failure.
+        ranks: all ranks of the job.
+        word: the name of their numbers.
+        is_in_view: returns whether the user still sees a text of the worker with a name such as "rank 0"; it is then
+            not repeated.
+    """
+    cause = first_failure(failures)
+    likewise = [each for each in failures if each is not cause and _are_alike(each, cause)]
+    if len(likewise) == 1:
+        likewise = []  # its line is as short
+    parts = []
+    for failure in sorted(failures, key=lambda each: each.rank):
+        if failure is not cause and failure not in likewise:
+            what = failure.how
+            if failure.record is not None:
+                what = last_line(failure.record.text).partition(". ")[0][:200]
+            label = "a consequence" if failure.is_consequence else "failed too"
+            parts.append(f"{word} {failure.rank} ({failure.host}, pid {failure.pid}), {label}: {what}")
+    failed = {failure.rank for failure in failures}
+    ended = [str(rank) for rank in ranks if rank not in failed]
+    if ended:
+        parts.append(f"the other ranks ({', '.join(ended[:16])}{', ...' if len(ended) > 16 else ''}) were ended")
+    if likewise:
+        parts.append(f"{word}s {format_cpulist({each.rank for each in likewise}).replace(',', ', ')} failed likewise")
+    is_seen = cause.record is not None and is_in_view(cause.record.text, f"{word} {cause.rank}")
+    return [*parts, describe(cause, word, is_seen)]
+
+
+def _are_alike(one: WorkerFailure, other: WorkerFailure) -> bool:
+    """Returns whether two workers failed by the same exception at the same place, up to numbers such as their ranks."""
+    if one.record is None or other.record is None:
+        return False
+    return _without_numbers(one.record.text[-_LAST_WORDS:]) == _without_numbers(other.record.text[-_LAST_WORDS:])
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"\d+", "0", text)
+
+
+def write_error_json(failure: WorkerFailure) -> None:
+    """Writes a failure to `error.json` beside the worker's output, if that is kept."""
+    if failure.log is not None:
+        with contextlib.suppress(OSError):  # for example, the disk is full; the console shows the failure as well
+            Path(failure.log).mkdir(parents=True, exist_ok=True)
+            more = {"how": failure.how, "manner": failure.manner, "line": failure.line}
+            Path(failure.log, "error.json").write_text(json.dumps({**asdict(failure), **more}, indent=1))
+
+
+def write_record(path: str, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Writes an exception to the file `path`."""
+    text = "".join(traceback.format_exception(kind, error, _without_own(trace)))
+    if len(text) > _LONGEST_TEXT:
+        half = _LONGEST_TEXT // 2
+        text = f"{text[:half]}\n... {len(text) - 2 * half} characters, see the rank's output ...\n{text[-half:]}"
+    draft = f"{path}.{os.getpid()}"
+    Path(draft).write_text(json.dumps({"time_s": time.time(), "kind": kind.__name__, "text": text}))
+    os.replace(draft, path)
+
+
+def read_record(path: str) -> Record | None:
+    """Returns what `write_record` wrote; None if there is nothing to read."""
+    try:
+        return Record(**json.loads(Path(path).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def has_begun_exit(path: str) -> bool:
+    """Returns whether the worker with the error file `path` had begun to shut its interpreter down."""
+    return os.path.exists(f"{path}.at-exit")
+
+
+def record_uncaught(path: str, error: BaseException) -> None:
+    """Records in `path` the exception that leaves this process's script, and tells the launcher that it has."""
+    with contextlib.suppress(OSError):  # for example, the disk is full; the exception is printed all the same
+        write_record(path, type(error), error, error.__traceback__)
+        notify_exception(os.path.dirname(path))
+
+
+def print_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Prints an exception without the launcher's own frames.
+
+    If another rank caused the exception, only the user's own frames are printed, so that the cause stays in view; the
+    launcher prints all of it if this rank turns out to be the cause. What another rank of this machine has printed
+    already is not printed again: the launcher names the ranks that failed likewise.
+    """
+    if issubclass(kind, KeyboardInterrupt):
+        return  # the launcher reports the interrupt; a traceback from each rank would add nothing
+    shown = traceback.TracebackException(kind, error, _without_own(trace))
+    text = "".join(shown.format())
+    if _is_consequence(kind.__name__, text):
+        ours = [frame for frame in shown.stack if not _is_installed(frame.filename)]
+        shown.stack = traceback.StackSummary.from_list(ours)
+        shown.__cause__ = shown.__context__ = None
+        text = "".join(shown.format()).replace("Traceback (", "Another rank's failure led to this (", 1)
+    elif not _is_first_to_print(text):
+        return
+    sys.stderr.write(text)
+
+
+def _is_first_to_print(text: str) -> bool:
+    """Returns whether no other rank of this machine and generation has printed a like exception."""
+    import hashlib
+
+    path = os.environ.get("PACELINE_ERROR_FILE", "")
+    if not path or "PACELINE_ELASTIC_FD" in os.environ:  # an elastic job has no generations, and fails again later
+        return True
+    digest = hashlib.sha256(_without_numbers(text).encode(errors="replace")).hexdigest()[:16]
+    try:
+        os.close(os.open(f"{path.rpartition('-')[0]}-like-{digest}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        return False
+    except OSError:  # for example, the disk is full
+        return True
+    return True
+
+
+def _is_installed(file: str) -> bool:
+    """Returns whether a file belongs to Python, an installed package or Paceline, and not to the user."""
+    return "site-packages" in file or file.startswith(("<", sys.base_prefix, _PACKAGE))
+
+
+def _without_own(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and trace.tb_frame.f_code.co_filename.endswith(_OWN_FILES):
+        trace = trace.tb_next
+    return trace

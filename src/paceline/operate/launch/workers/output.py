@@ -1,0 +1,456 @@
+"""Writes the workers' output: to the console in whole lines after their rank, to files unchanged.
+
+Decides where the streams of each worker go: the console, files by attempt and rank, or both.
+
+Makes the files, pipes and pseudo-terminals that workers write to.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import struct
+import tempfile
+import termios
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+from typing import Protocol
+
+from paceline.comm.security.own_files import append_to
+from paceline.operate.launch.job import OutputOptions
+from paceline.operate.launch.option_types import Streams, streams_of
+from paceline.operate.launch.workers.terminal import Rows, Screen
+
+_COLOURS = (36, 33, 35, 32, 34, 31)
+_LONGEST_LINE = 1 << 16
+_PATIENCE_S = 0.2
+_LINES_IN_VIEW = 40  # about the height of a terminal
+_LINES_COMPARED = 6
+
+Write = Callable[[bytes], None]
+
+
+def wants_colours(fd: int) -> bool:
+    """Returns whether what is written to `fd` may be coloured."""
+    return os.isatty(fd) and "NO_COLOR" not in os.environ
+
+
+def prefix_of(rank: int, coloured: bool, word: str = "rank") -> bytes:
+    """Returns the prefix of this rank's lines."""
+    return prefix(f"{word} {rank}", rank, coloured)
+
+
+def prefix(name: str, number: int, coloured: bool) -> bytes:
+    """Returns the prefix of the lines of something with this name; the number chooses its colour."""
+    return in_colour(f"[{name}] ", number, coloured)
+
+
+def in_colour(text: str, number: int, coloured: bool) -> bytes:
+    """Returns a text, if `coloured` in the colour of this number."""
+    return f"\x1b[{_COLOURS[number % len(_COLOURS)]}m{text}\x1b[0m".encode() if coloured else text.encode()
+
+
+class LinePrefixer:
+    """Passes whole lines on to `write`; the last, unfinished one when `close` is called.
+
+    If a line is redrawn, as progress bars are, only its last state becomes a line, and every `updates_s` seconds (if
+    that is not None) one of the states before it.
+    """
+
+    def __init__(
+        self,
+        prefix: bytes,
+        write: Write,
+        updates_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._prefix = prefix
+        self._write = write
+        self._updates_s = updates_s
+        self._clock = clock
+        self._rows = Rows()
+        self._updated_s: float | None = None
+
+    def feed(self, data: bytes) -> None:
+        """Takes more output, cut anywhere."""
+        self._rows.feed(data)
+        lines = self._rows.final()
+        if len(self._rows.open_text) > _LONGEST_LINE:
+            lines += self._rows.end()
+        self._pass_on(lines)
+        if self._updates_s is not None:
+            self._update(self._updates_s)
+
+    def _update(self, every_s: float) -> None:
+        if not self._rows.is_redrawn:
+            self._updated_s = None
+        elif self._updated_s is None:
+            self._updated_s = self._clock()
+        elif self._clock() - self._updated_s >= every_s:
+            self._pass_on(self._rows.changed())
+            self._updated_s = self._clock()
+
+    def _pass_on(self, lines: Sequence[bytes]) -> None:
+        shown = b"".join(self._prefix + line + b"\n" for line in lines if line.strip())
+        if shown:
+            self._write(shown)
+
+    def take(self) -> bytes:
+        """Takes back the unfinished line."""
+        return b"\n".join(self._rows.end())
+
+    def prompt(self) -> None:
+        """Shows the unfinished line; what follows begins with the prefix again."""
+        if not self._rows.is_redrawn and (text := self.take()):
+            self._write(self._prefix + text)
+
+    def close(self) -> None:
+        """Passes on what is left."""
+        self._pass_on(self._rows.end())
+
+
+class LogFile:
+    """A file that keeps output. A full disk does not end the job: the user is told once, and no more is kept.
+
+    Args:
+        path: the file; output is appended, and its directory is made.
+        say: shows the user a line.
+
+    Raises:
+        OSError: the file cannot be made there.
+    """
+
+    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
+        self._path = path
+        self._say = say
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.fdopen(append_to(str(path)), "ab", buffering=0)
+        except OSError as error:
+            raise OSError(
+                f"{path.parent} cannot hold the workers' output ({error.strerror}); give --log-dir a directory that "
+                "can be written to"
+            ) from error
+
+    def fileno(self) -> int:
+        """Returns the descriptor, for a worker that writes to the file itself."""
+        return self._file.fileno()
+
+    def write(self, data: bytes) -> None:
+        """Writes all of `data`, unless the disk has been full before."""
+        try:
+            while data and not self._file.closed:
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            self._file.close()
+            self._say(f"{self._path}: {error.strerror}; what follows is not kept there, the job goes on")
+
+    def close(self) -> None:
+        """Closes the file; idempotent."""
+        self._file.close()
+
+
+class OutputSink(Protocol):
+    """Receives the output of a stream."""
+
+    def feed(self, data: bytes) -> None:
+        """Takes more output, cut anywhere."""
+
+    def prompt(self) -> None:
+        """Shows the unfinished line, since somebody is to answer it."""
+
+    def close(self) -> None:
+        """Passes on what is left; idempotent."""
+
+
+class TerminalSink:
+    """The stream of a worker that may draw on the terminal, unless its other stream is drawing at the moment."""
+
+    def __init__(self, screen: Screen, prefix: bytes) -> None:
+        self._screen = screen
+        self._prefix = prefix
+        self._lines = LinePrefixer(prefix, screen.above)
+
+    def feed(self, data: bytes) -> None:
+        """Takes more output, cut anywhere."""
+        if self._screen.claim(self, self._prefix):
+            self._screen.draw(self._lines.take() + data)
+        else:
+            self._lines.feed(data)
+
+    def prompt(self) -> None:
+        """Does nothing, since the line is shown already."""
+
+    def close(self) -> None:
+        """Leaves the terminal at the beginning of a row."""
+        self._lines.close()
+        self._screen.leave(self)
+
+
+class OutputStream:
+    """One stream of one worker, to its file, to the console, and filtered to another file."""
+
+    def __init__(self, file: LogFile | None, sinks: Sequence[OutputSink]) -> None:
+        self._file = file
+        self._sinks = sinks
+
+    def feed(self, data: bytes) -> None:
+        """Takes more output, cut anywhere."""
+        if self._file is not None:
+            self._file.write(data)
+        for each in self._sinks:
+            each.feed(data)
+
+    def prompt(self) -> None:
+        """Shows the unfinished line, since somebody is to answer it."""
+        for each in self._sinks:
+            each.prompt()
+
+    def close(self) -> None:
+        """Passes on what is left; idempotent."""
+        for each in self._sinks:
+            each.close()
+        if self._file is not None:
+            self._file.close()
+
+
+def only_with(words: Sequence[str], write: Write) -> Write:
+    """Returns a function that passes on the lines that contain one of `words`."""
+    wanted = [word.encode() for word in words]
+
+    def filtered(lines: bytes) -> None:
+        kept = [line for line in lines.splitlines(keepends=True) if any(word in line for word in wanted)]
+        if kept:
+            write(b"".join(kept))
+
+    return filtered
+
+
+class Console:
+    """The launcher's own stdout and stderr. A reader that has stopped reading cannot delay the end of a job.
+
+    Args:
+        hurries: returns whether the job is about to end; it is asked while nobody reads.
+    """
+
+    def __init__(self, hurries: Callable[[], bool] = lambda: False) -> None:
+        self._hurries = hurries
+        self._unread: set[int] = set()
+        self._latest: deque[bytes] = deque(maxlen=_LINES_IN_VIEW)
+        self._screens = {fd: Screen(self._writer(fd), fd) for fd in (1, 2) if can_redraw(fd)}
+        if len(self._screens) == 2 and os.fstat(1).st_rdev == os.fstat(2).st_rdev:
+            self._screens[2] = self._screens[1]
+
+    def screen(self, fd: int) -> Screen | None:
+        """Returns the terminal behind `fd`, or None; stdout and stderr share one if both lead to it."""
+        return self._screens.get(fd)
+
+    def writer(self, fd: int) -> Write:
+        """Returns a function that writes whole lines to `fd`, above what a worker has drawn there."""
+        return self._screens[fd].above if fd in self._screens else self._writer(fd)
+
+    def _writer(self, fd: int) -> Write:
+        """Returns a function that writes to `fd`, and gives up quietly when nobody reads it any more."""
+
+        def write(data: bytes) -> None:
+            self._latest.extend(data.rstrip().rsplit(b"\n", _LINES_IN_VIEW)[-_LINES_IN_VIEW:])
+            while data and fd not in self._unread:
+                if not select.select([], [fd], [], _PATIENCE_S)[1]:
+                    if self._hurries():
+                        self._unread.add(fd)
+                    continue
+                try:
+                    data = data[os.write(fd, data[: select.PIPE_BUF]) :]
+                except BlockingIOError:
+                    continue
+                except OSError:  # the reader, or the terminal, is gone
+                    self._unread.add(fd)
+
+        return write
+
+    def redraw(self) -> None:
+        """Redraws what workers have drawn, from the row of the cursor."""
+        for screen in set(self._screens.values()):
+            screen.redraw()
+
+    def is_in_view(self, text: str, name: str) -> bool:
+        """Returns whether the end of a text of the worker `name` is among the last lines, in its order."""
+        latest = iter([shown for shown in self._latest if f"[{name}] ".encode() in shown])
+        end = [line.strip().encode(errors="backslashreplace") for line in text.splitlines() if line.strip()]
+        return all(any(line in shown for shown in latest) for line in end[-_LINES_COMPARED:])
+
+    def say(self, text: str) -> None:
+        """Writes a line of the launcher's own to stderr."""
+        self.writer(2)(f"paceline: {text}\n".encode(errors="backslashreplace"))
+
+
+def can_redraw(fd: int) -> bool:
+    """Returns whether `fd` is a terminal that understands control sequences."""
+    return os.isatty(fd) and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def open_standard_streams() -> None:
+    """Opens the closed ones among descriptors 0 to 2; otherwise a pipe of the launcher would become its console."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+
+
+_NAMES = {Streams.OUT: "stdout", Streams.ERR: "stderr"}
+
+
+_UPDATES_S = 10.0  # between two states of a progress bar on a console that cannot redraw lines
+
+
+@dataclass(frozen=True)
+class Destination:
+    """The target of one stream of one worker: a file that it writes itself, or the stream that its pipe feeds.
+
+    `screen` is the terminal if the stream goes nowhere else, so that the worker may write to a terminal too.
+    """
+
+    file: LogFile | None = None
+    stream: OutputStream | None = None
+    screen: Screen | None = None
+
+
+class Logs:
+    """The output of a job. Files are made when a worker needs them, in DIRECTORY/attempt_N/RANK/.
+
+    `directory` is the job's, None if it has none; `word` says what the numbers in front of the lines are. `listener`
+    makes one more sink for a stream of a rank; if `hears_all`, also for what only a file would get.
+    """
+
+    def __init__(
+        self,
+        output: OutputOptions,
+        directory: Path | None,
+        console: Console,
+        word: str = "rank",
+        listener: Callable[[int, int], OutputSink] | None = None,
+        hears_all: bool = True,
+    ) -> None:
+        self._output = output
+        self._console = console
+        self._word = word
+        self._listener = listener
+        self._hears_all = hears_all and listener is not None
+        self.directory: Path | None = None
+        if output.needs_files:
+            self.directory = directory or Path(tempfile.mkdtemp(prefix="paceline-logs-"))
+
+    def of_rank(self, attempt: int, rank: int) -> Path | None:
+        """Returns the directory of a worker's files; None if none are kept."""
+        return None if self.directory is None else self.directory / f"attempt_{attempt}" / str(rank)
+
+    def destination(self, which: Streams, attempt: int, rank: int, local_rank: int, draws: bool = False) -> Destination:
+        """Returns where stdout (`Streams.OUT`) or stderr of a worker goes; `draws` is set for the one that may draw."""
+        output = self._output
+        is_redirected = bool(which & streams_of(output.redirects, local_rank))
+        is_kept = is_redirected or bool(which & streams_of(output.tee, local_rank))
+        is_shown = not (is_redirected and not which & streams_of(output.tee, local_rank))
+        is_shown = is_shown and (not output.shown or local_rank in output.shown)
+        words = output.stdout_words if which is Streams.OUT else output.stderr_words
+        file = self._open(attempt, str(rank), _NAMES[which]) if is_kept else None
+        if file is not None and not is_shown and not words and not self._hears_all:
+            return Destination(file)
+        sinks: list[OutputSink] = [] if self._listener is None else [self._listener(rank, which.value)]
+        screen = self._console.screen(which.value)
+        if is_shown:
+            sinks.append(self._shown(which, self._prefix(which, rank, local_rank), screen, draws))
+        if words:
+            matches = self._open(attempt, ".", f"filtered_{_NAMES[which]}")
+            sinks.append(LinePrefixer(prefix_of(rank, False, self._word), only_with(words, matches.write)))
+        is_all_drawn = draws and is_shown and file is None and not words
+        return Destination(stream=OutputStream(file, sinks), screen=screen if is_all_drawn else None)
+
+    def _prefix(self, which: Streams, rank: int, local_rank: int) -> bytes:
+        """Returns what stands before a worker's lines on the console."""
+        coloured = wants_colours(which.value)
+        if not self._output.line_prefix:
+            return prefix_of(rank, coloured, self._word)
+        text = Template(self._output.line_prefix).safe_substitute(rank=rank, local_rank=local_rank)
+        return in_colour(text, rank, coloured)
+
+    def _shown(self, which: Streams, prefix: bytes, screen: Screen | None, draws: bool) -> OutputSink:
+        if screen is None:
+            return LinePrefixer(prefix, self._console.writer(which.value), _UPDATES_S)
+        return TerminalSink(screen, prefix) if draws else LinePrefixer(prefix, screen.above)
+
+    def _open(self, attempt: int, folder: str, name: str) -> LogFile:
+        assert self.directory is not None
+        return LogFile(self.directory / f"attempt_{attempt}" / folder / f"{name}.log", self._console.say)
+
+
+# A pager on a worker's terminal would wait for keys that never come.
+WITHOUT_PAGERS = {"PAGER": "cat", "GIT_PAGER": "cat"}
+_PREFIX_COLUMNS = len("[rank 0] ")  # or "[slot 0] "
+
+
+class WorkerOutput:
+    """The target of one stream of a worker: a file, or a pipe or pseudo-terminal whose data we pass on to `stream`."""
+
+    def __init__(self, destination: Destination) -> None:
+        self._file = destination.file
+        self._screen = destination.screen
+        self.stream = destination.stream
+        self.reading = -1
+        if self._file is not None:
+            self.writing = self._file.fileno()
+            return
+        try:
+            self.reading, self.writing = os.pipe() if self._screen is None else _open_terminal()
+        except OSError:
+            if self._screen is None:
+                raise
+            self._screen = None  # there are no pseudo-terminals here
+            self.reading, self.writing = os.pipe()
+        self.resize()
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether the worker writes to a pseudo-terminal."""
+        return self._screen is not None
+
+    def resize(self) -> None:
+        """Sets the size that the worker sees to the terminal's, less the rank in front of each row."""
+        if self._screen is not None:
+            columns, rows = self._screen.size()
+            size = struct.pack("HHHH", rows, max(0, columns - _PREFIX_COLUMNS), 0, 0)
+            fcntl.ioctl(self.reading, termios.TIOCSWINSZ, size)
+
+    def close_ours(self) -> None:
+        """Closes this process's copy of what the worker writes to."""
+        if self._file is not None:
+            self._file.close()
+        else:
+            os.close(self.writing)
+
+
+def outputs_of(destinations: Sequence[Destination]) -> list[WorkerOutput]:
+    """Returns a worker's stdout and stderr: a single pseudo-terminal if both are shown on one terminal."""
+    out, err = destinations
+    if out.screen is not None and out.screen is err.screen:
+        return [WorkerOutput(out)]
+    return [WorkerOutput(out), WorkerOutput(err)]
+
+
+def _open_terminal() -> tuple[int, int]:
+    """Opens a pseudo-terminal; returns the end that we read, and the worker's, which is for writing only."""
+    ours, theirs = os.openpty()
+    try:
+        attributes = termios.tcgetattr(theirs)
+        attributes[1] &= ~termios.OPOST  # a newline arrives as one
+        termios.tcsetattr(theirs, termios.TCSANOW, attributes)
+        writing = os.open(f"/proc/self/fd/{theirs}", os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC)
+    except (OSError, termios.error) as error:
+        os.close(ours)
+        raise OSError(f"no pseudo-terminal: {error}") from error
+    finally:
+        os.close(theirs)
+    return ours, writing

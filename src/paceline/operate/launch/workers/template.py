@@ -1,0 +1,136 @@
+"""A process that has finished the slow imports and becomes workers by forking.
+
+It is used with `--start-method forkserver`, and by default where there are many workers a core.
+
+    python template.py LAUNCHER_PID DESCRIPTOR [MODULE... [-- MODULE...]]
+
+A worker is forked twice: when the process in between has ended, the launcher, which adopts orphans, becomes its parent,
+as if the launcher had started it. The template ends when the launcher closes the connection.
+
+For elastic jobs it imports the MODULEs, torch among them, and those after `--`, which the user asks for, and stays.
+Threads do not survive a fork, and whatever they held stays locked. Importing torch starts none but those of numpy's
+OpenBLAS, which ends them before each fork. To be sure, the template forks once without need and then looks whether it
+has other threads; if so, it says so and ends.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+import sys
+import time
+from contextlib import suppress
+from importlib import import_module
+from types import ModuleType
+
+READY = b"\0"  # instead of the names of threads
+
+_LARGEST = 1 << 18
+_LOOKS, _LOOK_S = 50, 0.01
+
+
+def main() -> None:
+    """Forks a worker for each request; in a worker, runs its script."""
+    launcher, connection = int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
+    sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 4))
+    from paceline.operate.launch.workers import bootstrap
+
+    bootstrap.die_with_parent(launcher)
+    with suppress(ImportError):  # the core was built for another Python; workers that need it report that
+        import_module(
+            "paceline.comm.rendezvous.rendezvous"
+        )  # it makes a worker slow to start, and every worker needs it to meet the others
+
+    if modules := sys.argv[3:]:
+        _preload(modules)
+        threads = _threads_after_a_fork()
+        connection.send(" ".join(threads).encode() or READY)
+        if threads:
+            return
+    gc.freeze()
+    while True:
+        request, streams, _, _ = socket.recv_fds(connection, _LARGEST, 4)
+        if not request:
+            return
+        between = os.fork()
+        if between == 0:
+            worker = os.fork()
+            if worker:
+                connection.send(worker.to_bytes(4, "little"))
+                os._exit(0)
+            break
+        os.waitpid(between, 0)
+        for fd in streams:
+            os.close(fd)
+    connection.close()
+    os.setsid()
+    command = json.loads(request)
+    _show([sys.executable, *command["argv"]])
+    for fd, own in zip(streams, (0, 1, 2), strict=False):
+        os.dup2(fd, own)
+        os.close(fd)
+    os.environ.update(command["variables"])
+    for fd in streams[3:]:
+        os.environ["PACELINE_ELASTIC_FD"] = str(fd)
+    if command["cores"] is not None:
+        with suppress(OSError):  # they were taken away
+            os.sched_setaffinity(0, command["cores"])
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()  # otherwise every worker would draw the template's numbers
+    while os.getppid() != launcher:  # until the process in between has ended
+        if not os.path.exists(f"/proc/{launcher}"):
+            os._exit(1)
+        time.sleep(0.0005)
+    sys.path.pop(0)
+    sys.path.insert(0, "")
+    sys.modules["__main__"] = ModuleType("__main__")
+    bootstrap.run([str(launcher), *command["argv"]])
+
+
+def _preload(arguments: list[str]) -> None:
+    """Imports modules; those after `--` are the user's, who is told if that fails."""
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    for module in arguments[:at]:
+        with suppress(Exception):  # a worker that needs it reports what is wrong
+            import_module(module)
+    for module in arguments[at + 1 :]:
+        try:
+            import_module(module)
+        except Exception as error:
+            sys.stderr.write(f"paceline: --preload {module} is left out: {type(error).__name__}: {error}\n")
+
+
+def _show(argv: list[str]) -> None:
+    """Makes `ps` show `argv` instead of the template's arguments, as far as there is room in their place."""
+    import ctypes
+
+    with suppress(OSError, ValueError, IndexError), open("/proc/self/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+        start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, see proc(5)
+        text = "\0".join(argv).encode(errors="surrogateescape")[: max(end - start - 1, 0)]
+        if start:
+            ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
+
+
+def _threads_after_a_fork() -> list[str]:
+    """Returns the names of this process's other threads that a fork does not end."""
+    if (child := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    names: list[str] = []
+    for _ in range(_LOOKS):
+        others = set(os.listdir("/proc/self/task")) - {str(os.getpid())}
+        names = []
+        for each in others:
+            with suppress(OSError), open(f"/proc/self/task/{each}/comm") as name:
+                names.append(name.read().strip())
+        if not names:
+            break
+        time.sleep(_LOOK_S)  # one that has just ended may still be listed
+    return names
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""Tracks what a program has drawn on a terminal, as rows of text, from the control sequences of progress bars.
+
+A row can still change while the program returns to it, by a carriage return or by moving the cursor up, as `tqdm` does
+with nested bars and `rich` with its live displays. Every other row is final.
+
+Shares a terminal: one worker draws on it, and the lines of all others appear above what it has drawn.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import deque
+from collections.abc import Callable
+
+_TOKEN = re.compile(
+    rb"\x1b\[([0-?]*)[ -/]*([@-~])"  # a control sequence, such as one for a colour or a movement
+    rb"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-Z\\^-~]"  # titles, links and the like, which take no room
+    rb"|[\r\n]|[^\x1b\r\n]+|\x1b"
+)
+_PART_OF_TOKEN = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]{0,1000}\x1b?)?\Z")
+_TAKES_NO_ROOM = rb"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x1f]"
+_CONTROL = re.compile(rb"[\r\x1b]")
+_WITHIN_A_ROW = b"mCDPX@"  # colours, movements and changes that belong to the text of a row
+_LONGEST_ROW = 1 << 16
+_REMEMBERED = 64  # final rows to which the cursor may still move up
+
+
+class _Row:
+    def __init__(self, text: bytes = b"") -> None:
+        self.text = text
+        self.reported = b""  # what `final` or `changed` reported last
+
+
+class Rows:
+    """The rows that may still change, the cursor among them.
+
+    Args:
+        prefix: stands in front of the text of every row on the terminal.
+    """
+
+    def __init__(self, prefix: bytes = b"") -> None:
+        self._prefix = prefix
+        self._begin()
+
+    def _begin(self) -> None:
+        self._rows = [_Row()]
+        self._before: deque[_Row] = deque(maxlen=_REMEMBERED)
+        self._at = 0  # the row of the cursor
+        self._is_at_start = True  # of that row, so that text replaces what it holds
+        self._is_overwritten = False  # that row, since it was begun
+        self._live = 0  # how many rows above the last one the program returns to
+        self._newlines = 0  # at the bottom, since it last did
+        self._rest = b""  # the beginning of a control sequence
+        self.hides_cursor = False
+        self._may_return = False  # to all rows since it hid the cursor, as live displays do before they return first
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether nothing is drawn that may still change."""
+        return not self._live and len(self._rows) == 1 and not self._rows[0].text
+
+    @property
+    def is_redrawn(self) -> bool:
+        """Whether the program has returned to what may still change, as a progress bar does."""
+        return bool(self._live) or self._is_overwritten
+
+    @property
+    def open_text(self) -> bytes:
+        """The text of the cursor's row."""
+        return self._rows[self._at].text
+
+    def feed(self, data: bytes) -> bytes:
+        """Takes more output, cut anywhere; returns what to show of it, with the prefixes."""
+        data = self._rest + data
+        part = _PART_OF_TOKEN.search(data)
+        self._rest = data[part.start() :] if part else b""
+        data = data[: part.start()] if part else data
+        if not self._prefix and self._is_plain() and not _CONTROL.search(data):
+            return self._feed_plain(data)
+        shown = []
+        for match in _TOKEN.finditer(data):
+            token, final = match[0], match[2]
+            if token == b"\n":
+                self._newline()
+            elif token == b"\r":
+                self._is_at_start = self._is_overwritten = True
+            elif final is not None and final not in _WITHIN_A_ROW:
+                self._control(match[1], final)
+            elif final is not None or token[:1] != b"\x1b" or token == b"\x1b":
+                if self._is_at_start:
+                    shown.append(self._prefix)
+                self._write(token)
+            shown.append(token)
+        return b"".join(shown)
+
+    def final(self) -> list[bytes]:
+        """Removes the rows that will not change any more; returns the texts that were not reported in this form."""
+        count = min(len(self._rows) - 1 - self._live, self._at)
+        ended, self._rows = self._rows[:count], self._rows[count:]
+        self._at -= count
+        self._before += ended[-_REMEMBERED:]
+        return _news(ended)
+
+    def changed(self) -> list[bytes]:
+        """Returns the texts of the rows that may still change and were not reported in this form."""
+        return _news(self._rows)
+
+    def end(self) -> list[bytes]:
+        """Starts on a new row, with none that may change; returns the texts that were not reported in this form."""
+        self._rows[self._at].text += self._rest
+        ended = self._rows
+        self._begin()
+        return _news(ended)
+
+    def erase(self, columns: int) -> bytes:
+        """Returns what moves the cursor to the first row that may change, and clears the terminal from there on."""
+        above = sum(self._height(row, columns) for row in self._rows[self._first : self._at])
+        if not self._is_at_start:
+            above += self._height(self._rows[self._at], columns) - 1
+        return b"\r" + _upwards(above) + b"\x1b[J"
+
+    def redraw(self, columns: int) -> bytes:
+        """Returns what redraws all rows that may change, and moves back to the cursor's row."""
+        drawn = b"\n".join(self._prefix + row.text if row.text else b"" for row in self._rows[self._first :])
+        below = self._rows[self._at + 1 :]
+        if below:
+            back = sum(self._height(row, columns) for row in below)
+            return drawn + _upwards(back) + b"\r"
+        return drawn + b"\r" if self._is_at_start else drawn
+
+    def leave(self) -> bytes:
+        """Returns what moves to the row below everything drawn, with a visible cursor."""
+        down = len(self._rows) - 1 - self._at + bool(self._rows[-1].text)
+        return b"\n" * down + (b"\x1b[?25h" if self.hides_cursor else b"")
+
+    @property
+    def _first(self) -> int:
+        return max(0, min(self._at, len(self._rows) - 1 - self._live))
+
+    def _height(self, row: _Row, columns: int) -> int:
+        text = re.sub(_TAKES_NO_ROOM, b"", self._prefix + row.text).decode(errors="replace")
+        return max(1, -(-len(text) // columns))
+
+    def _is_plain(self) -> bool:
+        return not self._live and len(self._rows) == 1 and not (self._is_at_start and self._rows[0].text)
+
+    def _feed_plain(self, data: bytes) -> bytes:
+        """Does what `feed` does, many times faster, for text without control characters."""
+        first, *more = data.split(b"\n")
+        self._rows[0].text += first
+        self._rows += map(_Row, more)
+        self._at = len(self._rows) - 1
+        self._is_at_start = not self._rows[-1].text
+        self._is_overwritten = self._is_overwritten and not more
+        return data
+
+    def _write(self, text: bytes) -> None:
+        row = self._rows[self._at]
+        row.text = text if self._is_at_start else row.text + text
+        if len(row.text) > _LONGEST_ROW and self._prefix:
+            row.text = row.text[-_LONGEST_ROW:]
+        self._is_at_start = False
+
+    def _newline(self) -> None:
+        self._is_at_start = True
+        self._at += 1
+        if self._at < len(self._rows):
+            return
+        self._rows.append(_Row())
+        self._is_overwritten = False
+        self._newlines += 1
+        if self._may_return:
+            self._live += 1
+        elif self._newlines > self._live:
+            self._live = 0
+
+    def _control(self, parameter: bytes, final: bytes) -> None:
+        count = int(parameter) if parameter.isdigit() else 0
+        if final == b"A":
+            self._up(max(1, count))
+        elif final == b"B":
+            self._at = min(self._at + max(1, count), len(self._rows) - 1)
+        elif final == b"G" and count <= 1:
+            self._is_at_start = True
+        elif final == b"K" and (count == 2 or self._is_at_start):
+            self._rows[self._at].text = b""
+        elif final == b"J":
+            del self._rows[self._at + 1 :]
+            if self._is_at_start:
+                self._rows[self._at].text = b""
+        elif parameter == b"?25":
+            self.hides_cursor = self._may_return = final == b"l"
+
+    def _up(self, count: int) -> None:
+        for _ in range(min(count, _REMEMBERED) - self._at):
+            self._rows.insert(0, self._before.pop() if self._before else _Row())
+            self._at += 1
+        self._at = max(0, self._at - count)
+        self._live = max(self._live, len(self._rows) - 1 - self._at)
+        self._newlines = 0
+        self._may_return = False
+
+
+def _upwards(rows: int) -> bytes:
+    return b"\x1b[%dA" % rows if rows else b""
+
+
+def _news(rows: list[_Row]) -> list[bytes]:
+    texts = []
+    for row in rows:
+        if row.text != row.reported:
+            row.reported = row.text
+            texts.append(row.text)
+    return texts
+
+
+_COLUMNS = 80  # assumed for a terminal that does not know its size
+
+
+class Screen:
+    """A terminal; `write` writes to it, and `fd` gives its size."""
+
+    def __init__(self, write: Callable[[bytes], None], fd: int) -> None:
+        self._write = write
+        self._fd = fd
+        self._owner: object = None
+        self._rows = Rows()
+
+    def size(self) -> tuple[int, int]:
+        """Returns its columns and rows; zeros if it does not know them."""
+        try:
+            return os.get_terminal_size(self._fd)
+        except OSError:
+            return 0, 0
+
+    def claim(self, stream: object, prefix: bytes) -> bool:
+        """Returns whether `stream` may draw: it did last, or nothing is drawn. Its rows begin with `prefix`."""
+        if self._owner is not stream and self._rows.is_blank:
+            self._owner, self._rows = stream, Rows(prefix)
+        return self._owner is stream
+
+    def draw(self, data: bytes) -> None:
+        """Shows the output, cut anywhere, of the stream that holds the claim."""
+        self._write(self._rows.feed(data))
+        self._rows.final()
+
+    def above(self, lines: bytes) -> None:
+        """Shows whole lines above what is drawn."""
+        if self._rows.is_blank:
+            self._write(lines)
+        else:
+            columns = self.size()[0] or _COLUMNS
+            self._write(self._rows.erase(columns) + lines + self._rows.redraw(columns))
+
+    def redraw(self) -> None:
+        """Redraws what is drawn, from the row of the cursor on."""
+        self._write(b"\r" + self._rows.redraw(self.size()[0] or _COLUMNS))
+
+    def leave(self, stream: object) -> None:
+        """Ends what `stream` has drawn."""
+        if self._owner is stream:
+            self._write(self._rows.leave())
+            self._rows.end()
+            self._owner = None

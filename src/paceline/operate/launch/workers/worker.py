@@ -1,0 +1,238 @@
+"""One worker process: its arguments, and its exit code and memory once it has ended.
+
+Follows one worker: passes on what it writes, and finds out how it failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import select
+import selectors
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from paceline.linux import pidfd_open
+from paceline.operate.launch.job import Command, CommandKind
+from paceline.operate.launch.job_directory import RecordingMemory
+from paceline.operate.launch.workers.cleanup import kill_group
+from paceline.operate.launch.workers.failures import Record, WorkerFailure, has_begun_exit
+from paceline.operate.launch.workers.job_control import waits_for_stdin
+from paceline.operate.launch.workers.out_of_memory import MemoryWatch
+from paceline.operate.launch.workers.output import OutputStream, WorkerOutput
+from paceline.operate.launch.workers.placement import Cores
+
+_FLAG = {
+    CommandKind.SCRIPT: [],
+    CommandKind.MODULE: ["-m"],
+    CommandKind.PATH: ["--path"],
+    CommandKind.PROGRAM: ["--exec"],
+}
+
+_NO_PIDFDS = (errno.ENOSYS, errno.EPERM, errno.EINVAL)  # an old kernel, or a sandbox that does not know the call
+_ADOPTION_S = 0.02
+
+
+def bootstrap_argv(command: Command, local_rank: int) -> list[str]:
+    """Returns the arguments with which the bootstrap runs the command."""
+    program, *arguments = command.argv
+    if command.passes_local_rank:
+        arguments = [f"--local_rank={local_rank}", *arguments]
+    return [*_FLAG[command.kind], program, *arguments]
+
+
+@dataclass
+class WorkerProcess:
+    """A running worker; `exit_code` is as in subprocess once it has ended."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    error_file: str
+    pidfd: int  # of `watch_end`
+    log: str | None = None
+    reads: bool = False  # whether it reads the launcher's stdin
+    memory: RecordingMemory | None = None  # what it records into
+    exit_code: int | None = None
+    peak_bytes: int | None = None
+
+    @property
+    def debugger_file(self) -> str:
+        """Exists while the worker is in `paceline.breakpoint`."""
+        return f"{self.error_file}.debugger"
+
+    def collect(self) -> int:
+        """Reaps the ended worker: stores its exit code, which it returns, and its peak memory; keeps its recording."""
+        os.close(self.pidfd)
+        try:
+            _, status, usage = os.wait4(self.pid, 0)
+            self.exit_code = os.waitstatus_to_exitcode(status)
+            self.peak_bytes = usage.ru_maxrss * 1024
+        except ChildProcessError:  # somebody else in this process waited for it
+            self.exit_code = 0
+        if self.memory is not None:
+            self.memory.release()
+        return self.exit_code
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the worker and to what it started in its process group."""
+        kill_group(self.pid, number)
+
+
+def watch_end(pid: int) -> int:
+    """Returns a descriptor that can be read when a child of this process, present or about to be adopted, has ended.
+
+    Raises:
+        ProcessLookupError: there is no such process.
+        OSError: there are no descriptors left.
+    """
+    try:
+        return pidfd_open(pid)
+    except OSError as error:
+        if error.errno not in _NO_PIDFDS:
+            raise
+    reading, writing = os.pipe()
+    threading.Thread(target=_close_at_end, args=(pid, writing), name=f"paceline-end-of-{pid}", daemon=True).start()
+    return reading
+
+
+def _close_at_end(pid: int, writing: int) -> None:
+    """Waits for a child without reaping it, then closes the writing end of the pipe whose other end is watched."""
+    try:
+        while os.path.exists(f"/proc/{pid}"):
+            try:
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+                return
+            except ChildProcessError:  # it is not adopted yet
+                time.sleep(_ADOPTION_S)
+    finally:
+        os.close(writing)
+
+
+def allow_descriptors(workers: int) -> tuple[int, int] | None:
+    """Raises the launcher's descriptor limit to what so many workers need; returns the old limit if it was too low."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 8 * workers + 256
+    if soft >= needed or soft == resource.RLIM_INFINITY:
+        return None
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard))
+    return soft, hard
+
+
+def bind_process(pid: int, cores: Cores | None, descriptors: tuple[int, int] | None) -> None:
+    """Binds a process to its cores and limits its descriptors; what it starts from then on inherits both."""
+    with contextlib.suppress(OSError):  # it has ended already, or the cores were taken away
+        if cores is not None:
+            os.sched_setaffinity(pid, cores)
+        if descriptors is not None:
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, descriptors)
+
+
+_READ_BYTES = 1 << 16
+_MOST_READS = 256
+_PROMPT_S = 0.2  # after this long an unfinished line is shown to whoever should answer it
+
+
+class OutputForwarder:
+    """Passes on what a worker writes until it has closed its streams, or `close` is called.
+
+    Args:
+        worker: who writes.
+        outputs: its streams; this process's copies of what the worker writes to are closed.
+        selector: its keys carry functions that the launcher's loop calls without arguments.
+    """
+
+    def __init__(
+        self, worker: WorkerProcess, outputs: Sequence[WorkerOutput], selector: selectors.BaseSelector
+    ) -> None:
+        self._worker = worker
+        self._selector = selector
+        self._outputs = [output for output in outputs if output.stream is not None]
+        self._open_pipes: dict[int, Callable[[], None]] = {}
+        self._prompt_s: float | None = None  # when (monotonic) to look for a prompt
+        for output in outputs:
+            output.close_ours()
+            if output.stream is not None:
+                self._read(output.reading, output.stream)
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When (monotonic) `tick` must be called; None for never."""
+        return self._prompt_s
+
+    def tick(self, now_s: float) -> None:
+        """Shows the prompt of a worker that waits for an answer."""
+        if self._prompt_s is not None and now_s >= self._prompt_s:
+            self._prompt_s = None
+            if waits_for_stdin(self._worker.pid):
+                for output in self._outputs:
+                    if output.stream is not None:
+                        output.stream.prompt()
+
+    def resize(self) -> None:
+        """Passes the terminal's current size on to the worker, if it writes to one."""
+        for output in self._outputs:
+            output.resize()
+
+    @property
+    def has_more(self) -> bool:
+        """Whether something that was written has not been passed on."""
+        return bool(self._readable())
+
+    def drain(self) -> None:
+        """Passes on what has been written so far; not all of it if somebody goes on writing."""
+        for _ in range(_MOST_READS):
+            if not self.has_more:
+                return
+            for pipe in self._readable():
+                self._open_pipes[pipe]()
+
+    def close(self) -> None:
+        """Closes every pipe; idempotent."""
+        for pipe in self._open_pipes:
+            self._selector.unregister(pipe)
+        self._open_pipes.clear()
+        for output in self._outputs:
+            os.close(output.reading)
+            if output.stream is not None:
+                output.stream.close()
+        self._outputs.clear()
+
+    def _readable(self) -> list[int]:
+        waiting = select.poll()
+        for pipe in self._open_pipes:
+            waiting.register(pipe, select.POLLIN)
+        return [pipe for pipe, _ in waiting.poll(0)] if self._open_pipes else []
+
+    def _read(self, fd: int, stream: OutputStream) -> None:
+        def read() -> None:
+            try:
+                data = os.read(fd, _READ_BYTES)
+            except OSError:  # the end of a pseudo-terminal is EIO
+                data = b""
+            if data:
+                stream.feed(data)
+                if self._worker.reads:
+                    self._prompt_s = time.monotonic() + _PROMPT_S
+            else:
+                stream.close()
+                self._selector.unregister(fd)
+                del self._open_pipes[fd]
+
+        self._open_pipes[fd] = read
+        self._selector.register(fd, selectors.EVENT_READ, read)
+
+
+def failure_of(worker: WorkerProcess, code: int, record: Record | None, memory: MemoryWatch) -> WorkerFailure:
+    """Returns how a worker failed that ended with `code` and left `record`; it may still be written to its log."""
+    explained = memory.explain(worker.pid, worker.peak_bytes) if code == -signal.SIGKILL else None
+    exit_code = 1 if record is not None else code  # its exception decides, also when it was slow to end
+    at_exit = record is None and has_begun_exit(worker.error_file)
+    return WorkerFailure(
+        worker.rank, worker.pid, exit_code, time.time(), record, memory=explained, log=worker.log, at_exit=at_exit
+    )

@@ -1,0 +1,196 @@
+"""Stores in which a generation's workers meet. The launcher serves them, so that rank 0 may end or begin again.
+
+Workers reach Paceline's store at PACELINE_STORE with the job's secret; on one machine it is a Unix socket. Beside it,
+torch.distributed has a store at MASTER_ADDR and MASTER_PORT, where its clients expect one of a launcher that sets
+TORCHELASTIC_USE_AGENT_STORE. Their protocol authenticates nobody. That store therefore has keys of its own, on one
+machine it listens on loopback only, and it listens only once a worker asks for it: a job that uses only Paceline's
+groups opens no such port.
+
+A launcher's part in a job whose machines have one port each: it listens there for itself and for its workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from paceline import _core
+from paceline.comm.one_port.dialer import GATE_VARIABLE, PORT_VARIABLE
+from paceline.comm.one_port.port_multiplexer import PortMultiplexer, random_name
+from paceline.comm.rendezvous.environment import STORE, TORCH_STORE, TORCH_STORE_REQUESTS, USES_TORCH_STORE
+from paceline.comm.security.authenticated_listener import ListeningEndpoint
+from paceline.comm.store.tcp_store import BACKLOG, PortInUseError, StoreServer, bind_to_port, listen
+from paceline.operate.launch.job import CommandKind, Job
+from paceline.operate.launch.multinode.protocol import Start
+
+
+@contextlib.contextmanager
+def open_multiplexer(job: Job) -> Iterator[None]:
+    """Opens the gate through which this launcher and its workers are reached, if the job has one port."""
+    before = multiplexer_variables()  # they may be those of a job around this one
+    _set({})
+    try:
+        if job.one_port is None:
+            yield
+            return
+        name = random_name()
+        with contextlib.closing(PortMultiplexer(job.one_port, name)):
+            _set({PORT_VARIABLE: str(job.one_port), GATE_VARIABLE: name})
+            yield
+    finally:
+        _set(before)
+
+
+def multiplexer_variables() -> dict[str, str]:
+    """Returns the variables by which workers find the gate of their launcher; none if there is no gate."""
+    return {name: os.environ[name] for name in (PORT_VARIABLE, GATE_VARIABLE) if name in os.environ}
+
+
+def _set(variables: Mapping[str, str]) -> None:
+    for name in (PORT_VARIABLE, GATE_VARIABLE):
+        os.environ.pop(name, None)
+    os.environ.update(variables)
+
+
+def require_port(address: str, secret: bytes | None) -> None:
+    """Makes sure that the gate can listen at this machine's address, before any worker needs it.
+
+    Raises:
+        PortInUseError: another program has the port.
+        StoreConnectionError: the address is not this machine's.
+    """
+    listen(address, 0, secret).close()
+
+
+def port_beside(one_port: int | None) -> int | None:
+    """Returns the MASTER_PORT of the workers in a job with one port; None if it has none.
+
+    It is a number behind the port. A store of torch.distributed, where the plug-in does not replace it, really listens
+    there, so it is one that the user can know beforehand.
+    """
+    if one_port is None:
+        return None
+    return one_port + 1 if one_port < 65535 else one_port - 1
+
+
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # 0: PyTorch does not load the plug-in, whose part it is to ask
+
+
+class WorkerStores:
+    """The stores of this machine's launcher; only those of the machine with rank 0 are used.
+
+    Args:
+        job: says whether there are several machines, and which ports were chosen.
+        address: of this machine, for the others.
+        secret: the job's; None if it has none.
+        say: is called with a line for the user.
+    """
+
+    def __init__(self, job: Job, address: str, secret: bytes | None, say: Callable[[str], None]) -> None:
+        self._job = job
+        self._address = address
+        self._secret = secret
+        self._say = say
+        self._torch_socket: socket.socket | None = None  # which is bound, and listens once a worker asks for that
+        self._requests = -1  # a pipe with a name, to which such workers write
+        self._listener: ListeningEndpoint | None = None
+        self._torch_server: _core.StoreServer | None = None
+        self._server: StoreServer | None = None
+
+    def reserve(self) -> tuple[int, int]:
+        """Returns the ports of torch's store and of Paceline's for the next generation, which this process has bound.
+
+        The first is 0 for none: with one port for everything, the plug-in gives torch.distributed Paceline's store. The
+        second is 0 on a single machine.
+        """
+        job = self._job
+        if job.one_port is None and self._torch_socket is None:
+            try:
+                self._torch_socket = bind_to_port(self._address, job.port or 0, self._secret)
+            except PortInUseError as error:
+                if job.port is None:
+                    raise
+                self._say(f"MASTER_PORT cannot be served, which the env:// of torch.distributed needs: {error}")
+        if job.rendezvous.address is not None and self._listener is None:
+            self._listener = listen(self._address, 0, self._secret)
+        torch_port = job.port if self._torch_socket is None else self._torch_socket.getsockname()[1]
+        return torch_port or port_beside(job.one_port) or 0, 0 if self._listener is None else _port_of(self._listener)
+
+    def serve(self, start: Start, secret: bytes | None, directory: str) -> dict[str, str]:
+        """Serves the stores of a generation if rank 0 runs here; returns the variables by which workers find them.
+
+        Args:
+            start: the order to start the generation.
+            secret: of its workers.
+            directory: the job's on this machine, which is its owner's alone.
+        """
+        variables = {}
+        if self._job.rendezvous.address is None:
+            path = str(Path(directory, f"store-{start.generation}"))
+            self._server = StoreServer.on_unix_path(path, secret)
+            variables[STORE] = f"unix:{path}"
+        else:
+            variables[STORE] = f"tcp:{_place(start.master_addr, start.store_port)}"
+        if self._job.one_port is None and (self._torch_socket is not None or start.group_rank != 0):
+            variables |= {TORCH_STORE: _place(start.master_addr, start.master_port), USES_TORCH_STORE: "True"}
+        if start.group_rank != 0:
+            self._close_listeners()
+            return variables
+        if self._listener is not None:
+            self._server, self._listener = StoreServer(self._listener, secret), None
+        if self._torch_socket is not None:
+            path = str(Path(directory, f"torch-store-{start.generation}"))
+            os.mkfifo(path, 0o600)
+            self._requests = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+            variables[TORCH_STORE_REQUESTS] = path
+            if self._job.command.kind is CommandKind.PROGRAM or os.environ.get(_AUTOLOAD) == "0":
+                self.open_torch_store()  # the workers may be programs that do not load what would ask for it
+        return variables
+
+    def requests_fileno(self) -> int:
+        """Returns the descriptor that is readable once a worker asks for torch's store; -1 if there is none to open."""
+        return self._requests if self._torch_socket is not None else -1
+
+    def open_torch_store(self) -> None:
+        """Begins to serve torch's store; without effect if it is served, or if another process listens at its port."""
+        if self._torch_socket is None:
+            return
+        with contextlib.suppress(OSError):  # the program serves a store of its own there
+            self._torch_socket.listen(BACKLOG)
+            self._torch_server = _core.StoreServer(os.dup(self._torch_socket.fileno()))
+        self._torch_socket.close()
+        self._torch_socket = None
+
+    def end_generation(self) -> None:
+        """Closes what the workers of a generation had; idempotent."""
+        for server in (self._server, self._torch_server):
+            if server is not None:
+                server.close()
+        self._server = self._torch_server = None
+        if self._requests >= 0:
+            os.close(self._requests)
+            self._requests = -1
+
+    def close(self) -> None:
+        """Closes everything; idempotent."""
+        self.end_generation()
+        self._close_listeners()
+
+    def _close_listeners(self) -> None:
+        for listener in (self._listener, self._torch_socket):
+            if listener is not None:
+                with contextlib.suppress(OSError):
+                    listener.close()
+        self._listener = self._torch_socket = None
+
+
+def _port_of(listener: ListeningEndpoint) -> int:
+    port: int = listener.getsockname()[1]
+    return port
+
+
+def _place(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

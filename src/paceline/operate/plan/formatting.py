@@ -1,0 +1,126 @@
+"""A prediction in words and figures: the tables of the command, and the same for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.comm.schedule.cost import format_seconds
+from paceline.operate.plan.advice import Advice
+from paceline.operate.plan.prediction import PER_SAMPLES, JobPrediction
+
+_HEADS = (
+    "nodes", "ranks", "step", "p5-p95", "samples/s", "efficiency", "memory", "bottleneck", "algorithm", "traffic",
+    "hidden", "node-hours",
+)  # fmt: skip
+
+
+def table_text(predictions: Sequence[JobPrediction]) -> str:
+    """Returns a line for each prediction, with what the columns mean below."""
+    rows = [_HEADS, *(_cells(each) for each in predictions)]
+    per = f"{PER_SAMPLES:,} samples" if predictions[0].samples_per_s is not None else "1,000 steps"
+    notes = (
+        "efficiency: of as many ranks that wait for nobody; memory: of a rank; traffic: what a host sends in a step;\n"
+        f"hidden: the share of communication behind computing; node-hours: for {per}"
+    )
+    return f"{aligned(rows)}\n\n{notes}\n"
+
+
+def advice_text(nodes: int, advice: Sequence[Advice]) -> str:
+    """Returns what to change on so many nodes, the largest gain first."""
+    if not advice:
+        return f"On {nodes} nodes, none of the changes that were tried gains 1 % or saves memory.\n"
+    rows = [("change", "rate", "step", "memory of a rank", "but")]
+    for each in advice:
+        saved = each.saved_nbytes
+        rows.append(
+            (
+                each.change.what,
+                f"{each.gain:+.0%}",
+                format_seconds(each.prediction.step.seconds),
+                format_bytes(each.prediction.memory.nbytes) + (f" (-{format_bytes(saved)})" if saved > 0 else ""),
+                each.change.but,
+            )
+        )
+    return f"What to change on {nodes} nodes, each by itself:\n\n{aligned(rows, left=(0, 4))}\n"
+
+
+def facts_of(prediction: JobPrediction) -> dict[str, object]:
+    """Returns a prediction as JSON shows it; each name ends with its unit."""
+    step, memory, strategy = prediction.step, prediction.memory, prediction.strategy
+    return {
+        "nodes": prediction.nodes,
+        "ranks_per_node": prediction.per_node,
+        "step_s": step.seconds,
+        "step_p5_s": prediction.low_s,
+        "step_p95_s": prediction.high_s,
+        "samples_per_s": prediction.samples_per_s,
+        "efficiency": prediction.efficiency,
+        "parts_s": {
+            "data": step.data_s,
+            "forward": step.forward_s,
+            "backward": step.backward_s,
+            "exposed_communication": step.exposed_s,
+            "optimizer": step.optimizer_s,
+            "rest": step.rest_s,
+        },
+        "communication_s": step.communication_s,
+        "hidden_share": step.overlap,
+        "algorithm": step.algorithm,
+        "bottleneck": prediction.bottleneck or None,
+        "memory_nbytes": {**vars(memory), "all": memory.nbytes},
+        "traffic_of_a_node_nbytes": prediction.traffic_nbytes,
+        "node_hours": prediction.node_hours,
+        "strategy": {**vars(strategy)},
+    }
+
+
+def facts_of_advice(advice: Advice) -> dict[str, object]:
+    """Returns advice as JSON shows it."""
+    return {
+        "change": advice.change.what,
+        "but": advice.change.but,
+        "gain": advice.gain,
+        "saved_nbytes": advice.saved_nbytes,
+        "prediction": facts_of(advice.prediction),
+    }
+
+
+def format_bytes(nbytes: float) -> str:
+    """Formats a size with its unit: `512 B`, `1.5 MiB`, `2.25 GiB`."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(value) < 1024:
+            return f"{value:.3g} {unit}" if abs(value) < 1000 else f"{value:.0f} {unit}"
+        value /= 1024
+    return f"{value:,.3g} GiB" if value < 1000 else f"{value:,.0f} GiB"
+
+
+def _cells(prediction: JobPrediction) -> tuple[str, ...]:
+    step, rate = prediction.step, prediction.samples_per_s
+    return (
+        str(prediction.nodes),
+        str(prediction.ranks),
+        format_seconds(step.seconds),
+        f"{format_seconds(prediction.low_s)} - {format_seconds(prediction.high_s)}",
+        "-" if rate is None else f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}",
+        f"{prediction.efficiency:.0%}",
+        format_bytes(prediction.memory.nbytes),
+        prediction.bottleneck,
+        step.algorithm,
+        format_bytes(prediction.traffic_nbytes),
+        f"{step.overlap:.0%}",
+        f"{prediction.node_hours:.3g}",
+    )
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> str:
+    """Returns rows of cells as columns, to the right but for those in `left`."""
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if at in left else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

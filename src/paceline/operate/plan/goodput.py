@@ -1,0 +1,270 @@
+"""How much of its time a job gets on with its work, if workers and machines fail.
+
+An elastic job is played in virtual time with the coordinator that a launcher runs (`job.py`). A job that restarts is
+computed with Daly's closed form (A higher order estimate of the optimum checkpoint interval for restart dumps, 2006).
+
+What deaths cost a job: the elastic part's own coordinator, with workers and failures in virtual time.
+
+`workers.py` is a worker as the coordinator sees one, `job.py` plays a job with failures, and `goodput.py` sums up many
+of them, beside a job that restarts from checkpoints. May use: `elastic` and the rest of `plan`, and no torch. Start
+reading at `goodput.py`.
+
+What failures cost, in words and figures; and the times that people give.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+from paceline.comm.schedule.cost import format_seconds
+from paceline.operate.plan.formatting import aligned
+from paceline.operate.plan.simulated_job import EventTimes, JobOutcome, MeanTimesBetweenFailures, SimulatedJob
+
+_NEVER_S = 1e12
+_MOST_MACHINES, _MOST_PER_MACHINE = 16, 2
+"""The most machines, and workers of each, that are played. Of more, one stands for several and fails as often."""
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """What becomes of a job's time.
+
+    Attributes:
+        nodes: machines.
+        failures_per_day: of workers and machines; those of everything at once are not among them.
+        pause_s: what a failure costs an elastic job: the median and the 95th percentile.
+        elastic: the share of its time in which an elastic job makes steps as if nothing failed, checkpoints included.
+        elastic_period_s: between its checkpoints, the best; infinite if it needs none.
+        restarting: the same share of a job that begins again from its newest checkpoint after each failure.
+        restarting_period_s: between its checkpoints, the best.
+        lost: of the jobs that were played, how many lost their state because all who had it had died.
+        played: how many jobs were played.
+    """
+
+    nodes: int
+    failures_per_day: float
+    pause_s: tuple[float, float]
+    elastic: float
+    elastic_period_s: float
+    restarting: float
+    restarting_period_s: float
+    lost: int
+    played: int
+
+
+def goodput(
+    nodes: int,
+    per_node: int,
+    times: EventTimes,
+    failures: MeanTimesBetweenFailures,
+    *,
+    jobs: int = 8,
+    failures_of_job: int = 25,
+) -> Goodput:
+    """Returns what becomes of the time of a job on so many nodes, from `jobs` jobs that are played.
+
+    Raises:
+        ValueError: a time is impossible; the message names it.
+    """
+    if (problem := times.problem()) is not None:
+        raise ValueError(problem)
+    rate = failures.rate(nodes, per_node)
+    played = [play(nodes, per_node, times, failures, seed, failures_of_job) for seed in range(jobs)] if rate else []
+    seconds = sum(each.seconds for each in played)
+    progress = sum(each.steps for each in played) * times.step_s / seconds if seconds else 1.0
+    outage = 1 / failures.job_s if failures.job_s else 0.0
+    if seconds:
+        outage += sum(each.is_lost for each in played) / seconds
+    elastic_period_s = best_period_s(times.saving_s, 1 / outage if outage else 0.0)
+    restarting_period_s = best_period_s(times.saving_s, 1 / (rate + outage) if rate + outage else 0.0)
+    return Goodput(
+        nodes,
+        rate * 86_400,
+        _spread([pause_s for each in played for pause_s in each.pauses_s]),
+        min(1.0, progress) * share_with_restarts(elastic_period_s, times.saving_s, times.restarting_s, outage),
+        elastic_period_s,
+        share_with_restarts(restarting_period_s, times.saving_s, times.restarting_s, rate + outage),
+        restarting_period_s,
+        sum(each.is_lost for each in played),
+        len(played),
+    )
+
+
+def play(
+    nodes: int, per_node: int, times: EventTimes, failures: MeanTimesBetweenFailures, seed: int, most: int
+) -> JobOutcome:
+    """Plays a job until so many failures are over."""
+    machines, per_machine = min(nodes, _MOST_MACHINES), min(per_node, _MOST_PER_MACHINE)
+    fold, workers = nodes / machines, nodes * per_node
+    scaled = MeanTimesBetweenFailures(failures.worker_s * machines * per_machine / workers, failures.machine_s / fold)
+    return SimulatedJob(machines, per_machine, times, scaled, seed, share=1 / workers).play(most)
+
+
+def partition(nodes: int, away: int, times: EventTimes) -> JobOutcome:
+    """Plays what happens when the network cuts off `away` of the nodes; the coordinator is on the other side.
+
+    Returns:
+        The job, with the pause of the side that goes on; without one it does not, and `end` says why.
+    """
+    machines = min(nodes, _MOST_MACHINES)
+    cut = round(away * machines / nodes)
+    cut = min(max(cut, 1), machines - 1)
+    return SimulatedJob(
+        machines, 1, replace(times, repair_s=_NEVER_S), MeanTimesBetweenFailures(machine_s=0.0), 0
+    ).part(cut)
+
+
+def best_period_s(saving_s: float, between_s: float) -> float:
+    """Returns the seconds of work between two checkpoints that lose the least time (Young 1974, Daly 2006).
+
+    Args:
+        saving_s: by how much a checkpoint delays the training.
+        between_s: the mean time between failures after which the newest checkpoint is needed; 0 for never.
+    """
+    if not between_s:
+        return math.inf
+    if saving_s >= 2 * between_s:
+        return between_s
+    ratio = saving_s / (2 * between_s)
+    return max(math.sqrt(2 * saving_s * between_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - saving_s, 1e-9)
+
+
+def share_with_restarts(period_s: float, saving_s: float, restarting_s: float, rate: float) -> float:
+    """Returns the share of its time in which a job that restarts gets on, with exponential failures (Daly 2006).
+
+    Args:
+        period_s: the work between two checkpoints; infinite without checkpoints.
+        saving_s: by how much a checkpoint delays the training.
+        restarting_s: until the job computes again after a failure, which may fail too.
+        rate: failures a second.
+    """
+    if not rate:
+        return 1.0 if math.isinf(period_s) else period_s / (period_s + saving_s)
+    if math.isinf(period_s):
+        return 0.0
+    exponent = rate * (period_s + saving_s)
+    if exponent > 500 or rate * restarting_s > 500:
+        return 0.0
+    return rate * period_s / (math.exp(rate * restarting_s) * math.expm1(exponent))
+
+
+def _spread(values: Sequence[float]) -> tuple[float, float]:
+    ordered = sorted(values)
+    if not ordered:
+        return (0.0, 0.0)
+    return (ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))])
+
+
+_UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
+_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(ms|s|min|h|d)")
+_SHARES = ("slowness", "replaying")  # of the times, those that are numbers without a unit
+
+
+def parse_failures(text: str) -> MeanTimesBetweenFailures:
+    """Returns mean times between failures, as in `machine=30d,worker=90d,job=60d`; what is not named never fails.
+
+    Raises:
+        ValueError: a part has another form or name.
+    """
+    given = _parts(text, ("worker", "machine", "job"), "--failures")
+    return MeanTimesBetweenFailures(
+        *(_seconds(given[name], text) if name in given else 0.0 for name in ("worker", "machine", "job"))
+    )
+
+
+def parse_times(text: str, times: EventTimes) -> EventTimes:
+    """Returns the times with those in place that are given, as in `repair=10min,saving=2s,slowness=1.2`.
+
+    Raises:
+        ValueError: a part has another form or name.
+    """
+    names = {each.name.removesuffix("_s"): each.name for each in fields(EventTimes)}
+    given = _parts(text, tuple(names), "--times")
+    values = {names[name]: float(value) if name in _SHARES else _seconds(value, text) for name, value in given.items()}
+    return replace(times, **values)
+
+
+def goodput_text(results: Sequence[Goodput], times: EventTimes) -> str:
+    """Returns a table of what becomes of the time of jobs, and what a partition of the largest does."""
+    heads = (
+        "nodes", "failures a day", "pause p50", "p95", "elastic", "checkpoint every", "restarting", "checkpoint every",
+    )  # fmt: skip
+    rows = [heads, *(_cells(each) for each in results)]
+    notes = (
+        "elastic, restarting: the share of its time in which a job makes steps as if nothing failed; in an elastic\n"
+        "job the others take the work of lost workers, and in one that restarts all begin again from a checkpoint"
+    )
+    return f"{aligned(rows)}\n\n{notes}\n{_partitions(results[-1].nodes, times)}"
+
+
+def facts_of_goodput(result: Goodput) -> dict[str, object]:
+    """Returns a result as JSON shows it; each name ends with its unit."""
+    return {
+        "nodes": result.nodes,
+        "failures_per_day": result.failures_per_day,
+        "pause_p50_s": result.pause_s[0],
+        "pause_p95_s": result.pause_s[1],
+        "elastic_share": result.elastic,
+        "elastic_checkpoint_period_s": _finite(result.elastic_period_s),
+        "restarting_share": result.restarting,
+        "restarting_checkpoint_period_s": _finite(result.restarting_period_s),
+        "jobs_played": result.played,
+        "jobs_that_lost_their_state": result.lost,
+    }
+
+
+def _partitions(nodes: int, times: EventTimes) -> str:
+    lines = []
+    for away in sorted({1, nodes // 4, nodes // 2} & set(range(1, nodes))):
+        played = partition(nodes, away, times)
+        outcome = (
+            f"the other {nodes - away} go on after {format_seconds(played.pauses_s[0])}"
+            if played.pauses_s
+            else f"nobody goes on: {played.end}"
+        )
+        lines.append(f"If {away} of {nodes} nodes {'is' if away == 1 else 'are'} cut off, {outcome}.")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _cells(result: Goodput) -> tuple[str, ...]:
+    return (
+        str(result.nodes),
+        f"{result.failures_per_day:.3g}",
+        format_seconds(result.pause_s[0]),
+        format_seconds(result.pause_s[1]),
+        f"{result.elastic:.2%}",
+        _period(result.elastic_period_s),
+        f"{result.restarting:.2%}",
+        _period(result.restarting_period_s),
+    )
+
+
+def _period(seconds: float) -> str:
+    if math.isinf(seconds):
+        return "never"
+    unit = next((unit for unit in ("d", "h", "min", "s") if seconds >= _UNITS[unit]), "s")
+    return f"{seconds / _UNITS[unit]:.3g} {unit}"
+
+
+def _finite(seconds: float) -> float | None:
+    return None if math.isinf(seconds) else seconds
+
+
+def _parts(text: str, names: Sequence[str], flag: str) -> Mapping[str, str]:
+    found: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = part.partition("=")
+        if name not in names or not value:
+            raise ValueError(f"{flag} has {part!r}; it takes NAME=TIME with the names {', '.join(names)}")
+        found[name] = value
+    return found
+
+
+def _seconds(value: str, text: str) -> float:
+    match = _QUANTITY.fullmatch(value)
+    if match is None:
+        raise ValueError(f"{value!r} in {text!r} is no time: give one like 90s, 10min, 12h or 30d")
+    return float(match[1]) * _UNITS[match[2]]

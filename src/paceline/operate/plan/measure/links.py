@@ -1,0 +1,171 @@
+"""Measures the links of a job: between two ranks of a host, between every two hosts, and all-reduces on one host."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+
+import torch
+
+import paceline
+from paceline.comm.record.memory import handed_memory
+from paceline.comm.schedule.network import NetworkLink, Pair, round_robin_rounds
+from paceline.operate.diagnosis.recording_reader import NoRecordingError, read_live
+from paceline.operate.plan.calibration import HostCall, Links, PairLink
+from paceline.operate.plan.measure.step_watch import reduction_s_per_byte
+
+MOST_HOSTS = 32
+"""Of more hosts, only the link between the first two is measured."""
+
+_BUDGET_S = 2.0  # for the short messages of a link, and for the long ones
+_ALL_ROUNDS_S = 30.0  # for those of all rounds between hosts
+_SHORT_MESSAGES = 100
+_LONGEST_NBYTES = 64 << 20
+_LONG_S = 0.2  # a message of a rate's measurement takes at least so long, unless it is one of the longest
+_HOST_SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
+_HOST_CALLS_S = 0.2
+
+UNMEASURED_WITHIN = NetworkLink(latency_s=2e-6, bytes_per_s=1e10)
+"""Shared memory as the engine takes it to be before it has measured it."""
+
+
+def hosts_of(names: Sequence[str]) -> list[list[int]]:
+    """Returns the ranks of each host, by the names of the hosts that the ranks are on."""
+    hosts: dict[str, list[int]] = {}
+    for rank, name in enumerate(names):
+        hosts.setdefault(name, []).append(rank)
+    return list(hosts.values())
+
+
+def measure_links(hosts: Sequence[Sequence[int]]) -> Links:
+    """Returns the links as rank 0 sees them; every rank of the default group calls this.
+
+    Args:
+        hosts: the ranks of each host.
+    """
+    here = hosts[0]
+    calls = _host_calls(here) if len(here) > 1 else ()
+    within = measure_link(0, here[1]) if len(here) > 1 else None
+    pairs = measure_pairs(hosts if len(hosts) <= MOST_HOSTS else hosts[:2])
+    return Links(within or UNMEASURED_WITHIN, usual_link(pairs), None, reduction_s_per_byte(), calls, pairs)
+
+
+def measure_pairs(hosts: Sequence[Sequence[int]]) -> tuple[PairLink, ...]:
+    """Returns the links between every two hosts, as their first ranks see them; every rank of the job calls this.
+
+    The pairs take turns in rounds, in which as many as possible measure at once, so that what they share shows.
+    """
+    rounds = round_robin_rounds(len(hosts))
+    budget_s = min(_BUDGET_S, _ALL_ROUNDS_S / max(1, len(rounds)))
+    mine: dict[Pair, NetworkLink] = {}
+    for pairs in rounds:
+        for one, other in pairs:
+            link = measure_link(hosts[one][0], hosts[other][0], budget_s)
+            if link is not None:
+                mine[one, other] = link
+    losses = _losses()
+    found = [
+        (*pair, link.latency_s, link.bytes_per_s, losses.get(hosts[pair[1]][0], 0.0)) for pair, link in mine.items()
+    ]
+    everyones: list[list[tuple[int, int, float, float, float]]] = [[] for _ in range(paceline.get_world_size())]
+    paceline.all_gather_object(everyones, found)
+    gathered = sorted(numbers for each in everyones for numbers in each)
+    return tuple(PairLink(first, second, NetworkLink(*numbers)) for first, second, *numbers in gathered)
+
+
+def usual_link(pairs: Sequence[PairLink]) -> NetworkLink | None:
+    """Returns a link as good as half of the measured ones; None without any."""
+    if not pairs:
+        return None
+    links = [pair.link for pair in pairs]
+    return NetworkLink(median(link.latency_s for link in links), median(link.bytes_per_s for link in links))
+
+
+def _losses() -> Mapping[int, float]:
+    """Returns the share of segments that were sent again to each rank of another host, as far as it was recorded."""
+    with contextlib.suppress(OSError, NoRecordingError), handed_memory() as fd:
+        if fd is not None:
+            return {link.peer: link.retransmits / link.segments for link in read_live(fd).links if link.segments}
+    return {}
+
+
+def measure_link(first: int, second: int, budget_s: float = _BUDGET_S) -> NetworkLink | None:
+    """Returns the link between two ranks on `first`, and None elsewhere; others return at once.
+
+    The latency is half the median round trip of a byte, and the rate that of long messages, of which the answer is a
+    byte.
+
+    Args:
+        first, second: the ranks.
+        budget_s: how long the short messages are repeated, and the long ones, in seconds; each a few times at least.
+    """
+    rank = paceline.get_rank()
+    if rank == first:
+        return _ask(second, budget_s)
+    if rank == second:
+        _answer(first)
+    return None
+
+
+def _ask(peer: int, budget_s: float) -> NetworkLink:
+    def round_trip(nbytes: int) -> float:
+        message, answer = torch.zeros(nbytes, dtype=torch.uint8), torch.empty(1, dtype=torch.uint8)
+        paceline.send(torch.tensor([nbytes]), peer)
+        began = time.perf_counter()
+        paceline.send(message, peer)
+        paceline.recv(answer, peer)
+        return time.perf_counter() - began
+
+    deadline = time.monotonic() + budget_s
+    short = _repeated(lambda: round_trip(1), _SHORT_MESSAGES, deadline)
+    nbytes, took_s = 64 << 10, round_trip(64 << 10)
+    while took_s < _LONG_S and nbytes < _LONGEST_NBYTES:
+        nbytes *= 4
+        took_s = round_trip(nbytes)
+    long = _repeated(lambda: round_trip(nbytes), 5, time.monotonic() + budget_s)
+    paceline.send(torch.tensor([0]), peer)
+    latency_s = median(short) / 2
+    # A long message is offered before it is sent, so two round trips are not spent on its bytes.
+    return NetworkLink(latency_s=latency_s, bytes_per_s=nbytes / max(1e-9, median(long) - 4 * latency_s))
+
+
+def _answer(peer: int) -> None:
+    count = torch.empty(1, dtype=torch.int64)
+    while True:
+        paceline.recv(count, peer)
+        if not int(count):
+            return
+        paceline.recv(torch.empty(int(count), dtype=torch.uint8), peer)
+        paceline.send(torch.zeros(1, dtype=torch.uint8), peer)
+
+
+def _repeated(measure: Callable[[], float], most: int, deadline: float) -> list[float]:
+    """Returns what up to `most` measurements give, fewer at the deadline but at least three."""
+    found: list[float] = []
+    while len(found) < most and (len(found) < 3 or time.monotonic() < deadline):
+        found.append(measure())
+    return found
+
+
+def _host_calls(here: Sequence[int]) -> tuple[HostCall, ...]:
+    """Returns the times of all-reduces among the ranks of one host; ranks of others only make the group."""
+    group = paceline.new_group(list(here))
+    if paceline.get_rank() not in here:
+        return ()
+    calls = []
+    for nbytes in _HOST_SIZES:
+        tensor = torch.zeros(nbytes // 4)
+        paceline.all_reduce(tensor, group=group)
+        began = time.perf_counter()
+        paceline.all_reduce(tensor, group=group)
+        one = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+        paceline.all_reduce(one, paceline.ReduceOp.MAX, group=group)  # all ranks must repeat the call equally often
+        turns = []
+        for _ in range(max(3, min(200, int(_HOST_CALLS_S / float(one))))):
+            began = time.perf_counter()
+            paceline.all_reduce(tensor, group=group)
+            turns.append(time.perf_counter() - began)
+        calls.append(HostCall(len(here), nbytes, median(turns)))
+    return tuple(calls)

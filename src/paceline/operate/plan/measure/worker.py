@@ -1,0 +1,189 @@
+"""Runs on each rank of `paceline plan --measure`: measures the links, then runs the script on a rank by itself.
+
+    python -m paceline.operate.plan.measure.worker SETTINGS SCRIPT ARGS...
+
+SETTINGS is JSON, as `Settings` says. The script ends with the last step that is measured: the process exits there, so
+that nothing that the script does at its end happens after a few steps.
+
+Ranks that measure at the same time tell each other by files how far they are, since each is a world of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+import paceline
+from paceline.comm.rendezvous.environment import STORE, TORCH_STORE, TORCH_STORE_REQUESTS, USES_TORCH_STORE
+from paceline.operate.plan.calibration import Links, encode
+from paceline.operate.plan.measure.links import UNMEASURED_WITHIN, hosts_of, measure_links
+from paceline.operate.plan.measure.step_watch import (
+    LEFT_OUT,
+    StepWatch,
+    TooFewStepsError,
+    calibration_of,
+    reduction_s_per_byte,
+    world_of_one,
+)
+
+_PAUSE_S = 0.01
+
+
+class FileBarrier:
+    """What the ranks of a machine have said in a directory that they share.
+
+    Args:
+        directory: the directory, which exists.
+        rank: this rank's number on the machine.
+        ranks: how many there are.
+    """
+
+    def __init__(self, directory: Path, rank: int, ranks: int) -> None:
+        self._directory = directory
+        self._rank = rank
+        self.ranks = ranks
+
+    def say(self, word: str) -> None:
+        """Tells the others."""
+        (self._directory / f"{word}.{self._rank}").touch()
+
+    def all_signalled(self, word: str) -> bool:
+        """Returns whether all have said the word."""
+        return all((self._directory / f"{word}.{rank}").exists() for rank in range(self.ranks))
+
+    def signal_and_wait(self, word: str, timeout_s: float) -> bool:
+        """Says the word and waits until all have said it; returns whether they have within the time."""
+        self.say(word)
+        deadline = time.monotonic() + timeout_s
+        while not self.all_signalled(word):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_PAUSE_S)
+        return True
+
+
+_LATEST_S = 300.0  # for the ranks that run together to begin
+_MOST_EXTRA_STEPS = 10  # times the measured ones, in which a rank waits for others that still measure
+
+
+@dataclass(frozen=True)
+class MeasureSettings:
+    """What the command asks of its workers.
+
+    Attributes:
+        output: the file that rank 0 writes.
+        directory: an empty one of this machine, for the ranks that run together.
+        steps: how many are measured.
+        together: whether all ranks of the first machine run the script, each as a world of its own, or only rank 0.
+        links: what is known of the links already; they are then not measured.
+    """
+
+    output: str
+    directory: str
+    steps: int
+    together: bool
+    links: Links | None = None
+
+
+def main(words: Sequence[str]) -> None:
+    """Measures as the settings say."""
+    settings = msgspec.json.decode(words[0], type=MeasureSettings)
+    script, arguments = words[1], list(words[2:])
+    links, hosts = _links(settings)
+    rank, here = int(os.environ.get("RANK", "0")), hosts[0]
+    if rank not in here or (rank != 0 and not settings.together):
+        return
+    together = len(here) if settings.together else 1
+    for name in (STORE, TORCH_STORE, TORCH_STORE_REQUESTS, USES_TORCH_STORE):
+        os.environ.pop(name, None)
+    os.environ.update(world_of_one(len(here)))
+    meeting = FileBarrier(Path(settings.directory), here.index(rank), together)
+    measurement = _Measurement(settings, links, [script, *arguments], meeting, is_first=rank == 0)
+    watch = StepWatch(measurement.after_step)
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).resolve().parent)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        watch.close()
+    measurement.finish(watch)
+
+
+def _links(settings: MeasureSettings) -> tuple[Links, list[list[int]]]:
+    """Returns the links, and the ranks of each host."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return settings.links or Links(UNMEASURED_WITHIN, None, None, reduction_s_per_byte()), [[0]]
+    paceline.init_process_group()
+    try:
+        names: list[object] = [None] * paceline.get_world_size()
+        paceline.all_gather_object(names, socket.gethostname())
+        hosts = hosts_of([str(name) for name in names])
+        return settings.links or measure_links(hosts), hosts
+    finally:
+        paceline.destroy_process_group()
+
+
+class _Measurement:
+    """Ends the script once enough steps were measured, here and on the ranks that run beside this one."""
+
+    def __init__(
+        self, settings: MeasureSettings, links: Links, command: Sequence[str], meeting: FileBarrier, *, is_first: bool
+    ) -> None:
+        self._settings = settings
+        self._links = links
+        self._command = command
+        self._meeting = meeting
+        self._is_first = is_first
+        self._written = False
+
+    def after_step(self, watch: StepWatch) -> None:
+        """Looks whether that was the last step."""
+        done, needed = len(watch.steps), LEFT_OUT + self._settings.steps
+        if done == 1 and not self._meeting.signal_and_wait("begun", _LATEST_S):
+            print("paceline plan: not all ranks of this machine train yet; this one goes on", file=sys.stderr)
+        if done == needed:
+            self._write(watch)
+            self._meeting.say("measured")
+        if done >= needed and (self._meeting.all_signalled("measured") or done >= needed * _MOST_EXTRA_STEPS):
+            _exit_now()
+
+    def finish(self, watch: StepWatch) -> None:
+        """Writes what was measured of a script that has ended by itself.
+
+        Raises:
+            SystemExit: it made too few steps.
+        """
+        if not self._written:
+            try:
+                self._write(watch)
+            except TooFewStepsError as error:
+                raise SystemExit(f"paceline plan: {' '.join(self._command)}: {error}") from None
+        self._meeting.say("measured")
+
+    def _write(self, watch: StepWatch) -> None:
+        self._written = True
+        calibration = calibration_of(watch, self._links, self._command, self._meeting.ranks)
+        if self._is_first:
+            whole = Path(f"{self._settings.output}.part")
+            whole.write_bytes(encode(calibration))
+            whole.replace(self._settings.output)
+
+
+def _exit_now() -> NoReturn:
+    """Ends the process without the script's own endings, which would save a model of a few steps over a better one."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

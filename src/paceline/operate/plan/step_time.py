@@ -1,0 +1,334 @@
+"""One step of data-parallel training: when each bucket is ready, sent and averaged, and how much of that is exposed.
+
+A step on a rank is data, forwards, backwards, optimizer and the rest, one after the other. Buckets are averaged one at
+a time and strictly in their order, as `train/ddp/reducer.py` does it: while backward goes on, each as soon as it is
+full, but for the last one, and all others when backward has ended.
+
+How a job would train: what can be chosen without another model, and therefore tried in a prediction.
+
+How long a job's collectives take on a network: simulated, or read off what was measured on one host.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from paceline.comm.schedule.cost import choose, predict
+from paceline.comm.schedule.network import Network, NetworkLink
+from paceline.comm.schedule.registry import ALIKE
+from paceline.comm.schedule.steps import Operation
+from paceline.operate.plan.calibration import Calibration, HostCall, MeasuredGradient
+from paceline.train.ddp.buckets import make_buckets
+
+WIRES = {"bf16": 1 / 2, "int8": 66 / 256, "int4": 34 / 256}
+"""The bytes that float32 gradients take between hosts; 64 integers share a scale of two bytes."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """The choices of a job.
+
+    Attributes:
+        bucket_nbytes: as in `Calibration`.
+        overlaps: whether gradients are averaged while backward goes on.
+        forwards: forwards and backwards in a step, of which the last averages.
+        wire: what is sent between hosts, one of `WIRES`; None for the gradients as they are.
+        zero: the stage of ZeRO; 0 for DistributedDataParallel.
+        period: after how many steps ranks average their parameters; 0 if they average gradients in each.
+        algorithm: the collectives' algorithm; None for the fastest.
+    """
+
+    bucket_nbytes: tuple[int, ...]
+    overlaps: bool
+    forwards: int = 1
+    wire: str | None = None
+    zero: int = 0
+    period: int = 0
+    algorithm: str | None = None
+
+
+def measured(calibration: Calibration) -> Strategy:
+    """Returns how the measured script trains."""
+    return Strategy(calibration.bucket_nbytes, calibration.overlaps, calibration.forwards)
+
+
+EXACT_RANKS = 256
+"""Up to so many ranks every size is simulated; beyond, sizes between powers of four are interpolated."""
+
+SIMULATED_RANKS = 2048
+"""Of more ranks, calls are simulated only where one host stands for all; for the others there are the closed forms."""
+
+_ON_ONE_HOST = "shared memory"
+
+
+class SimulatedTiming(Protocol):
+    """What a simulation says of a call."""
+
+    @property
+    def seconds(self) -> float:
+        """From the last arrival to the last end."""
+        ...
+
+
+Simulate = Callable[[str, Operation, int, Network], SimulatedTiming]
+
+
+@dataclass(frozen=True)
+class TimedCall:
+    """A call: the algorithm that the engine would choose, and the seconds that it takes."""
+
+    algorithm: str
+    seconds: float
+
+
+class CallTimes:
+    """The times of collectives on one network; each different call is simulated once.
+
+    Args:
+        network: the hosts and their links.
+        host_calls: all-reduces that were measured on one host.
+        simulate: `simulate_call` of `comm/schedule/simulation.py`.
+    """
+
+    def __init__(self, network: Network, host_calls: Sequence[HostCall], simulate: Simulate) -> None:
+        self.network = network
+        self._host_calls = tuple(host_calls)
+        self._simulate = simulate
+        self._hosts = [list(ranks) for ranks in network.hosts]
+        self.ranks = sum(map(len, self._hosts))
+        self._known: dict[tuple[str, Operation, int, str | None], float] = {}
+
+    def call(
+        self, operation: Operation, nbytes: int, *, algorithm: str | None = None, wire: str | None = None
+    ) -> TimedCall:
+        """Returns the call's time.
+
+        Args:
+            operation: which collective.
+            nbytes: the longest buffer of a rank, as for `schedule.cost.predict`.
+            algorithm: the one that is used where it has the operation; None for the one that the engine chooses.
+            wire: what is sent between hosts; None for the data as it is.
+        """
+        if self.ranks == 1 or nbytes == 0:
+            return TimedCall("none", 0.0)
+        if len(self._hosts) == 1 and algorithm is None and self._host_calls:
+            return TimedCall(_ON_ONE_HOST, self._on_one_host(operation, nbytes))
+        if wire is not None and len(self._hosts) > 1:
+            return TimedCall(wire, self._packed(wire, operation, nbytes))
+        name = self._chosen(operation, nbytes, algorithm)
+        return TimedCall(name, self._simulated(name, operation, nbytes, None))
+
+    def _chosen(self, operation: Operation, nbytes: int, algorithm: str | None) -> str:
+        """Returns `algorithm` where it has the operation, and otherwise the one that the engine would choose."""
+        choice = choose(self.network.cost_model(), operation, nbytes, self.ranks, self._hosts)
+        offered = [candidate.algorithm for candidate in choice.candidates]
+        if algorithm in offered:
+            return str(algorithm)
+        return offered[0]
+
+    def _packed(self, wire: str, operation: Operation, nbytes: int) -> float:
+        """Returns the time of a call that packs: its own schedule's, or in a large world about that of a ring's.
+
+        The schedule is an exchange between all pairs of hosts, which is too much to simulate in a large world.
+        """
+        if self.ranks <= EXACT_RANKS:
+            return self._at(wire, operation, nbytes, None)
+        return self._simulated("hierarchical", operation, nbytes, wire)
+
+    def _simulated(self, algorithm: str, operation: Operation, nbytes: int, wire: str | None) -> float:
+        if self.ranks <= EXACT_RANKS:
+            return self._at(algorithm, operation, nbytes, wire)
+        below = 1 << ((nbytes.bit_length() - 1) & ~1)
+        if below == nbytes:
+            return self._at(algorithm, operation, nbytes, wire)
+        first, last = self._at(algorithm, operation, below, wire), self._at(algorithm, operation, 4 * below, wire)
+        return first + (last - first) * (nbytes - below) / (3 * below)
+
+    def _at(self, algorithm: str, operation: Operation, nbytes: int, wire: str | None) -> float:
+        key = (algorithm, operation, nbytes, wire)
+        if key not in self._known:
+            network = self.network if wire is None else with_bandwidth_factor(self.network, 1 / WIRES[wire])
+            is_one_for_all = network.is_uniform and operation in ALIKE.get(algorithm, ())
+            if self.ranks <= SIMULATED_RANKS or is_one_for_all:
+                self._known[key] = self._simulate(algorithm, operation, nbytes, network).seconds
+            else:
+                self._known[key] = predict(network.cost_model(), algorithm, operation, nbytes, self.ranks, self._hosts)
+        return self._known[key]
+
+    def _on_one_host(self, operation: Operation, nbytes: int) -> float:
+        """Returns the time by the measured all-reduces, of which a reduce-scatter or a gather is about one half."""
+        seconds = interpolated(self._host_calls, self.ranks, nbytes)
+        return seconds if operation is Operation.ALL_REDUCE else seconds / 2
+
+
+def with_bandwidth_factor(network: Network, times: float) -> Network:
+    """Returns the network as data that is packed finds it: links between hosts carry so many times as many bytes."""
+
+    def more(link: NetworkLink) -> NetworkLink:
+        return replace(link, bytes_per_s=link.bytes_per_s * times)
+
+    return replace(
+        network,
+        node=more(network.node),
+        groups=tuple(replace(group, uplink=more(group.uplink)) for group in network.groups),
+        pairs={pair: more(link) for pair, link in network.pairs.items()},
+        nodes={host: more(link) for host, link in network.nodes.items()},
+    )
+
+
+def interpolated(calls: Sequence[HostCall], ranks: int, nbytes: int) -> float:
+    """Returns the seconds of an all-reduce on one host between the sizes that were measured.
+
+    Below the least size the time is that of the least; beyond the largest it grows with the size. Where other numbers
+    of ranks were measured, the nearest one counts, and the time grows with the number, as ranks share the memory.
+    """
+    nearest = min({call.ranks for call in calls}, key=lambda measured: (abs(measured - ranks), measured))
+    points = sorted((call.nbytes, call.seconds) for call in calls if call.ranks == nearest)
+    more = ranks / nearest
+    sizes = [size for size, _ in points]
+    at = bisect_left(sizes, nbytes)
+    if at == 0:
+        return points[0][1] * more
+    if at == len(points):
+        return points[-1][1] * nbytes / sizes[-1] * more
+    (low, low_s), (high, high_s) = points[at - 1], points[at]
+    return (low_s + (high_s - low_s) * (nbytes - low) / (high - low)) * more
+
+
+@dataclass(frozen=True)
+class PlannedBucket:
+    """A bucket of gradients: its bytes, and when it can be sent, counted from the beginning of backward."""
+
+    nbytes: int
+    ready_s: float
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The parts of a step, in seconds.
+
+    Attributes:
+        exposed_s: what ranks spend waiting for communication; `communication_s` how long the network is used.
+        algorithm: what the largest call uses.
+    """
+
+    data_s: float
+    forward_s: float
+    backward_s: float
+    exposed_s: float
+    optimizer_s: float
+    rest_s: float
+    communication_s: float
+    algorithm: str
+
+    @property
+    def computing_s(self) -> float:
+        """What a rank does by itself."""
+        return self.data_s + self.forward_s + self.backward_s + self.optimizer_s + self.rest_s
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return self.computing_s + self.exposed_s
+
+    @property
+    def overlap(self) -> float:
+        """The share of the communication that is hidden behind computing; 1 if there is none."""
+        return max(0.0, 1 - self.exposed_s / self.communication_s) if self.communication_s else 1.0
+
+
+def buckets_of(gradients: Sequence[MeasuredGradient], caps_nbytes: Sequence[int]) -> list[PlannedBucket]:
+    """Returns the buckets as `DistributedDataParallel` makes them; a bucket is sent after those before it."""
+    made = make_buckets([each.nbytes for each in gradients], [each.dtype for each in gradients], caps_nbytes)
+    planned: list[PlannedBucket] = []
+    latest_s = 0.0
+    for bucket in made:
+        latest_s = max(latest_s, *(gradients[at].ready_s for at in bucket.params))
+        planned.append(PlannedBucket(bucket.nbytes, latest_s))
+    return planned
+
+
+def step_of(calibration: Calibration, strategy: Strategy, times: CallTimes, factor: float = 1.0) -> StepTime:
+    """Returns a step.
+
+    Args:
+        calibration: what was measured on one rank.
+        strategy: how the job trains.
+        times: the collectives of the job's network.
+        factor: by how much the slowest rank computes longer than the measured one.
+    """
+    alone = calibration.times
+    forwards = strategy.forwards
+    optimizer_s = alone.optimizer_s * factor / (times.ranks if strategy.zero else 1)
+    before_s = _before_forward(calibration, strategy, times)
+    if strategy.period:
+        used_s, exposed_s, algorithm = _averaging_now_and_then(calibration, strategy, times, factor)
+    elif strategy.zero:
+        used_s, exposed_s, algorithm = _zero(calibration, strategy, times, factor)
+    else:
+        used_s, exposed_s, algorithm = _averaging(calibration, strategy, times, factor, Operation.ALL_REDUCE)
+    return StepTime(
+        data_s=alone.data_s * factor,
+        forward_s=forwards * alone.forward_s * factor,
+        backward_s=forwards * alone.backward_s * factor,
+        exposed_s=before_s + exposed_s,
+        optimizer_s=optimizer_s,
+        rest_s=alone.rest_s * factor,
+        communication_s=before_s + used_s,
+        algorithm=algorithm,
+    )
+
+
+def _before_forward(calibration: Calibration, strategy: Strategy, times: CallTimes) -> float:
+    """Returns the seconds in which rank 0's buffers are copied, before the forward whose backward averages."""
+    if strategy.period or not calibration.buffer_nbytes:
+        return 0.0
+    return times.call(Operation.BROADCAST, calibration.buffer_nbytes, algorithm=strategy.algorithm).seconds
+
+
+def _averaging(
+    calibration: Calibration, strategy: Strategy, times: CallTimes, factor: float, operation: Operation
+) -> tuple[float, float, str]:
+    """Returns for how long the network is used, how much longer than backward that takes, and the algorithm."""
+    backward_s = calibration.times.backward_s * factor
+    buckets = buckets_of(calibration.gradients, strategy.bucket_nbytes)
+    free_s = used_s = 0.0
+    largest = max(buckets, key=lambda bucket: bucket.nbytes, default=PlannedBucket(0, 0.0))
+    algorithm = "none"
+    for number, bucket in enumerate(buckets):
+        call = times.call(operation, bucket.nbytes, algorithm=strategy.algorithm, wire=strategy.wire)
+        early = strategy.overlaps and number < len(buckets) - 1
+        ready_s = min(bucket.ready_s * factor, backward_s) if early else backward_s
+        free_s = max(ready_s, free_s) + call.seconds
+        used_s += call.seconds
+        algorithm = call.algorithm if bucket is largest else algorithm
+    return used_s, max(0.0, free_s - backward_s), algorithm
+
+
+def _zero(calibration: Calibration, strategy: Strategy, times: CallTimes, factor: float) -> tuple[float, float, str]:
+    """Returns the same of ZeRO, which collects the parameters after each step, or in stage 3 before each use."""
+    operation = Operation.ALL_REDUCE if strategy.zero == 1 else Operation.REDUCE_SCATTER
+    used_s, exposed_s, algorithm = _averaging(calibration, strategy, times, factor, operation)
+    gather = times.call(Operation.ALL_GATHER, calibration.memory.parameter_nbytes, algorithm=strategy.algorithm).seconds
+    if strategy.zero < 3:
+        return used_s + gather, exposed_s + gather, algorithm
+    gathers = 2 * strategy.forwards
+    hidden_s = min(gather, calibration.times.forward_s * factor) if strategy.overlaps else 0.0
+    return used_s + gathers * gather, exposed_s + gathers * (gather - hidden_s), algorithm
+
+
+def _averaging_now_and_then(
+    calibration: Calibration, strategy: Strategy, times: CallTimes, factor: float
+) -> tuple[float, float, str]:
+    """Returns the same of DiLoCo, whose exchange of all parameters goes on beside `period` steps."""
+    call = times.call(
+        Operation.ALL_REDUCE,
+        calibration.memory.parameter_nbytes,
+        algorithm=strategy.algorithm,
+        wire=strategy.wire,
+    )
+    left_s = max(0.0, call.seconds - strategy.period * calibration.alone_s * factor)
+    return call.seconds / strategy.period, left_s / strategy.period, call.algorithm

@@ -1,0 +1,399 @@
+"""A directory of torch.distributed.checkpoint (DCP), as FSDP, DTensor and others save.
+
+Reads the `.metadata` of torch.distributed.checkpoint, a pickle, without running anything that it says.
+
+The names of torch's metadata classes, and of what they hold, are known, and all others are refused. The records that
+are made in their place are not torch's classes, so nothing of torch runs, and any version of torch can read the
+metadata of any other. Every name and number is checked before it is used: the blocks of a tensor cover it exactly once,
+and no value is nested in another.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from paceline.errors import CheckpointDamagedError, CheckpointError
+from paceline.train.checkpoint.foreign.foreign_file import TensorInfo, infos_of
+from paceline.train.checkpoint.foreign.record_unpickler import (
+    Global,
+    Make,
+    PickledRecord,
+    UnneededPickleError,
+    unpickle,
+)
+from paceline.train.checkpoint.format.local_storage import open_regular
+from paceline.train.checkpoint.format.values import TensorRef, escaped
+from paceline.train.checkpoint.pytree import take_apart
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_INDEX = Global(_METADATA, "MetadataIndex")
+_BEYOND = 1 << 63  # no file and no tensor has so many bytes
+_DEEPEST_PATH = 64
+_MOST_IRREGULAR = 1000  # blocks of a tensor that form no grid: each is compared with all others
+
+
+class _UnsoundMetadataError(Exception):
+    """The metadata does not describe a checkpoint."""
+
+
+def _tuple_of(_: Global, args: tuple[object, ...]) -> object:
+    """Stands for `torch.Size`, which is called with a tuple."""
+    return args[0] if args else ()
+
+
+def _member(_: Global, args: tuple[object, ...]) -> object:
+    """Stands for `getattr`, by which some versions of Python pickle members of an enumeration."""
+    return args[-1] if args else None
+
+
+def _empty_dict(_: Global, args: tuple[object, ...]) -> object:
+    return {}
+
+
+_KNOWN: dict[Global, Make] = {
+    **{
+        Global(_METADATA, name): PickledRecord
+        for name in (
+            "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+            "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+        )
+    },
+    Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"): PickledRecord,
+    Global("torch", "Size"): _tuple_of,
+    Global("torch.serialization", "_get_layout"): PickledRecord,
+    Global("collections", "OrderedDict"): _empty_dict,
+    Global("builtins", "getattr"): _member,
+    Global("builtins", "set"): PickledRecord,
+}  # fmt: skip
+_DTYPES = (
+    "bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32",
+    "float64", "complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
+    "float8_e5m2fnuz", "float8_e8m0fnu",
+)  # fmt: skip
+
+
+def _known(found: Global) -> Make | None:
+    if found in _KNOWN:
+        return _KNOWN[found]
+    is_dtype = found.module == "torch" and found.name in _DTYPES
+    is_path = found.module.split(".")[0] == "pathlib" and found.name in ("PosixPath", "PurePosixPath", "Path")
+    return PickledRecord if is_dtype or is_path else None
+
+
+def _key_of(record: PickledRecord) -> object:
+    """Returns the key that stands for a `MetadataIndex` in the table of blocks."""
+    if record.made_by != _INDEX:
+        raise UnneededPickleError(f"it uses a {record.made_by.name} as a key")
+    offset = record["offset"]
+    # One tuple without another in it: None stands for the offset of an object, which has none.
+    return (record["fqn"], *(offset if isinstance(offset, tuple) else (offset,)))
+
+
+@dataclass(frozen=True)
+class DcpChunk:
+    """A block of a tensor, or a whole object: where its bytes are."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    at: int
+    nbytes: int
+    transforms: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Item:
+    """A tensor, with its type and shape, or an object, without; its chunks, and its place in the nested state."""
+
+    dtype: str | None
+    shape: tuple[int, ...]
+    chunks: tuple[DcpChunk, ...]
+    path: tuple[str | int, ...]
+
+
+def read_metadata(data: bytes, where: str) -> dict[str, Item]:
+    """Returns what a directory of torch.distributed.checkpoint holds.
+
+    Args:
+        data: the content of its `.metadata`.
+        where: the name of that file, for errors.
+
+    Raises:
+        CheckpointError: the pickle uses more than metadata needs, or describes no checkpoint.
+        CheckpointDamagedError: it cannot be read.
+    """
+    try:
+        metadata = unpickle(data, _known, _key_of)
+        if not isinstance(metadata, PickledRecord) or metadata.made_by != Global(_METADATA, "Metadata"):
+            raise _UnsoundMetadataError("it holds no metadata of torch.distributed.checkpoint")
+        return _Reader(metadata, most_blocks=len(data)).items()
+    except UnneededPickleError as error:
+        why = f"{error}, which the metadata of a checkpoint has no need for"
+        raise CheckpointError(f"{where} was not read: {why}") from None
+    except _UnsoundMetadataError as error:
+        raise CheckpointError(f"{where} was not read: {error}") from None
+    except ValueError as error:
+        raise CheckpointDamagedError(f"{where} cannot be read: {error}") from error
+
+
+class _Reader:
+    """Reads records of metadata.
+
+    Args:
+        metadata: the record of the whole.
+        most_blocks: the number of blocks above which the metadata is refused. Each takes bytes of its own in sound
+            metadata, and a list that a thousand tensors share would keep the process busy.
+    """
+
+    def __init__(self, metadata: PickledRecord, most_blocks: int) -> None:
+        self._described = _dict(metadata["state_dict_metadata"], "what is in the checkpoint")
+        self._table = _dict(metadata["storage_data"], "where it is")
+        self._paths = _dict(metadata["planner_data"] or {}, "how it is nested")
+        self._blocks_left = most_blocks
+
+    def items(self) -> dict[str, Item]:
+        items = {_text(name, "a name"): self._item(str(name), each) for name, each in self._described.items()}
+        paths = {item.path for item in items.values()}
+        through = {path[:depth] for path in paths for depth in range(len(path))}
+        if len(paths) < len(items) or through & paths:
+            raise _UnsoundMetadataError("it has two values at one place, or one within another")
+        return items
+
+    def _item(self, name: str, found: object) -> Item:
+        path = self._paths.get(name, (name,))
+        if (
+            not isinstance(path, tuple)
+            or not 0 < len(path) <= _DEEPEST_PATH
+            or not all(type(key) is str or type(key) is int for key in path)
+        ):
+            raise _UnsoundMetadataError(f"the place of {name} is no tuple of keys")
+        if not isinstance(found, PickledRecord):
+            raise _UnsoundMetadataError(f"it does not describe {name}")
+        if found.made_by == Global(_METADATA, "BytesStorageMetadata"):
+            return Item(None, (), (self._chunk(name, None, ()),), path)
+        shape = _sizes(found["size"], f"the shape of {name}")
+        blocks = self._blocks(name, found["chunks"], shape)
+        chunks = tuple(self._chunk(name, offset, sizes) for offset, sizes in blocks.items())
+        return Item(_dtype(found["properties"], name), shape, chunks, path)
+
+    def _blocks(self, name: str, found: object, shape: tuple[int, ...]) -> dict[tuple[int, ...], tuple[int, ...]]:
+        """Returns the sizes of a tensor's blocks by their offsets, without those that are empty."""
+        if not isinstance(found, list):
+            raise _UnsoundMetadataError(f"it has no list of the blocks of {name}")
+        self._blocks_left -= len(found)
+        if self._blocks_left < 0:
+            raise _UnsoundMetadataError("it has more blocks than bytes")
+        blocks: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for each in found:
+            if not isinstance(each, PickledRecord):
+                raise _UnsoundMetadataError(f"it does not describe a block of {name}")
+            offset = _sizes(each["offsets"], f"the offset of a block of {name}")
+            sizes = _sizes(each["sizes"], f"the shape of a block of {name}")
+            if math.prod(sizes) and blocks.setdefault(offset, sizes) != sizes:
+                raise _UnsoundMetadataError(f"two blocks of {name} begin at {offset}")
+        if not _is_covered(shape, blocks):
+            raise _UnsoundMetadataError(f"the blocks of {name} do not cover its shape {shape} exactly once")
+        return blocks
+
+    def _chunk(self, name: str, offset: tuple[int, ...] | None, shape: tuple[int, ...]) -> DcpChunk:
+        info = self._table.get((name, *((None,) if offset is None else offset)))
+        if not isinstance(info, PickledRecord):
+            raise _UnsoundMetadataError(f"it does not say where {name} at {offset} is")
+        file = _text(info["relative_path"], f"the file of {name}")
+        at, nbytes = _sizes((info["offset"], info["length"]), f"the place of {name} in {file!r}")
+        transforms = info["transform_descriptors"] or ()
+        if not isinstance(transforms, (list, tuple)):
+            raise _UnsoundMetadataError(f"{name} was transformed by something that is not listed")
+        named = tuple(_text(each, f"a transformation of {name}") for each in transforms)
+        return DcpChunk(offset or (), shape, file, at, nbytes, named)
+
+
+def _dict(value: object, what: str) -> Mapping[object, object]:
+    if not isinstance(value, dict):
+        raise _UnsoundMetadataError(f"it has no table that says {what}")
+    return value
+
+
+def _text(value: object, what: str) -> str:
+    if not isinstance(value, str) or any(each == "\0" or "\ud800" <= each <= "\udfff" for each in value):
+        raise _UnsoundMetadataError(f"{what} is not text")
+    return value
+
+
+def _sizes(value: object, what: str) -> tuple[int, ...]:
+    if (
+        not isinstance(value, (tuple, list))
+        or len(value) > _DEEPEST_PATH
+        or not all(type(each) is int and 0 <= each < _BEYOND for each in value)
+    ):
+        raise _UnsoundMetadataError(f"{what} is not made of sizes")
+    return tuple(value)
+
+
+def _dtype(properties: object, name: str) -> str:
+    state = properties.state if isinstance(properties, PickledRecord) else None
+    found = state[0] if isinstance(state, tuple) and state else None
+    if not isinstance(found, Global) or found.module != "torch" or found.name not in _DTYPES:
+        raise _UnsoundMetadataError(f"{name} has no type that is known")
+    return found.name
+
+
+def _is_covered(shape: tuple[int, ...], blocks: Mapping[tuple[int, ...], tuple[int, ...]]) -> bool:
+    """Returns whether each element of a tensor is in exactly one block; `blocks` are sizes by offsets, none empty."""
+    if sum(map(math.prod, blocks.values())) != math.prod(shape):
+        return False
+    for offset, sizes in blocks.items():
+        if not len(offset) == len(sizes) == len(shape):
+            return False
+        if any(first + size > whole for first, size, whole in zip(offset, sizes, shape, strict=True)):
+            return False
+    if not blocks:
+        return True
+    # Blocks within the shape that have its volume cover it if no two of them overlap. Those of a grid do not.
+    begins = [sorted({offset[axis] for offset in blocks}) for axis in range(len(shape))]
+    ends = [dict(zip(each, [*each[1:], whole], strict=True)) for each, whole in zip(begins, shape, strict=True)]
+    if all(
+        first + size == end[first]
+        for offset, sizes in blocks.items()
+        for first, size, end in zip(offset, sizes, ends, strict=True)
+    ):
+        return True
+    if len(blocks) > _MOST_IRREGULAR:
+        return False
+    listed = list(blocks.items())
+    return not any(_overlap(*one, *other) for index, one in enumerate(listed) for other in listed[:index])
+
+
+def _overlap(
+    one: tuple[int, ...], sizes: tuple[int, ...], other: tuple[int, ...], other_sizes: tuple[int, ...]
+) -> bool:
+    return all(
+        first < second + width and second < first + size
+        for first, size, second, width in zip(one, sizes, other, other_sizes, strict=True)
+    )
+
+
+class DcpDirectory:
+    """A directory of DCP. Objects are read at once, tensors when they are asked for."""
+
+    kind = "a directory of torch.distributed.checkpoint"
+
+    def __init__(self, path: Path) -> None:
+        """Reads the directory's metadata and its objects.
+
+        Raises:
+            CheckpointError: it would have to be trusted to be read, or is compressed.
+            CheckpointDamagedError: a file is missing or cut.
+        """
+        self.path = str(path)
+        self._items = {
+            escaped(name): item
+            for name, item in read_metadata(_read(path / ".metadata"), str(path / ".metadata")).items()
+        }
+        self._nested: dict[str, torch.Tensor] = {}  # tensors within objects
+        self.tensors = {
+            name: TensorInfo(getattr(torch, item.dtype), item.shape)
+            for name, item in self._items.items()
+            if item.dtype is not None
+        }
+        self.tree = _nested([(item.path, self._leaf(name, item)) for name, item in self._items.items()])
+
+    def read(self, name: str) -> torch.Tensor:
+        """Returns a tensor on the CPU, put together from its chunks."""
+        if name in self._nested:
+            return self._nested[name]
+        info = self.tensors[name]
+        whole = torch.empty(info.shape, dtype=info.dtype)
+        for chunk in self._items[name].chunks:
+            part = self._load(name, chunk)
+            if not isinstance(part, torch.Tensor) or tuple(part.shape) != chunk.shape:
+                raise CheckpointDamagedError(f"{self.path}/{chunk.file} does not hold {name} at {chunk.offset}")
+            place = whole
+            for axis, (first, size) in enumerate(zip(chunk.offset, chunk.shape, strict=True)):
+                place = place.narrow(axis, first, size)
+            place.copy_(part)
+        return whole
+
+    def _leaf(self, name: str, item: Item) -> object:
+        if item.dtype is not None:
+            return TensorRef(name)
+        held: dict[str, torch.Tensor] = {}
+        value = take_apart(name, self._load(name, item.chunks[0]), held)
+        self._nested.update(held)
+        self.tensors.update(infos_of(held))
+        return value
+
+    def _load(self, name: str, chunk: DcpChunk) -> object:
+        if chunk.transforms:
+            raise CheckpointError(
+                f"{self.path}/{chunk.file} holds {name} transformed by {', '.join(chunk.transforms)}, which only "
+                "torch.distributed.checkpoint can undo; load it there, and save it with paceline.save"
+            )
+        try:
+            data = _read(self._inside(chunk.file), chunk.at, chunk.nbytes)
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"{self.path}/{chunk.file} holds an object for {name}, and to unpickle objects is to run what the file "
+                f"says: {str(error).splitlines()[0]} Leave it out of the state that is saved, or save plain values"
+            ) from None
+        except CheckpointError:
+            raise
+        except Exception as error:  # a damaged pickle can raise anything
+            raise CheckpointDamagedError(f"{self.path}/{chunk.file} has no readable {name}: {error}") from error
+
+    def _inside(self, file: str) -> Path:
+        """Returns the path of a file that the metadata names, which must not be outside of the directory."""
+        top = Path(self.path).resolve()
+        path = (top / file).resolve()
+        if not path.is_relative_to(top):
+            raise CheckpointError(f"{self.path}/.metadata names {file}, which is outside of the directory")
+        return path
+
+
+def _read(path: Path, at: int = 0, nbytes: int = -1) -> bytes:
+    try:
+        with open(open_regular(path), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if at + max(nbytes, 0) > size:
+                raise CheckpointDamagedError(f"{path} is cut: it ends before byte {at + nbytes:,}")
+            file.seek(at)
+            return file.read(nbytes)
+    except FileNotFoundError:
+        raise CheckpointDamagedError(f"{path} is missing") from None
+
+
+@dataclass
+class _Leaf:
+    """Tells a dict that was saved as an object from one that the paths make."""
+
+    value: object
+
+
+def _nested(leaves: list[tuple[tuple[str | int, ...], object]]) -> object:
+    """Returns nested dicts and lists, given each leaf with its path; numbers in a path are places in lists."""
+    top: dict[str | int, object] = {}
+    for path, leaf in leaves:
+        inner: dict[str | int, object] = top
+        for key in path[:-1]:
+            inner = inner.setdefault(key, {})  # type: ignore[assignment]  # a leaf has no path below it
+        inner[path[-1]] = _Leaf(leaf)
+    return _with_lists(top)
+
+
+def _with_lists(value: object) -> object:
+    if isinstance(value, _Leaf):
+        return value.value
+    assert isinstance(value, dict)
+    inner = {key: _with_lists(each) for key, each in value.items()}
+    if inner and all(type(key) is int for key in inner):
+        return [inner[key] for key in sorted(inner)]
+    return inner

@@ -1,0 +1,278 @@
+"""Finds out what a file or directory is, by what it holds.
+
+What a foreign file holds: a tree of plain values that refers to tensors, which are read when they are asked for.
+
+A safetensors file, such as one with a model's weights from a hub.
+
+What torch.save wrote: a file of tensors and plain values, read without running anything that it says.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import struct
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import torch
+
+from paceline.errors import CheckpointDamagedError, CheckpointError
+from paceline.train.checkpoint.format.local_storage import open_regular
+from paceline.train.checkpoint.format.safetensors_header import StoredTensor, length_of, read_header
+from paceline.train.checkpoint.format.values import TensorRef, escaped
+from paceline.train.checkpoint.pytree import put_together, take_apart, type_of
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor's type and shape."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class ForeignCheckpoint(Protocol):
+    """A state that another library saved."""
+
+    @property
+    def path(self) -> str:
+        """Where it is."""
+
+    @property
+    def kind(self) -> str:
+        """What it is, for people."""
+
+    @property
+    def tree(self) -> object:
+        """Nested dicts, lists and tuples of plain values, in which `TensorRef` stands for tensors."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """What is known of each tensor, by its name."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """Returns a tensor on the CPU; it may be mapped from the file, so it is not to be written to."""
+
+
+def infos_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorInfo]:
+    """Returns what is known of tensors."""
+    return {name: TensorInfo(each.dtype, tuple(each.shape)) for name, each in tensors.items()}
+
+
+def state_of(foreign: ForeignCheckpoint) -> object:
+    """Returns all that was saved, with its tensors: what torch.load would have returned."""
+    return put_together(foreign.tree, foreign.read)
+
+
+class SafetensorsFile:
+    """A safetensors file. Tensors are mapped from it, so that each process reads only what it uses."""
+
+    kind = "a safetensors file"
+
+    def __init__(self, path: Path) -> None:
+        """Reads the file's header.
+
+        Raises:
+            CheckpointDamagedError: it is cut, or its header cannot be read.
+        """
+        self.path = str(path)
+        self._slots = {escaped(slot.key): slot for slot in _slots_of(path)}
+        self.tree = {slot.key: TensorRef(name) for name, slot in self._slots.items()}
+        self.tensors = {name: TensorInfo(type_of(each.dtype), each.shape) for name, each in self._slots.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        """Returns a tensor on the CPU, mapped from the file."""
+        slot = self._slots[name]
+        dtype = self.tensors[name].dtype
+        if slot.nbytes == 0:
+            return torch.empty(slot.shape, dtype=dtype)
+        mapped = torch.from_file(self.path, shared=False, size=slot.at + slot.nbytes, dtype=torch.uint8)
+        found = mapped[slot.at :]
+        if slot.at % dtype.itemsize:  # files of other writers need not align their tensors
+            found = found.clone()
+        return found.view(dtype).view(slot.shape)
+
+
+def _slots_of(path: Path) -> list[StoredTensor]:
+    try:
+        with open(open_regular(path, follows=True), "rb") as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            beginning = file.read(8)
+            header = beginning + file.read(length_of(beginning) - len(beginning))
+        slots = read_header(header)[0]
+    except ValueError as error:
+        raise CheckpointDamagedError(f"{path} cannot be read as a safetensors file: {error}") from None
+    end = max((slot.at + slot.nbytes for slot in slots), default=len(header))
+    if end > nbytes:
+        raise CheckpointDamagedError(f"{path} is cut: it has {nbytes:,} bytes, and its tensors end at {end:,}")
+    if end < nbytes:
+        raise CheckpointDamagedError(f"{path} has {nbytes:,} bytes, and its tensors end at {end:,} already")
+    return slots
+
+
+_PICKLE_RECORD = "/data.pkl"
+# The bytes of one element, by the classes of storages that files name.
+_SIZES_OF_STORAGES = {
+    **dict.fromkeys(("UntypedStorage", "ByteStorage", "CharStorage", "BoolStorage"), 1),
+    **dict.fromkeys(("QInt8Storage", "QUInt8Storage", "QUInt4x2Storage", "QUInt2x4Storage"), 1),
+    **dict.fromkeys(("ShortStorage", "HalfStorage", "BFloat16Storage"), 2),
+    **dict.fromkeys(("IntStorage", "FloatStorage", "QInt32Storage"), 4),
+    **dict.fromkeys(("LongStorage", "DoubleStorage", "ComplexFloatStorage"), 8),
+    "ComplexDoubleStorage": 16,
+}
+_LOCAL_HEADER_NBYTES, _LENGTHS_AT = 30, 26  # of a record of a zip file, and the lengths of its name and extra field
+
+
+class TorchFile:
+    """A file of torch.save. Tensors are mapped from it, so that each process reads only what it uses."""
+
+    kind = "a file of torch.save"
+
+    def __init__(self, path: Path) -> None:
+        """Reads the file's structure.
+
+        Raises:
+            CheckpointError: it holds objects other than tensors and plain values.
+            CheckpointDamagedError: it is cut.
+        """
+        self.path = str(path)
+        self._tensors: dict[str, torch.Tensor] = {}
+        try:
+            self.tree = take_apart("", _load(path), self._tensors)
+        except RecursionError:
+            raise CheckpointDamagedError(f"{path} is nested too deeply, or holds something that holds itself") from None
+        self.tensors = infos_of(self._tensors)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Returns a tensor on the CPU."""
+        return self._tensors[name].detach()
+
+
+def _load(path: Path) -> object:
+    try:
+        return _load_mapped(path)
+    except pickle.UnpicklingError as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(
+            f"{path} holds more than tensors and plain values, and to unpickle objects is to run what the file says: "
+            f"{reason} Save state_dicts; or, if you trust the file, convert it by "
+            f"`torch.save(torch.load({str(path)!r}, weights_only=False)['model'].state_dict(), 'new.pt')` or the like"
+        ) from None
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
+        raise CheckpointDamagedError(f"{path} cannot be read as a file of torch.save: {error}") from error
+
+
+def _load_mapped(path: Path) -> object:
+    """Maps the file if it can be mapped, which those from before torch 1.6 cannot be."""
+    with open(open_regular(path, follows=True), "rb") as file:
+        is_mapped = file.read(2) == b"PK" and _are_records_whole(path, file)
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
+
+
+def _are_records_whole(path: Path, file: BinaryIO) -> bool:
+    """Whether the file's records have the sizes that its pickle says; torch compares them only where it does not map.
+
+    Raises:
+        CheckpointDamagedError: a record has another size, or is not where it should be.
+    """
+    with zipfile.ZipFile(file) as archive:
+        sizes = _sizes_of_records(path, archive, file)
+        top = next((name.removesuffix(_PICKLE_RECORD) for name in sizes if name.endswith(_PICKLE_RECORD)), "")
+        named = _Sizes(io.BytesIO(archive.read(f"{top}{_PICKLE_RECORD}")))
+        try:
+            named.load()
+        except Exception:  # a pickle with more than tensors and plain values; torch reads it, or says why it does not
+            return False
+    for key, nbytes in named.of_records:
+        if sizes.get(f"{top}/data/{key}") != nbytes:
+            raise CheckpointDamagedError(
+                f"{path} contradicts itself: a tensor of {nbytes:,} bytes is said to be in its record {key}, "
+                "which has another size or is compressed"
+            )
+    return True
+
+
+def _sizes_of_records(path: Path, archive: zipfile.ZipFile, file: BinaryIO) -> dict[str, int]:
+    """Returns the sizes of records that are not compressed, by name; none has bytes of another, or another's name."""
+    records = sorted(archive.infolist(), key=lambda each: each.header_offset)
+    ends = [*(each.header_offset for each in records[1:]), archive.start_dir]
+    found: dict[str, int] = {}
+    for each, end in zip(records, ends, strict=True):
+        file.seek(each.header_offset + _LENGTHS_AT)
+        begin = each.header_offset + _LOCAL_HEADER_NBYTES + sum(struct.unpack("<HH", file.read(4)))
+        if each.filename in found or begin + each.compress_size > end:
+            raise CheckpointDamagedError(f"{path} contradicts itself: its record {each.filename} is there twice")
+        found[each.filename] = each.file_size if each.compress_type == zipfile.ZIP_STORED else -1
+    return found
+
+
+class _Inert:
+    """Stands for whatever a pickle names or makes, and does nothing."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+
+    def __call__(self, *_: object) -> _Inert:
+        return _Inert()
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+    def __setitem__(self, key: object, value: object) -> None:
+        pass
+
+
+class _Sizes(pickle._Unpickler):  # in Python: the one in C takes as much memory as a pickle likes for its memo
+    """Collects the keys and sizes of the records that a pickle refers to; it makes nothing of what the pickle names."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.of_records: set[tuple[str, int]] = set()
+
+    def find_class(self, module: str, name: str) -> Any:
+        return _Inert(name)
+
+    def persistent_load(self, pid: Any) -> object:
+        _, kind, key, _, count = pid
+        self.of_records.add((str(key), int(count) * _SIZES_OF_STORAGES[kind.name]))
+        return _Inert()
+
+
+_ZIP = b"PK\x03\x04"
+_PICKLE_MAGIC = b"\x80"  # with which torch.save's files of before torch 1.6 begin
+
+
+def open_foreign(path: str | os.PathLike[str]) -> ForeignCheckpoint | None:
+    """Returns what another library saved there; None if it is a directory that none of those known wrote.
+
+    Raises:
+        CheckpointError: the file is of no known kind, is damaged, or would have to be trusted to be read.
+        FileNotFoundError: there is nothing.
+    """
+    where = Path(path)
+    if where.is_dir():
+        if not os.path.lexists(where / ".metadata"):
+            return None
+        from paceline.train.checkpoint.foreign.dcp import DcpDirectory
+
+        return DcpDirectory(where)
+    with open(open_regular(where, follows=True), "rb") as file:
+        beginning = file.read(8)
+    if beginning.startswith((_ZIP, _PICKLE_MAGIC)):
+        return TorchFile(where)
+    try:
+        length_of(beginning)
+    except ValueError:
+        raise CheckpointError(
+            f"{where} is neither a checkpoint of Paceline, nor a file of torch.save or safetensors: it begins with "
+            f"{beginning!r}"
+        ) from None
+
+    return SafetensorsFile(where)

@@ -1,0 +1,153 @@
+"""Places that cannot rename: object stores and whatever else fsspec reaches. The manifest is written last there.
+
+So a directory without a manifest was not finished, and one with a manifest is whole, since the manifest comes after all
+other files. Where the manifest itself can be cut, its digest says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.errors import CheckpointError
+
+
+class FsspecStorage:
+    """An address such as s3://bucket/run, gs://bucket/run or memory://run."""
+
+    renames = False
+
+    def __init__(self, address: str) -> None:
+        """Takes an address; its file system is made with the settings that fsspec finds in the environment.
+
+        Raises:
+            CheckpointError: fsspec, or what it needs for this kind of address, is not installed.
+        """
+        try:
+            from fsspec.core import url_to_fs
+
+            self._system, self._path = url_to_fs(address)
+        except ImportError as error:
+            raise CheckpointError(
+                f"{address} needs packages that are not installed: pip install 'paceline[fsspec]', and what fsspec "
+                f"needs for this kind of address ({error})"
+            ) from error
+        except ValueError as error:
+            raise CheckpointError(f"{address} is no address that fsspec knows: {error}") from error
+        self._address = address.rstrip("/")
+
+    def describe(self, name: str = "") -> str:
+        """Returns the full address of a name."""
+        return f"{self._address}/{name}" if name else self._address
+
+    def _full(self, name: str) -> str:
+        return f"{self._path.rstrip('/')}/{name}" if name else self._path
+
+    def names(self, directory: str = "") -> list[str]:
+        """Returns the names in a directory; none if it is not there."""
+        self._system.invalidate_cache()
+        try:
+            found = self._system.ls(self._full(directory), detail=False)
+        except FileNotFoundError:
+            return []
+        return [each.rstrip("/").rsplit("/", 1)[-1] for each in found]
+
+    def size(self, name: str) -> int | None:
+        """Returns a file's size in bytes; None if there is no such file."""
+        self._system.invalidate_cache()
+        try:
+            info = self._system.info(self._full(name))
+        except FileNotFoundError:
+            return None
+        return int(info["size"]) if info["type"] == "file" else None
+
+    def make_directory(self, name: str) -> None:
+        """Makes a directory, where the store has any."""
+        self._system.makedirs(self._full(name), exist_ok=True)
+
+    def create(self, name: str) -> _FsspecOutput:
+        """Makes a file, which appears when it is complete and replaces one of that name."""
+        return _FsspecOutput(self._system.open(self._full(name), "wb"))
+
+    def open(self, name: str) -> _FsspecInput:
+        """Opens a file for reading."""
+        return _FsspecInput(self._system.open(self._full(name), "rb"))
+
+    def sync_directory(self, name: str) -> None:
+        """Does nothing: what such a store has accepted is durable."""
+
+    def rename(self, old: str, new: str) -> None:
+        """Is not possible.
+
+        Raises:
+            OSError: always.
+        """
+        raise OSError(f"{self.describe(old)} cannot be renamed at once")
+
+    def remove(self, name: str) -> None:
+        """Removes a file, or a directory with all that is in it."""
+        try:
+            self._system.rm(self._full(name), recursive=True)
+        except FileNotFoundError:
+            return
+
+    def free_nbytes(self) -> int | None:
+        """Returns None: a store does not say."""
+        return None
+
+    def share(self, directory: str) -> _Nothing:
+        """Does nothing: there are no locks."""
+        return _Nothing()
+
+    def is_held(self, directory: str) -> bool:
+        """Returns False: there are no locks."""
+        return False
+
+
+class _Nothing:
+    def close(self) -> None:
+        pass
+
+
+class _FsspecOutput:
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._is_committed = False
+
+    def write(self, views: Sequence[memoryview]) -> None:
+        for view in views:
+            self._file.write(view)
+
+    def commit(self) -> None:
+        self._file.close()
+        self._is_committed = True
+
+    def close(self) -> None:
+        """Gives up what was not committed: to close such a file would publish it."""
+        if not self._is_committed:
+            self._is_committed = True
+            discard = getattr(self._file, "discard", None)
+            if discard is not None:
+                discard()
+
+
+class _FsspecInput:
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def size(self) -> int:
+        return int(self._file.size)
+
+    def read_into(self, at: int, buffer: memoryview) -> int:
+        self._file.seek(at)
+        done = 0
+        while done < len(buffer):
+            data = self._file.read(len(buffer) - done)
+            if not data:
+                break
+            buffer[done : done + len(data)] = data
+            done += len(data)
+        return done
+
+    def close(self) -> None:
+        self._file.close()

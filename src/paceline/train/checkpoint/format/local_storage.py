@@ -1,0 +1,427 @@
+"""A local or shared directory as a place for checkpoints.
+
+Every operation by which a checkpoint changes a disk, one method each, so that a test can end or trace each.
+
+Writes large files past the system's cache, which costs a copy and begins to write late.
+
+Direct writes must begin at multiples of 4 KiB in the file and in memory. What is so already is written from where it
+is, such as a copy that `staging.py` has laid out like the file; the rest is collected in a buffer.
+
+Opens files whose names or contents are not trusted: regular ones only, and without waiting for anybody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.errors import CheckpointDamagedError
+from paceline.train.checkpoint.format.manifest import FILE as MANIFEST
+from paceline.train.checkpoint.format.storage import InputFile, OutputFile
+from paceline.train.elastic.failpoints import failpoint
+
+# What file systems say that write names at once and know no sync of directories, such as some of FUSE and CIFS.
+_NOT_FOR_DIRECTORIES = (errno.EINVAL, errno.ENOTSUP)
+_MOST_VIEWS = 512  # of one call; the system takes at least 1,024
+
+
+class Disk:
+    """The operations of a local file system. Each may raise OSError."""
+
+    def make_directory(self, path: Path) -> None:
+        """Makes a directory, whose parent exists."""
+        failpoint("checkpoint.make")
+        os.mkdir(path)
+
+    def create(self, path: Path) -> int:
+        """Makes a file that is not there yet; returns its descriptor."""
+        failpoint("checkpoint.create")
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def write(self, descriptor: int, views: Sequence[memoryview]) -> int:
+        """Appends at least one byte of the views to a file; returns how many bytes."""
+        failpoint("checkpoint.write")
+        return os.writev(descriptor, views[:_MOST_VIEWS])
+
+    def set_direct(self, descriptor: int, is_direct: bool) -> bool:
+        """Has writes to a file go past the system's cache, or through it; returns whether they go past it."""
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | (os.O_DIRECT if is_direct else 0))
+        except OSError:  # the file system cannot
+            return False
+        return is_direct
+
+    def sync(self, descriptor: int) -> None:
+        """Waits until a file's bytes survive the loss of power."""
+        failpoint("checkpoint.sync")
+        os.fsync(descriptor)
+
+    def sync_directory(self, path: Path) -> None:
+        """Waits until the names in a directory survive the loss of power."""
+        failpoint("checkpoint.sync")
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in _NOT_FOR_DIRECTORIES:
+                raise
+        finally:
+            os.close(descriptor)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Gives a file or directory another name; a file that had that name is replaced."""
+        failpoint("checkpoint.rename")
+        os.rename(old, new)
+
+    def remove_file(self, path: Path) -> None:
+        """Removes a file."""
+        failpoint("checkpoint.remove")
+        os.unlink(path)
+
+    def remove_directory(self, path: Path) -> None:
+        """Removes an empty directory."""
+        failpoint("checkpoint.remove")
+        os.rmdir(path)
+
+
+ALIGNMENT = 4096
+_BUFFER_NBYTES = 4 << 20
+
+
+class DirectWriter:
+    """Appends to a file, all of which is written with `finish`; where direct writes are refused, by usual ones.
+
+    Args:
+        disk: performs the writes.
+        descriptor: of the file, which is empty.
+        is_wanted: whether to write directly; small files need not be.
+    """
+
+    def __init__(self, disk: Disk, descriptor: int, *, is_wanted: bool = True) -> None:
+        self._disk, self._descriptor = disk, descriptor
+        self._is_direct = is_wanted and disk.set_direct(descriptor, True)
+        self._buffer: memoryview | None = None
+        self._filled = 0
+        self._has_begun = False
+
+    def write(self, views: Sequence[memoryview]) -> None:
+        """Appends bytes, which may change afterwards."""
+        if not self._is_direct and not self._filled:
+            self._write_out(list(views))
+            return
+        aligned: list[memoryview] = []  # whole blocks, to be written from where they are
+        for view in views:
+            if self._filled == 0 and len(view) % ALIGNMENT == 0 and _is_aligned(view, 0):
+                aligned.append(view)
+                continue
+            self._write_out(aligned)
+            aligned = []
+            self._collect(view)
+        self._write_out(aligned)
+
+    def finish(self) -> None:
+        """Writes what has been collected; a small file, and the rest of a block, in the usual way."""
+        filled, self._filled = self._filled, 0
+        if not filled:
+            return
+        whole = filled // ALIGNMENT * ALIGNMENT if self._is_direct and self._has_begun else 0
+        self._write_out([self._memory()[:whole]])
+        if self._is_direct:
+            self._is_direct = self._disk.set_direct(self._descriptor, False)
+        self._write_out([self._memory()[whole:filled]])
+
+    def _collect(self, view: memoryview) -> None:
+        while view:
+            if self._filled and len(view) > 2 * ALIGNMENT and _is_aligned(view, self._filled):
+                room = -self._filled % ALIGNMENT  # the rest of the view is aligned after that
+                self._take(view[:room])
+                end = room + (len(view) - room) // ALIGNMENT * ALIGNMENT
+                self._flush(view[room:end])
+                view = view[end:]
+            elif self._filled == 0 and len(view) >= ALIGNMENT and _is_aligned(view, 0):
+                whole = len(view) // ALIGNMENT * ALIGNMENT
+                self._write_out([view[:whole]])
+                view = view[whole:]
+            else:
+                part = view[: _BUFFER_NBYTES - self._filled]
+                self._take(part)
+                view = view[len(part) :]
+                if self._filled == _BUFFER_NBYTES:
+                    self._flush()
+
+    def _take(self, part: memoryview) -> None:
+        self._memory()[self._filled : self._filled + len(part)] = part
+        self._filled += len(part)
+
+    def _flush(self, *then: memoryview) -> None:
+        self._write_out([self._memory()[: self._filled], *then])
+        self._filled = 0
+
+    def _memory(self) -> memoryview:
+        if self._buffer is None:
+            self._buffer = memoryview(mmap.mmap(-1, _BUFFER_NBYTES))
+        return self._buffer
+
+    def _write_out(self, views: list[memoryview]) -> None:
+        left = [view for view in views if len(view)]
+        self._has_begun = self._has_begun or bool(left)
+        while left:
+            try:
+                written = self._disk.write(self._descriptor, left)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._is_direct:
+                    raise
+                self._disk.set_direct(self._descriptor, False)  # the file system wants it otherwise
+                self._is_direct = False
+                continue
+            while left and written >= len(left[0]):
+                written -= len(left.pop(0))
+            if written:
+                left[0] = left[0][written:]
+
+
+def _is_aligned(view: memoryview, offset: int) -> bool:
+    """Returns whether a view lies in memory as it would after `offset` bytes of aligned memory."""
+    if view.readonly:
+        return False
+    return (ctypes.addressof(ctypes.c_char.from_buffer(view)) - offset) % ALIGNMENT == 0
+
+
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def status_of(path: str | os.PathLike[str], *, follows: bool = False) -> os.stat_result:
+    """Returns what the system knows of a regular file.
+
+    Args:
+        follows: whether it may be a symbolic link to one, as where a person named it.
+
+    Raises:
+        CheckpointDamagedError: it is something else.
+        OSError: it is not there, or out of reach.
+    """
+    return _required(path, os.stat(path, follow_symlinks=follows))
+
+
+def open_regular(path: str | os.PathLike[str], *, follows: bool = False) -> int:
+    """Opens a regular file for reading; returns its descriptor. Raises what `status_of` raises."""
+    status_of(path, follows=follows)  # to open a device may already do something
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follows else os.O_NOFOLLOW)
+    descriptor = os.open(path, flags)
+    try:
+        _required(path, os.fstat(descriptor))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _required(path: str | os.PathLike[str], found: os.stat_result) -> os.stat_result:
+    if not stat.S_ISREG(found.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
+        raise CheckpointDamagedError(
+            f"{os.fspath(path)} is {kind}, and a checkpoint consists of regular files; put the file itself there"
+        )
+    return found
+
+
+_MOST_TRIES = 100
+_LARGE = ".safetensors"  # files that may be large
+_OPENING = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # whatever somebody has put in the place of a manifest
+# The manifests that this process holds, by device and inode: to open and close one would let it go.
+_held_here: set[tuple[int, int]] = set()
+
+
+class LocalStorage:
+    """A directory of a file system that the ranks of a host, or all ranks, share."""
+
+    renames = True
+
+    def __init__(self, path: str | os.PathLike[str], disk: Disk | None = None) -> None:
+        """Takes a path, which need not exist yet; `disk` performs what changes the file system."""
+        self.path = Path(os.path.abspath(path))
+        self._disk = disk or Disk()
+
+    def describe(self, name: str = "") -> str:
+        """Returns the full path of a name."""
+        return str(self.path / name)
+
+    def names(self, directory: str = "") -> list[str]:
+        """Returns the names in a directory; none if it is not there."""
+        try:
+            return os.listdir(self.path / directory)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def size(self, name: str) -> int | None:
+        """Returns a file's size in bytes; None if there is no such file.
+
+        Raises:
+            CheckpointDamagedError: it is a link, a pipe or something else than a regular file.
+        """
+        try:
+            return status_of(self.path / name).st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def make_directory(self, name: str) -> None:
+        """Makes a directory and those above it, each of which survives the loss of power."""
+        self._make(self.path / name)
+
+    def _make(self, path: Path) -> None:
+        if path.is_dir():
+            return
+        self._make(path.parent)
+        with contextlib.suppress(FileExistsError):  # another rank was faster
+            self._disk.make_directory(path)
+        self._disk.sync_directory(path.parent)
+
+    def create(self, name: str) -> OutputFile:
+        """Makes a file that is not there yet; while it is open, the directory counts as held if it is the manifest."""
+        file = _LocalOutput(self._disk, self._disk.create(self.path / name), is_large=name.endswith(_LARGE))
+        if Path(name).name == MANIFEST:
+            file.hold()
+        return file
+
+    def open(self, name: str) -> InputFile:
+        """Opens a file for reading; raises what `size` raises."""
+        return _LocalInput(open_regular(self.path / name))
+
+    def sync_directory(self, name: str) -> None:
+        """Returns when the names in a directory survive the loss of power."""
+        self._disk.sync_directory(self.path / name)
+
+    def rename(self, old: str, new: str) -> None:
+        """Gives a file or directory another name at once."""
+        self._disk.rename(self.path / old, self.path / new)
+
+    def remove(self, name: str) -> None:
+        """Removes a file, or a directory with all that is in it."""
+        self._remove(self.path / name)
+
+    def _remove(self, path: Path) -> None:
+        if path.is_dir() and not path.is_symlink():
+            for inner in sorted(path.iterdir()):
+                self._remove(inner)
+            with contextlib.suppress(FileNotFoundError):
+                self._disk.remove_directory(path)
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                self._disk.remove_file(path)
+
+    def free_nbytes(self) -> int | None:
+        """Returns what the file system has left for this user."""
+        path = self.path
+        while not path.exists():
+            path = path.parent
+        found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize
+
+    def share(self, directory: str) -> _Shared:
+        """Keeps a checkpoint from being removed while it is read; on a file system without locks it does nothing."""
+        descriptor = os.open(self.path / directory / MANIFEST, os.O_RDONLY | _OPENING)
+        for _ in range(_MOST_TRIES):  # somebody who asks whether it is held has the lock for an instant
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                break
+        return _Shared(descriptor)
+
+    def is_held(self, directory: str) -> bool:
+        """Returns whether a live process writes or reads this directory."""
+        manifest = self.path / directory / MANIFEST
+        try:
+            if _identity(os.lstat(manifest)) in _held_here:
+                return True
+            descriptor = os.open(manifest, os.O_RDWR | _OPENING)
+        except OSError:
+            return False
+        try:
+            # A writer's lock is of its process, so that what it forks does not keep it; readers may be several in one
+            # process, so each has a lock of its own.
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # no locks on this file system
+            return False
+        finally:
+            os.close(descriptor)
+        return False
+
+
+class _LocalOutput:
+    def __init__(self, disk: Disk, descriptor: int, *, is_large: bool) -> None:
+        self._disk = disk
+        self._descriptor = descriptor
+        self._writer = DirectWriter(disk, descriptor, is_wanted=is_large)
+        self._held: tuple[int, int] | None = None
+
+    def hold(self) -> None:
+        with contextlib.suppress(OSError):
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._held = _identity(os.fstat(self._descriptor))
+        _held_here.add(self._held)
+
+    def write(self, views: Sequence[memoryview]) -> None:
+        self._writer.write([view.cast("B") for view in views if view.nbytes])
+
+    def commit(self) -> None:
+        self._writer.finish()
+        self._disk.sync(self._descriptor)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            descriptor, self._descriptor = self._descriptor, -1
+            _held_here.discard(self._held or (0, 0))
+            os.close(descriptor)
+
+
+class _LocalInput:
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def size(self) -> int:
+        return os.fstat(self._descriptor).st_size
+
+    def read_into(self, at: int, buffer: memoryview) -> int:
+        done = 0
+        while done < len(buffer):
+            count = os.preadv(self._descriptor, [buffer[done:]], at + done)
+            if count == 0:
+                break
+            done += count
+        return done
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            descriptor, self._descriptor = self._descriptor, -1
+            os.close(descriptor)
+
+
+class _Shared:
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            descriptor, self._descriptor = self._descriptor, -1
+            os.close(descriptor)
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino

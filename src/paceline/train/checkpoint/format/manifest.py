@@ -1,0 +1,255 @@
+"""What a checkpoint holds: its files, which bytes of them are which part of which tensor, and the plain values.
+
+A checkpoint is what its manifest says; a directory without a readable one is none.
+
+The names of checkpoints, and those of one that is being written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from paceline.errors import CheckpointError
+from paceline.train.checkpoint.format.regions import Region, count, untiled
+from paceline.train.checkpoint.format.regions import fault_of as fault_of_region
+from paceline.train.checkpoint.format.safetensors_header import ITEMSIZE, nbytes_of
+from paceline.train.checkpoint.format.values import Json, tensors_in
+
+WRITING = ".writing-"
+REMOVING = ".removing-"
+LATEST = "latest"
+_NAME = re.compile(r"(step|state)_\d+(\.\d+)?(-[0-9a-f]+)?")
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A checkpoint that is being written.
+
+    Attributes: the `name` that it will have, the `directory` in which ranks write, the `step`, the `sequence` among
+    the root's checkpoints, and a `token` that no other one has.
+    """
+
+    name: str
+    directory: str
+    step: int | None
+    sequence: int
+    token: str
+
+    def to_bytes(self) -> bytes:
+        """Returns the draft for the other ranks."""
+        return msgspec.json.encode(self)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Draft:
+        """Returns what `to_bytes` encoded."""
+        return msgspec.json.decode(data, type=Draft)
+
+
+def is_name(name: str) -> bool:
+    """Returns whether a directory of this name is one that a save made; others are left alone."""
+    return _NAME.fullmatch(name) is not None
+
+
+def draft_of(
+    step: int | None, sequence: int, token: str, taken: Container[str], *, renames: bool, is_unique: bool
+) -> Draft:
+    """Returns the draft of a new checkpoint.
+
+    Args:
+        step: of the training; without one, the name says the sequence.
+        sequence: of the checkpoint in its root.
+        token: that no other one has.
+        taken: names that are in use.
+        renames: whether it is written under another name first.
+        is_unique: whether the name has the token, so that it is free on every host.
+    """
+    stem = f"state_{sequence:06d}" if step is None else f"step_{step:010d}"
+    name, number = stem, 2
+    while name in taken:
+        name, number = f"{stem}.{number}", number + 1
+    if is_unique:
+        name = f"{stem}-{token}"
+    directory = f"{WRITING}{name}-{token}" if renames else name
+    return Draft(name, directory, step, sequence, token)
+
+
+VERSION = 1
+FILE = "manifest.json"
+_FILE_NAME = re.compile(r"\w[\w.-]{0,254}", re.ASCII)
+_LARGEST = 1 << 62
+_LARGEST_SEQUENCE = 1 << 53
+_LATEST_S = 1 << 37  # which a date of four digits has
+BLOCK_NBYTES = 1 << 20  # each block of a piece has a digest of its own, so that a reader of a part can check it
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A region of a tensor, as bytes of a file.
+
+    Attributes: `file` in the checkpoint's directory, `key` of the tensor in that safetensors file, `at`, the first byte
+    in the file, `region` of the tensor, and `digests` of its blocks.
+    """
+
+    file: str
+    key: str
+    at: int
+    region: Region
+    digests: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor: its type by safetensors' name, its shape, and the pieces that make it up."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file's size, and the digest of its header; what follows the header are pieces."""
+
+    nbytes: int
+    header_nbytes: int
+    header: str
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What one rank wrote."""
+
+    rank: int
+    files: dict[str, FileEntry]
+    tensors: dict[str, TensorEntry]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a list of checkpoints says of one; see `Manifest`."""
+
+    step: int | None
+    sequence: int
+    token: str
+    files: dict[str, FileEntry]
+    here: tuple[str, ...] | None = None
+
+    def files_here(self) -> dict[str, FileEntry]:
+        """Returns the files that the directory of this manifest must have."""
+        return self.files if self.here is None else {name: self.files[name] for name in self.here}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that is known of a checkpoint.
+
+    Attributes: `step` of the training, if it was given; `sequence`, which grows with each checkpoint in a root;
+    `token`, the same on all hosts that took part; `world_size` of the ranks that wrote; `written_at_s`, as of
+    `time.time()`; `paceline`, the version; `files`; `tensors`; `values`, a tree of JSON; `here`, the files that this
+    directory has, or None if it has all; and `block_nbytes`, how much of a piece each of its digests covers.
+    """
+
+    step: int | None
+    sequence: int
+    token: str
+    world_size: int
+    written_at_s: float
+    paceline: str
+    files: dict[str, FileEntry]
+    tensors: dict[str, TensorEntry]
+    values: Json
+    here: tuple[str, ...] | None = None
+    block_nbytes: int = BLOCK_NBYTES
+
+    def files_here(self) -> dict[str, FileEntry]:
+        """Returns the files that the directory of this manifest must have."""
+        return Summary(self.step, self.sequence, self.token, self.files, self.here).files_here()
+
+
+def merged(parts: Iterable[RankPart]) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
+    """Returns the files and tensors of all ranks together.
+
+    Raises:
+        CheckpointError: ranks disagree on a tensor's type or shape, or their pieces do not make it up exactly.
+    """
+    files: dict[str, FileEntry] = {}
+    first: dict[str, tuple[int, TensorEntry]] = {}
+    pieces: dict[str, list[Piece]] = {}
+    for part in parts:
+        files.update(part.files)
+        for name, entry in part.tensors.items():
+            rank, known = first.setdefault(name, (part.rank, entry))
+            if (known.dtype, known.shape) != (entry.dtype, entry.shape):
+                raise CheckpointError(
+                    f"the tensor {name} is {known.dtype} {list(known.shape)} on rank {rank}, but {entry.dtype} "
+                    f"{list(entry.shape)} on rank {part.rank}; all ranks must save the same state"
+                )
+            pieces.setdefault(name, []).extend(entry.pieces)
+    tensors = {
+        name: TensorEntry(entry.dtype, entry.shape, tuple(pieces[name])) for name, (_, entry) in sorted(first.items())
+    }
+    for name, entry in tensors.items():
+        if (fault := untiled(entry.shape, [piece.region for piece in entry.pieces])) is not None:
+            raise CheckpointError(
+                f"the ranks do not hold the tensor {name} ({entry.dtype} {list(entry.shape)}) exactly once: {fault}. "
+                "Every rank must save its part of the same state"
+            )
+    return files, tensors
+
+
+def fault_of(manifest: Manifest) -> str | None:
+    """Returns what in a manifest contradicts itself, as one that was edited may; None if nothing does."""
+    if (fault := fault_of_summary(manifest)) is not None:
+        return fault
+    if manifest.block_nbytes < 1 or manifest.world_size < 1 or not 0 <= manifest.written_at_s < _LATEST_S:
+        return "a size or the time is none that can be"
+    used: dict[str, list[tuple[int, int]]] = {name: [(0, each.header_nbytes)] for name, each in manifest.files.items()}
+    for name, entry in manifest.tensors.items():
+        if (fault := _fault_of_tensor(entry, manifest, used)) is not None:
+            return f"of the tensor {name} {fault}"
+    for name, ranges in used.items():
+        ends = [stop for _, stop in sorted(ranges)]
+        starts = [start for start, _ in sorted(ranges)]
+        if any(start < end for start, end in zip(starts[1:], ends, strict=False)):
+            return f"two tensors, or a tensor and the header, have the same bytes of {name}"
+    if missing := sorted(tensors_in(manifest.values) - manifest.tensors.keys()):
+        return f"a value refers to the tensor {missing[0]}, which is not listed"
+    return None
+
+
+def fault_of_summary(summary: Summary | Manifest) -> str | None:
+    """Returns what is wrong with the numbers and names of files that a manifest states; None if nothing is."""
+    for name, entry in summary.files.items():
+        if not _FILE_NAME.fullmatch(name) or name == FILE:
+            return f"{name!r} is no name of a file beside it"
+        if not 0 <= entry.header_nbytes <= entry.nbytes <= _LARGEST:
+            return f"{name} has {entry.nbytes:,} bytes, {entry.header_nbytes:,} of them as its header"
+    if not 0 <= summary.sequence <= _LARGEST_SEQUENCE:
+        return f"its sequence is {summary.sequence}"
+    unlisted = [name for name in summary.here or () if name not in summary.files]
+    return f"{unlisted[0]} is said to be here, but is not listed" if unlisted else None
+
+
+def _fault_of_tensor(entry: TensorEntry, manifest: Manifest, used: dict[str, list[tuple[int, int]]]) -> str | None:
+    """Adds the bytes of a tensor's pieces to those of its files that are in use; returns what is wrong with them."""
+    if entry.dtype not in ITEMSIZE:
+        return f"the type {entry.dtype} is unknown"
+    if any(size < 0 for size in entry.shape) or nbytes_of(entry.dtype, entry.shape) > _LARGEST:
+        return f"the shape {list(entry.shape)} is none that can be"
+    for piece in entry.pieces:
+        if piece.file not in manifest.files:
+            return f"a piece is in {piece.file}, which is not listed"
+        if (fault := fault_of_region(piece.region, entry.shape)) is not None:
+            return f"a piece has {fault}"
+        nbytes, file = count(piece.region) * ITEMSIZE[entry.dtype], manifest.files[piece.file]
+        if not 0 <= piece.at <= piece.at + nbytes <= file.nbytes:
+            return f"the bytes {piece.at} to {piece.at + nbytes} of {piece.file} are named, which has {file.nbytes}"
+        if len(piece.digests) != max(-(-nbytes // manifest.block_nbytes), 1):
+            return f"a piece of {nbytes} bytes has {len(piece.digests)} digests"
+        if nbytes:
+            used[piece.file].append((piece.at, piece.at + nbytes))
+    return untiled(entry.shape, [piece.region for piece in entry.pieces])

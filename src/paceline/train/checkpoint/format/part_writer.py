@@ -1,0 +1,224 @@
+"""Writes what one rank holds of a checkpoint: safetensors files in a stream, with digests, durable at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias, TypeVar
+
+from paceline.errors import CheckpointError
+from paceline.train.checkpoint.format.manifest import BLOCK_NBYTES, Draft, FileEntry, Piece, RankPart, TensorEntry
+from paceline.train.checkpoint.format.manifest_json import blocks_of, digest_of
+from paceline.train.checkpoint.format.regions import Box, Flat, Region, count, fault_of, whole
+from paceline.train.checkpoint.format.safetensors_header import ITEMSIZE, StoredTensor, header_of, nbytes_of
+from paceline.train.checkpoint.format.storage import OutputFile, WritableStorage, check_room, storage_error, who
+
+Data: TypeAlias = "bytes | bytearray | memoryview"
+Progress: TypeAlias = Callable[[int, int], None]
+
+SPLIT_NBYTES = 1 << 30
+_WRITE_NBYTES = 8 * BLOCK_NBYTES  # of one call
+_SMALL_NBYTES = 64 << 10  # below that, bytes are copied, so that one write takes many tensors
+_MOST_PENDING = 256
+
+
+@dataclass(frozen=True)
+class WriteItem:
+    """A region of a tensor that this rank writes.
+
+    Attributes: `name` of the tensor, its `dtype` by safetensors' name, its whole `shape`, the `region`, and its `data`:
+    the region's elements, contiguous and row-major, or a function that returns them when their turn has come. What it
+    returns must not change before the next one is asked or `write_part` returns.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    region: Region
+    data: Data | Callable[[], Data]
+
+    @property
+    def nbytes(self) -> int:
+        """The region's size in bytes."""
+        return count(self.region) * ITEMSIZE[self.dtype]
+
+    @property
+    def key(self) -> str:
+        """The region's name in its file: the tensor's if it is all of it."""
+        if self.region == whole(self.shape) and self.name != "__metadata__":
+            return self.name
+        if isinstance(self.region, Flat):
+            return f"{self.name}[{self.region.start}:{self.region.stop}]"
+        ranges = (f"{first}:{first + size}" for first, size in zip(self.region.offset, self.region.shape, strict=True))
+        return f"{self.name}[{', '.join(ranges)}]"
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape that the region has in its file."""
+        if isinstance(self.region, Box):
+            return self.region.shape
+        return self.shape if self.region == whole(self.shape) else (count(self.region),)
+
+
+class _Sized(Protocol):
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+P = TypeVar("P", bound=_Sized)
+
+
+def in_files(pieces: Sequence[P], split_nbytes: int = SPLIT_NBYTES) -> Iterator[list[P]]:
+    """Yields the pieces of each file in the order in which they are written.
+
+    Large elements come first, so that all are aligned.
+    """
+    share: list[P] = []
+    nbytes = 0
+    for piece in sorted(pieces, key=lambda each: -ITEMSIZE[each.dtype]):
+        if share and nbytes + piece.nbytes > split_nbytes:
+            yield share
+            share, nbytes = [], 0
+        share.append(piece)
+        nbytes += piece.nbytes
+    if share:
+        yield share
+
+
+def write_part(
+    place: WritableStorage,
+    draft: Draft,
+    rank: int,
+    pieces: Sequence[WriteItem],
+    *,
+    split_nbytes: int = SPLIT_NBYTES,
+    progress: Progress | None = None,
+) -> RankPart:
+    """Writes a rank's pieces; they survive the loss of power when it returns.
+
+    Args:
+        place: where the checkpoint is written.
+        draft: of the checkpoint, from `Root.begin`.
+        rank: of this process, for the files' names.
+        pieces: what this rank writes; it may be nothing.
+        split_nbytes: how large a file may become, unless one piece is larger.
+        progress: called with the bytes written and the bytes in all after each block; it may raise, to stop.
+
+    Raises:
+        CheckpointError: a file could not be written, or the pieces are wrong.
+    """
+    for piece in pieces:
+        if (fault := fault_of(piece.region, piece.shape)) is not None:
+            raise CheckpointError(f"{who(rank)} wanted to save {fault} for {piece.name}")
+    total = sum(each.nbytes for each in pieces)
+    check_room(place, total, rank)
+    files: dict[str, FileEntry] = {}
+    found: dict[str, TensorEntry] = {}
+    done = 0
+    for number, members in enumerate(in_files(pieces, split_nbytes)):
+        name = f"rank_{rank:05d}_{number:03d}.safetensors"
+        stream = _Stream(place, f"{draft.directory}/{name}", rank, done, total, progress)
+        files[name] = _write_file(stream, name, members, found)
+        done = stream.done
+    try:
+        place.sync_directory(draft.directory)
+    except OSError as error:
+        raise storage_error("make durable", place, draft.directory, error, rank=rank) from error
+    return RankPart(rank, files, found)
+
+
+def _write_file(stream: _Stream, name: str, pieces: list[WriteItem], found: dict[str, TensorEntry]) -> FileEntry:
+    header, slots = header_of([(each.key, each.dtype, each.stored_shape) for each in pieces])
+    with stream:
+        stream.add(memoryview(header), is_data=False)
+        for piece, slot in zip(pieces, slots, strict=True):
+            written = Piece(name, piece.key, slot.at, piece.region, _write_piece(stream, piece, slot))
+            entry = found.setdefault(piece.name, TensorEntry(piece.dtype, piece.shape, ()))
+            found[piece.name] = replace(entry, pieces=(*entry.pieces, written))
+        stream.finish()
+    nbytes = len(header) + sum(each.nbytes for each in pieces)
+    return FileEntry(nbytes, len(header), digest_of(header))
+
+
+def _write_piece(stream: _Stream, piece: WriteItem, slot: StoredTensor) -> tuple[str, ...]:
+    data = piece.data() if callable(piece.data) else piece.data
+    view = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
+    if len(view) != nbytes_of(slot.dtype, slot.shape):
+        raise CheckpointError(
+            f"{stream.who} was given {len(view)} bytes for {piece.key}, which has {piece.nbytes} ({piece.dtype} "
+            f"{list(piece.stored_shape)})"
+        )
+    found = []
+    for chunk in blocks_of(view, _WRITE_NBYTES):
+        found += [digest_of(block) for block in blocks_of(chunk)]
+        stream.add(chunk)
+    stream.let_go()
+    return tuple(found)
+
+
+class _Stream:
+    """A file that is being written: gathers small blocks, counts bytes, and turns refusals into errors."""
+
+    def __init__(
+        self, place: WritableStorage, name: str, rank: int, done: int, total: int, progress: Progress | None
+    ) -> None:
+        self.who = who(rank)
+        self.done = done
+        self._place, self._name, self._rank = place, name, rank
+        self._total, self._progress = total, progress
+        self._file: OutputFile | None = None
+        self._pending: list[memoryview] = []
+        self._pending_nbytes = 0
+        self._borrows = False  # whether memory of the caller's is pending
+
+    def __enter__(self) -> _Stream:
+        try:
+            self._file = self._place.create(self._name)
+        except OSError as error:
+            raise storage_error("make", self._place, self._name, error, rank=self._rank) from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def add(self, block: memoryview, *, is_data: bool = True) -> None:
+        """Writes a block, now or with the next ones; `let_go` ends the time in which it must not change."""
+        is_small = len(block) < _SMALL_NBYTES
+        self._pending.append(memoryview(bytes(block)) if is_small else block)
+        self._pending_nbytes += len(block)
+        self._borrows = self._borrows or not is_small
+        if self._pending_nbytes >= _WRITE_NBYTES or len(self._pending) >= _MOST_PENDING:
+            self._flush()
+        if is_data:
+            self.done += len(block)
+            if self._progress is not None:
+                self._progress(self.done, self._total)
+
+    def let_go(self) -> None:
+        """Writes what is still memory of the caller's; small blocks were copied."""
+        if self._borrows:
+            self._flush()
+
+    def finish(self) -> None:
+        """Returns when the file is durable."""
+        self._flush()
+        assert self._file is not None
+        try:
+            self._file.commit()
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def _flush(self) -> None:
+        assert self._file is not None
+        views, self._pending, self._pending_nbytes, self._borrows = self._pending, [], 0, False
+        try:
+            self._file.write(views)
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def _refused(self, error: OSError) -> CheckpointError:
+        progress = f"after {self.done:,} of this rank's {self._total:,} bytes"
+        return storage_error("write", self._place, self._name, error, rank=self._rank, progress=progress)

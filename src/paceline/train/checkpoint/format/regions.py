@@ -1,0 +1,241 @@
+"""Which part of a tensor a piece holds, and whether pieces make up the whole.
+
+Which elements of a piece a reader of some part of the tensor needs, and where they go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True)
+class Flat:
+    """The elements `start` to `stop` of the flattened tensor."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Box:
+    """A block of the tensor: in each dimension `shape` elements from `offset` on. Its buffer is row-major."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+Region = Flat | Box
+
+
+def whole(shape: tuple[int, ...]) -> Flat:
+    """Returns the region that is all of a tensor."""
+    return Flat(0, prod(shape))
+
+
+def count(region: Region) -> int:
+    """Returns how many elements a region has."""
+    return region.stop - region.start if isinstance(region, Flat) else prod(region.shape)
+
+
+def fault_of(region: Region, shape: tuple[int, ...]) -> str | None:
+    """Returns why a region cannot be one of a tensor of this shape; None if it can."""
+    if isinstance(region, Flat):
+        if 0 <= region.start <= region.stop <= prod(shape):
+            return None
+        return f"elements {region.start} to {region.stop} of a tensor of {prod(shape)}"
+    if len(region.offset) != len(shape) or len(region.shape) != len(shape):
+        return f"a block of {len(region.shape)} dimensions in a tensor of {len(shape)}"
+    for axis, (first, extent, size) in enumerate(zip(region.offset, region.shape, shape, strict=True)):
+        if first < 0 or extent < 0 or first + extent > size:
+            return f"{first} to {first + extent} of {size} in dimension {axis}"
+    return None
+
+
+def blocks(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Cuts the elements `start` to `stop` of a row-major tensor into blocks, in ascending order.
+
+    >>> blocks([2, 3], 1, 6)
+    [Box(offset=(0, 1), shape=(1, 2)), Box(offset=(1, 0), shape=(1, 3))]
+    """
+    if start >= stop:
+        return []
+    if len(shape) == 1:
+        return [Box((start,), (stop - start,))]
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # the range lies within a row
+        return _in_row(last, blocks(shape[1:], start % row, stop - last * row))
+    cut: list[Box] = []
+    if start < first * row:
+        cut += _in_row(first - 1, blocks(shape[1:], start - (first - 1) * row, row))
+    if first < last:
+        cut.append(Box((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])))
+    if last * row < stop:
+        cut += _in_row(last, blocks(shape[1:], 0, stop - last * row))
+    return cut
+
+
+def _in_row(at: int, cut: list[Box]) -> list[Box]:
+    return [Box((at, *each.offset), (1, *each.shape)) for each in cut]
+
+
+def moved(box: Box, by: Sequence[int]) -> Box:
+    """Returns a block of a block that begins at `by`, as one of the whole tensor."""
+    return Box(tuple(first + more for first, more in zip(box.offset, by, strict=True)), box.shape)
+
+
+def cut_out(region: Region, start: int, stop: int) -> list[Region]:
+    """Returns the regions that have the elements `start` to `stop` of a region's own buffer, in their order.
+
+    >>> cut_out(Flat(10, 20), 2, 5)
+    [Flat(start=12, stop=15)]
+    >>> cut_out(Box((0, 4), (3, 2)), 1, 4)
+    [Box(offset=(0, 5), shape=(1, 1)), Box(offset=(1, 4), shape=(1, 2))]
+    """
+    if isinstance(region, Flat):
+        return [Flat(region.start + start, region.start + stop)]
+    return [moved(each, region.offset) for each in blocks(region.shape, start, stop)]
+
+
+def simplified(region: Region, shape: tuple[int, ...]) -> Region:
+    """Returns a region as `Flat` if its elements are adjacent in the flattened tensor, otherwise as it is."""
+    if isinstance(region, Flat):
+        return region
+    first_two = _runs_of_box(region, shape)
+    run = next(first_two, (0, 0))
+    return Flat(*run) if next(first_two, None) is None else region
+
+
+def runs(region: Region, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Yields the ranges of the flattened tensor that a region covers, ascending, which is the order of its buffer."""
+    if isinstance(region, Flat):
+        if region.stop > region.start:
+            yield region.start, region.stop
+    else:
+        yield from _runs_of_box(region, shape)
+
+
+def _runs_of_box(box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    if prod(box.shape) == 0:
+        return
+    # The dimensions from `inner` on are whole, so that one run spans them and the part of the dimension before.
+    inner = len(shape)
+    while inner > 0 and box.shape[inner - 1] == shape[inner - 1]:
+        inner -= 1
+    axis = max(inner - 1, 0)
+    row = prod(shape[axis + 1 :])
+    length = (box.shape[axis] if shape else 1) * row
+    strides = [prod(shape[each + 1 :]) for each in range(len(shape))]
+    start = box.offset[axis] * row if shape else 0
+    for begin in _begins(start, list(zip(box.offset, box.shape, strides, strict=True))[:axis]):
+        yield begin, begin + length
+
+
+def _begins(start: int, outer: list[tuple[int, int, int]]) -> Iterator[int]:
+    """Yields where the runs of a box begin, given the offset, extent and stride of each dimension around them."""
+    if not outer:
+        yield start
+        return
+    (first, extent, stride), *inner = outer
+    for index in range(first, first + extent):
+        yield from _begins(start + index * stride, inner)
+
+
+def untiled(shape: tuple[int, ...], regions: Sequence[Region]) -> str | None:
+    """Returns what is missing or held twice if regions do not make up a tensor exactly; None if they do."""
+    for region in regions:
+        if (fault := fault_of(region, shape)) is not None:
+            return fault
+    held = [each for each in (simplified(region, shape) for region in regions) if count(each) > 0]
+    flat = sorted((each.start, each.stop) for each in held if isinstance(each, Flat))
+    if len(flat) == len(held):
+        return _untiled_runs(prod(shape), iter(flat))
+    boxes = [each for each in held if isinstance(each, Box)]
+    for start, stop in flat:
+        boxes += blocks(shape, start, stop)
+    return _untiled_boxes(shape, boxes)
+
+
+def _untiled_runs(total: int, ascending: Iterator[tuple[int, int]]) -> str | None:
+    end = 0
+    for start, stop in ascending:
+        if start > end:
+            return f"nobody holds the elements {end} to {start}"
+        if start < end:
+            return f"the elements {start} to {min(end, stop)} are held twice"
+        end = stop
+    return f"nobody holds the elements {end} to {total}" if end < total else None
+
+
+def _untiled_boxes(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
+    """Compares only boxes that meet in the first dimension; those that do not overlap and have all elements tile."""
+    ascending = sorted(boxes, key=lambda each: each.offset)
+    open_boxes: list[Box] = []
+    for box in ascending:
+        open_boxes = [each for each in open_boxes if each.offset[0] + each.shape[0] > box.offset[0]]
+        for other in open_boxes:
+            if _overlap(box, other):
+                return f"the blocks at {list(other.offset)} and at {list(box.offset)} overlap"
+        open_boxes.append(box)
+    held, total = sum(count(each) for each in boxes), prod(shape)
+    return f"nobody holds {total - held} of the {total} elements" if held < total else None
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    return all(
+        first < second + extent and second < first + size
+        for first, size, second, extent in zip(one.offset, one.shape, other.offset, other.shape, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class RegionCopy:
+    """`nelements` that are at `source` in the buffer of the region that is held, and at `target` in the wanted one."""
+
+    source: int
+    target: int
+    nelements: int
+
+
+def copies(shape: tuple[int, ...], held: Region, wanted: Region) -> list[RegionCopy]:
+    """Returns what of one region of a tensor belongs to another, in ascending order of both buffers.
+
+    Args:
+        shape: of the tensor.
+        held: the region whose elements are there.
+        wanted: the region that is to be filled.
+    """
+    held, wanted = simplified(held, shape), simplified(wanted, shape)
+    if isinstance(held, Flat) and isinstance(wanted, Flat):
+        start, stop = max(held.start, wanted.start), min(held.stop, wanted.stop)
+        return [RegionCopy(start - held.start, start - wanted.start, stop - start)] if start < stop else []
+    return _merged(list(runs(held, shape)), list(runs(wanted, shape)))
+
+
+def _merged(held: list[tuple[int, int]], wanted: list[tuple[int, int]]) -> list[RegionCopy]:
+    """Walks through both lists of runs at once; adjacent copies become one."""
+    found: list[RegionCopy] = []
+    here = there = source = target = 0
+    while here < len(held) and there < len(wanted):
+        (start, stop), (first, last) = held[here], wanted[there]
+        begin, end = max(start, first), min(stop, last)
+        if begin < end:
+            _add(found, RegionCopy(source + begin - start, target + begin - first, end - begin))
+        if stop <= last:
+            source += stop - start
+            here += 1
+        if last <= stop:
+            target += last - first
+            there += 1
+    return found
+
+
+def _add(found: list[RegionCopy], copy: RegionCopy) -> None:
+    if found:
+        before = found[-1]
+        if before.source + before.nelements == copy.source and before.target + before.nelements == copy.target:
+            found[-1] = RegionCopy(before.source, before.target, before.nelements + copy.nelements)
+            return
+    found.append(copy)

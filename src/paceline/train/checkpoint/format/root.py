@@ -1,0 +1,310 @@
+"""A directory of checkpoints: begins, publishes and removes them, and finds the newest whole one.
+
+How a checkpoint becomes visible: at once, and only when it survives the loss of power.
+
+The order is what makes it safe: the files of all ranks are durable before the manifest is written, the manifest before
+the directory gets its name, and the name before `latest` says it. Old ones are removed after that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from paceline import __version__
+from paceline.errors import CheckpointError
+from paceline.train.checkpoint.format import manifest_json
+from paceline.train.checkpoint.format.checkpoint import Checkpoint, Listing, latest_name, listing_of
+from paceline.train.checkpoint.format.manifest import (
+    FILE,
+    LATEST,
+    REMOVING,
+    WRITING,
+    Draft,
+    Manifest,
+    RankPart,
+    draft_of,
+    is_name,
+    merged,
+)
+from paceline.train.checkpoint.format.storage import OutputFile, Storage, check_room, open_storage, storage_error
+from paceline.train.checkpoint.format.values import Json
+from paceline.train.elastic.failpoints import failpoint
+
+
+def prepare(place: Storage, draft: Draft) -> OutputFile | None:
+    """Makes the directory in which ranks write; returns its manifest, still empty and held, if the place renames."""
+    place.make_directory("")
+    place.make_directory(draft.directory)
+    return place.create(f"{draft.directory}/{FILE}") if place.renames else None
+
+
+def manifest_of(
+    draft: Draft, parts: Sequence[RankPart], values: Json, world_size: int, here: Sequence[str] | None
+) -> Manifest:
+    """Returns what describes a checkpoint of these parts.
+
+    Raises:
+        CheckpointError: the parts do not make up one state.
+    """
+    missing = sorted({*range(world_size)} - {part.rank for part in parts})
+    if missing or len(parts) != world_size:
+        raise CheckpointError(
+            f"a checkpoint of {world_size} ranks needs one part of each; there are {len(parts)}"
+            + (f", and none of rank {missing[0]}" if missing else "")
+        )
+    files, tensors = merged(parts)
+    return Manifest(
+        step=draft.step,
+        sequence=draft.sequence,
+        token=draft.token,
+        world_size=world_size,
+        written_at_s=time.time(),
+        paceline=__version__,
+        files=files,
+        tensors=tensors,
+        values=values,
+        here=None if here is None else tuple(sorted(here)),
+    )
+
+
+def publish(place: Storage, draft: Draft, manifest: Manifest, held: OutputFile | None) -> None:
+    """Makes a checkpoint visible whose files are durable; it survives the loss of power when this returns."""
+    text = memoryview(manifest_json.to_bytes(manifest))
+    file = held if held is not None else place.create(f"{draft.directory}/{FILE}")
+    with contextlib.closing(file):
+        file.write([text])
+        file.commit()
+        place.sync_directory(draft.directory)
+        if place.renames:
+            place.rename(draft.directory, draft.name)
+            place.sync_directory("")
+    point_to(place, draft)
+    failpoint("checkpoint.done")
+
+
+def point_to(place: Storage, draft: Draft) -> None:
+    """Writes the pointer `latest`, which people and other programs read; ranks that restore look at the manifests."""
+    line = memoryview(f"{draft.name}\n".encode())
+    written = f"{WRITING}{LATEST}-{draft.token}" if place.renames else LATEST
+    file = place.create(written)
+    with contextlib.closing(file):
+        file.write([line])
+        file.commit()
+    if place.renames:
+        place.rename(written, LATEST)
+    place.sync_directory("")
+
+
+def remove_left_overs(place: Storage) -> list[str]:
+    """Removes what saves and removals left that did not come to their end, unless a live process writes it."""
+    removed = []
+    for name in place.names():
+        is_left_over = name.startswith(WRITING) and not place.is_held(name)
+        if is_left_over or name.startswith(REMOVING) or _is_unfinished(place, name):
+            place.remove(name)
+            removed.append(name)
+    return removed
+
+
+def _is_unfinished(place: Storage, name: str) -> bool:
+    """Whether this is a directory that never got its manifest, where places do not rename."""
+    return not place.renames and is_name(name) and place.size(f"{name}/{FILE}") is None and not place.is_held(name)
+
+
+def retire(place: Storage, keep: int) -> list[str]:
+    """Removes all checkpoints but the newest whole ones; returns the names of those that were removed.
+
+    It leaves the one that `latest` names, those that are being read, those whose manifest it cannot read, which may be
+    of a newer version, and all if none is whole.
+    """
+    listings = [each for each in listing_of(place) if each.sequence is not None]
+    kept = _to_keep(listings, keep)
+    latest = latest_name(place)
+    removed = []
+    for each in listings:
+        if kept and each.name not in kept and each.name != latest and not place.is_held(each.name):
+            remove(place, each.name)
+            removed.append(each.name)
+    return removed
+
+
+def _to_keep(listings: list[Listing], keep: int) -> set[str]:
+    """The newest whole ones, and whatever is newer than the oldest of them, which may be of use to a person."""
+    whole = [each for each in listings if each.fault is None][:keep]
+    if not whole:
+        return set()
+    oldest = whole[-1].sequence or 0
+    return {each.name for each in listings if each in whole or (each.sequence or 0) > oldest}
+
+
+def remove(place: Storage, name: str) -> None:
+    """Removes a checkpoint so that it is never seen in part."""
+    if place.renames:
+        doomed = f"{REMOVING}{name}"
+        place.remove(doomed)
+        place.rename(name, doomed)
+        place.sync_directory("")
+        place.remove(doomed)
+    else:
+        place.remove(f"{name}/{FILE}")
+        place.remove(name)
+
+
+_TOKEN_NBYTES = 4
+
+
+class Root:
+    """A directory of checkpoints.
+
+    One rank begins a checkpoint, all write their parts (`parts.write_part`), and the rank that began it publishes it:
+
+        draft = root.begin(42)
+        part = write_part(root.place, draft, 0, pieces)
+        root.publish(draft, [part], values, world_size=1)
+        root.retire(keep=3)
+    """
+
+    def __init__(self, where: str | os.PathLike[str] | Storage) -> None:
+        """Takes a path, an address for fsspec, or a place. Nothing need be there yet."""
+        self.place: Storage = open_storage(where) if isinstance(where, (str, os.PathLike)) else where
+        self._held: dict[str, OutputFile | None] = {}
+
+    def begin(
+        self,
+        step: int | None = None,
+        *,
+        nbytes: int | None = None,
+        unique: bool = False,
+        sequence: int | None = None,
+        least_sequence: int = 0,
+    ) -> Draft:
+        """Makes room for a checkpoint and removes what dead saves left; returns what the other ranks need to know.
+
+        Args:
+            step: of the training; it becomes part of the name.
+            nbytes: that all ranks together will write here, if it is known, to compare with the free space.
+            unique: makes a name that is free on every host, for disks that hosts do not share; the first rank of every
+                other host then calls `join`.
+            sequence: of the checkpoint, at least the greatest `next_sequence` of all hosts (default: that of this one).
+            least_sequence: what the default is at least.
+
+        Raises:
+            CheckpointError: the directory cannot be made or has too little room.
+        """
+        with self._refusing("prepare"):
+            remove_left_overs(self.place)
+            if nbytes is not None:
+                check_room(self.place, nbytes)
+            draft = draft_of(
+                step,
+                max(least_sequence, self.next_sequence()) if sequence is None else sequence,
+                secrets.token_hex(_TOKEN_NBYTES),
+                self.place.names(),
+                renames=self.place.renames,
+                is_unique=unique,
+            )
+            self._held[draft.token] = prepare(self.place, draft)
+        return draft
+
+    def join(self, draft: Draft, *, nbytes: int | None = None) -> None:
+        """Makes the directory of a checkpoint that another host's rank began, on a disk of this host; see `begin`."""
+        with self._refusing("prepare"):
+            remove_left_overs(self.place)
+            if nbytes is not None:
+                check_room(self.place, nbytes)
+            self._held[draft.token] = prepare(self.place, draft)
+
+    def next_sequence(self) -> int:
+        """Returns the number of the next checkpoint, greater than those of all that are here."""
+        return 1 + max((each.sequence or 0 for each in self.listing()), default=0)
+
+    def publish(
+        self,
+        draft: Draft,
+        parts: Sequence[RankPart],
+        values: Json,
+        *,
+        world_size: int,
+        here: Sequence[str] | None = None,
+    ) -> Manifest:
+        """Makes a checkpoint visible, all of whose parts are written; it survives the loss of power when this returns.
+
+        Args:
+            draft: from `begin`.
+            parts: what the ranks wrote, from `write_part` on each.
+            values: plain values and their structure, from `values.encode`.
+            world_size: the number of ranks that wrote.
+            here: the files that this directory has, if hosts do not share it (default: all).
+
+        Raises:
+            CheckpointError: the parts do not make up one state, or the disk refused; those from before are untouched.
+        """
+        manifest = manifest_of(draft, parts, values, world_size, here)
+        with self._refusing("write"):
+            publish(self.place, draft, manifest, self._held.pop(draft.token, None))
+        return manifest
+
+    def abandon(self, draft: Draft) -> None:
+        """Removes what was written of a checkpoint that failed; does nothing about what it cannot remove."""
+        held = self._held.pop(draft.token, None)
+        if held is not None:
+            held.close()
+        with contextlib.suppress(OSError):
+            self.place.remove(draft.directory)
+
+    def retire(self, keep: int) -> list[str]:
+        """Removes all but the `keep` newest whole checkpoints; returns the names of those that were removed.
+
+        It leaves the one that `latest` names, those that are being read, those whose manifest it cannot read, and
+        directories that no save made.
+        """
+        if keep < 1:
+            raise ValueError(f"keep is {keep}; it must be at least 1")
+        with self._refusing("remove old checkpoints in"):
+            return retire(self.place, keep)
+
+    def listing(self) -> list[Listing]:
+        """Returns the checkpoints: first those whose manifest cannot be read, then those that were saved last.
+
+        Those without a fault have all their files, with the right sizes.
+        """
+        return listing_of(self.place)
+
+    def newest_whole(self, *, digests: bool = False) -> tuple[Listing | None, list[Listing]]:
+        """Returns the newest checkpoint without a fault, and those that were skipped, with their faults.
+
+        Args:
+            digests: whether to read all files and compare them with their digests, instead of their sizes only.
+        """
+        skipped: list[Listing] = []
+        for each in self.listing():
+            fault = each.fault
+            if fault is None and digests:
+                fault = self._fault_of(each.name)
+            if fault is None:
+                return each, skipped
+            skipped.append(replace(each, fault=fault))
+        return None, skipped
+
+    def _fault_of(self, name: str) -> str | None:
+        try:
+            with self.open(name) as checkpoint:
+                return next(iter(checkpoint.verify()), None)
+        except CheckpointError as error:
+            return str(error)
+
+    def open(self, name: str) -> Checkpoint:
+        """Opens a checkpoint by its name; it is not removed until it is closed."""
+        return Checkpoint(self.place, name)
+
+    @contextlib.contextmanager
+    def _refusing(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise storage_error(what, self.place, "", error) from error

@@ -1,0 +1,208 @@
+"""Plain values as JSON, without loss: what JSON has no type for is an object with one member, named with a $.
+
+Names of what a checkpoint holds: paths such as `model/layer.0.weight` and `optimizer/state/3/exp_avg`.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import TypeAlias
+
+SEPARATOR = "/"
+_OF_RANK = "@rank"
+
+
+def join(name: str, *keys: object) -> str:
+    """Returns the name of something within `name`.
+
+    >>> join("model", "a/b", 3)
+    'model/a%2Fb/3'
+    """
+    return SEPARATOR.join([name, *map(escaped, keys)] if name else map(escaped, keys))
+
+
+def escaped(key: object) -> str:
+    """Returns a key as one part of a name."""
+    return str(key).replace("%", "%25").replace(SEPARATOR, "%2F").replace("@", "%40")
+
+
+def unescaped(part: str) -> str:
+    """Returns the key that `escaped` turned into a part of a name."""
+    return part.replace("%40", "@").replace("%2F", SEPARATOR).replace("%25", "%")
+
+
+def of_rank(name: str, rank: int) -> str:
+    """Returns the name under which a rank keeps what differs between ranks.
+
+    >>> of_rank("random", 3)
+    'random@rank3'
+    """
+    return f"{name}{_OF_RANK}{rank}"
+
+
+def some(names: Collection[str]) -> str:
+    """Returns the first few of many names, for a message.
+
+    >>> some({"b", "a"})
+    "['a', 'b']"
+    """
+    return f"{sorted(names)[:5]}{' and others' if len(names) > 5 else ''}" if names else "none"
+
+
+Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
+
+_LARGEST_INT = 2**63 - 1  # of what every reader of JSON takes
+
+
+@dataclass(frozen=True)
+class TensorRef:
+    """Stands for a tensor of the checkpoint in a tree of values."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class DType:
+    """Stands for a type of elements, by safetensors' name."""
+
+    name: str
+
+
+def encode(value: object, where: str = "the value") -> Json:
+    """Returns a value as JSON.
+
+    Args:
+        value: None, bool, int, float, str, bytes, complex, `TensorRef`, `DType`, or a list, tuple, set, frozenset or
+            dict of such values.
+        where: the value's name, for the error.
+
+    Raises:
+        TypeError: the value, or one in it, has another type; the message names its place.
+    """
+    if value is None or type(value) in (bool, str):
+        return value  # type: ignore[return-value]
+    if type(value) is list:
+        return [encode(each, f"{where}[{index}]") for index, each in enumerate(value)]
+    if type(value) is dict:
+        return _encode_dict(value, where)
+    write = _WRITERS.get(type(value))
+    if write is None:
+        raise TypeError(
+            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: it "
+            "holds tensors, None, bool, int, float, complex, str, bytes, list, tuple, set and dict, and what has "
+            "state_dict and load_state_dict"
+        )
+    return write(value, where)
+
+
+def _encode_dict(value: dict[object, object], where: str) -> Json:
+    if all(type(key) is str and not key.startswith("$") for key in value):
+        return {str(key): encode(each, f"{where}[{key!r}]") for key, each in value.items()}
+    return {
+        "$dict": [[encode(key, f"a key of {where}"), encode(each, f"{where}[{key!r}]")] for key, each in value.items()]
+    }
+
+
+def _encode_int(value: int, where: str) -> Json:
+    return value if abs(value) <= _LARGEST_INT else {"$int": str(value)}
+
+
+def _encode_float(value: float, where: str) -> Json:
+    return value if math.isfinite(value) else {"$float": repr(value)}
+
+
+def _encode_complex(value: complex, where: str) -> Json:
+    return {"$complex": [encode(value.real), encode(value.imag)]}
+
+
+_WRITERS: dict[type, Callable[..., Json]] = {
+    int: _encode_int,
+    float: _encode_float,
+    complex: _encode_complex,
+    bytes: lambda value, where: {"$bytes": base64.b64encode(value).decode()},
+    tuple: lambda value, where: {"$tuple": encode(list(value), where)},
+    set: lambda value, where: {"$set": encode(sorted(value, key=repr), where)},
+    frozenset: lambda value, where: {"$frozenset": encode(sorted(value, key=repr), where)},
+    TensorRef: lambda value, where: {"$tensor": value.name},
+    DType: lambda value, where: {"$dtype": value.name},
+}
+
+
+def decode(value: Json) -> object:
+    """Returns the value that `encode` turned into JSON.
+
+    Raises:
+        ValueError: a tag is unknown, or does not hold what it should; a newer version may have written it.
+    """
+    if isinstance(value, list):
+        return [decode(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value), "")
+    if not tag.startswith("$"):
+        return {key: decode(each) for key, each in value.items()}
+    read = _READERS.get(tag)
+    if read is None or len(value) != 1:
+        raise ValueError(f"the tag {tag!r} is not known; known are {', '.join(sorted(_READERS))}")
+    try:
+        return read(value[tag])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the tag {tag!r} holds what it cannot: {error}") from None
+
+
+def _decode_list(value: Json) -> list[object]:
+    if not isinstance(value, list):
+        raise TypeError(f"{type(value).__name__} instead of a list")
+    return [decode(each) for each in value]
+
+
+def _decode_dict(value: Json) -> dict[object, object]:
+    if not isinstance(value, list):
+        raise TypeError(f"{type(value).__name__} instead of a list of pairs")
+    return dict(map(_pair, value))
+
+
+def _pair(value: Json) -> tuple[object, object]:
+    key, each = _decode_list(value)
+    return key, each
+
+
+def _text(value: Json) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{type(value).__name__} instead of text")
+    return value
+
+
+def _decode_complex(value: Json) -> complex:
+    real, imaginary = _decode_list(value)
+    if not isinstance(real, (int, float)) or not isinstance(imaginary, (int, float)):
+        raise TypeError("no pair of numbers")
+    return complex(real, imaginary)
+
+
+_READERS: dict[str, Callable[[Json], object]] = {
+    "$int": lambda value: int(_text(value)),
+    "$float": lambda value: float(_text(value)),
+    "$complex": _decode_complex,
+    "$bytes": lambda value: base64.b64decode(_text(value), validate=True),
+    "$tuple": lambda value: tuple(_decode_list(value)),
+    "$set": lambda value: set(_decode_list(value)),
+    "$frozenset": lambda value: frozenset(_decode_list(value)),
+    "$dict": _decode_dict,
+    "$tensor": lambda value: TensorRef(_text(value)),
+    "$dtype": lambda value: DType(_text(value)),
+}
+
+
+def tensors_in(value: Json) -> set[str]:
+    """Returns the names of the tensors that a tree of values refers to."""
+    if isinstance(value, list):
+        return set().union(*map(tensors_in, value))
+    if not isinstance(value, dict):
+        return set()
+    if len(value) == 1 and isinstance(name := value.get("$tensor"), str):
+        return {name}
+    return set().union(*map(tensors_in, value.values()))

@@ -1,0 +1,262 @@
+"""What optimizers have in a checkpoint: their state as the optimizer of the whole model would have it.
+
+The numbers of parameters in the optimizer of the whole model, where each rank's optimizer has those of its layers.
+
+An optimizer's state is kept by the number of the parameter. The optimizers of a pipeline's ranks count their own, so
+the ranks agree on what the optimizer of the undivided model would count.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from paceline.errors import CheckpointError
+from paceline.train.checkpoint.captured_state import CapturedState, require_dense, whole_of
+from paceline.train.checkpoint.format.values import join
+from paceline.train.checkpoint.pytree import take_apart
+from paceline.train.checkpoint.shard_layout import (
+    held_of_shard,
+    is_first_of,
+    is_part,
+    parameters_of,
+    part_of,
+    part_of_saved,
+    region_of,
+    shape_of,
+)
+from paceline.train.pipeline.parameter_index import index_in_model
+from paceline.train.tensor.weight_slice import slice_of
+from paceline.train.zero.optimizer_state import to_state_dict
+from paceline.train.zero.partitioned_optimizer import PartitionedOptimizer
+
+Outline = dict[str, list[list[int]]]
+"""For each optimizer of a pipeline the places of this rank's parameters in the whole model, by groups."""
+
+
+class Numbering:
+    """The parameters of all ranks' optimizers, counted as that of the undivided model counts them.
+
+    Args:
+        groups: the places of the parameters in the model, for each group of the optimizer.
+
+    >>> numbering = Numbering([[0, 2, 3], [1]])
+    >>> numbering.of([3, 1])
+    [2, 3]
+    >>> numbering.groups
+    [[0, 1, 2], [3]]
+    """
+
+    def __init__(self, groups: Sequence[Sequence[int]]) -> None:
+        self._number_of = {place: number for number, place in enumerate(chain.from_iterable(groups))}
+        self.groups = [self.of(places) for places in groups]
+
+    def of(self, places: Sequence[int]) -> list[int]:
+        """Returns the numbers of the parameters at these places of the model."""
+        return [self._number_of[place] for place in places]
+
+    def of_own(self, optimizer: Optimizer) -> list[list[int]]:
+        """Returns the numbers of this rank's parameters, for each group."""
+        return [self.of(places) for places in _places(optimizer)]
+
+    def of_all(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Returns this rank's groups as those of the undivided model's optimizer."""
+        return [
+            {**_without_names(group), "params": list(all_of_it)}
+            for group, all_of_it in zip(groups, self.groups, strict=True)
+        ]
+
+    def own_of(self, groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> list[dict[str, Any]]:
+        """Returns the groups of the undivided model's optimizer with this rank's parameters only.
+
+        Raises:
+            CheckpointError: they are those of another model.
+        """
+        saved, here = ([len(each) for each in many] for many in ([group["params"] for group in groups], self.groups))
+        if saved != here:
+            raise CheckpointError(
+                f"the checkpoint's optimizer has groups of {saved} parameters, and those of all ranks have groups of "
+                f"{here}; load it into the optimizer of the same model with the same groups"
+            )
+        own = self.of_own(optimizer)
+        return [{**_without_names(group), "params": numbers} for group, numbers in zip(groups, own, strict=True)]
+
+
+def outline_of(entries: Iterable[tuple[str, object]]) -> bytes:
+    """Returns what the other ranks must know of this rank's optimizers, given its objects by name.
+
+    Raises:
+        TypeError: an optimizer has parameters of a pipeline and others besides.
+    """
+    outline: Outline = {}
+    for name, value in entries:
+        if not isinstance(value, Optimizer):
+            continue
+        parameters = [each for group in value.param_groups for each in group["params"]]
+        divided = [index_in_model(each) is not None for each in parameters]
+        if any(divided) and not all(divided):
+            raise TypeError(
+                f"{name!r} has parameters of a Pipeline and others that do not belong to it; give them optimizers of "
+                "their own"
+            )
+        if any(divided):
+            outline[name] = _places(value)
+    return json.dumps(outline).encode()
+
+
+def agreed(outlines: Sequence[bytes]) -> dict[str, Numbering]:
+    """Returns the numbering of each optimizer of a pipeline, given what all ranks have.
+
+    Raises:
+        CheckpointError: the ranks have other optimizers, or other groups.
+    """
+    everyone: list[Outline] = [json.loads(each) for each in outlines]
+    for rank, outline in enumerate(everyone):
+        for name, groups in everyone[0].items():
+            seen = outline.get(name)
+            if seen is None or len(seen) != len(groups):
+                found = "no such optimizer of a Pipeline" if seen is None else f"{len(seen)} parameter groups"
+                raise CheckpointError(
+                    f"{name!r} is an optimizer of a Pipeline with {len(groups)} parameter groups on rank 0 of the "
+                    f"group, and rank {rank} has {found}; make it alike on all ranks, with empty groups where a rank "
+                    "has no such parameters, and call this on all ranks of the mesh"
+                )
+        if more := sorted(outline.keys() - everyone[0].keys()):
+            raise CheckpointError(
+                f"{more[0]!r} is an optimizer of a Pipeline on rank {rank} of the group, and not on rank 0; every rank "
+                "must have the same names in the state"
+            )
+    return {name: Numbering(_joined(name, [each[name] for each in everyone])) for name in everyone[0]}
+
+
+def _joined(name: str, everyone: Sequence[list[list[int]]]) -> list[list[int]]:
+    groups = [sorted(set(chain.from_iterable(each))) for each in zip(*everyone, strict=True)]
+    listed = list(chain.from_iterable(groups))
+    if len(set(listed)) != len(listed):
+        twice = next(each for each in listed if listed.count(each) > 1)
+        raise CheckpointError(
+            f"parameter {twice} of the model is in several groups of the optimizer {name!r}, on different ranks; the "
+            "ranks that have the same layers must group their parameters alike"
+        )
+    return groups
+
+
+def _places(optimizer: Optimizer) -> list[list[int]]:
+    found = [[index_in_model(each) for each in group["params"]] for group in optimizer.param_groups]
+    return [[each.number for each in group if each is not None] for group in found]
+
+
+def _without_names(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def capture_optimizer(name: str, optimizer: Optimizer, into: CapturedState, numbering: Numbering | None) -> None:
+    """Adds an optimizer.
+
+    Args:
+        numbering: of a pipeline's; None for one that has all of the model's parameters.
+
+    Raises:
+        TypeError: it keeps something that a checkpoint cannot put together.
+    """
+    parameters = parameters_of(optimizer)
+    numbers = list(range(len(parameters))) if numbering is None else list(chain(*numbering.of_own(optimizer)))
+    if isinstance(optimizer, PartitionedOptimizer):
+        _add_groups(name, to_state_dict(optimizer.param_groups, {})["param_groups"], into, numbering)
+        _capture_partitioned(name, optimizer, into, numbers)
+        return
+    for key, value in optimizer.state_dict().items():
+        if key == "param_groups":
+            _add_groups(name, value, into, numbering)
+        elif key != "state":
+            into.add_tree(join(name, key), value)
+        else:
+            for index, values in value.items():
+                is_known = isinstance(index, int) and index < len(parameters)
+                parameter, number = (parameters[index], numbers[index]) if is_known else (None, index)
+                if not isinstance(values, Mapping) or not values:
+                    into.add_tree(join(name, "state", number), values)
+                    continue
+                for what, each in values.items():
+                    full = join(name, "state", number, what)
+                    if parameter is not None and (numbering is not None or slice_of(parameter) is not None):
+                        _offer(full, each, parameter, into)
+                    else:
+                        into.add_tree(full, each)
+
+
+def _add_groups(name: str, groups: list[dict[str, Any]], into: CapturedState, numbering: Numbering | None) -> None:
+    into.add_tree(join(name, "param_groups"), groups if numbering is None else numbering.of_all(groups))
+
+
+def _offer(name: str, value: object, parameter: torch.Tensor, into: CapturedState) -> None:
+    """Adds what an optimizer keeps for a parameter that some ranks have, or have parts of."""
+    tensors: dict[str, torch.Tensor] = {}
+    taken = take_apart(name, value, tensors)
+    if not isinstance(value, torch.Tensor):
+        into.values[name] = taken
+    for each, tensor in tensors.items():
+        require_dense(each, tensor)
+        if is_part(tensor, parameter, each):
+            into.offer(part_of(each, tensor, shape_of(parameter), region_of(parameter)))
+        else:
+            into.offer(whole_of(each, tensor.detach()))
+
+
+def _capture_partitioned(name: str, optimizer: PartitionedOptimizer, into: CapturedState, numbers: list[int]) -> None:
+    counts = is_first_of(parameters_of(optimizer))
+    for place, shard, values in optimizer.own_parts():
+        mine = slice_of(shard.param)
+        for key, value in values.items():
+            full = join(name, "state", numbers[place], key)
+            is_of_elements = isinstance(value, torch.Tensor) and value.shape == shard.run_shape
+            if isinstance(value, torch.Tensor) and is_of_elements and not (shard.is_whole and mine is None):
+                if counts or mine is not None:
+                    into.hold(held_of_shard(full, shard, value))
+            elif shard.is_first_part and (counts if mine is None else mine.group.rank() == 0):
+                if isinstance(value, torch.Tensor) and mine is not None:
+                    is_part(value, shard.param, full)
+                into.hold_tree(full, value)
+
+
+def own_groups(
+    groups: list[Mapping[str, Any]], optimizer: Optimizer, numbering: Numbering | None
+) -> list[dict[str, Any]]:
+    """Returns the groups of the whole model's optimizer with this rank's parameters only."""
+    return [dict(each) for each in groups] if numbering is None else numbering.own_of(groups, optimizer)
+
+
+def own_state_dict(
+    name: str, found: Mapping[str, Any], optimizer: Optimizer, numbering: Numbering | None
+) -> dict[str, Any]:
+    """Returns what this rank has of the `state_dict` of a whole model's optimizer.
+
+    Raises:
+        CheckpointError: it is that of another model.
+        TypeError: the optimizer is a ZeRO's, whose parts of parts only a checkpoint of Paceline's has.
+    """
+    if isinstance(optimizer, PartitionedOptimizer):
+        raise TypeError(
+            f"{name!r} is a {type(optimizer).__name__} of a divided model, into which only a checkpoint that "
+            "paceline.save wrote can be loaded. Load the file into the undivided model's optimizer first, and save that"
+        )
+    groups = own_groups(list(found["param_groups"]), optimizer, numbering)
+    keys = list(chain.from_iterable(group["params"] for group in groups))
+    state = {}
+    for key, parameter in zip(keys, parameters_of(optimizer), strict=False):  # other lengths are refused in loading
+        if key in found["state"]:
+            kept = found["state"][key]
+            state[key] = {
+                what: _own_part(each, parameter, join(name, "state", key, what)) for what, each in kept.items()
+            }
+    return {**found, "state": state, "param_groups": groups}
+
+
+def _own_part(value: object, parameter: torch.Tensor, name: str) -> object:
+    is_of_elements = isinstance(value, torch.Tensor) and tuple(value.shape) == shape_of(parameter)
+    return part_of_saved(value, parameter, name) if isinstance(value, torch.Tensor) and is_of_elements else value

@@ -1,0 +1,171 @@
+"""The worker's side of a connection to a vault."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+
+from paceline.comm.one_port.dialer import dial as dial_machine
+from paceline.comm.security.encryption import Connection, encrypt_as_client
+from paceline.comm.security.handshake import TIMEOUT_S, PeerHello, prove
+from paceline.comm.security.secret import derive_key, job_secret, require_secret
+from paceline.errors import CheckpointError
+from paceline.train.checkpoint.peer_memory.protocol import (
+    CHANNEL,
+    Answer,
+    BeginCopy,
+    Bytes,
+    CacheAddress,
+    Commit,
+    Done,
+    Finish,
+    GetAddress,
+    GetManifest,
+    Inventory,
+    ListCheckpoints,
+    Read,
+    Request,
+    RequestRefused,
+    Write,
+    receive_answer,
+    receive_into,
+    send,
+)
+from paceline.train.elastic.failpoints import failpoint
+
+_UNIX = "unix:"
+_PATIENCE_S = 60.0  # for an answer, or for the other end to take bytes
+
+
+class CacheClient:
+    """Writes files of one checkpoint into a vault, or reads those that it has.
+
+    Its methods raise CheckpointError if the vault refuses, and OSError if it cannot be reached any more.
+    """
+
+    def __init__(self, connection: Connection, name: str) -> None:
+        self.name = name
+        self._connection = connection
+        self._totals: dict[str, int] = {}
+
+    def close(self) -> None:
+        """Disconnects; the vault forgets files that are not finished."""
+        self._connection.close()
+
+    def listen(self) -> CacheAddress:
+        """Returns the vault's identity and where other hosts reach it."""
+        answer = self._ask(GetAddress())
+        assert isinstance(answer, CacheAddress)
+        return answer
+
+    def begin(self, wanted: BeginCopy) -> None:
+        """Announces what will be written."""
+        failpoint("copies.begin")
+        self._require_done(wanted)
+
+    def write(self, root: str, token: str, file: str, views: Sequence[memoryview]) -> None:
+        """Appends bytes to a file; whether they have come is known when it is finished."""
+        failpoint("copies.write")
+        nbytes = sum(view.nbytes for view in views)
+        self._totals[file] = self._totals.get(file, 0) + nbytes
+        with self._reaching():
+            send(self._connection, Write(root, token, file, nbytes), [view for view in views if view.nbytes])
+
+    def finish(self, root: str, token: str, file: str) -> None:
+        """Returns when the vault has all of a file."""
+        failpoint("copies.finish")
+        self._require_done(Finish(root, token, file, self._totals.pop(file, 0)))
+
+    def commit(
+        self, root: str, token: str, manifest: bytes, files: Mapping[str, int], vaults: Mapping[str, str]
+    ) -> None:
+        """Gives the vault the manifest, by which a checkpoint becomes one."""
+        failpoint("copies.commit")
+        self._require_done(Commit(root, token, files, vaults, len(manifest)), [manifest])
+
+    def look(self, root: str) -> Inventory:
+        """Returns what the vault has of a root."""
+        answer = self._ask(ListCheckpoints(root))
+        assert isinstance(answer, Inventory)
+        return answer
+
+    def manifest(self, root: str, token: str) -> bytes:
+        """Returns the manifest of a checkpoint."""
+        answer = self._ask(GetManifest(root, token))
+        assert isinstance(answer, Bytes)
+        data = bytearray(answer.nbytes)
+        with self._reaching():
+            receive_into(self._connection, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, root: str, token: str, file: str, at: int, buffer: memoryview) -> int:
+        """Fills a buffer from byte `at` of a file on; returns how many bytes there were."""
+        answer = self._ask(Read(root, token, file, at, len(buffer)))
+        assert isinstance(answer, Bytes)
+        with self._reaching():
+            receive_into(self._connection, buffer[: answer.nbytes])
+        return answer.nbytes
+
+    def _require_done(self, request: Request, views: Sequence[bytes] = ()) -> None:
+        answer = self._ask(request, views)
+        assert isinstance(answer, Done)
+
+    def _ask(self, request: Request, views: Sequence[bytes] = ()) -> Answer:
+        with self._reaching():
+            send(self._connection, request, views)
+            answer = receive_answer(self._connection)
+        if isinstance(answer, RequestRefused):
+            raise CheckpointError(f"the launcher at {self.name} keeps no copy: {answer.reason}")
+        return answer
+
+    @contextlib.contextmanager
+    def _reaching(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OSError(
+                f"the launcher at {self.name}, which keeps copies, has ended or did not answer within "
+                f"{_PATIENCE_S:.0f} s ({error}); look at its output"
+            ) from error
+
+
+def dial(address: str, timeout_s: float = TIMEOUT_S) -> CacheClient:
+    """Connects to a vault, given unix:PATH or HOST:PORT; in a job with one port, the number takes the port's place.
+
+    Raises:
+        OSError: nobody serves it there.
+        AuthenticationError: whoever does holds another secret.
+    """
+    secret = job_secret()
+    try:
+        plain = _reached(address, timeout_s)
+    except OSError as error:
+        raise OSError(
+            f"the launcher at {address}, which would keep copies, cannot be reached ({error}); see whether it runs, "
+            "and whether a firewall is in between"
+        ) from error
+    try:
+        if plain.family != socket.AF_UNIX:
+            require_secret(plain.getpeername()[0], secret)
+        connection = encrypt_as_client(plain, secret, TIMEOUT_S)
+        prove(connection, derive_key(secret, CHANNEL), PeerHello(CHANNEL))
+        connection.settimeout(_PATIENCE_S)
+    except BaseException:
+        plain.close()
+        raise
+    return CacheClient(connection, address)
+
+
+def _reached(address: str, timeout_s: float) -> socket.socket:
+    if not address.startswith(_UNIX):
+        host, _, port = address.rpartition(":")
+        return dial_machine((host.strip("[]"), int(port)), timeout_s)
+    plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        plain.settimeout(timeout_s)
+        plain.connect(address[len(_UNIX) :])
+    except BaseException:
+        plain.close()
+        raise
+    return plain

@@ -1,0 +1,151 @@
+"""States as trees: nested dicts, lists and tuples are taken apart into plain values and tensors, and put together.
+
+A checkpoint holds plain values of a few types. Where a state has a subclass of one, such as a Counter, the plain value
+is kept, and gets back its class from the state into which it is loaded.
+
+Torch's element types by the names that a checkpoint gives them.
+
+The memory of tensors, as files are written from it and read into it.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from paceline.train.checkpoint.format.values import DType, TensorRef, join
+
+_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",  # torch 2.7 and later
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "I64": "int64",
+    "U64": "uint64",
+    "F64": "float64",
+    "C64": "complex64",
+    "C128": "complex128",
+}
+_TORCHS: dict[str, torch.dtype] = {
+    name: getattr(torch, torchs) for name, torchs in _NAMES.items() if hasattr(torch, torchs)
+}
+_OURS = {torchs: name for name, torchs in _TORCHS.items()}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Returns the name of a type.
+
+    Raises:
+        TypeError: a checkpoint cannot hold tensors of it.
+    """
+    if dtype not in _OURS:
+        raise TypeError(f"a checkpoint cannot hold tensors of {dtype}; it holds {', '.join(_OURS.values())}")
+    return _OURS[dtype]
+
+
+def type_of(name: str) -> torch.dtype:
+    """Returns the type of that name.
+
+    Raises:
+        TypeError: this version of torch does not have it.
+    """
+    if name not in _TORCHS:
+        raise TypeError(
+            f"the checkpoint has elements of the type {name}, which torch {torch.__version__} does not have"
+        )
+    return _TORCHS[name]
+
+
+def memory_with(tensor: torch.Tensor) -> memoryview:
+    """Returns the bytes of a tensor's elements, which are in one piece on the CPU; they keep the tensor alive."""
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    array: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    array.tensor = tensor
+    return memoryview(array).cast("B")
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the elements of a tensor that is in one piece as bytes in the same memory."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+_PLAIN = (bool, int, float, complex)  # bool first, since it is an int
+_AGAIN = "%"  # no escaped key ends with it
+
+
+def take_apart(name: str, value: object, tensors: dict[str, torch.Tensor]) -> object:
+    """Returns `value` with plain values only; tensors are put into `tensors` by their names, and referred to."""
+    if isinstance(value, torch.Tensor):
+        while name in tensors:  # of a key such as 1, beside that of the key "1"
+            name += _AGAIN
+        tensors[name] = value
+        return TensorRef(name)
+    if isinstance(value, torch.dtype):
+        return DType(name_of(value))
+    if isinstance(value, torch.device):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {_plain(key): take_apart(join(name, key), each, tensors) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        parts = [take_apart(join(name, index), each, tensors) for index, each in enumerate(value)]
+        return tuple(parts) if isinstance(value, tuple) else parts
+    return _plain(value)
+
+
+def _plain(value: object) -> object:
+    """Returns a number or text without its subclass, such as that of NumPy's numbers or of an enumeration."""
+    if isinstance(value, str):
+        return str.__str__(value)  # str() of a member of an enumeration is its name
+    for kind in _PLAIN:
+        if isinstance(value, kind):
+            make: Any = kind
+            return value if type(value) is kind else make(value)
+    return value
+
+
+def put_together(value: object, tensor_of: Callable[[str], torch.Tensor]) -> object:
+    """Returns what `take_apart` was given, with plain containers."""
+    if isinstance(value, TensorRef):
+        return tensor_of(value.name)
+    if isinstance(value, DType):
+        return type_of(value.name)
+    if isinstance(value, dict):
+        return {key: put_together(each, tensor_of) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        parts = [put_together(each, tensor_of) for each in value]
+        return tuple(parts) if isinstance(value, tuple) else parts
+    return value
+
+
+def with_classes_of(value: Any, like: Any) -> Any:
+    """Returns `value` with the classes of containers that `like` has at the same places."""
+    if isinstance(value, dict) and isinstance(like, Mapping):
+        items = {key: with_classes_of(each, like.get(key)) for key, each in value.items()}
+        if type(like) is dict or not isinstance(like, dict):
+            return items
+        kept = copy.copy(like)
+        kept.clear()
+        kept.update(items)
+        return kept
+    if isinstance(value, tuple) and isinstance(like, tuple):
+        parts = [with_classes_of(each, other) for each, other in zip(value, [*like, *value][: len(value)], strict=True)]
+        return type(like)(*parts) if hasattr(like, "_fields") else tuple(parts)
+    if isinstance(value, str) and isinstance(like, torch.device):
+        return torch.device(value)
+    return value

@@ -1,0 +1,248 @@
+"""What a training loop's objects have in a checkpoint: modules, optimizers, loaders and everything with a state.
+
+The states of the random number generators of a process.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Mapping, Set
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.train.checkpoint.captured_state import CapturedState, require_dense, whole_of
+from paceline.train.checkpoint.format.values import join
+from paceline.train.checkpoint.optimizers import Numbering, capture_optimizer
+from paceline.train.checkpoint.shard_layout import (
+    held_of_shard,
+    is_first_of,
+    part_of,
+    region_of,
+    require_fit,
+    require_undivided,
+    shape_of,
+)
+from paceline.train.data.loader import StatefulLoader
+from paceline.train.ddp.distributed_data_parallel import DistributedDataParallel
+from paceline.train.elastic.worker.elastic_state import ElasticState
+from paceline.train.elastic.worker.training_state import PendingGradients, Stateful
+from paceline.train.gradient_use import GRADIENT_USE, is_pending
+from paceline.train.logical_shards.logical_shards import LogicalShards
+from paceline.train.logical_shards.shard_loader import ShardLoader
+from paceline.train.pipeline.pipeline import Pipeline
+from paceline.train.tensor.weight_slice import slice_of
+from paceline.train.zero.partitioned_optimizer import PartitionedOptimizer
+from paceline.train.zero.sharded_parameters import ShardedParameters, sharded_parameters_of
+
+
+class RandomState:
+    """Stands for the random number generators of this process in a checkpoint: Python's, torch's and NumPy's.
+
+    Each rank has its own, and gets it back when as many ranks load the checkpoint; further ranks get the first one's.
+
+    Example::
+
+        paceline.save({"model": model, "random": paceline.RandomState()}, "checkpoints")
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the states of the generators."""
+        state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            state["cuda"] = torch.cuda.get_rng_state()
+        if "numpy" in sys.modules:
+            kind, keys, *rest = sys.modules["numpy"].random.get_state()
+            state["numpy"] = [kind, torch.from_numpy(keys.astype("int64")), *rest]
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Sets the generators; one that the state lacks stays as it is."""
+        version, numbers, gauss = state["python"]
+        random.setstate((version, tuple(numbers), gauss))
+        torch.set_rng_state(state["torch"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+        if "numpy" in state and "numpy" in sys.modules:
+            kind, keys, *rest = state["numpy"]
+            sys.modules["numpy"].random.set_state((kind, keys.numpy().astype("uint32"), *rest))
+
+
+TrainingState = Mapping[str, Any]
+_NONE: Mapping[str, Numbering] = MappingProxyType({})
+_WRAPPERS = (DistributedDataParallel, nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+
+def capture(state: TrainingState, is_first: bool, numberings: Mapping[str, Numbering] = _NONE) -> CapturedState:
+    """Returns what this rank contributes to a checkpoint of `state`; nothing is copied.
+
+    Args:
+        state: objects and plain values by name.
+        is_first: whether this is the first rank, whose buffers and positions count.
+        numberings: of the optimizers of pipelines, by their names.
+
+    Raises:
+        TypeError: something in the state cannot be held by a checkpoint; the message names it.
+    """
+    into = CapturedState(is_first)
+    for name, value in entries(state):
+        _capture(name, value, into, numberings.get(name))
+    return into
+
+
+def entries(state: TrainingState, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the objects and values of a state with their names, those of nested dicts and of an ElasticState too.
+
+    Raises:
+        TypeError: a name is not a text.
+    """
+    for key, value in state.items():
+        if not isinstance(key, str) or not (key or name):
+            raise TypeError(f"the state has the key {key!r} of type {type(key).__name__}; names are texts, not empty")
+        inner = join(name, key)
+        if isinstance(value, ElasticState):
+            for part, each in entries(value.parts(), inner):
+                require_undivided(part, module_of(each), each)
+                yield part, each
+            yield join(inner, "epoch"), value
+        elif isinstance(value, dict) and holds_objects(value):
+            yield from entries(value, inner)
+        else:
+            yield inner, value
+
+
+def holds_objects(value: dict[Any, Any]) -> bool:
+    """Whether a dict holds anything that is loaded in place, rather than only plain values."""
+    return any(
+        holds_objects(each) if isinstance(each, dict) else isinstance(each, (torch.Tensor, Stateful, LogicalShards))
+        for each in value.values()
+    )
+
+
+def module_of(value: object) -> nn.Module | None:
+    """Returns the model itself, whatever it is wrapped in; None for something else."""
+    if isinstance(value, LogicalShards):
+        return value.module
+    while isinstance(value, _WRAPPERS):
+        value = value.module
+    return value if isinstance(value, nn.Module) else None
+
+
+def keys_in_whole(module: nn.Module) -> Set[str]:
+    """Returns the keys of the `state_dict` of a module, of the undivided one if it is a part of a model."""
+    return module.whole.keys if isinstance(module, Pipeline) else module.state_dict(keep_vars=True).keys()
+
+
+def may_be_missing(value: object) -> bool:
+    """Whether a checkpoint need not have something: a module without any state, or gradients that wait for a step."""
+    module = module_of(value)
+    return isinstance(value, PendingGradients) or (module is not None and not keys_in_whole(module))
+
+
+def key_in_whole(module: nn.Module, key: str) -> str:
+    """Returns the key that a value of a module's `state_dict` has in that of the undivided model."""
+    return module.whole.key_of(key) if isinstance(module, Pipeline) else key
+
+
+def _capture(name: str, value: object, into: CapturedState, numbering: Numbering | None) -> None:
+    module = module_of(value)
+    require_fit(name, module, value)
+    if module is not None:
+        _capture_module(name, module, into)
+    elif isinstance(value, torch.optim.Optimizer):
+        capture_optimizer(name, value, into, numbering)
+    elif isinstance(value, (StatefulLoader, ShardLoader)):
+        if into.is_first:  # in the last step of an epoch, the first rank's position is that of all
+            into.values[name] = _only_plain(name, value.state_dict())
+    elif isinstance(value, torch.Tensor):
+        into.add_tensor(name, value)
+    elif isinstance(value, PendingGradients):
+        if into.is_first:  # all workers have the same
+            into.hold_tree(name, value.state_dict())
+    else:
+        into.add_object(name, value.state_dict() if isinstance(value, Stateful) else value)
+
+
+def _only_plain(name: str, state: object) -> object:
+    taken = CapturedState()
+    taken.add_object(name, state)
+    if taken.objects[name].tensors:
+        raise TypeError(f"the state of {name!r} has tensors; the position of a loader must consist of plain values")
+    return taken.objects[name].value
+
+
+def _capture_module(name: str, module: nn.Module, into: CapturedState) -> None:
+    sharded = sharded_parameters_of(module)
+    is_pipeline = isinstance(module, Pipeline)
+    if isinstance(module, Pipeline):
+        into.layers[name] = [each for each, _ in module.named_children()], len(module.whole.names)
+    if not keys_in_whole(module):
+        into.values[name] = {}  # its state, which would otherwise leave no trace in the checkpoint
+    counts = is_first_of(module.parameters())
+    for key, value in module.state_dict(keep_vars=True).items():
+        full = join(name, key_in_whole(module, key))
+        shards = None if sharded is None else sharded.shards_of(value)
+        if shards is not None:
+            for shard in shards:
+                run = ShardedParameters.own_run(shard)
+                if run is not None and (counts or slice_of(shard.param) is not None):
+                    into.hold(held_of_shard(full, shard, run))
+        elif isinstance(value, nn.Parameter):
+            if is_pipeline or slice_of(value) is not None:
+                require_dense(full, value)
+                into.offer(part_of(full, value, shape_of(value), region_of(value)))
+            else:
+                into.add_tensor(full, value)
+        elif not isinstance(value, torch.Tensor):
+            into.add_object(full, value, is_everywhere=not is_pipeline)
+        elif is_pipeline:
+            require_dense(full, value)
+            into.offer(whole_of(full, value.detach()), of_first=True)
+        else:
+            into.add_of_first(full, value)
+
+
+def unsaved_gradients(state: TrainingState) -> list[str]:
+    """Returns the parameters whose gradients no optimizer has used yet, and a checkpoint of the state does not have.
+
+    Where no step has been followed, those of optimizers that keep something may have been used before.
+    """
+    found = list(entries(state))
+    kept = {id(each.module) for _, each in found if isinstance(each, PendingGradients)}
+    optimizers = [each for _, each in found if isinstance(each, torch.optim.Optimizer)]
+    holders = {
+        param: holder
+        for each in optimizers
+        if isinstance(each, PartitionedOptimizer)
+        for param, holder in each.gradient_holders()
+    }
+
+    def is_lost(param: nn.Parameter) -> bool:
+        if not GRADIENT_USE.has_seen_step and any(each.state.get(param) for each in optimizers):
+            return False
+        return is_pending(param) or (param in holders and is_pending(holders[param]))
+
+    modules = {name: module for name, each in found if (module := module_of(each)) is not None}
+    return [
+        join(name, key)
+        for name, module in modules.items()
+        if id(module) not in kept
+        for key, param in module.named_parameters()
+        if is_lost(param)
+    ]
+
+
+def elastic_of(state: TrainingState) -> ElasticState | None:
+    """Returns the `ElasticState` in a state, if there is one."""
+    return next(_elastic_states(state), None)
+
+
+def _elastic_states(state: TrainingState) -> Iterator[ElasticState]:
+    for value in state.values():
+        if isinstance(value, ElasticState):
+            yield value
+        elif isinstance(value, dict):
+            yield from _elastic_states(value)

@@ -1,0 +1,207 @@
+"""Gives every rank its part of a dataset.
+
+Evaluation on several ranks with the result that one process would get.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Sized
+
+import torch
+from torch.utils.data import Sampler
+
+from paceline.comm.group.collectives.collectives import all_gather, all_reduce
+from paceline.comm.group.default import Group, resolve
+from paceline.comm.group.queries import get_rank, get_world_size
+from paceline.train.data.epoch_order import epoch_order
+
+
+class DistributedSampler(Sampler[int]):
+    """The indices of one rank's part of `dataset`; the same sequence as torch's DistributedSampler.
+
+    All ranks get the same number of samples: without `drop_last` the first ones are repeated to fill up, with it the
+    last ones are left out. Call `set_epoch` before each epoch, or every epoch has the same order. A program that never
+    calls it is warned, once, when it has read more than half of the samples for the second time; to look at a batch or
+    two does not count.
+
+    Args:
+        dataset: anything with a length.
+        num_replicas, rank: the number of parts and which to take; the default group's world size and rank if None.
+        shuffle: permute the indices, by `seed` plus the epoch.
+        seed: the same on every rank.
+        drop_last: leave out the samples that cannot be shared evenly.
+
+    Raises:
+        ValueError: `rank` is not from 0 to `num_replicas` - 1, or one is None and there is no default group.
+
+    >>> list(DistributedSampler(range(5), num_replicas=2, rank=1, shuffle=False))
+    [1, 3, 0]
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        num_replicas, rank = which_part(num_replicas, rank)
+        self.dataset = dataset
+        self.num_replicas = num_replicas
+        self.rank = rank
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.epoch = 0
+        self._passes = 0  # iterations that went through more than half of the samples
+        self._warned = False  # or no warning is needed, since the program calls set_epoch
+        length = len(dataset)
+        if drop_last and length % num_replicas:
+            self.num_samples = math.ceil((length - num_replicas) / num_replicas)
+        else:
+            self.num_samples = math.ceil(length / num_replicas)
+        self.total_size = self.num_samples * num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        """Yields this rank's indices in this epoch."""
+        length = len(self.dataset)
+        indices = epoch_order(length, self.shuffle, self.seed, self.epoch)
+        if self.drop_last:
+            indices = indices[: self.total_size]
+        elif indices:
+            repeats = math.ceil(self.total_size / length)
+            indices = (indices * repeats)[: self.total_size]
+        return self._read(indices[self.rank : self.total_size : self.num_replicas])
+
+    def __len__(self) -> int:
+        """Returns the number of samples of each rank."""
+        return self.num_samples
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the order of the next iteration."""
+        self.epoch = epoch
+        self._warned = True
+
+    def _read(self, indices: list[int]) -> Iterator[int]:
+        middle = len(indices) // 2
+        yield from indices[:middle]
+        if indices:
+            self._count_a_pass()
+        yield from indices[middle:]
+
+    def _count_a_pass(self) -> None:
+        self._passes += 1
+        if self.shuffle and not self._warned and self._passes > 1:
+            self._warned = True
+            warnings.warn(
+                f"rank {self.rank}: DistributedSampler goes through its samples again, in the order of epoch "
+                f"{self.epoch} as before. Call sampler.set_epoch(epoch) before each epoch to shuffle them differently; "
+                "where the same order is meant, as for evaluation, make it with shuffle=False",
+                stacklevel=3,
+            )
+
+
+def which_part(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    """Returns the number of parts and which one to take, by default the default group's size and rank.
+
+    Raises:
+        ValueError: `rank` is not from 0 to `num_replicas` - 1.
+    """
+    num_replicas = get_world_size() if num_replicas is None else num_replicas
+    rank = get_rank() if rank is None else rank
+    if not 0 <= rank < num_replicas:
+        raise ValueError(f"rank is {rank}; with num_replicas {num_replicas} it must be from 0 to {num_replicas - 1}")
+    return num_replicas, rank
+
+
+class DistributedEvalSampler(Sampler[int]):
+    """The indices of one rank's part of `dataset`, in order, with nothing repeated and nothing left out.
+
+    Every sample is on exactly one rank. The lengths differ by at most one between ranks, so evaluate without
+    collectives (`DistributedDataParallel` makes none in `eval` or `no_grad`), and combine the results with `gather` or
+    `mean_over_samples`.
+
+    Args:
+        dataset: anything with a length.
+        num_replicas, rank: the number of parts and which to take; the default group's world size and rank if None.
+
+    Raises:
+        ValueError: `rank` is not from 0 to `num_replicas` - 1, or one is None and there is no default group.
+
+    >>> list(DistributedEvalSampler(range(5), num_replicas=2, rank=1))
+    [1, 3]
+    """
+
+    def __init__(self, dataset: Sized, num_replicas: int | None = None, rank: int | None = None) -> None:
+        self.num_replicas, self.rank = which_part(num_replicas, rank)
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[int]:
+        """Yields this rank's indices."""
+        return iter(range(self.rank, len(self.dataset), self.num_replicas))
+
+    def __len__(self) -> int:
+        """Returns the number of samples of this rank."""
+        return len(range(self.rank, len(self.dataset), self.num_replicas))
+
+    def gather(self, values: torch.Tensor, group: Group = None) -> torch.Tensor:
+        """Gathers a value for each sample of the dataset, in the order of the dataset, on every rank.
+
+        A mean or a ranking computed from it has the same bits for every number of ranks.
+
+        Args:
+            values: a tensor of shape (len(self), ...) with this rank's values, in the order of iteration; the other
+                dimensions and the dtype are the same on every rank.
+            group: a group of `num_replicas` ranks.
+
+        Raises:
+            ValueError: `values` does not have one value for each sample of this rank.
+        """
+        if values.shape[:1] != (len(self),):
+            raise ValueError(
+                f"rank {self.rank}: gather got values of shape {tuple(values.shape)}; the first dimension must be "
+                f"{len(self)}, one entry for each sample that this sampler gives"
+            )
+        chosen = resolve(group)
+        if chosen is None or chosen.size() != self.num_replicas:
+            seen = "a group that this rank is not in" if chosen is None else f"a group of {chosen.size()} ranks"
+            raise ValueError(f"rank {self.rank}: gather got {seen}; it needs one of {self.num_replicas} ranks")
+        longest = -(-len(self.dataset) // self.num_replicas)
+        padded = values.new_zeros((longest, *values.shape[1:]))
+        padded[: len(self)] = values.detach()
+        parts = [torch.empty_like(padded) for _ in range(self.num_replicas)]
+        all_gather(parts, padded, group)
+        return torch.stack(parts, 1).flatten(0, 1)[: len(self.dataset)]
+
+
+def mean_over_samples(total: torch.Tensor | float, count: int, group: Group = None) -> torch.Tensor:
+    """Returns the mean over the samples of all ranks, each of which counts once.
+
+    The mean of the ranks' means is wrong where ranks have different numbers of samples; this divides the sum of all
+    totals by the sum of all counts, in float64.
+
+    Args:
+        total: a number or a tensor, summed over this rank's samples; it has the same shape on every rank.
+        count: the number of those samples; it may be 0.
+        group: the ranks; None for the default group.
+
+    Returns:
+        A float64 tensor of the shape of `total`, the same on every rank.
+
+    Raises:
+        ZeroDivisionError: no rank had a sample.
+
+    Example::
+
+        accuracy = paceline.mean_over_samples((predicted == labels).sum(), len(labels))
+    """
+    sums = torch.as_tensor(total).detach().to("cpu", torch.float64).reshape(-1)
+    message = torch.cat([sums, torch.tensor([count], dtype=torch.float64)])
+    all_reduce(message, group=group)
+    if message[-1] == 0:
+        raise ZeroDivisionError("mean_over_samples: count is 0 on every rank; a mean needs at least one sample")
+    return (message[:-1] / message[-1]).reshape(torch.as_tensor(total).shape)

@@ -1,0 +1,181 @@
+"""Reads a stream from front to back, and takes one rank's part of each step."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from itertools import islice
+from typing import Any, NamedTuple
+
+from torch.utils.data import IterableDataset
+
+from paceline.train.data.epoch_order import BatchSharding
+
+
+class StreamPosition(NamedTuple):
+    """A place in an epoch of a stream: the number of samples before it and, if it was asked, the stream's own state."""
+
+    position: int
+    state: Any = None
+
+
+class StreamReader:
+    """Goes through an epoch of `dataset` once, from `start` on.
+
+    It reads a copy of the dataset, so that what an iteration or a loaded state leaves in the attributes of the dataset
+    is not there when the next epoch begins.
+
+    Args:
+        dataset: the whole stream, which yields the same samples in every process.
+        epoch: passed on to the dataset's `set_epoch`, if it has one.
+        start: where to begin. The reader gets there with the state of the stream, if `start` has one, or with the
+            dataset's `skip`, or with the iterator's `advance`, or by reading; it takes the first of these that exists.
+        keeps_states: whether a bookmark has the state of the stream.
+
+    Raises:
+        TypeError: the stream has no state, or a method of it returned something else than is expected.
+        ValueError: the stream ended before `start`.
+    """
+
+    def __init__(self, dataset: IterableDataset[Any], epoch: int, start: StreamPosition, keeps_states: bool) -> None:
+        self.position = 0
+        self._epoch = epoch
+        self._source = dataset
+        self._keeps_states = keeps_states
+        self._dataset: Any = _at_epoch(_copied(dataset), epoch)
+        if start.state is None and start.position and hasattr(dataset, "skip"):
+            self._dataset = _at_epoch(_without_first(self._dataset, start.position), epoch)
+            self.position = start.position
+        self._samples: Any = iter(self._dataset)
+        if start.state is not None:
+            self._load(start)
+        self._advances = hasattr(self._samples, "advance")
+        self.skip_samples(start.position - self.position)
+        if self.position < start.position:
+            raise ValueError(
+                f"the state is at sample {start.position} of epoch {epoch}, but {type(dataset).__name__} ended after "
+                f"{self.position}; a stream must yield the same samples in each reading of an epoch, so load the state "
+                "with the stream that it was taken from"
+            )
+
+    def bookmark(self) -> StreamPosition:
+        """Returns the place of the reader."""
+        return StreamPosition(self.position, copy.deepcopy(self._owner().state_dict()) if self._keeps_states else None)
+
+    def skip_samples(self, count: int) -> int:
+        """Moves past `count` samples, or to the end of the stream, and returns how many samples that were."""
+        if self._advances:
+            passed: int = self._samples.advance(count)
+            if not isinstance(passed, int):
+                raise TypeError(
+                    f"{type(self._samples).__name__}.advance({count}) returned {passed!r}; it must return the number "
+                    "of samples that it moved past, which is less than asked for at the end of the stream"
+                )
+        else:
+            passed = sum(1 for _ in islice(self._samples, count))
+        self.position += passed
+        return passed
+
+    def take(self, deal: BatchSharding, here: StreamPosition) -> list[Any]:
+        """Reads the next step, which begins `here`, and returns this rank's samples of it, none if there are none.
+
+        Afterwards the reader is at the end of the step.
+        """
+        return self._take_own(deal, here) if self._advances else self._take_among_all(deal)
+
+    def pick(self, places: tuple[int, ...]) -> list[Any]:
+        """Reads forward to the samples at `places`, which are in ascending order, and returns them.
+
+        Raises:
+            ValueError: the stream ended before.
+        """
+        samples: list[Any] = []
+        for place in places:
+            self.skip_samples(place - self.position)
+            samples += self._next(1)
+        if len(samples) < len(places):
+            raise ValueError(
+                f"sample {places[-1]} of epoch {self._epoch} is to be read again, but {type(self._source).__name__} "
+                f"ended after {self.position}; a stream must yield the same samples in each reading of an epoch"
+            )
+        return samples
+
+    def _take_among_all(self, deal: BatchSharding) -> list[Any]:
+        """Reads every sample of the step.
+
+        What a rank takes of the last step depends on how many samples are left. Therefore the samples that may be its
+        own are kept until it is known: at most about a quarter of a step, or a batch if that is more.
+        """
+        kept: deque[Any] = deque()
+        end = deal.places(deal.step).stop
+        first = count = 0  # `kept` has the places from `first` on
+        for sample in islice(self._samples, deal.step):
+            if count < end:
+                kept.append(sample)
+            count += 1
+            while first < min(deal.earliest(count), count):
+                kept.popleft()
+                first += 1
+        self.position += count
+        return [kept[place - first] for place in deal.places(count)]
+
+    def _take_own(self, deal: BatchSharding, here: StreamPosition) -> list[Any]:
+        """Reads this rank's samples of the step and advances past the others; a short step is read a second time."""
+        places = deal.places(deal.step)
+        self.skip_samples(places.start)
+        samples = self._next(len(places))
+        self.skip_samples(here.position + deal.step - self.position)
+        count = self.position - here.position
+        if count == deal.step:
+            return samples
+        places = deal.places(count)
+        if not places:
+            return []
+        again = StreamReader(self._source, self._epoch, here, self._keeps_states)
+        again.skip_samples(places.start)
+        return again._next(len(places))
+
+    def _next(self, count: int) -> list[Any]:
+        samples = list(islice(self._samples, count))
+        self.position += len(samples)
+        return samples
+
+    def _load(self, start: StreamPosition) -> None:
+        owner = self._owner()
+        owner.load_state_dict(copy.deepcopy(start.state))
+        if owner is not self._samples:
+            self._samples = iter(self._dataset)
+        self.position = start.position
+
+    def _owner(self) -> Any:
+        """Returns the object that has the state of the stream: the iterator or the dataset."""
+        for owner in (self._samples, self._dataset):
+            if hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict"):
+                return owner
+        raise TypeError(
+            f"neither {type(self._dataset).__name__} nor its iterator has state_dict and load_state_dict, which "
+            "dataset_state=True needs; add them, or leave dataset_state out"
+        )
+
+
+def _copied(dataset: IterableDataset[Any]) -> IterableDataset[Any]:
+    twin = copy.copy(dataset)
+    if vars(twin) is vars(dataset):  # a __setstate__ that takes the dictionary as it is, as in Hugging Face's streams
+        twin.__dict__ = dict(vars(dataset))
+    return twin
+
+
+def _at_epoch(dataset: Any, epoch: int) -> Any:
+    if hasattr(dataset, "set_epoch"):
+        dataset.set_epoch(epoch)
+    return dataset
+
+
+def _without_first(dataset: Any, count: int) -> Any:
+    rest = dataset.skip(count)
+    if not hasattr(rest, "__iter__"):
+        raise TypeError(
+            f"{type(dataset).__name__}.skip({count}) returned {rest!r}; it must return a dataset without the first "
+            f"{count} samples"
+        )
+    return rest

@@ -1,0 +1,391 @@
+"""Data parallel training in one process: the batch is split between devices, and the module copied to each.
+
+Splits a call's arguments between devices, and puts their results together again.
+
+Runs several modules at once, each on its device and in a thread of its own.
+
+Copies of a module for several devices, whose gradients flow to the module.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import cast
+
+import torch
+from torch import nn
+from torch._utils import ExceptionWrapper
+
+from paceline.train.preconditions import absent_device_text, wrong_device_text
+
+Device = torch.device | str | int
+
+
+def to_device(device: Device) -> torch.device:
+    """Returns the device; a bare number means a GPU."""
+    chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if chosen.type == "cuda" and chosen.index is None:
+        return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    return chosen
+
+
+def scatter(value: object, devices: Sequence[Device], dim: int = 0) -> list[object]:
+    """Splits every tensor in `value` along `dim`, one part for each device.
+
+    Tensors may be nested in lists, tuples, named tuples, mappings and dataclasses; everything else goes to all devices.
+
+    Args:
+        value: an object of any kind.
+        devices: a device may be named several times.
+        dim: the batch dimension; tensors with fewer dimensions go whole to every device.
+
+    Returns:
+        A list with a value for each device; it has fewer, but at least one, if the batch is smaller than their number.
+
+    >>> [part.tolist() for part in scatter(torch.arange(5), ["cpu", "cpu"])]
+    [[0, 1, 2], [3, 4]]
+    """
+    sizes = {tensor.shape[dim] for tensor in _tensors(value) if tensor.dim() > dim}
+    count = min([len(devices), *(_chunks(size, len(devices)) for size in sizes)])
+
+    def part(at: int) -> object:
+        return map_tensors(value, lambda tensor: _part(tensor, at, count, dim, to_device(devices[at])))
+
+    return [part(at) for at in range(count)]
+
+
+def scatter_arguments(
+    args: Sequence[object], kwargs: Mapping[str, object], devices: Sequence[Device], dim: int = 0
+) -> list[tuple[tuple[object, ...], dict[str, object]]]:
+    """Returns positional and keyword arguments for each device; see `scatter`."""
+    parts = scatter((tuple(args), dict(kwargs)), devices, dim)
+    return cast("list[tuple[tuple[object, ...], dict[str, object]]]", parts)
+
+
+def gather(outputs: Sequence[object], output_device: Device, dim: int = 0) -> object:
+    """Concatenates the tensors that replicas returned, nested in any way, along `dim`.
+
+    Tensors without dimensions become a vector. Values other than tensors must be equal in all outputs.
+
+    Raises:
+        TypeError: such values differ, or the outputs have different types.
+    """
+    first = outputs[0]
+    device = to_device(output_device)
+    if isinstance(first, torch.Tensor):
+        tensors = [each for each in outputs if isinstance(each, torch.Tensor)]
+        if len(tensors) == len(outputs):
+            moved = [tensor.to(device) for tensor in tensors]
+            return torch.stack(moved) if first.dim() == 0 else torch.cat(moved, dim)
+    if any(type(each) is not type(first) for each in outputs):
+        kinds = sorted({type(each).__name__ for each in outputs})
+        raise TypeError(
+            f"the replicas returned outputs of the types {' and '.join(kinds)}; forward must return the same type on "
+            "every device, whatever the batch"
+        )
+    inner = [_children(each) for each in outputs]
+    if inner[0] is None:
+        if any(each != first for each in outputs):
+            raise TypeError(
+                f"the replicas returned different values of type {type(first).__name__}: "
+                f"{', '.join(map(repr, outputs))}; only tensors can be concatenated, so forward must return a "
+                "tensor here"
+            )
+        return first
+    lists = [each for each in inner if each is not None]
+    if len({tuple(each) for each in lists}) != 1:
+        raise TypeError(
+            f"the replicas returned values of type {type(first).__name__} with different entries: "
+            f"{' and '.join(str(list(each)) for each in lists)}; forward must return the same entries on every device, "
+            "whatever the batch"
+        )
+    return _with_children(first, {key: gather([each[key] for each in lists], device, dim) for key in lists[0]})
+
+
+def map_tensors(value: object, change: Callable[[torch.Tensor], torch.Tensor]) -> object:
+    """Returns a copy of a nest of lists, tuples, mappings and dataclasses, with `change` applied to its tensors."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    children = _children(value)
+    if children is None:
+        return value
+    return _with_children(value, {key: map_tensors(child, change) for key, child in children.items()})
+
+
+def _chunks(size: int, count: int) -> int:
+    """Returns how many parts torch.chunk makes of `size` when asked for `count`."""
+    return -(-size // -(-size // count)) if size else 1
+
+
+def _part(tensor: torch.Tensor, at: int, count: int, dim: int, device: torch.device) -> torch.Tensor:
+    if tensor.dim() <= dim:
+        return tensor.to(device)
+    parts = tensor.chunk(count, dim)
+    if len(parts) != count:
+        # Another tensor of the call, with a smaller batch, has decided how many parts there are.
+        parts = tensor.tensor_split(count, dim)
+    return parts[at].to(device, non_blocking=True)
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    children = _children(value)
+    return [] if children is None else [tensor for child in children.values() for tensor in _tensors(child)]
+
+
+def _children(value: object) -> dict[object, object] | None:
+    """Returns what a nest holds, by key; None if `value` is not a nest."""
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value))
+    if isinstance(value, Mapping):
+        return dict(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+    return None
+
+
+def _with_children(value: object, children: dict[object, object]) -> object:
+    """Returns a nest like `value` with other children."""
+    make: Callable[..., object] = type(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return make(*children.values())
+    if isinstance(value, (list, tuple)):
+        return make(children.values())
+    if isinstance(value, Mapping):
+        return make(children.items())
+    copied = object.__new__(type(value))  # works whatever arguments its __init__ takes
+    copied.__dict__.update(value.__dict__)
+    for name, child in children.items():
+        object.__setattr__(copied, str(name), child)  # the dataclass may be frozen
+    return copied
+
+
+def parallel_apply(
+    modules: Sequence[nn.Module],
+    inputs: Sequence[object],
+    kwargs_tup: Sequence[Mapping[str, object]] | None = None,
+    devices: Sequence[Device] | None = None,
+) -> list[object]:
+    """Returns what each module returns for its inputs.
+
+    The threads inherit the caller's grad mode, inference mode and autocast.
+
+    Args:
+        modules: one for each device.
+        inputs: for each module a tuple of arguments, or a single argument.
+        kwargs_tup: keyword arguments for each module.
+        devices: the modules' devices, which errors name; a GPU becomes the current device of its thread.
+
+    Raises:
+        ValueError: the arguments have different lengths.
+        Exception: the error that a module raised; its message names the replica and its device, and has the traceback.
+    """
+    keywords = [{}] * len(modules) if kwargs_tup is None else list(kwargs_tup)
+    places = ["cpu"] * len(modules) if devices is None else list(devices)
+    if not len(modules) == len(inputs) == len(keywords) == len(places):
+        raise ValueError(
+            f"parallel_apply got {len(modules)} modules, {len(inputs)} inputs, {len(keywords)} kwargs_tup and "
+            f"{len(places)} devices; it needs as many of each"
+        )
+    results: list[object] = [None] * len(modules)
+    in_mode = _ThreadModes()
+
+    def run(at: int) -> None:
+        device = to_device(places[at])
+        given = inputs[at]
+        arguments = given if isinstance(given, (list, tuple)) else (given,)
+        try:
+            with in_mode.entered(device):
+                results[at] = modules[at](*arguments, **keywords[at])
+        except Exception:
+            results[at] = ExceptionWrapper(where=f"in replica {at} on device {device}")
+
+    if len(modules) == 1:
+        run(0)
+    else:
+        threads = [threading.Thread(target=run, args=(at,), name=f"replica {at}") for at in range(len(modules))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for result in results:
+        if isinstance(result, ExceptionWrapper):
+            result.reraise()
+    return results
+
+
+class _ThreadModes:
+    """The grad mode, inference mode and autocast of the thread that creates this."""
+
+    def __init__(self) -> None:
+        self._grad = torch.is_grad_enabled()
+        self._inference = torch.is_inference_mode_enabled()
+        kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        self._autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
+        self._autocast_cache = torch.is_autocast_cache_enabled()
+
+    @contextmanager
+    def entered(self, device: torch.device) -> Iterator[None]:
+        """Applies these modes in another thread, which works on `device`."""
+        with ExitStack() as stack:
+            if device.type == "cuda":
+                stack.enter_context(torch.cuda.device(device))
+            if self._inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(self._grad))
+            for kind, dtype in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._autocast_cache))
+            yield
+
+
+def replicate(module: nn.Module, devices: Sequence[Device], detach: bool = False) -> list[nn.Module]:
+    """Returns a replica of `module` for each device; a device may be named several times.
+
+    In place of parameters the replicas have copies, through which backward reaches the parameters of the module, where
+    the gradients of all replicas add up. The first replica has the module's own buffers, so that what forward writes
+    to them (as BatchNorm does) stays; the others have copies.
+
+    Args:
+        module: has all parameters and buffers on the first device.
+        devices: one for each replica.
+        detach: detach the replicas' parameters from the module's.
+    """
+    chosen = [to_device(device) for device in devices]
+    modules = list(module.modules())
+    number = {id(each): at for at, each in enumerate(modules)}
+    replicas: list[nn.Module] = []
+    for at, device in enumerate(chosen):
+        copies = {id(p): _copy_of(p.detach() if detach else p, device) for p in module.parameters()}
+        copies |= {id(b): b if at == 0 else b.to(device, copy=True) for b in module.buffers()}
+        mirrored: list[nn.Module] = [each._replicate_for_data_parallel() for each in modules]
+        for original, replica in zip(modules, mirrored, strict=True):
+            children = (None if child is None else mirrored[number[id(child)]] for child in original._modules.values())
+            _fill(original, replica, copies, list(children))
+        replicas.append(mirrored[0])
+    return replicas
+
+
+def _fill(
+    original: nn.Module, replica: nn.Module, copies: dict[int, torch.Tensor], children: Sequence[nn.Module | None]
+) -> None:
+    former: dict[str, torch.Tensor | None] = {}
+    for name, child in zip(original._modules, children, strict=True):
+        replica._modules[name] = child
+    for name, param in original._parameters.items():
+        if param is None:
+            replica._parameters[name] = None
+        else:
+            # A plain attribute, since only a leaf can be a parameter.
+            setattr(replica, name, copies[id(param)])
+            former[name] = copies[id(param)]
+    for name, buffer in original._buffers.items():
+        replica._buffers[name] = None if buffer is None else copies[id(buffer)]
+    replica.__dict__["_former_parameters"] = former  # torch's RNNs read this attribute
+
+
+def _copy_of(param: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return param.view_as(param) if param.device == device else param.to(device, non_blocking=True)
+
+
+class DataParallel(nn.Module):
+    """Splits the batch between devices, runs a replica of `module` on each in a thread, and concatenates the outputs.
+
+    The replicas live for one forward, and the gradients of all replicas are added in the module. The threads share one
+    interpreter, and the module is copied in every step: `DistributedDataParallel`, with a process for each device, is
+    faster.
+
+    Args:
+        module: a module whose parameters are on the first device.
+        device_ids: a number means a GPU; a device may be named several times, as in `["cpu", "cpu"]`. None means all
+            GPUs; if there are none, the module is called directly.
+        output_device: where results are concatenated; the first device if None.
+        dim: the batch dimension.
+
+    Raises:
+        RuntimeError: a parameter or buffer is not on the first device.
+        ValueError: `device_ids` or `output_device` names a GPU that does not exist.
+
+    Example::
+
+        model = paceline.DataParallel(model, ["cuda:0", "cuda:1"])
+        loss_function(model(inputs), targets).backward()  # the gradients are in the module
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[Device] | None = None,
+        output_device: Device | None = None,
+        dim: int = 0,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.dim = dim
+        ids: Sequence[Device] = range(torch.cuda.device_count()) if device_ids is None else device_ids
+        self.device_ids = [to_device(device) for device in ids]
+        self.output_device = self.device_ids[0] if self.device_ids else torch.device("cpu")
+        if output_device is not None:
+            self.output_device = to_device(output_device)
+        absent = absent_device_text(self.device_ids, self.output_device)
+        if absent is not None:
+            raise ValueError(absent)
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """Calls the replicas on parts of the batch; arguments other than tensors go to every replica as they are."""
+        if not self.device_ids:
+            return self.module(*args, **kwargs)
+        require_on(self.module, self.device_ids[0])
+        return apply_on_devices(self.module, self.device_ids, self.output_device, self.dim, args, kwargs)
+
+
+def data_parallel(
+    module: nn.Module,
+    inputs: object,
+    device_ids: Sequence[Device] | None = None,
+    output_device: Device | None = None,
+    dim: int = 0,
+    module_kwargs: Mapping[str, object] | None = None,
+) -> object:
+    """Calls a module once as `DataParallel` does.
+
+    Args:
+        module, device_ids, output_device, dim: the arguments of `DataParallel`.
+        inputs: a tuple of arguments, or a single argument.
+        module_kwargs: keyword arguments.
+    """
+    arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+    return DataParallel(module, device_ids, output_device, dim)(*arguments, **(module_kwargs or {}))
+
+
+def apply_on_devices(
+    module: nn.Module,
+    devices: Sequence[torch.device],
+    output_device: torch.device,
+    dim: int,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    call: Callable[..., object] | None = None,
+) -> object:
+    """Calls replicas of the module on parts of the batch; where there is one part, calls `call`, or the module."""
+    parts = scatter_arguments(args, kwargs, devices, dim)
+    used = devices[: len(parts)]
+    if len(used) == 1:
+        return (call or module)(*parts[0][0], **parts[0][1])
+    replicas = replicate(module, used, detach=not torch.is_grad_enabled())
+    outputs = parallel_apply(replicas, [part[0] for part in parts], [part[1] for part in parts], used)
+    return gather(outputs, output_device, dim)
+
+
+def require_on(module: nn.Module, device: torch.device) -> None:
+    """Raises unless the module is on `device`.
+
+    Raises:
+        RuntimeError: a parameter or buffer is not on `device`; the message names it.
+    """
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.device != device:
+            raise RuntimeError(wrong_device_text(name, tensor, device))

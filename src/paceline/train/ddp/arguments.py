@@ -1,0 +1,124 @@
+"""The arguments of DistributedDataParallel: what torch's mean here, and which of them contradict each other."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.comm.group.default import default_group, given_or_default
+from paceline.comm.group.process_group import ProcessGroup
+from paceline.train.ddp.buckets import MIB, caps_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+DEFAULT_BUCKET_CAP_MB = 25
+
+
+def choose_group(process_group: ProcessGroup | None, device_mesh: DeviceMesh | None) -> ProcessGroup:
+    """Returns the group that these arguments name, or the default group if both are None.
+
+    Raises:
+        RuntimeError: both are given, or the mesh has several dimensions.
+        ValueError: the mesh does not hold all ranks of the default group in their order.
+        TypeError: `process_group` is not a group of Paceline's.
+    """
+    if device_mesh is None:
+        return given_or_default(process_group)
+    if process_group is not None:
+        raise RuntimeError("process_group and device_mesh were both given; give one of them")
+    if device_mesh.ndim != 1:
+        raise RuntimeError(
+            f"device_mesh has {device_mesh.ndim} dimensions; give a mesh of one dimension, such as mesh['dp'], or "
+            "process_group=paceline.new_group(ranks)"
+        )
+    group = default_group()
+    ranks = device_mesh.mesh.tolist()
+    if ranks != list(group.ranks):
+        raise ValueError(
+            f"device_mesh has the ranks {ranks}, and its groups are torch's, which this class cannot use; the default "
+            f"group has the ranks {list(group.ranks)}. Give process_group=paceline.new_group({ranks}) instead"
+        )
+    return group
+
+
+def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
+    """Returns whether buffers are copied when the module is wrapped, and whether before each forward."""
+    if forward_sync_buffers is None:
+        both = broadcast_buffers is None or broadcast_buffers
+        return both, both
+    if broadcast_buffers is not None:
+        warnings.warn(
+            f"broadcast_buffers={broadcast_buffers} is ignored, since forward_sync_buffers={forward_sync_buffers} was "
+            "given too; leave broadcast_buffers out",
+            FutureWarning,
+            stacklevel=3,
+        )
+    return True, forward_sync_buffers
+
+
+def choose_bucket_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> tuple[int, ...]:
+    """Returns the caps of a module's buckets in bytes, as `make_buckets` takes them.
+
+    Raises:
+        ValueError: a cap is not positive.
+    """
+    for name, caps in (("bucket_cap_mb", [bucket_cap_mb]), ("bucket_cap_mb_list", bucket_cap_mb_list or [])):
+        for cap in caps:
+            if cap is not None and not cap > 0:
+                raise ValueError(f"{name} is {cap}; it must be positive")
+    if bucket_cap_mb_list:
+        return tuple(int(cap * MIB) for cap in bucket_cap_mb_list)
+    return caps_of(int((DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb) * MIB))
+
+
+def choose_reduce_dtype(mixed_precision: _MixedPrecision | None) -> torch.dtype | None:
+    """Returns the dtype in which gradients are averaged, None if it is their own.
+
+    Raises:
+        ValueError: the argument asks to cast parameters or buffers.
+    """
+    if mixed_precision is None:
+        return None
+    if mixed_precision.param_dtype is not None or mixed_precision.buffer_dtype is not None:
+        dtype = mixed_precision.param_dtype or mixed_precision.buffer_dtype
+        raise ValueError(
+            f"mixed_precision asks for parameters of {mixed_precision.param_dtype} and buffers of "
+            f"{mixed_precision.buffer_dtype}; DistributedDataParallel does not cast the module. Run forward under "
+            f"torch.autocast(device_type, {dtype}), and give mixed_precision=_MixedPrecision(reduce_dtype={dtype}) to "
+            "average gradients in that dtype"
+        )
+    return mixed_precision.reduce_dtype
+
+
+def require_whole_pairs(
+    deterministic: bool,
+    logical_shards: int | None,
+    device_ids: object,
+    delay_all_reduce_named_params: object,
+    param_to_hook_all_reduce: object,
+) -> None:
+    """Requires that arguments which need each other are given together.
+
+    Raises:
+        ValueError: one is given without the other, or with one that excludes it.
+    """
+    if deterministic != (logical_shards is not None) or (deterministic and device_ids):
+        raise ValueError(
+            f"deterministic is {deterministic}, logical_shards {logical_shards} and device_ids {device_ids}; "
+            "deterministic=True needs logical_shards, such as 8; give both or neither, and no device_ids with them"
+        )
+    if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
+        raise ValueError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce must be given together: the second one says "
+            "when the gradients of the first are averaged"
+        )
+    if deterministic and delay_all_reduce_named_params is not None:
+        raise ValueError(
+            "delay_all_reduce_named_params was given with deterministic=True, which adds all gradients in a fixed "
+            "order; leave one of them out"
+        )

@@ -1,0 +1,194 @@
+"""Communication hooks: functions of the user's that reduce the gradients, a bucket at a time.
+
+Futures whose callbacks run on the thread that waits for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeAlias, TypeVar
+
+import torch
+
+from paceline.comm.group.work import Work
+from paceline.train.ddp.gradient_buckets import BucketGradients, GradientMemory
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+class DeferredFuture(Generic[T]):
+    """A future that computes its value when a thread waits for it.
+
+    Callbacks may make collectives, which must be made in the same order on every rank. The callbacks of this future run
+    in the order in which the reducer waits, which is the same on every rank. Those of `Work.get_future` run in the
+    order in which calls end, which may differ between ranks.
+
+    It is not a `torch.futures.Future`, because torch waits for several of those in C++, where nothing would compute the
+    value. `torch.futures.collect_all` therefore refuses it; `collect_all` of this module takes its place.
+    """
+
+    def __init__(self, compute: Callable[[], T]) -> None:
+        self._compute: Callable[[], T] | None = compute
+        self._value: T
+        self._error: Exception | None = None
+
+    def __repr__(self) -> str:
+        state = "computed when waited for" if self._compute is not None else "done"
+        return f"<DeferredFuture, {state}; several: paceline.train.ddp.hooks.collect_all>"
+
+    def done(self) -> bool:
+        """Returns whether the value has been computed."""
+        return self._compute is None
+
+    def wait(self) -> T:
+        """Returns the value, which the first call computes. If that fails, every call raises the error."""
+        compute, self._compute = self._compute, None
+        if compute is not None:
+            try:
+                self._value = compute()
+            except Exception as error:
+                self._error = error
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def value(self) -> T:
+        """Does what `wait` does, for callbacks that ask for the value of the future that they were added to."""
+        return self.wait()
+
+    def then(self, callback: Callable[[DeferredFuture[T]], S]) -> DeferredFuture[S]:
+        """Returns a future of `callback(self)`."""
+        return DeferredFuture(lambda: callback(self))
+
+
+AnyFuture: TypeAlias = "torch.futures.Future[T] | DeferredFuture[T]"
+
+
+def future_of(work: Work | None) -> DeferredFuture[list[torch.Tensor]]:
+    """Returns a future of the tensors of an asynchronous collective.
+
+    Raises:
+        TypeError: `work` is None.
+    """
+    if work is None:
+        raise TypeError("a collective has a future only if it was called with async_op=True, on a rank of its group")
+    return DeferredFuture(work.result)
+
+
+def collect_all(futures: Sequence[AnyFuture[T]]) -> DeferredFuture[list[T]]:
+    """Returns a future of the values of `futures`; it waits for them in order, and fails with their first error."""
+    return DeferredFuture(lambda: [future.wait() for future in futures])
+
+
+Reduced = torch.Tensor | Sequence[torch.Tensor]
+
+
+class GradBucket:
+    """The argument of a communication hook: the gradients of a bucket, concatenated in a flat tensor.
+
+    It has the methods of `torch.distributed.GradBucket`.
+    """
+
+    def __init__(self, index: int, is_last: bool, buffer: torch.Tensor, params: Sequence[torch.Tensor]) -> None:
+        self._index = index
+        self._is_last = is_last
+        self._buffer = buffer
+        self._params = list(params)
+
+    def index(self) -> int:
+        """Returns the bucket's number; on every rank, a backward passes its buckets to the hook in this order."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Returns whether this is the last bucket of the backward."""
+        return self._is_last
+
+    def buffer(self) -> torch.Tensor:
+        """Returns all gradients in one flat tensor."""
+        return self._buffer
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Replaces the buffer with another tensor, for example of another dtype."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Returns the parameters' gradients as views of the buffer.
+
+        Raises:
+            ValueError: the buffer was replaced with one of another size.
+        """
+        total = sum(param.numel() for param in self._params)
+        if self._buffer.numel() != total:
+            raise ValueError(
+                f"the buffer of bucket {self._index} has {self._buffer.numel()} elements after set_buffer(), and the "
+                f"bucket's gradients have {total}; call gradients() before set_buffer()"
+            )
+        parts = self._buffer.split([param.numel() for param in self._params])
+        layouts = (torch.empty_like(param, device="meta").stride() for param in self._params)
+        return [p.as_strided(param.shape, at) for p, param, at in zip(parts, self._params, layouts, strict=True)]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Returns the parameters, in the order of their gradients."""
+        return list(self._params)
+
+
+Hook = Callable[[object, GradBucket], "AnyFuture[Reduced] | Work"]
+
+
+class HookedWork:
+    """A bucket that the hook averages; `wait` copies its result into the gradients."""
+
+    def __init__(self, future: AnyFuture[Reduced] | Work, bucket: GradBucket, memory: GradientMemory) -> None:
+        self._future = future
+        self._bucket = bucket
+        self._memory = memory
+
+    def wait(self) -> None:
+        """Waits for the hook's future, and copies its value.
+
+        Raises:
+            ValueError: the value does not have the gradients' number of elements.
+        """
+        reduced = self._future.result() if isinstance(self._future, Work) else self._future.wait()
+        if not isinstance(reduced, torch.Tensor):
+            reduced = reduced[0]
+        if reduced.numel() != self._memory.count:
+            raise ValueError(
+                f"the communication hook returned {reduced.numel()} elements for bucket {self._bucket.index()}, whose "
+                f"gradients have {self._memory.count}; its future must hold the averaged gradients in the order of "
+                "bucket.buffer()"
+            )
+        flat = _flat_views(self._memory.tensors)
+        for gradient, part in zip(flat, reduced.reshape(-1).split([each.numel() for each in flat]), strict=True):
+            gradient.copy_(part)
+
+
+class CommHook:
+    """A communication hook with its state."""
+
+    def __init__(self, state: object, hook: Hook) -> None:
+        self.name = str(getattr(hook, "__qualname__", repr(hook)))
+        self._state = state
+        self._hook = hook
+
+    def start(self, index: int, is_last: bool, gradients: BucketGradients, memory: GradientMemory) -> HookedWork:
+        """Passes a bucket to the hook.
+
+        Raises:
+            TypeError: the hook did not return a future.
+        """
+        bucket = GradBucket(index, is_last, torch.cat(_flat_views(memory.tensors)), gradients.params)
+        future = self._hook(self._state, bucket)
+        # What torch's own `then` returns is of the class that torch.futures.Future is derived from.
+        if not isinstance(future, (torch._C.Future, DeferredFuture, Work)):
+            raise TypeError(
+                f"the communication hook {self.name} returned {type(future).__name__}; it must return a "
+                "torch.futures.Future of the averaged buffer, or the Work of a call with async_op=True"
+            )
+        return HookedWork(future, bucket, memory)
+
+
+def _flat_views(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns flat views of the tensors, whose elements are in the order of their memory, as on every other rank."""
+    return [tensor.detach().as_strided((tensor.numel(),), (1,)) for tensor in tensors]

@@ -1,0 +1,102 @@
+"""The texts of errors about gradients that could not be averaged, with what to do about them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from paceline.errors import and_more
+
+AFTER_AN_ERROR = (
+    "the last backward ended with an error before its gradients were averaged, and other ranks may have averaged "
+    "theirs. End the program, or wrap the module again on every rank"
+)
+
+
+_ENDINGS = {1: "st", 2: "nd", 3: "rd"}
+
+
+def missing_gradient_text(
+    which: str, missing: Sequence[str], frozen: Collection[str], total: int, static_graph: bool
+) -> str:
+    """Returns the text of the error about parameters without a gradient.
+
+    Args:
+        which: the backward, such as "the last backward".
+        missing: the names of parameters without a gradient.
+        frozen: the names of all parameters that no longer require a gradient.
+        total: the number of parameters.
+        static_graph: whether the module was wrapped with `static_graph=True`.
+    """
+    missing_and_frozen = [name for name in missing if name in frozen]
+    if missing_and_frozen:
+        return (
+            f"{which} gave no gradient to {listed(missing_and_frozen)}, which were frozen "
+            "after the module was wrapped. Freeze parameters first and wrap the module afterwards (again, if need be)"
+        )
+    if static_graph:
+        return (
+            f"{which} gave no gradient to {listed(missing)}, which had one in the first backward; "
+            "static_graph=True promises that all backwards are alike. Wrap with find_unused_parameters=True instead"
+        )
+    return (
+        f"{which} gave no gradient to {len(missing)} of {total} parameters "
+        f"({listed(missing)}), so gradients were not averaged over the ranks. Every parameter must be used by "
+        "forward and every output of forward enter the loss; or wrap the module with find_unused_parameters=True"
+    )
+
+
+def late_gradient_text(name: str, static_graph: bool) -> str:
+    """Returns the text of the error about a parameter that got a gradient after its bucket was passed on."""
+    if static_graph:
+        return (
+            f"parameter {name!r} got more gradients than in the first backward; "
+            "static_graph=True promises that all backwards are alike. Wrap with find_unused_parameters=True instead"
+        )
+    return (
+        f"parameter {name!r} got another gradient in a backward after its reduction had "
+        "begun, because it is used in several graphs (for example by reentrant activation checkpointing). "
+        "Wrap the module with static_graph=True, or use checkpoint(..., use_reentrant=False)"
+    )
+
+
+def averaging_context(module: str, reduction: int, forwards: int) -> str:
+    """Returns a text to add to the error of a call that averages gradients."""
+    return (
+        f"This was where the gradients of {module} are averaged for the {ordinal(reduction)} time, after "
+        f"{forwards} forwards of this rank. Every rank must make the same forwards and backwards: a backward that one "
+        "rank skips (an empty or bad batch, a shorter loader) leaves the others waiting here. Call backward on such a "
+        "rank too, with the loss times 0, or train within model.join()"
+    )
+
+
+def sending_buffers_context(module: str, forward: int, awaits_backward: bool) -> str:
+    """Returns a text to add to the error of a call that copies buffers before a forward."""
+    skipped = (
+        " The forward before it has had no backward on this rank: call backward() on what it returned, or make it "
+        "under torch.no_grad() or model.no_sync() on every rank."
+        if awaits_backward
+        else " Every rank must make the same forwards and backwards."
+    )
+    return f"This was where buffers are copied before the {ordinal(forward)} forward of {module}.{skipped}"
+
+
+def add_context(error: Exception, place: str) -> None:
+    """Adds to an error's message a text that says which step of the training loop it interrupted."""
+    told = str(error.args[0]) if error.args else ""
+    error.args = (f"{told.rstrip('.')}. {place}", *error.args[1:])
+
+
+def ordinal(number: int) -> str:
+    """Returns 1st, 2nd, 3rd, 4th and so on.
+
+    >>> [ordinal(number) for number in (1, 2, 3, 11, 21)]
+    ['1st', '2nd', '3rd', '11th', '21st']
+    """
+    if number % 100 in (11, 12, 13):
+        return f"{number}th"
+    return f"{number}{_ENDINGS.get(number % 10, 'th')}"
+
+
+def listed(names: Sequence[str], most: int = 10) -> str:
+    """Returns the names, or the first of them if there are many."""
+    return and_more(names, most)

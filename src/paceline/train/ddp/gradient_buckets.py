@@ -1,0 +1,357 @@
+"""The gradients of a module in buckets, without those that no rank has.
+
+The gradients of a bucket as memory that is reduced where autograd put it.
+
+A gradient is reduced in place if it has its parameter's dtype and layout, as autograd's gradients do. All others are
+reduced in copies, which are written back when all reductions are over. A gradient that shares its memory with other
+tensors is also reduced in a copy, if that matters; the copy replaces it, and the other tensors keep their values.
+
+Averages sparse gradients, which hold some rows of a parameter, not the same ones on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from operator import add, attrgetter, gt
+
+import torch
+from torch import nn
+
+from paceline.comm.engine.codes import DTYPE_CODES, ReduceOp
+from paceline.comm.group.process_group import ProcessGroup
+from paceline.comm.group.variable_size import GatheredRows
+from paceline.train.ddp.buckets import bucket_params
+from paceline.train.module_tensors import TrackedTensors
+
+_storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+_is_contiguous = torch.Tensor.is_contiguous
+_numel = torch.Tensor.numel
+_dtype = attrgetter("dtype")
+
+
+def _references(tensor: torch.Tensor) -> int:
+    assert _storage_use_count is not None
+    return _storage_use_count(tensor.untyped_storage()._cdata)
+
+
+_ALONE = _references(torch.empty(1, device="cpu")) if _storage_use_count is not None else 0
+
+
+def shares_memory(gradient: torch.Tensor) -> bool:
+    """Returns whether another tensor has the same storage; True if torch does not provide the number of references.
+
+    A parameter's gradient may be a tensor that autograd still passes on to other layers: in `x + p.unsqueeze(0)`, with
+    one sample, the gradients of `x` and `p` are views of one tensor. If it were reduced in place, those layers would
+    receive the average.
+    """
+    return _storage_use_count is None or _references(gradient) > _ALONE
+
+
+@dataclass
+class GradientMemory:
+    """The memory that one call reduces.
+
+    Attributes:
+        pieces: an address and a length in bytes for each tensor, in turn.
+        tensors: the owners of the memory.
+        count: the number of elements.
+        copies: tensors that are written back to the gradients of their parameters.
+        successors: tensors that replace the gradients of their parameters.
+    """
+
+    pieces: list[int]
+    tensors: list[torch.Tensor]
+    count: int
+    copies: list[tuple[nn.Parameter, torch.Tensor]] = field(default_factory=list)
+    successors: list[tuple[nn.Parameter, torch.Tensor]] = field(default_factory=list)
+
+    def write_back(self) -> None:
+        """Writes the results that are in copies to the parameters' gradients."""
+        for param, reduced in self.copies:
+            assert param.grad is not None
+            param.grad.detach().copy_(reduced)
+        for param, reduced in self.successors:
+            param.grad = reduced
+
+
+class BucketGradients:
+    """The gradients of `params`, which have one dtype; `names` are used in errors."""
+
+    def __init__(self, params: Sequence[nn.Parameter], names: Sequence[str]) -> None:
+        self.params = list(params)
+        self.names = list(names)
+        self.dtype = self.params[0].dtype
+        self._device = self.params[0].device
+        self.dtype_code = DTYPE_CODES[self.dtype]
+        self._shapes = [param.shape for param in self.params]
+        self._layouts = [_layout_of(param) for param in self.params]
+        self._numels = [param.numel() for param in self.params]
+        self._count = sum(self._numels)
+        self._pieces = [0] * (2 * len(self.params))
+        self._pieces[1::2] = [param.nbytes for param in self.params]
+        # A complex gradient may be a conjugate view, which only the flag of that gradient shows.
+        self._plain = all(param.is_contiguous() for param in self.params) and not self.dtype.is_complex
+
+    def missing(self) -> list[str]:
+        """Returns the names of the parameters that have no gradient."""
+        return [name for name, param in zip(self.names, self.params, strict=True) if param.grad is None]
+
+    def collect(self, copy_shared: bool) -> GradientMemory | None:
+        """Returns the memory of the gradients as they are now, None if a parameter has no gradient.
+
+        Args:
+            copy_shared: whether gradients that share memory with other tensors are copied.
+
+        Raises:
+            TypeError: a gradient is sparse, or of another type than its parameter had.
+            ValueError: a gradient is on another device than its parameter was, or has another shape.
+        """
+        gradients = [gradient for param in self.params if (gradient := param.grad) is not None]
+        if len(gradients) != len(self.params):
+            return None
+        if (
+            self._plain
+            and all(map(_is_contiguous, gradients))
+            and set(map(_dtype, gradients)) <= {self.dtype}
+            and list(map(_numel, gradients)) == self._numels
+            and gradients[0].device == self._device  # a module moves as a whole
+            and not (copy_shared and any(map(shares_memory, gradients)))
+        ):
+            pieces = self._pieces.copy()
+            pieces[0::2] = [gradient.data_ptr() for gradient in gradients]
+            return GradientMemory(pieces, gradients, self._count)
+        return self._collect_each(gradients, copy_shared)
+
+    def _collect_each(self, gradients: Sequence[torch.Tensor], copy_shared: bool) -> GradientMemory:
+        memory = GradientMemory([], [], self._count)
+        known = zip(self.params, self.names, self._shapes, self._layouts, gradients, strict=True)
+        for param, name, shape, layout, gradient in known:
+            self._require_reducible(name, param, shape, gradient)
+            shared = copy_shared and shares_memory(gradient)
+            dense = gradient.detach()
+            if shared or not _lies_as(gradient, layout):
+                dense = torch.empty_strided(gradient.shape, layout, dtype=gradient.dtype, device=gradient.device).copy_(
+                    dense
+                )
+                # The user has made this view and reads its base, so it is written to. Autograd makes no views.
+                (memory.successors if shared and not gradient._is_view() else memory.copies).append((param, dense))
+            memory.pieces += (dense.data_ptr(), dense.nbytes)
+            memory.tensors.append(dense)
+        return memory
+
+    def _require_reducible(self, name: str, param: nn.Parameter, shape: torch.Size, gradient: torch.Tensor) -> None:
+        if gradient.layout is not torch.strided:
+            raise TypeError(
+                f"the gradient of parameter {name!r} is {gradient.layout}, which is averaged only for the "
+                "weight of an nn.Embedding or nn.EmbeddingBag with sparse=True; use one, or sparse=False"
+            )
+        if gradient.device != self._device:
+            raise ValueError(
+                f"the gradient of parameter {name!r} is on {gradient.device}; when the module was wrapped, the "
+                f"parameter was on {self._device}. Move the module first and wrap it afterwards"
+            )
+        if gradient.shape != shape:
+            raise ValueError(
+                f"the gradient of parameter {name!r} has the shape {list(gradient.shape)}; when the module was "
+                f"wrapped, the parameter had the shape {list(shape)} (now it has {list(param.shape)}). Change the "
+                "module first and wrap it afterwards"
+            )
+        if gradient.dtype is not self.dtype:
+            raise TypeError(
+                f"the gradient of parameter {name!r} is of {gradient.dtype}; when the module was wrapped, the "
+                f"parameter was of {self.dtype} (now it is of {param.dtype}). Convert the module first "
+                "and wrap it afterwards"
+            )
+
+
+def have_aliases(memories: Sequence[GradientMemory]) -> bool:
+    """Returns whether the memory of two gradients overlaps.
+
+    A gradient may be a part of another one: in `torch.cat([fixed, p]) + q`, the gradient of `p` is a view of that of
+    `q`. Memory that does not overlap ends, piece after piece, before the next piece starts.
+    """
+    starts = sorted(address for memory in memories for address in memory.pieces[0::2])
+    ends = sorted(end for memory in memories for end in map(add, memory.pieces[0::2], memory.pieces[1::2]))
+    return any(map(gt, ends, starts[1:]))
+
+
+def _layout_of(param: nn.Parameter) -> tuple[int, ...]:
+    """Returns the strides that autograd gives to the parameter's gradient."""
+    return torch.empty_like(param, device="meta").stride()
+
+
+def _lies_as(tensor: torch.Tensor, layout: tuple[int, ...]) -> bool:
+    if tensor.is_conj() or tensor.is_neg():
+        return False
+    strides = zip(tensor.shape, tensor.stride(), layout, strict=True)
+    return tensor.numel() == 0 or all(size == 1 or stride == wanted for size, stride, wanted in strides)
+
+
+def empty_gradient(param: nn.Parameter) -> torch.Tensor:
+    """Returns a sparse gradient without rows."""
+    indices = torch.empty(1, 0, dtype=torch.int64, device=param.device)
+    values = torch.empty(0, *param.shape[1:], dtype=param.dtype, device=param.device)
+    return torch.sparse_coo_tensor(indices, values, param.shape, is_coalesced=True, check_invariants=False)
+
+
+def average_sparse(params: list[nn.Parameter], group: ProcessGroup, scale: float) -> None:
+    """Averages sparse gradients over the ranks, and multiplies them by `scale`.
+
+    It makes one call for the numbers of rows, and one for each parameter.
+    """
+    gradients = [_coalesced(param) for param in params]
+    counts = torch.tensor([gradient._nnz() for gradient in gradients], device="cpu")
+    everyones = [torch.empty_like(counts) for _ in range(group.size())]
+    group.all_gather(everyones, counts)
+    by_param = torch.stack(everyones, 1).tolist()
+    for param, gradient, rows in zip(params, gradients, by_param, strict=True):
+        gathered = GatheredRows(group, gradient, rows)
+        group.all_to_all(gathered.rooms, [gathered.mine] * group.size())
+        param.grad = gathered.total().mul_(scale / group.size())
+
+
+def _coalesced(param: nn.Parameter) -> torch.Tensor:
+    assert param.grad is not None
+    gradient = param.grad.detach()
+    return (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
+
+
+class GradientBuckets:
+    """The gradients of the parameters that a module trains.
+
+    Dense gradients are in buckets; sparse ones are averaged one by one after them. A number that stands for a parameter
+    is its index in `params`.
+    """
+
+    def __init__(self, tracked: TrackedTensors, bucket_caps_bytes: Sequence[int]) -> None:
+        # - What the module trains, which never changes
+        self.names = list(tracked.trained)
+        self.params = list(tracked.trained.values())
+        self.buckets = bucket_params(
+            self.params,
+            bucket_caps_bytes,
+            left_out=[at for at, name in enumerate(self.names) if name in tracked.sparse],
+        )
+
+        # - The gradients that every backward should compute, without those that `settle_present` has left out for good
+        self._expected: list[BucketGradients | None] = [self._gradients_of(bucket.params) for bucket in self.buckets]
+        self._expected_sparse = [at for at, name in enumerate(self.names) if name in tracked.sparse]
+        # In a static graph, the parameters for which only other ranks have a gradient; this rank contributes zeros.
+        self._absent: list[int] = []
+
+        # - The gradients that are averaged now, also without those that `take_present` has left out of this backward.
+        #   A bucket is None when no rank has any of its gradients.
+        self.active = self._expected
+        self._active_sparse = self._expected_sparse
+
+    def _gradients_of(self, indices: Sequence[int]) -> BucketGradients:
+        return BucketGradients([self.params[at] for at in indices], [self.names[at] for at in indices])
+
+    def active_sparse(self) -> list[torch.nn.Parameter]:
+        """Returns the parameters whose sparse gradients are averaged now."""
+        return [self.params[at] for at in self._active_sparse]
+
+    def active_sparse_names(self) -> list[str]:
+        """Returns the names of these parameters."""
+        return [self.names[at] for at in self._active_sparse]
+
+    def is_last(self, bucket: int) -> bool:
+        """Returns whether no bucket after this one is averaged."""
+        return all(later is None for later in self.active[bucket + 1 :])
+
+    def missing(self) -> list[str]:
+        """Returns the names of the parameters that should have a gradient and have none."""
+        missing = {name for gradients in self._expected if gradients is not None for name in gradients.missing()}
+        missing.update(self.names[at] for at in self._expected_sparse if self.params[at].grad is None)
+        return [name for name in self.names if name in missing]
+
+    def names_without(self, ids: Collection[int]) -> set[str]:
+        """Returns the names of the parameters whose `id` is not in `ids`."""
+        return {name for name, param in zip(self.names, self.params, strict=True) if id(param) not in ids}
+
+    def frozen(self) -> set[str]:
+        """Returns the names of the parameters that no longer require a gradient."""
+        return {name for name, param in zip(self.names, self.params, strict=True) if not param.requires_grad}
+
+    def take_present(self, group: ProcessGroup) -> None:
+        """Leaves the gradients that no rank has out of this backward, and sets those that only others have to zero."""
+        anywhere = self._present_anywhere(group)
+        self.active, self._active_sparse = self._restricted(anywhere)
+        self._fill([at for at, has in enumerate(anywhere) if has])
+
+    @contextmanager
+    def only_present(self, group: ProcessGroup) -> Iterator[None]:
+        """Returns a context in which gradients are left out as `take_present` does; after it, none is."""
+        self.take_present(group)
+        try:
+            yield
+        finally:
+            self.active, self._active_sparse = self._expected, self._expected_sparse
+
+    def are_incomplete(self) -> bool:
+        """Returns whether a gradient is missing that `fill_absent` would not set."""
+        absent = {self.names[at] for at in self._absent}
+        return not absent.issuperset(self.missing())
+
+    def any_present(self) -> bool:
+        """Returns whether any parameter has a gradient."""
+        return any(param.grad is not None for param in self.params)
+
+    def settle_present(self, group: ProcessGroup) -> list[bool]:
+        """Leaves the gradients that no rank has now out of all backwards, and notes those that only other ranks have.
+
+        If no rank has any gradient, it does neither: that was no backward of the module's parameters.
+
+        Returns:
+            For each parameter, whether any rank has a gradient for it.
+        """
+        mine = [param.grad is not None for param in self.params]
+        anywhere = self._present_anywhere(group)
+        if any(anywhere):
+            self._absent = [at for at, has in enumerate(anywhere) if has and not mine[at]]
+            self._expected, self._expected_sparse = self.active, self._active_sparse = self._restricted(anywhere)
+        return anywhere
+
+    def fill_absent(self) -> None:
+        """Sets the gradients that, in a static graph, only other ranks have to zeros."""
+        self._fill(self._absent)
+
+    def zeros(self) -> list[torch.Tensor]:
+        """Returns a zero gradient for each parameter."""
+        return [self._zero(at) for at in range(len(self.params))]
+
+    def values(self) -> list[torch.Tensor | None]:
+        """Returns each parameter's gradient."""
+        return [param.grad for param in self.params]
+
+    def set_values(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Sets each parameter's gradient."""
+        for param, gradient in zip(self.params, gradients, strict=True):
+            param.grad = gradient
+
+    def _present_anywhere(self, group: ProcessGroup) -> list[bool]:
+        if not self.params:
+            return []
+        present = torch.frombuffer(bytearray(param.grad is not None for param in self.params), dtype=torch.uint8)
+        group.all_reduce(present, ReduceOp.MAX)
+        return [bool(each) for each in present.tolist()]
+
+    def _restricted(self, kept: Sequence[bool]) -> tuple[list[BucketGradients | None], list[int]]:
+        restricted: list[BucketGradients | None] = []
+        for bucket, gradients in zip(self.buckets, self._expected, strict=True):
+            chosen = [index for index in bucket.params if kept[index]]
+            if len(chosen) != len(bucket.params):
+                gradients = self._gradients_of(chosen) if chosen else None
+            restricted.append(gradients)
+        return restricted, [at for at in self._expected_sparse if kept[at]]
+
+    def _fill(self, indices: Sequence[int]) -> None:
+        for at in indices:
+            if self.params[at].grad is None:
+                self.params[at].grad = self._zero(at)
+
+    def _zero(self, at: int) -> torch.Tensor:
+        param = self.params[at]
+        return empty_gradient(param) if at in self._expected_sparse else torch.zeros_like(param)

@@ -1,0 +1,327 @@
+"""Communication hooks for `DistributedDataParallel.register_comm_hook`.
+
+`average.py` sends gradients as they are or in half precision, `int8.py` as 8-bit integers, `power_sgd.py` as factors of
+low rank. May use: `parallel/ddp` and `group`. Start reading at `average.py`. All divide by the number of ranks, and all
+leave the same bits on every rank.
+
+Averages buckets as they are, or in half precision.
+
+Averages buckets as 8-bit integers, and carries rounding errors over into the next step.
+
+PowerSGD: gradients are sent as factors of low rank (Vogels et al. 2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from paceline.comm.engine.codes import ReduceOp
+from paceline.comm.group.default import default_group
+from paceline.comm.group.process_group import ProcessGroup
+from paceline.comm.group.work import Work
+from paceline.train.ddp.comm_hook import AnyFuture, DeferredFuture, GradBucket, Hook, Reduced, collect_all, future_of
+
+FutureHook = Callable[[object, GradBucket], "AnyFuture[Reduced]"]
+
+
+def average(tensors: torch.Tensor | list[torch.Tensor], group: ProcessGroup) -> DeferredFuture[list[torch.Tensor]]:
+    """Averages the tensors over the ranks in place; returns their future."""
+    return future_of(group.all_reduce(tensors, ReduceOp.AVG, async_op=True))
+
+
+def allreduce_hook(process_group: object, bucket: GradBucket) -> AnyFuture[Reduced]:
+    """Averages the bucket as the wrapper does without a hook, but in a flat copy.
+
+    Args:
+        process_group: the hook's state; None for the default group.
+        bucket: the gradients.
+    """
+    return average(bucket.buffer(), group_of(process_group)).then(lambda done: done.value()[0])
+
+
+def fp16_compress_hook(process_group: object, bucket: GradBucket) -> AnyFuture[Reduced]:
+    """Averages the bucket in float16, which halves the bytes; the engine adds in float32."""
+    return fp16_compress_wrapper(allreduce_hook)(process_group, bucket)
+
+
+def bf16_compress_hook(process_group: object, bucket: GradBucket) -> AnyFuture[Reduced]:
+    """Averages the bucket in bfloat16, which has float32's range and fewer digits than float16."""
+    return bf16_compress_wrapper(allreduce_hook)(process_group, bucket)
+
+
+def fp16_compress_wrapper(hook: Hook) -> FutureHook:
+    """Returns a hook that calls `hook` with buckets in float16."""
+    return compress_wrapper(torch.float16, hook)
+
+
+def bf16_compress_wrapper(hook: Hook) -> FutureHook:
+    """Returns a hook that calls `hook` with buckets in bfloat16."""
+    return compress_wrapper(torch.bfloat16, hook)
+
+
+def compress_wrapper(dtype: torch.dtype, hook: Hook) -> FutureHook:
+    """Returns a hook that converts each bucket to `dtype` for `hook`, and its result back."""
+
+    def compressed(state: object, bucket: GradBucket) -> AnyFuture[Reduced]:
+        original = bucket.buffer()
+        if original.is_floating_point():  # complex gradients are not converted
+            bucket.set_buffer(original.to(dtype))
+        future = hook(state, bucket)
+
+        def decompress() -> Reduced:
+            reduced = future.result() if isinstance(future, Work) else future.wait()
+            return original.copy_(reduced if isinstance(reduced, torch.Tensor) else reduced[0])
+
+        return DeferredFuture(decompress)
+
+    return compressed
+
+
+def group_of(process_group: object) -> ProcessGroup:
+    """Returns the group that a hook's state names.
+
+    Raises:
+        TypeError: the state is not a group.
+    """
+    if process_group is None:
+        return default_group()
+    if not isinstance(process_group, ProcessGroup):
+        raise TypeError(
+            f"the communication hook's state is a {type(process_group).__name__}; it must be a paceline.ProcessGroup, "
+            "or None for the default group"
+        )
+    return process_group
+
+
+_LEVELS = 127
+
+
+@dataclass
+class Int8State:
+    """The state of `int8_hook`.
+
+    Args:
+        process_group: the ranks; None for the default group.
+        block_size: the number of elements that share one float32 scale.
+        use_error_feedback: add to each gradient the rounding error of the previous step.
+    """
+
+    process_group: ProcessGroup | None = None
+    block_size: int = 256
+    use_error_feedback: bool = True
+    lost: dict[int, torch.Tensor] = field(default_factory=dict)  # by bucket, for this rank's gradients
+    lost_of_average: dict[int, torch.Tensor] = field(default_factory=dict)  # for this rank's part of the average
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ValueError(f"block_size is {self.block_size}; it must be at least 1")
+
+
+def int8_hook(state: Int8State, bucket: GradBucket) -> AnyFuture[Reduced]:
+    """Averages the bucket with about a quarter of float32's bytes.
+
+    Each rank sends rank r its part r of the gradients, rounded to 8 bits block by block; rank r averages what it
+    received, rounds again, and sends the result to all. The next step compensates for both roundings (error feedback;
+    Seide et al. 2014, on both sides as in Tang et al. 2021, 1-bit Adam). A block with an infinity or a NaN arrives as
+    NaN.
+    """
+    group = group_of(state.process_group)
+    size, index = group.size(), bucket.index()
+    gradient = bucket.buffer()
+    if not gradient.is_floating_point():
+        return allreduce_hook(group, bucket)
+    count = gradient.numel()
+    part = -(-count // (size * state.block_size)) * state.block_size
+    padded = gradient.new_zeros(size * part, dtype=torch.float32)
+    padded[:count] = gradient
+    quantised, scales = _quantise(padded, state.lost, state, index)
+
+    parts = [torch.empty(part, dtype=torch.int8, device=gradient.device) for _ in range(size)]
+    their_scales = [torch.empty(part // state.block_size, device=gradient.device) for _ in range(size)]
+    work = group.all_to_all(
+        [_bytes(q, s) for q, s in zip(parts, their_scales, strict=True)],
+        [_bytes(q, s) for q, s in zip(quantised.view(size, -1), scales.view(size, -1), strict=True)],
+        async_op=True,
+    )
+
+    def average_part(done: DeferredFuture[list[torch.Tensor]]) -> Reduced:
+        done.value()
+        total = sum(_restore(q, s) for q, s in zip(parts, their_scales, strict=True))
+        assert isinstance(total, torch.Tensor)
+        mine, my_scales = _quantise(total / size, state.lost_of_average, state, index)
+        group.all_gather([_bytes(q, s) for q, s in zip(parts, their_scales, strict=True)], _bytes(mine, my_scales))
+        whole = torch.cat([_restore(q, s) for q, s in zip(parts, their_scales, strict=True)])
+        return whole[:count].to(gradient.dtype)
+
+    return future_of(work).then(average_part)
+
+
+def _quantise(
+    values: torch.Tensor, lost: dict[int, torch.Tensor], state: Int8State, index: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns 8-bit integers and a scale for each block of them; keeps the rounding errors in `lost`."""
+    if state.use_error_feedback and index in lost and lost[index].shape == values.shape:
+        values = values + lost[index]
+    blocks = values.view(-1, state.block_size)
+    scales = blocks.abs().amax(1) / _LEVELS
+    levels = blocks / torch.where(scales > 0, scales, 1).unsqueeze(1)
+    quantised = levels.round().nan_to_num(_LEVELS, _LEVELS, -_LEVELS).to(torch.int8).view(-1)
+    # An infinite scale would come back as a finite zero where the integer is zero.
+    scales = torch.where(scales.isfinite(), scales, torch.nan)
+    if state.use_error_feedback:
+        lost[index] = (values - _restore(quantised, scales)).nan_to_num_(0, 0, 0)
+    return quantised, scales
+
+
+def _restore(quantised: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return (quantised.view(len(scales), -1) * scales.unsqueeze(1)).view(-1)
+
+
+def _bytes(quantised: torch.Tensor, scales: torch.Tensor) -> list[torch.Tensor]:
+    """Returns integers and scales as tensors of one dtype, which travel in one call."""
+    return [quantised.view(torch.uint8), scales.view(torch.uint8)]
+
+
+@dataclass
+class PowerSGDState:
+    """The state of `power_sgd_hook`; the arguments are torch's.
+
+    Args:
+        process_group: the ranks; None for the default group.
+        matrix_approximation_rank: r; more is closer and costs more.
+        start_powerSGD_iter: the number of steps, before gradients have settled, that are averaged uncompressed.
+        min_compression_rate: a matrix of n x m elements is compressed if (n + m) r is that many times smaller than n m.
+        use_error_feedback: add to each gradient the approximation error of the previous step.
+        warm_start: begin the power iteration where that of the previous step ended.
+        orthogonalization_epsilon: added to the norms that columns are divided by.
+        random_seed: the seed of the first iteration; the same on every rank.
+    """
+
+    process_group: ProcessGroup | None = None
+    matrix_approximation_rank: int = 1
+    start_powerSGD_iter: int = 1000
+    min_compression_rate: float = 2
+    use_error_feedback: bool = True
+    warm_start: bool = True
+    orthogonalization_epsilon: float = 0
+    random_seed: int = 0
+    iter: int = 0
+    errors: dict[int, torch.Tensor] = field(default_factory=dict)  # by bucket
+    rights: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # Q of each matrix of a bucket
+
+    def __post_init__(self) -> None:
+        if self.matrix_approximation_rank < 1:
+            raise ValueError(f"matrix_approximation_rank is {self.matrix_approximation_rank}; it must be at least 1")
+        if self.start_powerSGD_iter < 0:
+            raise ValueError(
+                f"start_powerSGD_iter is {self.start_powerSGD_iter}; it is a number of steps and must not be negative"
+            )
+
+    def is_worth_it(self, gradient: torch.Tensor) -> bool:
+        """Returns whether a gradient, as a matrix whose rows are its first dimension, is sent as factors."""
+        if gradient.dim() < 2 or gradient.numel() == 0:
+            return False
+        rows, columns = len(gradient), gradient.numel() // len(gradient)
+        factors = (rows + columns) * self.matrix_approximation_rank
+        return factors * self.min_compression_rate < rows * columns
+
+    def first_right(self, index: int, matrices: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns the Q that the iteration begins with."""
+        shapes = [(each.shape[1], min(self.matrix_approximation_rank, *each.shape)) for each in matrices]
+        known = self.rights.get(index)
+        fits = known is not None and [q.shape for q in known] == shapes
+        # The factors are not finite after gradients that were not.
+        if self.warm_start and known is not None and fits and all(bool(q.isfinite().all()) for q in known):
+            return known
+        generator = torch.Generator().manual_seed(self.random_seed + self.iter * 1009 + index)
+        return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> AnyFuture[Reduced]:
+    """Averages matrices M as P Qᵀ, with P and Q of r columns, and vectors as they are.
+
+    Each step makes one power iteration: P = M Q, averaged and made orthonormal; then Q = Mᵀ P, averaged. The part of
+    this rank's gradient that P Qᵀ leaves out is added to its next one.
+    """
+    group = group_of(state.process_group)
+    index = bucket.index()
+    step = state.iter
+    if bucket.is_last():
+        state.iter += 1
+    if step < state.start_powerSGD_iter or not bucket.buffer().is_floating_point():
+        return allreduce_hook(group, bucket)
+    gradient = bucket.buffer()
+    error = state.errors.get(index)
+    if state.use_error_feedback and error is not None and error.shape == gradient.shape:
+        gradient.add_(error)
+    views = bucket.gradients()
+    compressed = [at for at, each in enumerate(views) if state.is_worth_it(each)]
+    plain = [each for at, each in enumerate(views) if at not in compressed]
+    # The product is computed in float32 at least, whatever the gradients' type.
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    matrices = [views[at].reshape(len(views[at]), -1).to(wide, copy=True) for at in compressed]
+    rights = [q.to(m.dtype) for q, m in zip(state.first_right(index, matrices), matrices, strict=True)]
+    rights = [_orthonormal(q, state.orthogonalization_epsilon) for q in rights]
+    lefts = [m @ q for m, q in zip(matrices, rights, strict=True)]
+    plain_work = average(plain, group) if plain else None
+    left_work = average(lefts, group) if lefts else None
+
+    def finish() -> Reduced:
+        if plain_work is not None:
+            plain_work.wait()
+        if left_work is None:
+            return gradient
+        left_work.wait()
+        bases = [_orthonormal(p, state.orthogonalization_epsilon) for p in lefts]
+        averaged = [m.mT @ p for m, p in zip(matrices, bases, strict=True)]
+        average(averaged, group).wait()
+        state.rights[index] = averaged
+        for at, p, q in zip(compressed, bases, averaged, strict=True):
+            views[at].copy_((p @ q.mT).view(views[at].shape))
+        if state.use_error_feedback:
+            lost = torch.zeros_like(gradient)  # what was sent uncompressed has lost nothing
+            parts = zip(bucket.parameters(), lost.split([p.numel() for p in bucket.parameters()]), strict=True)
+            lost_of = [part.as_strided(p.shape, views[at].stride()) for at, (p, part) in enumerate(parts)]
+            for at, m in zip(compressed, matrices, strict=True):
+                lost_of[at].copy_(m.view(views[at].shape) - views[at])
+            state.errors[index] = lost.nan_to_num_(0, 0, 0)
+        return gradient
+
+    return DeferredFuture(finish)
+
+
+def _orthonormal(columns: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Orthogonalises the columns: with an epsilon by Gram-Schmidt, as torch's hook does, and without one by QR."""
+    if epsilon == 0:
+        basis: torch.Tensor = torch.linalg.qr(columns)[0]
+        return basis
+    columns = columns.clone()
+    for at in range(columns.shape[1]):
+        column = columns[:, at]
+        column /= column.norm() + epsilon
+        rest = columns[:, at + 1 :]
+        rest -= torch.outer(column, column @ rest)
+    return columns
+
+
+powerSGD_hook = power_sgd_hook
+
+__all__ = [
+    "DeferredFuture",
+    "GradBucket",
+    "Int8State",
+    "PowerSGDState",
+    "allreduce_hook",
+    "bf16_compress_hook",
+    "bf16_compress_wrapper",
+    "collect_all",
+    "fp16_compress_hook",
+    "fp16_compress_wrapper",
+    "future_of",
+    "int8_hook",
+    "powerSGD_hook",
+    "power_sgd_hook",
+]

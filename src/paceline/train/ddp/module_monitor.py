@@ -1,0 +1,184 @@
+"""Checks between forwards whether a wrapped module was changed, and copies its buffers.
+
+Detects that a module was changed, fast enough for regular checks during training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from itertools import chain
+
+import torch
+from torch import nn
+
+from paceline.comm.group.buffers import is_plain
+from paceline.comm.group.process_group import ProcessGroup
+from paceline.train.module_tensors import broadcast_tensors, by_device, byte_views, collect_tracked
+
+
+class ModuleStructure:
+    """The parameters and submodules that a module had when this was created, or when `accept` was called.
+
+    It compares identities in code that runs in C, which takes about 0.1 ms for a module of 400 layers. To iterate over
+    `parameters()` takes several times as long.
+
+    Args:
+        module: the module.
+        ignored_buffers: the names of buffers that `buffers` leaves out.
+    """
+
+    def __init__(self, module: nn.Module, ignored_buffers: Collection[str] = ()) -> None:
+        self._module = module
+        self._ignored_names = frozenset(ignored_buffers)
+        self._ignored: list[tuple[nn.Module, str]] = []
+        self._buffer_members: list[torch.Tensor | None] = []
+        self._buffers: list[torch.Tensor] = []
+        self.accept()
+
+    def accept(self) -> None:
+        """Takes the parameters and submodules that the module has now for unchanged."""
+        modules = list(self._module.modules())
+        self._tables: list[dict[str, nn.Parameter | None] | dict[str, nn.Module | None]] = []
+        self._tables += [each._parameters for each in modules if each._parameters]
+        self._tables += [each._modules for each in modules if each._modules]
+        # Layers without parameters or submodules may get some later, so these tables must stay empty.
+        self._empty: list[dict[str, nn.Parameter | None] | dict[str, nn.Module | None]] = []
+        self._empty += [each._parameters for each in modules if not each._parameters]
+        self._empty += [each._modules for each in modules if not each._modules]
+        self._members = self._list_members()
+        self._ids = [id(member) for member in self._members]
+        self._buffer_tables = [each._buffers for each in modules]
+        # A layer that got another name keeps those that were ignored under the former one.
+        self._ignored += [
+            (each, key)
+            for prefix, each in self._module.named_modules(remove_duplicate=False)
+            for key, _ in each._buffers.items()
+            if (f"{prefix}.{key}" if prefix else key) in self._ignored_names
+        ]
+        self._buffer_members.clear()
+
+    def _list_members(self) -> list[nn.Parameter | nn.Module | None]:
+        return list(chain.from_iterable(table.values() for table in self._tables))
+
+    def is_unchanged(self) -> bool:
+        """Returns whether every parameter and submodule is still the same object, and none was added."""
+        return not any(self._empty) and self._ids == list(map(id, self._list_members()))
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Returns the module's buffers that are not ignored, each once; the module may replace them at any time.
+
+        Those on the meta device are left out, since they have no values.
+        """
+        members = list(chain.from_iterable(table.values() for table in self._buffer_tables))
+        if len(members) != len(self._buffer_members) or any(
+            now is not before for now, before in zip(members, self._buffer_members, strict=True)
+        ):
+            self._buffer_members = members
+            kept = {id(each): each for each in members if each is not None and not each.is_meta}
+            for owner, key in self._ignored:
+                kept.pop(id(getattr(owner, key, None)), None)
+            self._buffers = list(kept.values())
+        return self._buffers
+
+
+_CHECK_EVERY = 16  # forwards
+
+
+class ModuleMonitor:
+    """A wrapped module; its attribute `tracked` has the tensors that the module had when it was wrapped.
+
+    Args:
+        module: the module.
+        group: the ranks.
+        also_ignored: the names of tensors that are left alone besides those that the module names.
+        may_leave_out: whether parameters may get no gradient, and so may also be taken out of the module.
+    """
+
+    def __init__(
+        self, module: nn.Module, group: ProcessGroup, also_ignored: Iterable[str] = (), *, may_leave_out: bool = False
+    ) -> None:
+        self.tracked = collect_tracked(module, also_ignored)
+        self._may_leave_out = may_leave_out
+        self._module = module
+        self._group = group
+        self._known = {id(param): param for param in module.parameters()}  # those that are ignored, too
+        self._untrained: dict[str, nn.Parameter] = dict(self.tracked.frozen)
+        self._structure = ModuleStructure(module, self.tracked.ignored)
+        self._forwards = 0
+        self._buffers_sent: list[tuple[int, int]] = []  # where their values are, and the number of bytes there
+        self._buffer_bytes: list[list[torch.Tensor]] = []  # byte views, for each device
+
+    def check_unchanged(self) -> None:
+        """Checks at every 16th call that what the module trains has not been changed; all else may change.
+
+        Raises:
+            RuntimeError: parameters were replaced, added or taken out, or a parameter was unfrozen.
+        """
+        self._forwards += 1
+        if self._forwards % _CHECK_EVERY != 1:
+            return
+        for name, param in self._untrained.items():
+            if param.requires_grad:
+                raise RuntimeError(
+                    f"{self._me()}: parameter {name!r} did not require a gradient when the module was wrapped and does "
+                    "now; its gradient would not be averaged over the ranks. Unfreeze parameters first and wrap the "
+                    "module afterwards (again, if need be)"
+                )
+        if not self._structure.is_unchanged():
+            self._accept_change()
+
+    def _accept_change(self) -> None:
+        """Takes the module as it is now for unchanged, if it trains the same parameters as before."""
+        now = {id(param): name for name, param in self._module.named_parameters()}
+        unknown = {
+            name: param
+            for name, param in self._module.named_parameters()
+            if id(param) not in self._known and name not in self.tracked.ignored
+        }
+        new = [name for name, param in unknown.items() if param.requires_grad]
+        gone = [name for name, param in self.tracked.trained.items() if id(param) not in now and name not in new]
+        if new or (gone and not self._may_leave_out):
+            told = [f"new: {', '.join(new[:5])}"] if new else []
+            told += [f"gone: {', '.join(gone[:5])}"] if gone else []
+            raise RuntimeError(
+                f"{self._me()}: the module changed after wrapping: parameters were added, removed or replaced "
+                f"({'; '.join(told)}), and the gradients of new ones would not be averaged over the ranks. Change the "
+                "module first and wrap it afterwards (again, if need be)"
+            )
+        self._untrained.update(unknown)
+        self._structure.accept()
+
+    def current_tensors(self, with_buffers: bool) -> list[torch.Tensor]:
+        """Returns the module's present parameters, and its buffers if asked for, since they may have been replaced."""
+        return collect_tracked(self._module, self.tracked.ignored).tensors(with_buffers)
+
+    def current_buffers(self) -> list[torch.Tensor]:
+        """Returns the buffers that `send_buffers` would copy, also those of layers that are new."""
+        if not self._structure.is_unchanged():
+            self._accept_change()
+        return self._structure.buffers()
+
+    def has_buffers(self) -> bool:
+        """Returns whether the module has buffers that `send_buffers` would copy."""
+        return bool(self.current_buffers())
+
+    def send_buffers(self, root: int) -> None:
+        """Copies the root's buffers to all ranks."""
+        # Not `detach()`, which would count writes for autograd: as in torch, another forward before the backward is no
+        # error, though batch normalization keeps its statistics for the backward.
+        buffers = [buffer.data for buffer in self.current_buffers()]
+        if not buffers:
+            return
+        if not all(map(is_plain, buffers)):
+            broadcast_tensors(buffers, self._group, root)
+            return
+        # A buffer may become a longer view of the same memory; of plain ones, nothing else has to be compared.
+        memory = [(buffer.data_ptr(), buffer.nbytes) for buffer in buffers]
+        if memory != self._buffers_sent:
+            self._buffer_bytes = [byte_views(together) for together in by_device(buffers)]
+            self._buffers_sent = memory
+        for views in self._buffer_bytes:
+            self._group.broadcast(views, root)
+
+    def _me(self) -> str:
+        return f"rank {self._group.me.rank}"

@@ -1,0 +1,403 @@
+"""DiLoCo: ranks train by themselves and exchange what they have learned now and then.
+
+The arguments of DiLoCo: which it refuses, and what the outer optimizer gets instead of the model's parameters.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, get_args
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.comm.group.compression import WireKind
+from paceline.comm.group.default import given_or_default
+from paceline.comm.group.init import new_group
+from paceline.comm.group.process_group import ProcessGroup
+from paceline.comm.record.spans import STEPS
+from paceline.train.diloco.exchange_mailbox import ExchangeResult
+from paceline.train.diloco.exchange_timetable import BeginExchange, ExchangeInterval, ExchangeTimetable
+from paceline.train.diloco.exchanges import BackgroundExchanges, Exchanges, NoExchanges, OuterAverager
+from paceline.train.diloco.outer_parameters import Content, OuterParameters, other_buffers
+from paceline.train.shared_model.shared_model_optimizer import SharedModelOptimizer
+from paceline.train.zero.optimizer_state import load_optimizer
+from paceline.train.zero.partitioned_optimizer import synchronize_parameters
+
+
+def choose_delay(every: int, fragments: int, delay: int | None) -> int:
+    """Returns the delay of results: if None, half the time until the next fragment's exchange begins."""
+    return every // (2 * fragments) if delay is None and fragments > 0 else delay or 0
+
+
+def wrong_rhythm_text(rhythm: ExchangeInterval, mix: float, grace_s: float | None, params: int) -> str | None:
+    """Returns what is wrong with the numbers that say how often and how late fragments are exchanged; None if nothing.
+
+    Args:
+        rhythm: when fragments are exchanged.
+        mix: which share of its own parameters a rank keeps.
+        grace_s: how long late ranks are waited for.
+        params: the number of parameters that are trained.
+    """
+    if params == 0:
+        return "no parameter of the model requires a gradient, so there is nothing to exchange"
+    if rhythm.every < 1:
+        return f"every is {rhythm.every}; it must be the number of inner steps between two exchanges, at least 1"
+    if not 1 <= rhythm.fragments <= min(rhythm.every, params):
+        return (
+            f"fragments is {rhythm.fragments}; it must be at least 1, and at most the number of inner steps of a round "
+            f"({rhythm.every}) and of trained parameters ({params})"
+        )
+    if not 0 <= rhythm.delay < rhythm.every:
+        return (
+            f"delay is {rhythm.delay}; it must be a number of inner steps from 0 to {rhythm.every - 1}, so that a "
+            "fragment's result is used before it is exchanged again"
+        )
+    if not 0 <= mix < 1:
+        return f"mix is {mix}; it must be at least 0, for the outer parameters alone, and less than 1"
+    if grace_s is not None and not grace_s > 0:
+        return f"grace_s is {grace_s}; it must be a positive number of seconds, or None to wait for all ranks"
+    return None
+
+
+def wrong_optimizers_text(inner: Optimizer | None, outer: Optimizer, params: Sequence[nn.Parameter]) -> str | None:
+    """Returns what is wrong with the optimizers; None if nothing."""
+    for name, given in (("inner", inner), ("outer", outer)):
+        if given is not None and not isinstance(given, Optimizer):
+            return (
+                f"the {name} optimizer is a {type(given).__name__}; it must be a torch.optim.Optimizer that was made "
+                "with the model's parameters"
+            )
+    if isinstance(inner, SharedModelOptimizer):
+        return (
+            "the inner optimizer is a SharedModelOptimizer, whose ranks have one copy of the parameters on each host; "
+            "the ranks of DiLoCo need parameters of their own"
+        )
+    if inner is outer:
+        return "the inner and the outer optimizer are the same object; make two"
+    if outer.state:
+        return "the outer optimizer has made steps already; make a new one, and load its state with load_state_dict"
+    known = {id(param) for param in params}
+    has = {id(param) for group in outer.param_groups for param in group["params"]}
+    if missing := known - has:
+        return (
+            f"the outer optimizer lacks {len(missing)} of the {len(known)} parameters that are trained; make it with "
+            "model.parameters()"
+        )
+    if inner is not None:
+        trained = [param for group in inner.param_groups for param in group["params"] if param.requires_grad]
+        strange = sum(id(param) not in known for param in trained)
+        if strange:
+            return (
+                f"the inner optimizer has {strange} parameters that are not the model's; the ranks would not agree "
+                "about them. Pass the module that holds all trained parameters"
+            )
+    return None
+
+
+def wrong_parameters_text(named: Sequence[tuple[str, nn.Parameter]], wire: object) -> str | None:
+    """Returns which parameter cannot be exchanged, and why; None if all can.
+
+    Args:
+        named: the parameters that are trained.
+        wire: how outer gradients travel.
+    """
+    if wire is not None and wire not in get_args(WireKind):
+        return f"wire is {wire!r}; it must be one of {', '.join(get_args(WireKind))}, or None to send what there is"
+    for name, param in named:
+        if not param.is_floating_point():
+            return f"the parameter {name!r} has {param.dtype}; only floating-point parameters can be exchanged"
+        if param.is_meta:
+            return f"the parameter {name!r} is on the meta device; give the model memory before"
+        if wire is not None and param.dtype == torch.float64:
+            return f"the parameter {name!r} has double precision, which wire={wire!r} cannot round; leave wire out"
+    return None
+
+
+def replace_parameters(outer: Optimizer, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
+    """Gives the outer optimizer the copies in place of the parameters; its groups and their options stay."""
+    copies = {id(param): copy for param, copy in pairs}
+    for group in outer.param_groups:
+        group["params"] = [copies[id(param)] for param in group["params"] if id(param) in copies]
+
+
+class DiLoCo:
+    """Lets each rank train by itself, and averages over the ranks only once in many steps, while they go on training.
+
+    Every rank trains the model with its `inner` optimizer, without communication. Once in `every` steps each part of
+    the parameters (a fragment) is exchanged: its *outer gradient*, by which the rank's parameters have moved away from
+    the outer ones, is averaged over the ranks, the `outer` optimizer updates the outer parameters with the mean, and
+    the rank goes on from these. This is DiLoCo (Douillard et al. 2023), with more than one fragment Streaming DiLoCo
+    (Douillard et al. 2025). It sends about `every` times less than data parallel training does, so that a slow network
+    suffices. After each exchange the outer parameters have equal bits on all ranks.
+
+    Call `step` after each inner step and `finish` at the end. Gradient accumulation, mixed precision with a GradScaler
+    and learning rate schedulers of both optimizers work as with one process.
+
+    Args:
+        model: the model, with the same parameters on every rank; rank 0's parameters and buffers are copied to all.
+            Within a host it may be in a DistributedDataParallel of the host's ranks, if `process_group` holds one rank
+            of each host.
+        inner: the optimizer with which each rank trains.
+        outer: a new optimizer made with `model.parameters()`, such as
+            `torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)`. It gets copies of the parameters
+            instead; its groups, and a scheduler that has it, go on to work.
+        every: the number of inner steps in which each fragment is exchanged once.
+        fragments: the number of parts, of about equal size, which are exchanged one after the other.
+        wire: how outer gradients travel between hosts: "bf16", "int8" or "int4", with error feedback; as they are if
+            None.
+        delay: how many inner steps after the beginning of an exchange its result is used; until then the exchange goes
+            on beside the training, and what the rank trains meanwhile is added to the result (Zhou et al. 2020, DaSGD).
+            By default half the steps between two exchanges.
+        mix: the share of its own parameters, as they were when the exchange began, that a rank keeps when it goes on
+            from the outer ones.
+        grace_s: how long an exchange waits for other ranks after the first has come to it. A late rank does not take
+            part, and its progress counts in the next exchange of the fragment. If None, all ranks are waited for, as
+            they are until each has called `step` for the first time.
+        process_group: the ranks; the default group if None.
+
+    Raises:
+        CollectiveMismatchError: models or arguments differ between ranks, or another rank could not start; raised on
+            every rank.
+        ValueError: an argument is wrong, as the message says.
+
+    Example::
+
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        diloco = paceline.DiLoCo(model, inner, outer, every=64, fragments=4, wire="int4")
+        for inputs, targets in loader:
+            inner.zero_grad()
+            loss_function(model(inputs), targets).backward()
+            inner.step()
+            diloco.step()
+        diloco.finish()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: Optimizer | None,
+        outer: Optimizer,
+        every: int = 64,
+        fragments: int = 1,
+        wire: WireKind | None = None,
+        *,
+        delay: int | None = None,
+        mix: float = 0.0,
+        grace_s: float | None = None,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        self.process_group = group = given_or_default(process_group)
+        self.module, self.inner, self.outer = model, inner, outer
+        self.wire, self.grace_s = wire, grace_s
+        self._mix, self._wait_s = mix, 0.0
+        self._before: dict[int, list[torch.Tensor]] = {}  # of exchanges under way, what this rank gave to them
+        named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+        self._names = [name for name, _ in named]
+        params = [param for _, param in named]
+        rhythm = ExchangeInterval(every, fragments, choose_delay(every, fragments, delay))
+        wrong = (
+            wrong_rhythm_text(rhythm, mix, grace_s, len(params))
+            or wrong_optimizers_text(inner, outer, params)
+            or wrong_parameters_text(named, wire)
+        )
+        compared: dict[str, object] = {
+            "every": every,
+            "fragments": fragments,
+            "wire": wire,
+            "delay": rhythm.delay,
+            "grace_s": grace_s,
+            "outer": type(outer).__name__,
+        }
+        problem = None if wrong is None else ValueError(f"rank {group.me.rank}: {wrong}")
+        synchronize_parameters(model, [{"params": params}], compared, group, problem)
+        self._course = ExchangeTimetable(rhythm)
+        self.outer_module = OuterParameters(params, fragments)
+        self.content = Content(model, self.outer_module, fragments)
+        replace_parameters(outer, self.outer_module.pairs())
+        self._exchanges: Exchanges = NoExchanges()
+        if group.size() > 1:
+            own = self._new_group("outer gradients")
+            arrivals = self._new_group("arrivals for outer gradients")
+            averaging = OuterAverager(wire)
+            exchanges = BackgroundExchanges(own, arrivals, grace_s, averaging, rhythm.fragment, self.content.blank)
+            weakref.finalize(self, exchanges.close).atexit = False
+            self._exchanges = exchanges
+
+    @property
+    def rhythm(self) -> ExchangeInterval:
+        """How often fragments are exchanged."""
+        return self._course.rhythm
+
+    @property
+    def steps(self) -> int:
+        """The inner steps that count as done. A rank that is late takes the number of the others."""
+        return self._course.steps
+
+    def step(self) -> None:
+        """Counts an inner step; begins exchanges and uses the results of others when it is time to.
+
+        Call it after each step of the inner optimizer, whether or not a GradScaler has skipped that one.
+
+        Raises:
+            PeerLostError: a rank died.
+            CollectiveTimeoutError: an exchange was not over in time.
+        """
+        STEPS.begin(self, "local")
+        self._proceed()
+        self._course.step()
+        self._proceed()
+
+    def finish(self) -> None:
+        """Ends the training, or a part of it: all ranks end with the mean of their parameters, in equal bits.
+
+        Every rank calls this. Ranks that have come to different numbers of exchanges wait here for the others. Buffers
+        that were not averaged become those of the first rank. Training may go on afterwards.
+        """
+        self._proceed()
+        course = self._course
+        for outcome in self._exchanges.leave(range(course.used, course.begun)):
+            self._use(outcome)
+            course.used = outcome.exchange + 1
+        course.begun = course.used
+        for fragment in range(course.rhythm.fragments):
+            mean = self._exchanges.mean(fragment, self.content.offer(fragment))
+            self.outer_module.step(fragment, mean[0], None)
+            self.outer_module.reset(fragment, 0.0)
+            self.content.set_buffers(mean)
+        self._exchanges.copy_from_first(other_buffers(self.module))
+        course.steps = self._exchanges.most(course.steps)
+
+    @contextmanager
+    def outer_parameters(self) -> Iterator[nn.Module]:
+        """Returns a context in which the model has the outer parameters, which are equal on all ranks.
+
+        Evaluate and save the model within it. Afterwards this rank's own parameters are back. The buffers remain this
+        rank's own.
+        """
+        pairs = self.outer_module.pairs()
+        with torch.no_grad():
+            own = [param.clone() for param, _ in pairs]
+            for param, copy in pairs:
+                param.copy_(copy)
+        try:
+            yield self.module
+        finally:
+            with torch.no_grad():
+                for (param, _), kept in zip(pairs, own, strict=True):
+                    param.copy_(kept)
+
+    def communication_wait_s(self) -> float:
+        """Returns the seconds for which `step` has waited for the results of exchanges."""
+        return self._wait_s
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the outer parameters, the states of both optimizers, and where the training is.
+
+        It needs no other rank, and one rank's state serves for any number of them. Save it together with
+        `model.state_dict()`, which has this rank's own parameters. Exchanges that are under way begin again after
+        loading.
+        """
+        copies = [copy.detach().clone() for _, copy in self.outer_module.pairs()]
+        return {
+            "parameters": dict(zip(self._names, copies, strict=True)),
+            "outer": self.outer.state_dict(),
+            "inner": None if self.inner is None else self.inner.state_dict(),
+            "steps": self._course.steps,
+            "used": self._course.used,
+            "every": self._course.rhythm.every,
+            "fragments": self._course.rhythm.fragments,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a state; every rank loads the same, before its first step or after `finish`.
+
+        The numbers of steps and fragments may differ from those with which the state was saved.
+
+        Raises:
+            RuntimeError: exchanges are under way.
+            ValueError: the state is of a model with other parameters.
+        """
+        parameters = state["parameters"]
+        if differ := sorted(set(parameters) ^ set(self._names)):
+            me, where = self.process_group.me.rank, "there" if differ[0] in parameters else "here"
+            raise ValueError(
+                f"rank {me}: the state is of another model: {differ[0]!r} is a trained parameter only {where}"
+            )
+        rhythm, steps, used = self._course.rhythm, state["steps"], state["used"]
+        if (state["every"], state["fragments"]) != (rhythm.every, rhythm.fragments):
+            used = rhythm.begun_after(steps)
+        self._exchanges.start(used)
+        self._course = ExchangeTimetable(rhythm, steps, used, used)
+        self._before.clear()
+        for name, (_, copy) in zip(self._names, self.outer_module.pairs(), strict=True):
+            copy.copy_(parameters[name])
+        load_optimizer(self.outer, state["outer"])
+        if self.inner is not None and state["inner"] is not None:
+            load_optimizer(self.inner, state["inner"])
+
+    # - For elastic jobs, whose ranks come and go
+
+    def exchange_by(self, exchanges: Exchanges) -> None:
+        """Leaves all exchanges to `exchanges` from now on."""
+        self._exchanges = exchanges
+
+    def own_state(self) -> dict[str, Any]:
+        """Returns what a rank that comes late needs besides the outer parameters and the outer optimizer's state."""
+        course = self._course
+        return {
+            "inner": None if self.inner is None else self.inner.state_dict(),
+            "buffers": [buffer.detach() for buffer in self.module.buffers()],
+            "course": [course.steps, course.begun, course.used],
+        }
+
+    @torch.no_grad()
+    def take_own_state(self, state: dict[str, Any]) -> None:
+        """Goes on from the outer parameters, and from what `own_state` returned on another rank."""
+        if self.inner is not None and state["inner"] is not None:
+            load_optimizer(self.inner, state["inner"])
+        for buffer, value in zip(self.module.buffers(), state["buffers"], strict=True):
+            buffer.copy_(value)
+        self._course = ExchangeTimetable(self._course.rhythm, *state["course"])
+        self._before.clear()
+        for fragment in range(self._course.rhythm.fragments):
+            self.outer_module.reset(fragment, 0.0)
+
+    def _new_group(self, use: str) -> ProcessGroup:
+        group = self.process_group
+        made = new_group(group.ranks, group.timeout, use_local_synchronization=True, group_desc=use)
+        assert isinstance(made, ProcessGroup)
+        return made
+
+    def _proceed(self) -> None:
+        """Does what is due."""
+        self._course.catch_up(self._exchanges.decided())
+        while (action := self._course.due()) is not None:
+            if isinstance(action, BeginExchange):
+                fragment = self.rhythm.fragment(action.exchange)
+                if self.rhythm.delay:
+                    self._before[action.exchange] = self.outer_module.trained(fragment)
+                self._exchanges.begin(action.exchange, self.content.offer(fragment))
+            else:
+                began_s = time.perf_counter()
+                outcome = self._exchanges.outcome(action.exchange)
+                self._wait_s += time.perf_counter() - began_s
+                self._use(outcome)
+            self._course.did(action)
+
+    def _use(self, outcome: ExchangeResult) -> None:
+        """Updates the outer parameters, and goes on from them."""
+        fragment, outer = self.rhythm.fragment(outcome.exchange), self.outer_module
+        before = self._before.pop(outcome.exchange, None)
+        if not outcome.took_part:
+            before = outer.outer(fragment)  # all that this rank has trained counts in a later exchange
+        outer.step(fragment, outcome.mean[0], self.outer)
+        outer.reset(fragment, self._mix if outcome.took_part else 0.0, before)
+        if outcome.took_part:
+            self.content.set_buffers(outcome.mean)

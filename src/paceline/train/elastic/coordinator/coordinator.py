@@ -1,0 +1,483 @@
+"""Takes in what happens to the machines and workers of an elastic job, and says what is to be done about it.
+
+It is a state machine without a socket, a process or a clock: events come in as calls with the time at which they were
+heard of, orders come out. Events change facts (`job.py`, `roster.py`, `views.py`); `_settle` decides what follows from
+the facts alone, so that it does not matter in which order the reports of different workers arrive. Its rules, in the
+order in which they are applied:
+
+1. Once a member has finished, all rounds are committed and every member has the final state: nobody comes in any more,
+   no quorum is needed, and the job ends when all members have finished and ended (`ending.py`).
+2. The first view is given when all workers are ready, or some time after enough of them are (`starting.py`).
+3. When a member is gone (ended, stalled, or on a machine out of reach), or when connections broke and the death that
+   would explain it has not been reported for `break_patience_s`, a forced view takes the other members of the base, and
+   those newcomers that have the state (`forcing.py`). It needs a quorum.
+   If nobody who holds the state is left: members that may still come back are awaited; newcomers of which it is not
+   known are given time to say so (they report what they hold when their connections break); if no round can have
+   been committed, the job begins again; otherwise its state is lost, and it ends.
+   A member that is stopped is killed once the others go on without it, so that it does not wake up among them. The
+   last one that holds the state is left alone, however long it is stopped.
+4. When everybody has entered the latest view, those who are ready come in, and those who leave go, by a planned view
+   (`planning.py`). Those who can catch up while the others train do so first (`transfers.py`).
+5. When the coordinator's own launcher is about to end, another coordinates (`retiring.py`).
+
+What is expected of workers: a forced view is entered at once, wherever a worker is, also while it meets the members of
+another view. A planned view is entered at the beginning of a batch, by agreement, or by workers that wait there in a
+view that must wait; a worker whose connections broke does *not* enter it, since the others may be in the middle of a
+batch, where newcomers cannot begin. One that waits between two batches does not report that connections broke, since
+others have entered the planned view before it. No member goes on in a view before all its members have the state. In a
+view that must wait, a batch that any member has begun is finished by all; no other is begun. A worker that receives a
+view without itself has no state any more: it ends, or asks again, unless it was asked to end: then it ends with code
+0, at once, or at the agreed batch if the view is planned and its own connections work.
+
+What the messages of workers mean for an elastic job.
+
+What it means for an elastic job that machines come, name their workers, are lost and leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from paceline.train.elastic.coordinator.elastic_job import ConnectionFailure, CoordinatorPolicy, ElasticJob
+from paceline.train.elastic.coordinator.election import merge_reports
+from paceline.train.elastic.coordinator.handover import (
+    CoordinatorHandover,
+    choose_successor,
+    deadline_s,
+    may_hand_over,
+    replication_orders,
+    resume,
+    succession,
+    tell_others,
+    tell_successor,
+)
+from paceline.train.elastic.coordinator.rules import (
+    admit_caught_up,
+    begin_machines,
+    change_membership,
+    fence,
+    finish_job,
+    force_view,
+    give_first_view,
+    has_closed,
+    lacks_quorum,
+    offer_transfer,
+    refuse_worker,
+    resend_offers,
+    reset_transfer,
+    start_transfers,
+    why_forced,
+)
+from paceline.train.elastic.coordinator.views import Views
+from paceline.train.elastic.coordinator.worker_registry import MachineRecord, WorkerPhase, WorkerRecord, WorkerRegistry
+from paceline.train.elastic.protocol import (
+    Broken,
+    CaughtUp,
+    CoordinatorOrders,
+    Dismissed,
+    FromWorker,
+    Installed,
+    Leaving,
+    LoopFinished,
+    MachineReport,
+    Ready,
+    SendOrder,
+    TransferReady,
+    next_term,
+)
+
+
+def handle_message(job: ElasticJob, worker: WorkerRecord, message: FromWorker, now_s: float) -> None:
+    """Notes what a worker's message says."""
+    match message:
+        case Ready():
+            _asked(job, worker, message, now_s)
+        case TransferReady():
+            offer_transfer(job, worker, message)
+        case CaughtUp():
+            admit_caught_up(job, worker, now_s)
+        case Installed():
+            job.breaks.went_on(message.round)
+            job.views.entered(worker, message.generation)
+        case Broken():
+            _broke(job, worker, message, now_s)
+        case Leaving():
+            worker.leaving = worker.leaving or message.reason
+            if worker.place is not WorkerPhase.MEMBER:
+                job.dismiss(worker, f"asked to end: {message.reason}")
+        case LoopFinished():
+            if not worker.has_finished:
+                worker.has_finished = True
+                job.finished.append(worker)
+
+
+def _asked(job: ElasticJob, worker: WorkerRecord, message: Ready, now_s: float) -> None:
+    """Lets a worker wait for a view; one that was a member says by this that it has no state any more."""
+    if worker.place is WorkerPhase.MEMBER and worker.has_state:
+        worker.place, worker.has_state = WorkerPhase.OUTSIDE, False
+    fingerprint = message.fingerprint
+    reset_transfer(job, worker, message)
+    if worker.place is not WorkerPhase.OUTSIDE:
+        return
+    worker.fingerprint = fingerprint
+    if worker.leaving is not None or job.ending_s is not None:
+        job.dismiss(worker, f"asked to end: {worker.leaving}" if worker.leaving else "the job is done")
+    elif job.fingerprint is not None and job.fingerprint != fingerprint:
+        refuse_worker(job, worker, job.fingerprint)
+    else:
+        worker.place, worker.ready_s = WorkerPhase.READY, now_s
+        resend_offers(job, worker)
+
+
+def _broke(job: ElasticJob, worker: WorkerRecord, message: Broken, now_s: float) -> None:
+    """Notes that a worker's connections broke, if it has not been told a view since that helps it."""
+    views, breaks = job.views, job.breaks
+    breaks.went_on(message.round)
+    generation = message.generation
+    if (
+        worker.place is not WorkerPhase.MEMBER
+        or views.base is None
+        or generation < max(views.base.generation, worker.since)
+    ):
+        return
+    if not worker.has_state and worker not in views.base_team:
+        if message.round < 0:
+            worker.place = WorkerPhase.READY
+            return
+        worker.has_state = True  # it has learned the state, or was given it before it lost the others
+    report = ConnectionFailure(generation, now_s + job.policy.break_patience_s)
+    breaks.reported(worker.uid, report, message.reason)
+
+
+def replay_messages(
+    job: ElasticJob, worker: WorkerRecord, said: Sequence[FromWorker], is_known: bool, now_s: float
+) -> None:
+    """Takes what a worker said while its machine was out of reach, perhaps together with what is known."""
+    is_in = any(isinstance(each, Installed) for each in said)
+    for message in said:
+        if isinstance(message, Ready) and is_known and is_in:
+            continue  # it is known, and does not mean that the worker has no state any more
+        handle_message(job, worker, message, now_s)
+
+
+def add_machine(job: ElasticJob, machine: str, host: str, slots: int, address: str, store: str) -> None:
+    """Adds a machine, or one that comes back."""
+    found = job.roster.machines.setdefault(machine, MachineRecord(machine, host, slots))
+    found.slots, found.is_reachable, found.named = slots, True, set()
+    found.address, found.store = address or found.address, store or found.store
+    found.replaces, found.has_left, found.has_said_so = found.replaces or found.has_left, False, False
+
+
+def add_worker(job: ElasticJob, found: MachineRecord, uid: str, said: Sequence[FromWorker], now_s: float) -> None:
+    """Adds a worker that runs, or takes in what one has said while its machine was out of reach."""
+    if found.named is not None:
+        found.named.add(uid)
+    is_known = uid in job.roster.workers
+    worker = job.roster.workers.setdefault(uid, WorkerRecord(uid, found))
+    if not worker.lives:  # its machine was taken for dead, wrongly, and the others have gone on without it
+        job.orders.append(SendOrder(found.name, uid, Dismissed("the others have gone on without it")))
+        return
+    worker.runs()
+    if is_known:
+        job.remind(worker)
+    replay_messages(job, worker, said, is_known, now_s)
+
+
+def mark_unlisted_ended(job: ElasticJob, found: MachineRecord) -> None:
+    """Takes the workers for dead that a machine has not named since it came."""
+    for worker in job.roster.workers.values():
+        if worker.machine is found and worker.lives and worker.uid not in (found.named or ()):
+            worker.ended, worker.was_drained = "while its machine was out of reach", False
+    found.named = None
+    begin_machines(job)
+
+
+def mark_unreachable(job: ElasticJob, found: MachineRecord, why: str, since_s: float) -> None:
+    """Notes that a machine cannot be reached."""
+    found.is_reachable, found.lost_s = False, since_s
+    job.say(f"{found.host} cannot be reached: {why}")
+    begin_machines(job)
+
+
+def remove_machine(job: ElasticJob, found: MachineRecord, why: str, *, has_said_so: bool) -> None:
+    """Removes a machine, and its workers with it."""
+    found.slots, found.has_begun, found.replaces = 0, False, False
+    found.has_left, found.has_said_so = True, has_said_so
+    for worker in job.roster.workers.values():
+        if worker.machine is found and worker.lives:
+            worker.ended, worker.was_drained = f"its machine left: {why}", False
+    job.say(f"{found.host} left: {why}")
+    begin_machines(job)
+
+
+class Coordinator:
+    """The workers of an elastic job. `tick` must be called at `deadline_s` if nothing else happens before.
+
+    Every method returns what is to be done now, in this order. Names of machines and workers are unique in the job for
+    ever: a worker that replaces another has a name of its own, and so has a launcher that was started again.
+    """
+
+    def __init__(
+        self,
+        policy: CoordinatorPolicy,
+        now_s: float,
+        term: int = 1,
+        *,
+        home: str | None = None,
+        store: str = "",
+        identity: str = "",
+    ) -> None:
+        """Makes the coordinator of a job that begins now.
+
+        Args:
+            policy: the settings.
+            now_s: the time.
+            term: a number larger than that of any coordinator of this job before.
+            home: the machine that the coordinator is on, if there are others that may have to coordinate after it;
+                the names of machines are their numbers then.
+            store: where the members of the views meet, if not in the store of their environment.
+            identity: tells the job from all others.
+        """
+        self._roster = WorkerRegistry()
+        self._home = home
+        self._job = ElasticJob(
+            policy, now_s, self._roster, Views(self._roster, term, store=store), is_shared=home is not None
+        )
+        self._job.identity, self._job.quiet_until_s = identity, now_s + policy.quiet_s
+        self._is_resuming = False
+        self.retirement: CoordinatorHandover | None = None  # once this coordinator's launcher is about to end
+        self.lacks_quorum_s: float | None = None  # since when it waits for those without whom it may not decide
+        self.deadline_s: float | None = now_s + policy.join_timeout_s  # None: nothing is waited for
+
+    def resume(
+        self,
+        reports: Collection[MachineReport],
+        now_s: float,
+        addresses: Mapping[int, str] = {},
+        stores: Mapping[int, str] = {},
+    ) -> CoordinatorOrders:
+        """Goes on with a job that another coordinator has begun, from what the machines know that follow this one.
+
+        It repeats what that one has said last, to those that may have missed it. Who was left out by then stays out.
+
+        Args:
+            reports: of the machines.
+            now_s: the time.
+            addresses: where their launchers can be reached, by machine, if not as before.
+            stores: where the members of views meet if they coordinate.
+        """
+        known = merge_reports(reports)
+        resume(self._job, known, now_s)
+        self._job.say(succession(known, int(self._home or 0)))
+        self._is_resuming = True
+        for each in reports:
+            self.machine_returned(each, now_s, addresses.get(each.number, ""), stores.get(each.number, ""))
+        self._is_resuming = False
+        return self._settle(now_s)
+
+    def machine_returned(
+        self, report: MachineReport, now_s: float, address: str = "", store: str = ""
+    ) -> CoordinatorOrders:
+        """Takes in a machine that has begun already, and was out of reach or followed another coordinator."""
+        machine = str(report.number)
+        was_resuming, self._is_resuming = self._is_resuming, True
+        self._raise_term(report.knowledge.term)
+        self.machine_joined(machine, report.host, report.slots, now_s, address, store)
+        if (found := self._roster.machines.get(machine)) is not None:
+            found.has_begun, found.told, found.is_leaving = True, None, report.is_leaving
+            if not was_resuming:
+                self._job.say(f"{found.host} is back")
+        for worker in report.workers:
+            self.worker_started(worker.uid, machine, now_s, worker.said)
+            if worker.stalled is not None:
+                self.worker_stalled(worker.uid, worker.stalled, now_s)
+        for uid, how, code in report.ended:
+            self.worker_ended(uid, how, code, now_s)
+        self.machine_listed(machine, now_s)
+        self._is_resuming = was_resuming
+        return [self._job.over] if self._job.over is not None else self._settle(now_s)
+
+    def hold_back(self, until_s: float) -> bool:
+        """Gives no first view before that time, since another job may run already; returns False if there is one."""
+        self._job.quiet_until_s = max(self._job.quiet_until_s, until_s)
+        return self._job.views.latest is None
+
+    def machine_knows(self, machine: str, generation: int, now_s: float) -> CoordinatorOrders:
+        """Notes that the machine's launcher has taken in a Know, with views up to that number."""
+        found = self._roster.machines.get(machine)
+        if found is not None:
+            found.known = max(found.known, generation)
+        return self._settle(now_s)
+
+    def machine_joined(
+        self, machine: str, host: str, slots: int, now_s: float, address: str = "", store: str = ""
+    ) -> CoordinatorOrders:
+        """Adds a machine that keeps `slots` workers running once it is told to Begin, or one that comes back.
+
+        The launcher goes on by reporting, for each of its workers that runs, that it started and what its Standing
+        holds, and then calls `machine_listed`.
+        """
+        if (over := self._job.over) is not None:
+            return [over]
+        add_machine(self._job, machine, host, slots, address, store)
+        return []
+
+    def machine_listed(self, machine: str, now_s: float) -> CoordinatorOrders:
+        """Takes the workers of the machine that it has not named since it joined for dead."""
+        found = self._roster.machines.get(machine)
+        if found is None or found.named is None:
+            return []
+        mark_unlisted_ended(self._job, found)
+        return self._settle(now_s)
+
+    def machine_lost(self, machine: str, why: str, now_s: float, silent_s: float = 0.0) -> CoordinatorOrders:
+        """Notes that the machine cannot be reached. Its workers may live, and may train with others.
+
+        Args:
+            machine: its name.
+            why: for the user.
+            now_s: the time.
+            silent_s: for how long nothing has been heard of it.
+        """
+        found = self._roster.machines.get(machine)
+        if found is None or not found.is_reachable:
+            return []
+        mark_unreachable(self._job, found, why, now_s - silent_s)
+        return self._settle(now_s)
+
+    def machine_leaves(self, machine: str, now_s: float) -> CoordinatorOrders:
+        """Notes that the machine's launcher ends as soon as its workers have; they have been asked to."""
+        if (found := self._roster.machines.get(machine)) is not None:
+            found.is_leaving = True
+        return self._settle(now_s)
+
+    def machine_left(self, machine: str, why: str, now_s: float, *, has_said_so: bool = False) -> CoordinatorOrders:
+        """Removes a machine whose launcher has ended its workers, and goes."""
+        found = self._roster.machines.get(machine)
+        if found is None:
+            return []
+        remove_machine(self._job, found, why, has_said_so=has_said_so)
+        return self._settle(now_s)
+
+    def slots_changed(self, machine: str, slots: int, now_s: float) -> CoordinatorOrders:
+        """Notes how many workers the machine keeps running from now on; fewer, because one failed again and again."""
+        found = self._roster.machines.get(machine)
+        if found is None:
+            return []
+        found.slots = slots
+        begin_machines(self._job)
+        return self._settle(now_s)
+
+    def worker_started(
+        self, uid: str, machine: str, now_s: float, said: Sequence[FromWorker] = ()
+    ) -> CoordinatorOrders:
+        """Notes that a worker runs, or that one that is known still does.
+
+        Args:
+            uid: the worker's name.
+            machine: its machine's.
+            now_s: the time.
+            said: after the machine was out of reach, what the worker's Standing holds.
+        """
+        found = self._roster.machines.get(machine)
+        if found is None or self._job.over is not None:
+            return []
+        add_worker(self._job, found, uid, said, now_s)
+        return self._settle(now_s)
+
+    def worker_stalled(self, uid: str, why: str, now_s: float) -> CoordinatorOrders:
+        """Notes that a worker does nothing; all that it sent before has been reported.
+
+        It is left out, and its launcher is told to kill it, while others can go on. When it answers again, its launcher
+        reports that it started.
+        """
+        worker = self._roster.workers.get(uid)
+        if worker is None or not worker.lives:
+            return []
+        if worker.stalled is None:
+            worker.stalled = why
+            self._job.say(worker.absence)
+        return self._settle(now_s)
+
+    def worker_ended(self, uid: str, how: str, exit_code: int, now_s: float) -> CoordinatorOrders:
+        """Notes that a worker has ended; all that it sent has been reported before."""
+        worker = self._roster.workers.get(uid)
+        if worker is None or not worker.lives:
+            return []
+        worker.ended, worker.exit_code = how, exit_code
+        return self._settle(now_s)
+
+    def worker_said(self, uid: str, message: FromWorker, now_s: float) -> CoordinatorOrders:
+        """Takes a worker's message; each worker's messages come in the order in which it sent them."""
+        worker = self._roster.workers.get(uid)
+        if worker is None or not worker.lives or worker.place is WorkerPhase.DISMISSED:
+            return []
+        worker.runs()
+        handle_message(self._job, worker, message, now_s)
+        return self._settle(now_s)
+
+    def tick(self, now_s: float) -> CoordinatorOrders:
+        """Does what is due at `now_s`."""
+        return self._settle(now_s)
+
+    def _settle(self, now_s: float) -> CoordinatorOrders:
+        """Returns what follows from the facts, and sets `deadline_s`."""
+        job = self._job
+        if self._is_resuming:
+            return []
+        if (retirement := self._retirement()) is not None and retirement.has_resigned:
+            return self._give_way(retirement, now_s)
+        while job.over is None:
+            job.due_s, job.lacks_quorum = [], False
+            if retirement is not None:
+                choose_successor(job, retirement, now_s)
+            if not self._step(job, now_s):
+                break
+        job.release()
+        fence(job)
+        if retirement is not None and may_hand_over(job, retirement, now_s):
+            tell_successor(job, retirement, now_s)
+            job.due_s = [deadline_s(retirement)]
+        self.lacks_quorum_s = (self.lacks_quorum_s or now_s) if job.lacks_quorum else None
+        self.deadline_s = min(job.due_s, default=None) if job.over is None else None
+        orders, job.orders = job.orders, []
+        return orders if self._home is None else [*replication_orders(job, int(self._home)), *orders]
+
+    def _step(self, job: ElasticJob, now_s: float) -> bool:
+        """Applies the first rule that does something; returns whether one did, so that another may follow."""
+        finish_job(job, now_s)
+        if job.over is not None:
+            return False
+        if job.views.latest is None:
+            return give_first_view(job, now_s)
+        if has_closed(job):
+            return False
+        if (why := why_forced(job, now_s)) is not None:
+            return force_view(job, why, now_s)
+        if lacks_quorum(job, now_s):
+            return False
+        job.held = None
+        if job.ending_s is not None:
+            return False
+        start_transfers(job)
+        return change_membership(job, now_s)
+
+    def _retirement(self) -> CoordinatorHandover | None:
+        home = self._roster.machines.get(self._home or "")
+        if self.retirement is None and home is not None and home.is_leaving:
+            self.retirement = CoordinatorHandover(home, self._job.views.store)
+        return self.retirement
+
+    def _give_way(self, retirement: CoordinatorHandover, now_s: float) -> CoordinatorOrders:
+        """Hands the office over. What happens meanwhile is for the next coordinator, which hears of it too."""
+        self._job.orders = []
+        orders = tell_others(self._job, retirement, now_s)
+        self.lacks_quorum_s, self.deadline_s = None, None if retirement.is_over else deadline_s(retirement)
+        return [] if orders is None else [*replication_orders(self._job, int(retirement.home.name)), *orders]
+
+    def _raise_term(self, term: int) -> None:
+        """Gives later views larger numbers than any that a machine has heard of from another coordinator."""
+        views = self._job.views
+        if self._home is not None and term > views.term:
+            views.term = next_term(term, int(self._home))
+            views.must_meet = views.latest is not None

@@ -1,0 +1,205 @@
+"""How a coordinator whose launcher is about to end passes its office on, before anybody has to miss it.
+
+1. The workers of its own machine leave by a planned view. The members of this view and of all that follow meet in the
+   store of the successor's launcher. If no worker has to leave, a planned view of the same members does only that.
+2. When all have entered it, every machine is told what a coordinator has to know, and the successor is told that it is
+   its turn. From then on this coordinator decides nothing any more.
+3. The successor stands, as after a loss (`election.py`), and leaves this launcher. Then the others are told to follow.
+
+The successor is the machine that would be elected anyhow: the one with the lowest number. It needs the same quorum as
+any candidate, so nothing depends on whether this goes well. Whoever is lost meanwhile, the others look on as always.
+
+How a job passes from one coordinator to another: what is told beforehand, and what is made of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paceline.train.elastic.coordinator.elastic_job import ElasticJob
+from paceline.train.elastic.coordinator.worker_registry import MachineRecord, WorkerRecord
+from paceline.train.elastic.protocol import (
+    CoordinatorOrders,
+    HandoverOrder,
+    LauncherAddress,
+    ReplicatedJobState,
+    ReplicateOrder,
+    machine_of,
+)
+
+
+def replication_orders(job: ElasticJob, home: int) -> CoordinatorOrders:
+    """Returns the orders that let every machine know what a coordinator after this one has to know.
+
+    Before the first view there is nothing that could be lost.
+    """
+    if not job.views.since_complete or job.over is not None:
+        return []
+    knowledge = _knowledge(job, home)
+    orders: CoordinatorOrders = []
+    for machine in job.roster.machines.values():
+        if machine.is_reachable and machine.told != knowledge:
+            machine.told = knowledge
+            orders.append(ReplicateOrder(machine.name, knowledge))
+    return orders
+
+
+def _knowledge(job: ElasticJob, home: int) -> ReplicatedJobState:
+    views, workers = job.views, job.roster.workers
+    members = {uid for view in views.since_complete for uid in view.members}
+    machines = sorted(job.roster.machines.values(), key=lambda each: int(each.name))
+    return ReplicatedJobState(
+        term=views.term,
+        coordinator=home,
+        fingerprint=job.fingerprint or "",
+        complete=views.completed,
+        views=tuple(views.since_complete),
+        dead=tuple(sorted(uid for uid in members if not workers[uid].lives)),
+        ended=tuple(int(each.name) for each in machines if each.has_left and each.has_said_so),
+        peers=tuple(LauncherAddress(int(each.name), each.host, each.address) for each in machines if not each.has_left),
+        transfers=tuple(job.open_transfers()),
+        job=job.identity,
+    )
+
+
+def resume(job: ElasticJob, known: ReplicatedJobState, now_s: float) -> None:
+    """Puts the job into the state that is known; the machines are yet to come back."""
+    job.fingerprint, job.identity = known.fingerprint or None, known.job
+    lost_s = now_s - job.policy.return_patience_s + job.policy.follow_patience_s
+    for peer in known.peers:
+        name = str(peer.number)
+        job.roster.machines[name] = _absent(name, peer.host, lost_s, peer.address)
+    for uid in known.members:
+        name = str(machine_of(uid))
+        machine = job.roster.machines.setdefault(name, _absent(name, f"machine {name}", lost_s))
+        worker = job.roster.workers[uid] = WorkerRecord(uid, machine)
+        if known.is_dead(uid):
+            worker.ended = "with its launcher" if machine_of(uid) in known.ended else "before"
+    for number in known.ended:
+        name = str(number)
+        found = job.roster.machines.setdefault(name, _absent(name, f"machine {name}", lost_s))
+        found.replaces, found.has_left, found.has_said_so = False, True, True
+    job.views.resume(known.views, known.complete)
+    job.transfers = {each.receiver: each for each in known.transfers if not known.is_dead(each.receiver)}
+
+
+def succession(known: ReplicatedJobState, home: int) -> str:
+    """Returns a sentence on who coordinates, and what became of the one before."""
+    if known.coordinator == home:
+        return f"machine {home} coordinates again"
+    state = "is gone" if known.coordinator in known.ended else "cannot be reached"
+    return f"machine {known.coordinator}, which coordinated, {state}; machine {home} coordinates from now on"
+
+
+def _absent(name: str, host: str, lost_s: float, address: str = "") -> MachineRecord:
+    return MachineRecord(name, host, 0, is_reachable=False, has_begun=True, lost_s=lost_s, address=address)
+
+
+_STANDS_S = 1.0  # how long the successor has to stand, before the others are told in any case
+_UNFIT_S = 10.0  # how long a machine is passed over whose store some members have not reached
+_SETTLES_S = 5.0  # how long the members have to come to rest, once the last worker here has ended
+
+
+@dataclass
+class CoordinatorHandover:
+    """The end of a coordinator's office.
+
+    Attributes:
+        home: the coordinator's machine.
+        store: where the members of its views have met.
+        successor: who is to coordinate next, if there is anybody.
+        unfit_s: until when machines are passed over.
+        empty_s: since when no worker runs on the coordinator's machine.
+        told_s: when the successor was told.
+        is_over: the others were told too.
+    """
+
+    home: MachineRecord
+    store: str
+    successor: MachineRecord | None = None
+    unfit_s: dict[MachineRecord, float] = field(default_factory=dict)
+    empty_s: float | None = None
+    told_s: float | None = None
+    is_over: bool = False
+
+    @property
+    def has_resigned(self) -> bool:
+        """Whether the coordinator decides nothing any more."""
+        return self.told_s is not None
+
+
+def choose_successor(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) -> None:
+    """Chooses the successor, at whose machine the members of views to come meet.
+
+    A broken network may keep some of them from its store, though all reach this coordinator.
+    """
+    views, before, unfit_s = job.views, retirement.successor, retirement.unfit_s
+    if before is not None and job.breaks.waiting and views.is_on_its_way_to(before.store):
+        unfit_s[before] = now_s + _UNFIT_S
+    able = [each for each in job.roster.machines.values() if each is not retirement.home and _may_succeed(each)]
+    fit = [each for each in able if now_s >= unfit_s.get(each, now_s)]
+    if able and not fit:
+        job.due_s.append(min(unfit_s[each] for each in able))
+    retirement.successor = min(fit, key=lambda each: (not each.slots, int(each.name)), default=None)
+    job.views.store = retirement.store if retirement.successor is None else retirement.successor.store
+    job.must_move = retirement.successor is not None and not _has_workers(job, retirement.home)
+
+
+def may_hand_over(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) -> bool:
+    """Returns whether the time has come to tell the successor."""
+    stays = any(each.trains and each.leaving is None for each in job.views.team)
+    is_needed = job.over is None and job.ending_s is None and stays
+    if not is_needed or retirement.successor is None or _has_workers(job, retirement.home):
+        retirement.empty_s = None
+        return False
+    if _has_settled(job):
+        return True
+    if retirement.empty_s is None:
+        retirement.empty_s = now_s
+    until_s = retirement.empty_s + _SETTLES_S
+    if now_s < until_s:
+        job.due_s.append(until_s)
+        return False
+    return not job.lacks_quorum
+
+
+def tell_successor(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) -> None:
+    """Tells the successor; this machine counts as one that has ended from now on."""
+    successor, home = retirement.successor, retirement.home
+    assert successor is not None
+    home.has_left = home.has_said_so = True
+    retirement.told_s = now_s
+    job.orders.append(HandoverOrder(successor.name, int(successor.name)))
+
+
+def tell_others(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) -> CoordinatorOrders | None:
+    """Returns the orders that end the office, when the successor stands; None if that is still to be waited for."""
+    successor = retirement.successor
+    assert successor is not None
+    stands = not successor.is_reachable or successor.has_left  # it has left this launcher for itself, or was lost
+    if retirement.is_over or not (stands or now_s >= deadline_s(retirement)):
+        return None
+    retirement.is_over = True
+    told = [each for each in job.roster.machines.values() if each.is_reachable and each is not retirement.home]
+    return [HandoverOrder(each.name, int(successor.name)) for each in [*told, retirement.home]]
+
+
+def deadline_s(retirement: CoordinatorHandover) -> float:
+    """Returns when the others are told in any case."""
+    assert retirement.told_s is not None
+    return retirement.told_s + _STANDS_S
+
+
+def _may_succeed(machine: MachineRecord) -> bool:
+    return machine.is_reachable and machine.has_begun and not machine.is_leaving and bool(machine.store)
+
+
+def _has_workers(job: ElasticJob, machine: MachineRecord) -> bool:
+    return any(each.lives and each.machine is machine for each in job.roster.workers.values())
+
+
+def _has_settled(job: ElasticJob) -> bool:
+    """Whether another coordinator would have nothing to do at once."""
+    views = job.views
+    is_told = views.is_complete and job.withheld is None and not job.breaks.waiting
+    return is_told and views.latest is not None and views.latest.store == views.store

@@ -1,0 +1,457 @@
+"""Forced views: when the members of a view cannot go on together, and who goes on instead.
+
+How an elastic job ends.
+
+Lessons: how a worker that comes late learns the state while the others train, before it is in any view.
+
+A transfer has a number, which is larger than that of any view before, and senders. All members are told of it, and the
+senders among them take a snapshot at the beginning of the batch after all have heard of it, so that all have the same.
+What a receiver makes of it is its own affair: it says when it has caught up, or asks again when all its senders are gone.
+
+Planned views: workers come and go without anybody being disturbed.
+
+How an elastic job begins: its machines, and its first view.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from paceline.train.elastic.coordinator.elastic_job import ElasticJob
+from paceline.train.elastic.coordinator.worker_registry import WorkerPhase, WorkerRecord
+from paceline.train.elastic.protocol import (
+    CloseSlotsOrder,
+    EndOrder,
+    FenceStalledOrder,
+    Ready,
+    StartOrder,
+    StateTransfer,
+    TransferOffer,
+    TransferReady,
+    View,
+    WaitNotice,
+)
+
+
+def finish_job(job: ElasticJob, now_s: float) -> None:
+    """Ends the job when a worker has finished, and all others of which that is expected."""
+    finished = job.finished
+    if not finished:
+        return
+    if job.ending_s is None:
+        job.ending_s = now_s
+        for machine in job.roster.machines.values():
+            machine.replaces = False
+            job.orders.append(CloseSlotsOrder(machine.name, "the job is done"))
+    missing = _waits_for(job, finished)
+    for each in job.roster.workers.values():
+        if each.lives and each.place in (WorkerPhase.READY, WorkerPhase.MEMBER) and each not in missing:
+            job.dismiss(each, "the job is done")
+    if any(each.is_here for each in missing):
+        return
+    is_safe = any(not each.lives and each.exit_code == 0 for each in finished)
+    until_s = job.ending_s + (job.policy.hope_s if is_safe else job.policy.quorum_timeout_s)
+    if missing and now_s < until_s:
+        job.due_s.append(until_s)
+    else:
+        job.end(_exit_of(finished))
+
+
+def _waits_for(job: ElasticJob, finished: list[WorkerRecord]) -> list[WorkerRecord]:
+    """Returns who has to end before the job does, once a member has finished.
+
+    These are the workers that have finished, whose script may go on after its loop, and those that were with one of
+    them in its last view: they have the final state, since it could not have finished without them.
+    """
+    with_them = {uid for each in finished for uid in job.views.members_of(each.installed)}
+    members = [
+        each for each in job.roster.workers.values() if each.place is WorkerPhase.MEMBER and each.uid in with_them
+    ]
+    return [each for each in {id(each): each for each in [*finished, *members]}.values() if each.lives]
+
+
+def _exit_of(finished: list[WorkerRecord]) -> EndOrder:
+    """Returns how the job ends, after all that have finished have ended.
+
+    A worker that was killed after its loop is no harm as long as another came to its end: all have the same state.
+    """
+    for each in finished:
+        if each.exit_code > 0:
+            return EndOrder(each.exit_code, f"After its last round, {each.absence}.")
+    if all(not each.lives and each.exit_code < 0 for each in finished):
+        return EndOrder(1, f"After the last round, {finished[0].absence}, and no other worker came to its end.")
+    return EndOrder(0)
+
+
+def has_closed(job: ElasticJob) -> bool:
+    """Returns whether all members were asked to leave and dismissed, and ends the job after the last of them."""
+    members = job.views.concerned
+    if not members or any(each.place is not WorkerPhase.DISMISSED for each in members):
+        return False
+    if not any(each.is_here for each in members):
+        job.end(
+            EndOrder(1, "All workers were asked to leave before the last round, and nobody was left to hand over to.")
+        )
+    return True
+
+
+SENDERS_OF_A_TRANSFER = 2  # of a transfer
+_REMEMBERED = 16  # transfers
+
+
+def start_transfers(job: ElasticJob) -> None:
+    """Begins the transfers of those who are ready to learn, when all members train."""
+    views = job.views
+    if views.latest is None or views.latest.must_wait:
+        return
+    for receiver in job.roster.ready():
+        if receiver.learns and not receiver.has_caught_up and not _may_be_given(job, receiver):
+            _begin(job, receiver)
+
+
+def admissible_workers(job: ElasticJob) -> list[WorkerRecord]:
+    """Returns those who may come in by a planned view.
+
+    A receiver that has not caught up may if nobody trains meanwhile, since the members wait for more, or all leave.
+    """
+    views = job.views
+    is_idle = views.latest is not None and views.latest.must_wait
+    is_idle = is_idle or all(each.leaving is not None for each in views.team)
+    return [each for each in job.roster.ready() if is_idle or each.has_caught_up or not each.learns]
+
+
+def offer_transfer(job: ElasticJob, sender: WorkerRecord, message: TransferReady) -> None:
+    """Tells the receiver of a sender; if none can, the others will have to wait while it gets the state."""
+    said = job.transfer_offers.setdefault(message.transfer, {})
+    said[sender.uid] = message
+    while len(job.transfer_offers) > _REMEMBERED:
+        del job.transfer_offers[min(job.transfer_offers)]
+    for receiver in job.roster.ready():
+        if receiver.transfer is not None and receiver.transfer.number == message.transfer:
+            _offer(job, receiver, receiver.transfer, sender.uid, message)
+
+
+def admit_caught_up(job: ElasticJob, worker: WorkerRecord, now_s: float) -> None:
+    """Lets a receiver that has caught up come in, also one that a view left out, and that has gone on learning since."""
+    worker.has_caught_up = worker.learns
+    if worker.place is WorkerPhase.OUTSIDE and worker.learns:
+        if worker.leaving is not None or job.ending_s is not None:
+            job.dismiss(worker, f"asked to end: {worker.leaving}" if worker.leaving else "the job is done")
+        else:
+            worker.place, worker.ready_s = WorkerPhase.READY, now_s
+
+
+def reset_transfer(job: ElasticJob, worker: WorkerRecord, message: Ready) -> None:
+    """Forgets the transfer of a worker that asks to take part, unless it has only said again what it said before.
+
+    A transfer that another coordinator has begun goes on.
+    """
+    if worker.place not in (WorkerPhase.OUTSIDE, WorkerPhase.READY):
+        return
+    worker.learns = message.learns
+    known = job.transfers.pop(worker.uid, worker.transfer)
+    if known is None or message.after >= known.number:
+        worker.has_caught_up, worker.transfer = False, None
+    elif worker.transfer is None:
+        worker.transfer = known
+
+
+def resend_offers(job: ElasticJob, receiver: WorkerRecord) -> None:
+    """Tells a receiver of the senders that were heard of before itself."""
+    if (transfer := receiver.transfer) is not None:
+        for uid, message in job.transfer_offers.get(transfer.number, {}).items():
+            _offer(job, receiver, transfer, uid, message)
+
+
+def _offer(
+    job: ElasticJob, receiver: WorkerRecord, transfer: StateTransfer, sender: str, message: TransferReady
+) -> None:
+    if message.address:
+        offer = TransferOffer(message.transfer, sender, message.round, message.address)
+        if offer not in receiver.offers:
+            receiver.offers.append(offer)
+            job.tell(receiver, offer)
+    else:
+        receiver.refusals.add(sender)
+        receiver.learns = not receiver.refusals.issuperset(transfer.senders)
+
+
+def _may_be_given(job: ElasticJob, receiver: WorkerRecord) -> bool:
+    """Whether the receiver has a transfer, which it may complete; when senders have offered it, it knows that itself."""
+    if receiver.transfer is None:
+        return False
+    senders = [job.roster.workers.get(uid) for uid in receiver.transfer.senders if uid not in receiver.refusals]
+    return bool(receiver.offers) or any(each is not None and each.trains for each in senders)
+
+
+def _begin(job: ElasticJob, receiver: WorkerRecord) -> None:
+    """Chooses senders, those on the receiver's own machine first, and tells all members."""
+    able = [each for each in job.views.team if each.trains and each.has_state and each.leaving is None]
+    able.sort(key=lambda each: (each.machine is not receiver.machine, each.uid))
+    if not able:
+        return
+    chosen = able[:SENDERS_OF_A_TRANSFER]
+    transfer = StateTransfer(job.views.next_number(), receiver.uid, tuple(each.uid for each in chosen))
+    receiver.transfer, receiver.refusals, receiver.offers = transfer, set(), []
+    for member in job.views.team:
+        job.tell(member, transfer)
+
+
+def change_membership(job: ElasticJob, now_s: float) -> bool:
+    """Lets workers in and out once everybody has entered the latest view; returns whether it did.
+
+    Those who were asked to end stay until somebody else holds the state.
+    """
+    views = job.views
+    if views.latest is None or not views.is_complete or job.breaks.waiting:
+        return False
+    if any(each.lives and not each.machine.is_reachable for each in views.team):
+        return False  # they are to come back first, or to be left out
+    leavers = [each for each in views.team if each.leaving is not None]
+    ready = admissible_workers(job)
+    if _are_too_few(job, views.latest, now_s):
+        return True
+    moves = job.must_move and views.latest.store != views.store
+    if not leavers and not ready and not moves:
+        return False
+    if not ready and len(leavers) == len(views.team):
+        return _dismiss_last(job, leavers, now_s)
+    is_urgent = leavers or moves or any(each.has_caught_up for each in ready)
+    due_s = now_s if is_urgent else ready[0].ready_s + job.policy.gather_s
+    if now_s < due_s:
+        job.due_s.append(due_s)
+        return False
+    if not views.is_allowed():
+        return False
+    staying = [each for each in views.team if each.leaving is None] or views.team
+    job.give([*staying, *ready], is_planned=True)
+    return True
+
+
+def _dismiss_last(job: ElasticJob, leavers: list[WorkerRecord], now_s: float) -> bool:
+    """Lets the last members go; if others are about to come, not before they were given some time."""
+    if job.leaving_s is None:
+        job.leaving_s = now_s
+    due_s = job.leaving_s + job.policy.start_patience_s
+    if job.roster.can_grow() and now_s < due_s:
+        job.due_s.append(due_s)
+        return False
+    for worker in leavers:
+        job.dismiss(worker, f"asked to end: {worker.leaving}")
+    return True
+
+
+def _are_too_few(job: ElasticJob, latest: View, now_s: float) -> bool:
+    """Says that workers are missing; returns True, after ending the job, when they have been for too long."""
+    if not latest.must_wait:
+        job.few_s = None
+        return False
+    few = f"{len(latest.members)} of at least {job.policy.min_workers} workers are left"
+    if job.few_s is None:
+        job.few_s = now_s
+        job.say(f"{few}; waiting for more")
+    until_s = job.few_s + job.policy.join_timeout_s
+    job.due_s.append(until_s)
+    if not job.can_grow():
+        job.end(EndOrder(1, f"{few}, and no other will be started; look at the output of those that ended."))
+    elif now_s >= until_s:
+        job.end(EndOrder(1, f"{few}, and waited {now_s - job.few_s:.0f} s for others; look at the machines' output."))
+    return job.over is not None
+
+
+def begin_machines(job: ElasticJob) -> None:
+    """Lets machines start their workers, as many as have a place."""
+    for machine in job.roster.machines.values():
+        waits = not machine.has_begun and machine.named is None and machine.is_reachable and machine.slots
+        if waits and job.ending_s is None and job.roster.begun() < job.policy.max_machines:
+            machine.has_begun = True
+            job.orders.append(StartOrder(machine.name))
+
+
+def give_first_view(job: ElasticJob, now_s: float) -> bool:
+    """Gives the first view once enough workers are ready; returns whether it did anything.
+
+    When all that the machines keep running are ready, nobody else is waited for.
+    """
+    policy, ready = job.policy, job.roster.ready()
+    if len(ready) >= policy.min_workers:
+        is_complete = len(ready) >= job.roster.expected()
+        until_s = max(job.quiet_until_s, 0.0 if is_complete else ready[0].ready_s + policy.start_patience_s)
+        if now_s >= until_s:
+            _start(job, ready)
+            return True
+        job.due_s.append(until_s)
+        return False
+    until_s = job.began_s + policy.join_timeout_s
+    job.due_s.append(until_s)
+    there = f"{len(ready)} of at least {policy.min_workers} workers are ready"
+    if now_s >= until_s:
+        job.end(EndOrder(1, f"{there} after {policy.join_timeout_s:.0f} s; look at the output of the others"))
+    elif job.roster.machines and not job.can_grow():
+        job.end(EndOrder(1, f"{there}, and no other will be started; look at the output of those that ended"))
+    return job.over is not None
+
+
+def _start(job: ElasticJob, ready: list[WorkerRecord]) -> None:
+    counts = Counter(each.fingerprint for each in ready)
+    fingerprint = max(counts, key=lambda each: counts[each])  # of two that are as frequent, the one that came first
+    for worker in ready:
+        if worker.fingerprint != fingerprint:
+            refuse_worker(job, worker, fingerprint)
+    chosen = [each for each in ready if each.fingerprint == fingerprint]
+    if len(chosen) >= job.policy.min_workers:
+        job.fingerprint = fingerprint
+        job.give(chosen, is_planned=False)
+
+
+def refuse_worker(job: ElasticJob, worker: WorkerRecord, expected: str) -> None:
+    """Turns away a worker whose results would have other bits; its machine would start others like it."""
+    host = worker.machine.host
+    reason = f"worker {worker.uid} on {host} has {worker.fingerprint!r}, and the job's members have {expected!r}"
+    reason = f"{reason}: their results would differ in bits"
+    job.say(reason)
+    job.dismiss(worker, f"{reason}. Use machines and settings that are alike", 2)
+    if worker.machine.replaces:
+        worker.machine.replaces = False
+        job.orders.append(CloseSlotsOrder(worker.machine.name, reason))
+
+
+def why_forced(job: ElasticJob, now_s: float) -> str | None:
+    """Returns why a forced view is needed, or None."""
+    views = job.views
+    if views.must_meet:
+        return "not all members had entered the last view when its coordinator was lost"
+    for each in views.base_team:
+        if _may_come_back(job, each, now_s):
+            continue
+        if not each.trains and not each.has_finished and not (each.has_left_well and each not in views.team):
+            return each.absence
+    gone = [each for each in views.newcomers if not each.trains and not _may_come_back(job, each, now_s)]
+    if job.ending_s is None and gone:
+        return gone[0].absence
+    if views.latest is not None and not views.latest.is_planned:
+        for each in views.team:
+            if each.has_finished and each.installed < views.latest.generation:
+                return f"worker {each.uid} has finished"
+    for uid, report in job.breaks.waiting.items():
+        if now_s >= report.due_s or views.is_explained(report.generation):
+            return f"worker {uid} reports: {job.breaks.reasons.get(uid, 'its connections broke')}"
+        job.due_s.append(report.due_s)
+    return None
+
+
+def _may_come_back(job: ElasticJob, worker: WorkerRecord, now_s: float) -> bool:
+    """Returns whether a worker's machine is only out of this launcher's reach, since it has not been so for long.
+
+    The worker may train on meanwhile. If it does not, those that are connected to it report that soon.
+    """
+    if not worker.lives or worker.machine.is_reachable or job.breaks.waiting:
+        return False
+    until_s = worker.machine.lost_s + job.policy.return_patience_s
+    if now_s >= until_s:
+        return False
+    job.due_s.append(until_s)
+    return True
+
+
+def lacks_quorum(job: ElasticJob, now_s: float) -> bool:
+    """Waits for those without whom the latest view, which was not told yet, must not be; returns whether it does."""
+    if job.withheld is None or job.ending_s is not None or job.views.is_allowed():
+        return False
+    job.lacks_quorum = True
+    away = [each for each in job.views.undecided() if not each.is_here]
+    _must_end(job, away, "the others are too few to go on without them", now_s)
+    return True
+
+
+def force_view(job: ElasticJob, why: str, now_s: float) -> bool:
+    """Gives a forced view, or says what it has to wait for; returns whether it did anything but wait.
+
+    After the last round no quorum is needed: nobody commits anything any more.
+    """
+    sources = job.views.sources()
+    if not sources:
+        return job.ending_s is None and _nobody_left(job, now_s)
+    if job.ending_s is None and not job.views.is_allowed():
+        away = [each for each in job.views.concerned if each.may_return]
+        job.lacks_quorum = True
+        return _must_end(job, away, "the others are too few to go on without them", now_s)
+    if all(each.trains for each in job.views.concerned) and job.breaks.are_too_many(job.policy, now_s):
+        reasons = "; ".join(f"worker {uid}: {reason}" for uid, reason in job.breaks.reasons.items())
+        again = f"The workers' connections broke more than {job.policy.most_breaks} times without a round between"
+        job.end(EndOrder(1, f"{again}, though all workers live. They report: {reasons}"))
+        return True
+    job.held = None
+    job.say(f"{len(sources)} workers go on: {why}" if len(sources) > 1 else f"1 worker goes on: {why}")
+    job.give([each for each in sources if each.leaving is None] or sources, is_planned=False)
+    return True
+
+
+def fence(job: ElasticJob) -> None:
+    """Has those killed that are stopped and hold nothing that anybody needs: no view that counts contains them."""
+    if job.withheld is not None or job.over is not None:
+        return  # a coordinator that does not know of the latest view may yet need them
+    for worker in job.roster.workers.values():
+        is_needless = worker.place is not WorkerPhase.MEMBER and not worker.has_finished
+        if worker.is_stopped and is_needless and not worker.is_fenced:
+            worker.is_fenced = True
+            job.orders.append(FenceStalledOrder(worker.machine.name, worker.uid))
+
+
+def _nobody_left(job: ElasticJob, now_s: float) -> bool:
+    """Looks for somebody who holds the state, or may: else the job begins again, or ends.
+
+    Whoever is only stopped has lost nothing, and is waited for until it is continued or ends.
+    """
+    members = job.views.concerned
+    if stopped := [each for each in members if each.may_return and each.is_stopped]:
+        job.lacks_quorum = not job.views.is_allowed()
+        _tell_whom_it_waits_for(
+            job, stopped, "it is stopped, and nobody else holds the job's state; send it SIGCONT", now_s
+        )
+        return False
+    if away := [each for each in members if each.may_return]:
+        job.lacks_quorum = not job.views.is_allowed()
+        return _must_end(job, away, "nobody else holds the job's state", now_s)
+    unsure = [each for each in job.views.newcomers if each.trains]
+    if unsure and _wait_for(job, unsure, "they may hold the job's state", now_s, job.policy.hope_s):
+        return False
+    if not job.views.may_have_begun():
+        job.say("all workers ended before the first round; the job begins again")
+        job.views.forget()
+        job.breaks.answered()
+        job.fingerprint = job.held = None
+        return True
+    ends = "; ".join(each.absence for each in members if not each.is_here)
+    gone = f"The job's state is lost, since every worker that held it is gone: {ends}."
+    job.end(EndOrder(1, f"{gone} Start again from a checkpoint."))
+    return True
+
+
+def _must_end(job: ElasticJob, missing: list[WorkerRecord], why: str, now_s: float) -> bool:
+    """Waits for workers without whom the job cannot go on; ends it when they do not come back."""
+    timeout_s = job.policy.quorum_timeout_s
+    if _wait_for(job, missing, why, now_s, timeout_s):
+        return False
+    absences = "; ".join(each.absence for each in missing)
+    job.end(EndOrder(1, f"Waited {timeout_s:.0f} s, because {why}: {absences}."))
+    return True
+
+
+def _wait_for(job: ElasticJob, missing: list[WorkerRecord], why: str, now_s: float, timeout_s: float) -> bool:
+    """Says for whom the job waits, once; returns False when it has waited long enough."""
+    _tell_whom_it_waits_for(job, missing, why, now_s)
+    job.due_s.append(job.held_s + timeout_s)
+    return now_s < job.held_s + timeout_s
+
+
+def _tell_whom_it_waits_for(job: ElasticJob, missing: list[WorkerRecord], why: str, now_s: float) -> None:
+    text = f"waiting for {', '.join(each.uid for each in missing)}: {why}"
+    if job.held is None:
+        job.held_s = now_s
+    if job.held != text:
+        job.held = text
+        job.say(text)
+        for worker in job.views.concerned:
+            if worker.trains:
+                job.tell(worker, WaitNotice(text))

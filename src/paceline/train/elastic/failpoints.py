@@ -1,0 +1,127 @@
+"""Named points at which a test can end, stop or delay a chosen worker: `reach` does nothing anywhere else.
+
+`PACELINE_FAILPOINTS` holds orders separated by commas, each `WORKER:POINT@COUNT=ACTION`: when the worker of that name
+reaches the point for the COUNT-th time, it does ACTION: "kill", "stop", "exit", "raise",
+"delay", or "lose", which is to find the connections to the other workers broken.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+
+from paceline.errors import StoreConnectionError
+
+VARIABLE = "PACELINE_FAILPOINTS"
+POINTS = (
+    "join.ready",
+    "view.forming",
+    "view.entering",
+    "view.formed",
+    "view.agreed",
+    "state.before_sending",
+    "state.sent",
+    "state.loaded",
+    "result.taken",
+    "round.begun",
+    "round.computed",
+    "round.summed",
+    "round.voted",
+    "round.committed",
+    "batch.begun",
+    "loop.over",
+)
+# Points of a transfer: of the senders, of a sender's child, and of the receiver.
+POINTS_OF_SENDERS = ("join.snapshot", "join.serving", "join.logged")
+POINTS_OF_CHILDREN = ("join.sending",)
+POINTS_OF_RECEIVERS = ("join.chunk", "join.restored", "join.replay", "join.near")
+# Points of the usual loop only, with DistributedDataParallel and StatefulLoader.
+POINTS_OF_DDP_LOOPS = ("batch.dealt", "mean.weighed", "mean.applied")
+# Points before each operation on a disk that holds checkpoints, and after the last one of a save.
+POINTS_OF_CHECKPOINTS = (
+    "checkpoint.make",
+    "checkpoint.create",
+    "checkpoint.write",
+    "checkpoint.sync",
+    "checkpoint.rename",
+    "checkpoint.remove",
+    "checkpoint.done",
+)
+# Points of the copies in the memory of launchers.
+POINTS_OF_COPIES = ("copies.begin", "copies.write", "copies.finish", "copies.commit", "copies.done")
+_ALL_POINTS = (
+    *POINTS,
+    *POINTS_OF_SENDERS,
+    *POINTS_OF_CHILDREN,
+    *POINTS_OF_RECEIVERS,
+    *POINTS_OF_DDP_LOOPS,
+    *POINTS_OF_CHECKPOINTS,
+    *POINTS_OF_COPIES,
+)
+_DELAY_S = 0.3
+
+_reached: Counter[str] = Counter()
+_orders: dict[tuple[str, int], str] = {}
+
+
+def arm(worker: str, orders: str) -> None:
+    """Takes the orders that are for `worker`.
+
+    Raises:
+        ValueError: an order cannot be read, or names a point that does not exist.
+    """
+    _orders.clear()
+    for order in filter(None, orders.split(",")):
+        try:
+            where, action = order.split("=")
+            name, point = where.split(":")
+            point, count = point.split("@")
+            number = int(count)
+        except ValueError:
+            raise ValueError(f"{VARIABLE} has {order!r}; it must be WORKER:POINT@COUNT=ACTION") from None
+        if point not in _ALL_POINTS or action not in _ACTIONS:
+            raise ValueError(f"{VARIABLE} has {order!r}; points are {_ALL_POINTS}, and actions {tuple(_ACTIONS)}")
+        if name == worker:
+            _orders[point, number] = action
+
+
+def arm_by_environment(worker: str) -> None:
+    """Takes the orders that the environment has for `worker`; see `arm`."""
+    arm(worker, os.environ.get(VARIABLE, ""))
+
+
+def failpoint(point: str) -> None:
+    """Does what was ordered for this worker at this point, if anything was."""
+    if _orders:
+        _reached[point] += 1
+        if action := _orders.get((point, _reached[point])):
+            _ACTIONS[action]()
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _exit() -> None:
+    os._exit(3)
+
+
+def _raise() -> None:
+    raise RuntimeError("a failpoint raised this error")
+
+
+def _lose() -> None:
+    raise StoreConnectionError("a failpoint broke the connections")
+
+
+def _delay() -> None:
+    time.sleep(_DELAY_S)
+
+
+_ACTIONS = {"kill": _kill, "stop": _stop, "exit": _exit, "raise": _raise, "delay": _delay, "lose": _lose}

@@ -1,0 +1,452 @@
+"""A receiver runs the script's loop on results that others have committed, until it has caught up with them.
+
+A worker that has the state of some rounds ago follows the others, and then enters a view.
+
+In the loop of logical shards it runs the script's loop on their results; `following.py` has the usual loop.
+
+A worker of the usual loop that has the state of some rounds ago makes the others' steps, and then enters a view.
+
+It is not in the script's loop yet, whose forward and backward it could not make with the others. What changes apart
+from the steps, such as buffers, the scheduler and the loader, it gets when it enters the view.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+
+from paceline.comm.security.encryption import Connection
+from paceline.train.elastic.failpoints import failpoint
+from paceline.train.elastic.process_priority import run_at_low_priority
+from paceline.train.elastic.protocol import LEFT_OUT, OUTVOTED, Broken, CaughtUp, Dismissed, View
+from paceline.train.elastic.state_transfer.optimizer_steps import (
+    OptimizerStepHooks,
+    StateDivergedError,
+    StateDivergence,
+)
+from paceline.train.elastic.state_transfer.receiver import ReceivedState
+from paceline.train.elastic.state_transfer.transfer_protocol import (
+    NEAR,
+    REQUEST,
+    BrokenTransferError,
+    LogItem,
+    NothingYet,
+    OptimizerStep,
+    RequestKind,
+    RoundResult,
+    ViewEntered,
+    digest_of_chunk,
+    receive_head,
+    receive_into,
+)
+from paceline.train.elastic.worker.agreement import FRESH, WINDOWS, BatchAssignment, MemberStatus
+from paceline.train.elastic.worker.launcher_connection import LauncherConnection
+from paceline.train.elastic.worker.training_state import TrainingState
+from paceline.train.elastic.worker.view_group import LOST_MEMBER_ERRORS
+from paceline.train.elastic.worker.vote import CAUSES
+from paceline.train.logical_shards.tree_sum import Values
+from paceline.train.module_tensors import digest_of, memory_of
+
+_PATIENCE_S = 30.0  # how long a sender may take to go on with what it has begun to send
+_LOOK_S = 0.1
+_TRIES, _MORE_TRIES = 4, 16
+
+
+@dataclass
+class AdmissionTest:
+    """Says when a receiver is to be admitted.
+
+    It is when it has caught up with the others, or when it never will, since its loop takes as long as theirs: then
+    they wait for it, as long as it takes for what it is behind.
+
+    >>> Pursuit().is_near(0), Pursuit().is_near(2)
+    (True, False)
+    """
+
+    _first: int | None = None
+    _taken: int = 0
+
+    def is_near(self, behind: int) -> bool:
+        """Takes how many results are left, after each that the receiver gets; returns whether it is to be admitted."""
+        if self._first is None:
+            self._first = behind
+        self._taken += 1
+        return behind <= NEAR or self.is_hopeless
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether it has tried for so long that it is to be admitted in any case."""
+        return self._first is not None and self._taken > _TRIES * self._first + _MORE_TRIES
+
+
+class SendersLostError(Exception):
+    """Nobody serves the results any more."""
+
+
+class RemoteLog:
+    """The results of the rounds from a snapshot on.
+
+    Args:
+        senders: connections to the senders' children, which have the same results.
+        on_near: is called, with the round, whenever the receiver is to be admitted.
+        check: is called while there is nothing to do, and may raise an error.
+        may_come: whether a receiver that has caught up may be admitted; is called until it returns True.
+    """
+
+    def __init__(
+        self,
+        senders: list[Connection],
+        on_near: Callable[[int], None],
+        check: Callable[[], None],
+        may_come: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._senders = senders
+        self._on_near, self._check, self._may_come = on_near, check, may_come
+        self._generation = 0  # the last view of which the receiver knows that the others have entered it
+        self._pursuit = AdmissionTest()
+        self._is_near = False
+        self._next: tuple[RoundResult | ViewEntered, Values] | None = None
+        self._steps = 0  # of optimizers, since the round before
+
+    @property
+    def is_near(self) -> bool:
+        """Whether the receiver is to be admitted to the next view of the others."""
+        return self._is_near
+
+    def follow(self, round_number: int) -> tuple[LogItem, Values]:
+        """Returns what happened next in the usual loop, until the result of the round: steps of optimizers too.
+
+        Raises:
+            SendersLostError: no sender is left.
+        """
+        item, values = self._get(round_number)
+        match item:
+            case OptimizerStep():
+                self._steps += 1
+            case RoundResult():
+                self._steps = 0
+            case ViewEntered():
+                self._generation = item.generation
+        return item, values
+
+    def next(self, round_number: int) -> RoundResult | ViewEntered:
+        """Returns what happened next to the members, who have finished all rounds before this one.
+
+        Raises:
+            SendersLostError: no sender is left.
+        """
+        if self._next is None:
+            item, values = self._get(round_number)
+            assert not isinstance(item, OptimizerStep), "the loop of logical shards has no such items"
+            self._next = item, values
+        item = self._next[0]
+        if isinstance(item, ViewEntered):
+            self._generation = item.generation
+            self._next = None
+        return item
+
+    def take(self, round_number: int) -> tuple[RoundResult, Values]:
+        """Returns the result of the round.
+
+        Raises:
+            SendersLostError: no sender is left.
+        """
+        while not isinstance(self.next(round_number), RoundResult):
+            pass  # the members have entered a view in the middle of a batch, in which nobody comes in
+        assert self._next is not None
+        (item, values), self._next = self._next, None
+        assert isinstance(item, RoundResult)
+        return item, values
+
+    def was_left_out(self) -> None:
+        """Notes that the view that was to admit the receiver broke, so that it has to say again that it is near."""
+        self._is_near = False
+
+    def close(self) -> None:
+        """Ends the transfer; idempotent."""
+        for sender in self._senders:
+            sender.close()
+        self._senders.clear()
+
+    def _get(self, round_number: int) -> tuple[LogItem, Values]:
+        while self._senders:
+            sender = self._senders[0]
+            try:
+                return self._get_from(sender, round_number)
+            except (BrokenTransferError, OSError):
+                sender.close()
+                del self._senders[0]
+        raise SendersLostError(f"nobody serves the result of round {round_number} any more")
+
+    def _get_from(self, sender: Connection, round_number: int) -> tuple[LogItem, Values]:
+        sender.sendall(REQUEST.pack(RequestKind.ITEM, round_number, self._generation, self._steps))
+        for other in self._senders[1:]:
+            with contextlib.suppress(OSError):  # it is found out when it is needed
+                other.sendall(REQUEST.pack(RequestKind.FORGET, round_number, 0, self._steps))
+        while True:
+            while not select.select([sender], [], [], _LOOK_S)[0]:
+                self._check()
+            head, ahead = receive_head(sender)
+            match head:
+                case NothingYet():
+                    self._near(round_number)
+                case ViewEntered():
+                    return head, []
+                case OptimizerStep():
+                    return head, _receive_checked(sender, head)
+                case RoundResult():
+                    values = _receive(sender, head)
+                    if self._pursuit.is_near(ahead):
+                        self._near(round_number)
+                    return head, values
+                case _:
+                    raise BrokenTransferError(f"{type(head).__name__} instead of a result")
+
+    def _near(self, round_number: int) -> None:
+        if not self._is_near and (self._pursuit.is_hopeless or self._may_come()):
+            self._is_near = True
+            self._on_near(round_number)
+
+
+def _receive_checked(sender: Connection, head: OptimizerStep) -> Values:
+    values = _receive(sender, head)
+    if digest_of_chunk([memory_of(each) for each in values]) != head.digest:
+        raise BrokenTransferError(f"a step before round {head.round} came damaged")
+    return values
+
+
+def _receive(sender: Connection, head: RoundResult | OptimizerStep) -> Values:
+    values = []
+    for name, shape in head.tensors:
+        dtype = getattr(torch, name.removeprefix("torch."), None)
+        if not isinstance(dtype, torch.dtype):
+            raise BrokenTransferError(f"a tensor of {name}")
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
+        receive_into(sender, memory_of(tensor))
+        values.append(tensor)
+    return values
+
+
+_ENDING_S = 1.0  # how long a receiver without senders waits for the news that the job is over
+
+
+class CatchUp:
+    """What receivers of both loops do: they say when they are near, and enter the view that lets them in.
+
+    Args:
+        connection: the worker's connection to its launcher.
+        received: what the senders have given; the state has been taken over.
+        enter: enters a view.
+        end: ends this worker, for a reason and with an exit code.
+    """
+
+    def __init__(
+        self,
+        connection: LauncherConnection,
+        received: ReceivedState,
+        enter: Callable[[View], None],
+        end: Callable[[str, int], NoReturn],
+    ) -> None:
+        self._connection = connection
+        self._enter, self._end = enter, end
+        self._replay = RemoteLog(received.senders, self._is_near, self._check, self._may_come)
+
+    def _may_come(self) -> bool:
+        """Whether this worker may be admitted once it has caught up."""
+        return True
+
+    def _is_near(self, round_number: int) -> None:
+        failpoint("join.near")
+        self._connection.send(CaughtUp(round_number))
+
+    def _check(self) -> None:
+        """Ends this worker if it was asked to end."""
+        if (order := self._connection.dismissed) is not None:
+            self._end(order.reason, order.code)
+
+    def _comes_in(self, generation: int, holds: Callable[[], int]) -> bool:
+        """Enters the view that the others have entered, or one that follows because it broke, if it has this worker.
+
+        Args:
+            generation: the number of the view.
+            holds: returns the round whose state this worker has by now.
+        """
+        after = generation - 1
+        while True:
+            view = self._connection.await_view(after, lambda each: each.generation == generation or not each.is_planned)
+            if isinstance(view, Dismissed):
+                self._end(view.reason, view.code)
+            if self._connection.name not in view.members:
+                return False
+            try:
+                self._enter(view)
+            except LOST_MEMBER_ERRORS as error:
+                after = view.generation
+                self._connection.send(Broken(view.generation, holds(), str(error)))
+            else:
+                return True
+
+
+class LoopCatchUp(CatchUp):
+    """Gives the script's loop the others' results until they let this worker in."""
+
+    def result(self, round_number: int, state: int) -> tuple[Values, int]:
+        """Returns the result of the round, which the others have committed, and its digest.
+
+        Args:
+            round_number: the round.
+            state: the digest of a part of this worker's state, which must be that of the others.
+        """
+        try:
+            said, values = self._replay.take(round_number)
+        except SendersLostError as error:
+            self.give_up(str(error))
+        if said.state != state:
+            self._end(f"its state before round {round_number} differs from that of the others. {CAUSES}", OUTVOTED)
+        if digest_of(values) != said.digest:
+            self._end(f"the result of round {round_number} came damaged", LEFT_OUT)
+        failpoint("join.replay")
+        return values, said.digest
+
+    def until_batch(self, round_number: int) -> BatchAssignment | None:
+        """Returns how the batch that begins now was dealt out to the others; None if this worker is among them now."""
+        while True:
+            self._check()
+            try:
+                item = self._replay.next(round_number)
+            except SendersLostError as error:
+                self.give_up(str(error))
+            if isinstance(item, RoundResult):
+                return item.dealt
+            if self._connection.name in item.members and self._comes_in(item.generation, lambda: round_number):
+                self._replay.close()
+                return None
+            self._replay.was_left_out()
+
+    def give_up(self, reason: str) -> NoReturn:
+        """Ends this worker, which cannot catch up any more; if that is because the job is over, it is told so."""
+        until_s = time.monotonic() + _ENDING_S
+
+        def found() -> list[Dismissed]:
+            if (order := self._connection.dismissed) is not None:
+                return [order]
+            return [Dismissed(reason, LEFT_OUT)] if time.monotonic() > until_s else []
+
+        order = self._connection.await_news(found)
+        self._end(order.reason, order.code)
+
+
+_LARGE = 128 << 20  # bytes of a state, of whose parts a digest takes more than a millisecond
+_SMALL = 16 << 20  # bytes of a state of which a digest takes some 2 ms, for which the others may wait
+_COMPARING_S = 2.0  # how long a receiver that has caught up stays away until all parts were compared
+
+
+class OptimizerCatchUp(CatchUp):
+    """Makes the others' steps until they let this worker in.
+
+    Args:
+        connection: the worker's connection to its launcher.
+        received: what the senders have given; the state has been taken over.
+        enter: enters a view.
+        end: ends this worker, for a reason and with an exit code.
+        registry: the state.
+        steps: those of the optimizers.
+
+    Attributes:
+        holds: the round before which this worker has the whole state, FRESH while it lacks a part.
+        has_strayed: its state is not that of the others, or cannot become so.
+    """
+
+    def __init__(
+        self,
+        connection: LauncherConnection,
+        received: ReceivedState,
+        enter: Callable[[View], None],
+        end: Callable[[str, int], NoReturn],
+        registry: TrainingState,
+        steps: OptimizerStepHooks,
+    ) -> None:
+        super().__init__(connection, received, enter, end)
+        self._registry, self._steps = registry, steps
+        nbytes = registry.nbytes
+        self._is_small = nbytes <= _SMALL
+        self._course = StateDivergence(
+            received.contents.round, received.contents.committed, WINDOWS, is_large=nbytes > _LARGE
+        )
+        self._caught_up_s: float | None = None
+        self.holds = FRESH
+        self.has_strayed = False
+
+    def status(self, dealt: BatchAssignment) -> MemberStatus:
+        """Returns what this worker says about itself when it enters a view."""
+        windows = range(WINDOWS) if self._is_small else sorted(self._course.unchecked)
+        parts = tuple((window, self._registry.rolling_digest(window)) for window in windows)
+        return MemberStatus(
+            self._course.round, dealt=dealt, committed=self._course.committed, has_followed=True, parts=parts
+        )
+
+    def until_admitted(self) -> None:
+        """Returns when this worker is in a view with the others.
+
+        Raises:
+            StrayedError: its state is not that of the others.
+            SendersLostError: nobody serves the steps any more.
+        """
+        try:
+            while True:
+                entered = run_at_low_priority(lambda: self._until_next_view(or_near=True)) or self._until_next_view()
+                assert entered is not None
+                if self._connection.name not in entered.members:
+                    continue
+                if self._comes_in(entered.generation, lambda: self.holds):
+                    return
+                self.holds = FRESH
+                if self.has_strayed:
+                    raise StateDivergedError("the others have gone on without it")
+                self._replay.was_left_out()
+        except StateDivergedError as error:
+            self.strays(str(error))
+            raise
+        finally:
+            self._replay.close()
+
+    def strays(self, reason: str) -> None:
+        """Says why this worker needs the whole state, for which the others have to wait, unless it has said so."""
+        if not self.has_strayed:
+            self.has_strayed = True
+            sys.stderr.write(f"paceline: {self._connection} needs the whole state, and the others wait: {reason}\n")
+
+    def _may_come(self) -> bool:
+        """Whether what the others would have to compare when this worker enters a view is done, or takes too long."""
+        if self._caught_up_s is None:
+            self._caught_up_s = time.monotonic()
+        is_compared = self._is_small or not self._course.unchecked
+        return is_compared or time.monotonic() - self._caught_up_s > _COMPARING_S
+
+    def _until_next_view(self, *, or_near: bool = False) -> ViewEntered | None:
+        """Makes the steps that precede the next view of the others; with `or_near`, only until it is near to them.
+
+        When it is near, it makes as many steps as the others, and in the next view they wait until it has made the
+        last one before. So it does that at its usual priority.
+        """
+        while not (or_near and self._replay.is_near):
+            self._check()
+            item, values = self._replay.follow(self._course.round)
+            match item:
+                case OptimizerStep():
+                    self._course.steps(item)
+                    self._steps.again(item, values)
+                    failpoint("join.replay")
+                case RoundResult():
+                    compares = self._course.compares(item.round)
+                    self._course.passes(item, self._registry.rolling_digest(item.round) if compares else None)
+                case ViewEntered():
+                    return item
+        return None

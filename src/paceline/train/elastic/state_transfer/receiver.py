@@ -1,0 +1,270 @@
+"""A receiver gets the state: from all senders at once, and checked chunk by chunk.
+
+A worker without state: how it comes to take part, with a view at once or after a transfer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from paceline.comm.group.collectives.object_codec import MalformedPayload, decode
+from paceline.comm.group.variable_size import as_memory, empty_buffers
+from paceline.comm.one_port.dialer import dial
+from paceline.comm.security.encryption import Connection, encrypt_as_client
+from paceline.comm.security.handshake import PeerHello, prove
+from paceline.comm.security.secret import derive_key, job_secret
+from paceline.errors import AuthenticationError
+from paceline.train.elastic.failpoints import failpoint
+from paceline.train.elastic.process_priority import lower_thread_priority
+from paceline.train.elastic.protocol import Dismissed, Ready, TransferOffer, View
+from paceline.train.elastic.state_transfer.sender import KEY
+from paceline.train.elastic.state_transfer.transfer_protocol import (
+    CHANNEL,
+    CHUNK_BYTES,
+    REQUEST,
+    BrokenTransferError,
+    ChunkLayout,
+    MissingChunks,
+    RequestKind,
+    SnapshotChunk,
+    SnapshotContents,
+    digest_of_chunk,
+    receive_head,
+    receive_into,
+)
+from paceline.train.elastic.worker.launcher_connection import LauncherConnection
+
+_PATIENCE_S = 30.0  # how long a sender may take to go on with what it has begun to send
+_DUPLICATE_S = 1.0  # how long a sender may take to send what another has sent as well
+_LOOK_S = 0.02
+
+
+class ReceivedState:
+    """What the senders have given: the state, what goes with it, and connections for the results since."""
+
+    def __init__(self, contents: SnapshotContents, state: Any, senders: list[Connection]) -> None:
+        self.contents = contents
+        self.senders = senders
+        self._state = state
+
+    def take_state(self) -> Any:
+        """Returns the state, which is large, and forgets it."""
+        state, self._state = self._state, None
+        return state
+
+
+@dataclass
+class _ReceiveBuffers:
+    """The memory that the state is received in, once a sender has said how much it takes."""
+
+    contents: SnapshotContents
+    chunks: MissingChunks
+    layout: ChunkLayout
+    buffers: list[torch.Tensor]
+    memories: list[memoryview]
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def of(cls, contents: SnapshotContents) -> _ReceiveBuffers:
+        """Returns memory for what a sender has announced."""
+        buffers = empty_buffers(contents.sizes)
+        layout = ChunkLayout(contents.sizes, CHUNK_BYTES)
+        return cls(contents, MissingChunks(layout.count), layout, buffers, [as_memory(each) for each in buffers])
+
+
+class StateReceiver:
+    """Gets the state of one transfer.
+
+    Args:
+        offers: returns the senders that serve the transfer, of which more may come.
+        is_needless: is called now and then; when it returns True, the state is not needed any more.
+    """
+
+    def __init__(self, offers: Callable[[], Sequence[TransferOffer]], is_needless: Callable[[], bool]) -> None:
+        self._offers, self._is_needless = offers, is_needless
+        self._changed = threading.Condition()
+        self._room: _ReceiveBuffers | None = None
+        self._tried: dict[str, threading.Thread] = {}
+        self._connected: dict[str, Connection] = {}
+
+    def learn(self) -> ReceivedState | None:
+        """Returns what the senders give; None if all have failed, or if it is not needed any more."""
+        while True:
+            for offer in self._offers():
+                if offer.sender not in self._tried:
+                    self._begin(offer)
+            with self._changed:
+                self._changed.wait(_LOOK_S)
+            if self._room is not None and self._room.chunks.is_complete:
+                return self._finish(self._room)
+            if self._is_needless() or not any(each.is_alive() for each in self._tried.values()):
+                self._close()
+                return None
+
+    def _begin(self, offer: TransferOffer) -> None:
+        thread = threading.Thread(target=self._run, args=(offer,), name="paceline-receiver", daemon=True)
+        self._tried[offer.sender] = thread
+        thread.start()
+
+    def _run(self, offer: TransferOffer) -> None:
+        """Gets chunks from one sender as long as there are any and it goes well."""
+        lower_thread_priority()
+        try:
+            connection = self._connect(offer)
+            self._connected[offer.sender] = connection
+            contents, _ = receive_head(connection)
+            if isinstance(contents, SnapshotContents) and (room := self._room_for(contents)) is not None:
+                self._get_chunks(offer.sender, connection, room)
+                return
+        except (OSError, BrokenTransferError, AuthenticationError, RuntimeError):
+            pass  # the others give what this one has not
+        self._lost(offer.sender)
+
+    def _connect(self, offer: TransferOffer) -> Connection:
+        host, _, port = offer.address.rpartition(":")
+        plain = dial((host, int(port)), _PATIENCE_S)
+        key = derive_key(job_secret(), KEY)
+        connection = encrypt_as_client(plain, key, _PATIENCE_S)
+        prove(connection, key, PeerHello(CHANNEL, generation=offer.transfer))
+        connection.settimeout(_PATIENCE_S)
+        return connection
+
+    def _room_for(self, contents: SnapshotContents) -> _ReceiveBuffers | None:
+        """Returns the room; None if this sender's snapshot is of another round than the first one's."""
+        with self._changed:
+            if self._room is None:
+                self._room = _ReceiveBuffers.of(contents)
+            same = self._room.contents.round == contents.round and self._room.contents.sizes == contents.sizes
+            return self._room if same else None
+
+    def _get_chunks(self, sender: str, connection: Connection, room: _ReceiveBuffers) -> None:
+        scratch = memoryview(bytearray(CHUNK_BYTES))
+        while True:
+            with self._changed:
+                number = room.chunks.next_for(sender)
+            if number is None:
+                return
+            connection.sendall(REQUEST.pack(RequestKind.CHUNK, number, 0, 0))
+            head, _ = receive_head(connection)
+            if not isinstance(head, SnapshotChunk) or head.number != number or head.nbytes > len(scratch):
+                raise BrokenTransferError(f"{head} instead of chunk {number}")
+            data = scratch[: head.nbytes]
+            receive_into(connection, data)
+            if digest_of_chunk([data]) != head.digest:
+                raise BrokenTransferError(f"chunk {number} came damaged")
+            self._put(room, number, data)
+            failpoint("join.chunk")
+
+    def _put(self, room: _ReceiveBuffers, number: int, data: memoryview) -> None:
+        with self._changed:
+            if not room.chunks.arrived(number):
+                return
+            at = 0
+            for buffer, first, stop in room.layout.spans(number):
+                room.memories[buffer][first:stop] = data[at : at + stop - first]
+                at += stop - first
+            if room.chunks.is_complete:
+                self._changed.notify_all()
+
+    def _lost(self, sender: str) -> None:
+        with self._changed:
+            if self._room is not None:
+                self._room.chunks.lost(sender)
+            connection = self._connected.pop(sender, None)
+        if connection is not None:
+            connection.close()
+
+    def _finish(self, room: _ReceiveBuffers) -> ReceivedState | None:
+        for sender, thread in self._tried.items():  # a sender may still send what another has sent as well
+            thread.join(_DUPLICATE_S)
+            if thread.is_alive():
+                self._lost(sender)
+        try:
+            state = decode(room.contents.body, room.buffers)
+        except MalformedPayload:
+            self._close()
+            return None
+        return ReceivedState(room.contents, state, list(self._connected.values()))
+
+    def _close(self) -> None:
+        for connection in list(self._connected.values()):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # its thread ends
+            connection.close()
+        self._connected.clear()
+
+
+_MOST_TRANSFERS = 3  # that fail, after which the others have to wait while it gets the state
+
+
+class ViewAdmission:
+    """Asks to take part, and waits for the answer."""
+
+    def __init__(self, connection: LauncherConnection) -> None:
+        self._connection = connection
+        self._ready = Ready("")
+        self._failed = 0
+        self._latest = 0  # the last transfer that it was given
+
+    def ask(self, fingerprint: str, *, learns: bool) -> None:
+        """Asks to take part; see `Ready`."""
+        self._ready = Ready(fingerprint, learns)
+        self._connection.send(self._ready)
+
+    def ask_again(self) -> None:
+        """Asks again, since a view or a transfer has failed."""
+        self._ready = Ready(
+            self._ready.fingerprint, self._failed < _MOST_TRANSFERS and self._ready.learns, self._latest
+        )
+        self._connection.send(self._ready)
+
+    def has_failed(self, *, may_learn: bool) -> None:
+        """Asks again after a transfer that led nowhere; unless it may learn, the others wait while it gets the state."""
+        self._failed = self._failed + 1 if may_learn else _MOST_TRANSFERS
+        self.ask_again()
+
+    def await_admission(self, after: int) -> View | Dismissed | ReceivedState:
+        """Waits for the next view after a generation, for the order to end, or for a transfer that succeeds.
+
+        Raises:
+            LauncherLostError: the launcher has ended.
+        """
+        while True:
+            news = self._connection.await_news(partial(self._news, after))
+            if not isinstance(news, TransferOffer):
+                return news
+            self._latest = news.transfer
+            receiver = StateReceiver(self._offers_now, lambda: self._has_a_place(after))
+            if (received := receiver.learn()) is not None:
+                return received
+            if not self._has_a_place(after):
+                self.has_failed(may_learn=True)
+
+    def _news(self, after: int) -> list[View | Dismissed | TransferOffer]:
+        """Returns the answer, or what senders offer in a transfer that is newer than the last one."""
+        answer = self._answer(after)
+        return (
+            [answer]
+            if answer is not None
+            else [each for each in self._connection.offers if each.transfer > self._latest]
+        )
+
+    def _answer(self, after: int) -> View | Dismissed | None:
+        dismissed = self._connection.dismissed
+        return dismissed if dismissed is not None else self._connection.latest_view(after)
+
+    def _has_a_place(self, after: int) -> bool:
+        """Whether a transfer is needless, since this worker is in a view already, or was told to end."""
+        answer = self._answer(after)
+        return isinstance(answer, Dismissed) or (answer is not None and self._connection.name in answer.members)
+
+    def _offers_now(self) -> list[TransferOffer]:
+        return [each for each in self._connection.offers if each.transfer == self._latest]

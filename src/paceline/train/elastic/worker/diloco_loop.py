@@ -1,0 +1,204 @@
+"""DiLoCo in an elastic job: each exchange of outer gradients is a round, on which the members of a view agree.
+
+An exchange begins in the background, on the process group of the view, and its round waits for it. If the view breaks
+in between, the members of the next one hold the exchange again, with what each has kept; the mean is over those that
+are there. A worker that comes gets the outer parameters and what the outer optimizer keeps at the beginning of a round,
+in which it takes no part yet. It begins with the inner optimizer's state of the worker that gives it the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.comm.group.process_group import ProcessGroup
+from paceline.comm.group.work import Work
+from paceline.train.diloco.diloco import DiLoCo
+from paceline.train.diloco.exchange_mailbox import ExchangeResult, Tensors
+from paceline.train.diloco.exchanges import OuterAverager
+from paceline.train.elastic.failpoints import failpoint
+from paceline.train.elastic.worker.launcher_connection import LauncherConnection, same_bits_as
+from paceline.train.elastic.worker.rounds import Rounds
+from paceline.train.elastic.worker.training_state import Stateful, TrainingState
+from paceline.train.elastic.worker.view_group import LOST_MEMBER_ERRORS
+from paceline.train.module_tensors import broadcast_tensors
+
+_FINAL = -1  # the mean of what all members have, at the end
+
+
+class DilocoTrainingState(TrainingState):
+    """The outer parameters, and the state of the outer optimizer and of `others`.
+
+    Each worker has parameters, an inner optimizer and buffers of its own, of which a newcomer gets a member's.
+    """
+
+    def __init__(self, diloco: DiLoCo, others: Mapping[str, Stateful]) -> None:
+        super().__init__(diloco.outer_module, {**others, "outer optimizer": diloco.outer}, is_replicated=False)
+        self._diloco = diloco
+
+    def capture(self) -> dict[str, Any]:
+        """Returns the state, and what is this worker's own."""
+        return {**super().capture(), "own": self._diloco.own_state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Puts a state that `capture` returned in another process in the place of this one."""
+        super().restore(state)
+        self._diloco.take_own_state(state["own"])
+
+
+@dataclass(frozen=True)
+class _RunningSums:
+    """Sums that are under way on the process group of a view."""
+
+    group: ProcessGroup
+    tensors: Tensors
+    works: list[Work]
+
+
+class DilocoRounds:
+    """Holds the exchanges of `diloco` in rounds.
+
+    Before a round that newcomers may begin with, `on_round` is called, which may enter another view.
+    """
+
+    def __init__(self, rounds: Rounds, diloco: DiLoCo, on_round: Callable[[], None]) -> None:
+        self._rounds, self._diloco = rounds, diloco
+        self._on_round = on_round
+        self._averaging = OuterAverager(diloco.wire)
+        self._offers: dict[int, Tensors] = {}
+        self._running: dict[int, _RunningSums] = {}
+
+    def start(self, number: int) -> None:
+        """Forgets what has begun."""
+        self._offers.clear()
+        self._running.clear()
+
+    def decided(self) -> int:
+        """Returns 0, since nobody decides without this worker."""
+        return 0
+
+    def begin(self, number: int, offer: Tensors) -> None:
+        """Keeps the offer, and begins to add it up."""
+        self._offers[number] = offer
+        group = self._rounds.group
+        if group is None:
+            return
+        tensors = [each.clone() for each in offer]
+        try:
+            works = self._averaging.begin(group, self._diloco.rhythm.fragment(number), tensors)
+        except LOST_MEMBER_ERRORS:
+            return  # its round will find that the view has broken
+        self._running[number] = _RunningSums(group, tensors, works)
+
+    def outcome(self, number: int) -> ExchangeResult:
+        """Runs the round of an exchange."""
+        self._on_round()
+        return self._outcome(number)
+
+    def leave(self, begun: range) -> Iterator[ExchangeResult]:
+        """Yields the outcomes of what has begun; a worker that comes later than here comes too late."""
+        self._on_round()
+        for number in begun:
+            yield self._outcome(number)
+
+    def mean(self, fragment: int, offer: Tensors) -> Tensors:
+        """Runs a round for the mean over all members."""
+        return self._rounds.agree_on(lambda group: self._mean(group, _FINAL, fragment, offer, None))
+
+    def most(self, number: int) -> int:
+        """Runs a round for the largest number."""
+
+        def largest(group: ProcessGroup) -> Tensors:
+            numbers = torch.zeros(group.size(), dtype=torch.int64)
+            group.all_gather(list(numbers.split(1)), torch.tensor([number]))
+            return [numbers.max().reshape(1)]
+
+        return int(self._rounds.agree_on(largest)[0])
+
+    def copy_from_first(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Runs a round that copies the first member's tensors to all."""
+
+        def copied(group: ProcessGroup) -> Tensors:
+            copies = [tensor.detach().clone() for tensor in tensors]
+            broadcast_tensors(copies, group)
+            return copies
+
+        for tensor, copy in zip(tensors, self._rounds.agree_on(copied), strict=True):
+            tensor.copy_(copy)
+
+    def _outcome(self, number: int) -> ExchangeResult:
+        offer, running = self._offers.pop(number, None), self._running.pop(number, None)
+        fragment = self._diloco.rhythm.fragment(number)
+        mean = self._rounds.agree_on(lambda group: self._mean(group, number, fragment, offer, running))
+        return ExchangeResult(number, mean, offer is not None)
+
+    def _mean(
+        self, group: ProcessGroup, number: int, fragment: int, offer: Tensors | None, running: _RunningSums | None
+    ) -> Tensors:
+        """Returns the mean over the members of a view that have an offer; it is computed out of place."""
+        parts = self._count(group, number, offer is not None)
+        failpoint("mean.weighed")
+        if running is not None and running.group is group:
+            self._averaging.end(running.works, running.tensors, parts)
+            return running.tensors
+        tensors = self._diloco.content.blank(fragment) if offer is None else [each.clone() for each in offer]
+        self._averaging.average(group, fragment, tensors, max(parts, 1))
+        failpoint("round.computed")
+        return tensors
+
+    def _count(self, group: ProcessGroup, number: int, has_offer: bool) -> int:
+        """Returns how many members have an offer.
+
+        Raises:
+            RuntimeError: the members hold different exchanges.
+        """
+        told = torch.zeros(group.size(), 2, dtype=torch.int64)
+        group.all_gather(list(told.unbind()), torch.tensor([number, int(has_offer)]))
+        numbers, has = told.unbind(1)
+        if len(set(numbers.tolist())) > 1:
+            raise RuntimeError(
+                f"rank {group.rank()}: the workers hold different exchanges of outer gradients: {numbers.tolist()}, by "
+                "rank. Call step() after each inner step, and train until `steps` has reached the same number"
+            )
+        return int(has.sum())
+
+
+class DilocoLoop:
+    """The loop with DiLoCo; a worker that comes late gets the whole state at once.
+
+    Raises:
+        ValueError: the optimizers are among the others, or late ranks are not waited for.
+    """
+
+    can_catch_up = False
+
+    def __init__(self, diloco: DiLoCo, others: Collection[Stateful]) -> None:
+        if any(each is diloco.inner or each is diloco.outer for each in others):
+            raise ValueError(
+                "ElasticState got an optimizer of DiLoCo, whose state it has from there; pass the other objects only"
+            )
+        if diloco.grace_s is not None:
+            raise ValueError(
+                f"ElasticState got a DiLoCo with grace_s={diloco.grace_s}, but the workers of an elastic job agree on "
+                "each exchange, and wait for those that are late; leave grace_s out"
+            )
+        self._diloco = diloco
+
+    def registry(self, others: dict[str, Stateful]) -> TrainingState:
+        """Returns the outer state and that of the others."""
+        return DilocoTrainingState(self._diloco, others)
+
+    def rounds(self, connection: LauncherConnection, registry: TrainingState, on_batch: Callable[[], None]) -> Rounds:
+        """Returns the rounds in which outer gradients are averaged from now on."""
+        rounds = Rounds(1, connection, registry, lambda _: None)
+        self._diloco.exchange_by(DilocoRounds(rounds, self._diloco, on_batch))
+        return rounds
+
+    def fingerprint(self) -> str:
+        """Returns what must be equal on two workers for their outer gradients to fit together."""
+        diloco = self._diloco
+        params = [(name, tuple(each.shape), each.dtype) for name, each in diloco.module.named_parameters()]
+        return same_bits_as("DiLoCo", torch.__version__, diloco.rhythm, diloco.wire, params)

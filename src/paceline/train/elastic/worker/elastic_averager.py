@@ -1,0 +1,277 @@
+"""The usual loop in an elastic job: a module whose gradients are averaged, and a loader that is dealt out anew.
+
+A backward is a round (`rounds.py`) in which each member has one value: its gradients, times its weight. A member that
+is gone has none, and nobody computes it again. The step is then the mean over the samples of the others, and those of
+the member that is gone come again at the end of the epoch. What members have committed is the same everywhere: the
+gradients, the buffers and who took part; the loader's position follows from that.
+
+The weighted mean of the members' gradients, in which each member has one value that nobody can compute again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from paceline.comm.group.process_group import ProcessGroup
+from paceline.train.data.loader import StatefulLoader
+from paceline.train.data.remaining_samples import RankSlot
+from paceline.train.ddp.distributed_data_parallel import DistributedDataParallel
+from paceline.train.ddp.gradient_buckets import shares_memory
+from paceline.train.elastic.failpoints import failpoint
+from paceline.train.elastic.worker.rounds import Rounds
+from paceline.train.logical_shards.tree_sum import Flat, Values, unpack
+
+
+@dataclass(frozen=True)
+class MeanContribution:
+    """What one member contributes to a mean; the mean is computed out of place, so that it may be computed again.
+
+    Attributes:
+        weight: the weight of its gradients; with zero they do not count, whatever they are.
+        seat: its seat in the batch.
+        batch: numbers that name the batch, and are the same on every member.
+        params: the parameters, whose gradients are meant.
+        buffers: those of the module, which everybody takes over from the first member that counts.
+    """
+
+    weight: float
+    seat: RankSlot
+    batch: tuple[int, ...]
+    params: Sequence[torch.Tensor]
+    buffers: Sequence[torch.Tensor]
+
+
+class WeightedMean(NamedTuple):
+    """A mean as its views on the result of a round.
+
+    Attributes:
+        counts: whether any member counted.
+        took_part: for each seat of the batch, whether its member took part, counted or not.
+        has_gradient: for each parameter, whether any member that counted had a gradient.
+        gradients: for each parameter, the mean.
+        buffers: the first counting member's.
+    """
+
+    counts: bool
+    took_part: list[bool]
+    has_gradient: list[bool]
+    gradients: list[torch.Tensor]
+    buffers: list[torch.Tensor]
+
+
+@torch.no_grad()
+def mean_over(group: ProcessGroup | None, part: MeanContribution) -> Values:
+    """Returns the mean over the members of `group`, or of this process alone; `read` makes sense of it.
+
+    Raises:
+        RuntimeError: the members are in different batches, which the message shows.
+    """
+    weights, rank = _exchange_weights(group, part)
+    failpoint("mean.weighed")
+    total = sum(weights)
+    like = _layout(part)
+    whole = _zeros(like)
+    values = unpack(whole, like)
+    flags, *rest = values
+    seats = part.seat.ranks
+    if part.seat.rank is not None:
+        flags[part.seat.rank] = 1
+    if part.weight > 0:
+        flags[seats] = 1
+        factor = part.weight / total
+        for at, (param, view) in enumerate(zip(part.params, rest, strict=False)):
+            if param.grad is not None:
+                flags[seats + 1 + at] = 1
+                torch.mul(param.grad, factor, out=view)
+        if all(weight == 0 for weight in weights[:rank]):
+            for buffer, view in zip(part.buffers, rest[len(part.params) :], strict=True):
+                view.copy_(buffer)
+    failpoint("round.computed")
+    if group is not None:
+        for flat in whole.values():
+            group.all_reduce(flat)
+    return values
+
+
+def read_mean(values: Values, part: MeanContribution) -> WeightedMean:
+    """Returns the mean that a result holds."""
+    flags, *rest = values
+    read_flags = [each > 0 for each in flags.tolist()]
+    seats, params = part.seat.ranks, len(part.params)
+    return WeightedMean(read_flags[seats], read_flags[:seats], read_flags[seats + 1 :], rest[:params], rest[params:])
+
+
+def _exchange_weights(group: ProcessGroup | None, part: MeanContribution) -> tuple[list[float], int]:
+    if group is None:
+        return [part.weight], 0
+    weight = torch.tensor([part.weight], dtype=torch.float64).view(torch.int64)
+    mine = torch.cat([weight, torch.tensor(part.batch, dtype=torch.int64)])
+    everyones = [torch.empty_like(mine) for _ in range(group.size())]
+    group.all_gather(everyones, mine)
+    batches = [tuple(each[1:].tolist()) for each in everyones]
+    if len(set(batches)) > 1:
+        raise RuntimeError(
+            f"rank {group.rank()}: the ranks average different backwards; by rank, the epoch, the position in it, "
+            f"the samples that come again and the backwards of this batch so far are {', '.join(map(str, batches))}. "
+            "In an elastic job every rank must call backward, or state.skip_batch(), equally often in every batch"
+        )
+    return [each[:1].view(torch.float64).item() for each in everyones], group.rank()
+
+
+def _layout(part: MeanContribution) -> list[torch.Tensor]:
+    """Returns tensors of the shapes and dtypes of a result: flags, gradients and buffers."""
+    flags = torch.empty(part.seat.ranks + 1 + len(part.params), dtype=torch.int64, device="meta")
+    buffers = [torch.empty_like(each, dtype=_summable(each.dtype), device="meta") for each in part.buffers]
+    return [flags, *part.params, *buffers]
+
+
+def _zeros(like: Sequence[torch.Tensor]) -> Flat:
+    lengths: dict[torch.dtype, int] = {}
+    for tensor in like:
+        lengths[tensor.dtype] = lengths.get(tensor.dtype, 0) + tensor.numel()
+    return {dtype: torch.zeros(length, dtype=dtype) for dtype, length in lengths.items()}
+
+
+def _summable(dtype: torch.dtype) -> torch.dtype:
+    return torch.uint8 if dtype is torch.bool else dtype
+
+
+class ElasticAverager:
+    """Averages the gradients of `model` over the members of each view, and deals `loader` out to them.
+
+    Args:
+        model: the module.
+        loader: the loader of the batches that it is trained on.
+        on_batch: is called when the next batch is about to begin.
+    """
+
+    def __init__(
+        self, model: DistributedDataParallel, loader: StatefulLoader[object], on_batch: Callable[[], None]
+    ) -> None:
+        self._model = model
+        self._loader = loader
+        self._on_batch = on_batch
+        self._rounds: Rounds | None = None
+        self._name = ""
+        self._params, self._buffers_of = model.average_by(self)
+        loader.use_batch_assigner(self)
+        # - The batch that the loop is in
+        self._seat: RankSlot | None = None
+        self._counts = True  # the batch is this rank's own, and not one that another rank has as well
+        self._rounds_of_batch = 0
+        # - The next backward
+        self._weight = 1.0
+        self._before: tuple[list[torch.Tensor | None], list[torch.Tensor]] | None = None  # gradients and buffers
+
+    def average_by(self, rounds: Rounds, name: str) -> None:
+        """Averages over the members of the views of `rounds` from now on, in which this worker has that name."""
+        self._rounds, self._name = rounds, name
+
+    # - What the loader asks
+
+    def begin_batch(self) -> RankSlot:
+        """Returns this rank's seat in the next batch."""
+        self._on_batch()
+        self._rounds_of_batch = 0
+        self._seat = RankSlot(1, 0)
+        if self._rounds is not None:
+            members = self._rounds.dealings.latest.members
+            self._seat = RankSlot(len(members), members.index(self._name) if self._name in members else None)
+        return self._seat
+
+    def batch_delivered(self, *, counts: bool) -> None:
+        """Notes whether this rank's samples of the batch count."""
+        self._counts = counts
+        failpoint("batch.dealt")
+
+    def end_batch(self) -> None:
+        """Requires that the batch has had a backward.
+
+        Raises:
+            RuntimeError: it had none, or one that left parameters without a gradient.
+        """
+        if self._rounds_of_batch == 0:
+            self._model.require_averaged()
+            raise RuntimeError(
+                f"worker {self._name or '0'}: the loop went on to the next batch, but the last one had no backward, "
+                "for which the other ranks wait. Call state.skip_batch() instead of backward, and then "
+                "optimizer.step() like the other ranks"
+            )
+
+    # - What the module asks
+
+    def set_weight(self, weight: float) -> None:
+        """Sets the weight of this rank's next backward.
+
+        Raises:
+            ValueError: the weight is negative, infinite or NaN.
+        """
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ValueError(f"worker {self._name or '0'}: weight is {weight}; it must be finite and not negative")
+        self._weight = float(weight)
+
+    def before_forward(self) -> None:
+        """Keeps what the forward and its backward change, for the case that they do not count."""
+        if self._before is None:
+            gradients = [None if param.grad is None else param.grad.clone() for param in self._params]
+            self._before = gradients, [buffer.clone() for buffer in self._buffers_of()]
+
+    def average(self) -> None:
+        """Replaces the gradients by the mean over the members."""
+        self._run(self._weight if self._counts else 0.0)
+
+    def skip(self) -> None:
+        """Replaces the gradients by the mean over the other members."""
+        self._run(0.0)
+
+    @torch.no_grad()
+    def _run(self, weight: float) -> None:
+        self._weight = 1.0
+        if self._seat is None:
+            raise RuntimeError(
+                f"worker {self._name or '0'}: backward was called before the loop over the StatefulLoader began; an "
+                "elastic job averages only within it"
+            )
+        batch = (*self._loader.place(), self._rounds_of_batch)
+        part = MeanContribution(weight, self._seat, batch, self._params, self._buffers_of())
+        if self._rounds is None:
+            values = mean_over(None, part)
+        else:
+            values = self._rounds.agree_on(lambda group: mean_over(group, part))
+        mean = read_mean(values, part)
+        if self._rounds_of_batch == 0:
+            self._loader.return_samples_of(rank for rank, took_part in enumerate(mean.took_part) if not took_part)
+        self._rounds_of_batch += 1
+        self._apply(mean, part)
+        failpoint("mean.applied")
+
+    def _apply(self, mean: WeightedMean, part: MeanContribution) -> None:
+        before, self._before = self._before, None
+        if not mean.counts:
+            if before is not None:
+                _set_gradients(part, before[0])
+                _copy_all(part, before[1])
+            return
+        for param, value, has_gradient in zip(part.params, mean.gradients, mean.has_gradient, strict=True):
+            if not has_gradient:
+                param.grad = None
+            elif param.grad is None or (shares_memory(param.grad) and not param.grad._is_view()):
+                param.grad = torch.empty_like(param).copy_(value)
+            else:
+                param.grad.copy_(value)
+        _copy_all(part, mean.buffers)
+
+
+def _set_gradients(part: MeanContribution, gradients: list[torch.Tensor | None]) -> None:
+    for param, gradient in zip(part.params, gradients, strict=True):
+        param.grad = gradient
+
+
+def _copy_all(part: MeanContribution, values: list[torch.Tensor]) -> None:
+    for buffer, value in zip(part.buffers, values, strict=True):
+        buffer.copy_(value)

@@ -1,0 +1,183 @@
+"""A worker's connection to its launcher: what it has been told so far, and what it waits for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from paceline.errors import PacelineError
+from paceline.train.elastic import protocol
+from paceline.train.elastic.protocol import Dismissed, FromWorker, StateTransfer, TransferOffer, View, WaitNotice
+
+FD_VARIABLE = "PACELINE_ELASTIC_FD"
+NAME_VARIABLE = "PACELINE_WORKER"
+_SAY_AFTER_S = 1.0  # a wait that is shorter than this is nobody's concern
+_REMEMBERED = 4  # views and transfers
+
+T = TypeVar("T")
+
+
+class LauncherLostError(PacelineError):
+    """The launcher of an elastic worker has ended."""
+
+
+class LauncherConnection:
+    """The connection over `connection`, a socket of datagrams, of the worker `name`; a thread of its own listens."""
+
+    def __init__(self, connection: socket.socket, name: str) -> None:
+        self.name = name
+        self._socket = connection
+        self._changed = threading.Condition()
+        self.heard = 0  # the largest number of a view or transfer; 0 at the beginning
+        self._views: dict[int, View] = {}
+        self._transfers: dict[int, StateTransfer] = {}
+        self._latest_transfer = 0
+        self._offers: list[TransferOffer] = []
+        self._dismissed: Dismissed | None = None
+        self._reason = ""
+        self._is_lost = False
+        self._on_view: Callable[[View], None] | None = None
+        threading.Thread(target=self._listen, name="paceline-elastic", daemon=True).start()
+
+    @classmethod
+    def of_environment(cls, environment: Mapping[str, str] = os.environ) -> LauncherConnection | None:
+        """Returns the connection that the launcher has left in the environment; None without an elastic launcher."""
+        fd = environment.get(FD_VARIABLE)
+        return None if fd is None else cls(socket.socket(fileno=int(fd)), environment[NAME_VARIABLE])
+
+    def __str__(self) -> str:
+        return f"worker {self.name} (pid {os.getpid()})"
+
+    @property
+    def dismissed(self) -> Dismissed | None:
+        """The order to end, if it has come."""
+        return self._dismissed
+
+    @property
+    def offers(self) -> list[TransferOffer]:
+        """The senders that serve this worker's latest transfer, as far as it has heard."""
+        with self._changed:
+            latest = max((each.transfer for each in self._offers), default=0)
+            return [each for each in self._offers if each.transfer == latest]
+
+    def latest_view(self, after: int) -> View | None:
+        """Returns the last view after a generation of which the worker has heard."""
+        with self._changed:
+            return max((each for each in self._views.values() if each.generation > after), default=None, key=_number)
+
+    def view_until(self, number: int) -> View | None:
+        """Returns the last view up to a number of which the worker has heard."""
+        with self._changed:
+            return max((each for each in self._views.values() if each.generation <= number), default=None, key=_number)
+
+    def transfers_until(self, number: int) -> list[StateTransfer]:
+        """Returns the transfers up to a number that this worker has heard of as a sender, and removes them."""
+        with self._changed:
+            due = [each for each in self._transfers.values() if each.number <= number]
+            for each in due:
+                del self._transfers[each.number]
+            return due
+
+    def when_told(self, on_view: Callable[[View], None] | None) -> None:
+        """Calls `on_view` with the views heard of so far, and from the listening thread with each that comes later.
+
+        When this returns, no earlier function is called any more.
+        """
+        with self._changed:
+            self._on_view = on_view
+            if on_view is not None:
+                for view in self._views.values():
+                    on_view(view)
+
+    def send(self, message: FromWorker) -> None:
+        """Tells the launcher something; a launcher that has ended is noticed by the next wait."""
+        with contextlib.suppress(OSError):
+            self._socket.send(protocol.encode_message(message))
+
+    def await_view(self, after: int, accepts: Callable[[View], bool]) -> View | Dismissed:
+        """Waits for a view later than the generation `after` that the worker accepts, or for the order to end.
+
+        The launcher says why it takes long, which is shown once for each reason; it has the deadlines.
+
+        Raises:
+            LauncherLostError: the launcher has ended.
+        """
+
+        def found() -> list[View | Dismissed]:
+            if self._dismissed is not None:
+                return [self._dismissed]
+            later = [view for view in self._views.values() if view.generation > after and accepts(view)]
+            return [max(later, key=_number)] if later else []
+
+        return self.await_news(found)
+
+    def await_news(self, found: Callable[[], Sequence[T]]) -> T:
+        """Returns the first thing that `found` finds; it is called whenever the launcher has said something.
+
+        Raises:
+            LauncherLostError: the launcher has ended.
+        """
+        told, began_s = "", time.monotonic()
+        with self._changed:
+            while True:
+                if news := found():
+                    return news[0]
+                if self._is_lost:
+                    raise LauncherLostError(f"{self}: its launcher has ended")
+                waited_s = time.monotonic() - began_s
+                if self._reason != told and waited_s >= _SAY_AFTER_S:
+                    told = self._reason
+                    sys.stderr.write(f"paceline: worker {self.name} waits: {told}\n")
+                self._changed.wait(_SAY_AFTER_S)
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                datagram = self._socket.recv(protocol.LARGEST_DATAGRAM)
+            except OSError:
+                datagram = b""
+            with self._changed:
+                if not datagram:
+                    self._is_lost = True
+                    self._changed.notify_all()
+                    return
+                self._take(protocol.decode_to_worker(datagram))
+                self._changed.notify_all()
+
+    def _take(self, message: protocol.ToWorker) -> None:
+        match message:
+            case View():
+                self._views[message.generation] = message
+                for old in sorted(self._views)[:-_REMEMBERED]:
+                    del self._views[old]
+                if self._on_view is not None:
+                    self._on_view(message)
+                self.heard = max(self.heard, message.generation)  # last: the group of a planned view forms by now
+            case StateTransfer() if message.number > self._latest_transfer:
+                self._latest_transfer = message.number
+                self.heard = max(self.heard, message.number)
+                if self.name in message.senders:
+                    self._transfers[message.number] = message
+            case TransferOffer():
+                self._offers = [*self._offers[1 - _REMEMBERED :], message]
+            case WaitNotice(reason):
+                self._reason = reason
+            case Dismissed():
+                self._dismissed = message
+
+
+def _number(view: View) -> int:
+    return view.generation
+
+
+def same_bits_as(*facts: object) -> str:
+    """Returns the fingerprint of a worker; equal texts mean that their results have the same bits."""
+    return msgspec.json.encode([str(fact) for fact in facts]).decode()

@@ -1,0 +1,300 @@
+"""Where the members of a view meet: the process group of a view is made, and the one before it ends.
+
+The process group of one view, from the first connection to its end.
+
+The group of a planned view forms while its members still train in the view before, in a thread of its own. They enter
+the view when all of them have it, so that nobody waits for a member that is slow to connect.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+import time
+from datetime import timedelta
+
+import msgspec
+import torch
+
+from paceline.comm.engine.api import KnownCosts
+from paceline.comm.group.default import World, become_observer, leave
+from paceline.comm.group.engines import agreed_identity
+from paceline.comm.group.init import GroupOptions, form_apart, make_default
+from paceline.comm.group.process_group import ProcessGroup
+from paceline.comm.group.variable_size import as_memory, as_tensor
+from paceline.comm.rendezvous.environment import open_store, open_store_at
+from paceline.comm.store.store import PrefixStore, Store
+from paceline.errors import (
+    CollectiveTimeoutError,
+    GroupAbortedError,
+    PeerLostError,
+    RendezvousError,
+    StoreConnectionError,
+    StoreError,
+)
+from paceline.train.elastic.failpoints import failpoint
+from paceline.train.elastic.protocol import View
+from paceline.train.elastic.worker.agreement import MemberStatus
+from paceline.train.elastic.worker.launcher_connection import LauncherConnection
+
+_FORMING_S = 60.0
+_HEAD_START_S = 5.0  # how long members train on while the group of the next view forms
+
+
+class ViewGroup:
+    """The process group of a view.
+
+    Args:
+        view: the view.
+        name: this worker's.
+        costs: what messages cost, as far as groups of earlier views have measured it.
+    """
+
+    def __init__(self, view: View, name: str, costs: KnownCosts) -> None:
+        self.view = view
+        self._rank = view.members.index(name)
+        self._costs = costs
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._is_unwanted = False
+        self._store: Store | None = None
+        self._world: World | None = None
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._began_s = 0.0
+
+    def begin(self) -> None:
+        """Begins to form the group in the background."""
+        self._began_s = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="paceline-meeting", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is no use to wait longer before entering: all have met, or this worker cannot meet them.
+
+        Some time after the beginning it is so in any case. A member that cannot reach the others notices that first,
+        and says so when it enters the view, for which all have to be ready.
+        """
+        is_over = self._thread is None or not self._thread.is_alive()
+        return is_over or time.monotonic() - self._began_s > _HEAD_START_S
+
+    def world(self) -> World:
+        """Returns the group with what belongs to it, when all members have met.
+
+        Raises:
+            PeerLostError, GroupAbortedError, RendezvousError, StoreError: a member was lost, or a later view came.
+        """
+        if self._thread is None:
+            self._form()
+        else:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._world is not None
+        return self._world
+
+    def end(self) -> None:
+        """Ends what waits for other members, here or in calls on the group; idempotent, and for any thread."""
+        with self._lock:
+            self._is_over = True
+            if self._store is not None:
+                self._store.close()
+            if self._world is not None:
+                self._world.group.abort()
+
+    def discard(self) -> None:
+        """Ends a group that this worker does not enter, and waits for nothing; idempotent."""
+        self.end()
+        with self._lock:
+            self._is_unwanted = True
+            world = self._world
+        if world is not None:
+            world.close()
+
+    def has_ended(self, within_s: float) -> bool:
+        """Waits for the thread of a group that was discarded; returns whether it has ended."""
+        if self._thread is not None:
+            self._thread.join(within_s)
+        return self._thread is None or not self._thread.is_alive()
+
+    def close_store(self) -> None:
+        """Closes the store of a group that has ended; idempotent."""
+        if self._store is not None:
+            self._store.close()
+
+    def settle(self) -> None:
+        """Makes the view's store that of this worker's environment, since the worker enters the view."""
+        if self.view.store:
+            os.environ["PACELINE_STORE"] = self.view.store
+
+    def _run(self) -> None:
+        try:
+            self._form()
+        except BaseException as error:  # `world` raises it where the view is entered
+            self._error = error
+
+    def _form(self) -> None:
+        failpoint("view.forming")
+        store = self._open_store()
+        with self._lock:
+            self._store = store
+            is_over = self._is_over
+        try:
+            if is_over:
+                raise StoreConnectionError(f"view {self.view.generation} is over, since a later one has come")
+            meeting_place = PrefixStore(f"view/{self.view.generation}", store)
+            options = GroupOptions(costs=self._costs, identity=agreed_identity(self.view.generation))
+            patience = timedelta(seconds=_FORMING_S)
+            world = form_apart(meeting_place, self._rank, len(self.view.members), patience, options)
+        except BaseException:
+            store.close()
+            raise
+        with self._lock:
+            self._world = world
+            if self._is_over:
+                world.group.abort()
+            is_unwanted = self._is_unwanted
+        if is_unwanted:
+            world.close()
+
+    def _open_store(self) -> Store:
+        patience = timedelta(seconds=_FORMING_S)
+        if self.view.store:  # the one of this worker's environment may be gone, with the launcher that served it
+            return open_store_at(self.view.store, patience)
+        return open_store(self._rank, len(self.view.members), patience)
+
+
+# What a member sees when another one is lost, or has left for a later view.
+LOST_MEMBER_ERRORS = (PeerLostError, GroupAbortedError, CollectiveTimeoutError, RendezvousError, StoreError)
+_NO_COLLECTIVES = (
+    "this worker came late and runs the loop on results of the others, who are not in this call. For a loop with "
+    "collectives of its own, make the state with ElasticState(..., replays=False)"
+)
+_CALL_S = 3600.0
+_LENGTH = struct.Struct("<Q")
+_ROOM, _ROOM_OF_NAME = 1024, 32  # bytes of a status, and more for each member, since it has their names
+_PARTING_S = 5.0  # how long a group that nobody wants any more may take to notice that
+
+
+class ViewGroups:
+    """Holds the default process group of the current view, and forms that of a planned view as soon as it is told."""
+
+    def __init__(self, connection: LauncherConnection) -> None:
+        self._connection = connection
+        self._costs = KnownCosts()
+        self._lock = threading.Lock()  # may be taken while the connection's is held, and not the other way round
+        self._current: ViewGroup | None = None
+        self._next: ViewGroup | None = None  # of a planned view
+        self._discarded: list[ViewGroup] = []
+        self._latest_forced = 0
+        self._prepares = True
+        connection.when_told(self._told)
+
+    def enter(self, view: View) -> ProcessGroup:
+        """Makes the process group of `view` the default group; ends the one before.
+
+        Raises:
+            PeerLostError, GroupAbortedError, RendezvousError, StoreError: a member was lost, or a later view came.
+        """
+        forming = self._take(view)
+        self._connection.when_told(self._told)  # a later view may have come before there was anything to end
+        forming.settle()
+        world = forming.world()
+        make_default(world)
+        world.group.set_timeout(timedelta(seconds=_CALL_S))
+        return world.group
+
+    def acts_up_to(self, heard: int) -> int:
+        """Returns the largest number, of the views and transfers up to `heard`, that this worker can act on at once.
+
+        It cannot enter a planned view at once while the view's group forms, and all that it has heard of since it
+        entered the current one has to wait with that.
+        """
+        with self._lock:
+            current, coming = self._current, self._next
+        if coming is None or coming.is_due:
+            return heard
+        return 0 if current is None else current.view.generation
+
+    def watch_only(self, workers: int) -> None:
+        """Lets the script see itself as one more rank than so many workers, until it enters a view.
+
+        It runs on results of the others, and must not think that it is the first rank, which prints and saves.
+        """
+        become_observer(workers, _NO_COLLECTIVES)
+
+    def prepare_no_more(self) -> None:
+        """Forms no other group beforehand, since the loop is over; the current one stays."""
+        with self._lock:
+            self._prepares = False
+            self._discard_next()
+            discarded, self._discarded = self._discarded, []
+        for each in discarded:
+            each.has_ended(_PARTING_S)
+
+    def leave(self) -> None:
+        """Ends the default process group; idempotent."""
+        self._connection.when_told(None)
+        self.prepare_no_more()
+        with self._lock:
+            current, self._current = self._current, None
+        leave()
+        if current is not None:
+            current.close_store()
+
+    def _take(self, view: View) -> ViewGroup:
+        """Returns the group of a view, which may have begun to form; ends the current one."""
+        with self._lock:
+            before, forming = self._current, self._next
+            if forming is not None and forming.view == view:
+                self._next = None
+            else:
+                self._discard_next()
+                forming = ViewGroup(view, self._connection.name, self._costs)
+            self._current = forming
+        leave()
+        if before is not None:
+            before.close_store()
+        return forming
+
+    def _told(self, view: View) -> None:
+        """Ends what waits for members of earlier views, or prepares a planned view; in the listening thread."""
+        with self._lock:
+            if view.is_planned:
+                self._prepare(view)
+                return
+            self._latest_forced = max(self._latest_forced, view.generation)
+            for each in (self._current, self._next):
+                if each is not None and each.view.generation < view.generation:
+                    each.end()
+
+    def _prepare(self, view: View) -> None:
+        known = [each.view.generation for each in (self._current, self._next) if each is not None]
+        is_later = view.generation > max(known, default=0) and view.generation > self._latest_forced
+        if self._prepares and is_later and self._connection.name in view.members:
+            self._discard_next()
+            self._next = ViewGroup(view, self._connection.name, self._costs)
+            self._next.begin()
+
+    def _discard_next(self) -> None:
+        if self._next is not None:
+            self._next.discard()
+            self._discarded.append(self._next)
+            self._next = None
+
+
+def exchange_statuses(group: ProcessGroup, mine: MemberStatus) -> list[MemberStatus]:
+    """Returns the statuses of all members, by rank; in a single collective if none is unusually long."""
+    encoded = msgspec.json.encode(mine)
+    room = _ROOM + _ROOM_OF_NAME * group.size()
+    boxes = [torch.empty(_LENGTH.size + room, dtype=torch.uint8, device="cpu") for _ in range(group.size())]
+    group.all_gather(boxes, as_tensor((_LENGTH.pack(len(encoded)) + encoded[:room]).ljust(_LENGTH.size + room)))
+    received = [bytes(as_memory(box)) for box in boxes]
+    lengths = [_LENGTH.unpack_from(each)[0] for each in received]
+    if max(lengths) <= room:
+        texts = [each[_LENGTH.size :][:length] for each, length in zip(received, lengths, strict=True)]
+    else:
+        texts = group.all_gather_bytes(encoded)
+    return [msgspec.json.decode(each, type=MemberStatus) for each in texts]

@@ -1,0 +1,62 @@
+"""Marks the gradients that optimizers have used; others wait for a step, as between the backwards of an accumulation.
+
+After each step of an optimizer, an attribute of each gradient says which version of it was used. A later backward adds
+to the gradient, which changes its version, or makes another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim import optimizer as optimizers
+
+from paceline.train.zero.partitioned_optimizer import PartitionedOptimizer
+
+_USED = "_paceline_used"
+
+
+class GradientUse:
+    """Follows the optimizers of this process.
+
+    Attributes: `has_seen_step`, whether one has made a step since `follow` was called first.
+    """
+
+    def __init__(self) -> None:
+        self._is_following = False
+        self.has_seen_step = False
+
+    def follow(self) -> None:
+        """Marks what optimizers use from now on."""
+        if not self._is_following:
+            self._is_following = True
+            optimizers.register_optimizer_step_post_hook(self._after_step)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.has_seen_step = True
+        for group in optimizer.param_groups:
+            mark_used(group["params"])
+        if isinstance(optimizer, PartitionedOptimizer):
+            mark_used(holder for _, holder in optimizer.gradient_holders())
+
+
+GRADIENT_USE = GradientUse()
+
+
+def mark_used(params: Iterable[torch.Tensor]) -> None:
+    """Marks the gradients of `params` as used."""
+    for param in params:
+        gradient = param.grad
+        if gradient is not None:
+            setattr(gradient, _USED, _version(gradient))
+
+
+def is_pending(param: torch.Tensor) -> bool:
+    """Whether a parameter has a gradient that no step has used, as far as steps have been followed."""
+    gradient = param.grad
+    return gradient is not None and getattr(gradient, _USED, None) != _version(gradient)
+
+
+def _version(gradient: torch.Tensor) -> int:
+    return 0 if gradient.is_inference() else gradient._version

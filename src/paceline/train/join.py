@@ -1,0 +1,176 @@
+"""Training on uneven inputs: a rank that has run out keeps taking part in the others' calls until all have.
+
+The protocol is that of `torch.distributed.algorithms.join`: everything that communicates in a training step is a
+`Joinable`, and has a `JoinHook` that makes the same calls, without effect, on a rank that has no step of its own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+
+from paceline.comm.group.process_group import ProcessGroup
+from paceline.comm.group.work import Work
+
+_FAR_BEHIND = 1000  # the number of steps after which a rank that only waits gives a warning
+
+
+class JoinHook:
+    """What a rank does once it has run out of inputs."""
+
+    def main_hook(self) -> None:
+        """Makes the collectives of one training step; it is called as long as any rank has inputs."""
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Runs once, when all ranks have run out.
+
+        Args:
+            is_last_joiner: whether this rank was among the last to run out.
+        """
+
+
+@dataclass(frozen=True)
+class JoinConfig:
+    """The settings of the context that a joinable is in."""
+
+    enable: bool = False
+    throw_on_early_termination: bool = False
+    is_first_joinable: bool = False
+
+
+class Joinable(ABC):
+    """Something that communicates in each training step. It calls `Join.notify_join_context` before it does."""
+
+    @abstractmethod
+    def __init__(self) -> None:
+        super().__init__()
+        self._join_config = JoinConfig()
+
+    @abstractmethod
+    def join_hook(self, **kwargs: object) -> JoinHook:
+        """Returns the hook; `kwargs` are those given to `Join`, the same for all its joinables."""
+
+    @property
+    @abstractmethod
+    def join_device(self) -> torch.device:
+        """The device of the tensors that are exchanged."""
+
+    @property
+    @abstractmethod
+    def join_process_group(self) -> ProcessGroup:
+        """The ranks that take part."""
+
+
+class Join:
+    """A context in which ranks may run out of inputs at different times.
+
+    Args:
+        joinables: everything that communicates in a step, with one process group; hooks are called in this order.
+        enable: False makes the context do nothing.
+        throw_on_early_termination: raise on all ranks as soon as one has run out.
+        kwargs: passed to the joinables' `join_hook`.
+
+    Raises:
+        ValueError: there are no joinables, or they have different process groups.
+        RuntimeError: a rank has run out, with `throw_on_early_termination`.
+
+    Example::
+
+        with paceline.Join([model, optimizer]):
+            for inputs, targets in loader:  # of another length on each rank
+                ...
+    """
+
+    def __init__(
+        self,
+        joinables: Sequence[Joinable],
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        **kwargs: object,
+    ) -> None:
+        if not joinables:
+            raise ValueError("Join got no joinables; give it at least one, for example the wrapped module")
+        group = joinables[0].join_process_group
+        for joinable in joinables:
+            if joinable.join_process_group is not group:
+                raise ValueError(
+                    f"Join got joinables of {group} and {joinable.join_process_group}; all must have one process group"
+                )
+        self._joinables = list(joinables)
+        self._hooks = [joinable.join_hook(**kwargs) for joinable in joinables]
+        self._enable = enable
+        self._throw = throw_on_early_termination
+        self._group = group
+        self._device = joinables[0].join_device
+
+    def __enter__(self) -> None:
+        for at, joinable in enumerate(self._joinables):
+            joinable._join_config = JoinConfig(self._enable, self._throw, is_first_joinable=at == 0)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for joinable in self._joinables:
+            joinable._join_config = JoinConfig()
+        if not self._enable or kind is not None:
+            return
+        shadowed = 0
+        while self._count_active():
+            if self._throw:
+                self._stop_all_ranks()
+            for hook in self._hooks:
+                hook.main_hook()
+            shadowed += 1
+            if shadowed == _FAR_BEHIND:
+                warnings.warn(
+                    f"rank {self._me()} ran out of inputs {_FAR_BEHIND} steps before others, and waits for them; give "
+                    "the ranks inputs more evenly",
+                    stacklevel=2,
+                )
+        for hook in self._hooks:
+            hook.post_hook(shadowed == 0)
+
+    def _me(self) -> int:
+        return self._group.me.rank
+
+    def _count_active(self) -> int:
+        active = torch.zeros(1, device=self._device)
+        self._group.all_reduce(active)
+        return int(active.item())
+
+    def _stop_all_ranks(self) -> None:
+        self._group.all_reduce(torch.ones(1, device=self._device))
+        raise RuntimeError(
+            f"rank {self._me()} ran out of inputs while other ranks have more, and throw_on_early_termination=True "
+            "says to stop then; leave it out to let them go on"
+        )
+
+    @staticmethod
+    def notify_join_context(joinable: Joinable) -> Work | None:
+        """Announces that this rank makes a step. A joinable calls this before its own collectives of the step.
+
+        Returns:
+            The work of the call that counts active ranks, if `joinable` is the context's first; else None.
+
+        Raises:
+            RuntimeError: another rank has run out, with `throw_on_early_termination`.
+        """
+        config = joinable._join_config
+        if not (config.enable and config.is_first_joinable):
+            return None
+        group = joinable.join_process_group
+        work = group.all_reduce(torch.ones(1, device=joinable.join_device), async_op=True)
+        if config.throw_on_early_termination:
+            stopped = torch.zeros(1, device=joinable.join_device)
+            group.all_reduce(stopped)
+            if stopped.item():
+                raise RuntimeError(
+                    f"rank {group.me.rank}: {int(stopped.item())} of {group.size()} ranks ran out of "
+                    "inputs, and throw_on_early_termination=True says to stop then; leave it out to go on without them"
+                )
+        return work

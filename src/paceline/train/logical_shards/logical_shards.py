@@ -1,0 +1,324 @@
+"""Gradients that do not depend on how many ranks compute them, to the last bit.
+
+Evaluation in logical shards: each sample counts once, and the bits do not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from paceline.comm.group.default import default_group
+from paceline.comm.group.process_group import ProcessGroup
+from paceline.comm.record.layout import EventKind
+from paceline.comm.record.spans import STEPS, RecordedSpan
+from paceline.train.checks.check_settings import choose_checks
+from paceline.train.checks.module_checks import ModuleChecks
+from paceline.train.ddp.distributed_data_parallel import DistributedDataParallel
+from paceline.train.logical_shards.shard_batches import Batch, ShardBatch, StepBatches, random_stream
+from paceline.train.logical_shards.tree_sum import (
+    Node,
+    Values,
+    add,
+    add_up,
+    gradient_or_zeros,
+    laid_out_as,
+    nodes_within,
+    run_of_rank,
+    sum_over_ranks,
+)
+from paceline.train.module_tensors import broadcast_tensors, collect_tracked
+from paceline.train.preconditions import rank_facts, require_same_module
+from paceline.train.training_events import record_optimizers
+
+_EVALUATING = 4  # the purpose of a random stream; `loader`, `logical` and `replica` have the others
+
+Measure = Callable[[Any], torch.Tensor]
+
+
+class ShardSums:
+    """The sum of `measure` over the batches of each shard.
+
+    Args:
+        measure: returns a CPU tensor, of the same shape and dtype for each batch, given a batch's data.
+        seed: of the random streams.
+    """
+
+    def __init__(self, measure: Measure, seed: int) -> None:
+        self._measure, self._seed = measure, seed
+        self._steps: list[StepBatches] = []
+        self._sums: dict[int, torch.Tensor] = {}
+
+    def add_up(self, steps: Iterator[StepBatches]) -> None:
+        """Adds up the batches of this rank's shards."""
+        for batches in steps:
+            for batch in batches:
+                self._add(batch)
+            self._steps.append(batches.without_data())
+
+    def value_of(self, shard: int) -> Values:
+        """Returns the sum of a shard, whose batches are read now if they were another rank's."""
+        if shard not in self._sums:
+            for batches in self._steps:
+                if (batch := batches.of(shard)) is not None:
+                    self._add(batch)
+        return [self._sums[shard].clone()]
+
+    def _add(self, batch: ShardBatch) -> None:
+        with random_stream(self._seed, _EVALUATING, *batch.key):
+            value = self._measure(batch.data).detach()
+        shard = batch.key[2]
+        self._sums[shard] = self._sums[shard] + value if shard in self._sums else value.clone()
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Returns a context in which `module` is in evaluation mode and no gradients are computed."""
+    modes = {each: each.training for each in module.modules()}
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for each, mode in modes.items():
+            each.training = mode
+
+
+_TRAINING = 2  # the purpose of a random stream; `loader` has the others
+
+
+class Evaluated(Protocol):
+    """What `ShardLoader` offers for an evaluation."""
+
+    def whole_epoch(self) -> Iterator[StepBatches]:
+        """Yields all steps of an epoch, always the same."""
+        ...
+
+
+class Sums(Protocol):
+    """Adds up the values of all shards."""
+
+    def total(self, value_of: Callable[[int], Values], is_step: bool = False) -> Values:
+        """Returns the sum over all shards in the tree's order; `value_of` computes the value of one of them.
+
+        `is_step` says that it is the gradient of a training step.
+        """
+        ...
+
+
+class GroupSums:
+    """The ranks of `group` each compute a run of the `count` shards."""
+
+    def __init__(self, count: int, group: ProcessGroup) -> None:
+        self._count, self._group = count, group
+
+    def total(self, value_of: Callable[[int], Values], is_step: bool = False) -> Values:
+        """Returns the sum over all shards."""
+        size = self._group.size()
+        root = Node(0, self._count)
+        nodes = [nodes_within(run_of_rank(self._count, size, rank), root) for rank in range(size)]
+        mine = {node: add_up(node, add, value_of, {}) for node in nodes[self._group.rank()]}
+        return sum_over_ranks(mine, nodes, self._count, self._group, in_place=True)
+
+
+class LogicalShards:
+    """Cuts every step into `count` shards and adds their gradients in an order that does not depend on ranks.
+
+    Each shard has its own forward and backward, with its own random numbers (dropout) and with
+    normalisation over that shard; losses, gradients and changes of buffers (running statistics) are added in a pairwise
+    tree over the shards. So parameters have the same bits after training on 1, 2 or 4 ranks, or any other number up
+    to `count`. Powers of two that divide `count` move no more bytes than an all-reduce; others move more, and share
+    the work unevenly where they do not divide it.
+
+    The kind of CPU, the version of torch and its number of threads must be the same too; the latter is set for this
+    process.
+
+    Args:
+        module: the model, not in a wrapper, the same on every rank; rank 0's parameters and buffers are copied to all.
+        count: the number of shards, at least the number of ranks.
+        seed: the seed of all random streams; the same on every rank.
+        process_group: the ranks; None for the default group.
+        threads: torch's threads: 1 or, for fewer ranks with more cores each, a number to be kept in all runs.
+        checks: whether gradients and replicas are checked, as for `DistributedDataParallel`.
+
+    Raises:
+        CollectiveMismatchError: the model or these arguments differ between ranks; on every rank.
+        TypeError: the module is in a `DistributedDataParallel`.
+        ValueError: there are fewer shards than ranks.
+
+    Example::
+
+        shards = paceline.LogicalShards(model, 8)
+        for batches in paceline.ShardLoader(dataset, batch_size=4, shards=shards):
+            optimizer.zero_grad()
+            loss = shards.backward(lambda xy: loss_function(model(xy[0]), xy[1]), batches)
+            optimizer.step()
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        count: int,
+        *,
+        seed: int = 0,
+        process_group: ProcessGroup | None = None,
+        threads: int = 1,
+        checks: bool | int | None = None,
+    ) -> None:
+        self._group = default_group() if process_group is None else process_group
+        rank, size = self._group.rank(), self._group.size()
+        if isinstance(module, DistributedDataParallel):
+            raise TypeError(
+                "LogicalShards got a DistributedDataParallel, which averages over ranks; give it the module inside"
+            )
+        if count < size:
+            raise ValueError(
+                f"rank {self._group.ranks[rank]}: {count} shards cannot be shared by {size} ranks; "
+                "use a count that is at least the largest number of ranks you train on"
+            )
+        self.count = count
+        self.seed = seed
+        self.mine = run_of_rank(count, size, rank)
+        self.module = module
+        self._sums: Sums = GroupSums(count, self._group)
+        self._on_batch: Callable[[], None] = _nothing
+        chosen = choose_checks(checks)
+        options: dict[str, object] = {"count": count, "seed": seed, "threads": threads, "checks": str(chosen)}
+        tracked = collect_tracked(module)
+        require_same_module(tracked, options, rank_facts(self._group, False), None, self._group)
+        self._checks = ModuleChecks(module, tracked, self._group, chosen, with_buffers=True)
+        broadcast_tensors([*module.parameters(), *module.buffers()], self._group)
+        torch.set_num_threads(threads)
+        record_optimizers()
+
+    def sum_by(self, sums: Sums, on_batch: Callable[[], None]) -> None:
+        """Has `sums` add up the shards' values from now on, and calls `on_batch` before a loader begins a batch."""
+        self._sums, self._on_batch = sums, on_batch
+        self._checks.allow_differences()  # the members of an elastic job vote on their state
+
+    def begin_batch(self) -> None:
+        """Is called by a loader before it moves to the next batch or ends an epoch."""
+        self._on_batch()
+
+    def backward(self, loss_of: Callable[[Any], torch.Tensor], batches: Sequence[Batch]) -> torch.Tensor:
+        """Computes the gradient of the mean loss over the step's samples, and adds it to the parameters' gradients.
+
+        Args:
+            loss_of: returns the mean loss over a batch's samples, as a scalar, given the batch's data.
+            batches: one for each of this rank's shards that has samples.
+
+        Returns:
+            The mean loss, which is the same on every rank, as are the gradients.
+        """
+        STEPS.begin(self, "shards")
+        named = {name: param for name, param in self.module.named_parameters() if param.requires_grad}
+        params = list(named.values())
+        buffers = list(self.module.buffers())
+        before = [buffer.detach().clone() for buffer in buffers]
+        earlier = [param.grad for param in params]
+        of_shard = _reader(batches)
+
+        def value_of(shard: int) -> Values:
+            values = self._compute(loss_of, of_shard(shard), shard, params, buffers, before)
+            self._checks.look_at(list(named), values[2 : 2 + len(params)])
+            return values
+
+        total = self._sums.total(value_of, is_step=True)
+        loss, found, *rest = total
+        for param, gradient, old, times in zip(params, rest, earlier, found.tolist(), strict=False):
+            new = laid_out_as(param, gradient) if times else None
+            param.grad = old if new is None else new if old is None else old.add_(new)
+        self._update(buffers, before, rest[len(params) :])
+        self._checks.end(rest[: len(params)])
+        return loss.clone()
+
+    def evaluate(self, measure: Measure, loader: Evaluated) -> torch.Tensor:
+        """Returns the sum of `measure` over all batches of `loader`, in evaluation mode and without gradients.
+
+        Each sample counts once, and the result has the same bits on every rank and for every number of ranks.
+
+        Args:
+            measure: returns a CPU tensor, of the same shape and dtype for each batch, given a batch's data; a sum over
+                its samples, such as the number of correct answers.
+            loader: a `ShardLoader` of these shards, of its own and with shuffle=False.
+
+        Raises:
+            ValueError: the loader is in the middle of an epoch, or has fewer samples than there are shards.
+
+        Example::
+
+            test = paceline.ShardLoader(test_set, batch_size=64, shards=shards, shuffle=False)
+            correct = shards.evaluate(lambda xy: (model(xy[0]).argmax(1) == xy[1]).sum(), test)
+        """
+        sums = ShardSums(measure, self.seed)
+        with evaluating(self.module):
+            sums.add_up(loader.whole_epoch())
+            (total,) = self._sums.total(sums.value_of)
+            return total
+
+    def _compute(
+        self,
+        loss_of: Callable[[Any], torch.Tensor],
+        batch: Batch | None,
+        shard: int,
+        params: Sequence[nn.Parameter],
+        buffers: Sequence[torch.Tensor],
+        before: Sequence[torch.Tensor],
+    ) -> Values:
+        """Returns a shard's loss, which parameters have gradients, the gradients, and the changes of its buffers."""
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.copy_(value)
+        for param in params:
+            param.grad = None
+        loss = torch.zeros(())
+        if batch is not None:
+            with random_stream(self.seed, _TRAINING, *batch.key):
+                with RecordedSpan(EventKind.FORWARD, "shards", shard):
+                    loss = loss_of(batch.data) * batch.weight
+                with RecordedSpan(EventKind.BACKWARD, "shards", shard):
+                    loss.backward()
+        found = torch.tensor([float(param.grad is not None) for param in params])
+        gradients = [gradient_or_zeros(param, param.grad) for param in params]
+        weight = 0.0 if batch is None else batch.weight
+        changes = [
+            _change(after, value, weight) if after.is_floating_point() else _of_first_shard(after, shard)
+            for after, value in zip(buffers, before, strict=True)
+        ]
+        return [loss.detach().float().reshape(()), found, *gradients, *changes]
+
+    @staticmethod
+    def _update(
+        buffers: Sequence[torch.Tensor], before: Sequence[torch.Tensor], changes: Sequence[torch.Tensor]
+    ) -> None:
+        """Adds the shards' mean change to floating-point buffers; takes the others from shard 0."""
+        for buffer, old, change in zip(buffers, before, changes, strict=True):
+            buffer.copy_(old + change if buffer.is_floating_point() else change)
+
+
+def _nothing() -> None:
+    """Is called where there is nothing to do."""
+
+
+def _change(after: torch.Tensor, before: torch.Tensor, weight: float) -> torch.Tensor:
+    """Returns a shard's share in the mean change of a buffer; entries that stay infinite or NaN have not changed."""
+    return torch.where(after == before, 0, after - before).mul_(weight)
+
+
+def _of_first_shard(buffer: torch.Tensor, shard: int) -> torch.Tensor:
+    """Returns the buffer on shard 0 and zeros on the others, so that the sum over all shards is that of shard 0."""
+    summable = _summable(buffer)
+    return summable.clone() if shard == 0 else torch.zeros_like(summable)
+
+
+def _summable(buffer: torch.Tensor) -> torch.Tensor:
+    return buffer.to(torch.uint8) if buffer.dtype is torch.bool else buffer
+
+
+def _reader(batches: Sequence[Batch]) -> Callable[[int], Batch | None]:
+    """Returns a function from a shard to its batch, which is None if the shard has no samples in this step."""
+    by_shard = {batch.key[2]: batch for batch in batches}
+    return batches.of if isinstance(batches, StepBatches) else by_shard.get

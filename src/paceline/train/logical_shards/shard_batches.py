@@ -1,0 +1,135 @@
+"""Which samples each shard has in each step of an epoch.
+
+What a step is computed from: the batches of a rank's shards, and those of other shards if they are needed.
+
+Random numbers that belong to a shard of a step, whichever rank computes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from paceline.train.logical_shards.tree_sum import run_of_rank
+
+
+class Batch(Protocol):
+    """What `ShardLoader` yields for a shard."""
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """The epoch, the step and the shard."""
+
+    @property
+    def weight(self) -> float:
+        """This batch's fraction of the step's samples."""
+
+    @property
+    def data(self) -> Any:
+        """The data that the loss is computed from."""
+
+
+@dataclass(frozen=True)
+class ShardBatch:
+    """A shard's part of a step.
+
+    `key` holds the epoch, the step and the shard; `weight` is this batch's fraction of the step's samples.
+    """
+
+    key: tuple[int, int, int]
+    weight: float
+    data: Any
+
+
+class StepBatches(list[ShardBatch]):
+    """The batches of this rank's shards in one step.
+
+    Args:
+        batches: one for each of this rank's shards that has samples.
+        read: reads the batch of any shard of the step; None if the shard has no samples in it.
+    """
+
+    def __init__(self, batches: Iterable[ShardBatch], read: Callable[[int], ShardBatch | None]) -> None:
+        super().__init__(batches)
+        self._here: dict[int, ShardBatch] = {batch.key[2]: batch for batch in self}
+        self._read = read
+
+    def without_data(self) -> StepBatches:
+        """Returns the same step with nothing read yet."""
+        return StepBatches([], self._read)
+
+    def of(self, shard: int) -> ShardBatch | None:
+        """Returns the batch of a shard, which is read now if it is another rank's; None if it has no samples."""
+        return self._here[shard] if shard in self._here else self._read(shard)
+
+
+@contextmanager
+def random_stream(*key: int) -> Iterator[None]:
+    """Returns a context in which torch (on CPU) and `random` draw from the stream of `key`; it restores their state."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    torch_state, python_state = torch.get_rng_state(), random.getstate()
+    torch.default_generator.manual_seed(int.from_bytes(digest, "little"))
+    random.seed(digest)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
+
+
+_ORDER = 0  # the purpose of a random stream
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """The samples of an epoch in its order, and how steps and shards divide them.
+
+    Attributes:
+        epoch: the epoch.
+        order: the samples.
+        shards: the number of logical shards.
+        batch_size: the number of samples of each shard in a step.
+    """
+
+    epoch: int
+    order: torch.Tensor
+    shards: int
+    batch_size: int
+
+    @classmethod
+    def of(cls, epoch: int, samples: int, shards: int, batch_size: int, *, seed: int, shuffle: bool) -> EpochPlan:
+        """Returns the plan of an epoch of so many samples, which is the same on every rank."""
+        order = torch.arange(samples)
+        if shuffle:
+            with random_stream(seed, _ORDER, epoch):
+                order = torch.randperm(samples)
+        return cls(epoch, order, shards, batch_size)
+
+    def samples_of_step(self, step: int) -> int:
+        """Returns the number of samples of all shards in a step."""
+        whole = self.shards * self.batch_size
+        return min(whole, len(self.order) - step * whole)
+
+    def samples_of(self, step: int, shard: int) -> list[int]:
+        """Returns the samples of a shard in a step; none if the last step has fewer samples than shards."""
+        first = step * self.shards * self.batch_size
+        run = run_of_rank(self.samples_of_step(step), self.shards, shard)
+        listed: list[int] = self.order[first + run.start : first + run.stop].tolist()
+        return listed
+
+    def count_of(self, step: int, shard: int) -> int:
+        """Returns the number of samples of a shard in a step."""
+        return len(run_of_rank(self.samples_of_step(step), self.shards, shard))
+
+    def batches(self, steps: range, mine: range) -> Iterator[list[Any]]:
+        """Yields what some shards read in some steps: (epoch, step, shard), and then the samples."""
+        for step in steps:
+            for shard in mine:
+                if samples := self.samples_of(step, shard):
+                    yield [(self.epoch, step, shard), *samples]

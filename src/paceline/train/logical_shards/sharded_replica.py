@@ -1,0 +1,254 @@
+"""A rank's forward and backward in logical shards, for any data parallel training loop.
+
+Rank r's batch has the samples r, r + n, r + 2n, ... of a step, as `DistributedSampler` deals them out to n ranks. Dealt
+out to `count` shards in the same way, shard s has the same samples for every n, and rank r has the shards r, r + n, ...
+Their gradients are added in the tree that first splits the shards by the last bit of their number, so that the shards
+of a rank are a node of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.comm.group.eager import Compiler, compiled_by, eager
+from paceline.comm.group.process_group import ProcessGroup
+from paceline.train.autograd_graph import NO_BACKWARD, in_backward, running_backward
+from paceline.train.checks.module_checks import ModuleChecks
+from paceline.train.data_parallel import gather, map_tensors
+from paceline.train.logical_shards.shard_batches import random_stream
+from paceline.train.logical_shards.tree_sum import (
+    Node,
+    Values,
+    add,
+    add_up,
+    gradient_or_zeros,
+    laid_out_as,
+    sum_over_ranks,
+)
+from paceline.train.module_tensors import TrackedTensors, broadcast_tensors
+
+_FORWARD = 3  # the purpose of a random stream; `loader` and `logical` have the others
+
+
+@dataclass(eq=False)
+class _Forward:
+    """What a forward keeps for its backward: the parameters and changes of buffers of each of this rank's shards."""
+
+    reduces: bool
+    params: list[list[torch.Tensor]] = field(default_factory=list)
+    changes: list[list[torch.Tensor]] = field(default_factory=list)
+    whole: list[torch.Tensor] = field(
+        default_factory=list
+    )  # buffers that are not floating-point, after the first shard
+    is_over: bool = False
+
+
+class ShardedReplica:
+    """Calls `module` once for each of this rank's shards, and gives all ranks the average of all shards' gradients.
+
+    Args:
+        module: a module on CPU, the same on every rank.
+        tracked: the module's tensors.
+        count: the number of shards; a power of two like the number of ranks, and at least as large.
+        seed: the seed of the shards' random streams.
+        dim: the batch dimension of inputs and outputs.
+        group: the ranks.
+        checks: looks at the gradients of each shard, and is told of each averaged backward.
+
+    Raises:
+        ValueError: the number of shards or ranks is not a power of two, or there are fewer shards than ranks.
+        TypeError: a parameter has sparse gradients.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        tracked: TrackedTensors,
+        count: int,
+        seed: int,
+        dim: int,
+        group: ProcessGroup,
+        checks: ModuleChecks,
+    ):
+        size = group.size()
+        if count < size or count & (count - 1) or size & (size - 1):
+            raise ValueError(
+                f"rank {group.me.rank}: logical_shards is {count} with {size} ranks; both must be powers "
+                "of two, and no more ranks than shards. LogicalShards takes other numbers"
+            )
+        if tracked.sparse:
+            raise TypeError(
+                f"parameter {min(tracked.sparse)!r} has sparse gradients, which are not added in a fixed order; make "
+                "its layer with sparse=False, or leave deterministic=True out"
+            )
+        self._module, self._tracked = module, tracked
+        self._count, self._seed, self._dim, self._group = count, seed, dim, group
+        self._checks = checks
+        self._local = count // size
+        self._forwards = 0
+        self._waiting: list[_Forward] = []  # forwards whose backward has run and whose gradients are not reduced yet
+        self._begun: list[_Forward] = []  # forwards that the running backward has reached
+        self._task = NO_BACKWARD  # the engine's number of the backward that runs
+
+    def __call__(
+        self, args: Sequence[object], kwargs: Mapping[str, object], reduces: bool, compiler: Compiler = None
+    ) -> object:
+        """Returns what the module returns for this rank's batch, with its shards put together.
+
+        Args:
+            args: the module's positional arguments.
+            kwargs: its keyword arguments.
+            reduces: the backward averages the gradients; otherwise they are kept for a backward that does.
+            compiler: what compiles the module.
+
+        Raises:
+            ValueError: the samples of the batch cannot be dealt out evenly.
+            RuntimeError: a backward calls this.
+        """
+        if in_backward():
+            raise RuntimeError(
+                f"rank {self._group.me.rank}: the module was called inside a backward, as "
+                "torch.utils.checkpoint does to compute it again; with deterministic=True that would draw other "
+                "random numbers. Checkpoint layers inside the module, and not the wrapped module"
+            )
+        forward = _Forward(reduces)
+        outputs = [self._call(shard, args, kwargs, forward, compiler) for shard in range(self._local)]
+        self._forwards += 1
+        return map_tensors(gather(outputs, "cpu", self._dim), self._deal_back)
+
+    def _call(
+        self,
+        shard: int,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        forward: _Forward,
+        compiler: Compiler,
+    ) -> object:
+        params = {name: param.detach().requires_grad_() for name, param in self._tracked.trained.items()}
+        # Every shard starts with the buffers as they were before the step.
+        buffers = {name: buffer.detach().clone() for name, buffer in self._tracked.buffers.items()}
+        forward.params.append(list(params.values()))
+        inputs: Any = map_tensors((tuple(args), dict(kwargs)), lambda tensor: self._deal_out(tensor, shard))
+        number = shard * self._group.size() + self._group.rank()
+        with random_stream(self._seed, _FORWARD, self._forwards, number):
+            output = compiled_by(compiler, torch.func.functional_call, self._module, {**params, **buffers}, *inputs)
+        changed = [(buffers[name], old) for name, old in self._tracked.buffers.items() if old.is_floating_point()]
+        forward.changes.append([torch.where(new == old, 0, new - old) for new, old in changed])
+        if shard == 0:
+            forward.whole = [buffer.clone() for buffer in buffers.values() if not buffer.is_floating_point()]
+        return map_tensors(output, lambda tensor: self._watch(tensor, forward))
+
+    def _deal_out(self, tensor: torch.Tensor, shard: int) -> torch.Tensor:
+        """Returns a shard's samples in their own memory, since the layout of inputs may change what kernels compute."""
+        if tensor.dim() <= self._dim:
+            return tensor
+        samples = tensor.shape[self._dim]
+        if samples % self._local:
+            raise ValueError(
+                f"rank {self._group.me.rank}: a batch of {samples} samples cannot be dealt out to "
+                f"the {self._local} shards of a rank; use a batch_size that {self._local} divides, and drop_last=True"
+            )
+        apart: torch.Tensor = tensor.unflatten(self._dim, (samples // self._local, self._local))
+        return apart.select(self._dim + 1, shard).clone(memory_format=torch.contiguous_format)
+
+    def _deal_back(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the samples in the order of the batch, given the order of shards."""
+        if tensor.dim() <= self._dim or self._local == 1:
+            return tensor
+        by_shard: torch.Tensor = tensor.unflatten(self._dim, (self._local, tensor.shape[self._dim] // self._local))
+        return by_shard.transpose(self._dim, self._dim + 1).flatten(self._dim, self._dim + 1)
+
+    def _watch(self, tensor: torch.Tensor, forward: _Forward) -> torch.Tensor:
+        @eager
+        def begin(gradient: torch.Tensor) -> torch.Tensor:
+            if forward.is_over:
+                raise RuntimeError(
+                    f"rank {self._group.me.rank}: a second backward of one forward; with "
+                    "deterministic=True its gradients were averaged after the first. Call the module again"
+                )
+            task = running_backward()
+            if task != self._task:
+                self._task = task
+                self._begun = []  # even after a backward that failed
+                torch.autograd.Variable._execution_engine.queue_callback(self._end)
+            if forward not in self._begun:
+                self._begun.append(forward)
+            return gradient.clone(memory_format=torch.contiguous_format)
+
+        if tensor.requires_grad:
+            tensor.register_hook(begin)
+        return tensor
+
+    @eager
+    def _end(self) -> None:
+        """Averages the gradients at the end of a backward, if one of its forwards asked for it."""
+        self._task = NO_BACKWARD
+        begun = [f for f in self._begun if any(param.grad is not None for params in f.params for param in params)]
+        self._waiting += [forward for forward in begun if forward not in self._waiting]
+        if any(forward.reduces for forward in begun):
+            ready, self._waiting = self._waiting, []
+            self._reduce(ready)
+
+    @torch.no_grad()
+    def _reduce(self, forwards: Sequence[_Forward]) -> None:
+        rank, size = self._group.rank(), self._group.size()
+        runs = [_run(place * self._local, self._local) for place in map(_reversing(size), range(size))]
+        shard_of = _reversing(self._local)
+
+        def value_of(leaf: int) -> Values:
+            return self._values(forwards, shard_of(leaf - runs[rank].start))
+
+        nodes = [[Node(run.start, run.stop)] for run in runs]
+        node = nodes[rank][0]
+        mine = {node: add_up(node, add, value_of, {})}
+        total = sum_over_ranks(mine, nodes, self._count, self._group, in_place=True)
+        params = list(self._tracked.trained.values())
+        floating = [buffer for buffer in self._tracked.buffers.values() if buffer.is_floating_point()]
+        found, *rest = total
+        for param, gradient, times in zip(params, rest, found.tolist(), strict=False):
+            if times:
+                new = laid_out_as(param, gradient).div_(size)
+                param.grad = new if param.grad is None else param.grad.add_(new)
+        for buffer, change in zip(floating, rest[len(params) :], strict=True):
+            buffer.add_(change / self._count)
+        whole = [buffer for buffer in self._tracked.buffers.values() if not buffer.is_floating_point()]
+        for buffer, value in zip(whole, forwards[-1].whole, strict=True):
+            buffer.copy_(value)
+        if whole:
+            broadcast_tensors(whole, self._group)  # rank 0 has the first shard
+        self._checks.end(rest[: len(params)])
+        for forward in forwards:
+            forward.is_over = True
+            forward.params.clear()
+
+    def _values(self, forwards: Sequence[_Forward], shard: int) -> Values:
+        """Returns one shard's values: which parameters have gradients, the gradients, and the buffers' changes."""
+        params = list(self._tracked.trained.values())
+        gradients: list[torch.Tensor | None] = [None] * len(params)
+        for forward in forwards:
+            for at, param in enumerate(forward.params[shard]):
+                old, new = gradients[at], param.grad
+                gradients[at] = old if new is None else new if old is None else old + new
+        self._checks.look_at(list(self._tracked.trained), gradients)
+        changes = [torch.stack(each).sum(0) for each in zip(*(f.changes[shard] for f in forwards), strict=True)]
+        found = torch.tensor([float(gradient is not None) for gradient in gradients])
+        return [found, *map(gradient_or_zeros, params, gradients), *changes]
+
+
+def _run(first: int, length: int) -> range:
+    return range(first, first + length)
+
+
+def _reversing(count: int) -> Callable[[int], int]:
+    """Returns a function that reverses the bits of numbers below `count`, a power of two."""
+    bits = count.bit_length() - 1
+
+    def reverse(number: int) -> int:
+        return int(f"{number:0{bits}b}"[::-1], 2) if bits else 0
+
+    return reverse

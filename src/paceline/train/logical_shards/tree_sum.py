@@ -1,0 +1,235 @@
+"""Adds the ranks' sums over their shards, in the order of the tree over all shards.
+
+Where each rank has one node, and the tree over the nodes is the one over ranks, the core adds them where they are, if
+it can follow that order (see `ProcessGroup.sums_as_tree`). Otherwise each rank adds one slice of the values, and all
+ranks gather the slices. That moves as many bytes as an all-reduce, but in an order that this module controls: engines
+add over ranks, most of them in another order than a tree, and some round half-precision sums once for all ranks, which
+a tree over shards could not continue.
+
+The order in which the values of S shards are added, and which part of that each rank can do alone.
+
+It is a pairwise tree over the shards' numbers, like the core's over ranks: ((0 1) (2 3)) ((4 5) ...). A node of the
+tree is the run of shards below it, so it has the same value whichever rank computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, NoReturn, TypeVar
+
+import torch
+
+from paceline.comm.group.collectives.object_collectives import broadcast_object_list
+from paceline.comm.group.process_group import ProcessGroup
+from paceline.train.ddp.gradient_buckets import shares_memory
+
+Value = TypeVar("Value")
+
+
+class Node(NamedTuple):
+    """The shards from `first` to before `stop`."""
+
+    first: int
+    stop: int
+
+    @property
+    def halves(self) -> tuple[Node, Node]:
+        """The two nodes whose sum this one is, if it has more than one shard."""
+        half = 1 << ((self.stop - self.first - 1).bit_length() - 1)
+        return Node(self.first, self.first + half), Node(self.first + half, self.stop)
+
+
+def run_of_rank(shards: int, num_ranks: int, rank: int) -> range:
+    """Returns the consecutive shards that a rank computes.
+
+    >>> [list(run_of_rank(8, 3, rank)) for rank in range(3)]
+    [[0, 1, 2], [3, 4, 5], [6, 7]]
+    """
+    each, more = divmod(shards, num_ranks)
+    first = rank * each + min(rank, more)
+    return range(first, first + each + (rank < more))
+
+
+def nodes_within(run: range, node: Node) -> list[Node]:
+    """Returns the largest nodes at or below `node` within `run`: those that can be added without other ranks.
+
+    There is only one node if the number of ranks is a power of two that divides the number of shards.
+
+    >>> nodes_within(range(3, 6), Node(0, 8))
+    [Node(first=3, stop=4), Node(first=4, stop=6)]
+    """
+    if run.start <= node.first and node.stop <= run.stop:
+        return [node]
+    if node.stop <= run.start or run.stop <= node.first:
+        return []
+    left, right = node.halves
+    return nodes_within(run, left) + nodes_within(run, right)
+
+
+def is_tree_over_ranks(root: Node, nodes: Sequence[Sequence[Node]]) -> bool:
+    """Returns whether the sum over all shards is the pairwise tree over ranks of one node each.
+
+    >>> is_tree_over_ranks(Node(0, 8), [[Node(0, 4)], [Node(4, 8)]])
+    True
+    >>> is_tree_over_ranks(Node(0, 8), [[Node(4, 8)], [Node(0, 4)]])
+    False
+    """
+
+    def is_below(node: Node, ranks: Node) -> bool:
+        if ranks.stop - ranks.first == 1:
+            return list(nodes[ranks.first]) == [node]
+        return node.stop - node.first > 1 and all(map(is_below, node.halves, ranks.halves))
+
+    return is_below(root, Node(0, len(nodes)))
+
+
+def add_up(
+    node: Node, add: Callable[[Value, Value], Value], leaf: Callable[[int], Value], known: Mapping[Node, Value]
+) -> Value:
+    """Returns the value of `node`: a known one, that of a single shard, or the sum of its halves, the left one first.
+
+    The sum is computed depth first, so that at most one value for each level of the tree is held at a time.
+    """
+    if node in known:
+        return known[node]
+    if node.stop - node.first == 1:
+        return leaf(node.first)
+    left, right = node.halves
+    return add(add_up(left, add, leaf, known), add_up(right, add, leaf, known))
+
+
+Values = list[torch.Tensor]  # of the same dtypes and shapes for each shard
+Flat = dict[torch.dtype, torch.Tensor]
+
+
+def pack(tensors: Sequence[torch.Tensor]) -> Flat:
+    """Returns the tensors of each dtype concatenated."""
+    flat: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        flat.setdefault(tensor.dtype, []).append(tensor.detach().reshape(-1))
+    return {dtype: torch.cat(parts) for dtype, parts in flat.items()}
+
+
+def unpack(flat: Flat, like: Sequence[torch.Tensor]) -> Values:
+    """Returns views of `flat` with the shapes and dtypes of the tensors that were packed."""
+    taken = dict.fromkeys(flat, 0)
+    views = []
+    for tensor in like:
+        first = taken[tensor.dtype]
+        taken[tensor.dtype] += tensor.numel()
+        views.append(flat[tensor.dtype][first : first + tensor.numel()].view(tensor.shape))
+    return views
+
+
+def gradient_or_zeros(param: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+    """Returns a parameter's gradient where autograd put it, but zeros for None and a copy if it shares its memory."""
+    if gradient is None:
+        return torch.zeros_like(param, requires_grad=False)
+    return gradient.detach().clone() if shares_memory(gradient) else gradient.detach()
+
+
+def laid_out_as(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Returns a gradient with the strides of the parameter, which optimizers are fastest with."""
+    if gradient.stride() == param.stride():
+        return gradient
+    return torch.empty_like(param, requires_grad=False).copy_(gradient)
+
+
+def add(left: Values, right: Values) -> Values:
+    """Adds `right` to `left` in place, and returns it."""
+    torch._foreach_add_(left, right)
+    return left
+
+
+def sum_over_ranks(
+    mine: Mapping[Node, Values],
+    nodes: Sequence[Sequence[Node]],
+    shards: int,
+    group: ProcessGroup,
+    *,
+    in_place: bool = False,
+) -> Values:
+    """Returns the sum over all shards, which has the same bits on every rank of any group.
+
+    Args:
+        mine: the sums of this rank's nodes; with the same dtypes and shapes on all ranks. The result of a group of one
+            rank may be one of them.
+        nodes: each rank's nodes of the tree, which together hold every shard once.
+        shards: the number of shards.
+        group: the ranks.
+        in_place: the result may take the memory of `mine`, which otherwise does not change.
+    """
+    root = Node(0, shards)
+    own = [mine[node] for node in nodes[group.rank()]]
+    if group.size() == 1:
+        return add_up(root, _added, _no_leaf, dict(zip(nodes[0], own, strict=True)))
+    if is_tree_over_ranks(root, nodes) and all(map(group.sums_as_tree, own[0])):
+        return _sum_in_core(own[0], group, in_place)
+    return _sum_in_slices(own, nodes, root, group)
+
+
+def _sum_in_core(own: Values, group: ProcessGroup, in_place: bool) -> Values:
+    total = own if in_place else [torch.empty_like(tensor) for tensor in own]
+    for dtype in dict.fromkeys(tensor.dtype for tensor in own):
+        places = [at for at, tensor in enumerate(own) if tensor.dtype == dtype]
+        group.sum_as_tree([total[at] for at in places], [own[at] for at in places])
+    return total
+
+
+def _sum_in_slices(own: Sequence[Values], nodes: Sequence[Sequence[Node]], root: Node, group: ProcessGroup) -> Values:
+    # A rank without shards does not know what is added.
+    like = own[0] if all(nodes) else _announced(own, nodes, group)
+    flat = [pack(values) for values in own]
+    lengths: dict[torch.dtype, int] = {}
+    for tensor in like:
+        lengths[tensor.dtype] = lengths.get(tensor.dtype, 0) + tensor.numel()
+    sums = {
+        dtype: _sum_of_dtype([values[dtype] for values in flat], nodes, root, group, torch.empty(0, dtype=dtype), n)
+        for dtype, n in lengths.items()
+    }
+    return unpack(sums, like)
+
+
+def _added(left: Values, right: Values) -> Values:
+    """Returns the sum in memory of its own, since the values that were given may be needed again."""
+    return list(torch._foreach_add(left, right))
+
+
+def _announced(own: Sequence[Values], nodes: Sequence[Sequence[Node]], group: ProcessGroup) -> Values:
+    """Returns tensors with the dtypes and shapes of those that are added, on ranks without a value too."""
+    first = next(rank for rank, theirs in enumerate(nodes) if theirs)
+    said = [[(str(each.dtype).removeprefix("torch."), list(each.shape)) for each in own[0]] if own else []]
+    broadcast_object_list(said, group_src=first, group=group)
+    return [torch.empty(shape, dtype=getattr(torch, name), device="meta") for name, shape in said[0]]
+
+
+def _sum_of_dtype(
+    own: Sequence[torch.Tensor],
+    nodes: Sequence[Sequence[Node]],
+    root: Node,
+    group: ProcessGroup,
+    like: torch.Tensor,
+    length: int,
+) -> torch.Tensor:
+    size, rank = group.size(), group.rank()
+    each = -(-length // size)
+    bounds = [(min(length, r * each), min(length, (r + 1) * each)) for r in range(size)]
+    inputs = [[value[start:stop] for value in own] for start, stop in bounds]
+    width = bounds[rank][1] - bounds[rank][0]
+    outputs = [[like.new_empty(width) for _ in theirs] for theirs in nodes]
+    group.all_to_all(outputs, inputs)
+    known = {
+        node: value
+        for theirs, values in zip(nodes, outputs, strict=True)
+        for node, value in zip(theirs, values, strict=True)
+    }
+    total = add_up(root, torch.Tensor.add_, _no_leaf, known)
+    if width < each:
+        total = torch.cat([total, like.new_zeros(each - width)])
+    whole = like.new_empty(each * size)
+    group.all_gather(list(whole.split(each)), total)
+    return whole[:length]
+
+
+def _no_leaf(shard: int) -> NoReturn:
+    raise AssertionError(f"no rank has shard {shard}")

@@ -1,0 +1,127 @@
+"""Which parameters and buffers of a module take part in data parallel training.
+
+Copies tensors of any type and layout from one rank to all.
+
+Digests of tensors, by which ranks compare what they hold without sending it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import xxhash
+from torch import nn
+
+from paceline.comm.group.buffers import is_plain, memory_layout
+from paceline.comm.group.process_group import ProcessGroup
+from paceline.comm.group.variable_size import as_memory
+
+
+def by_device(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Returns the tensors of each device, since a call takes tensors of one device."""
+    groups: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device, []).append(tensor)
+    return list(groups.values())
+
+
+def byte_views(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the memory of contiguous tensors as uint8, so that several dtypes travel in one call."""
+    return [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
+
+
+def broadcast_tensors(tensors: list[torch.Tensor], group: ProcessGroup, root: int = 0) -> None:
+    """Copies the root's values to all ranks, whatever the dtypes and layouts."""
+    plain = [tensor for tensor in tensors if is_plain(tensor)]
+    kept = {id(tensor) for tensor in plain}
+    for together in by_device(plain):
+        group.broadcast(byte_views(together), root)
+    for tensor in tensors:
+        if id(tensor) not in kept:
+            group.broadcast(tensor.detach(), root)
+
+
+def digest_of(tensors: Sequence[torch.Tensor]) -> int:
+    """Returns a digest (XXH3, 63 bits) of tensors, of their types, shapes and values."""
+    total = xxhash.xxh3_64(seed=0)
+    for tensor in tensors:
+        total.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
+        total.update(memory_of(tensor))
+    return total.intdigest() >> 1
+
+
+def digest_of_text(text: str) -> int:
+    """Returns a digest (XXH3, 63 bits) of a text."""
+    return xxhash.xxh3_64_intdigest(text.encode(), seed=0) >> 1
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Returns the bytes of a tensor, or of a contiguous copy of it in the CPU's memory, without another copy."""
+    flat = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
+    kept = as_memory(flat)
+    return kept if memory_layout(flat) == memory_layout(tensor) else memoryview(bytes(kept))
+
+
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's DistributedDataParallel reads the same attribute
+
+
+@dataclass(frozen=True)
+class TrackedTensors:
+    """A module's trained parameters, frozen parameters and buffers by name, without those that are to be ignored.
+
+    `sparse` holds the names of trained parameters whose layers make sparse gradients; `ignored` the ignored names.
+    """
+
+    trained: dict[str, nn.Parameter]
+    frozen: dict[str, nn.Parameter]
+    buffers: dict[str, torch.Tensor]
+    sparse: frozenset[str]
+    ignored: frozenset[str]
+
+    def tensors(self, with_buffers: bool = True) -> list[torch.Tensor]:
+        """Returns all parameters and, by default, buffers, but those on the meta device, which have no values."""
+        buffers = [each for each in self.buffers.values() if not each.is_meta] if with_buffers else []
+        return [*self.trained.values(), *self.frozen.values(), *buffers]
+
+
+def collect_tracked(module: nn.Module, also_ignored: Iterable[str] = ()) -> TrackedTensors:
+    """Returns the tensors of a module in order of registration; a tensor with several names has its first.
+
+    Args:
+        module: the module; its class or a call of `ignore_tensors` may name tensors to be ignored.
+        also_ignored: the names of further tensors to be ignored.
+    """
+    ignored = frozenset(getattr(module, _IGNORED, ())) | frozenset(also_ignored)
+    all_params = list(module.named_parameters(remove_duplicate=False))
+    all_buffers = list(module.named_buffers(remove_duplicate=False))
+    left_out = {id(tensor) for name, tensor in (*all_params, *all_buffers) if name in ignored}
+    params = {name: param for name, param in module.named_parameters() if id(param) not in left_out}
+    embeddings = [each for each in module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
+    sparse = {id(each.weight) for each in embeddings if each.sparse}
+    return TrackedTensors(
+        trained={name: param for name, param in params.items() if param.requires_grad},
+        frozen={name: param for name, param in params.items() if not param.requires_grad},
+        buffers={name: buffer for name, buffer in module.named_buffers() if id(buffer) not in left_out},
+        sparse=frozenset(name for name, param in params.items() if param.requires_grad and id(param) in sparse),
+        ignored=ignored,
+    )
+
+
+def ignore_tensors(module: nn.Module, names: Iterable[str]) -> None:
+    """Excludes these parameters and buffers of `module` from what wrappers copy and average.
+
+    Raises:
+        ValueError: the module has no such parameter or buffer.
+    """
+    names = list(names)
+    known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(
+            f"the module has no parameter or buffer {', '.join(map(repr, unknown))}; names are those of "
+            "module.named_parameters() and module.named_buffers()"
+        )
+    setattr(module, _IGNORED, names)

@@ -1,0 +1,381 @@
+"""A model whose layers are on different ranks.
+
+All ranks of a pipeline agree on the batch before anything passes between them.
+
+Divides a model's layers into stages, and a batch into micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from paceline.comm.engine.codes import ReduceOp
+from paceline.comm.group.collectives.coalesced import all_reduce_coalesced
+from paceline.comm.group.default import Group, resolve
+from paceline.comm.group.process_group import ProcessGroup
+from paceline.comm.group.work import Work
+from paceline.train.pipeline.execution import Ending, Execution, Forms, StageTransport
+from paceline.train.pipeline.parameter_index import UndividedModel, describe_undivided
+from paceline.train.pipeline.program import PipelineProgram, program_of, verify_program
+from paceline.train.pipeline.schedule import PipelineSchedule, forwards_only, make_pipeline_schedule
+from paceline.train.pipeline.stage import Stage, Value
+from paceline.train.training_events import RecordedSteps
+
+_NOT_ASKED, _MISSING, _UNEVEN = -1, -2, -3
+
+
+def agreed_rows(
+    group: ProcessGroup,
+    plan: PipelineSchedule,
+    inputs: Sequence[torch.Tensor] | None,
+    targets: Sequence[torch.Tensor] | None,
+) -> int:
+    """Returns how many samples the batch has; all ranks call this.
+
+    Args:
+        inputs: the batch on the rank of the first stage, None on others.
+        targets: what the rank of the last stage compares with; None on others, and if no loss is wanted.
+
+    Raises:
+        ValueError: on all ranks, if a batch is missing or the sizes do not fit.
+    """
+    mine = torch.tensor([_rows_of_batch(inputs), _rows_of_batch(targets)], device="cpu")
+    everyone = [torch.empty_like(mine) for _ in range(group.size())]
+    group.all_gather(everyone, mine)
+    first, last = plan.ranks_of_stages[0], plan.ranks_of_stages[-1]
+    rows, wanted = int(everyone[first][0]), int(everyone[last][1])
+    for name, rank, seen in (("inputs", first, rows), ("targets", last, wanted)):
+        who = f"{group.me}: pipeline: the {name} on rank {group.ranks[rank]}, which has the {_WHICH[name]} stage,"
+        if seen == _MISSING:
+            raise ValueError(
+                f"{who} are missing; pass a tensor, or a tuple of tensors, with the samples along dimension 0"
+            )
+        if seen == _UNEVEN:
+            raise ValueError(
+                f"{who} are no tensors with the same number of samples along dimension 0; pass such tensors"
+            )
+    if wanted not in (_NOT_ASKED, rows):
+        raise ValueError(
+            f"{group.me}: pipeline: rank {group.ranks[first]} passes inputs of {rows} samples, and rank "
+            f"{group.ranks[last]} targets of {wanted}; pass the same batch on both"
+        )
+    if rows < plan.micro_batches:
+        raise ValueError(
+            f"{group.me}: pipeline: a batch of {rows} samples cannot be divided into {plan.micro_batches} "
+            "micro-batches; each needs at least one sample"
+        )
+    return rows
+
+
+_WHICH = {"inputs": "first", "targets": "last"}
+
+
+def _rows_of_batch(batch: Sequence[torch.Tensor] | None) -> int:
+    if batch is None:
+        return _NOT_ASKED
+    if not batch:
+        return _MISSING
+    if not all(isinstance(each, torch.Tensor) and each.ndim and each.size(0) == batch[0].size(0) for each in batch):
+        return _UNEVEN
+    return batch[0].size(0)
+
+
+def into_stages(layers: Sequence[nn.Module], stages: int, split: Sequence[int] | None) -> list[list[int]]:
+    """Returns which layers each stage has.
+
+    Args:
+        split: how many layers each stage has; None divides them so that the largest stage has as few parameters as
+            possible, counting a layer without parameters as one.
+
+    Raises:
+        ValueError: there are fewer layers than stages, or `split` does not fit.
+    """
+    if split is not None:
+        if len(split) != stages or sum(split) != len(layers) or min(split) < 1:
+            raise ValueError(
+                f"Pipeline: split={list(split)} must be {stages} numbers of at least 1, one a stage, whose sum is "
+                f"{len(layers)}, the number of layers"
+            )
+        ends = list(accumulate(split))
+        return [list(range(end - size, end)) for end, size in zip(ends, split, strict=True)]
+    if len(layers) < stages:
+        raise ValueError(f"Pipeline: there are {len(layers)} layers for {stages} stages; each stage needs at least one")
+    return _balanced([1 + sum(p.numel() for p in layer.parameters()) for layer in layers], stages)
+
+
+def _balanced(weights: Sequence[int], parts: int) -> list[list[int]]:
+    """Returns consecutive parts of which the heaviest is as light as possible, by bisection."""
+    low, high = max(weights), sum(weights)
+    while low < high:
+        middle = (low + high) // 2
+        if len(_filled(weights, middle, parts)) <= parts:
+            high = middle
+        else:
+            low = middle + 1
+    return _filled(weights, low, parts)
+
+
+def _filled(weights: Sequence[int], most: int, parts: int) -> list[list[int]]:
+    """Fills parts up to `most`, but leaves at least one element for each part that is still to come."""
+    filled: list[list[int]] = [[]]
+    weight = 0
+    for at, each in enumerate(weights):
+        still_to_come = parts - len(filled)
+        if filled[-1] and (weight + each > most or len(weights) - at <= still_to_come):
+            filled.append([])
+            weight = 0
+        filled[-1].append(at)
+        weight += each
+    return filled
+
+
+def into_micro_batches(batch: tuple[torch.Tensor, ...], micro_batches: int) -> list[tuple[torch.Tensor, ...]]:
+    """Returns the rows of each tensor as evenly divided as possible."""
+    return list(zip(*(each.tensor_split(micro_batches) for each in batch), strict=True))
+
+
+class LossFunction(Protocol):
+    """What turns the last layer's output and the target of a micro-batch into its mean loss."""
+
+    def __call__(self, output: Any, target: Any, /) -> torch.Tensor:
+        """Returns a scalar."""
+
+
+class Pipeline(nn.Module):
+    """A model whose layers are divided among the ranks of a group, and through which micro-batches pass.
+
+    Each rank keeps only the layers of its stages, under the names that they have in the whole model, so the ranks'
+    `state_dict()`s are parts of the whole one. A step adds to `.grad`, as a backward does; optimizers, schedulers and
+    `zero_grad` are used as ever, on `pipeline.parameters()`.
+
+    Args:
+        layers: the whole model, the same on every rank: an `nn.Sequential`, or a list of modules, each of which is
+            called with the output of the one before. A tuple of tensors becomes several arguments. What passes between
+            stages must have sizes that depend on the sizes of the batch only.
+        loss: called on the rank of the last stage with the output and the target of a micro-batch; returns their mean.
+        micro_batches: into how many a batch is divided. The bubble, in which ranks wait, is (p - 1) / (m + p - 1) of a
+            step with m micro-batches, p ranks and one stage a rank.
+        schedule: `1f1b`, `gpipe`, `interleaved` or `zero_bubble`; see docs/large-models.md.
+        stages_per_rank: more than 1 with `interleaved` only.
+        split: how many layers each stage has; by default such that the largest stage has as few parameters as possible.
+        group: the ranks of the pipeline, such as `mesh.get_group("pp")`; the default group if None.
+        data_parallel_group: the ranks that have the same stages and train on other samples, such as
+            `mesh.get_group("dp")`. Gradients are averaged over them while later stages still compute.
+        whole: the model that the layers of a list were taken from, if it has other names for them, such as
+            `blocks.0` for layer 1. Checkpoints then have its names, and the order of its parameters.
+
+    Raises:
+        ValueError: the schedule does not fit the numbers, there are too few layers, two stages share a weight, or
+            `whole` has other layers.
+
+    Example::
+
+        pipeline = paceline.Pipeline(model, nn.functional.cross_entropy, micro_batches=8)
+        optimizer = torch.optim.AdamW(pipeline.parameters())
+        loss = pipeline.step(inputs, targets)  # on every rank
+        optimizer.step()
+        optimizer.zero_grad()
+    """
+
+    def __init__(
+        self,
+        layers: nn.Sequential | Sequence[nn.Module],
+        loss: LossFunction,
+        *,
+        micro_batches: int,
+        schedule: str = "1f1b",
+        stages_per_rank: int = 1,
+        split: Sequence[int] | None = None,
+        group: Group = None,
+        data_parallel_group: Group = None,
+        whole: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        chosen = resolve(group)
+        if chosen is None:
+            raise ValueError("Pipeline: this rank is not in the group; make the pipeline on the group's ranks only")
+        self._group: ProcessGroup = chosen
+        self._replicas = None if data_parallel_group is None else resolve(data_parallel_group)
+        self._loss: LossFunction = partial(loss)  # a module of its own would become a part of this one
+        plan = make_pipeline_schedule(schedule, chosen.size(), micro_batches, stages_per_rank)
+        self._train, self._infer = program_of(plan), program_of(forwards_only(plan))
+        verify_program(self._train)
+        listed = list(layers)
+        divided = into_stages(listed, plan.stages, split)
+        _require_own_weights(listed, divided)
+        numbers = [str(number) for number in range(len(listed))]
+        names = list(layers._modules) if isinstance(layers, nn.Sequential) else numbers
+        self._whole = describe_undivided(names, listed, whole)
+        self._stages = self._kept(names, listed, divided, plan)
+        own = next(self.parameters(), None)
+        self._device = torch.device("cpu") if own is None else own.device
+        self._transfers = StageTransport(chosen, micro_batches, self._device)
+        self._forms: dict[tuple[str, bool, int], Forms] = {}
+        self._recorded = RecordedSteps("pipeline")
+
+    @property
+    def plan(self) -> PipelineSchedule:
+        """The schedule, as data."""
+        return self._train.plan
+
+    @property
+    def whole(self) -> UndividedModel:
+        """The names of the whole model, of which this rank has a part."""
+        return self._whole
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank has the first stage, which takes the inputs."""
+        return 0 in self._stages
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the last stage, which takes the targets."""
+        return self.plan.stages - 1 in self._stages
+
+    def step(
+        self, inputs: Any = None, targets: Any = None, *, scaler: torch.amp.GradScaler | None = None
+    ) -> torch.Tensor:
+        """Runs the forwards and backwards of a batch, and adds its gradients to `.grad`; all ranks call this.
+
+        Args:
+            inputs: a tensor, or a tuple of tensors, with the samples along dimension 0. Used by the first stage; other
+                ranks may pass None.
+            targets: the same for the last stage's loss.
+            scaler: multiplies the loss before the backward, such as `paceline.GradScaler(group=...)`.
+
+        Returns:
+            The mean loss over the batch, without the scale, a detached scalar, on every rank.
+
+        Raises:
+            ValueError: on all ranks, if a batch is missing, or has other sizes on the first and the last rank, or
+                fewer samples than there are micro-batches.
+            CollectiveTimeoutError: a rank did not come in time.
+            PeerLostError: a rank died.
+        """
+        rows = self._begin(inputs, targets, True)
+        self._recorded.forward_begins()
+        averages: list[Work] = []
+        scale = 1.0 if scaler is None else float(scaler.scale(torch.ones((), device=self._device)))
+        endings = self._endings(targets, scale / rows)
+        losses = self._run(self._train, inputs, rows, endings, partial(self._average, averages))
+        for work in averages:
+            work.wait()
+        mean = torch.zeros((), device=self._device)
+        if self.is_last:
+            mean += torch.stack([loss for (loss,) in losses]).sum() / scale
+        self._group.broadcast(mean, self.plan.ranks_of_stages[-1])
+        self._recorded.backward_ended(averaged=True)
+        return mean
+
+    def forward(self, inputs: Any = None) -> Any:
+        """Runs the forwards of a batch without gradients; all ranks call this.
+
+        Returns:
+            The output for the whole batch on the rank of the last stage, and None on the others.
+
+        Raises:
+            ValueError: as for `step`.
+        """
+        rows = self._begin(inputs, None, False)
+        with torch.no_grad():
+            outputs = self._run(self._infer, inputs, rows)
+        if not self.is_last:
+            return None
+        return _given(tuple(torch.cat(parts) for parts in zip(*outputs, strict=True)))
+
+    def _kept(
+        self,
+        names: Sequence[str],
+        layers: Sequence[nn.Module],
+        divided: Sequence[Sequence[int]],
+        plan: PipelineSchedule,
+    ) -> dict[int, Stage]:
+        """Takes this rank's layers over, under their names; returns its stages."""
+        stages = {}
+        for stage, numbers in enumerate(divided):
+            if plan.ranks_of_stages[stage] == self._group.rank():
+                stages[stage] = Stage([layers[each] for each in numbers])
+                for each in numbers:
+                    self.add_module(names[each], layers[each])
+        return stages
+
+    def _begin(self, inputs: Any, targets: Any, needs_targets: bool) -> int:
+        """Returns how many samples all ranks are about to work on."""
+        first = _several(inputs) if self.is_first else None
+        last = _several(targets) if self.is_last and needs_targets else None
+        return agreed_rows(self._group, self.plan, first, last)
+
+    def _endings(self, targets: Any, weight: float) -> list[Ending]:
+        """Returns what computes the micro-batches' losses on the last stage's rank; `weight` is that of a sample."""
+        if not self.is_last:
+            return []
+        parts = self.plan.micro_batches
+
+        def ending(target: Value, size: int, output: Value) -> torch.Tensor:
+            return self._loss(_given(output), _given(target)) * (size * weight)
+
+        divided = into_micro_batches(_several(targets), parts)
+        return [partial(ending, target, size) for target, size in zip(divided, map(_rows, divided), strict=True)]
+
+    def _average(self, averages: list[Work], stage: Stage) -> None:
+        """Starts to average the gradients of a stage over the replicas."""
+        if self._replicas is None:
+            return
+        if grads := [each.grad for each in stage.parameters if each.grad is not None]:
+            work = all_reduce_coalesced(grads, ReduceOp.AVG, self._replicas, async_op=True)
+            assert work is not None, "it was started in the background"
+            averages.append(work)
+
+    def _run(
+        self,
+        program: PipelineProgram,
+        inputs: Any,
+        rows: int,
+        endings: Sequence[Ending] = (),
+        has_gradients: Callable[[Stage], None] = lambda stage: None,
+    ) -> list[Value]:
+        """Carries a program out; returns the losses or outputs of the last stage, if it is here."""
+        divided = into_micro_batches(_several(inputs), self.plan.micro_batches) if self.is_first else []
+        forms = self._forms.setdefault((program.plan.name, self.training, rows), Forms())
+        rank, stages, transfers = self._group.rank(), self._stages, self._transfers
+        try:
+            return Execution(program, rank, stages, transfers, forms, divided, endings, has_gradients).run()
+        except BaseException:
+            transfers.forget()
+            for stage in stages.values():
+                stage.forget()
+            raise
+
+
+def _several(given: Any) -> Value:
+    if given is None:
+        return ()
+    return tuple(given) if isinstance(given, (tuple, list)) else (given,)
+
+
+def _rows(batch: Value) -> int:
+    return batch[0].size(0)
+
+
+def _given(several: Value) -> Any:
+    return several[0] if len(several) == 1 else several
+
+
+def _require_own_weights(layers: Sequence[nn.Module], divided: Sequence[Sequence[int]]) -> None:
+    stages_of: dict[int, int] = {}
+    for stage, numbers in enumerate(divided):
+        for number in numbers:
+            for name, parameter in layers[number].named_parameters():
+                if stages_of.setdefault(id(parameter), stage) != stage:
+                    raise ValueError(
+                        f"Pipeline: {name} of layer {number} belongs to stage {stage} and to stage "
+                        f"{stages_of[id(parameter)]}; stages can be on different ranks, so they cannot share a weight. "
+                        "Give each its own, or put both into one stage with split="
+                    )

@@ -1,0 +1,282 @@
+"""Checks, before training starts, that every rank wraps the same model in the same way.
+
+Error texts for devices that a program names and that the machine or the module does not have.
+
+Checks whether a module and a machine are fit for data parallel training.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import socket
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from paceline import _core
+from paceline.comm.engine.codes import DTYPE_CODES, ReduceOp
+from paceline.comm.group.call_plan import reduces
+from paceline.comm.group.process_group import ProcessGroup
+from paceline.errors import CollectiveMismatchError, and_more
+from paceline.train.module_tensors import TrackedTensors
+
+
+def absent_device_text(device_ids: Sequence[torch.device], output_device: torch.device | None) -> str | None:
+    """Returns text on a named GPU that this machine does not have, with the fix; None if it has all of them."""
+    named = {"device_ids": device_ids, "output_device": [] if output_device is None else [output_device]}
+    for argument, devices in named.items():
+        for device in devices:
+            gpus = torch.cuda.device_count()
+            if device.type != "cuda" or device.index < gpus:
+                continue
+            if gpus == 0:
+                return (
+                    f"{argument} names {device} (a bare number is a GPU's), and this process sees no GPU. To train on "
+                    "the CPU leave device_ids and output_device out, or give None"
+                )
+            return (
+                f"{argument} names {device}, and this process sees {gpus} GPU{'s' if gpus > 1 else ''}: the numbers "
+                f"from 0 to {gpus - 1}, such as LOCAL_RANK with one process for each GPU"
+            )
+    return None
+
+
+def wrong_device_text(name: str, tensor: torch.Tensor, device: torch.device) -> str:
+    """Returns text that says that a parameter or buffer is not on the first of `device_ids`, with the fix."""
+    if tensor.is_meta:
+        move = f"module.to_empty(device={str(device)!r}) gives it memory, which must then be filled"
+    elif tensor.is_cpu:
+        move = f"module.to({str(device)!r}), or leave device_ids out for a module on the CPU"
+    else:
+        move = f"module.to({str(device)!r})"
+    return f"{name!r} is on {tensor.device}, and device_ids begins with {device}: {move}"
+
+
+Entry = list[object]
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What a rank reports about itself to all ranks.
+
+    Attributes:
+        overlaps: whether it was told to overlap reduction with backward, or can since its tensors are on a GPU; None if
+            that depends on the cores.
+        host: the name of its host.
+        local_ranks: how many ranks its host has, those of other groups too; 0 if it does not know.
+        cores: those that it may run on.
+        quota: how many cores' time its cgroup gets; 0 for no limit.
+        cgroup: which cgroup that is.
+        threads: torch's threads.
+    """
+
+    overlaps: bool | None
+    host: str
+    local_ranks: int
+    cores: list[int]
+    quota: float
+    cgroup: int
+    threads: int
+
+
+def describe_tensors(tracked: TrackedTensors) -> list[Entry]:
+    """Returns the name, shape, strides, dtype, device type and requires_grad of each parameter and buffer."""
+    described: list[Entry] = []
+    for kind, named in (("parameter", tracked.trained | tracked.frozen), ("buffer", tracked.buffers)):
+        for name, tensor in named.items():
+            shape = list(tensor.shape)
+            where = "" if tensor.is_cpu else f" on {tensor.device.type}"
+            described.append([kind, name, shape, list(tensor.stride()), f"{tensor.dtype}{where}", tensor.requires_grad])
+    return described
+
+
+def require_same_module(
+    tracked: TrackedTensors,
+    options: dict[str, object],
+    facts: RankFacts,
+    problem: Exception | None,
+    group: ProcessGroup,
+) -> list[RankFacts]:
+    """Compares the model, and the options it is wrapped with, over the ranks; returns every rank's facts.
+
+    Args:
+        tracked: the tensors of the module that this rank wraps.
+        options: arguments that must be the same on every rank.
+        facts: what this rank reports about itself.
+        problem: why this rank cannot wrap its module; it is raised here, after the other ranks have received it.
+
+    Raises:
+        CollectiveMismatchError: on every rank, naming the first difference and which ranks are on which side of it.
+    """
+    description = [] if problem is not None else describe_tensors(tracked)
+    digest = hashlib.blake2b(json.dumps(description).encode(), digest_size=16).hexdigest()
+    mine: dict[str, object] = {"digest": digest, "options": options, "facts": asdict(facts)}
+    mine["problem"] = str(problem) if problem else None
+    everyone = [json.loads(data) for data in group.all_gather_bytes(json.dumps(mine).encode())]
+    if problem is not None:
+        raise problem
+    for rank, other in zip(group.ranks, everyone, strict=True):
+        if other["problem"] is not None:
+            raise CollectiveMismatchError(
+                f"rank {group.me.rank}: rank {rank} could not wrap its module, so no rank can: "
+                f"{other['problem']}. Build the same model on every rank and wrap it the same way"
+            )
+    for option, value in options.items():
+        values = [other["options"].get(option) for other in everyone]
+        if any(each != value for each in values):
+            told = _sides([f"{option}={each!r}" for each in values], group.ranks)
+            raise CollectiveMismatchError(
+                f"rank {group.me.rank}: the module is not wrapped alike: {told}. Pass the same arguments on every rank"
+            )
+    if any(other["digest"] != digest for other in everyone):
+        descriptions = [json.loads(data) for data in group.all_gather_bytes(json.dumps(description).encode())]
+        raise CollectiveMismatchError(
+            f"rank {group.me.rank}: the models differ: {_first_difference(descriptions, group.ranks)}. "
+            "Build the same model on every rank (same arguments, same order of layers) before wrapping it"
+        )
+    return [RankFacts(**other["facts"]) for other in everyone]
+
+
+def _first_difference(descriptions: Sequence[list[Entry]], ranks: Sequence[int]) -> str:
+    for at in range(max(map(len, descriptions))):
+        said = [_say(entries[at] if at < len(entries) else None) for entries in descriptions]
+        if any(each != said[0] for each in said):
+            return _sides(said, ranks)
+    raise AssertionError("descriptions whose digests differ are equal")
+
+
+def _sides(values: Sequence[str], ranks: Sequence[int], most: int = 8) -> str:
+    """Returns text that says which ranks hold which value, beginning with rank 0's."""
+    holders: dict[str, list[int]] = {}
+    for rank, value in zip(ranks, values, strict=True):
+        holders.setdefault(value, []).append(rank)
+    told = []
+    for value, who in holders.items():
+        listed = and_more(who, most)
+        told.append(f"rank{'s' if len(who) > 1 else ''} {listed}: {value}")
+    return "; ".join(told)
+
+
+def _say(entry: Entry | None) -> str:
+    if entry is None:
+        return "nothing in its place"
+    kind, name, shape, stride, dtype, requires_grad = entry
+    return f"{kind} {name!r} of shape {shape}, strides {stride}, {dtype}, requires_grad={requires_grad}"
+
+
+_warned = False  # whether this process has warned that there are too many threads
+
+
+def unsupported_reason(
+    tracked: TrackedTensors,
+    group: ProcessGroup,
+    device_ids: Sequence[torch.device] = (),
+    output_device: torch.device | None = None,
+    has_delayed: bool = False,
+) -> Exception | None:
+    """Returns why a module cannot be wrapped, or None if it can.
+
+    Args:
+        tracked: the module's tensors.
+        group: the ranks.
+        device_ids: the module must be on the first of these devices, if there are any.
+        output_device: the device of the outputs.
+        has_delayed: parameters other than the tracked ones are averaged, so there may be no tracked ones.
+    """
+    absent = absent_device_text(device_ids, output_device)
+    if absent is not None:
+        return ValueError(f"rank {group.me.rank}: {absent}")
+    device = device_ids[0] if device_ids else None
+    with_values = {name: buffer for name, buffer in tracked.buffers.items() if not buffer.is_meta}
+    for name, tensor in (tracked.trained | tracked.frozen | with_values).items():
+        if torch.nn.parameter.is_lazy(tensor):
+            return ValueError(f"{name!r} has no shape yet; call the module once, then wrap it")
+        if tensor.device.type not in group.device_types:
+            fitting = "init_process_group(backend='cpu:paceline,cuda:nccl')" if tensor.is_cuda else "module.cpu()"
+            fitting = "module.to_empty(device='cpu'), then load its state" if tensor.is_meta else fitting
+            return ValueError(
+                f"{name!r} is on {tensor.device}, and the group's backend {group.backend!r} has no engine for it: "
+                f"{fitting}"
+            )
+        if device is not None and tensor.device != device:
+            return ValueError(wrong_device_text(name, tensor, device))
+    for name, buffer in tracked.buffers.items():
+        if buffer.layout is not torch.strided or buffer.is_nested:
+            what = "nested tensor" if buffer.is_nested else f"tensor of layout {buffer.layout}"
+            return TypeError(
+                f"the buffer {name!r} is a {what}, which cannot be copied to other ranks; give "
+                "broadcast_buffers=False, or leave it out with "
+                "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model"
+            )
+    if not tracked.trained and not has_delayed:
+        return RuntimeError(
+            "no parameter of the module requires a gradient, so there is nothing to reduce; use it unwrapped"
+        )
+    for name, param in tracked.trained.items():
+        if param.dtype not in DTYPE_CODES or (param.is_cpu and not reduces(DTYPE_CODES[param.dtype], ReduceOp.AVG)):
+            return TypeError(f"parameter {name!r} is of {param.dtype}, which cannot be averaged over the ranks")
+    return None
+
+
+def rank_facts(group: ProcessGroup, overlap: bool | None, on_cpu: bool = True) -> RankFacts:
+    """Returns what this rank reports about itself; on a GPU, reducing during backward needs no core."""
+    named = os.environ.get("LOCAL_WORLD_SIZE", "")
+    quota, cgroup = _core.cpu_quota()
+    return RankFacts(
+        overlaps=True if overlap is None and not on_cpu else overlap,
+        host=socket.gethostname(),
+        local_ranks=int(named) if named.isdecimal() else 0,
+        cores=sorted(os.sched_getaffinity(0)),
+        quota=quota,
+        cgroup=cgroup,
+        threads=torch.get_num_threads(),
+    )
+
+
+def reduces_during_backward(everyones: Sequence[RankFacts]) -> bool:
+    """Returns whether every rank was told to, or has a core for its progress thread besides those it computes on."""
+    return all(
+        _has_core_to_spare(facts, everyones) if facts.overlaps is None else facts.overlaps for facts in everyones
+    )
+
+
+def _has_core_to_spare(mine: RankFacts, everyones: Sequence[RankFacts]) -> bool:
+    here = [facts for facts in everyones if facts.host == mine.host]
+    beside = [facts for facts in here if not set(facts.cores).isdisjoint(mine.cores)]
+    sharing = [facts for facts in here if facts.cgroup == mine.cgroup]
+    if mine.quota and sum(facts.threads + 1 for facts in sharing) > mine.quota:
+        return False
+    # Ranks that are not in this group compete as well, unless the ranks of this host have cores of their own.
+    absent = max(0, mine.local_ranks - len(here)) if len(beside) == len(here) else 0
+    needed = sum(facts.threads + 1 for facts in beside) + absent * (mine.threads + 1)
+    return len({core for facts in beside for core in facts.cores}) >= needed
+
+
+def warn_of_too_many_threads(everyones: Sequence[RankFacts], group: ProcessGroup) -> None:
+    """Warns once, on one rank of each host, if its ranks have more threads than cores."""
+    global _warned
+    mine = everyones[group.rank()]
+    here = [rank for rank, facts in enumerate(everyones) if facts.host == mine.host]
+    threads = sum(everyones[rank].threads for rank in here)
+    cores = len({core for rank in here for core in everyones[rank].cores})
+    if mine.quota and all(everyones[rank].cgroup == mine.cgroup for rank in here):
+        cores = min(cores, math.ceil(mine.quota))
+    if threads <= cores or len(here) < 2 or here[0] != group.rank() or _warned:
+        return
+    _warned = True
+    fair = max(1, cores // len(here))
+    advice = [f"Give each {fair}: set OMP_NUM_THREADS={fair}, or call torch.set_num_threads({fair}) before wrapping"]
+    if all(everyones[rank].threads <= fair for rank in here):
+        advice = []
+    if len(here) > cores:
+        advice.append(f"Start no more than {cores} ranks here")
+    warnings.warn(
+        f"rank {group.me.rank}: the {len(here)} ranks on {mine.host} compute with {threads} threads on "
+        f"{cores} cores, so they slow each other down. {'. '.join(advice)}",
+        stacklevel=4,
+    )

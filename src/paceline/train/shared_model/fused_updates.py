@@ -1,0 +1,140 @@
+"""Updates slices in the core, which applies an optimizer to averages while they are in the first-level cache.
+
+The core does so for torch's Adam, AdamW and SGD with `fused=True`, which leaves it to the implementation how it rounds.
+Their state stays torch's: torch makes it in the first step, and saves and loads it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from paceline import _core
+from paceline.comm.engine.codes import DTYPE_CODES
+from paceline.train.shared_model.shared_shards import ReadyRound
+
+_DTYPES = (torch.float32, torch.float64)
+_address = torch.Tensor.data_ptr
+
+
+class _Group(NamedTuple):
+    """The options of a parameter group in this step, and the state that each of its parameters then has."""
+
+    options: _core.UpdateOptions
+    state: Sequence[str]
+
+
+class _Plan(NamedTuple):
+    """The update of a round; `tensors` keeps the memory whose `addresses` it has."""
+
+    update: _core.Update
+    tensors: Sequence[torch.Tensor]
+    addresses: Sequence[int]
+
+
+class FusedUpdates:
+    """Gives each round the update with which the core does what `optimizer` would do.
+
+    Args:
+        optimizer: an optimizer of the slices that this rank owns, to which no parameter group is added any more.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._place_of = {
+            id(updated): at for at, group in enumerate(optimizer.param_groups) for updated in group["params"]
+        }
+        self._plans: weakref.WeakKeyDictionary[ReadyRound, _Plan] = weakref.WeakKeyDictionary()
+        self._groups: list[_Group] = []  # empty if torch has to make this step
+
+    def begin_step(self) -> None:
+        """Reads the options of the parameter groups."""
+        groups = [_options_of(self._optimizer, group) for group in self._optimizer.param_groups]
+        self._groups = [group for group in groups if group is not None] if all(groups) else []
+
+    def begin(self, ready: ReadyRound) -> _core.Update | None:
+        """Returns the update of this round, which counts as made; None if torch has to make it."""
+        tensors = self._tensors(ready) if self._groups else None
+        if not tensors:
+            return None
+        plan = self._plans.get(ready)
+        if plan is None or plan.addresses != list(map(_address, tensors)):
+            if not self._are_usable(ready):
+                return None
+            plan = self._plans[ready] = self._plan(ready, tensors)
+        plan.update.begin([group.options for group in self._groups])
+        return plan.update
+
+    def _tensors(self, ready: ReadyRound) -> list[torch.Tensor] | None:
+        """Returns what the round updates, each followed by its state; None if torch has not made all state yet."""
+        tensors: list[torch.Tensor] = []
+        for updated, _ in ready.averages:
+            tensors.append(updated)
+            names = self._groups[self._place_of[id(updated)]].state
+            if names:
+                state = self._optimizer.state.get(updated, {})
+                tensors += [each for name in names if (each := state.get(name)) is not None]
+                if not all(name in state for name in names):
+                    return None
+        return tensors
+
+    def _are_usable(self, ready: ReadyRound) -> bool:
+        """Returns whether the core can work with the types and layouts of this round's state."""
+        for updated, _ in ready.averages:
+            state = self._optimizer.state.get(updated, {})
+            for name in self._groups[self._place_of[id(updated)]].state:
+                each = state[name]
+                alike = (
+                    each.dtype is torch.float32
+                    if name == "step"
+                    else each.dtype is updated.dtype and each.stride() == updated.stride()
+                )
+                if not alike or not each.is_cpu:
+                    return False
+        return ready.sums.dtype in _DTYPES
+
+    def _plan(self, ready: ReadyRound, tensors: Sequence[torch.Tensor]) -> _Plan:
+        addresses = list(map(_address, tensors))
+        runs, at = [], 0
+        for updated, _ in ready.averages:
+            place = self._place_of[id(updated)]
+            width = 1 + len(self._groups[place].state)
+            param, first, second, steps = (*addresses[at : at + width], 0, 0, 0)[:4]
+            runs.append((param, first, second, steps, updated.nbytes, place))
+            at += width
+        return _Plan(_core.Update(DTYPE_CODES[ready.sums.dtype], runs), tensors, addresses)
+
+
+def _options_of(optimizer: Optimizer, group: Mapping[str, Any]) -> _Group | None:
+    """Returns the options of a parameter group for the core, None if torch has to update it."""
+    if not group.get("fused") or group.get("amsgrad"):
+        return None
+    lr, weight_decay, maximize = float(group["lr"]), float(group["weight_decay"]), bool(group["maximize"])
+    if type(optimizer) in (Adam, AdamW):
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        options = _core.adam_options(
+            lr=lr,
+            weight_decay=weight_decay,
+            maximize=maximize,
+            beta1=beta1,
+            beta2=beta2,
+            eps=float(group["eps"]),
+            is_decoupled=bool(group.get("decoupled_weight_decay", type(optimizer) is AdamW)),
+        )
+        return _Group(options, ("exp_avg", "exp_avg_sq", "step"))
+    if type(optimizer) is SGD:
+        momentum = float(group["momentum"])
+        options = _core.sgd_options(
+            lr=lr,
+            weight_decay=weight_decay,
+            maximize=maximize,
+            momentum=momentum,
+            dampening=float(group["dampening"]),
+            nesterov=bool(group["nesterov"]),
+        )
+        return _Group(options, ("momentum_buffer",) if momentum else ())
+    return None

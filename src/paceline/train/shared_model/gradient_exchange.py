@@ -1,0 +1,306 @@
+"""Sums the gradients of all ranks, a round at a time, into memory of the ranks that own them.
+
+The groups over which gradients are summed: the ranks of a host, and those that own the same slices on all hosts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from paceline import _core
+from paceline.comm.engine.codes import ReduceOp
+from paceline.comm.engine.native.engine import HostRanks
+from paceline.comm.group.default import NonMember
+from paceline.comm.group.host_memory import applies_updates, host_ranks
+from paceline.comm.group.process_group import ProcessGroup
+from paceline.comm.group.subgroups import split_group
+from paceline.errors import and_more
+from paceline.train.checks.finite_check import GradientCheck
+from paceline.train.ddp.gradient_buckets import BucketGradients
+from paceline.train.shared_model.shared_shards import ReadyRound, RoundLayout, SharedShards, lay_out
+
+
+@dataclass(frozen=True)
+class HostGroups:
+    """The groups of a rank.
+
+    Attributes:
+        whole: all ranks.
+        host: those of this host.
+        across: one of each host, which own the same slices; None if there is one host.
+        ranks: those of this host, by which they share memory.
+        is_first: whether this is the host of the whole group's first rank.
+    """
+
+    whole: ProcessGroup
+    host: ProcessGroup
+    across: ProcessGroup | None
+    ranks: HostRanks
+    is_first: bool
+
+
+def groups_by_host(group: ProcessGroup) -> HostGroups:
+    """Divides the ranks of `group` by their hosts; every rank calls this.
+
+    Raises:
+        ValueError: the group's engine does not connect the ranks of a host by shared memory, or the hosts have
+            different numbers of ranks; raised on every rank.
+    """
+    ranks = host_ranks(group)
+    if ranks is None:
+        raise ValueError(
+            f"{group.me}: the group's backend is {group.backend!r}, which gives ranks no memory that they share; a "
+            "SharedModelOptimizer needs the engine 'paceline'"
+        )
+    everyone = {tuple(json.loads(data)) for data in group.all_gather_bytes(json.dumps(ranks.here).encode())}
+    hosts = [list(here) for here in sorted(everyone)]
+    if len(hosts) == 1:
+        return HostGroups(group, group, None, ranks, True)
+    sizes = [len(here) for here in hosts]
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            f"{group.me}: the hosts have {sizes} ranks; the slices that a rank owns must be the same on every host, so "
+            "a SharedModelOptimizer needs hosts with the same number of ranks"
+        )
+    host = split_group(group, hosts, group_desc="ranks of this host, which share a model")
+    across = split_group(group, [list(each) for each in zip(*hosts, strict=True)], group_desc="owners of a slice")
+    assert not isinstance(host, NonMember)
+    assert not isinstance(across, NonMember)
+    return HostGroups(group, host, across, ranks, ranks.here == hosts[0])
+
+
+class Exchange:
+    """Averages gradients over the ranks of `groups`.
+
+    Args:
+        shards: what each rank owns.
+        names: the names of the parameters, in the order of `shards.by_param`.
+        groups: the ranks.
+        check: looks at this rank's gradients before they are averaged.
+        by_round: whether the averages of a round are used before the next round.
+    """
+
+    def __init__(
+        self,
+        shards: SharedShards,
+        names: Sequence[str],
+        groups: HostGroups,
+        check: GradientCheck | None,
+        *,
+        by_round: bool,
+    ) -> None:
+        self._shards = shards
+        self._params = [its_shards[0].param for its_shards in shards.by_param]
+        self._names = list(names)
+        self._groups = groups
+        self._check = check
+        self._by_round = by_round
+        self._averages = groups.across is None  # whether the sum within the host is divided at once
+        self._applies_updates = shards.cuts and self._averages and applies_updates(groups.host)
+        # - What the ranks have agreed on
+        self._anywhere: list[bool] = []  # which parameters have a gradient on any rank
+        self.idle = 0  # how many ranks take part without inputs
+        self.divides_by_active = False  # whether ranks without inputs do not count
+        # - This rank's gradients
+        self._here: list[bool] = []
+        self._buckets: list[tuple[list[int], BucketGradients]] = []
+        self._addresses: list[int] = []  # 0 without a gradient
+        self._kept: list[torch.Tensor] = []
+        self._source: list[tuple[torch.Tensor | None, int]] = []  # of the averages that `step` will find, and versions
+        # - Where the averages go
+        self._layouts: dict[tuple[bool, ...], RoundLayout] = {}
+        self._given: RoundLayout | None = None  # the one in which the shards' gradients lie
+        self._zeros = torch.zeros(0, dtype=torch.uint8)  # stand in for what this rank does not have
+
+    def agree(self, changed: str | None, takes_part: bool, needs_averages: bool) -> bool:
+        """Waits until all ranks are in their step, so that none reads parameters any more.
+
+        Args:
+            changed: what somebody has done to the parameters that they must not do.
+            takes_part: False on a rank that has run out of inputs.
+            needs_averages: whether this rank's gradients have still to be averaged.
+
+        Returns:
+            Whether any rank's gradients have to be averaged; then the ranks know which parameters have gradients.
+
+        Raises:
+            RuntimeError: parameters were changed on any rank; raised on every rank.
+        """
+        here = [takes_part and param.grad is not None for param in self._params]
+        facts = torch.tensor(
+            [changed is not None, needs_averages, here != self._anywhere, not takes_part], dtype=torch.int64
+        )
+        self._groups.whole.all_reduce(facts)
+        changes, needed, differ, self.idle = facts.tolist()
+        if changes:
+            self._raise_changed(changed)
+        if needed:
+            if differ:
+                anywhere = torch.tensor(here, dtype=torch.uint8)
+                self._groups.whole.all_reduce(anywhere, ReduceOp.MAX)
+                self._anywhere = [bool(each) for each in anywhere.tolist()]
+            self._collect(here)
+        return bool(needed)
+
+    def remember(self) -> None:
+        """Notes from which gradients the averages were made."""
+        self._source = self._gradients()
+
+    def is_outdated(self) -> bool:
+        """Returns whether there are other gradients than those from which the averages were made.
+
+        Raises:
+            RuntimeError: somebody has written to those gradients.
+        """
+        now = self._gradients()
+        for name, (gradient, version), (other, earlier) in zip(self._names, now, self._source, strict=True):
+            if gradient is not None and gradient is other and version != earlier:
+                raise RuntimeError(
+                    f"{self._groups.whole.me}: the gradient of {name!r} was changed after clip_grad_norm_() or "
+                    "GradScaler had averaged it over the ranks; the average would not have the change. Before step(), "
+                    "param.grad is this rank's own gradient: clip with optimizer.clip_grad_norm_(), not with "
+                    "torch.nn.utils, and call optimizer.zero_grad() before the next backward"
+                )
+        return any(gradient is not other for (gradient, _), (other, _) in zip(now, self._source, strict=True))
+
+    def forget(self) -> None:
+        """Forgets the averages."""
+        self._source = []
+
+    def release(self) -> None:
+        """Lets go of this rank's gradients, which have been averaged."""
+        self._kept = []
+
+    def _gradients(self) -> list[tuple[torch.Tensor | None, int]]:
+        gradients = [param.grad for param in self._params]
+        return [(each, -1 if each is None else each._version) for each in gradients]
+
+    def rounds(self, whole: bool) -> Sequence[ReadyRound]:
+        """Returns the rounds that sum all gradients, and makes their results the gradients of the shards.
+
+        Args:
+            whole: whether the results of all rounds are needed together.
+        """
+        whole = whole or not self._by_round
+        key = (whole, *self._anywhere)
+        layout = self._layouts.get(key)
+        if layout is None:
+            if len(self._layouts) >= 8:  # of a model whose layers are left out at random
+                self._layouts.clear()
+            layout = self._layouts[key] = lay_out(self._shards, self._anywhere, whole)
+        if layout is not self._given:
+            for shard in self._shards.mine():
+                if shard.updated is not None:
+                    shard.updated.grad = None
+            for ready in layout.rounds:
+                for updated, average in ready.averages:
+                    updated.grad = average
+            self._given = layout
+        needed = layout.longest_padding
+        if self._here != self._anywhere:
+            needed = max(needed, layout.longest_run)
+        if self._zeros.numel() < needed:
+            self._zeros = torch.zeros(needed, dtype=torch.uint8)
+        return layout.rounds
+
+    @property
+    def may_update(self) -> bool:
+        """Whether the core can apply an update to the averages of this step: they are then final in its cache."""
+        return self._applies_updates and not (self.idle and self.divides_by_active)
+
+    @torch.no_grad()
+    def average(self, ready: ReadyRound, update: _core.Update | None, *, stores: bool = False) -> None:
+        """Averages the gradients of a round; every rank calls this.
+
+        Args:
+            ready: the round.
+            update: what the core applies to the averages of this rank, if anything.
+            stores: whether the averages are stored even though there is an `update`; without one they always are.
+        """
+        if self._shards.cuts:
+            self._reduce_scatter(ready, update, stores or update is None)
+        else:
+            self._reduce_to_owners(ready)
+        if not self._averages:
+            assert self._groups.across is not None
+            self._groups.across.all_reduce(ready.sums)
+            ready.sums.div_(self._groups.whole.size())
+        if self.idle and self.divides_by_active:
+            size = self._groups.whole.size()
+            ready.sums.mul_(size / (size - self.idle))
+
+    def first_active(self, takes_part: bool) -> int:
+        """Returns the first rank that has inputs; every rank calls this."""
+        everyone = self._groups.whole.all_gather_bytes(bytes([takes_part]))
+        return everyone.index(bytes([True]))
+
+    def _reduce_scatter(self, ready: ReadyRound, update: _core.Update | None, stores: bool) -> None:
+        zeros = self._zeros.data_ptr()
+        inputs = [reads.pieces(self._addresses, zeros) for reads in ready.reads]
+        outputs = [[ready.sums.data_ptr(), ready.sums.nbytes]] if stores else []
+        self._groups.host.reduce_scatter_memory(
+            inputs, outputs, self._kept, ready.dtype_code, ready.sums.numel(), self._op, update
+        )
+
+    def _reduce_to_owners(self, ready: ReadyRound) -> None:
+        for owner, reads in enumerate(ready.reads):
+            if not reads.places:
+                continue
+            gradients = [self._gradient(place) for place in reads.places]
+            if owner == self._groups.host.rank():
+                for (_, average), gradient in zip(ready.averages, gradients, strict=True):
+                    average.copy_(gradient)
+                gradients = [average for _, average in ready.averages]
+            self._groups.host.reduce(gradients, owner, self._op, async_op=False)
+
+    @property
+    def _op(self) -> ReduceOp:
+        return ReduceOp.AVG if self._averages else ReduceOp.SUM
+
+    def _gradient(self, place: int) -> torch.Tensor:
+        gradient = self._params[place].grad if self._here[place] else None
+        if gradient is None:
+            return self._shards.by_param[place][0].zeros()
+        return self._shards.by_param[place][0].with_layout(gradient)
+
+    def _collect(self, here: list[bool]) -> None:
+        """Notes where this rank's gradients are."""
+        if here != self._here:
+            self._here = here
+            self._buckets = []
+            for dtype in dict.fromkeys(param.dtype for param in self._params):
+                places = [at for at, each in enumerate(self._params) if here[at] and each.dtype == dtype]
+                if places:
+                    params = [nn_parameter(self._params[at]) for at in places]
+                    self._buckets.append((places, BucketGradients(params, [self._names[at] for at in places])))
+        self._addresses = [0] * len(self._params)
+        self._kept = []
+        for places, bucket in self._buckets:
+            memory = bucket.collect(copy_shared=False)
+            assert memory is not None
+            if self._check is not None:
+                self._check.look(bucket.names, memory.tensors, memory.pieces, bucket.dtype_code)
+            for place, address in zip(places, memory.pieces[0::2], strict=True):
+                self._addresses[place] = address
+            self._kept += memory.tensors
+
+    def _raise_changed(self, changed: str | None) -> None:
+        group = self._groups.whole
+        everyone = [json.loads(data) for data in group.all_gather_bytes(json.dumps(changed).encode())]
+        told = [f"rank {rank} {what}" for rank, what in zip(group.ranks, everyone, strict=True) if what]
+        raise RuntimeError(
+            f"{group.me}: since the last step, {and_more(told, 4)}. The ranks of a host share the parameters, so "
+            "whatever one writes to them the others read, even in the middle of a forward. Write to them, or load "
+            "them, within `with optimizer.full_parameters():` on every rank"
+        )
+
+
+def nn_parameter(tensor: torch.Tensor) -> nn.Parameter:
+    """Returns the tensor, which must be a parameter."""
+    assert isinstance(tensor, nn.Parameter)
+    return tensor

@@ -1,0 +1,339 @@
+"""An optimizer with which the ranks of a host train one copy of the model.
+
+What SharedModelOptimizer does in `Join`: a rank without inputs updates the parameters that it owns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline import _core
+from paceline.comm.group.default import given_or_default
+from paceline.comm.group.process_group import ProcessGroup
+from paceline.comm.record.spans import STEPS
+from paceline.train.checks.check_settings import choose_checks
+from paceline.train.checks.finite_check import GradientCheck
+from paceline.train.ddp.distributed_data_parallel import DistributedDataParallel
+from paceline.train.join import Join, Joinable, JoinHook
+from paceline.train.module_tensors import broadcast_tensors
+from paceline.train.shared_model.fused_updates import FusedUpdates
+from paceline.train.shared_model.gradient_exchange import Exchange, groups_by_host
+from paceline.train.shared_model.shared_parameters import SharedParameters, named_with, unshareable_reason
+from paceline.train.shared_model.shared_shards import ReadyRound, SharedShards
+from paceline.train.zero.gradient_reducer import ClippingWatch, clip_scale, total_norm
+from paceline.train.zero.optimizer_state import copy_options
+from paceline.train.zero.partitioned_optimizer import (
+    PartitionedOptimizer,
+    require_one_evaluation,
+    synchronize_parameters,
+)
+from paceline.train.zero.shards import is_elementwise
+
+
+class SharedJoinHook(JoinHook):
+    """Takes part in the other ranks' steps without gradients of its own.
+
+    Args:
+        zero_grad: a function that clears the gradients.
+        update: a function that makes the optimizer's step.
+        divide_by: a function that is told whether gradients are divided by the number of all ranks.
+        by_initial: whether they are.
+    """
+
+    def __init__(
+        self,
+        zero_grad: Callable[[], None],
+        update: Callable[[], None],
+        divide_by: Callable[[bool], None],
+        by_initial: bool,
+    ) -> None:
+        self._zero_grad = zero_grad
+        self._update = update
+        self._divide_by = divide_by
+        divide_by(by_initial)
+
+    def main_hook(self) -> None:
+        """Makes the step."""
+        self._zero_grad()
+        self._update()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Copies no parameters, since all ranks have the same ones after every step."""
+        self._divide_by(True)
+
+
+# Of gradients that are averaged and applied together. What a round costs in Python, and in waiting for other ranks, is
+# little beside the work on so many bytes.
+LEAST_ROUND_BYTES = 4 << 20
+
+
+class SharedModelOptimizer(PartitionedOptimizer):
+    """Trains one copy of a model on each host: its ranks share the parameters, and each updates a part of them.
+
+    The parameters become memory that all ranks of the host map. Each rank computes its own gradients. In `step` it
+    averages its part of them, which it reads out of the other ranks' memory, and updates that part of the parameters
+    with `optimizer_class` at once, while the averages are in the cache. Nothing is copied back, since all ranks see
+    the same parameters. A host of n ranks thus holds the parameters and the optimizer's state once instead of n times,
+    and each rank does 1/n of the optimizer's work.
+
+    This is a class of its own, rather than an option of `ZeroRedundancyOptimizer`, because the parameters are no longer
+    a rank's own: whoever writes to them writes to those of all, so that nothing but this optimizer may do so (see
+    `full_parameters`). Nor does it have stages, or anything to overlap: all communication happens in `step`.
+
+    Gradients stay each rank's own until `step`, and accumulate over several backwards without communication. Clip
+    them with `clip_grad_norm_` and scale losses with `paceline.GradScaler`, which work on the averages.
+
+    Args:
+        module: the model, plain or in a `DistributedDataParallel`, which then no longer averages gradients. Its
+            parameters are on the CPU; rank 0's parameters and buffers are copied to all ranks. Buffers remain each
+            rank's own, and are copied from rank 0 after each step.
+        optimizer_class: an optimizer that updates each parameter independently, such as `torch.optim.AdamW`. Those
+            of torch that treat each element by itself, and `paceline.Lion`, get flat slices of parameters, others whole
+            parameters.
+        params: parameters or parameter groups of the module, as for any optimizer; all parameters if None.
+        process_group: the ranks; the default group if None. Several hosts must have equally many ranks.
+        defaults: keyword arguments for `optimizer_class`.
+
+    Raises:
+        CollectiveMismatchError: parameters or arguments differ between ranks; raised on every rank.
+        TypeError: the optimizer evaluates the loss several times in a step, or `process_group` is not a group of
+            Paceline's.
+        ValueError: the group's engine is not "paceline", hosts have different numbers of ranks, or a parameter cannot
+            be shared, as the message says.
+
+    Example::
+
+        optimizer = paceline.SharedModelOptimizer(model, torch.optim.AdamW, lr=1e-3, fused=True)
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer_class: type[Optimizer],
+        *,
+        params: Iterable[Any] | None = None,
+        process_group: ProcessGroup | None = None,
+        **defaults: Any,
+    ) -> None:
+        self.process_group = given_or_default(process_group)
+        require_one_evaluation(optimizer_class, self.process_group)
+        if isinstance(module, DistributedDataParallel):
+            module.require_backward_grad_sync = False  # from now on this optimizer averages the gradients
+            module = module.module
+        self._module = module
+        self._groups = groups_by_host(self.process_group)
+        host, cuts = self._groups.host, is_elementwise(optimizer_class)
+        self._shards: SharedShards = SharedShards(host.rank(), host.size(), cuts, LEAST_ROUND_BYTES)
+        self._has_averages = False  # whether `own_part` has averaged the gradients already
+        self._steps = 0
+        self._watch = ClippingWatch({}, "", "")
+        Joinable.__init__(self)
+        Optimizer.__init__(self, module.parameters() if params is None else params, {})
+        named = self._named()
+        arguments: dict[str, object] = {"optimizer_class": optimizer_class.__name__, "shared": True}
+        synchronize_parameters(
+            module, self.param_groups, arguments, self.process_group, unshareable_reason(module, named)
+        )
+        self._parameters = SharedParameters.of(module, self.process_group, self._groups.ranks)
+        self._parameters.add(named)
+        self._shards.add(self._params())
+        self._make_inner(optimizer_class, defaults)
+        self._start()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Averages the gradients and updates the parameters that this rank owns; every rank calls this.
+
+        It returns when all ranks of the host have updated theirs. The function `closure`, which computes the loss and
+        its gradients, is called once.
+
+        Raises:
+            TypeError: `torch.amp.GradScaler` steps it.
+            RuntimeError: a rank has written to the parameters since the last step, or a step has failed before;
+                raised on every rank.
+        """
+        self._require_own_scaler("with a SharedModelOptimizer")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        Join.notify_join_context(self)
+        self._update()
+        return loss
+
+    @property
+    def owns_gradients(self) -> bool:
+        """Whether only the owner of a shard has its averaged gradient, which is so."""
+        return True
+
+    @torch.no_grad()
+    def _update(self, takes_part: bool = True) -> None:
+        assert self._inner is not None
+        STEPS.begin(self, "one copy")
+        self._consolidated = None
+        copy_options(self.param_groups, self._inner.param_groups)
+        needs_averages = self._agree(takes_part)
+        with self._parameters.updating():
+            if needs_averages:
+                self._step_by_round()
+            else:
+                self._inner.step()
+            self._send_buffers(takes_part)
+            self._groups.host.barrier()  # nobody reads a parameter before all are updated
+        self._forget_averages()
+        copy_options(self._inner.param_groups, self.param_groups)
+
+    def _agree(self, takes_part: bool = True) -> bool:
+        """Waits until all ranks are here, and returns whether gradients have to be averaged."""
+        self._parameters.require_whole()
+        needs = not self._has_averages or self._exchange.is_outdated()
+        if needs:
+            self._watch.check()
+        return self._exchange.agree(self._parameters.changed(), takes_part, needs)
+
+    def _forget_averages(self) -> None:
+        self._has_averages = False
+        self._exchange.forget()
+
+    def _step_by_round(self) -> None:
+        assert self._inner is not None
+        groups = self._inner.param_groups
+        everything = [group["params"] for group in groups]
+        for ready, is_updated in self._averaged_rounds(whole=False):
+            if is_updated or not self._shards.cuts:
+                continue
+            updated = ready.updated
+            for group, params in zip(groups, everything, strict=True):
+                group["params"] = [param for param in params if id(param) in updated]
+            try:
+                self._inner.step()
+            finally:
+                for group, params in zip(groups, everything, strict=True):
+                    group["params"] = params
+        if not self._shards.cuts:
+            self._inner.step()
+
+    def own_part(self) -> Optimizer:
+        """Averages this step's gradients, and returns the inner optimizer with this rank's part of them.
+
+        Every rank calls this; `step` then applies what it finds in the inner optimizer's gradients.
+        """
+        assert self._inner is not None
+        if self._join_config.enable:
+            raise RuntimeError(
+                f"rank {self.process_group.me.rank}: clip_grad_norm_() and GradScaler need the averages of all ranks' "
+                "gradients before step(), and within Join a rank without inputs takes part only in step(); leave them "
+                "out"
+            )
+        if not self._has_averages or self._exchange.is_outdated():
+            self._agree()
+            for _ in self._averaged_rounds(whole=True):
+                pass
+            self._exchange.remember()
+            self._has_averages = True
+        return self._inner
+
+    def _averaged_rounds(self, whole: bool) -> Iterator[tuple[ReadyRound, bool]]:
+        """Yields each round when its gradients have been averaged, and whether the core has also updated it."""
+        in_core = self._exchange.may_update and not whole
+        if in_core:
+            self._core_updates.begin_step()
+        for number, ready in enumerate(self._exchange.rounds(whole)):
+            update = self._core_updates.begin(ready) if in_core else None
+            if number == 0 and self._check is not None:
+                self._average_under(self._check, ready, update)
+            else:
+                self._exchange.average(ready, update)
+            yield ready, update is not None
+        self._exchange.release()
+
+    def _average_under(self, check: GradientCheck, ready: ReadyRound, update: _core.Update | None) -> None:
+        """Averages the first round of a step, of which the check sees the averages where it needs them."""
+        self._steps += 1
+        if check.has_found:
+            check.end(self._steps)  # before any rank applies such gradients to parameters, at which it then looks
+            self._exchange.average(ready, update)
+            return
+        self._exchange.average(ready, update, stores=check.is_looking)
+        check.end(self._steps, [average for _, average in ready.averages])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients."""
+        super().zero_grad(set_to_none)
+        self._forget_averages()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters, the same on every rank; parameters that were added before keep their owners."""
+        super().add_param_group(param_group)
+        if self._inner is None:
+            return
+        group = self.param_groups[-1]
+        self._parameters.add(self._named())
+        self._shards.add(group["params"])
+        self._inner.add_param_group(self._part_of(group))
+        copy_options(self._inner.param_groups, self.param_groups)
+        self._start()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Averages the gradients, and scales the averages so that their norm is at most `max_norm`; returns the norm.
+
+        Every rank calls this, before `step`. `torch.nn.utils.clip_grad_norm_` would clip this rank's own gradients.
+        """
+        self.own_part()
+        gradients = self._shards.gradients()
+        total = total_norm(gradients, norm_type, self._groups.host)
+        scale = clip_scale(total, max_norm)
+        for gradient in gradients:
+            gradient.mul_(scale)
+        return total.float()
+
+    def full_parameters(self) -> AbstractContextManager[None]:
+        """Returns a context in which every rank has parameters of its own, which it may write to or load.
+
+        Every rank enters it. At its end the parameters of rank 0 become those of all ranks.
+        """
+        return self._parameters.private()
+
+    def join_hook(self, **kwargs: object) -> JoinHook:
+        """Returns what this optimizer does in `Join`; takes `divide_by_initial_world_size`."""
+        by_initial = bool(kwargs.get("divide_by_initial_world_size", True))
+        return SharedJoinHook(self.zero_grad, lambda: self._update(takes_part=False), self._divide_by, by_initial)
+
+    def _divide_by(self, initial_world_size: bool) -> None:
+        self._exchange.divides_by_active = not initial_world_size
+
+    def _own_state(self) -> dict[int, dict[str, object]]:
+        return super()._own_state() if self._groups.is_first else {}  # the hosts have the same state
+
+    def _send_buffers(self, takes_part: bool) -> None:
+        buffers = list(self._module.buffers())
+        if buffers:
+            root = self._exchange.first_active(takes_part) if self._exchange.idle else 0
+            broadcast_tensors(buffers, self.process_group, root)
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        return named_with(self._module, self._params())
+
+    def _start(self) -> None:
+        named = self._named()
+        names = {id(param): name for name, param in named.items()}
+        in_groups = [shards[0].param for shards in self._shards.by_param]
+        trained = {names[id(param)]: param for param in in_groups if param.requires_grad}
+        self._check = GradientCheck(trained, self.process_group) if choose_checks(None).are_on else None
+        self._exchange = Exchange(
+            self._shards,
+            [names[id(param)] for param in in_groups],
+            self._groups,
+            self._check,
+            by_round=self._shards.cuts,
+        )
+        assert self._inner is not None
+        self._core_updates = FusedUpdates(self._inner)
+        self._watch.close()
+        self._watch = ClippingWatch(trained, f"rank {self.process_group.me.rank}", "this rank's own, not the average")
+        self._watch.follow_backwards()

@@ -1,0 +1,273 @@
+"""Batch normalisation over the batches of all ranks.
+
+Means and variances of parts of a batch, and of the whole batch computed from them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from paceline.comm.group.default import default_group
+from paceline.comm.group.eager import eager
+from paceline.comm.group.process_group import ProcessGroup
+from paceline.comm.group.queries import is_initialized
+
+
+@dataclass(frozen=True)
+class ChannelStatistics:
+    """For each channel, in float64: the number of values, their mean, and the sum of squared distances from it."""
+
+    count: float
+    mean: torch.Tensor
+    squares: torch.Tensor
+
+    def pack(self) -> torch.Tensor:
+        """Returns one tensor with all of it."""
+        return torch.cat([self.mean.new_tensor([self.count]), self.mean, self.squares])
+
+    @staticmethod
+    def unpack(packed: torch.Tensor) -> ChannelStatistics:
+        """Returns what `pack` packed."""
+        mean, squares = packed[1:].chunk(2)
+        return ChannelStatistics(float(packed[0]), mean, squares)
+
+
+def measure(values: torch.Tensor) -> ChannelStatistics:
+    """Returns the statistics of each channel, the second dimension."""
+    count = values.numel() // values.shape[1]
+    if count == 0:
+        nothing = torch.zeros(values.shape[1], dtype=torch.float64, device=values.device)
+        return ChannelStatistics(0, nothing, nothing)
+    by_channel = values.detach().transpose(0, 1).reshape(values.shape[1], -1).double()
+    variance, mean = torch.var_mean(by_channel, 1, correction=0)
+    return ChannelStatistics(count, mean, variance * count)
+
+
+def combine(parts: Sequence[ChannelStatistics]) -> ChannelStatistics:
+    """Returns the statistics of all values together (Chan, Golub and LeVeque 1979).
+
+    >>> whole = combine([measure(torch.tensor([[1.0], [2.0]])), measure(torch.tensor([[6.0]]))])
+    >>> whole.count, whole.mean.item(), whole.squares.item()
+    (3.0, 3.0, 14.0)
+    """
+    count = float(sum(part.count for part in parts))
+    total = torch.stack([part.mean * part.count for part in parts]).sum(0)
+    mean = total / max(count, 1)
+    squares = torch.stack([part.squares + part.count * (part.mean - mean) ** 2 for part in parts]).sum(0)
+    return ChannelStatistics(count, mean, squares)
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """BatchNorm1d, 2d or 3d over the batches of all ranks together, whose sizes may differ.
+
+    In training it makes one small collective in forward and one in backward. In evaluation, or without a process group,
+    it makes none and is an ordinary BatchNorm. The gradients of weight and bias are this rank's own;
+    `DistributedDataParallel` averages them.
+
+    Args:
+        num_features: the number of channels, the second dimension of the input.
+        eps: added to the variance.
+        momentum: weight of the newest batch in the running statistics; None for their plain average.
+        affine: whether the layer has weight and bias.
+        track_running_stats: whether it keeps running statistics, which evaluation uses.
+        process_group: the ranks; None for the default group.
+        device, dtype: the device and dtype of parameters and buffers.
+
+    Raises:
+        ValueError: the input has fewer than two dimensions, or all ranks together have only one value for each channel.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self.process_group = process_group
+
+    @eager
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalises the input, of shape (N, C) or (N, C, ...)."""
+        group = self._group()
+        if not self.training or group is None or group.size() == 1:
+            plain: torch.Tensor = super().forward(input)
+            return plain
+        self._check_input_dim(input)
+        momentum = self._count_batch()
+        normalise: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _Normalise.apply
+        output, statistics = normalise(input, self.weight, self.bias, self.eps, group)
+        if momentum is not None:
+            self._track(statistics, momentum)
+        return output
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2 or input.shape[1] != self.num_features:
+            raise ValueError(
+                f"SyncBatchNorm got an input of shape {list(input.shape)}; it must have at least two dimensions, the "
+                f"second of size num_features = {self.num_features}"
+            )
+
+    def _group(self) -> ProcessGroup | None:
+        if self.process_group is not None:
+            return self.process_group
+        return default_group() if is_initialized() else None
+
+    def _count_batch(self) -> float | None:
+        """Returns the weight of this batch in the running statistics; None if there are none."""
+        if self.num_batches_tracked is None:
+            return None
+        self.num_batches_tracked.add_(1)
+        return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+
+    @torch.no_grad()
+    def _track(self, packed: torch.Tensor, momentum: float) -> None:
+        statistics = ChannelStatistics.unpack(packed)
+        for running, batch in (
+            (self.running_mean, statistics.mean),
+            (self.running_var, statistics.squares / (statistics.count - 1)),
+        ):
+            assert running is not None
+            running.mul_(1 - momentum).add_(batch.to(running.dtype), alpha=momentum)
+
+    def __getstate__(self) -> dict[str, object]:
+        all_state: Callable[[], dict[str, object]] = super().__getstate__
+        state = all_state()
+        del state["process_group"]
+        return state
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        restore: Callable[[dict[str, object]], None] = super().__setstate__
+        restore(state)
+        self.__dict__.setdefault("process_group", None)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> SyncBatchNorm:
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        copied.process_group = self.process_group
+        return copied
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: M, process_group: ProcessGroup | None = None) -> M | SyncBatchNorm:
+        """Does the same as the function `convert_sync_batchnorm`."""
+        return convert_sync_batchnorm(module, process_group)
+
+
+def convert_sync_batchnorm(module: M, process_group: ProcessGroup | None = None) -> M | SyncBatchNorm:
+    """Replaces every BatchNorm layer in `module` by a `SyncBatchNorm` with the same parameters and buffers.
+
+    Args:
+        module: the module, which is changed; convert it before wrapping it and before creating the optimizer.
+        process_group: the ranks that normalise together; None for the default group.
+
+    Returns:
+        The module, or the new layer if it is a BatchNorm itself.
+
+    >>> convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))[1]
+    SyncBatchNorm(2, eps=1e-05, momentum=0.1, affine=True, bias=True, track_running_stats=True)
+    """
+    return cast("M | SyncBatchNorm", _convert(module, process_group, {}))
+
+
+def _convert(module: nn.Module, group: ProcessGroup | None, done: dict[int, nn.Module]) -> nn.Module:
+    if id(module) in done:  # a layer that is used in two places stays a single layer
+        return done[id(module)]
+    if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, SyncBatchNorm):
+        done[id(module)] = _synchronised(module, group)
+        return done[id(module)]
+    done[id(module)] = module
+    for name, child in list(module._modules.items()):
+        if child is not None:
+            module._modules[name] = _convert(child, group, done)
+    return module
+
+
+def _synchronised(layer: nn.modules.batchnorm._BatchNorm, group: ProcessGroup | None) -> SyncBatchNorm:
+    converted = SyncBatchNorm(
+        layer.num_features, layer.eps, layer.momentum, False, layer.track_running_stats, process_group=group
+    )
+    converted.affine = layer.affine
+    converted.training = layer.training
+    converted._parameters.update(layer._parameters)
+    converted._buffers.update(layer._buffers)
+    return converted
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        group: ProcessGroup,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        own = measure(input).pack()
+        everyones = [torch.empty_like(own) for _ in range(group.size())]
+        group.all_gather(everyones, own)
+        whole = combine([ChannelStatistics.unpack(each) for each in everyones])
+        if whole.count <= 1:
+            raise ValueError(
+                f"SyncBatchNorm got {int(whole.count)} value for each channel from all {group.size()} ranks, whose "
+                "variance is not defined; give it larger batches, or call eval() first"
+            )
+        inverse = (whole.squares / whole.count + eps).rsqrt()
+        kind = torch.promote_types(input.dtype, torch.float32)
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        centred = input.to(kind) - whole.mean.to(kind).view(shape)
+        output = centred * (inverse if weight is None else inverse * weight).to(kind).view(shape)
+        if bias is not None:
+            output = output + bias.to(kind).view(shape)
+        packed = whole.pack()
+        ctx.save_for_backward(input, weight, packed, inverse)
+        ctx.group = group
+        ctx.has_bias = bias is not None
+        ctx.mark_non_differentiable(packed)
+        return output.to(input.dtype), packed
+
+    @staticmethod
+    @once_differentiable
+    @eager
+    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        input, weight, packed, inverse = ctx.saved_tensors
+        whole = ChannelStatistics.unpack(packed)
+        kind = torch.promote_types(input.dtype, torch.float32)
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        over = [at for at in range(input.dim()) if at != 1]
+        gradient = gradient.to(kind)
+        normal = (input.to(kind) - whole.mean.to(kind).view(shape)) * inverse.to(kind).view(shape)
+        sums = torch.stack(
+            [gradient.sum(over, dtype=torch.float64), (gradient * normal).sum(over, dtype=torch.float64)]
+        )
+        of_bias, of_weight = sums.clone()
+        ctx.group.all_reduce(sums)
+        of_input = None
+        if ctx.needs_input_grad[0]:
+            means = (sums / whole.count).to(kind)
+            slope = (inverse if weight is None else inverse * weight).to(kind)
+            of_input = (gradient - means[0].view(shape) - normal * means[1].view(shape)) * slope.view(shape)
+            of_input = of_input.to(input.dtype)
+        return (
+            of_input,
+            None if weight is None else of_weight.to(weight.dtype),
+            of_bias if ctx.has_bias else None,
+            None,
+            None,
+        )

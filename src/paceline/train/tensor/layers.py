@@ -1,0 +1,275 @@
+"""Linear layers and embeddings of which each rank of a group has a part.
+
+Collectives between divided layers, as functions of autograd.
+
+Outside the divided layers all ranks of the group compute the same: the same activations, the same loss, and therefore
+the same gradients. That is what tells these functions from `paceline.comm.functional`, where the losses of the ranks are
+added up. Each comes with its adjoint under that rule (Shoeybi et al. 2019, "Megatron-LM"; for the sequence, Korthikanti
+et al. 2022, "Reducing Activation Recomputation in Large Transformer Models").
+
+| forward | backward |
+| --- | --- |
+| `copied`: nothing | sum over the ranks |
+| `summed`: sum over the ranks | nothing |
+| `split`: this rank's part | all parts |
+| `joined`: all parts | this rank's part |
+| `joined_for_parts`: all parts, which the ranks then use differently | this rank's part of the sum |
+| `summed_into_parts`: this rank's part of the sum | all parts |
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.autograd import Function
+from torch.nn import functional
+
+from paceline.comm.group.collectives import collectives
+from paceline.comm.group.eager import eager, eager_methods
+from paceline.comm.group.process_group import ProcessGroup
+from paceline.train.tensor.weight_slice import bounds
+
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+@eager
+def copied(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """Returns `tensor`, which the ranks now use differently."""
+    return _applied(_CopyToRanks, tensor, group)
+
+
+@eager
+def summed(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """Returns the sum of the ranks' tensors."""
+    return _applied(_Summed, tensor, group)
+
+
+@eager
+def split(tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
+    """Returns this rank's part of a tensor that all ranks have."""
+    return _applied(_Split, tensor, dim % tensor.ndim, group)
+
+
+@eager
+def joined(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
+    """Returns the ranks' parts as one tensor, which is `length` long in that dimension, for all to use alike."""
+    return _applied(_Joined, tensor, dim % tensor.ndim, length, group)
+
+
+@eager
+def joined_for_parts(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
+    """Returns the ranks' parts as one tensor, which is `length` long in that dimension, for a divided layer."""
+    return _applied(_JoinedForParts, tensor, dim % tensor.ndim, length, group)
+
+
+@eager
+def summed_into_parts(tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
+    """Returns this rank's part of the sum of the ranks' tensors."""
+    return _applied(_SummedIntoParts, tensor, dim % tensor.ndim, group)
+
+
+@eager_methods
+class _CopyToRanks(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+        return _applied(_Summed, grad, ctx.group), None
+
+
+@eager_methods
+class _Summed(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _sum(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+        return _applied(_CopyToRanks, grad, ctx.group), None
+
+
+@eager_methods
+class _Split(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
+        ctx.dim, ctx.length, ctx.group = dim, tensor.size(dim), group
+        return _own_part(tensor, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+        return _applied(_Joined, grad, ctx.dim, ctx.length, ctx.group), None, None
+
+
+@eager_methods
+class _Joined(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _join(tensor, dim, length, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+        return _applied(_Split, grad, ctx.dim, ctx.group), None, None, None
+
+
+@eager_methods
+class _JoinedForParts(_Joined):
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+        return _applied(_SummedIntoParts, grad, ctx.dim, ctx.group), None, None, None
+
+
+@eager_methods
+class _SummedIntoParts(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
+        ctx.dim, ctx.length, ctx.group = dim, tensor.size(dim), group
+        if dim == 0 and tensor.size(0) % group.size() == 0:
+            result = tensor.new_empty((tensor.size(0) // group.size(), *tensor.shape[1:]))
+            collectives.reduce_scatter_tensor(result, tensor.contiguous(), group=group)
+            return result
+        return _own_part(_sum(tensor, group), dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+        return _applied(_JoinedForParts, grad, ctx.dim, ctx.length, ctx.group), None, None
+
+
+def _applied(function: type[Function], *arguments: object) -> torch.Tensor:
+    return cast(torch.Tensor, function.apply(*arguments))
+
+
+def _sum(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    result = tensor.clone(memory_format=torch.contiguous_format)
+    collectives.all_reduce(result, group=group)
+    return result
+
+
+def _own_part(tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
+    start, stop = bounds(tensor.size(dim), group.size(), group.rank())
+    return tensor.narrow(dim, start, stop - start).contiguous()
+
+
+def _join(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
+    """Gathers parts of unequal lengths: each rank fills the first part's length, which is the longest."""
+    lengths = [stop - start for start, stop in (bounds(length, group.size(), rank) for rank in range(group.size()))]
+    if tensor.size(dim) != lengths[group.rank()]:
+        raise ValueError(
+            f"{group.me}: tensor parallelism: this rank has {tensor.size(dim)} of {length} elements in dimension "
+            f"{dim}, where {lengths[group.rank()]} are expected: the ranks' parts are {lengths}"
+        )
+    first = tensor.movedim(dim, 0)
+    own = first.new_zeros((lengths[0], *first.shape[1:]))
+    own[: first.size(0)] = first
+    parts = own.new_empty((group.size(), *own.shape))
+    collectives.all_gather_into_tensor(parts, own, group)
+    whole = torch.cat([part[:size] for part, size in zip(parts, lengths, strict=True)])
+    return whole.movedim(0, dim).contiguous()
+
+
+WHOLE = None
+"""Stands for an activation that every rank has whole; a number is the dimension along which it is divided."""
+Layout = int | None
+
+
+def for_parts(tensor: torch.Tensor, layout: Layout, length: int | None, group: ProcessGroup) -> torch.Tensor:
+    """Returns the whole of an activation, which the ranks are about to use differently.
+
+    Args:
+        layout: how `tensor` is divided.
+        length: how long the whole is in that dimension; None for as many times as long as there are ranks.
+    """
+    if layout is WHOLE:
+        return copied(tensor, group)
+    whole = tensor.size(layout) * group.size() if length is None else length
+    return joined_for_parts(tensor, layout, whole, group)
+
+
+def sum_of_parts(tensor: torch.Tensor, layout: Layout, group: ProcessGroup) -> torch.Tensor:
+    """Returns the sum of what the ranks computed, divided as `layout` says."""
+    return summed(tensor, group) if layout is WHOLE else summed_into_parts(tensor, layout, group)
+
+
+class ColwiseLinear(nn.Linear):
+    """A linear layer of which each rank computes some of the output features.
+
+    Attributes:
+        all_out_features: how many output features all ranks have together.
+    """
+
+    group: ProcessGroup
+    all_out_features: int
+    input_layout: Layout
+    output_layout: Layout
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's features, or all of them if the output's layout is whole."""
+        own = super().forward(for_parts(input, self.input_layout, None, self.group))
+        if self.output_layout is WHOLE:
+            return joined(own, -1, self.all_out_features, self.group)
+        return own
+
+
+class RowwiseLinear(nn.Linear):
+    """A linear layer of which each rank uses some of the input features; the ranks' results are added up."""
+
+    group: ProcessGroup
+    input_layout: Layout
+    output_layout: Layout
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Returns the sum over the ranks, plus the bias, which every rank has whole."""
+        own = split(input, -1, self.group) if self.input_layout is WHOLE else input
+        result = sum_of_parts(functional.linear(own, self.weight), self.output_layout, self.group)
+        return result if self.bias is None else result + self.bias
+
+
+class ColwiseEmbedding(nn.Embedding):
+    """An embedding of which each rank has some of the features.
+
+    Attributes:
+        all_embedding_dim: how many features all ranks have together.
+    """
+
+    group: ProcessGroup
+    all_embedding_dim: int
+    output_layout: Layout
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's features, or all of them if the output's layout is whole."""
+        own = super().forward(input)
+        return joined(own, -1, self.all_embedding_dim, self.group) if self.output_layout is WHOLE else own
+
+
+class RowwiseEmbedding(nn.Embedding):
+    """An embedding of which each rank has the vectors of some indices.
+
+    Attributes:
+        all_num_embeddings: how many indices all ranks have together.
+    """
+
+    group: ProcessGroup
+    all_num_embeddings: int
+    output_layout: Layout
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Returns the vectors of all indices: each comes from the rank that has it.
+
+        Raises:
+            IndexError: an index is negative, or too large.
+        """
+        if input.numel() and not 0 <= int(input.min()) <= int(input.max()) < self.all_num_embeddings:
+            raise IndexError(
+                f"{self.group.me}: embedding: the indices range from {int(input.min())} to {int(input.max())}; "
+                f"they must be from 0 to {self.all_num_embeddings - 1}"
+            )
+        start, stop = bounds(self.all_num_embeddings, self.group.size(), self.group.rank())
+        is_elsewhere = (input < start) | (input >= stop)
+        own = super().forward((input - start).masked_fill(is_elsewhere, 0))
+        return sum_of_parts(own.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), self.output_layout, self.group)

@@ -1,0 +1,99 @@
+"""What the recording gets to know of training: steps, backwards, buckets and optimizers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import optimizer as optimizers
+
+from paceline import _core
+from paceline.comm.record.layout import EventKind
+from paceline.comm.record.spans import STEPS, begin_event
+
+_BACKWARD = int(EventKind.BACKWARD)
+_BUCKET = int(EventKind.BUCKET)
+_OPTIMIZER = int(EventKind.OPTIMIZER)
+_STAMP = "_paceline_stamp"
+
+_are_optimizers_recorded = False
+
+
+class RecordedSteps:
+    """The steps and backwards of one wrapped module.
+
+    Args:
+        name: what wraps it, such as "ddp".
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._is_new = True  # no forward since the gradients were averaged
+        self._backward = 0
+        record_optimizers()
+
+    def forward_begins(self) -> None:
+        """Begins a step, if the gradients of the one before were averaged."""
+        if self._is_new:
+            self._is_new = False
+            STEPS.begin(self, self._name)
+
+    def backward_begins(self) -> None:
+        """Notes the first gradient of a backward."""
+        if not self._backward:
+            self._backward = begin_event(_BACKWARD, self._name)
+
+    def backward_ended(self, *, averaged: bool) -> None:
+        """Notes the end of a backward, and that the next forward is one of another step if it averaged gradients."""
+        _core.record_end(self._backward)
+        self._backward = 0
+        self._is_new = self._is_new or averaged
+
+
+class RecordedBuckets:
+    """The buckets of gradients that have not been averaged yet, by their numbers.
+
+    Args:
+        name: what averages them, such as "ddp".
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._stamps: dict[int, int] = {}
+
+    def ready(self, at: int, nbytes: int) -> None:
+        """Notes that all gradients of a bucket are there; does nothing if that was noted before."""
+        if at not in self._stamps:
+            self._stamps[at] = begin_event(_BUCKET, self._name, at, nbytes)
+
+    def sent(self, at: int) -> None:
+        """Notes that the bucket's average has been asked for."""
+        _core.record_sent(self._stamps.get(at, 0))
+
+    def done(self, at: int) -> None:
+        """Notes that the average is there."""
+        _core.record_end(self._stamps.pop(at, 0))
+
+    def forget(self) -> None:
+        """Ends what a failed backward has left."""
+        for at in list(self._stamps):
+            self.done(at)
+
+
+def record_optimizers() -> None:
+    """Records the steps of all optimizers of this process from now on."""
+    global _are_optimizers_recorded
+    if not _are_optimizers_recorded:
+        _are_optimizers_recorded = True
+        optimizers.register_optimizer_step_pre_hook(_before_step)
+        optimizers.register_optimizer_step_post_hook(_after_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if not torch.compiler.is_compiling():
+        vars(optimizer)[_STAMP] = begin_event(_OPTIMIZER, type(optimizer).__name__)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if not torch.compiler.is_compiling():
+        _core.record_end(vars(optimizer).pop(_STAMP, 0))

@@ -1,0 +1,325 @@
+"""Averages gradients on their owners while backward computes others, and frees them elsewhere (ZeRO stage 2).
+
+A bucket is reduced when its last gradient is ready. With `in_order` it also waits for the buckets before it, so that
+all ranks reduce in the same order whatever autograd does. Buckets that are left when backward ends, because no rank or
+only some ranks had a gradient, are reduced then.
+
+Notices that gradients which are not the averages of all ranks were changed, as by torch's clip_grad_norm_.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from paceline.comm.engine.codes import ReduceOp
+from paceline.comm.group.eager import eager
+from paceline.comm.group.process_group import ProcessGroup
+from paceline.comm.group.work import Work
+from paceline.train.autograd_graph import BackwardEnd
+from paceline.train.checks.check_settings import choose_checks
+from paceline.train.checks.finite_check import GradientCheck
+from paceline.train.checks.replica_check import ReplicaCheck
+from paceline.train.ddp.gradient_buckets import shares_memory
+from paceline.train.join import Join, Joinable
+from paceline.train.training_events import RecordedBuckets
+from paceline.train.zero.shards import Shard
+
+_FEW = 4  # parameters, which torch's clip_grad_norm_ changes with all others
+
+
+class ClippingWatch:
+    """Warns once if somebody writes to gradients between a backward and the step.
+
+    Args:
+        named: parameters by name.
+        me: this rank, for the message.
+        what_they_are: what a parameter's gradient is before the step.
+    """
+
+    def __init__(self, named: Mapping[str, torch.Tensor], me: str, what_they_are: str) -> None:
+        self._named = dict(named)
+        self._me = me
+        self._what_they_are = what_they_are
+        self._versions: dict[str, int] = {}  # of the gradients when a backward left them
+        self._has_warned = False
+        self._handles: list[RemovableHandle] = []
+
+    def follow_backwards(self) -> None:
+        """Notes a few of the gradients whenever autograd has added to them."""
+        every = len(self._named) // _FEW + 1
+        for name, param in list(self._named.items())[::every]:
+            if param.requires_grad and param.is_leaf:
+                hook = partial(_note_for, weakref.ref(self), name)  # which does not keep the model
+                self._handles.append(param.register_post_accumulate_grad_hook(hook))
+
+    def note(self) -> None:
+        """Notes all gradients as they are now."""
+        for name, param in self._named.items():
+            self._note(name, param)
+
+    def close(self) -> None:
+        """Ends `follow_backwards`; idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def check(self) -> None:
+        """Warns, the first time, if a gradient was written to since it was noted; what follows may be rightly done."""
+        for name, version in self._versions.items():
+            gradient = self._named[name].grad
+            if gradient is not None and gradient._version > version and not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"{self._me}: the gradient of {name!r} was changed between backward and step(), where it is "
+                    f"{self._what_they_are}. If torch.nn.utils.clip_grad_norm_ did that, each rank has clipped by "
+                    "another norm: call optimizer.clip_grad_norm_(max_norm) instead, which clips by that of the "
+                    "averages. Only a factor that is the same on every rank does no harm",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        self._versions.clear()
+
+    def _note(self, name: str, param: torch.Tensor) -> None:
+        if param.grad is None:
+            self._versions.pop(name, None)
+        else:
+            self._versions[name] = param.grad._version
+
+
+@eager
+def _note_for(watch: weakref.ref[ClippingWatch], name: str, param: torch.Tensor) -> None:
+    held = watch()
+    if held is not None:
+        held._note(name, param)
+
+
+class ShardedGradientReducer:
+    """Averages the gradients of `params` over the ranks of `group`.
+
+    Args:
+        shards: the shards of each parameter that requires a gradient.
+        names: the names of these parameters.
+        buckets: indices of `shards`, each in one bucket; the same on every rank.
+        group: the ranks.
+        ends: calls this reducer when a backward ends.
+        shard: only the owners keep a gradient; if false, all ranks do.
+        in_order: reduce the buckets one at a time, in the order given.
+        overlap: reduce on the group's progress thread while backward goes on.
+        joinable: within `Join` everything is reduced when backward ends, so that ranks without inputs can take part.
+        reduced: is called with a bucket's number when its gradients on this rank are no longer needed.
+        replicas: compares what all ranks hold; None if they hold different parts.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Sequence[Shard]],
+        names: Sequence[str],
+        buckets: Sequence[Sequence[int]],
+        group: ProcessGroup,
+        ends: BackwardEnd,
+        *,
+        shard: bool,
+        in_order: bool,
+        overlap: bool,
+        joinable: Joinable,
+        reduced: Callable[[int], None] = lambda bucket: None,
+        replicas: ReplicaCheck | None = None,
+    ) -> None:
+        self._params = [its_shards[0].param for its_shards in shards]
+        self._names = list(names)
+        named = dict(zip(names, self._params, strict=True))
+        self._check = GradientCheck(named, group) if choose_checks(None).are_on else None
+        self._replicas = replicas
+        self._backwards = 0
+        self._shards = [list(its_shards) for its_shards in shards]
+        # Whether this rank keeps the gradient of the whole parameter.
+        self._keeps = [not shard or (each[0].is_whole and each[0].is_mine) for each in shards]
+        self._buckets = [list(bucket) for bucket in buckets]
+        self._bucket_of = {index: at for at, bucket in enumerate(buckets) for index in bucket}
+        self._group = group
+        self._ends = ends
+        self._shard = shard
+        self._in_order = in_order
+        self._overlap = overlap
+        self._reduced = reduced
+        self._joinable = joinable
+        self.divide_by_initial_world_size = True  # within Join
+        self.active = [True] * group.size()  # the ranks that have made this backward
+        self._scale = 1.0
+        self._recorded = RecordedBuckets("zero")
+        ends.callbacks.append(self._finish)
+        self._handles = []
+        for index, param in enumerate(self._params):
+            if shard and self._keeps[index]:
+                self._handles.append(param.register_hook(partial(self._set_aside, index)))
+            self._handles.append(param.register_post_accumulate_grad_hook(partial(self._arrive, index)))
+        self.forget()
+
+    def close(self) -> None:
+        """Removes the hooks from the parameters; idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if self._finish in self._ends.callbacks:
+            self._ends.callbacks.remove(self._finish)
+
+    def forget(self) -> None:
+        """Resets this to the state before a backward."""
+        self._arrived: set[int] = set()
+        self._done = [False] * len(self._buckets)
+        self._left = [len(bucket) for bucket in self._buckets]
+        self._earlier: dict[Shard, torch.Tensor] = {}
+        self._flying: list[tuple[Work, list[tuple[Shard, torch.Tensor]]]] = []
+        self._recorded.forget()
+        if self._check is not None:
+            self._check.forget()
+
+    @eager
+    def _set_aside(self, index: int, _: torch.Tensor) -> None:
+        """Sets a gradient that was averaged in an earlier backward aside, before autograd adds the new one to it."""
+        param = self._params[index]
+        if param.grad is not None:
+            self._earlier[self._shards[index][0]] = param.grad
+            param.grad = None
+
+    @eager
+    def _arrive(self, index: int, _: torch.Tensor) -> None:
+        self._ends.begin()
+        bucket = self._bucket_of[index]
+        if index in self._arrived:
+            raise RuntimeError(
+                f"rank {self._group.me.rank}: parameter {index} got two gradients in one backward, "
+                "because it is used in several graphs, for example by reentrant activation checkpointing; use "
+                "checkpoint(..., use_reentrant=False)"
+            )
+        self._arrived.add(index)
+        self._left[bucket] -= 1
+        if self._joinable._join_config.enable:
+            return
+        if not self._in_order:
+            if self._left[bucket] == 0:
+                self._reduce(bucket, self._buckets[bucket])
+            return
+        while bucket < len(self._buckets) and self._left[bucket] == 0 and (bucket == 0 or self._done[bucket - 1]):
+            self._reduce(bucket, self._buckets[bucket])
+            bucket += 1
+
+    def _reduce(self, bucket: int, indices: Sequence[int]) -> None:
+        self._recorded.ready(bucket, sum(self._params[index].nbytes for index in indices))
+        if self._check is not None:
+            self._look(self._check, indices)
+        alike: dict[tuple[int, torch.dtype], list[tuple[Shard, torch.Tensor]]] = {}
+        for index in indices:
+            for shard, gradient in self._take(index):
+                owner = shard.owner if self._shard else -1
+                alike.setdefault((owner, gradient.dtype), []).append((shard, gradient))
+        for (owner, _), members in alike.items():
+            gradients = [gradient for _, gradient in members]
+            if owner >= 0:
+                work = self._group.reduce(gradients, owner, ReduceOp.AVG, async_op=self._overlap)
+            else:
+                work = self._group.all_reduce(gradients, ReduceOp.AVG, async_op=self._overlap)
+            if work is None:
+                self._settle(members)
+            else:
+                self._flying.append((work, members))
+        self._recorded.sent(bucket)
+        self._done[bucket] = True
+        self._reduced(bucket)
+
+    def _look(self, check: GradientCheck, indices: Sequence[int]) -> None:
+        own = [
+            (self._names[index], gradient)
+            for index in sorted(self._arrived.intersection(indices))
+            if (gradient := self._params[index].grad) is not None
+        ]
+        check.look_at([name for name, _ in own], [gradient for _, gradient in own])
+
+    def _take(self, index: int) -> list[tuple[Shard, torch.Tensor]]:
+        """Returns this rank's gradient, cut into the parts of its owners; the reduction writes to their memory."""
+        param, shards = self._params[index], self._shards[index]
+        gradient = param.grad
+        if index not in self._arrived:
+            if gradient is not None and self._shard and self._keeps[index]:
+                self._earlier[shards[0]] = gradient
+            if gradient is None or self._shard:
+                gradient = shards[0].zeros()
+        assert gradient is not None
+        is_written = self._overlap or not self._shard or any(shard.is_mine for shard in shards)
+        if is_written and shares_memory(gradient):
+            gradient = gradient.clone()  # other layers may still read this memory, or write to it
+        param.grad = None
+        gradient = gradient.detach()
+        if not self._shard:
+            return [(shards[0], gradient)]
+        return [(shard, shard.run_of_any(gradient)) for shard in shards]
+
+    def _settle(self, members: Sequence[tuple[Shard, torch.Tensor]]) -> None:
+        for shard, gradient in members:
+            if self._scale != 1:
+                gradient.mul_(self._scale)
+            if not self._shard or (shard.is_whole and shard.is_mine):
+                earlier = self._earlier.pop(shard, None)
+                shard.param.grad = gradient if earlier is None else earlier.add_(gradient)
+            elif shard.is_mine:
+                shard.add_gradient(gradient)
+
+    def _finish(self) -> None:
+        """Reduces the buckets that are left at the end of a backward."""
+        Join.notify_join_context(self._joinable)
+        self._finish_with(is_active=True)
+
+    def contribute_zeros(self) -> None:
+        """Takes part without gradients in a backward that other ranks make."""
+        self.forget()
+        self._finish_with(is_active=False)
+
+    def _finish_with(self, is_active: bool) -> None:
+        count = len(self._params)
+        somewhere = torch.zeros(count + self._group.size(), dtype=torch.uint8)
+        somewhere[list(self._arrived)] = 1
+        somewhere[count + self._group.rank()] = is_active
+        self._group.all_reduce(somewhere, ReduceOp.MAX)
+        present: list[int] = somewhere.tolist()
+        self.active = [bool(each) for each in present[count:]]
+        self._scale = 1.0 if self.divide_by_initial_world_size else self._group.size() / sum(self.active)
+        for bucket, done in enumerate(self._done):
+            if not done:
+                self._reduce(bucket, [index for index in self._buckets[bucket] if present[index]])
+        flying, self._flying = self._flying, []
+        for work, members in flying:
+            work.wait()
+            self._settle(members)
+        self._backwards += 1
+        if self._check is not None:
+            updated = [param.grad for param in self._params] + [
+                shard.updated.grad for shards in self._shards for shard in shards if shard.updated is not None
+            ]
+            self._check.end(self._backwards, [each for each in updated if each is not None])
+        if self._replicas is not None:
+            self._replicas.end(self._backwards)
+        self.forget()
+
+
+def total_norm(gradients: Sequence[torch.Tensor], norm_type: float, group: ProcessGroup) -> torch.Tensor:
+    """Returns the norm of all ranks' gradients together, in float64."""
+    norms = [torch.linalg.vector_norm(each, norm_type).double() for each in gradients]
+    mine = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
+    if norm_type == float("inf"):
+        total = mine.max()
+        group.all_reduce(total, ReduceOp.MAX)
+        return total
+    total = mine.pow(norm_type).sum()
+    group.all_reduce(total)
+    return total.pow(1 / norm_type)
+
+
+def clip_scale(total: torch.Tensor, max_norm: float) -> float:
+    """Returns by what gradients whose norm is `total` are multiplied so that it is at most `max_norm`, as in torch."""
+    return float((max_norm / (total + 1e-6)).clamp(max=1.0))

@@ -1,0 +1,250 @@
+"""Converts parameter groups and states between the whole optimizer and the part of it that a rank runs.
+
+Loads the state of an optimizer with the bits that it had.
+
+Gathers the optimizer's state on one rank, as the unsharded optimizer would have it.
+
+Nothing is pickled: numbers are sent as JSON, and tensors as their bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from paceline.comm.group.process_group import ProcessGroup
+from paceline.train.zero.shards import Shard
+
+_STEP = "step"  # of which torch itself keeps the type
+
+
+def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Loads what `state_dict` returned; scalars keep the types that they have there.
+
+    Torch gives all but the number of steps the type of the parameter, and so rounds the float32 scalars of NAdam and
+    ASGD where that is bfloat16.
+    """
+    optimizer.load_state_dict(state)
+    if "param_groups" not in state or not isinstance(state.get("state"), Mapping):
+        return  # an optimizer of others may have a state of its own kind
+    numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
+    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for number, param in zip(numbers, params, strict=False):
+        saved, own = state["state"].get(number), optimizer.state.get(param)
+        if isinstance(saved, Mapping) and isinstance(own, dict):
+            for key, value in saved.items():
+                loaded = own.get(key)
+                if key == _STEP or not isinstance(value, torch.Tensor) or not isinstance(loaded, torch.Tensor):
+                    continue
+                if value.dim() == 0 and value.dtype != loaded.dtype:
+                    own[key] = value.to(loaded.device, copy=True)
+
+
+StateByIndex = dict[int, dict[str, object]]
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def gather_state(mine: Mapping[int, Mapping[str, object]], group: ProcessGroup, to: int) -> StateByIndex | None:
+    """Returns the states of all ranks' shards, by number, on group rank `to`, and None on the others.
+
+    Raises:
+        TypeError: a state has a value other than a tensor, a number, a string or None; raised on every rank.
+    """
+    problem = _unsendable(mine)
+    described = [] if problem else [[index, name, _describe(value)] for index, name, value in _flat(mine)]
+    everyone = [json.loads(data) for data in group.all_gather_bytes(json.dumps([problem, described]).encode())]
+    for rank, (told, _) in zip(group.ranks, everyone, strict=True):
+        if told:
+            raise TypeError(f"consolidate_state_dict: rank {rank} has {told}")
+    if group.rank() != to:
+        tensors = [value for _, _, value in _flat(mine) if isinstance(value, torch.Tensor)]
+        if tensors:
+            group.send([_bytes(tensor.detach().contiguous()) for tensor in tensors], to, async_op=False)
+        return None
+    gathered: StateByIndex = {}
+    for rank, (_, entries) in enumerate(everyone):
+        received: list[torch.Tensor] = []
+        for index, name, (kind, *what) in entries:
+            value = what[0]
+            if kind == "tensor":
+                if rank == to:
+                    kept = mine[index][name]
+                    assert isinstance(kept, torch.Tensor)
+                    value = kept.detach().clone()
+                else:
+                    value = torch.empty(what[1], dtype=getattr(torch, what[0]))
+                    received.append(_bytes(value))
+            gathered.setdefault(index, {})[name] = value
+        if received:
+            group.recv(received, rank, async_op=False)
+    return dict(sorted(gathered.items()))
+
+
+def _flat(state: Mapping[int, Mapping[str, object]]) -> list[tuple[int, str, object]]:
+    return [(index, name, value) for index, values in state.items() for name, value in values.items()]
+
+
+def _unsendable(state: Mapping[int, Mapping[str, object]]) -> str | None:
+    for _, name, value in _flat(state):
+        if not isinstance(value, (torch.Tensor, *_PLAIN)):
+            return (
+                f"a state {name!r} of type {type(value).__name__}; only tensors, numbers, strings and None can be "
+                "sent. Use an optimizer whose state consists of these"
+            )
+    return None
+
+
+def _describe(value: object) -> list[object]:
+    if isinstance(value, torch.Tensor):
+        return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
+    return ["plain", value]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+Group = dict[str, Any]
+
+_WHOLE_ONLY = ("params", "param_names")
+
+
+def part_of_group(group: Group, owned: Sequence[torch.Tensor]) -> Group:
+    """Returns the group with only the parameters in `owned`."""
+    return {**_options(group), "params": list(owned)}
+
+
+def copy_options(source: Sequence[Group], target: Sequence[Group]) -> None:
+    """Sets learning rates and the like of `target` to those of `source`."""
+    for from_group, to_group in zip(source, target, strict=True):
+        to_group.update(_options(from_group))
+
+
+def to_state_dict(groups: Sequence[Group], state: StateByIndex) -> dict[str, Any]:
+    """Returns what the unsharded optimizer's `state_dict` would return."""
+    packed: list[Group] = []
+    first = 0
+    for group in groups:
+        count = len(group["params"])
+        packed.append(
+            {**{k: v for k, v in group.items() if k != "params"}, "params": list(range(first, first + count))}
+        )
+        first += count
+    return {"state": state, "param_groups": packed}
+
+
+def part_of_state_dict(
+    state_dict: Mapping[str, Any], groups: Sequence[Group], shards: Sequence[Sequence[Shard]]
+) -> dict[str, Any]:
+    """Returns what this rank's optimizer must load, given the `state_dict` of an unsharded one.
+
+    Args:
+        state_dict: the whole state.
+        groups: the parameter groups of this optimizer.
+        shards: the shards of each parameter, in the order of the groups.
+
+    Raises:
+        ValueError: the state has groups of other sizes.
+    """
+    saved = state_dict["param_groups"]
+    _require_same_groups(saved, groups)
+    state: StateByIndex = {}
+    packed: list[Group] = []
+    place = number = 0
+    for group in saved:
+        first = number
+        for key in group["params"]:
+            for shard in shards[place]:
+                if shard.is_mine:
+                    if key in state_dict["state"]:
+                        state[number] = {name: _part(v, shard) for name, v in state_dict["state"][key].items()}
+                    number += 1
+            place += 1
+        packed.append({**_options(group), "params": list(range(first, number))})
+    return {"state": state, "param_groups": packed}
+
+
+def state_dict_of_parts(
+    saved: Sequence[Mapping[str, Any]],
+    states: Sequence[Mapping[str, object]],
+    groups: Sequence[Group],
+    shards: Sequence[Sequence[Shard]],
+) -> dict[str, Any]:
+    """Returns what this rank's optimizer must load, given the states of its own shards.
+
+    Args:
+        saved: the groups of the unsharded optimizer.
+        states: of each shard that is this rank's, in the order of the parameters.
+        groups: the parameter groups of this optimizer.
+        shards: the shards of each parameter, in the order of the groups.
+
+    Raises:
+        ValueError: the state has groups of other sizes.
+    """
+    _require_same_groups(saved, groups)
+    packed: list[Group] = []
+    place = number = 0
+    for group in saved:
+        first = number
+        for _ in group["params"]:
+            number += sum(shard.is_mine for shard in shards[place])
+            place += 1
+        packed.append({**_options(dict(group)), "params": list(range(first, number))})
+    return {"state": {at: dict(values) for at, values in enumerate(states) if values}, "param_groups": packed}
+
+
+def _require_same_groups(saved: Sequence[Mapping[str, Any]], groups: Sequence[Group]) -> None:
+    seen, expected = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
+    if seen != expected:
+        raise ValueError(
+            f"the state has parameter groups of {seen} parameters, and this optimizer has groups of {expected}; load "
+            "the state of an optimizer with the same groups"
+        )
+
+
+def join_parts(state: StateByIndex, shards: Sequence[Sequence[Shard]]) -> StateByIndex:
+    """Returns the states of parameters, given those of their shards by number.
+
+    Args:
+        state: the states of shards.
+        shards: the shards of each parameter.
+    """
+    joined: StateByIndex = {}
+    number = 0
+    for place, parts in enumerate(shards):
+        found = [state[at] for at in range(number, number + len(parts)) if at in state]
+        number += len(parts)
+        if found:
+            joined[place] = {
+                name: _whole([each[name] for each in found], parts) if len(parts) > 1 else found[0][name]
+                for name in found[0]
+            }
+    return joined
+
+
+def _part(value: object, shard: Shard) -> object:
+    """Returns a copy, since this optimizer will write to it, and the caller may go on using the original."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return (shard.run_of_any(value) if value.shape == shard.shape else value).clone()
+
+
+def _whole(values: Sequence[object], shards: Sequence[Shard]) -> object:
+    whole = None
+    for value, shard in zip(values, shards, strict=True):
+        if not isinstance(value, torch.Tensor) or value.shape != shard.run_shape:
+            return value  # such as the number of steps, which is the same for each shard
+        if whole is None:
+            whole = torch.empty_strided(shard.shape, shard.strides, dtype=value.dtype)
+        shard.run(whole).copy_(value)
+    return whole
+
+
+def _options(group: Group) -> Group:
+    return {key: value for key, value in group.items() if key not in _WHOLE_ONLY}

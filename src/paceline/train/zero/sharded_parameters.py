@@ -1,0 +1,365 @@
+"""Parameters that only their owners hold; other ranks have them while a layer needs them (ZeRO stage 3).
+
+A layer's parameters are copied from their owners before its forward, and again before its backward, and freed after
+each. What autograd saved for backward are views of the parameters' storage, so the storage itself is freed and filled
+again, and the views hold what they held before. In between a parameter has no elements, so that code which reads it
+gets an error instead of freed memory.
+
+Decides which parameters of a module are gathered together (ZeRO stage 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from paceline.comm.group.eager import eager
+from paceline.comm.group.process_group import ProcessGroup
+from paceline.comm.group.work import Work
+from paceline.errors import CollectiveMismatchError
+from paceline.train.autograd_graph import BackwardEnd, find_tensors, in_backward
+from paceline.train.zero.shards import Shard
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """A module, and the parameters that it needs while its forward or its backward runs."""
+
+    name: str
+    module: nn.Module
+    params: tuple[torch.Tensor, ...]
+
+
+def find_units(module: nn.Module, params: Collection[torch.Tensor]) -> list[Unit]:
+    """Returns a unit for each element of `nn.Sequential`, `nn.ModuleList` or `nn.ModuleDict`, and for the module.
+
+    Those elements are the layers of a model, which are called one after the other. A unit within another one keeps its
+    parameters to itself. All other parameters, and those that several units share, belong to the unit of the whole
+    module: they are present while any code runs that may read them.
+
+    Args:
+        module: the model.
+        params: the parameters to be divided among units; others are left out.
+    """
+    wanted = {id(param) for param in params}
+    layers: dict[int, tuple[str, nn.Module]] = {}
+    for name, container in module.named_modules():
+        if isinstance(container, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+            for child, layer in container.named_children():
+                if not isinstance(layer, (nn.ModuleList, nn.ModuleDict)):  # these have no forward
+                    layers.setdefault(id(layer), (f"{name}.{child}".lstrip("."), layer))
+    layers.pop(id(module), None)
+
+    homes: dict[int, set[int]] = {}
+    found: dict[int, torch.Tensor] = {}
+
+    def visit(current: nn.Module, home: int) -> None:
+        home = id(current) if id(current) in layers else home
+        for param in current.parameters(recurse=False):
+            if id(param) in wanted:
+                homes.setdefault(id(param), set()).add(home)
+                found[id(param)] = param
+        for part in current.children():
+            visit(part, home)
+
+    visit(module, id(module))
+    members: dict[int, list[torch.Tensor]] = {home: [] for home in layers}
+    members[id(module)] = []
+    for key, param in found.items():
+        among = homes[key]
+        members[min(among) if len(among) == 1 else id(module)].append(param)
+    layers[id(module)] = ("", module)
+    return [Unit(*layers[home], tuple(members[home])) for home in members if members[home]]
+
+
+def buckets_of_units(units: Sequence[Unit], trained: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Returns for each unit the indices in `trained` of its parameters, whose gradients are averaged together."""
+    index_of = {id(param): at for at, param in enumerate(trained)}
+    return [[index_of[id(param)] for param in unit.params if id(param) in index_of] for unit in units]
+
+
+def names_of(params: Sequence[torch.Tensor], module: nn.Module | None) -> list[str]:
+    """Returns the names that the module gives these parameters, or numbers if they are not known to be in one."""
+    known = {} if module is None else {id(param): name for name, param in module.named_parameters()}
+    return [known.get(id(param), f"parameter {at}") for at, param in enumerate(params)]
+
+
+Layer = TypeVar("Layer", bound=Hashable)
+
+
+class LayerOrder(Generic[Layer]):
+    """Predicts which layer follows another one: the layer that followed it last time.
+
+    >>> order = Order()
+    >>> [order.visit(layer) for layer in (0, 1, 2)]
+    [None, None, None]
+    >>> [order.visit(layer) for layer in (0, 1, 2)]
+    [1, 2, None]
+    """
+
+    def __init__(self) -> None:
+        self._after: dict[Layer, Layer] = {}
+        self._visited: set[Layer] = set()
+        self._latest: Layer | None = None
+
+    def visit(self, layer: Layer) -> Layer | None:
+        """Notes that a layer runs; a pass ends where a layer runs again.
+
+        Returns:
+            The layer that is likely to run next.
+        """
+        if layer in self._visited:
+            self._visited.clear()
+            self._latest = None
+        if self._latest is not None:
+            self._after[self._latest] = layer
+        self._visited.add(layer)
+        self._latest = layer
+        return self._after.get(layer)
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A unit that is being gathered: for each owner the number of the unit that it sent, and the calls in flight."""
+
+    told: dict[int, torch.Tensor]
+    works: list[Work]
+
+
+class ShardedParameters:
+    """Gathers and frees the parameters of `units`.
+
+    Args:
+        units: the parameters that are gathered together; the same on every rank.
+        shards: the shards of each parameter, by its `id`.
+        group: the ranks.
+        ends: calls this object when a backward ends.
+        ahead: gather the unit that will probably run next on the group's progress thread while one runs.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        shards: Mapping[int, Sequence[Shard]],
+        group: ProcessGroup,
+        ends: BackwardEnd,
+        *,
+        ahead: bool,
+    ) -> None:
+        self._units = list(units)
+        self._shards = shards
+        self._group = group
+        self._ends = ends
+        self._present = [True] * len(units)
+        self._wholes = [[_own_storage(param) for param in unit.params] for unit in units]
+        self._keep_runs()
+        self._pinned = False
+        self._ahead = ahead
+        self._orders: dict[bool, LayerOrder[int]] = {
+            False: LayerOrder(),
+            True: LayerOrder(),
+        }  # in forward, and in backward
+        self._flying: dict[int, _Flight] = {}
+        self._handles: list[RemovableHandle] = []
+        for number, unit in enumerate(units):
+            self._handles.append(unit.module.register_forward_pre_hook(partial(self._before_forward, number)))
+            self._handles.append(unit.module.register_forward_hook(partial(self._after_forward, number)))
+        ends.callbacks.append(self.free_all)
+        self.free_all()
+
+    def close(self) -> None:
+        """Gives all parameters back to every rank for good; idempotent."""
+        for number in range(len(self._units)):
+            self._gather_if_absent(number)
+        for _, _, shard in self._runs():
+            shard.follow()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if self.free_all in self._ends.callbacks:
+            self._ends.callbacks.remove(self.free_all)
+
+    @contextmanager
+    def all_present(self) -> Iterator[None]:
+        """Returns a context in which every rank holds all parameters."""
+        for number in range(len(self._units)):
+            self._gather_if_absent(number)
+        self._pinned = True
+        try:
+            yield
+        finally:
+            self._pinned = False
+            self._keep_runs()
+            self.free_all()
+
+    def shards_of(self, param: torch.Tensor) -> Sequence[Shard] | None:
+        """Returns the shards of a parameter that only their owners hold now; None if every rank holds it."""
+        return None if self._pinned else self._shards.get(id(param))
+
+    @staticmethod
+    def own_run(shard: Shard) -> torch.Tensor | None:
+        """Returns the elements of a shard as long as the parameters are freed; None on ranks that do not own it."""
+        if not shard.is_mine or shard.updated is None:
+            return None
+        return shard.param.data if shard.is_whole else shard.updated.data
+
+    def refresh(self) -> None:
+        """Gathers the updated parameters after a step, where all parameters are present."""
+        if self._pinned:
+            for number in range(len(self._units)):
+                self._present[number] = False
+                self._gather_if_absent(number)
+
+    def free(self, number: int) -> None:
+        """Frees a unit's parameters, except those that this rank owns."""
+        if number in self._flying:
+            self._arrive(number)  # it was gathered ahead, but was not needed
+        if self._pinned or not self._present[number]:
+            return
+        self._present[number] = False
+        for param, whole in zip(self._units[number].params, self._wholes[number], strict=True):
+            if not self._stays(param):
+                whole.untyped_storage().resize_(0)
+                param.data = whole.new_empty(0)
+
+    def free_all(self) -> None:
+        """Frees all parameters that this rank does not own."""
+        for number in range(len(self._units)):
+            self.free(number)
+
+    def _gather(self, number: int) -> None:
+        if self._present[number]:
+            return
+        self._gather_if_absent(number)
+        if self._ahead:
+            follower = self._orders[in_backward()].visit(number)
+            if follower is not None and not self._present[follower] and follower not in self._flying:
+                self._start(follower, async_op=True)
+
+    def _gather_if_absent(self, number: int) -> None:
+        if not self._present[number]:
+            if number not in self._flying:
+                self._start(number, async_op=False)
+            self._arrive(number)
+
+    def _start(self, number: int, async_op: bool) -> None:
+        parts: dict[int, list[torch.Tensor]] = {}
+        for param, whole in zip(self._units[number].params, self._wholes[number], strict=True):
+            if not self._stays(param):
+                whole.untyped_storage().resize_(_nbytes(whole))
+            for shard in self._shards[id(param)]:
+                if shard.is_mine and not shard.is_whole and shard.updated is not None:
+                    shard.run(whole).copy_(shard.updated.detach())
+                start, stop, owner = shard.part
+                parts.setdefault(owner, []).append(_bytes_of(whole)[start:stop])
+        told = {owner: torch.tensor([number]) for owner in sorted(parts)}
+        works = [
+            self._group.broadcast([layer.view(torch.uint8), *parts[owner]], owner, async_op=async_op)
+            for owner, layer in told.items()
+        ]
+        self._flying[number] = _Flight(told, [work for work in works if work is not None])
+
+    def _arrive(self, number: int) -> None:
+        flight = self._flying.pop(number)
+        for work in flight.works:
+            work.wait()
+        self._present[number] = True
+        for param, whole in zip(self._units[number].params, self._wholes[number], strict=True):
+            if not self._stays(param):
+                param.data = whole
+        for owner, layer in flight.told.items():  # raises only after the other ranks have received everything
+            if int(layer) != number:
+                self._raise_apart(number, int(layer), owner)
+
+    def _raise_apart(self, number: int, other: int, owner: int) -> None:
+        ranks, names = self._group.ranks, [unit.name or "the module itself" for unit in self._units]
+        raise CollectiveMismatchError(
+            f"rank {ranks[self._group.rank()]} runs layer {names[number]!r} where rank {ranks[owner]} runs "
+            f"{names[other]!r}. With stage=3 every rank must go through the same layers in the same order"
+        )
+
+    @eager
+    def _before_forward(self, number: int, module: nn.Module, inputs: object) -> None:
+        self._gather(number)
+        if torch.is_grad_enabled() and not self._is_trained(
+            number
+        ):  # otherwise its gradients show when its backward has ended
+            for tensor in find_tensors(inputs):
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._after_backward, number))
+
+    @eager
+    def _after_forward(self, number: int, module: nn.Module, inputs: object, output: object) -> None:
+        if torch.is_grad_enabled():
+            outputs = [tensor for tensor in find_tensors(output) if tensor.requires_grad]
+            for tensor in outputs:
+                tensor.register_hook(partial(self._before_backward, number))
+            if not outputs and self._is_trained(number):
+                return  # no hook would announce its backward, so the parameters stay
+        if not in_backward():  # a checkpointed layer runs again there, and its backward follows
+            self.free(number)
+
+    @eager
+    def _before_backward(self, number: int, _: torch.Tensor) -> None:
+        self._ends.begin()
+        self._gather(number)
+
+    @eager
+    def _after_backward(self, number: int, _: torch.Tensor) -> None:
+        self.free(number)
+
+    def _stays(self, param: torch.Tensor) -> bool:
+        """Returns whether this rank owns the whole parameter."""
+        first = self._shards[id(param)][0]
+        return first.is_whole and first.is_mine
+
+    def _runs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Shard]]:
+        """Yields the whole data, the updated run and the shard of each run of a parameter that this rank owns."""
+        for unit, wholes in zip(self._units, self._wholes, strict=True):
+            for param, whole in zip(unit.params, wholes, strict=True):
+                for shard in self._shards[id(param)]:
+                    if shard.is_mine and not shard.is_whole and shard.updated is not None:
+                        yield whole, shard.updated, shard
+
+    def _keep_runs(self) -> None:
+        """Copies the runs that this rank owns out of parameters that will be freed."""
+        for whole, updated, shard in self._runs():
+            updated.data = shard.run(whole).clone()
+
+    def _is_trained(self, number: int) -> bool:
+        return any(param.requires_grad for param in self._units[number].params)
+
+
+def sharded_parameters_of(module: nn.Module) -> ShardedParameters | None:
+    """Returns what gathers and frees the parameters of a module; None if every rank holds them."""
+    for each in module.modules():
+        for hook in each._forward_pre_hooks.values():
+            owner = getattr(getattr(hook, "func", None), "__self__", None)
+            if isinstance(owner, ShardedParameters):
+                return owner
+    return None
+
+
+def _own_storage(param: torch.Tensor) -> torch.Tensor:
+    """Returns the parameter's data in a storage of its own."""
+    data = param.data
+    storage = data.untyped_storage()
+    if data.storage_offset() or storage.nbytes() != _nbytes(data) or not storage.resizable():
+        data = param.data = data.clone()
+    return data
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of the tensor's storage, so that any layout and dtype can be sent."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())

@@ -1,0 +1,333 @@
+"""An optimizer that shards its state over the ranks, and optionally gradients and parameters too.
+
+What ZeroRedundancyOptimizer does in `Join`: a rank without inputs updates the parameters that it owns.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.comm.group.buffers import count_writes
+from paceline.comm.group.default import given_or_default
+from paceline.comm.group.process_group import ProcessGroup
+from paceline.comm.record.spans import STEPS
+from paceline.train.autograd_graph import BackwardEnd
+from paceline.train.ddp.buckets import MIB, caps_of, make_buckets
+from paceline.train.ddp.distributed_data_parallel import DistributedDataParallel
+from paceline.train.join import Join, Joinable, JoinHook
+from paceline.train.module_tensors import broadcast_tensors
+from paceline.train.zero.gradient_reducer import ClippingWatch, ShardedGradientReducer, clip_scale, total_norm
+from paceline.train.zero.optimizer_state import copy_options
+from paceline.train.zero.partitioned_optimizer import (
+    PartitionedOptimizer,
+    Stage,
+    replica_check,
+    require_fit,
+    synchronize_parameters,
+)
+from paceline.train.zero.sharded_parameters import ShardedParameters, buckets_of_units, find_units, names_of
+from paceline.train.zero.shards import Shards, is_elementwise
+from paceline.train.zero.state_storage import StateStorage
+
+
+class ZeroJoinHook(JoinHook):
+    """Takes part in the other ranks' steps.
+
+    Args:
+        reducer: the optimizer's reducer, None if a wrapper averages the gradients.
+        zero_grad: a function that clears the gradients.
+        update: a function that makes the optimizer's step.
+        divide_by_initial_world_size: whether gradients are divided by the number of all ranks.
+    """
+
+    def __init__(
+        self,
+        reducer: ShardedGradientReducer | None,
+        zero_grad: Callable[[], None],
+        update: Callable[[], None],
+        divide_by_initial_world_size: bool,
+    ) -> None:
+        self._reducer = reducer
+        self._zero_grad = zero_grad
+        self._update = update
+        if reducer is not None:
+            reducer.divide_by_initial_world_size = divide_by_initial_world_size
+
+    def main_hook(self) -> None:
+        """Takes part without gradients in a backward, unless a wrapper averages, and makes the step."""
+        if self._reducer is not None:
+            self._zero_grad()
+            self._reducer.contribute_zeros()
+        self._update()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Copies no parameters, since all ranks have the same ones after every step."""
+        if self._reducer is not None:
+            self._reducer.divide_by_initial_world_size = True
+
+
+class ZeroRedundancyOptimizer(PartitionedOptimizer):
+    """Runs `optimizer_class` on every rank for a part of the parameters, so that each holds a part of the state.
+
+    Every parameter has an owner, the rank that updates it (ZeRO, Rajbhandari et al. 2020); one that exceeds a
+    rank's even share is cut, if the optimizer is one of torch's that update each element independently. Stage 1 shards
+    the optimizer's state; stage 2 the gradients as well, which are averaged on their owners and freed elsewhere; stage
+    3 the parameters too, which other ranks hold only while a layer needs them.
+
+    Args:
+        params: the module, plain or in a `DistributedDataParallel`; or parameters or parameter groups, as for any
+            optimizer. With the module, gradients are averaged: by the wrapper in stage 1, else by this optimizer.
+            With parameters, they must have been averaged when `step` is called, as a wrapper around their module
+            does; stage 2 then frees them in `step`, not earlier.
+        optimizer_class: an optimizer that updates each parameter independently, such as `torch.optim.AdamW`.
+        process_group: the ranks; the default group if None.
+        parameters_as_bucket_view: has no effect: parameters are sent from where they are.
+        overlap: average gradients on the group's progress thread while backward goes on; in stage 3 also gather the
+            next layer's parameters there.
+        stage: 1, 2 or 3; 3 needs the module.
+        module: the module, where `params` are groups of its parameters.
+        bucket_cap_mb: MiB of gradients that are averaged together in backward.
+        master_dtype: the optimizer updates copies of this type, such as `torch.float32`, of parameters that have fewer
+            digits, such as bfloat16; the parameters are rounded from them. None to update the parameters themselves.
+        offload: a directory: the copies and the state are kept in a file there, of which the system keeps in memory
+            what it has room for. `"cpu"`: they are kept in the memory of the CPU, for parameters on a GPU.
+        defaults: keyword arguments for `optimizer_class`.
+
+    Raises:
+        CollectiveMismatchError: parameters or arguments differ between ranks; raised on every rank.
+        TypeError: the optimizer evaluates the loss several times in a step, or `process_group` is not a group of
+            Paceline's.
+        ValueError: `stage` is not 1, 2 or 3, or is 3 without a module, or `offload="cpu"` with parameters on the CPU.
+        OSError: no file can be made in the directory of `offload`, or the disk is full.
+
+    Example::
+
+        optimizer = paceline.ZeroRedundancyOptimizer(model, torch.optim.AdamW, stage=2, lr=1e-3)
+    """
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable[Any],
+        optimizer_class: type[Optimizer],
+        process_group: ProcessGroup | None = None,
+        parameters_as_bucket_view: bool = False,
+        overlap: bool = False,
+        stage: Stage = 1,
+        *,
+        module: nn.Module | None = None,
+        bucket_cap_mb: float = 4,
+        master_dtype: torch.dtype | None = None,
+        offload: str | os.PathLike[str] | None = None,
+        **defaults: Any,
+    ) -> None:
+        if isinstance(params, nn.Module):
+            module = params
+            params = module.parameters()
+        self.process_group = given_or_default(process_group)
+        require_fit(self.process_group, stage, module, optimizer_class)
+        self.stage: Stage = stage
+        self._overlap, self._bucket_caps = overlap, caps_of(int(bucket_cap_mb * MIB))
+        self._averages = module is not None
+        if isinstance(module, DistributedDataParallel):
+            self._averages = stage > 1
+            if self._averages:
+                module.require_backward_grad_sync = False  # from now on this optimizer averages the gradients
+            module = module.module
+        self._module = module
+        self._rank = self.process_group.rank()
+        self._shards = Shards(self._rank, self.process_group.size(), cuts=is_elementwise(optimizer_class))
+        self._kept = StateStorage(master_dtype, offload, f"rank {self.process_group.me.rank}")
+        self._copies = False  # whether the inner optimizer updates copies of parameters, on any rank
+        self._ends = BackwardEnd()
+        self._reducer: ShardedGradientReducer | None = None
+        self._watch: ClippingWatch | None = None
+        self._sharded: ShardedParameters | None = None
+        Joinable.__init__(self)
+        Optimizer.__init__(self, params, {})  # calls add_param_group for each
+        synchronize_parameters(
+            self._module,
+            self.param_groups,
+            {"stage": stage, "optimizer_class": optimizer_class.__name__, **self._kept.arguments},
+            self.process_group,
+            self._kept.problem(self._params()),
+        )
+        self._kept.make_masters(self._shards.mine())
+        self._make_inner(optimizer_class, defaults)
+        self._settle()
+        self._start()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the parameters that this rank owns, and copies them to all ranks. Every rank calls this.
+
+        The function `closure`, which computes the loss and its gradients, is called once.
+
+        Raises:
+            TypeError: in stages 2 and 3, `torch.amp.GradScaler` steps it.
+        """
+        self._require_own_scaler(f"in stage {self.stage}")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._reducer is None:
+            Join.notify_join_context(self)
+        self._update()
+        return loss
+
+    @property
+    def owns_gradients(self) -> bool:
+        """Whether only the owner of a shard has its averaged gradient."""
+        return self.stage > 1 or self._copies
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        assert self._inner is not None
+        if self._averages:
+            STEPS.begin(self, "zero")
+        self._consolidated = None
+        self.own_part()
+        copy_options(self.param_groups, self._inner.param_groups)
+        if self._sharded is None:
+            self._shards.follow()
+        else:
+            self._sharded.free_all()  # the parameters that were gathered ahead will be out of date
+        for shard in self._shards.mine():
+            shard.refresh_master()
+        self._kept.step(self._inner)
+        for shard in self._shards.mine():
+            shard.round_master()
+        copy_options(self._inner.param_groups, self.param_groups)
+        if self._sharded is None:
+            self._shards.copy_from_owners(self.process_group)
+        else:
+            self._sharded.refresh()
+        count_writes(shards[0].param for shards in self._shards.by_param)  # by whichever rank
+        if self.stage == 1:
+            self._shards.forget_run_gradients()
+        if self._averages and self._module is not None:
+            root = 0 if self._reducer is None else self._reducer.active.index(True)
+            broadcast_tensors(list(self._module.buffers()), self.process_group, root)
+
+    def own_part(self) -> Optimizer:
+        """Returns the inner optimizer, with this rank's part of the parameters and of the gradients."""
+        assert self._inner is not None
+        if self._watch is not None:
+            self._watch.check()
+        self._shards.take_gradients(free=self.owns_gradients)
+        for shard in self._shards.mine():
+            shard.take_to_master()
+        return self._inner
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients, and anything that a failed backward has left."""
+        super().zero_grad(set_to_none)
+        self._shards.forget_run_gradients(set_to_none)
+        self._ends.forget()
+        if self._reducer is not None:
+            self._reducer.forget()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters, the same on every rank; parameters that were added before keep their owners."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        self._shards.add(group["params"])
+        self._copies = self._copies or any(map(self._kept.copies, group["params"]))
+        if self._inner is not None:
+            self._kept.make_masters(self._shards.mine())
+            self._inner.add_param_group(self._part_of(group))
+            copy_options(self._inner.param_groups, self.param_groups)
+            self._settle()
+            self._stop()
+            self._start()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scales the gradients so that their norm, over all ranks' parts, is at most `max_norm`; returns the norm.
+
+        `torch.nn.utils.clip_grad_norm_` would see only this rank's gradients in stages 2 and 3.
+        """
+        self.own_part()
+        gradients = self._shards.gradients()
+        total = total_norm(gradients, norm_type, self.process_group)
+        scale = clip_scale(total, max_norm)
+        if not self.owns_gradients:
+            gradients = [param.grad for param in self._params() if param.grad is not None]
+        for gradient in gradients:
+            gradient.detach().mul_(scale)
+        return total.float()
+
+    def join_hook(self, **kwargs: object) -> JoinHook:
+        """Returns what this optimizer does in `Join`; takes `divide_by_initial_world_size`, where it averages.
+
+        Raises:
+            ValueError: the stage is 3, which gathers parameters in forward; a rank without inputs makes no forward.
+        """
+        if self.stage == 3:
+            raise ValueError(
+                f"rank {self.process_group.me.rank}: Join got a ZeroRedundancyOptimizer with stage=3, whose parameters "
+                "are gathered in forward, and a rank without inputs makes no forward; use stage=2"
+            )
+        by_initial = bool(kwargs.get("divide_by_initial_world_size", True))
+        return ZeroJoinHook(self._reducer, self.zero_grad, self._update, by_initial)
+
+    def full_parameters(self) -> AbstractContextManager[None]:
+        """Returns a context in which every rank holds all parameters, to save or load the module in stage 3.
+
+        Every rank enters it.
+        """
+        return nullcontext() if self._sharded is None else self._sharded.all_present()
+
+    def _load(self, part: dict[str, Any]) -> None:
+        super()._load(part)
+        self._settle()
+
+    def _settle(self) -> None:
+        assert self._inner is not None
+        self._kept.settle(self._inner)
+
+    def _start(self) -> None:
+        if not self._averages:
+            return
+        params, by_param = self._params(), self._shards.by_param
+        trained_shards = [shards for shards in by_param if shards[0].param.requires_grad]
+        trained = [shards[0].param for shards in trained_shards]
+        units = find_units(self._module, params) if self.stage == 3 and self._module is not None else []
+        if self.stage == 3:
+            buckets = buckets_of_units(units, trained)
+        else:
+            sizes, dtypes = [param.nbytes for param in trained], [param.dtype for param in trained]
+            buckets = [list(bucket.params) for bucket in make_buckets(sizes, dtypes, self._bucket_caps)]
+        self._reducer = ShardedGradientReducer(
+            trained_shards,
+            names_of(trained, self._module),
+            buckets,
+            self.process_group,
+            self._ends,
+            shard=self.stage > 1,
+            in_order=self.stage < 3,
+            overlap=self._overlap,
+            joinable=self,
+            reduced=lambda bucket: self._sharded.free(bucket) if self._sharded is not None else None,
+            replicas=replica_check(self._module, params, self.process_group) if self.stage < 3 else None,
+        )
+        if self.stage > 1:
+            named = dict(zip(names_of(trained, self._module), trained, strict=True))
+            whose = "the average only of what this rank owns"
+            self._watch = ClippingWatch(named, f"rank {self.process_group.me.rank}", whose)
+            self._ends.callbacks.append(self._watch.note)
+        if self.stage == 3:
+            shards_of = {id(shards[0].param): shards for shards in by_param}
+            self._sharded = ShardedParameters(units, shards_of, self.process_group, self._ends, ahead=self._overlap)
+
+    def _stop(self) -> None:
+        if self._watch is not None:
+            self._ends.callbacks.remove(self._watch.note)
+        for part in (self._reducer, self._sharded):
+            if part is not None:
+                part.close()

@@ -1,0 +1,167 @@
+"""How a worker that comes late learns: senders take snapshots and log results, and the receiver follows them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from elastic_model.members import NO_STATE, Member, Violation
+from paceline.train.elastic.protocol import CaughtUp, Ready, StateTransfer, TransferOffer, TransferReady, View
+
+if TYPE_CHECKING:
+    from elastic_model.world import World
+
+Item = tuple[str, int, int, tuple[str, ...]]  # "result", a round and its digest; or "entered", a round and a view
+
+
+class Log:
+    """What a sender serves: a state, and what happened since."""
+
+    __slots__ = ("digest", "items", "round")
+
+    def __init__(self, member: Member) -> None:
+        self.round, self.digest = member.round, member.digest
+        self.items: list[Item] = []
+
+    def next(self, round_: int, generation: int) -> Item | None:
+        """Returns what comes next for a receiver."""
+        for item in self.items:
+            if item[1] == round_ and (item[0] == "result" or item[2] > generation):
+                return item
+        return None
+
+
+def begin_transfers(member: Member, agreed: int) -> None:
+    """A member is at the beginning of a batch, and begins the transfers that all have heard of."""
+    world = member.world
+    for transfer in [each for each in member.transfers if each.number <= agreed]:
+        member.transfers.remove(transfer)
+        address = "" if world.chance() < 0.02 else member.uid
+        if address:
+            member.logs[transfer.number] = Log(member)
+        world.up(member, TransferReady(transfer.number, member.round, address))
+
+
+def log_all(member: Member, item: Item) -> None:
+    """A sender logs what happens."""
+    for log in member.logs.values():
+        log.items.append(item)
+
+
+class Learner:
+    """The part of a member that learns."""
+
+    __slots__ = ("generation", "has_said", "member", "offers", "transfer", "view", "world")
+
+    def __init__(self, world: World, member: Member) -> None:
+        self.world, self.member = world, member
+        self.transfer = 0
+        self.offers: list[str] = []
+        self.generation = 0  # the last view that it has seen the others enter
+        self.view = 0  # the view that it enters
+        self.has_said = False
+
+    def offered(self, offer: TransferOffer) -> None:
+        """A sender serves it."""
+        member = self.member
+        if offer.transfer > self.transfer and member.state == "ready" and member.round == NO_STATE:
+            self.transfer, self.offers, self.has_said = offer.transfer, [], False
+            member.state = "learning"
+            self.world.later(self.world.copy_s, member, self.received, offer.transfer)
+        if offer.transfer == self.transfer and offer.address not in self.offers:
+            self.offers.append(offer.address)
+
+    def senders(self) -> list[Log]:
+        """Returns the logs of the senders that it reaches; the others are lost to it."""
+        world, found = self.world, []
+        for uid in list(self.offers):
+            sender = world.members[uid]
+            if sender.state != "dead" and self.transfer in sender.logs and world.connects([uid, self.member.uid]):
+                found.append(sender.logs[self.transfer])
+            else:
+                self.offers.remove(uid)
+        return found
+
+    def received(self, transfer: int) -> None:
+        """Has got the state, if a sender is left."""
+        member = self.member
+        if member.state != "learning" or transfer != self.transfer:
+            return
+        logs = self.senders()
+        if not logs:
+            member.state = "ready"
+            self.world.up(member, Ready(member.site.fingerprint, True, self.transfer))
+            return
+        first = logs[0]
+        if first.round % self.world.batch:
+            raise Violation(f"{member.uid} is given the state in the middle of a batch; {self.world.story()}")
+        member.state, member.round, member.digest, member.is_receiver = "following", first.round, first.digest, True
+        self.follow()
+
+    def follow(self) -> None:
+        """Does what the others did next."""
+        member, world = self.member, self.world
+        if member.state != "following":
+            return
+        logs = self.senders()
+        item = next((found for log in logs if (found := log.next(member.round, self.generation))), None)
+        if not logs:
+            world.later(0.5, member, self.gives_up)
+        elif item is None:
+            if not self.has_said:
+                self.has_said = True
+                world.up(member, CaughtUp(member.round))
+            world.after(0.01, member, self.follow)
+        elif item[0] == "result":
+            if world.results[item[1]] != item[2]:
+                raise Violation(f"{member.uid} replays another result of round {item[1]}; {world.story()}")
+            member.round, member.digest = member.round + 1, item[2]
+            world.later(0.05 * world.slowness_of_replay, member, self.follow)
+        else:
+            self.generation, self.has_said = item[2], False
+            if member.uid in item[3]:
+                self.view = item[2]
+                member.state = "called"
+                self.come_in()
+            else:
+                self.follow()
+
+    def come_in(self) -> None:
+        """Enters the view that the others have entered, when it has heard of it, unless it broke meanwhile."""
+        member = self.member
+        latest = member.latest
+        if member.state != "called" or latest is None or latest.generation < self.view:
+            return
+        known = [each for each in member.known if each.generation == self.view or not each.is_planned]
+        view = max((each for each in known if each.generation >= self.view), default=None, key=_generation)
+        if view is None:
+            return
+        if member.uid in view.members:
+            self.view = view.generation
+            member.enter(view)
+        else:
+            member.state = "following"
+            self.follow()
+
+    def broke(self, generation: int) -> None:
+        """The view that it entered broke."""
+        self.view = generation + 1
+        self.member.state = "called"
+        self.come_in()
+
+    def gives_up(self) -> None:
+        """No sender is left: another worker will begin again."""
+        if self.member.state == "following":
+            self.member.exit(75)
+
+
+def _generation(view: View) -> int:
+    return view.generation
+
+
+def receive_transfer(member: Member, transfer: StateTransfer) -> None:
+    """A member hears of a transfer."""
+    if transfer.number > member.latest_transfer:
+        member.latest_transfer = transfer.number
+        member.heard = max(member.heard, transfer.number)
+        if member.uid in transfer.senders:
+            member.transfers.append(transfer)
