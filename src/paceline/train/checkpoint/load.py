@@ -195,7 +195,7 @@ def _load_opened(
     with ExitStack() as contexts:
 
         def want() -> bytes:
-            StateRestorer(filling, strict, contexts, numberings).want(state)
+            StateRestorer(filling, strict, contexts, numberings).request(state)
             return b""
 
         _all_well(encode_result(want, talk.me), talk)

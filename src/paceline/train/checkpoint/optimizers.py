@@ -20,18 +20,8 @@ from paceline.errors import CheckpointError
 from paceline.train.checkpoint.captured_state import CapturedState, require_dense, whole_of
 from paceline.train.checkpoint.format.values import join
 from paceline.train.checkpoint.pytree import take_apart
-from paceline.train.checkpoint.shard_layout import (
-    held_of_shard,
-    is_first_of,
-    is_part,
-    parameters_of,
-    part_of,
-    part_of_saved,
-    region_of,
-    shape_of,
-)
+from paceline.train.checkpoint.shard_layout import ShardLayout, is_first_of, parameters_of
 from paceline.train.pipeline.parameter_index import index_in_model
-from paceline.train.tensor.weight_slice import slice_of
 from paceline.train.zero.optimizer_state import to_state_dict
 from paceline.train.zero.partitioned_optimizer import PartitionedOptimizer
 
@@ -178,49 +168,48 @@ def capture_optimizer(name: str, optimizer: Optimizer, into: CapturedState, numb
         else:
             for index, values in value.items():
                 is_known = isinstance(index, int) and index < len(parameters)
-                parameter, number = (parameters[index], numbers[index]) if is_known else (None, index)
+                layout, number = (ShardLayout.of(parameters[index]), numbers[index]) if is_known else (None, index)
+                full = join(name, "state", number)
                 if not isinstance(values, Mapping) or not values:
-                    into.add_tree(join(name, "state", number), values)
-                    continue
-                for what, each in values.items():
-                    full = join(name, "state", number, what)
-                    if parameter is not None and (numbering is not None or slice_of(parameter) is not None):
-                        _offer(full, each, parameter, into)
-                    else:
-                        into.add_tree(full, each)
+                    into.add_tree(full, values)
+                elif layout is not None and (numbering is not None or layout.is_divided):
+                    for part, kept in values.items():
+                        _offer(join(full, part), kept, layout, into)
+                else:
+                    for part, kept in values.items():
+                        into.add_tree(join(full, part), kept)
 
 
 def _add_groups(name: str, groups: list[dict[str, Any]], into: CapturedState, numbering: Numbering | None) -> None:
     into.add_tree(join(name, "param_groups"), groups if numbering is None else numbering.of_all(groups))
 
 
-def _offer(name: str, value: object, parameter: torch.Tensor, into: CapturedState) -> None:
-    """Adds what an optimizer keeps for a parameter that some ranks have, or have parts of."""
+def _offer(name: str, value: object, layout: ShardLayout, into: CapturedState) -> None:
+    """Adds what an optimizer keeps for a parameter that only some ranks have, or that is divided among ranks."""
     tensors: dict[str, torch.Tensor] = {}
     taken = take_apart(name, value, tensors)
     if not isinstance(value, torch.Tensor):
         into.values[name] = taken
-    for each, tensor in tensors.items():
-        require_dense(each, tensor)
-        if is_part(tensor, parameter, each):
-            into.offer(part_of(each, tensor, shape_of(parameter), region_of(parameter)))
-        else:
-            into.offer(whole_of(each, tensor.detach()))
+    for full, tensor in tensors.items():
+        require_dense(full, tensor)
+        is_divided = layout.applies_to(tensor, full)
+        for region in layout.local_regions(full, tensor) if is_divided else [whole_of(full, tensor.detach())]:
+            into.offer(region)
 
 
 def _capture_partitioned(name: str, optimizer: PartitionedOptimizer, into: CapturedState, numbers: list[int]) -> None:
-    counts = is_first_of(parameters_of(optimizer))
-    for place, shard, values in optimizer.own_parts():
-        mine = slice_of(shard.param)
+    is_contributor = is_first_of(parameters_of(optimizer))
+    for index, shard, values in optimizer.own_parts():
+        layout = ShardLayout.of_shard(shard)
         for key, value in values.items():
-            full = join(name, "state", numbers[place], key)
+            full = join(name, "state", numbers[index], key)
             is_of_elements = isinstance(value, torch.Tensor) and value.shape == shard.run_shape
-            if isinstance(value, torch.Tensor) and is_of_elements and not (shard.is_whole and mine is None):
-                if counts or mine is not None:
-                    into.hold(held_of_shard(full, shard, value))
-            elif shard.is_first_part and (counts if mine is None else mine.group.rank() == 0):
-                if isinstance(value, torch.Tensor) and mine is not None:
-                    is_part(value, shard.param, full)
+            if isinstance(value, torch.Tensor) and is_of_elements and not (shard.is_whole and not layout.is_divided):
+                if is_contributor or layout.is_divided:
+                    into.hold(layout.local_regions(full, value))
+            elif shard.is_first_part and (layout.is_on_first_rank if layout.is_divided else is_contributor):
+                if isinstance(value, torch.Tensor):
+                    layout.applies_to(value, full)  # raises where a tensor cannot be saved
                 into.hold_tree(full, value)
 
 
@@ -250,13 +239,11 @@ def own_state_dict(
     state = {}
     for key, parameter in zip(keys, parameters_of(optimizer), strict=False):  # other lengths are refused in loading
         if key in found["state"]:
-            kept = found["state"][key]
+            layout = ShardLayout.of(parameter)
             state[key] = {
-                what: _own_part(each, parameter, join(name, "state", key, what)) for what, each in kept.items()
+                part: layout.part_of_saved(kept, join(name, "state", key, part))
+                if isinstance(kept, torch.Tensor) and tuple(kept.shape) == layout.shape
+                else kept
+                for part, kept in found["state"][key].items()
             }
     return {**found, "state": state, "param_groups": groups}
-
-
-def _own_part(value: object, parameter: torch.Tensor, name: str) -> object:
-    is_of_elements = isinstance(value, torch.Tensor) and tuple(value.shape) == shape_of(parameter)
-    return part_of_saved(value, parameter, name) if isinstance(value, torch.Tensor) and is_of_elements else value

@@ -1,12 +1,15 @@
-"""Where a rank's part of a divided parameter is in the undivided one, and what an optimizer keeps for it.
+"""The region of an undivided parameter that a rank holds: of a whole parameter, or of one shard of an optimizer.
 
-Where the elements that an optimizer's shard holds, in the order of memory, are in the tensor.
+`parallelize_module` narrows a parameter in one dimension, and ZeRO cuts what is left into runs of elements in memory
+order. A `ShardLayout` describes both together; it is computed once for each parameter or shard and passed on. It is not
+stored on the parameter, which may be moved or divided differently later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import torch
@@ -14,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.errors import CheckpointError
-from paceline.train.checkpoint.captured_state import LocalRegion, flat, whole_of
+from paceline.train.checkpoint.captured_state import LocalRegion, flat
 from paceline.train.checkpoint.format.regions import Box, Flat, Region, blocks, moved, simplified, whole
 from paceline.train.checkpoint.pytree import name_of
 from paceline.train.logical_shards.logical_shards import LogicalShards
@@ -27,9 +30,14 @@ from paceline.train.zero.shards import Shard
 
 @dataclass(frozen=True)
 class RunPart:
-    """A part of a run of elements: the elements `start` to `stop` of the run are those of `region`.
+    """The elements `start` to `stop` of a run, which make up one region of the undivided parameter.
 
-    `in_memory` is the shape that they have in memory; `order` says which dimension of that is which of the tensor.
+    Attributes:
+        start: the first element of the run.
+        stop: the element after the last.
+        region: the region of the parameter.
+        in_memory: the shape of these elements in memory order.
+        order: for each dimension of the parameter, its dimension in `in_memory`.
     """
 
     start: int
@@ -39,22 +47,30 @@ class RunPart:
     order: tuple[int, ...]
 
     def row_major(self, run: torch.Tensor) -> torch.Tensor:
-        """Returns the part's elements as the region has them, given the run; copies them if their order differs."""
-        return run[self.start : self.stop].view(self.in_memory).permute(self.order).contiguous().view(-1)
+        """Returns the part's elements in the region's row-major order; copies them only if memory order differs."""
+        return self._permuted(run).contiguous().view(-1)
 
     def fill(self, run: torch.Tensor, elements: torch.Tensor) -> None:
-        """Puts the region's elements into the run."""
-        permuted = run[self.start : self.stop].view(self.in_memory).permute(self.order)
+        """Copies the region's row-major elements into the run."""
+        permuted = self._permuted(run)
         permuted.copy_(elements.view(permuted.shape))
+
+    def _permuted(self, run: torch.Tensor) -> torch.Tensor:
+        return run[self.start : self.stop].view(self.in_memory).permute(self.order)
 
 
 def parts_of_run(
     shape: Sequence[int], strides: Sequence[int], start: int, stop: int, begin: Sequence[int] | None = None
 ) -> list[RunPart]:
-    """Returns where the elements `start` to `stop` in the order of memory are, for a tensor that fills its memory.
+    """Returns the regions that the elements `start` to `stop` in memory order make up, for a tensor without gaps.
 
     Args:
-        begin: where the tensor begins in a larger one of which it is a block; the regions are then those of the larger.
+        shape: the shape of the tensor.
+        strides: the strides of the tensor, in elements.
+        start: the first element of the run.
+        stop: the element after the last.
+        begin: the offset of the tensor in a larger one of which it is a block. The regions are then those of the larger
+            tensor.
 
     >>> [part.region for part in parts_of_run([2, 3], [3, 1], 1, 5)]
     [Flat(start=1, stop=5)]
@@ -65,136 +81,165 @@ def parts_of_run(
     """
     dims = sorted(range(len(shape)), key=lambda dim: (-strides[dim], shape[dim] == 1, dim))
     lengths = [shape[dim] for dim in dims]
-    expected = [prod(lengths[at + 1 :]) for at in range(len(lengths))]
-    if begin is None and all(shape[dim] == 1 or dim == at for at, dim in enumerate(dims)):
+    expected = [prod(lengths[axis + 1 :]) for axis in range(len(lengths))]
+    if begin is None and all(shape[dim] == 1 or dim == axis for axis, dim in enumerate(dims)):
         return [RunPart(0, stop - start, Flat(start, stop), (stop - start,), (0,))]
     assert all(length == 1 or strides[dim] == step for dim, length, step in zip(dims, lengths, expected, strict=True))
     order = tuple(dims.index(dim) for dim in range(len(shape)))
     parts = []
     for block in blocks(lengths, start, stop):
-        first = sum(at * step for at, step in zip(block.offset, expected, strict=True)) - start
-        box = Box(tuple(block.offset[at] for at in order), tuple(block.shape[at] for at in order))
+        first = sum(index * step for index, step in zip(block.offset, expected, strict=True)) - start
+        box = Box(tuple(block.offset[axis] for axis in order), tuple(block.shape[axis] for axis in order))
         region = box if begin is None else moved(box, begin)
         parts.append(RunPart(first, first + prod(block.shape), region, block.shape, order))
     return parts
 
 
-def shape_of(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Returns the shape of the undivided parameter."""
-    mine = slice_of(parameter)
-    return tuple(parameter.shape) if mine is None else mine.shape
+@dataclass(frozen=True)
+class ShardLayout:
+    """The region of an undivided parameter that this rank holds.
 
-
-def region_of(parameter: torch.Tensor) -> Region:
-    """Returns which part of the undivided parameter a parameter is."""
-    mine = slice_of(parameter)
-    if mine is None:
-        return whole(tuple(parameter.shape))
-    extent = tuple(mine.stop - mine.start if dim == mine.dim else length for dim, length in enumerate(mine.shape))
-    return simplified(Box(_begin(mine), extent), mine.shape)
-
-
-def shape_of_shard(shard: Shard) -> tuple[int, ...]:
-    """Returns the shape of the undivided parameter of which a rank updates a shard."""
-    mine = slice_of(shard.param)
-    return tuple(shard.shape) if mine is None else mine.shape
-
-
-def parts_of_shard(shard: Shard) -> list[RunPart]:
-    """Returns where the elements of a run are in the undivided parameter."""
-    mine = slice_of(shard.param)
-    begin = None if mine is None else _begin(mine)
-    return parts_of_run(tuple(shard.shape), shard.strides, *shard.elements, begin)
-
-
-def held_of_shard(name: str, shard: Shard, run: torch.Tensor) -> list[LocalRegion]:
-    """Returns the elements of a shard as what this rank holds of the parameter, or of a tensor of its shape."""
-    shape, dtype = shape_of_shard(shard), name_of(run.dtype)
-    if shard.is_whole:
-        return [part_of(name, run, shape, region_of_shard(shard))]
-
-    def held(part: RunPart) -> LocalRegion:
-        nbytes = (part.stop - part.start) * run.element_size()
-        return LocalRegion(name, dtype, shape, part.region, nbytes, lambda: part.row_major(run.detach()))
-
-    return [held(part) for part in parts_of_shard(shard)]
-
-
-def region_of_shard(shard: Shard) -> Region:
-    """Returns which part of the undivided parameter a shard is that is all of this rank's parameter."""
-    return region_of(shard.param) if slice_of(shard.param) is not None else whole(tuple(shard.shape))
-
-
-def part_of(name: str, tensor: torch.Tensor, shape: tuple[int, ...], region: Region) -> LocalRegion:
-    """Returns all of a tensor as what this rank has of a larger one."""
-    if region == whole(shape):
-        return whole_of(name, tensor.detach())
-    return LocalRegion(name, name_of(tensor.dtype), shape, region, tensor.nbytes, lambda: flat(tensor))
-
-
-def part_of_saved(whole_tensor: torch.Tensor, parameter: torch.Tensor, name: str) -> torch.Tensor:
-    """Returns what this rank has of a parameter, given all of it.
-
-    Raises:
-        CheckpointError: it has another shape.
+    Attributes:
+        shape: the shape of the undivided parameter.
+        local_shape: the shape of the tensor that this rank holds, one-dimensional for a run of elements.
+        region: the region, if this rank's elements make up one in row-major order; None if they are scattered.
+        parts: for scattered elements, the regions that they make up, in memory order; otherwise ().
+        weight_slice: the slice that `parallelize_module` gave this rank; None if it did not divide the parameter.
     """
-    mine = slice_of(parameter)
-    if mine is None:
-        return whole_tensor
-    if tuple(whole_tensor.shape) != mine.shape:
-        raise CheckpointError(
-            f"{name!r} has the shape {list(whole_tensor.shape)} in what was saved, and {list(mine.shape)} here, on all "
-            "ranks together; load it into the same model"
+
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    region: Region | None
+    parts: tuple[RunPart, ...]
+    weight_slice: WeightSlice | None
+
+    @staticmethod
+    def of(parameter: torch.Tensor) -> ShardLayout:
+        """Returns the layout of a parameter as this rank's module has it."""
+        local_shape, weight_slice = tuple(parameter.shape), slice_of(parameter)
+        if weight_slice is None:
+            return ShardLayout(local_shape, local_shape, whole(local_shape), (), None)
+        return ShardLayout(weight_slice.shape, local_shape, _region_of(weight_slice), (), weight_slice)
+
+    @staticmethod
+    def of_shard(shard: Shard) -> ShardLayout:
+        """Returns the layout of a shard, also while its parameter is freed."""
+        weight_slice = slice_of(shard.param)
+        shape = tuple(shard.shape) if weight_slice is None else weight_slice.shape
+        local_shape = tuple(shard.run_shape)
+        if shard.is_whole:
+            region = whole(shape) if weight_slice is None else _region_of(weight_slice)
+            return ShardLayout(shape, local_shape, region, (), weight_slice)
+        begin = None if weight_slice is None else _offset_of(weight_slice)
+        parts = parts_of_run(tuple(shard.shape), shard.strides, *shard.elements, begin)
+        if len(parts) == 1 and len(parts[0].in_memory) == 1:
+            return ShardLayout(shape, local_shape, parts[0].region, (), weight_slice)
+        return ShardLayout(shape, local_shape, None, tuple(parts), weight_slice)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether `parallelize_module` divided the parameter."""
+        return self.weight_slice is not None
+
+    @property
+    def is_on_first_rank(self) -> bool:
+        """Whether this is the first of the ranks among which `parallelize_module` divided the parameter."""
+        return self.weight_slice is None or self.weight_slice.group.rank() == 0
+
+    def local_regions(self, name: str, elements: torch.Tensor) -> list[LocalRegion]:
+        """Returns the regions of the undivided tensor `name` whose elements this rank holds.
+
+        Args:
+            name: the name of the parameter, or of a tensor that an optimizer keeps for each element of it.
+            elements: this rank's elements, of shape `local_shape`.
+        """
+        dtype, elements = name_of(elements.dtype), elements.detach()
+        if self.region is not None:
+            return [LocalRegion(name, dtype, self.shape, self.region, elements.nbytes, partial(flat, elements))]
+        return [
+            LocalRegion(
+                name,
+                dtype,
+                self.shape,
+                part.region,
+                (part.stop - part.start) * elements.element_size(),
+                partial(part.row_major, elements),
+            )
+            for part in self.parts
+        ]
+
+    def part_of_saved(self, undivided: torch.Tensor, name: str) -> torch.Tensor:
+        """Returns this rank's slice of an undivided tensor.
+
+        Raises:
+            CheckpointError: the tensor has another shape.
+        """
+        cut = self.weight_slice
+        if cut is None:
+            return undivided
+        if tuple(undivided.shape) != self.shape:
+            raise CheckpointError(
+                f"{name!r} has the shape {list(undivided.shape)} in what was saved, and {list(self.shape)} here, on "
+                "all ranks together; load it into the same model"
+            )
+        return undivided.narrow(cut.dim, cut.start, cut.stop - cut.start)
+
+    def applies_to(self, tensor: torch.Tensor, name: str) -> bool:
+        """Returns whether a tensor that an optimizer keeps for the parameter is divided like the parameter.
+
+        Raises:
+            TypeError: it is neither so divided nor the same on all ranks that have parts of the parameter.
+        """
+        if not self.is_divided or tensor.shape == self.local_shape:
+            return self.is_divided
+        if tensor.numel() == 1:
+            return False
+        raise TypeError(
+            f"{name!r} has the shape {list(tensor.shape)}, and this rank's part of the parameter has "
+            f"{list(self.local_shape)}; of a parameter that parallelize_module divided, a checkpoint can hold what an "
+            "optimizer keeps for each element, as Adam does"
         )
-    return whole_tensor.narrow(mine.dim, mine.start, mine.stop - mine.start)
 
 
-def is_part(tensor: torch.Tensor, parameter: torch.Tensor, name: str) -> bool:
-    """Returns whether what an optimizer keeps for a parameter is divided as that is.
+def _region_of(weight_slice: WeightSlice) -> Region:
+    shape, dim = weight_slice.shape, weight_slice.dim
+    extent = (*shape[:dim], weight_slice.stop - weight_slice.start, *shape[dim + 1 :])
+    return simplified(Box(_offset_of(weight_slice), extent), shape)
 
-    Raises:
-        TypeError: it is neither so divided nor the same on all ranks that have parts of the parameter.
-    """
-    if slice_of(parameter) is None:
-        return False
-    if tensor.shape == parameter.shape:
-        return True
-    if tensor.numel() == 1:
-        return False
-    raise TypeError(
-        f"{name!r} has the shape {list(tensor.shape)}, and this rank's part of the parameter has "
-        f"{list(parameter.shape)}; of a parameter that parallelize_module divided, a checkpoint can hold what an "
-        "optimizer keeps for each element, as Adam does"
-    )
+
+def _offset_of(weight_slice: WeightSlice) -> tuple[int, ...]:
+    return tuple(weight_slice.start if dim == weight_slice.dim else 0 for dim in range(len(weight_slice.shape)))
 
 
 def is_divided(value: nn.Module | Optimizer) -> bool:
-    """Returns whether a model or an optimizer is that of a part of a model."""
+    """Returns whether a model, or the model of an optimizer, is divided by `Pipeline` or `parallelize_module`."""
     if isinstance(value, Pipeline):
         return True
-    return any(slice_of(each) is not None or index_in_model(each) is not None for each in parameters_of(value))
+    return any(
+        slice_of(parameter) is not None or index_in_model(parameter) is not None for parameter in parameters_of(value)
+    )
 
 
 def parameters_of(value: nn.Module | Optimizer) -> list[torch.Tensor]:
     """Returns the parameters of a model, or of an optimizer in the order of its groups."""
     if isinstance(value, nn.Module):
         return list(value.parameters())
-    return [each for group in value.param_groups for each in group["params"]]
+    return [parameter for group in value.param_groups for parameter in group["params"]]
 
 
 def is_first_of(parameters: Iterable[torch.Tensor]) -> bool:
-    """Returns whether this is the first of the ranks that `parallelize_module` divided these parameters among.
+    """Returns whether this is the first of the ranks among which `parallelize_module` divided these parameters.
 
-    What is not divided among them is the same on all, and this one's counts where each has it in other shards.
+    Undivided parameters are the same on all of these ranks, so only the first rank contributes its shards of them.
     """
-    return all(mine.group.rank() == 0 for each in parameters if (mine := slice_of(each)) is not None)
+    return all(cut.group.rank() == 0 for parameter in parameters if (cut := slice_of(parameter)) is not None)
 
 
 def require_fit(name: str, module: nn.Module | None, value: object) -> None:
-    """Requires that a checkpoint can put a model, or the model of an optimizer, together from the ranks' parts.
+    """Requires that a model, or the model of an optimizer, can be assembled from the ranks' parts.
 
     Raises:
-        TypeError: it cannot, with the reason.
+        TypeError: it cannot be; the message has the reason.
     """
     if isinstance(value, SharedModelOptimizer) and is_divided(value):
         raise TypeError(
@@ -214,7 +259,7 @@ def require_fit(name: str, module: nn.Module | None, value: object) -> None:
 
 
 def require_undivided(name: str, module: nn.Module | None, value: object) -> None:
-    """Requires that the model of an elastic job, or its optimizer, is whole.
+    """Requires that a model or an optimizer of an elastic job is not divided among ranks.
 
     Raises:
         TypeError: it is divided.
@@ -227,7 +272,3 @@ def require_undivided(name: str, module: nn.Module | None, value: object) -> Non
             "and the optimizer of a divided one without ElasticState, and start again from the checkpoint with "
             "--max-restarts"
         )
-
-
-def _begin(mine: WeightSlice) -> tuple[int, ...]:
-    return tuple(mine.start if dim == mine.dim else 0 for dim in range(len(mine.shape)))

@@ -1,8 +1,7 @@
-"""How modules, optimizers and other objects take over what a checkpoint has for them.
+"""Restores the objects of a training loop: from a `LoadPlan`, or from a checkpoint of another library.
 
-Loads what other libraries saved into the objects of a training loop; every rank reads it for itself.
-
-How optimizers take over what a checkpoint has for them.
+`StateRestorer` requests from the plan everything that the objects need, and registers finalizers that hand it to them
+once it has been read. `load_foreign` needs no plan, since every rank reads a foreign checkpoint by itself.
 """
 
 from __future__ import annotations
@@ -22,17 +21,7 @@ from paceline.train.checkpoint.format.values import SEPARATOR, escaped, join, so
 from paceline.train.checkpoint.optimizers import Numbering, own_groups, own_state_dict
 from paceline.train.checkpoint.pytree import with_classes_of
 from paceline.train.checkpoint.read import LoadPlan, number_of
-from paceline.train.checkpoint.shard_layout import (
-    is_divided,
-    parameters_of,
-    part_of_saved,
-    parts_of_shard,
-    region_of,
-    region_of_shard,
-    require_fit,
-    shape_of,
-    shape_of_shard,
-)
+from paceline.train.checkpoint.shard_layout import RunPart, ShardLayout, is_divided, parameters_of, require_fit
 from paceline.train.checkpoint.training_state import (
     TrainingState,
     holds_objects,
@@ -45,25 +34,274 @@ from paceline.train.elastic.worker.elastic_state import ElasticState
 from paceline.train.elastic.worker.training_state import Stateful
 from paceline.train.pipeline.pipeline import Pipeline
 from paceline.train.shared_model.shared_parameters import private_parameters_of
-from paceline.train.tensor.weight_slice import slice_of
 from paceline.train.zero.optimizer_state import load_optimizer
 from paceline.train.zero.partitioned_optimizer import PartitionedOptimizer
 from paceline.train.zero.sharded_parameters import ShardedParameters, sharded_parameters_of
-from paceline.train.zero.shards import Shard
 
-_PREFIX = "module."
+Later = Callable[[], Any]
+"""Returns a value once everything has been read."""
+
+
+class StateRestorer:
+    """Requests everything that the objects of a state need, and restores them once it has been read.
+
+    Args:
+        plan: the plan to which the requests are added.
+        strict: whether modules must have the same names as the checkpoint, and it must hold everything in the state.
+        contexts: the stack of contexts that stay open while parameters are written to.
+        numberings: the numberings of the optimizers of pipelines, by name.
+    """
+
+    def __init__(self, plan: LoadPlan, strict: bool, contexts: ExitStack, numberings: Mapping[str, Numbering]) -> None:
+        self._plan, self._strict, self._contexts = plan, strict, contexts
+        self._optimizers = OptimizerRestorer(plan, numberings)
+        self._where = plan.checkpoint.describe()
+
+    def request(self, state: TrainingState, name: str = "") -> None:
+        """Requests everything in `state`, whose plain values are replaced when the plan finishes.
+
+        Raises:
+            CheckpointError: something is not in the checkpoint, or has another shape there.
+        """
+        for key, value in state.items():
+            inner = join(name, key)
+            if isinstance(value, ElasticState):
+                self.request(value.parts(), inner)
+                self._request(join(inner, "epoch"), value, state, key)
+            elif isinstance(value, dict) and holds_objects(value):
+                self.request(value, inner)
+            elif self._is_saved(inner, value):
+                self._request(inner, value, state, key)
+
+    def _is_saved(self, name: str, value: object) -> bool:
+        if self._plan.has(name):
+            return True
+        if self._strict and not may_be_missing(value):
+            raise CheckpointError(
+                f"{self._where} has no {name!r}; it has {', '.join(map(repr, self._plan.top_names()))}. Leave it "
+                "out of the state, or give strict=False"
+            )
+        return False
+
+    def _request(self, name: str, value: object, state: TrainingState, key: str) -> None:
+        module = module_of(value)
+        require_fit(name, module, value)
+        if module is not None:
+            self._request_module(name, module)
+        elif isinstance(value, Optimizer):
+            self._optimizers.request(name, value)
+        elif isinstance(value, torch.Tensor):
+            self._plan.into(name, value)
+        elif isinstance(value, Stateful):
+            self._request_object(name, value)
+        else:
+            tree = self._plan.tree(name)
+
+            def replace() -> None:
+                assert isinstance(state, dict)
+                state[key] = with_classes_of(tree(), value)
+
+            self._plan.add_finalizer(replace)
+
+    def _request_object(self, name: str, value: Stateful) -> None:
+        tree = self._plan.tree(name)
+        self._plan.add_finalizer(lambda: value.load_state_dict(with_classes_of(tree(), value.state_dict())))
+
+    def _request_module(self, name: str, module: nn.Module) -> None:
+        sharded = sharded_parameters_of(module)
+        if sharded is not None:
+            sharded.free_all()
+        self._contexts.enter_context(private_parameters_of(module))
+        by_all = not isinstance(module, Pipeline)
+        self._require_names(name, keys_in_whole(module))
+        for key, value in module.state_dict(keep_vars=True).items():
+            full = join(name, key_in_whole(module, key))
+            if not self._plan.has(full):
+                continue
+            shards = None if sharded is None else sharded.shards_of(value)
+            if shards is not None:
+                for shard in shards:
+                    if (run := ShardedParameters.own_run(shard)) is not None:
+                        self._request_local(full, run, ShardLayout.of_shard(shard))
+            elif isinstance(value, torch.Tensor):
+                layout = ShardLayout.of(value)
+                if layout.is_divided:
+                    self._request_local(full, value, layout)
+                else:
+                    self._plan.into(full, value, by_all=by_all)
+            else:
+                self._request_extra_state(full, key, module, by_all)
+
+    def _require_names(self, name: str, own: Iterable[str]) -> None:
+        if not self._strict:
+            return
+        expected = {escaped(key) for key in own}
+        found = {rest.partition("@")[0].partition(SEPARATOR)[0] for rest in self._plan.names_below(name)}
+        if not found and self._plan.values.get(name, {}) != {}:
+            raise CheckpointError(
+                f"{name!r} is a module here, and a plain value in {self._where}; load it into what it was saved from"
+            )
+        if expected != found:
+            raise CheckpointError(
+                f"{name!r} in {self._where} is another model's: it lacks {some(expected - found)}, and has "
+                f"{some(found - expected)} besides. Load it into the same model, or give strict=False"
+            )
+
+    def _request_local(self, name: str, target: torch.Tensor, layout: ShardLayout) -> None:
+        """Requests this rank's elements of a parameter, to be put into `target`."""
+        if layout.region is not None:
+            self._plan.into(name, target, shape=layout.shape, region=layout.region, by_all=False)
+            return
+        for part in layout.parts:
+            _fill_later(self._plan, part, target, self._plan.region(name, part.region))
+
+    def _request_extra_state(self, name: str, key: str, module: nn.Module, by_all: bool) -> None:
+        tree = self._plan.tree(name, by_all=by_all)
+        path, _, member = key.rpartition(".")
+        assert member == "_extra_state"
+        self._plan.add_finalizer(lambda: module.get_submodule(path).set_extra_state(tree()))
+
+
+class OptimizerRestorer:
+    """Requests the state of optimizers, and loads it once it has been read.
+
+    Args:
+        plan: the plan to which the requests are added.
+        numberings: the numberings of the optimizers of pipelines, by name.
+    """
+
+    def __init__(self, plan: LoadPlan, numberings: Mapping[str, Numbering]) -> None:
+        self._plan, self._numberings = plan, numberings
+
+    def request(self, name: str, optimizer: Optimizer) -> None:
+        """Requests the state of an optimizer.
+
+        Raises:
+            CheckpointError: the checkpoint has something else of that name.
+        """
+        if not self._plan.has(join(name, "param_groups")):
+            raise CheckpointError(
+                f"{name!r} is an optimizer here, and something else in {self._plan.checkpoint.describe()}; load it "
+                "into what it was saved from, or into None to be given what was saved"
+            )
+        numbering = self._numberings.get(name)
+        if isinstance(optimizer, PartitionedOptimizer):
+            self._request_partitioned(name, optimizer, numbering)
+        else:
+            self._request_usual(name, optimizer, numbering)
+
+    def _request_usual(self, name: str, optimizer: Optimizer, numbering: Numbering | None) -> None:
+        layout_of: dict[object, ShardLayout] = {
+            number: ShardLayout.of(parameter)
+            for number, parameter in zip(_numbers(optimizer, numbering), parameters_of(optimizer), strict=True)
+        }
+        trees: dict[str, Later] = {}
+        states: dict[object, dict[object, Later]] = {}
+        undivided: dict[object, Later] = {}
+        for rest, full in self._plan.names_below(name).items():
+            keys = [unescaped(part) for part in rest.split(SEPARATOR)]
+            if keys[0] == "state" and len(keys) in (2, 3):
+                number = number_of(keys[1])
+                if numbering is not None and number not in layout_of:
+                    continue
+                kept = self._kept(full, layout_of.get(number), by_all=numbering is None)
+                if len(keys) == 2:
+                    undivided[number] = kept
+                else:
+                    states.setdefault(number, {})[keys[2]] = kept
+            elif len(keys) == 1:
+                trees[keys[0]] = self._plan.tree(full)
+
+        def load() -> None:
+            state: dict[object, Any]
+            state = {number: {key: tree() for key, tree in kept.items()} for number, kept in states.items()}
+            state.update({number: tree() for number, tree in undivided.items()})
+            others = {key: tree() for key, tree in trees.items()}
+            if "param_groups" in others:
+                others["param_groups"] = own_groups(others["param_groups"], optimizer, numbering)
+            load_optimizer(optimizer, {"state": state, **others})
+
+        self._plan.add_finalizer(load)
+
+    def _kept(self, name: str, layout: ShardLayout | None, *, by_all: bool) -> Later:
+        """Requests what an optimizer keeps for a parameter: for a divided one, this rank's region."""
+        entry = self._plan.tensors.get(name)
+        if entry is None or layout is None or not layout.is_divided or entry.shape != layout.shape:
+            return self._plan.tree(name, by_all=by_all)
+        return self._elements_of(name, layout).detach
+
+    def _request_partitioned(self, name: str, optimizer: PartitionedOptimizer, numbering: Numbering | None) -> None:
+        groups = self._plan.tree(join(name, "param_groups"))
+        numbers = _numbers(optimizer, numbering)
+        states = [
+            self._state_of_shard(join(name, "state", numbers[index]), ShardLayout.of_shard(shard))
+            for index, shard, _ in optimizer.own_parts()
+        ]
+        self._plan.add_finalizer(
+            lambda: optimizer.load_own_parts(
+                own_groups(groups(), optimizer, numbering),
+                [{key: read() for key, read in state.items()} for state in states],
+            )
+        )
+
+    def _state_of_shard(self, name: str, layout: ShardLayout) -> dict[str, Later]:
+        state: dict[str, Later] = {}
+        for rest, full in self._plan.names_below(name).items():
+            if SEPARATOR in rest:
+                continue
+            entry = self._plan.tensors.get(full)
+            if entry is None:
+                state[unescaped(rest)] = self._plan.tree(full, by_all=False)
+            elif entry.shape == layout.shape and entry.shape:
+                state[unescaped(rest)] = self._elements_of(full, layout).detach
+            else:
+                state[unescaped(rest)] = self._plan.tensor(full, by_all=False).detach
+        return state
+
+    def _elements_of(self, name: str, layout: ShardLayout) -> torch.Tensor:
+        """Returns memory into which this rank's elements of a tensor of the undivided shape will be read."""
+        if layout.region is not None:
+            return self._plan.region(name, layout.region).view(layout.local_shape)
+        reads = [self._plan.region(name, part.region) for part in layout.parts]
+        run = torch.empty(layout.local_shape, dtype=reads[0].dtype)
+        for part, read in zip(layout.parts, reads, strict=True):
+            _fill_later(self._plan, part, run, read)
+        return run
+
+
+def _fill_later(plan: LoadPlan, part: RunPart, run: torch.Tensor, read: torch.Tensor) -> None:
+    """Copies the elements of a part into a run once they have been read."""
+
+    def fill() -> None:
+        with torch.no_grad():
+            part.fill(run, read)
+
+    plan.add_finalizer(fill)
+
+
+def _numbers(optimizer: Optimizer, numbering: Numbering | None) -> list[int]:
+    """Returns the numbers of this rank's parameters in the optimizer of the whole model."""
+    if numbering is None:
+        return list(range(len(parameters_of(optimizer))))
+    return list(chain.from_iterable(numbering.of_own(optimizer)))
+
+
+_PREFIX = "module."  # which DistributedDataParallel puts before each name
 
 
 def load_foreign(
     state: TrainingState, foreign: ForeignCheckpoint, numberings: Mapping[str, Numbering], *, strict: bool
 ) -> None:
-    """Loads a foreign state into `state`; every rank calls this.
+    """Loads a foreign checkpoint into `state`; every rank calls this.
 
-    Where a file is the `state_dict` of a model itself, it is loaded into the only module of `state`. A model that is
-    divided among ranks takes its parts of it.
+    A file that is the `state_dict` of a model itself is loaded into the only module of `state`. A model that is divided
+    among ranks takes its parts of it.
 
     Args:
-        numberings: of the optimizers of pipelines, by their names.
+        state: the objects, by the names with which they were saved.
+        foreign: the checkpoint.
+        numberings: the numberings of the optimizers of pipelines, by name.
+        strict: as in `paceline.load`.
 
     Raises:
         CheckpointError: something in the state is not in the file.
@@ -108,7 +346,9 @@ def _adopt_all(
         elif isinstance(value, Optimizer) and is_divided(value):
             load_optimizer(value, own_state_dict(full, found, value, numberings.get(full)))
         elif isinstance(value, Stateful):
-            value.load_state_dict(with_classes_of(found, value.state_dict()) if _can_tell(value) else found)
+            # ZeRO's optimizers have no state_dict without the other ranks.
+            needs_ranks = hasattr(value, "consolidate_state_dict")
+            value.load_state_dict(found if needs_ranks else with_classes_of(found, value.state_dict()))
         else:
             assert isinstance(state, dict)
             state[name] = with_classes_of(found, value)
@@ -118,14 +358,9 @@ def _needs_dict(value: object, module: nn.Module | None) -> bool:
     return module is not None or isinstance(value, Optimizer) or (isinstance(value, dict) and holds_objects(value))
 
 
-def _can_tell(value: Stateful) -> bool:
-    """Whether the object can say what its state looks like now; ZeRO's cannot without the other ranks."""
-    return not hasattr(value, "consolidate_state_dict")
-
-
 def _adopt_module(module: nn.Module, found: Mapping[str, Any], strict: bool) -> None:
     if all(key.startswith(_PREFIX) for key in found):  # saved with its wrapper
-        found = {key[len(_PREFIX) :]: each for key, each in found.items()}
+        found = {key.removeprefix(_PREFIX): value for key, value in found.items()}
     with ExitStack() as contexts:
         sharded = sharded_parameters_of(module)
         if sharded is not None:
@@ -137,10 +372,10 @@ def _adopt_module(module: nn.Module, found: Mapping[str, Any], strict: bool) -> 
 
 
 def _own_part(module: nn.Module, found: Mapping[str, Any], strict: bool) -> dict[str, Any]:
-    """Returns what this rank has of a whole model's `state_dict`, under the names that it has here.
+    """Returns this rank's part of the `state_dict` of an undivided model, under this rank's names.
 
     Raises:
-        CheckpointError: it is another model's.
+        CheckpointError: the `state_dict` is another model's.
     """
     own: dict[str, Any] = module.state_dict(keep_vars=True)
     names = {key: key_in_whole(module, key) for key in own}
@@ -153,263 +388,6 @@ def _own_part(module: nn.Module, found: Mapping[str, Any], strict: bool) -> dict
     parts = {}
     for key, value in own.items():
         if (name := names[key]) in found:
-            parts[key] = part_of_saved(found[name], value, name) if isinstance(value, torch.Tensor) else found[name]
+            saved = found[name]
+            parts[key] = ShardLayout.of(value).part_of_saved(saved, name) if isinstance(value, torch.Tensor) else saved
     return parts
-
-
-Later = Callable[[], Any]
-"""Returns something when everything has been read."""
-
-
-class OptimizerRestorer:
-    """Asks for what optimizers need, and puts it in when it has been read.
-
-    Args:
-        filling: what is wanted of the checkpoint.
-        numberings: of the optimizers of pipelines, by their names.
-    """
-
-    def __init__(self, filling: LoadPlan, numberings: Mapping[str, Numbering]) -> None:
-        self._filling, self._numberings = filling, numberings
-
-    def want(self, name: str, optimizer: Optimizer) -> None:
-        """Asks for the state of an optimizer.
-
-        Raises:
-            CheckpointError: what was saved is none.
-        """
-        if not self._filling.has(join(name, "param_groups")):
-            raise CheckpointError(
-                f"{name!r} is an optimizer here, and something else in {self._filling.checkpoint.describe()}; load it "
-                "into what it was saved from, or into None to be given what was saved"
-            )
-        numbering = self._numberings.get(name)
-        if isinstance(optimizer, PartitionedOptimizer):
-            self._want_partitioned(name, optimizer, numbering)
-        else:
-            self._want_usual(name, optimizer, numbering)
-
-    def _want_usual(self, name: str, optimizer: Optimizer, numbering: Numbering | None) -> None:
-        parameters = parameters_of(optimizer)
-        numbers = _numbers(optimizer, numbering)
-        parameter_of: dict[object, torch.Tensor] = dict(zip(numbers, parameters, strict=True))
-        trees: dict[str, Later] = {}
-        states: dict[object, dict[object, Later]] = {}
-        undivided: dict[object, Later] = {}
-        for rest, full in self._filling.names_below(name).items():
-            keys = [unescaped(each) for each in rest.split(SEPARATOR)]
-            if keys[0] == "state" and len(keys) in (2, 3):
-                number = number_of(keys[1])
-                if numbering is not None and number not in parameter_of:
-                    continue
-                kept = self._kept(full, parameter_of.get(number), by_all=numbering is None)
-                if len(keys) == 2:
-                    undivided[number] = kept
-                else:
-                    states.setdefault(number, {})[keys[2]] = kept
-            elif len(keys) == 1:
-                trees[keys[0]] = self._filling.tree(full)
-
-        def load() -> None:
-            state: dict[object, Any]
-            state = {number: {key: tree() for key, tree in each.items()} for number, each in states.items()}
-            state.update({number: tree() for number, tree in undivided.items()})
-            others = {key: tree() for key, tree in trees.items()}
-            if "param_groups" in others:
-                others["param_groups"] = own_groups(others["param_groups"], optimizer, numbering)
-            load_optimizer(optimizer, {"state": state, **others})
-
-        self._filling.add_finalizer(load)
-
-    def _kept(self, name: str, parameter: torch.Tensor | None, *, by_all: bool) -> Later:
-        """Asks for what an optimizer keeps for a parameter, of a divided one for this rank's part."""
-        entry = self._filling.tensors.get(name)
-        if entry is None or parameter is None or slice_of(parameter) is None or entry.shape != shape_of(parameter):
-            return self._filling.tree(name, by_all=by_all)
-        read = self._filling.region(name, region_of(parameter)).view(parameter.shape)
-        return lambda: read
-
-    def _want_partitioned(self, name: str, optimizer: PartitionedOptimizer, numbering: Numbering | None) -> None:
-        groups = self._filling.tree(join(name, "param_groups"))
-        numbers = _numbers(optimizer, numbering)
-        states = [
-            self._wanted_state(join(name, "state", numbers[place]), shard) for place, shard, _ in optimizer.own_parts()
-        ]
-        self._filling.add_finalizer(
-            lambda: optimizer.load_own_parts(
-                own_groups(groups(), optimizer, numbering),
-                [{key: each() for key, each in state.items()} for state in states],
-            )
-        )
-
-    def _wanted_state(self, name: str, shard: Shard) -> dict[str, Later]:
-        wanted: dict[str, Later] = {}
-        for rest, full in self._filling.names_below(name).items():
-            if SEPARATOR in rest:
-                continue
-            entry = self._filling.tensors.get(full)
-            if entry is None:
-                wanted[unescaped(rest)] = self._filling.tree(full, by_all=False)
-            elif entry.shape == shape_of_shard(shard) and entry.shape:
-                wanted[unescaped(rest)] = _returning(self._elements_of(full, shard))
-            else:
-                wanted[unescaped(rest)] = _returning(self._filling.tensor(full, by_all=False))
-        return wanted
-
-    def _elements_of(self, name: str, shard: Shard) -> torch.Tensor:
-        """Returns memory in which this shard's elements of a tensor of the undivided parameter's shape will be."""
-        if shard.is_whole:
-            return self._filling.region(name, region_of_shard(shard)).view(shard.shape)
-        parts = parts_of_shard(shard)
-        if len(parts) == 1 and len(parts[0].in_memory) == 1:
-            return self._filling.region(name, parts[0].region)
-        reads = [self._filling.region(name, part.region) for part in parts]
-        run = torch.empty(shard.run_shape, dtype=reads[0].dtype)
-        for part, read in zip(parts, reads, strict=True):
-            self._filling.add_finalizer(filling_run(part.fill, run, read))
-        return run
-
-
-def filling_run(fill: Callable[[torch.Tensor, torch.Tensor], None], run: torch.Tensor, read: torch.Tensor) -> Later:
-    """Returns what puts elements that were read into a run."""
-
-    def work() -> None:
-        with torch.no_grad():
-            fill(run, read)
-
-    return work
-
-
-def _numbers(optimizer: Optimizer, numbering: Numbering | None) -> list[int]:
-    """Returns the numbers of this rank's parameters in the optimizer of the whole model."""
-    if numbering is None:
-        return list(range(len(parameters_of(optimizer))))
-    return list(chain.from_iterable(numbering.of_own(optimizer)))
-
-
-def _returning(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    return lambda: tensor
-
-
-class StateRestorer:
-    """Asks for what the objects of a state need, and puts it in when it has been read.
-
-    Args:
-        filling: what is wanted of the checkpoint.
-        strict: whether modules must have the same names as the checkpoint, and everything in the state must be there.
-        contexts: entered while parameters are written to.
-        numberings: of the optimizers of pipelines, by their names.
-    """
-
-    def __init__(
-        self, filling: LoadPlan, strict: bool, contexts: ExitStack, numberings: Mapping[str, Numbering]
-    ) -> None:
-        self._filling, self._strict, self._contexts = filling, strict, contexts
-        self._optimizers = OptimizerRestorer(filling, numberings)
-        self._where = filling.checkpoint.describe()
-
-    def want(self, state: TrainingState, name: str = "") -> None:
-        """Asks for everything in `state`; plain values are replaced in it at the end.
-
-        Raises:
-            CheckpointError: something is not in the checkpoint, or has another shape.
-        """
-        for key, value in state.items():
-            inner = join(name, key)
-            if isinstance(value, ElasticState):
-                self.want(value.parts(), inner)
-                self._want(join(inner, "epoch"), value, state, key)
-            elif isinstance(value, dict) and holds_objects(value):
-                self.want(value, inner)
-            elif self._is_there(inner, value):
-                self._want(inner, value, state, key)
-
-    def _is_there(self, name: str, value: object) -> bool:
-        if self._filling.has(name):
-            return True
-        if self._strict and not may_be_missing(value):
-            raise CheckpointError(
-                f"{self._where} has no {name!r}; it has {', '.join(map(repr, self._filling.top_names()))}. Leave it "
-                "out of the state, or give strict=False"
-            )
-        return False
-
-    def _want(self, name: str, value: object, state: TrainingState, key: str) -> None:
-        module = module_of(value)
-        require_fit(name, module, value)
-        if module is not None:
-            self._want_module(name, module)
-        elif isinstance(value, torch.optim.Optimizer):
-            self._optimizers.want(name, value)
-        elif isinstance(value, torch.Tensor):
-            self._filling.into(name, value)
-        elif isinstance(value, Stateful):
-            self._want_object(name, value)
-        else:
-            tree = self._filling.tree(name)
-
-            def replace() -> None:
-                assert isinstance(state, dict)
-                state[key] = with_classes_of(tree(), value)
-
-            self._filling.add_finalizer(replace)
-
-    def _want_object(self, name: str, value: Stateful) -> None:
-        tree = self._filling.tree(name)
-        self._filling.add_finalizer(lambda: value.load_state_dict(with_classes_of(tree(), value.state_dict())))
-
-    def _want_module(self, name: str, module: nn.Module) -> None:
-        sharded = sharded_parameters_of(module)
-        if sharded is not None:
-            sharded.free_all()
-        self._contexts.enter_context(private_parameters_of(module))
-        own = module.state_dict(keep_vars=True)
-        by_all = not isinstance(module, Pipeline)
-        self._require_names(name, keys_in_whole(module))
-        for key, value in own.items():
-            full = join(name, key_in_whole(module, key))
-            if not self._filling.has(full):
-                continue
-            shards = None if sharded is None else sharded.shards_of(value)
-            if shards is not None:
-                for shard in shards:
-                    if (run := ShardedParameters.own_run(shard)) is not None:
-                        self._want_run(full, shard, run)
-            elif isinstance(value, torch.Tensor) and slice_of(value) is not None:
-                self._filling.into(full, value, shape=shape_of(value), region=region_of(value), by_all=False)
-            elif isinstance(value, torch.Tensor):
-                self._filling.into(full, value, by_all=by_all)
-            else:
-                self._want_extra(full, key, module, by_all)
-
-    def _require_names(self, name: str, own: Iterable[str]) -> None:
-        expected = {escaped(key) for key in own}
-        found = {rest.partition("@")[0].partition(SEPARATOR)[0] for rest in self._filling.names_below(name)}
-        if self._strict and not found and self._filling.values.get(name, {}) != {}:
-            raise CheckpointError(
-                f"{name!r} is a module here, and a plain value in {self._where}; load it into what it was saved from"
-            )
-        if self._strict and expected != found:
-            raise CheckpointError(
-                f"{name!r} in {self._where} is another model's: it lacks {some(expected - found)}, and has "
-                f"{some(found - expected)} besides. Load it into the same model, or give strict=False"
-            )
-
-    def _want_run(self, name: str, shard: Shard, run: torch.Tensor) -> None:
-        shape = shape_of_shard(shard)
-        if shard.is_whole:
-            self._filling.into(name, run, shape=shape, region=region_of_shard(shard), by_all=False)
-            return
-        for part in parts_of_shard(shard):
-            read = self._filling.region(name, part.region)
-            self._filling.add_finalizer(filling_run(part.fill, run, read))
-
-    def _want_extra(self, name: str, key: str, module: nn.Module, by_all: bool) -> None:
-        tree = self._filling.tree(name, by_all=by_all)
-        self._filling.add_finalizer(lambda: _load_extra(module, key, tree()))
-
-
-def _load_extra(module: nn.Module, key: str, value: object) -> None:
-    path, _, what = key.rpartition(".")
-    assert what == "_extra_state"
-    module.get_submodule(path).set_extra_state(value)

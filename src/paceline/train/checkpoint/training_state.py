@@ -17,15 +17,7 @@ from torch import nn
 from paceline.train.checkpoint.captured_state import CapturedState, require_dense, whole_of
 from paceline.train.checkpoint.format.values import join
 from paceline.train.checkpoint.optimizers import Numbering, capture_optimizer
-from paceline.train.checkpoint.shard_layout import (
-    held_of_shard,
-    is_first_of,
-    part_of,
-    region_of,
-    require_fit,
-    require_undivided,
-    shape_of,
-)
+from paceline.train.checkpoint.shard_layout import ShardLayout, is_first_of, require_fit, require_undivided
 from paceline.train.data.loader import StatefulLoader
 from paceline.train.ddp.distributed_data_parallel import DistributedDataParallel
 from paceline.train.elastic.worker.elastic_state import ElasticState
@@ -34,7 +26,6 @@ from paceline.train.gradient_use import GRADIENT_USE, is_pending
 from paceline.train.logical_shards.logical_shards import LogicalShards
 from paceline.train.logical_shards.shard_loader import ShardLoader
 from paceline.train.pipeline.pipeline import Pipeline
-from paceline.train.tensor.weight_slice import slice_of
 from paceline.train.zero.partitioned_optimizer import PartitionedOptimizer
 from paceline.train.zero.sharded_parameters import ShardedParameters, sharded_parameters_of
 
@@ -181,19 +172,23 @@ def _capture_module(name: str, module: nn.Module, into: CapturedState) -> None:
         into.layers[name] = [each for each, _ in module.named_children()], len(module.whole.names)
     if not keys_in_whole(module):
         into.values[name] = {}  # its state, which would otherwise leave no trace in the checkpoint
-    counts = is_first_of(module.parameters())
+    is_contributor = is_first_of(module.parameters())
     for key, value in module.state_dict(keep_vars=True).items():
         full = join(name, key_in_whole(module, key))
         shards = None if sharded is None else sharded.shards_of(value)
         if shards is not None:
             for shard in shards:
-                run = ShardedParameters.own_run(shard)
-                if run is not None and (counts or slice_of(shard.param) is not None):
-                    into.hold(held_of_shard(full, shard, run))
+                if (run := ShardedParameters.own_run(shard)) is None:
+                    continue
+                layout = ShardLayout.of_shard(shard)
+                if is_contributor or layout.is_divided:
+                    into.hold(layout.local_regions(full, run))
         elif isinstance(value, nn.Parameter):
-            if is_pipeline or slice_of(value) is not None:
+            layout = ShardLayout.of(value)
+            if is_pipeline or layout.is_divided:
                 require_dense(full, value)
-                into.offer(part_of(full, value, shape_of(value), region_of(value)))
+                for region in layout.local_regions(full, value):
+                    into.offer(region)
             else:
                 into.add_tensor(full, value)
         elif not isinstance(value, torch.Tensor):
