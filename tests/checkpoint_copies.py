@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing import Pipe, connection
 from pathlib import Path
 
@@ -32,40 +31,39 @@ from paceline.train.checkpoint.peer_memory.replicate import (
     replicate_checkpoint,
 )
 from paceline.train.checkpoint.peer_memory.server import CacheServer
-from paceline.train.checkpoint.rank_channel import decode_result, encode_result
 from paceline.train.elastic.failpoints import POINTS_OF_COPIES, arm
 
 ROOT = "/checkpoints"
 DEADLINE_S = 60
 
 
-class PipeTalk:
-    """How a rank talks to the other one, by a pipe."""
+class PipeChannel:
+    """A channel of two ranks, by a pipe."""
 
     size = WORLD_SIZE
 
     def __init__(self, rank: int, other: connection.Connection) -> None:
-        self.rank, self._other = rank, other
+        self.rank, self._other, self.me = rank, other, f"rank {rank}"
 
-    def collect(self, mine: bytes) -> list[bytes]:
+    def gather(self, mine: bytes) -> list[bytes]:
         if self.rank > 0:
-            self._say(mine)
+            self._send(mine)
             return []
-        return [mine, self._hear()]
+        return [mine, self._receive()]
 
-    def announce(self, text: bytes) -> bytes:
+    def broadcast(self, data: bytes) -> bytes:
         if self.rank > 0:
-            return self._hear()
-        self._say(text)
-        return text
+            return self._receive()
+        self._send(data)
+        return data
 
-    def _say(self, text: bytes) -> None:
+    def _send(self, data: bytes) -> None:
         try:
-            self._other.send_bytes(text)
+            self._other.send_bytes(data)
         except OSError as error:
             raise CheckpointError("the other rank has died") from error
 
-    def _hear(self) -> bytes:
+    def _receive(self) -> bytes:
         assert self._other.poll(DEADLINE_S)
         try:
             return self._other.recv_bytes()
@@ -82,13 +80,11 @@ def copying_of(step: int, rank: int, keep: str | None, addresses: Sequence[str])
     return Replication(ROOT, draft, keep, pieces(step, rank), values, order, {"a": "", "b": ""})
 
 
-def copy_as(rank: int, step: int, keep: str | None, addresses: Sequence[str], talk: PipeTalk) -> None:
+def copy_as(rank: int, step: int, keep: str | None, addresses: Sequence[str], channel: PipeChannel) -> None:
     replicate_checkpoint(
         copying_of(step, rank, keep, addresses),
-        (talk, talk),
+        (channel, channel),
         dial,
-        partial(encode_result, me=f"rank {rank}"),
-        decode_result,
     )
 
 
@@ -146,7 +142,7 @@ def copy_by_both(step: int, keep: str | None, addresses: Sequence[str], orders: 
             try:
                 ends[1 - rank].close()
                 arm(str(rank), orders)
-                copy_as(rank, step, keep, addresses, PipeTalk(rank, ends[rank]))
+                copy_as(rank, step, keep, addresses, PipeChannel(rank, ends[rank]))
                 code = 0
             except CheckpointError:
                 code = 2

@@ -115,9 +115,9 @@ def prepare(root: Root, step: int) -> None:
     """Saves undisturbed, which removes all that was left over, and leaves something: each save then does the same."""
     save_alone(root, step)
     root.retire(KEEP)
-    assert not [name for name in root.place.names() if name.startswith(".")]
-    root.place.make_directory(".writing-step_0000000000-dead")
-    root.place.create(".writing-step_0000000000-dead/rank_00000_000.safetensors").close()
+    assert not [name for name in root.storage.names() if name.startswith(".")]
+    root.storage.make_directory(".writing-step_0000000000-dead")
+    root.storage.create(".writing-step_0000000000-dead/rank_00000_000.safetensors").close()
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def pieces(step: int, rank: int) -> list[WriteItem]:
 
 
 def write(root: Root, draft: Draft, step: int, rank: int) -> RankPart:
-    return write_part(root.place, draft, rank, pieces(step, rank), split_nbytes=700)
+    return write_part(root.storage, draft, rank, pieces(step, rank), split_nbytes=700)
 
 
 def save(root: Root, step: int) -> str:

@@ -104,7 +104,7 @@ def model_checkpoint(directory, tensors: dict[str, torch.Tensor], kinds: dict[to
         )
         for name, each in tensors.items()
     ]
-    root.publish(draft, [write_part(root.place, draft, 0, pieces)], None, world_size=1)
+    root.publish(draft, [write_part(root.storage, draft, 0, pieces)], None, world_size=1)
 
 
 def test_an_exported_model_is_read_by_safetensors(tmp_path, command):

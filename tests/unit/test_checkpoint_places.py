@@ -88,7 +88,7 @@ def test_an_address_is_opened_like_a_path(address):
     save(Root(address), 4)
     name = save(Root(address), 4)
     assert name == "step_0000000004.2"
-    assert Root(address).place.describe(name) == f"{address}/step_0000000004.2"
+    assert Root(address).storage.describe(name) == f"{address}/step_0000000004.2"
     with open_checkpoint(f"{address}/{name}") as checkpoint, open_checkpoint(address) as newest:
         assert checkpoint.manifest == newest.manifest
 

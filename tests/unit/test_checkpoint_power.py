@@ -94,7 +94,7 @@ def test_saves_go_on_after_a_loss_of_power(trace, tmp_path):
         found, _ = root.newest_whole(digests=True)
         assert found is not None and found.name == name and steps_in(root, name) == {99}
         root.retire(1)
-        assert not [each for each in root.place.names() if each.startswith(".")]
+        assert not [each for each in root.storage.names() if each.startswith(".")]
 
 
 @pytest.mark.parametrize("omitted", ["sync", "sync_directory"])

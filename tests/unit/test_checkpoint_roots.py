@@ -43,7 +43,7 @@ def test_any_part_of_a_tensor_is_read_on_its_own(tmp_path):
         WriteItem("w", "F32", SHAPE, Flat(0, 130), data[:520]),
         WriteItem("w", "F32", SHAPE, Flat(130, 300), data[520:]),
     ]
-    parts = [write_part(root.place, draft, rank, [half]) for rank, half in enumerate(halves)]
+    parts = [write_part(root.storage, draft, rank, [half]) for rank, half in enumerate(halves)]
     root.publish(draft, parts, None, world_size=2)
     with open_checkpoint(tmp_path) as checkpoint:
         assert checkpoint.read("w") == data
@@ -61,7 +61,7 @@ def test_large_tensors_are_read_by_blocks(tmp_path, verify):
         WriteItem("w", "U8", (len(data),), whole((len(data),)), data),
         WriteItem("e", "F32", (0, 3), Flat(0, 0), b""),
     ]
-    root.publish(draft, [write_part(root.place, draft, 0, pieces)], None, world_size=1)
+    root.publish(draft, [write_part(root.storage, draft, 0, pieces)], None, world_size=1)
     with root.open(newest(root)) as checkpoint:
         assert checkpoint.read("w", verify=verify) == data and checkpoint.read("e") == b""
         before = checkpoint.nbytes_read
@@ -187,7 +187,7 @@ def test_left_overs_of_dead_saves_are_removed(tmp_path):
     dead = Root(tmp_path)
     draft = dead.begin(1)
     write(dead, draft, 1, 0)
-    assert dead.place.is_held(draft.directory)
+    assert dead.storage.is_held(draft.directory)
     assert save(root, 2) == newest(root)  # what is held stays
     assert (tmp_path / draft.directory).exists()
     dead.abandon(replace(draft, directory="none"))  # closes the manifest, as the end of the process would
@@ -254,14 +254,14 @@ def test_progress_is_told_and_may_stop_the_save(tmp_path):
     root = Root(tmp_path)
     told = []
     draft = root.begin(1)
-    write_part(root.place, draft, 0, pieces(1, 0), progress=lambda done, total: told.append((done, total)))
+    write_part(root.storage, draft, 0, pieces(1, 0), progress=lambda done, total: told.append((done, total)))
     assert told[-1] == (1200, 1200)
 
 
 def test_data_of_the_wrong_size_is_refused(tmp_path):
     root = Root(tmp_path)
     with pytest.raises(CheckpointError, match=r"was given 8 bytes for w, which has 12 \(F32 \[3\]\)"):
-        write_part(root.place, root.begin(1), 0, [WriteItem("w", "F32", (3,), whole((3,)), floats(1, 2))])
+        write_part(root.storage, root.begin(1), 0, [WriteItem("w", "F32", (3,), whole((3,)), floats(1, 2))])
 
 
 def test_disks_that_hosts_do_not_share_hold_their_own_files(tmp_path):

@@ -31,7 +31,7 @@ def test_transformers_reads_what_was_exported(tmp_path):
     root = Root(tmp_path / "run")
     draft = root.begin(1)
     pieces = [outgoing(name, tensor) for name, tensor in model.state_dict().items()]
-    root.publish(draft, [write_part(root.place, draft, 0, pieces)], None, world_size=1)
+    root.publish(draft, [write_part(root.storage, draft, 0, pieces)], None, world_size=1)
 
     assert main(["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "hub" / "model.safetensors")]) == 0
     settings.save_pretrained(tmp_path / "hub")

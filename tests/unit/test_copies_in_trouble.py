@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import threading
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from paceline.train.checkpoint.peer_memory.client import CacheClient, dial
 from paceline.train.checkpoint.peer_memory.protocol import BeginCopy, CachedCheckpoint, Commit, Inventory, Write, send
 from paceline.train.checkpoint.peer_memory.replicate import newest_cached, replicate_checkpoint
 from paceline.train.checkpoint.peer_memory.server import CacheServer
-from paceline.train.checkpoint.rank_channel import decode_result, encode_result
 from paceline.train.checkpoint.save import SaveHandle
 
 
@@ -77,30 +75,30 @@ def test_of_one_sequence_the_later_step_is_newer() -> None:
     assert found is not None and found.step == 70
 
 
-class DeafTalk:
-    """That of rank 0, who cannot hear the others."""
+class LostRankChannel:
+    """The channel of rank 0 after the other rank has died."""
 
-    rank, size = 0, 2
+    rank, size, me = 0, 2, "rank 0"
 
     def __init__(self) -> None:
-        self.announced: list[bytes] = []
+        self.sent: list[bytes] = []
 
-    def collect(self, mine: bytes) -> list[bytes]:
+    def gather(self, mine: bytes) -> list[bytes]:
         raise CheckpointError("rank 1 died while a checkpoint was being written")
 
-    def announce(self, text: bytes) -> bytes:
-        self.announced.append(text)
-        return text
+    def broadcast(self, data: bytes) -> bytes:
+        self.sent.append(data)
+        return data
 
 
 def test_a_rank_that_is_not_heard_keeps_nobody_waiting(tmp_path: Path) -> None:
-    talk = DeafTalk()
+    channel = LostRankChannel()
     with closing(CacheServer(None)) as service:
         address = service.open(str(tmp_path / "door"), None)
         copying = copying_of(1, 0, None, [address, address])
         with pytest.raises(CheckpointError, match="rank 1 died"):
-            replicate_checkpoint(copying, (talk, talk), dial, partial(encode_result, me="rank 0"), decode_result)
-    assert [text[:1] for text in talk.announced] == [b"-", b"-"]
+            replicate_checkpoint(copying, (channel, channel), dial)
+    assert [text[:1] for text in channel.sent] == [b"-", b"-"]
 
 
 @pytest.mark.parametrize("nbytes", [-5, 1 << 70])

@@ -113,7 +113,7 @@ def test_large_pieces_are_written_in_large_writes(tmp_path: Path) -> None:
     held = Staging().copied([whole_of(str(number), each) for number, each in enumerate(tensors)])
     disk = Noting()
     root = Root(LocalStorage(tmp_path, disk=disk))
-    write_part(root.place, root.begin(), 0, [outgoing_of(each) for each in held])
+    write_part(root.storage, root.begin(), 0, [outgoing_of(each) for each in held])
     assert len(disk.writes) <= 6, "of 16 MiB, each of at most 8 MiB"
 
 

@@ -100,28 +100,28 @@ def leaves(value: Json, name: str = "") -> list[tuple[str, Json]]:
 
 def verify(options: argparse.Namespace) -> int:
     """Prints a line for each checkpoint and each fault; returns the exit code."""
-    place = open_storage(options.path)
-    names = [""] if place.size(FILE) is not None else [each.name for each in listing_of(place)]
+    storage = open_storage(options.path)
+    names = [""] if storage.size(FILE) is not None else [each.name for each in listing_of(storage)]
     if not names:
-        print(f"paceline checkpoint verify: {place.describe()} has no checkpoint", file=sys.stderr)
+        print(f"paceline checkpoint verify: {storage.describe()} has no checkpoint", file=sys.stderr)
         return 2
     newest: str | None = None
     code = 0
     for name in names:
-        faults = _verify_one(place, name)
+        faults = _verify_one(storage, name)
         if faults:
             code = 1
         elif newest is None:
             newest = name
     if len(names) > 1 and code:
-        print(f"restoring would take {place.describe(newest)}" if newest is not None else "none of them is whole")
+        print(f"restoring would take {storage.describe(newest)}" if newest is not None else "none of them is whole")
     return code
 
 
-def _verify_one(place: Storage, name: str) -> list[str]:
-    where = place.describe(name)
+def _verify_one(storage: Storage, name: str) -> list[str]:
+    where = storage.describe(name)
     try:
-        with Checkpoint(place, name) as checkpoint:
+        with Checkpoint(storage, name) as checkpoint:
             faults = checkpoint.verify(ProgressPrinter(f"{where}: read"))
             nbytes, tensors = checkpoint.nbytes_read, len(checkpoint.manifest.tensors)
     except CheckpointError as error:
@@ -293,21 +293,21 @@ def inspect(options: argparse.Namespace) -> int:
     if foreign_at(options.path) is not None:
         _show_foreign(contents_of(options.path), options.json)
         return 0
-    place = open_storage(options.path)
-    if place.size(FILE) is not None:
-        with Checkpoint(place, "") as checkpoint:
+    storage = open_storage(options.path)
+    if storage.size(FILE) is not None:
+        with Checkpoint(storage, "") as checkpoint:
             _show_checkpoint(checkpoint, options.json)
         return 0
-    listings = listing_of(place)
-    if not listings and not unfinished(place):
-        print(f"paceline checkpoint inspect: {place.describe()} is no checkpoint and has none in it", file=sys.stderr)
+    listings = listing_of(storage)
+    if not listings and not unfinished(storage):
+        print(f"paceline checkpoint inspect: {storage.describe()} is no checkpoint and has none in it", file=sys.stderr)
         return 2
-    _show_root(place, listings, options.json)
+    _show_root(storage, listings, options.json)
     return 0
 
 
-def _show_root(place: Storage, listings: list[Listing], as_json: bool) -> None:
-    latest, dead = latest_name(place), unfinished(place)
+def _show_root(storage: Storage, listings: list[Listing], as_json: bool) -> None:
+    latest, dead = latest_name(storage), unfinished(storage)
     if as_json:
         print(json.dumps({"latest": latest, "checkpoints": [asdict(each) for each in listings], "unfinished": dead}))
         return
@@ -317,7 +317,7 @@ def _show_root(place: Storage, listings: list[Listing], as_json: bool) -> None:
         state = "whole" if each.fault is None else f"DAMAGED: {each.fault}"
         print(f"{each.name:<20} {step:<14} {size(each.nbytes):>10}  {state}{mark}")
     for name in dead:
-        state = "is being written" if place.is_held(name) else "was not finished; the next save removes it"
+        state = "is being written" if storage.is_held(name) else "was not finished; the next save removes it"
         print(f"{name}  {state}")
 
 

@@ -1,8 +1,8 @@
-"""Checkpoints: what a training loop holds, so that a whole one is always there, and any number of ranks can read it.
+"""Checkpoints: saved by all ranks of a training loop, whole at any time, and loaded by any number of ranks.
 
-`objects.py` says what each kind of object has in a checkpoint, `optimizers.py` what optimizers have, and `divided.py`
-where the parts of a divided model are in the undivided one; `format/` is what is on disk and how it gets there,
-without torch; `foreign/` reads what other libraries wrote; `copies/` is what launchers keep in memory.
+`training_state.py` captures the objects of a state, `optimizers.py` those of optimizers, and `shard_layout.py` maps the
+parts of a divided model to the undivided one. `format/` is the format on disk, without torch; `foreign/` reads
+checkpoints of other libraries; `peer_memory/` replicates checkpoints in the memory of launchers.
 
-May use: `elastic` and below. Start reading at `saving.py`, `loading.py` and, for what is on disk, `format/__init__.py`.
+May use: `elastic` and below. Start reading at `save.py`, `load.py` and, for the format, `format/__init__.py`.
 """

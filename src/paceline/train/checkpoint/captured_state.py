@@ -1,10 +1,11 @@
-"""What a rank contributes to a checkpoint, before anything is copied or written."""
+"""A rank's contribution to a checkpoint, before anything is copied or written."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import NamedTuple
 
 import torch
 
@@ -14,9 +15,16 @@ from paceline.train.checkpoint.pytree import name_of, take_apart
 
 @dataclass(frozen=True)
 class LocalRegion:
-    """A part of a tensor that this rank holds and no other writes; `elements` returns it, row-major and in one piece.
+    """A region of a tensor in this rank's memory.
 
-    Only `elements` looks at the memory, so that nothing is copied before it is needed.
+    Attributes:
+        name: the name of the tensor.
+        dtype: the tensor's type, by safetensors' name.
+        shape: the shape of the whole tensor.
+        region: the region.
+        nbytes: the size of the region in bytes.
+        elements: a function that returns the elements, row-major and contiguous. Only it reads the memory, so that
+            nothing is copied before it is needed.
     """
 
     name: str
@@ -29,9 +37,13 @@ class LocalRegion:
 
 @dataclass(frozen=True)
 class CapturedObject:
-    """The state of something that need not be the same on every rank: whole, and taken apart.
+    """The state of an object that may differ between ranks.
 
-    `is_everywhere` is false for what only some ranks have, such as those of a stage of a pipeline.
+    Attributes:
+        state: the state.
+        value: the state without its tensors.
+        tensors: its tensors, by name.
+        is_everywhere: whether every rank has the object, rather than only those of a pipeline's stage.
     """
 
     state: object
@@ -40,11 +52,12 @@ class CapturedObject:
     is_everywhere: bool = True
 
 
-@dataclass(frozen=True)
-class OfferedRegion:
-    """A part of a tensor that this rank has, and other ranks may have too.
+class OfferedRegion(NamedTuple):
+    """A region of a tensor that this rank has, and other ranks may have too.
 
-    `of_first` says that the ranks' may differ, so that the first one's counts.
+    Attributes:
+        held: the region.
+        of_first: whether the ranks' elements may differ, so that the first rank's are saved.
     """
 
     held: LocalRegion
@@ -56,12 +69,13 @@ class CapturedState:
     """The state of a training loop on one rank.
 
     Attributes:
-        everywhere: tensors that are the same on every rank.
-        held: parts of tensors that this rank alone contributes.
-        offered: parts of tensors that some ranks have, of a model that is divided among ranks.
-        values: plain values that are the same on every rank, or that this rank alone has.
-        objects: what is compared between the ranks, and kept for each of them if it differs.
-        layers: for each pipeline, by its name, the layers that this rank has, and how many there are.
+        is_first: whether this is rank 0, whose buffers and positions of loaders are saved.
+        everywhere: the tensors that are the same on every rank.
+        held: the regions of tensors that this rank alone contributes.
+        offered: the regions of tensors that other ranks may have too, of a model that is divided among ranks.
+        values: the plain values that are the same on every rank, or that this rank alone has.
+        objects: the objects that are compared between ranks, and saved for each of them if they differ.
+        layers: for each pipeline, by name, the layers that this rank has, and the number of all.
     """
 
     is_first: bool = True
@@ -78,18 +92,18 @@ class CapturedState:
         self.everywhere[name] = tensor.detach()
 
     def add_of_first(self, name: str, tensor: torch.Tensor) -> None:
-        """Adds a tensor that may differ between ranks; that of the first one counts."""
+        """Adds a tensor that may differ between ranks; that of rank 0 is saved."""
         require_dense(name, tensor)
         if self.is_first:
             self.held.append(whole_of(name, tensor.detach()))
 
     def offer(self, held: LocalRegion, *, of_first: bool = False) -> None:
-        """Adds a part of a tensor that other ranks may have too."""
+        """Adds a region of a tensor that other ranks may have too."""
         if _is_needed(held):
             self.offered.append(OfferedRegion(held, of_first))
 
     def hold(self, held: Sequence[LocalRegion]) -> None:
-        """Adds parts of tensors that this rank alone contributes."""
+        """Adds regions of tensors that this rank alone contributes."""
         self.held += filter(_is_needed, held)
 
     def add_tree(self, name: str, value: object) -> None:
@@ -99,8 +113,8 @@ class CapturedState:
             return
         tensors: dict[str, torch.Tensor] = {}
         self.values[name] = take_apart(name, value, tensors)
-        for each, tensor in tensors.items():
-            self.add_tensor(each, tensor)
+        for full, tensor in tensors.items():
+            self.add_tensor(full, tensor)
 
     def hold_tree(self, name: str, value: object) -> None:
         """Adds a tree that this rank alone contributes."""
@@ -108,32 +122,32 @@ class CapturedState:
         taken = take_apart(name, value, tensors)
         if not isinstance(value, torch.Tensor):
             self.values[name] = taken
-        for each, tensor in tensors.items():
-            require_dense(each, tensor)
-            self.held.append(whole_of(each, tensor.detach()))
+        for full, tensor in tensors.items():
+            require_dense(full, tensor)
+            self.held.append(whole_of(full, tensor.detach()))
 
     def add_object(self, name: str, state: object, *, is_everywhere: bool = True) -> None:
         """Adds a tree that may differ between ranks."""
         tensors: dict[str, torch.Tensor] = {}
         value = take_apart(name, state, tensors)
-        for each, tensor in tensors.items():
-            require_dense(each, tensor)
+        for full, tensor in tensors.items():
+            require_dense(full, tensor)
         self.objects[name] = CapturedObject(state, value, tensors, is_everywhere)
 
 
 def _is_needed(held: LocalRegion) -> bool:
-    """Whether a part has elements; a tensor without any needs a part that says so."""
+    """Returns whether a region must be saved: one without elements only if its whole tensor has none."""
     return held.nbytes > 0 or prod(held.shape) == 0
 
 
 def whole_of(name: str, tensor: torch.Tensor) -> LocalRegion:
-    """Returns all of a tensor as what this rank holds."""
+    """Returns the region that is a whole tensor."""
     shape = tuple(tensor.shape)
     return LocalRegion(name, name_of(tensor.dtype), shape, whole(shape), tensor.nbytes, lambda: flat(tensor))
 
 
 def cut(held: LocalRegion, start: int, stop: int) -> list[LocalRegion]:
-    """Returns the bytes `start` to `stop` of a part, which begin and end between elements."""
+    """Returns the regions that make up the bytes `start` to `stop` of a region, which are multiples of an element."""
     if (start, stop) == (0, held.nbytes):
         return [held]
     size = held.nbytes // count(held.region)
@@ -151,16 +165,16 @@ def _section(held: LocalRegion, region: Region, first: int, last: int) -> LocalR
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the elements in row-major order; copies them only if they are not so in memory."""
+    """Returns the elements in row-major order; copies them only if memory order differs."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     return plain.contiguous().view(-1)
 
 
 def require_dense(name: str, tensor: torch.Tensor) -> None:
-    """Requires that a tensor is one that a checkpoint can hold.
+    """Requires that a checkpoint can hold a tensor.
 
     Raises:
-        TypeError: it is sparse, quantized, spread over other processes by another library, or of an unknown type.
+        TypeError: the tensor is sparse, quantized, distributed by another library, or of an unknown type.
     """
     if tensor.layout is not torch.strided or tensor.is_quantized:
         kind = "quantized" if tensor.is_quantized else str(tensor.layout)

@@ -1,24 +1,25 @@
-"""Which ranks see the same directory, where hosts have disks of their own.
+"""Checkpoints on disks that hosts do not share: each host has the files of its own ranks, and a manifest of all.
 
-Where ranks read a checkpoint whose files are on the disks of several hosts.
+`found_disks` finds the ranks that see the same directory, `begin` begins a checkpoint on every disk, and
+`newest_spread` finds the newest checkpoint whose files are all on the disk of some rank.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+
+import msgspec
 
 from paceline.errors import CheckpointError
 from paceline.train.checkpoint.format.checkpoint import Checkpoint
 from paceline.train.checkpoint.format.manifest import WRITING, Draft, Manifest
 from paceline.train.checkpoint.format.manifest_json import from_bytes, to_bytes
 from paceline.train.checkpoint.format.root import Root
-from paceline.train.checkpoint.format.storage import Storage
-from paceline.train.checkpoint.rank_channel import GroupChannel, SingleRank, decode_result, encode_result
+from paceline.train.checkpoint.rank_channel import CollectiveChannel, result_of_first, results_of_all
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Disks:
     """The disks that the ranks see.
 
     Attributes:
-        of: for each rank the first of the ranks that see the same directory as it does.
+        of: for each rank, the first of the ranks that see the same directory.
         rank: this rank.
     """
 
@@ -35,42 +36,47 @@ class Disks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first rank that sees its directory, which makes checkpoints visible there."""
+        """Whether this is the first rank that sees its directory, and therefore publishes checkpoints there."""
         return self.of[self.rank] == self.rank
 
     def sharers(self, rank: int) -> list[int]:
-        """Returns the ranks that see the same directory as `rank` does."""
-        return [each for each, first in enumerate(self.of) if first == self.of[rank]]
+        """Returns the ranks that see the same directory as `rank`, including it."""
+        return [other for other, first in enumerate(self.of) if first == self.of[rank]]
 
 
-def found_disks(root: Root, talk: GroupChannel | SingleRank) -> Disks:
-    """Finds out which ranks see the same directory: each leaves a file there and looks for those of the others.
+def found_disks(root: Root, channel: CollectiveChannel) -> Disks:
+    """Finds the ranks that see the same directory: each creates a file there and looks for those of the others.
 
     Raises:
         CheckpointError: a rank cannot write to its directory; raised on every rank.
-        ValueError: the place is an address that all hosts reach.
+        ValueError: the root is an address that all hosts reach.
     """
-    _require_local(root.place)
-    token = talk.announce(secrets.token_hex(4).encode() if talk.rank == 0 else b"").decode()
-    names = [f"{WRITING}rank-{token}-{rank}" for rank in range(talk.size)]
+    storage = root.storage
+    if not storage.renames:
+        raise ValueError(
+            f"shared=False is for disks that hosts do not share; {storage.describe()} is an address, which all "
+            "hosts reach"
+        )
+    token = channel.broadcast(secrets.token_hex(4).encode() if channel.rank == 0 else b"").decode()
+    names = [f"{WRITING}rank-{token}-{rank}" for rank in range(channel.size)]
 
-    def leave() -> bytes:
-        root.place.make_directory("")
-        with contextlib.closing(root.place.create(names[talk.rank])) as file:
+    def create() -> bytes:
+        storage.make_directory("")
+        with contextlib.closing(storage.create(names[channel.rank])) as file:
             file.commit()
         return b""
 
     def look() -> bytes:
-        there = set(root.place.names())
-        return json.dumps([rank for rank, name in enumerate(names) if name in there]).encode()
+        found = set(storage.names())
+        return msgspec.json.encode(next(rank for rank, name in enumerate(names) if name in found))
 
     try:
-        _all_well(talk, encode_result(leave, talk.me))
-        seen = [json.loads(decode_result(each)) for each in talk.exchange(encode_result(look, talk.me))]
+        results_of_all(create, channel)
+        firsts = results_of_all(look, channel)
     finally:
         with contextlib.suppress(OSError):
-            root.place.remove(names[talk.rank])
-    return Disks(tuple(min(each) for each in seen), talk.rank)
+            storage.remove(names[channel.rank])
+    return Disks(tuple(map(int, firsts)), channel.rank)
 
 
 def begin(
@@ -78,75 +84,68 @@ def begin(
     step: int | None,
     nbytes: Sequence[int],
     disks: Disks,
-    talk: GroupChannel | SingleRank,
+    channel: CollectiveChannel,
     least_sequence: int = 0,
 ) -> Draft:
     """Returns the draft that rank 0 begins on its disk and that the first rank of each other disk joins there.
 
     Args:
-        nbytes: what each rank will write.
-        least_sequence: of the checkpoint.
+        root: the directory of checkpoints.
+        step: the training step, for the checkpoint's name.
+        nbytes: the bytes that each rank will write.
+        disks: the disks of the hosts.
+        channel: the ranks that save.
+        least_sequence: the least sequence number that the checkpoint may get.
 
     Raises:
-        CheckpointError: one of them could not; raised on every rank.
+        CheckpointError: a rank could not begin or join; raised on every rank.
     """
-    here = sum(nbytes[rank] for rank in disks.sharers(disks.rank))
+    nbytes_here = sum(nbytes[rank] for rank in disks.sharers(disks.rank))
 
-    def latest() -> bytes:
+    def next_sequence() -> bytes:
         return str(max(least_sequence, root.next_sequence() if disks.is_first else 0)).encode()
 
-    sequence = max(int(decode_result(each)) for each in talk.exchange(encode_result(latest, talk.me)))
-    answer = b""
-    if talk.rank == 0:
-        answer = encode_result(
-            lambda: root.begin(step, nbytes=here, unique=True, sequence=sequence).to_bytes(), talk.me
+    sequence = max(map(int, results_of_all(next_sequence, channel)))
+    draft = Draft.from_bytes(
+        result_of_first(
+            lambda: root.begin(step, nbytes=nbytes_here, unique=True, sequence=sequence).to_bytes(), channel
         )
-    draft = Draft.from_bytes(decode_result(talk.announce(answer)))
+    )
 
     def join() -> bytes:
-        if disks.is_first and talk.rank > 0:
-            root.join(draft, nbytes=here)
+        if disks.is_first and channel.rank > 0:
+            root.join(draft, nbytes=nbytes_here)
         return b""
 
     try:
-        _all_well(talk, encode_result(join, talk.me))
+        results_of_all(join, channel)
     except CheckpointError:
-        abandon(root, draft, disks, talk.rank)
+        abandon(root, draft, disks, channel.rank)
         raise
     return draft
 
 
 def abandon(root: Root, draft: Draft, disks: Disks | None, rank: int) -> None:
-    """Removes what the disk has of a checkpoint that failed, if this is the rank that makes checkpoints visible there.
+    """Removes a failed checkpoint from this rank's disk, if this rank publishes checkpoints there.
 
     Args:
-        disks: those of the hosts; None if all ranks share one.
+        root: the directory of checkpoints.
+        draft: the failed checkpoint.
+        disks: the disks of the hosts; None if all ranks share one.
+        rank: this rank.
     """
     if rank == 0 if disks is None else disks.is_first:
         root.abandon(draft)
 
 
-def _require_local(place: Storage) -> None:
-    if not place.renames:
-        raise ValueError(
-            f"shared=False is for disks that hosts do not share; {place.describe()} is an address, which all "
-            "hosts reach"
-        )
-
-
-def _all_well(talk: GroupChannel | SingleRank, outcome: bytes) -> None:
-    for each in talk.exchange(outcome):
-        decode_result(each)
-
-
 @dataclass(frozen=True)
 class SpreadCheckpoint:
-    """A checkpoint whose files are on several disks, all of which some rank sees.
+    """A checkpoint whose files are on several disks, each of which some rank sees.
 
     Attributes:
-        token: it is the same on all disks.
-        sequence: the number that grows with each checkpoint.
-        name: what it is called on this rank's disk; None if that has nothing of it.
+        token: the checkpoint's token, which is the same on all disks.
+        sequence: its sequence number.
+        name: its name on this rank's disk; None if that disk has nothing of it.
         holders: for each file the ranks that see it.
         describer: the first rank whose disk has a manifest of it, if other disks have none; otherwise -1.
     """
@@ -159,7 +158,7 @@ class SpreadCheckpoint:
 
 
 class AbsentCheckpoint:
-    """A checkpoint of which this rank's disk has nothing."""
+    """Stands for a checkpoint of which this rank's disk has nothing."""
 
     nbytes_read = 0
 
@@ -167,90 +166,99 @@ class AbsentCheckpoint:
         self.manifest, self._where = manifest, where
 
     def describe(self) -> str:
-        """Returns where it would be."""
+        """Returns a description of the location, for messages."""
         return self._where
 
 
 def newest_spread(
-    root: Root, disks: Disks, talk: GroupChannel | SingleRank, damaged: Mapping[str, str]
+    root: Root, disks: Disks, channel: CollectiveChannel, damaged: Mapping[str, str]
 ) -> tuple[SpreadCheckpoint | None, dict[str, str]]:
-    """Returns the newest checkpoint all of whose files some rank sees, and why others were skipped, by token.
+    """Returns the newest checkpoint whose files some rank sees, and why newer ones were skipped, by token.
 
     Args:
-        damaged: checkpoints that are known to be damaged, by token, and why.
+        root: the directory of checkpoints.
+        disks: the disks of the hosts.
+        channel: the ranks that load.
+        damaged: the faults of checkpoints that are known to be damaged, by token.
 
     Raises:
-        CheckpointError: there are checkpoints and none is whole; raised on every rank.
+        CheckpointError: there are checkpoints, and none is whole; raised on every rank.
     """
 
     def listed() -> bytes:
         own = root.listing() if disks.is_first else []
-        return json.dumps([[each.sequence, each.token, each.name, each.fault] for each in own]).encode()
+        return msgspec.json.encode([(entry.sequence, entry.token, entry.name, entry.fault) for entry in own])
 
-    everyone = [json.loads(decode_result(each)) for each in talk.exchange(encode_result(listed, talk.me))]
-    entries = [(rank, *each) for rank, own in enumerate(everyone) for each in own]
+    everyone = [
+        msgspec.json.decode(data, type=list[tuple[int | None, str | None, str, str | None]])
+        for data in results_of_all(listed, channel)
+    ]
+    entries = [(rank, *entry) for rank, own in enumerate(everyone) for entry in own]
     skipped = {token or name: fault for _, _, token, name, fault in entries if fault is not None}
     skipped.update(damaged)
-    whole_here = {(sequence, token) for _, sequence, token, _, fault in entries if fault is None}
-    for sequence, token in sorted(whole_here, reverse=True):
+    candidates = {
+        (sequence, token)
+        for _, sequence, token, _, fault in entries
+        if fault is None and sequence is not None and token is not None
+    }
+    for sequence, token in sorted(candidates, reverse=True):
         if token not in damaged:
             names = {rank: name for rank, _, its, name, fault in entries if its == token and fault is None}
-            spread, missing = _spread(root, disks, talk, (sequence, token), names)
+            spread, missing = _spread(root, disks, channel, (sequence, token), names)
             if missing is None:
                 return spread, skipped
             skipped[token] = f"{missing} is on no disk that these ranks see"
     if not skipped:
         return None, {}
     raise CheckpointError(
-        f"{root.place.describe()} has no whole checkpoint on the disks of these ranks: "
+        f"{root.storage.describe()} has no whole checkpoint on the disks of these ranks: "
         f"{'; '.join(map(': '.join, skipped.items()))}. Start on the hosts that have them, or remove what is there"
     )
 
 
 def _spread(
-    root: Root, disks: Disks, talk: GroupChannel | SingleRank, which: tuple[int, str], names: Mapping[int, str]
+    root: Root, disks: Disks, channel: CollectiveChannel, which: tuple[int, str], names: Mapping[int, str]
 ) -> tuple[SpreadCheckpoint, str | None]:
-    """Returns a checkpoint, given its sequence and token, and a file of it that no rank sees."""
+    """Returns a checkpoint, given its sequence and token, and the name of a file of it that no rank sees."""
 
-    def known() -> bytes:
-        if talk.rank not in names:
+    def files() -> bytes:
+        if channel.rank not in names:
             return b"[[], []]"
-        with root.open(names[talk.rank]) as opened:
-            return json.dumps([sorted(opened.manifest.files_here()), sorted(opened.manifest.files)]).encode()
+        with root.open(names[channel.rank]) as opened:
+            return msgspec.json.encode((sorted(opened.manifest.files_here()), sorted(opened.manifest.files)))
 
-    everyone = [json.loads(decode_result(each)) for each in talk.exchange(encode_result(known, talk.me))]
+    everyone = [msgspec.json.decode(data, type=tuple[list[str], list[str]]) for data in results_of_all(files, channel)]
     holders: dict[str, list[int]] = {}
-    for rank, (here, _) in enumerate(everyone):
-        for file in here:
+    for rank, (files_here, _) in enumerate(everyone):
+        for file in files_here:
             holders.setdefault(file, []).extend(disks.sharers(rank))
-    missing = [file for _, files in everyone for file in files if file not in holders]
+    missing = [file for _, all_files in everyone for file in all_files if file not in holders]
     describer = -1 if names.keys() == set(disks.of) else min(names)
     sequence, token = which
-    spread = SpreadCheckpoint(token, sequence, names.get(disks.of[talk.rank]), holders, describer)
+    spread = SpreadCheckpoint(token, sequence, names.get(disks.of[channel.rank]), holders, describer)
     return spread, missing[0] if missing else None
 
 
 @contextmanager
 def open_spread(
-    root: Root, spread: SpreadCheckpoint, talk: GroupChannel | SingleRank
+    root: Root, spread: SpreadCheckpoint, channel: CollectiveChannel
 ) -> Iterator[Checkpoint | AbsentCheckpoint]:
-    """Returns a context with the checkpoint as this rank sees it; every rank calls this.
+    """Opens the checkpoint as this rank's disk has it, for the length of a `with` block; every rank calls this.
 
     Raises:
         CheckpointError: a rank could not open it; raised on every rank.
     """
     with ExitStack() as closing:
-        here: list[Checkpoint] = []
+        opened: list[Checkpoint] = []
 
         def open_it() -> bytes:
             if spread.name is not None:
-                here.append(closing.enter_context(root.open(spread.name)))
-            return to_bytes(here[0].manifest) if here and talk.rank == spread.describer else b""
+                opened.append(closing.enter_context(root.open(spread.name)))
+            return to_bytes(opened[0].manifest) if opened and channel.rank == spread.describer else b""
 
-        answers = [decode_result(each) for each in talk.exchange(encode_result(open_it, talk.me))]
-        if here:
-            yield here[0]
+        answers = results_of_all(open_it, channel)
+        if opened:
+            yield opened[0]
         else:
-            text = answers[spread.describer]
-            manifest = from_bytes(text, f"the manifest of rank {spread.describer} of the group")
-            yield AbsentCheckpoint(manifest, f"{root.place.describe()} on other hosts")
+            manifest = from_bytes(answers[spread.describer], f"the manifest of rank {spread.describer} of the group")
+            yield AbsentCheckpoint(manifest, f"{root.storage.describe()} on other hosts")

@@ -1,18 +1,16 @@
-"""What optimizers have in a checkpoint: their state as the optimizer of the whole model would have it.
+"""Captures optimizers: their state in a checkpoint is that of one optimizer of the whole model.
 
-The numbers of parameters in the optimizer of the whole model, where each rank's optimizer has those of its layers.
-
-An optimizer's state is kept by the number of the parameter. The optimizers of a pipeline's ranks count their own, so
-the ranks agree on what the optimizer of the undivided model would count.
+Optimizers key their state by the number of the parameter. On the ranks of a pipeline each optimizer numbers its own
+parameters, so the ranks agree on a `Numbering`: the numbers in the optimizer of the undivided model.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+import msgspec
 import torch
 from torch.optim import Optimizer
 
@@ -26,14 +24,14 @@ from paceline.train.zero.optimizer_state import to_state_dict
 from paceline.train.zero.partitioned_optimizer import PartitionedOptimizer
 
 Outline = dict[str, list[list[int]]]
-"""For each optimizer of a pipeline the places of this rank's parameters in the whole model, by groups."""
+"""For each optimizer of a pipeline, the positions of this rank's parameters in the whole model, by groups."""
 
 
 class Numbering:
-    """The parameters of all ranks' optimizers, counted as that of the undivided model counts them.
+    """The numbers that the parameters of all ranks have in the optimizer of the undivided model.
 
     Args:
-        groups: the places of the parameters in the model, for each group of the optimizer.
+        groups: the positions of the parameters in the model, for each parameter group.
 
     >>> numbering = Numbering([[0, 2, 3], [1]])
     >>> numbering.of([3, 1])
@@ -43,31 +41,31 @@ class Numbering:
     """
 
     def __init__(self, groups: Sequence[Sequence[int]]) -> None:
-        self._number_of = {place: number for number, place in enumerate(chain.from_iterable(groups))}
-        self.groups = [self.of(places) for places in groups]
+        self._number_of = {position: number for number, position in enumerate(chain.from_iterable(groups))}
+        self.groups = [self.of(positions) for positions in groups]
 
-    def of(self, places: Sequence[int]) -> list[int]:
-        """Returns the numbers of the parameters at these places of the model."""
-        return [self._number_of[place] for place in places]
+    def of(self, positions: Sequence[int]) -> list[int]:
+        """Returns the numbers of the parameters at these positions of the model."""
+        return [self._number_of[position] for position in positions]
 
     def of_own(self, optimizer: Optimizer) -> list[list[int]]:
         """Returns the numbers of this rank's parameters, for each group."""
-        return [self.of(places) for places in _places(optimizer)]
+        return [self.of(positions) for positions in _positions(optimizer)]
 
     def of_all(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Returns this rank's groups as those of the undivided model's optimizer."""
         return [
-            {**_without_names(group), "params": list(all_of_it)}
-            for group, all_of_it in zip(groups, self.groups, strict=True)
+            {**_without_names(group), "params": list(numbers)}
+            for group, numbers in zip(groups, self.groups, strict=True)
         ]
 
     def own_of(self, groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> list[dict[str, Any]]:
         """Returns the groups of the undivided model's optimizer with this rank's parameters only.
 
         Raises:
-            CheckpointError: they are those of another model.
+            CheckpointError: the groups are those of another model.
         """
-        saved, here = ([len(each) for each in many] for many in ([group["params"] for group in groups], self.groups))
+        saved, here = [len(group["params"]) for group in groups], [len(numbers) for numbers in self.groups]
         if saved != here:
             raise CheckpointError(
                 f"the checkpoint's optimizer has groups of {saved} parameters, and those of all ranks have groups of "
@@ -78,7 +76,7 @@ class Numbering:
 
 
 def outline_of(entries: Iterable[tuple[str, object]]) -> bytes:
-    """Returns what the other ranks must know of this rank's optimizers, given its objects by name.
+    """Returns the encoded `Outline` of this rank's optimizers, given its objects by name.
 
     Raises:
         TypeError: an optimizer has parameters of a pipeline and others besides.
@@ -87,25 +85,24 @@ def outline_of(entries: Iterable[tuple[str, object]]) -> bytes:
     for name, value in entries:
         if not isinstance(value, Optimizer):
             continue
-        parameters = [each for group in value.param_groups for each in group["params"]]
-        divided = [index_in_model(each) is not None for each in parameters]
+        divided = [index_in_model(parameter) is not None for parameter in parameters_of(value)]
         if any(divided) and not all(divided):
             raise TypeError(
                 f"{name!r} has parameters of a Pipeline and others that do not belong to it; give them optimizers of "
                 "their own"
             )
         if any(divided):
-            outline[name] = _places(value)
-    return json.dumps(outline).encode()
+            outline[name] = _positions(value)
+    return msgspec.json.encode(outline)
 
 
 def agreed(outlines: Sequence[bytes]) -> dict[str, Numbering]:
-    """Returns the numbering of each optimizer of a pipeline, given what all ranks have.
+    """Returns the numbering of each optimizer of a pipeline, given the encoded outlines of all ranks.
 
     Raises:
-        CheckpointError: the ranks have other optimizers, or other groups.
+        CheckpointError: the ranks have different optimizers, or different groups.
     """
-    everyone: list[Outline] = [json.loads(each) for each in outlines]
+    everyone = [msgspec.json.decode(outline, type=Outline) for outline in outlines]
     for rank, outline in enumerate(everyone):
         for name, groups in everyone[0].items():
             seen = outline.get(name)
@@ -121,14 +118,15 @@ def agreed(outlines: Sequence[bytes]) -> dict[str, Numbering]:
                 f"{more[0]!r} is an optimizer of a Pipeline on rank {rank} of the group, and not on rank 0; every rank "
                 "must have the same names in the state"
             )
-    return {name: Numbering(_joined(name, [each[name] for each in everyone])) for name in everyone[0]}
+    return {name: Numbering(_joined(name, [outline[name] for outline in everyone])) for name in everyone[0]}
 
 
 def _joined(name: str, everyone: Sequence[list[list[int]]]) -> list[list[int]]:
-    groups = [sorted(set(chain.from_iterable(each))) for each in zip(*everyone, strict=True)]
+    """Returns the groups of all ranks together."""
+    groups = [sorted(set(chain.from_iterable(groups))) for groups in zip(*everyone, strict=True)]
     listed = list(chain.from_iterable(groups))
     if len(set(listed)) != len(listed):
-        twice = next(each for each in listed if listed.count(each) > 1)
+        twice = next(position for position in listed if listed.count(position) > 1)
         raise CheckpointError(
             f"parameter {twice} of the model is in several groups of the optimizer {name!r}, on different ranks; the "
             "ranks that have the same layers must group their parameters alike"
@@ -136,9 +134,9 @@ def _joined(name: str, everyone: Sequence[list[list[int]]]) -> list[list[int]]:
     return groups
 
 
-def _places(optimizer: Optimizer) -> list[list[int]]:
-    found = [[index_in_model(each) for each in group["params"]] for group in optimizer.param_groups]
-    return [[each.number for each in group if each is not None] for group in found]
+def _positions(optimizer: Optimizer) -> list[list[int]]:
+    found = [[index_in_model(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+    return [[index.number for index in group if index is not None] for group in found]
 
 
 def _without_names(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,13 +144,16 @@ def _without_names(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def capture_optimizer(name: str, optimizer: Optimizer, into: CapturedState, numbering: Numbering | None) -> None:
-    """Adds an optimizer.
+    """Adds an optimizer to the captured state.
 
     Args:
-        numbering: of a pipeline's; None for one that has all of the model's parameters.
+        name: the optimizer's name.
+        optimizer: the optimizer.
+        into: the captured state.
+        numbering: the numbering of a pipeline's optimizer; None for an optimizer that has all parameters of the model.
 
     Raises:
-        TypeError: it keeps something that a checkpoint cannot put together.
+        TypeError: the ranks' parts of the optimizer's state cannot be assembled.
     """
     parameters = parameters_of(optimizer)
     numbers = list(range(len(parameters))) if numbering is None else list(chain(*numbering.of_own(optimizer)))
@@ -217,17 +218,17 @@ def own_groups(
     groups: list[Mapping[str, Any]], optimizer: Optimizer, numbering: Numbering | None
 ) -> list[dict[str, Any]]:
     """Returns the groups of the whole model's optimizer with this rank's parameters only."""
-    return [dict(each) for each in groups] if numbering is None else numbering.own_of(groups, optimizer)
+    return [dict(group) for group in groups] if numbering is None else numbering.own_of(groups, optimizer)
 
 
 def own_state_dict(
     name: str, found: Mapping[str, Any], optimizer: Optimizer, numbering: Numbering | None
 ) -> dict[str, Any]:
-    """Returns what this rank has of the `state_dict` of a whole model's optimizer.
+    """Returns this rank's part of the `state_dict` of a whole model's optimizer.
 
     Raises:
-        CheckpointError: it is that of another model.
-        TypeError: the optimizer is a ZeRO's, whose parts of parts only a checkpoint of Paceline's has.
+        CheckpointError: the `state_dict` is that of another model's optimizer.
+        TypeError: the optimizer is a ZeRO optimizer, which only checkpoints of Paceline can restore in parts.
     """
     if isinstance(optimizer, PartitionedOptimizer):
         raise TypeError(

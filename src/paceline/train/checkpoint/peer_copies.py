@@ -1,14 +1,16 @@
-"""Copies of checkpoints in the memory of launchers, as a `CheckpointManager` makes and restores them."""
+"""Replicas of checkpoints in the memory of launchers, as `CheckpointManager` writes and restores them.
+
+The protocol and the replication itself are in `peer_memory`, which knows no torch.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -24,103 +26,123 @@ from paceline.train.checkpoint.peer_memory.replicate import (
     FoundCheckpoint,
     ReplicaSource,
     Replication,
-    ReplicationChannel,
     newest_cached,
     replicate_checkpoint,
     targets,
 )
 from paceline.train.checkpoint.peer_memory.server import VARIABLE
 from paceline.train.checkpoint.rank_channel import (
+    CollectiveChannel,
     GroupChannel,
-    SingleRank,
     background_channel,
-    decode_result,
-    encode_result,
+    results_of_all,
 )
+from paceline.train.checkpoint.rank_results import RankChannel
 from paceline.train.checkpoint.save import outgoing_of
 from paceline.train.checkpoint.save_plan import SavePlan
 from paceline.train.checkpoint.training_state import TrainingState
 
-_KNOWN_TIMEOUT_S = 3.0  # for a vault of another host that may be gone
+_OTHER_HOST_TIMEOUT_S = 3.0  # for the cache of another host, which may have been lost
 _UNREACHABLE = (OSError, ValueError, PacelineError)
 
 
+@dataclass(frozen=True)
+class _Introduction:
+    """What a rank reports before a checkpoint is replicated.
+
+    Attributes:
+        root: the directory of checkpoints, as this rank names it.
+        location: the cache of this rank's launcher; None if it cannot be reached.
+        whole: the sequence and token of the newest checkpoint that all caches have, as far as this rank knows.
+        why: the reason why there is no location.
+    """
+
+    root: str
+    location: CacheLocation | None
+    whole: tuple[int, str] | None
+    why: str
+
+
 class PeerCopies:
-    """The copies of one manager's checkpoints.
+    """The replicas of one manager's checkpoints.
 
     Args:
-        path: of the directory on the disk.
-        count: on how many other hosts each part is kept.
+        path: the directory on the disk.
+        count: the number of other hosts that keep each part.
     """
 
     def __init__(self, path: str, count: int) -> None:
         self._path, self._count = path, count
-        self._own = os.environ.get(VARIABLE, "")  # of the launcher's vault; empty if no launcher started this process
-        self._presence: CacheLocation | None = None
-        self._whole: tuple[int, str] | None = None  # sequence and token of the newest that all vaults have
+        self._own = os.environ.get(VARIABLE, "")  # the address of the own cache; empty without a launcher
+        self._location: CacheLocation | None = None
+        self._whole: tuple[int, str] | None = None  # sequence and token of the newest that all caches have
         self._has_warned = False
-        self._why_not = ""  # the newest copies were not restored
+        self._why_not = ""  # the newest replicas were not restored
 
     def least_sequence(self) -> int:
-        """Returns the least number that the next checkpoint may have, so that it counts as newer than the copies."""
+        """Returns the least sequence number with which the next checkpoint counts as newer than the replicas."""
         return 0 if self._whole is None else self._whole[0] + 1
 
-    def sender(self, prepared: SavePlan, talk: GroupChannel | SingleRank) -> Callable[[], None]:
-        """Returns what copies a checkpoint, in a thread of its own; every rank calls this.
+    def sender(self, plan: SavePlan, channel: CollectiveChannel) -> Callable[[], None] | None:
+        """Returns a function that replicates a checkpoint, to be called in a thread of its own; every rank calls this.
 
         Args:
-            prepared: what this rank writes, from memory that does not change meanwhile.
-        """
-        answer = encode_result(self._introduction, talk.me)
-        everyone = [json.loads(decode_result(each)) for each in talk.exchange(answer)]
-        absent = [f"rank {rank}: {each['why']}" for rank, each in enumerate(everyone) if each["presence"] is None]
-        if absent:
-            self._warn(absent[0], talk)
-            return _nothing
-        presences = [CacheLocation(**each["presence"]) for each in everyone]
-        wholes = [tuple(each["whole"]) for each in everyone if each["whole"] is not None]
-        _, *others = targets(presences, talk.rank, self._count)
-        copying = Replication(
-            root=everyone[0]["root"],
-            draft=prepared.draft,
-            keep=max(wholes)[1] if wholes else None,
-            pieces=[outgoing_of(each) for each in prepared.held],
-            values=prepared.values,
-            addresses=[self._own, *(each.address for each in others)],
-            vaults={each.vault: each.address for each in presences},
-        )
-        token = prepared.draft.token
-        talks: tuple[ReplicationChannel, ReplicationChannel] = talk, talk
-        if isinstance(talk, GroupChannel):
-            talks = background_channel(talk, f"{token}/copies"), background_channel(talk, f"{token}/copied")
-        return partial(self._copy, copying, talks, talk.me)
+            plan: what this rank writes, from memory that does not change meanwhile.
+            channel: the ranks that save.
 
-    def _copy(self, copying: Replication, talks: tuple[ReplicationChannel, ReplicationChannel], me: str) -> None:
-        """Copies a checkpoint; if that fails, it is said, and the one on the disk does not suffer."""
+        Returns:
+            The function; None if a rank cannot reach a launcher.
+        """
+        everyone = [
+            msgspec.json.decode(data, type=_Introduction) for data in results_of_all(self._introduction, channel)
+        ]
+        locations = [each.location for each in everyone if each.location is not None]
+        if len(locations) < len(everyone):
+            rank, absent = next((rank, each) for rank, each in enumerate(everyone) if each.location is None)
+            self._warn(f"rank {rank}: {absent.why}", channel)
+            return None
+        wholes = [each.whole for each in everyone if each.whole is not None]
+        _, *others = targets(locations, channel.rank, self._count)
+        replication = Replication(
+            root=everyone[0].root,
+            draft=plan.draft,
+            keep=max(wholes)[1] if wholes else None,
+            pieces=[outgoing_of(held) for held in plan.held],
+            values=plan.values,
+            addresses=[self._own, *(location.address for location in others)],
+            vaults={location.vault: location.address for location in locations},
+        )
+        token = plan.draft.token
+        channels: tuple[RankChannel, RankChannel] = channel, channel
+        if isinstance(channel, GroupChannel):
+            channels = background_channel(channel, f"{token}/copies"), background_channel(channel, f"{token}/copied")
+        return partial(self._replicate, replication, channels)
+
+    def _replicate(self, replication: Replication, channels: tuple[RankChannel, RankChannel]) -> None:
+        """Replicates a checkpoint; prints an error, since the checkpoint on the disk does not depend on it."""
         try:
-            replicate_checkpoint(copying, talks, dial, partial(encode_result, me=me), decode_result)
+            replicate_checkpoint(replication, channels, dial)
         except _UNREACHABLE as error:
             sys.stderr.write(
-                f"paceline: {me}: the checkpoint {copying.draft.name} has no copies in memory: {error}. This does not "
-                "concern the one on the disk\n"
+                f"paceline: {channels[0].me}: the checkpoint {replication.draft.name} has no copies in memory: "
+                f"{error}. This does not concern the one on the disk\n"
             )
         else:
-            self._whole = copying.draft.sequence, copying.draft.token
+            self._whole = replication.draft.sequence, replication.draft.token
 
     def _introduction(self) -> bytes:
         why = f"{VARIABLE} is not set"
-        if self._presence is None and self._own:
+        if self._location is None and self._own:
             try:
                 with contextlib.closing(dial(self._own)) as client:
                     answer = client.listen()
-                self._presence = CacheLocation(answer.vault, host_id(), answer.address)
+                self._location = CacheLocation(answer.vault, host_id(), answer.address)
             except _UNREACHABLE as error:
                 why = str(error)
-        presence = None if self._presence is None else asdict(self._presence)
-        return json.dumps({"root": self._path, "presence": presence, "whole": self._whole, "why": why}).encode()
+        return msgspec.json.encode(_Introduction(self._path, self._location, self._whole, why))
 
-    def _warn(self, why: str, talk: GroupChannel | SingleRank) -> None:
-        if not self._has_warned and talk.rank == 0:
+    def _warn(self, why: str, channel: CollectiveChannel) -> None:
+        if not self._has_warned and channel.rank == 0:
             sys.stderr.write(
                 "paceline: peer_copies: no copies are kept in memory, since not every rank reaches a launcher of "
                 f"`paceline run`, which would keep them ({why})\n"
@@ -128,93 +150,107 @@ class PeerCopies:
         self._has_warned = True
 
     def restore(
-        self, state: TrainingState, talk: GroupChannel | SingleRank, on_disk: Callable[[], int]
+        self, state: TrainingState, channel: CollectiveChannel, newest_on_disk: Callable[[], int]
     ) -> Loaded | None:
-        """Loads the newest whole checkpoint in memory, if the disk has no newer one; every rank calls this.
+        """Loads the newest whole checkpoint in memory, unless the disk has a newer one; every rank calls this.
 
         Args:
-            on_disk: returns the sequence of the newest whole checkpoint on the disk; every rank calls it.
+            state: as for `paceline.load`.
+            channel: the ranks that load.
+            newest_on_disk: a function that returns the sequence of the newest whole checkpoint on the disk. Every rank
+                calls it.
 
         Returns:
-            What was loaded; None if the disk is to be looked at.
+            The result of loading; None if the checkpoint is to be loaded from the disk.
 
         Raises:
             CheckpointError: the checkpoint is one of other objects; raised on every rank.
         """
         self._whole = None
-        root = talk.announce(self._path.encode()).decode()
+        root = channel.broadcast(self._path.encode()).decode()
         answers = [
-            json.loads(decode_result(each))
-            for each in talk.exchange(encode_result(lambda: self._seen(root, talk), talk.me))
+            msgspec.json.decode(data, type=list[Inventory])
+            for data in results_of_all(lambda: self._inventories(root, channel), channel)
         ]
-        inventories = [msgspec.convert(each, Inventory) for one in answers for each in one]
+        inventories = [inventory for answer in answers for inventory in answer]
         found, why = newest_cached(inventories)
-        sequence = on_disk()
+        sequence = newest_on_disk()
         if found is None or found.sequence < sequence:
             older = [] if found is None else [f"the copies of step {found.step} are older"]
             self._why_not = "; ".join([*why, *older])
             return None
         with ExitStack() as closing:
-            source = _Source(found, self._own, answers[talk.rank], inventories, closing)
+            source = _CacheReader(found, self._own, answers[channel.rank], inventories, closing)
             try:
-                loaded = load_by(state, lambda: source.opened(root), talk)
+                loaded = load_by(state, lambda: source.opened(root), channel)
             except CheckpointDamagedError as error:
                 self._why_not = str(error)
                 return None
         self._whole = found.sequence, found.token
-        if talk.rank == 0:
-            here = sum(source.is_here(file) for file in found.files)
+        if channel.rank == 0:
+            local = sum(source.is_on_own_host(file) for file in found.files)
             sys.stderr.write(
-                f"paceline: restored step {found.step} from memory; the launcher of this host had {here} of the "
+                f"paceline: restored step {found.step} from memory; the launcher of this host had {local} of the "
                 f"{len(found.files)} files\n"
             )
         return loaded
 
-    def report_disk_restore(self, step: int | None, talk: GroupChannel | SingleRank) -> None:
-        """Says on rank 0 that the disk was read instead, and why."""
-        if talk.rank == 0:
+    def report_disk_restore(self, step: int | None, channel: CollectiveChannel) -> None:
+        """Prints on rank 0 that the disk was read instead, and why."""
+        if channel.rank == 0:
             why = f" ({self._why_not})" if self._why_not else ""
             sys.stderr.write(f"paceline: restored step {step} from the disk{why}\n")
 
-    def _seen(self, root: str, talk: GroupChannel | SingleRank) -> bytes:
-        """Returns what this host's vault has, and what others have that it knows of, if no ranks there will say it."""
-        seen: list[Inventory] = []
+    def _inventories(self, root: str, channel: CollectiveChannel) -> bytes:
+        """Returns the inventory of this host's cache, and for a single rank those of the other caches that it names."""
+        found: list[Inventory] = []
         if self._own:
             with contextlib.suppress(*_UNREACHABLE), contextlib.closing(dial(self._own)) as client:
-                seen.append(client.look(root))
-        known = {vault: address for one in seen for each in one.entries for vault, address in each.vaults.items()}
-        for vault, address in known.items() if talk.size == 1 else ():
-            if address and vault != seen[0].vault:
-                with contextlib.suppress(*_UNREACHABLE), contextlib.closing(dial(address, _KNOWN_TIMEOUT_S)) as client:
-                    seen.append(client.look(root))
-        return msgspec.json.encode(seen)
+                found.append(client.look(root))
+        known = {vault: address for one in found for entry in one.entries for vault, address in entry.vaults.items()}
+        for vault, address in known.items() if channel.size == 1 else ():
+            if address and vault != found[0].vault:
+                with (
+                    contextlib.suppress(*_UNREACHABLE),
+                    contextlib.closing(dial(address, _OTHER_HOST_TIMEOUT_S)) as client,
+                ):
+                    found.append(client.look(root))
+        return msgspec.json.encode(found)
 
 
-class _Source:
-    """Opens a checkpoint in vaults, as one rank reads it: from its own host's where that has a file."""
+class _CacheReader:
+    """Opens a checkpoint in caches for one rank, which reads a file from its own host's cache if that has it.
+
+    Args:
+        found: the checkpoint.
+        own: the address of this host's cache.
+        own_inventories: the inventories that this rank fetched, its own host's first.
+        inventories: those of all ranks.
+        closing: the stack that closes the connections.
+    """
 
     def __init__(
         self,
         found: FoundCheckpoint,
         own: str,
-        seen: Sequence[Mapping[str, str]],
+        own_inventories: Sequence[Inventory],
         inventories: Sequence[Inventory],
         closing: ExitStack,
     ) -> None:
         self._found, self._own, self._closing = found, own, closing
-        self._here = seen[0]["vault"] if seen else ""
-        self._addresses = {each.vault: each.address for each in inventories}
+        self._own_vault = own_inventories[0].vault if own_inventories else ""
+        self._addresses = {inventory.vault: inventory.address for inventory in inventories}
         self._clients: dict[str, CacheClient] = {}
 
-    def is_here(self, file: str) -> bool:
-        """Whether this host's vault has a file."""
-        return self._here in self._found.holders[file]
+    def is_on_own_host(self, file: str) -> bool:
+        """Returns whether this host's cache has a file."""
+        return self._own_vault in self._found.holders[file]
 
     def opened(self, root: str) -> Checkpoint:
         """Opens the checkpoint.
 
         Raises:
-            CheckpointDamagedError: a vault that has its manifest is gone.
+            CheckpointDamagedError: the cache that has its manifest cannot be reached.
         """
         try:
             manifest = self._client(self._found.describers).manifest(root, self._found.token)
@@ -227,16 +263,12 @@ class _Source:
         return Checkpoint(source, "")
 
     def _client(self, holders: Sequence[str]) -> CacheClient:
-        """Returns a connection to one of these vaults, preferably to that of this host."""
-        vault = self._here if self._here in holders else holders[0]
+        """Returns a connection to one of these caches, preferably to that of this host."""
+        vault = self._own_vault if self._own_vault in holders else holders[0]
         if vault not in self._clients:
-            address = self._own if vault == self._here else self._addresses[vault]
+            address = self._own if vault == self._own_vault else self._addresses[vault]
             if not address:
                 raise CheckpointError(f"the launcher with vault {vault} cannot be reached from this host")
             self._clients[vault] = dial(address)
             self._closing.callback(self._clients[vault].close)
         return self._clients[vault]
-
-
-def _nothing() -> None:
-    pass

@@ -1,11 +1,8 @@
-"""States as trees: nested dicts, lists and tuples are taken apart into plain values and tensors, and put together.
+"""Converts states between nested containers of torch's tensors and the plain values and bytes of a checkpoint.
 
-A checkpoint holds plain values of a few types. Where a state has a subclass of one, such as a Counter, the plain value
-is kept, and gets back its class from the state into which it is loaded.
-
-Torch's element types by the names that a checkpoint gives them.
-
-The memory of tensors, as files are written from it and read into it.
+`take_apart` separates the tensors of a tree from its plain values, and `put_together` is the inverse. A checkpoint
+holds plain values of a few types: a subclass, such as a Counter, is saved as its plain type, and `with_classes_of`
+restores the class from the state into which it is loaded.
 """
 
 from __future__ import annotations
@@ -48,10 +45,10 @@ _OURS = {torchs: name for name, torchs in _TORCHS.items()}
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Returns the name of a type.
+    """Returns safetensors' name of a type.
 
     Raises:
-        TypeError: a checkpoint cannot hold tensors of it.
+        TypeError: a checkpoint cannot hold tensors of this type.
     """
     if dtype not in _OURS:
         raise TypeError(f"a checkpoint cannot hold tensors of {dtype}; it holds {', '.join(_OURS.values())}")
@@ -59,10 +56,10 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def type_of(name: str) -> torch.dtype:
-    """Returns the type of that name.
+    """Returns the type with safetensors' name `name`.
 
     Raises:
-        TypeError: this version of torch does not have it.
+        TypeError: this version of torch does not have the type.
     """
     if name not in _TORCHS:
         raise TypeError(
@@ -72,7 +69,7 @@ def type_of(name: str) -> torch.dtype:
 
 
 def memory_with(tensor: torch.Tensor) -> memoryview:
-    """Returns the bytes of a tensor's elements, which are in one piece on the CPU; they keep the tensor alive."""
+    """Returns the memory of a contiguous tensor on the CPU; the view keeps the tensor alive."""
     if tensor.numel() == 0:
         return memoryview(b"")
     array: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
@@ -81,19 +78,19 @@ def memory_with(tensor: torch.Tensor) -> memoryview:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the elements of a tensor that is in one piece as bytes in the same memory."""
+    """Returns a contiguous tensor as bytes in the same memory."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 _PLAIN = (bool, int, float, complex)  # bool first, since it is an int
-_AGAIN = "%"  # no escaped key ends with it
+_DUPLICATE = "%"  # no escaped key ends with it
 
 
 def take_apart(name: str, value: object, tensors: dict[str, torch.Tensor]) -> object:
-    """Returns `value` with plain values only; tensors are put into `tensors` by their names, and referred to."""
+    """Returns `value` with its tensors replaced by references, and adds the tensors to `tensors` by name."""
     if isinstance(value, torch.Tensor):
-        while name in tensors:  # of a key such as 1, beside that of the key "1"
-            name += _AGAIN
+        while name in tensors:  # as for the keys 1 and "1" of one dict
+            name += _DUPLICATE
         tensors[name] = value
         return TensorRef(name)
     if isinstance(value, torch.dtype):
@@ -101,15 +98,15 @@ def take_apart(name: str, value: object, tensors: dict[str, torch.Tensor]) -> ob
     if isinstance(value, torch.device):
         return str(value)
     if isinstance(value, Mapping):
-        return {_plain(key): take_apart(join(name, key), each, tensors) for key, each in value.items()}
+        return {_plain(key): take_apart(join(name, key), member, tensors) for key, member in value.items()}
     if isinstance(value, (list, tuple)):
-        parts = [take_apart(join(name, index), each, tensors) for index, each in enumerate(value)]
+        parts = [take_apart(join(name, index), member, tensors) for index, member in enumerate(value)]
         return tuple(parts) if isinstance(value, tuple) else parts
     return _plain(value)
 
 
 def _plain(value: object) -> object:
-    """Returns a number or text without its subclass, such as that of NumPy's numbers or of an enumeration."""
+    """Returns a number or text as its plain type, without a subclass such as NumPy's or an enumeration's."""
     if isinstance(value, str):
         return str.__str__(value)  # str() of a member of an enumeration is its name
     for kind in _PLAIN:
@@ -120,23 +117,23 @@ def _plain(value: object) -> object:
 
 
 def put_together(value: object, tensor_of: Callable[[str], torch.Tensor]) -> object:
-    """Returns what `take_apart` was given, with plain containers."""
+    """Returns the tree that was given to `take_apart`, with plain containers."""
     if isinstance(value, TensorRef):
         return tensor_of(value.name)
     if isinstance(value, DType):
         return type_of(value.name)
     if isinstance(value, dict):
-        return {key: put_together(each, tensor_of) for key, each in value.items()}
+        return {key: put_together(member, tensor_of) for key, member in value.items()}
     if isinstance(value, (list, tuple)):
-        parts = [put_together(each, tensor_of) for each in value]
+        parts = [put_together(member, tensor_of) for member in value]
         return tuple(parts) if isinstance(value, tuple) else parts
     return value
 
 
 def with_classes_of(value: Any, like: Any) -> Any:
-    """Returns `value` with the classes of containers that `like` has at the same places."""
+    """Returns `value` with the container classes of `like`."""
     if isinstance(value, dict) and isinstance(like, Mapping):
-        items = {key: with_classes_of(each, like.get(key)) for key, each in value.items()}
+        items = {key: with_classes_of(member, like.get(key)) for key, member in value.items()}
         if type(like) is dict or not isinstance(like, dict):
             return items
         kept = copy.copy(like)
@@ -144,7 +141,7 @@ def with_classes_of(value: Any, like: Any) -> Any:
         kept.update(items)
         return kept
     if isinstance(value, tuple) and isinstance(like, tuple):
-        parts = [with_classes_of(each, other) for each, other in zip(value, [*like, *value][: len(value)], strict=True)]
+        parts = [with_classes_of(*pair) for pair in zip(value, [*like, *value][: len(value)], strict=True)]
         return type(like)(*parts) if hasattr(like, "_fields") else tuple(parts)
     if isinstance(value, str) and isinstance(like, torch.device):
         return torch.device(value)

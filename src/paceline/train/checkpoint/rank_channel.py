@@ -1,219 +1,191 @@
-"""How the ranks that save or load a checkpoint tell each other what they have, and what went wrong.
+"""Channels by which the ranks that save or load a checkpoint exchange bytes.
 
-What a rank's work came to, as the other ranks learn of it.
+The training thread uses collectives of the group (`GroupChannel`), or nothing in a process without a group
+(`SingleRank`). A thread that writes in the background uses the job's store (`StoreChannel`), because the group's
+collectives belong to the training thread.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import TypeAlias
 
 from paceline.comm.engine.failures import OutcomeCode, RankIdentity
 from paceline.comm.group.default import default_world, find_world, given_or_default
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.store.store import Store
 from paceline.durations import to_seconds
-from paceline.errors import CheckpointDamagedError, CheckpointError, StoreError, StoreTimeoutError
+from paceline.errors import CheckpointError, StoreError, StoreTimeoutError
+from paceline.train.checkpoint.rank_results import decode_result, encode_result
 
-_SOMEBODY = "this process"
-_WELL, _FAILED, _DAMAGED = b"+", b"-", b"!"
-
-
-def encode_result(work: Callable[[], bytes], me: str) -> bytes:
-    """Returns what `work` returns, or its error, so that other ranks can learn of either; `heard` takes it apart.
-
-    An error that does not name a rank is made to name this one, `me`.
-    """
-    try:
-        return _WELL + work()
-    except CheckpointDamagedError as error:
-        return _DAMAGED + _by(me, str(error))
-    except (CheckpointError, OSError, TypeError, ValueError) as error:
-        return _FAILED + _by(me, str(error))
-    except Exception as error:  # somebody's code, for which the other ranks must not wait
-        return _FAILED + _by(me, f"{error!r}\n{traceback.format_exc()}")
-
-
-def decode_result(answer: bytes) -> bytes:
-    """Returns what a rank's work returned.
-
-    Raises:
-        CheckpointDamagedError, CheckpointError: it failed.
-    """
-    if answer[:1] == _WELL:
-        return answer[1:]
-    error = CheckpointDamagedError if answer[:1] == _DAMAGED else CheckpointError
-    raise error(answer[1:].decode())
-
-
-def fault_of(answer: bytes) -> str | None:
-    """Returns what went wrong in a rank's work; None if nothing did."""
-    return None if answer[:1] == _WELL else answer[1:].decode()
-
-
-def _by(me: str, text: str) -> bytes:
-    if text.startswith(_SOMEBODY):
-        return (me + text[len(_SOMEBODY) :]).encode()
-    return (text if me == _SOMEBODY or text.startswith("rank ") else f"{me}: {text}").encode()
-
-
-_SAID, _GONE = b"+", b"-"
-_LOOK_S = 0.5  # between looks whether a rank that is waited for has died
-_PARTING_S = 10.0  # for ranks that live, as far as is known, to hear what rank 0 says last
-
-
-class RankChannel(Protocol):
-    """The ranks that take part, and two ways to talk, which every rank uses in the same order."""
-
-    rank: int
-    size: int
-    me: str
-
-    def collect(self, mine: bytes) -> list[bytes]:
-        """Returns what every rank has, on rank 0; an empty list on the others."""
-        ...
-
-    def announce(self, text: bytes) -> bytes:
-        """Returns what rank 0 has."""
-        ...
+_VALUE, _DIED = b"+", b"-"
+_CHECK_S = 0.5  # between checks whether a rank that has not written its key yet is still alive
+_LAST_WAIT_S = 10.0  # of rank 0, for the other ranks to read its last key
 
 
 class SingleRank:
-    """A process without a group."""
+    """The channel of a process without a group."""
 
     rank, size, me = 0, 1, "this process"
 
-    def collect(self, mine: bytes) -> list[bytes]:
-        """Returns `mine`."""
+    def gather(self, mine: bytes) -> list[bytes]:
+        """Returns `[mine]`."""
         return [mine]
 
-    def exchange(self, mine: bytes) -> list[bytes]:
-        """Returns `mine`."""
+    def all_gather(self, mine: bytes) -> list[bytes]:
+        """Returns `[mine]`."""
         return [mine]
 
-    def announce(self, text: bytes) -> bytes:
-        """Returns `text`."""
-        return text
+    def broadcast(self, data: bytes) -> bytes:
+        """Returns `data`."""
+        return data
 
 
 class GroupChannel:
-    """Talks by collectives of `group`, as the thread does that trains."""
+    """A channel over the collectives of `group`, for the thread that trains."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
         self.rank, self.size, self.me = group.rank(), group.size(), f"rank {group.me.rank}"
 
-    def exchange(self, mine: bytes) -> list[bytes]:
-        """Returns what every rank has, on every rank."""
+    def all_gather(self, mine: bytes) -> list[bytes]:
+        """Returns the bytes of every rank, on every rank."""
         return self.group.all_gather_bytes(mine)
 
-    def collect(self, mine: bytes) -> list[bytes]:
-        """Returns what every rank has, on rank 0."""
+    def gather(self, mine: bytes) -> list[bytes]:
+        """Returns the bytes of every rank on rank 0, and an empty list on the others."""
         everyone = self.group.all_gather_bytes(mine)
         return everyone if self.rank == 0 else []
 
-    def announce(self, text: bytes) -> bytes:
-        """Returns what rank 0 has."""
-        return self.group.all_gather_bytes(text if self.rank == 0 else b"")[0]
+    def broadcast(self, data: bytes) -> bytes:
+        """Returns the bytes of rank 0."""
+        return self.group.all_gather_bytes(data if self.rank == 0 else b"")[0]
 
 
-def channel_of(group: ProcessGroup | None) -> GroupChannel | SingleRank:
-    """Returns how this process talks to the others of `group`, or of the default group if there is one."""
+CollectiveChannel: TypeAlias = GroupChannel | SingleRank
+
+
+def channel_of(group: ProcessGroup | None) -> CollectiveChannel:
+    """Returns the channel of the training thread to the ranks of `group`, or of the default group if there is one."""
     if group is None and find_world() is None:
         return SingleRank()
     return GroupChannel(given_or_default(group))
 
 
-class StoreChannel:
-    """Talks by keys of the job's store, from a thread beside the one that trains, whose collectives go on.
+def results_of_all(work: Callable[[], bytes], channel: CollectiveChannel) -> list[bytes]:
+    """Calls `work` and returns the results of all ranks; every rank calls this.
 
-    A rank that dies leaves a last will in the store, so that nobody waits for it.
+    Raises:
+        CheckpointDamagedError, CheckpointError: a rank's work failed; raised on every rank.
+    """
+    return [decode_result(answer) for answer in channel.all_gather(encode_result(work, channel.me))]
+
+
+def result_of_first(work: Callable[[], bytes], channel: CollectiveChannel) -> bytes:
+    """Calls `work` on rank 0 and returns its result on every rank; every rank calls this.
+
+    Raises:
+        CheckpointDamagedError, CheckpointError: the work failed; raised on every rank.
+    """
+    return decode_result(channel.broadcast(encode_result(work, channel.me) if channel.rank == 0 else b""))
+
+
+class StoreChannel:
+    """A channel over keys of the job's store, for a thread beside the one that trains; each method is called once.
+
+    A rank that dies leaves a last will in the store, so that the others do not wait for it until they time out.
 
     Args:
         group: the ranks.
         store: the store.
-        token: the same on all ranks, and different for each use.
-        timeout_s: how long a rank waits for the others.
+        token: a text that is the same on all ranks, and different for each channel.
+        timeout_s: the seconds that a rank waits for the others.
     """
 
     def __init__(self, group: ProcessGroup, store: Store, token: str, timeout_s: float) -> None:
         self.rank, self.size, self.me = group.rank(), group.size(), f"rank {group.me.rank}"
         self._group, self._store, self._timeout_s = group, store, timeout_s
         self._members: Sequence[RankIdentity] = group.members
-        self._parts = [f"checkpoint/{token}/{rank}" for rank in range(self.size)]
-        self._verdict = f"checkpoint/{token}/verdict"
-        with contextlib.suppress(StoreError):  # some stores keep none
-            store.set_last_will(self._parts[self.rank], _GONE)
+        self._gathered = [f"checkpoint/{token}/{rank}" for rank in range(self.size)]
+        self._broadcast = f"checkpoint/{token}/verdict"
+        with contextlib.suppress(StoreError):  # some stores keep no wills
+            store.set_last_will(self._gathered[self.rank], _DIED)
             if self.rank == 0:
-                store.set_last_will(self._verdict, _GONE)
+                store.set_last_will(self._broadcast, _DIED)
 
-    def collect(self, mine: bytes) -> list[bytes]:
-        """Returns what every rank has, on rank 0.
+    def gather(self, mine: bytes) -> list[bytes]:
+        """Returns the bytes of every rank on rank 0, and an empty list on the others.
 
         Raises:
-            CheckpointError: a rank has died, or did not answer in time.
+            CheckpointError: a rank has died, or timed out.
         """
-        self._say(self._parts[self.rank], mine)
+        self._set(self._gathered[self.rank], mine)
         if self.rank > 0:
             return []
-        everyone = [self._hear(key, rank) for rank, key in enumerate(self._parts)]
-        for key in self._parts:
-            self._forget(key)
+        everyone = [self._get(key, rank) for rank, key in enumerate(self._gathered)]
+        for key in self._gathered:
+            self._delete(key)
         return everyone
 
-    def announce(self, text: bytes) -> bytes:
-        """Returns what rank 0 has; raises what `collect` raises. Rank 0 waits until the others have heard it."""
+    def broadcast(self, data: bytes) -> bytes:
+        """Returns the bytes of rank 0, which waits until the others have read them.
+
+        Raises:
+            CheckpointError: rank 0 has died, or timed out.
+        """
         if self.rank > 0:
-            said = self._hear(self._verdict, 0)
+            received = self._get(self._broadcast, 0)
             with contextlib.suppress(StoreError):
                 self._store.set(self._read_key_of(self.rank), b"")
-            return said
-        self._say(self._verdict, text)
+            return received
+        self._set(self._broadcast, data)
         self._await_readers()
-        return text
+        return data
 
     def _read_key_of(self, rank: int) -> str:
-        return f"{self._verdict}/{rank}"
+        return f"{self._broadcast}/{rank}"
 
     def _await_readers(self) -> None:
-        """Waits while the others live and may not have heard yet: the store may end with this process."""
+        """Waits until all live ranks have read the broadcast, because the store may end with this process."""
         keys = [self._read_key_of(rank) for rank in range(1, self.size)]
-        deadline = time.monotonic() + min(self._timeout_s, _PARTING_S)
+        deadline = time.monotonic() + min(self._timeout_s, _LAST_WAIT_S)
         with contextlib.suppress(CheckpointError, StoreError):
             while keys and not self._are_set(keys):
                 for rank in range(1, self.size):
                     self._require_alive(rank, deadline)
-            for key in [self._verdict, *keys]:
-                self._forget(key)
+            for key in [self._broadcast, *keys]:
+                self._delete(key)
 
     def _are_set(self, keys: list[str]) -> bool:
-        """Waits for the keys for a moment."""
         try:
-            self._store.wait(keys, _LOOK_S)
+            self._store.wait(keys, _CHECK_S)
         except StoreTimeoutError:
             return False
         return True
 
-    def _say(self, key: str, text: bytes) -> None:
+    def _set(self, key: str, data: bytes) -> None:
         with self._needing_store():
-            self._store.set(key, _SAID + text)
+            self._store.set(key, _VALUE + data)
         with contextlib.suppress(StoreError):
             self._store.set_last_will(key, None)
 
-    def _hear(self, key: str, rank: int) -> bytes:
+    def _get(self, key: str, rank: int) -> bytes:
         deadline = time.monotonic() + self._timeout_s
         while True:
             with self._needing_store(), contextlib.suppress(StoreTimeoutError):
-                self._store.wait([key], _LOOK_S)
-                said = self._store.get(key)
+                self._store.wait([key], _CHECK_S)
+                value = self._store.get(key)
                 break
             self._require_alive(rank, deadline)
-        if said == _GONE:
+        if value == _DIED:
             raise self._lost(rank)
-        return said[len(_SAID) :]
+        return value[len(_VALUE) :]
+
+    def _delete(self, key: str) -> None:
+        with contextlib.suppress(StoreError):  # torch's stores may be unable to
+            self._store.delete_key(key)
 
     def _require_alive(self, rank: int, deadline: float) -> None:
         member = self._members[rank]
@@ -249,11 +221,7 @@ class StoreChannel:
                 f"stays unfinished; earlier ones are untouched. {error}"
             ) from error
 
-    def _forget(self, key: str) -> None:
-        with contextlib.suppress(StoreError):  # a store of torch's keeps its keys
-            self._store.delete_key(key)
 
-
-def background_channel(talk: GroupChannel, token: str) -> StoreChannel:
-    """Returns how a thread of each rank talks beside the training, once; every rank calls this before it starts."""
-    return StoreChannel(talk.group, default_world().store, token, to_seconds(talk.group.timeout))
+def background_channel(channel: GroupChannel, token: str) -> StoreChannel:
+    """Returns a channel for one thread of each rank; every rank calls this in its training thread."""
+    return StoreChannel(channel.group, default_world().store, token, to_seconds(channel.group.timeout))

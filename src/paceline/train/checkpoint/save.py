@@ -1,25 +1,19 @@
-"""Saves a checkpoint: every rank writes its part, and rank 0 makes it visible once all parts are on the disk.
+"""Saves a checkpoint: every rank writes its part, and rank 0 publishes it once all parts are on the disk.
 
-Copies of what a checkpoint is to hold, taken at once, so that the training may go on while it is written.
-
-The thread that writes a checkpoint while the training goes on, one at a time in a process.
-
-Makes a checkpoint visible whose parts have been written: on the one disk, or on each host's.
+With `asynchronous` a copy of the state is taken first (`Staging`), and a thread writes it while the training continues
+(`SaveHandle`). A process writes one checkpoint at a time (`BACKGROUND`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import mmap
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -28,116 +22,240 @@ from paceline.comm.group.process_group import ProcessGroup
 from paceline.errors import CheckpointError
 from paceline.train.checkpoint.captured_state import LocalRegion
 from paceline.train.checkpoint.format.local_storage import ALIGNMENT
-from paceline.train.checkpoint.format.manifest import RankPart
-from paceline.train.checkpoint.format.manifest_json import part_from_bytes, part_to_bytes
+from paceline.train.checkpoint.format.manifest_json import (
+    contribution_to_bytes,
+    contributions_from_bytes,
+    join_contributions,
+)
 from paceline.train.checkpoint.format.part_writer import WriteItem, in_files, write_part
 from paceline.train.checkpoint.format.root import Root
+from paceline.train.checkpoint.format.storage import ProgressPrinter
 from paceline.train.checkpoint.host_disks import Disks, abandon, found_disks
 from paceline.train.checkpoint.pytree import memory_with, type_of
 from paceline.train.checkpoint.rank_channel import (
+    CollectiveChannel,
     GroupChannel,
-    RankChannel,
-    SingleRank,
     background_channel,
     channel_of,
-    decode_result,
-    encode_result,
+    results_of_all,
 )
+from paceline.train.checkpoint.rank_results import RankChannel, decode_result, encode_result, is_success
 from paceline.train.checkpoint.save_plan import SavePlan, plan_save
 from paceline.train.checkpoint.training_state import TrainingState
 from paceline.train.elastic.process_priority import lower_thread_priority
 
 _CHUNK_NBYTES = 16 << 20  # that one thread copies at a time
-_MOST_THREADS = 4  # more do not make memory faster
+_MOST_THREADS = 4  # more threads do not make memory faster
 
 
-class Staging:
-    """Memory for copies, which is used again for the next checkpoint: new memory costs more than the copy itself."""
+def save(
+    state: TrainingState,
+    path: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    keep: int = 1,
+    group: ProcessGroup | None = None,
+    asynchronous: bool = False,
+    shared: bool = True,
+) -> SaveHandle | None:
+    """Saves the state of a training loop as a checkpoint in the directory `path`; every rank calls this.
 
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+    Every rank writes its part: an equal share of the state that all ranks have, such as a model's parameters, and its
+    own part of divided state, such as ZeRO's or the layers of a `Pipeline`. The checkpoint becomes visible at once when
+    all of it is on the disk, and only then are older ones removed, so there is always a whole one. Any number of ranks
+    can load it.
 
-    def copied(self, held: Sequence[LocalRegion]) -> list[LocalRegion]:
-        """Returns what `held` is now, in this memory; earlier copies are overwritten.
+    Buffers of modules and positions of loaders are those of the first rank. Everything else is kept for each rank if it
+    differs between ranks.
 
-        Raises:
-            CheckpointError: there is no memory for the copies.
-        """
-        starts, total = _laid_out(held)
-        if self._memory.numel() < total:
-            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old memory goes first
-            self._memory = _memory_of(total)
-        copies = [
-            self._memory[start : start + each.nbytes].view(type_of(each.dtype))
-            for each, start in zip(held, starts, strict=True)
-        ]
-        _copy_all([(copy, each) for copy, each in zip(copies, held, strict=True)])
-        return [replace(each, elements=_returning(copy)) for each, copy in zip(held, copies, strict=True)]
+    Args:
+        state: the objects by name: modules (plain, or in `DistributedDataParallel` or `LogicalShards`), optimizers,
+            everything with `state_dict` and `load_state_dict`, tensors, plain values, and dicts of these.
+        path: the directory. It is created if it does not exist.
+        step: the number of the training step, for the checkpoint's name.
+        keep: the number of checkpoints of the directory to keep.
+        group: the ranks; the default group if None. A process without a group saves alone.
+        asynchronous: whether to return once a copy of the state has been taken. A thread then writes it, at a low
+            priority; the next save waits for it.
+        shared: whether all ranks share the disk. With False each host has the parts of its own ranks, and `load` with
+            `shared=False` fetches parts that a host lacks from the others.
 
-
-def _memory_of(nbytes: int) -> torch.Tensor:
-    """Returns aligned memory, of huge pages where the system has them: a disk takes these in much larger pieces.
+    Returns:
+        None, or with `asynchronous` a handle with `wait` and `done`.
 
     Raises:
-        CheckpointError: there is not so much.
+        CheckpointError: the state cannot be saved, or a rank could not write its part; raised on every rank.
+
+    Example::
+
+        paceline.save({"model": model, "optimizer": optimizer, "epoch": epoch}, "checkpoints", step=step)
     """
+    BACKGROUND.finish()
+    channel = channel_of(group)
+    root = Root(path)
+    plan = plan_save(state, root, step, channel, None if shared else found_disks(root, channel))
+    if asynchronous:
+        return write_later(root, plan, keep, channel)
+    write(root, plan, keep, channel)
+    return None
+
+
+def write(root: Root, plan: SavePlan, keep: int, channel: CollectiveChannel) -> None:
+    """Writes this rank's part and publishes the checkpoint; every rank calls this.
+
+    Raises:
+        CheckpointError: a rank failed; raised on every rank.
+    """
+    _write(root, plan, keep, [channel, channel])
+
+
+def write_later(root: Root, plan: SavePlan, keep: int, channel: CollectiveChannel) -> SaveHandle:
+    """Copies this rank's part, and returns while a thread writes it; every rank calls this."""
+    return write_staged(root, staged(root, plan, channel), keep, channel)
+
+
+def staged(root: Root, plan: SavePlan, channel: CollectiveChannel) -> SavePlan:
+    """Returns the plan with a copy of everything that this rank writes; every rank calls this.
+
+    Raises:
+        CheckpointError: a rank has no memory for its copy; raised on every rank.
+    """
+    copies: list[LocalRegion] = []
+
+    def copy() -> bytes:
+        copies.extend(BACKGROUND.staging.copied(plan.held))
+        return b""
+
     try:
-        memory = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise CheckpointError(
-            f"there is no memory for a copy of the {nbytes:,} bytes that this rank writes ({error.strerror}); with "
-            "asynchronous=False none is needed"
-        ) from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+        # No rank continues before all have their copies: ranks may share the memory that the next step changes.
+        results_of_all(copy, channel)
+    except BaseException:
+        abandon(root, plan.draft, plan.disks, channel.rank)
+        raise
+    return replace(plan, held=copies)
 
 
-def _laid_out(held: Sequence[LocalRegion]) -> tuple[list[int], int]:
-    """Returns where each copy begins, and the bytes of all: as in the files, so that they can be written directly."""
-    starts: dict[int, int] = {}
-    at = 0
-    for members in in_files(held):
-        at = -(-at // ALIGNMENT) * ALIGNMENT
-        for each in members:
-            starts[id(each)] = at
-            at += each.nbytes
-    return [starts[id(each)] for each in held], at
+def write_staged(
+    root: Root, plan: SavePlan, keep: int, channel: CollectiveChannel, beside: Callable[[], None] | None = None
+) -> SaveHandle:
+    """Returns while a thread writes a staged plan; every rank calls this.
+
+    Args:
+        root: the directory of checkpoints.
+        plan: the plan that `staged` returned.
+        keep: the number of checkpoints to keep.
+        channel: the ranks that save.
+        beside: a function that is called in another thread meanwhile. It must not raise.
+    """
+    channels: list[RankChannel] = [channel, channel]
+    if isinstance(channel, GroupChannel):
+        token = plan.draft.token
+        tokens = [token] if plan.disks is None else [token, f"{token}/seen"]
+        channels = [background_channel(channel, each) for each in tokens]
+    return BACKGROUND.start(lambda: _write(root, plan, keep, channels), plan.draft.name, beside)
 
 
-def _returning(tensor: torch.Tensor):  # type: ignore[no-untyped-def]
-    return lambda: tensor
+def _write(root: Root, plan: SavePlan, keep: int, channels: Sequence[RankChannel]) -> None:
+    first = channels[0]
+    written = encode_result(lambda: _write_own_part(root, plan, first), first.me)
+    if plan.disks is None:
+        _publish_on_one(root, plan, written, keep, first)
+    else:
+        _publish_on_each(root, plan, plan.disks, written, keep, (first, channels[1]))
 
 
-def _copy_all(pairs: Sequence[tuple[torch.Tensor, LocalRegion]]) -> None:
-    threads = min(_MOST_THREADS, _cores_to_spare())
-    if threads < 2 or sum(each.nbytes for _, each in pairs) < _CHUNK_NBYTES:
-        for copy, held in pairs:
-            copy.copy_(held.elements())
+def _write_own_part(root: Root, plan: SavePlan, channel: RankChannel) -> bytes:
+    progress = ProgressPrinter(f"paceline: {channel.me}: checkpoint {plan.draft.name}: wrote")
+    items = [outgoing_of(held) for held in plan.held]
+    part = write_part(root.storage, plan.draft, channel.rank, items, progress=progress)
+    return contribution_to_bytes(part, plan.values)
+
+
+def outgoing_of(held: LocalRegion) -> WriteItem:
+    """Returns the item for `write_part` that writes a region."""
+    return WriteItem(held.name, held.dtype, held.shape, held.region, lambda: memory_with(held.elements().cpu()))
+
+
+def _publish_on_one(root: Root, plan: SavePlan, written: bytes, keep: int, channel: RankChannel) -> None:
+    """Publishes the checkpoint, on rank 0, on the disk that all ranks share.
+
+    Args:
+        root: the directory of checkpoints.
+        plan: this rank's plan.
+        written: the encoded result of writing this rank's part.
+        keep: the number of checkpoints to keep.
+        channel: the ranks that save.
+
+    Raises:
+        CheckpointError: a rank failed; raised on every rank.
+    """
+    if channel.rank > 0:
+        channel.gather(written)
+        decode_result(channel.broadcast(b""))
         return
-    with ThreadPoolExecutor(threads, "paceline-copying") as pool:
-        works = []
-        for copy, held in pairs:
-            elements = held.elements()
-            size = max(1, _CHUNK_NBYTES // max(1, elements.element_size()))
-            works += [pool.submit(a.copy_, b) for a, b in zip(copy.split(size), elements.split(size), strict=True)]
-        for work in works:
-            work.result()
+
+    def publish() -> bytes:
+        parts, values = contributions_from_bytes(_join(channel.gather(written)))
+        root.publish(plan.draft, parts, values, world_size=channel.size)
+        return b""
+
+    is_published = False
+    try:
+        verdict = encode_result(publish, channel.me)
+        is_published = is_success(verdict)
+        decode_result(channel.broadcast(verdict))
+    finally:
+        if not is_published:
+            root.abandon(plan.draft)
+    root.retire(keep)
 
 
-def _cores_to_spare() -> int:
-    """Returns how many cores this rank may use while the others of its host do the same."""
-    return _core.usable_cores() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+def _publish_on_each(
+    root: Root, plan: SavePlan, disks: Disks, written: bytes, keep: int, channels: tuple[RankChannel, RankChannel]
+) -> None:
+    """Publishes the checkpoint on each disk, by its first rank, once every rank has the parts of all.
+
+    A checkpoint that becomes visible only on some disks does not count, because files of it are missing.
+
+    Raises:
+        CheckpointError: a rank failed; raised on every rank.
+    """
+    first, second = channels
+    is_published = False
+
+    def publish() -> bytes:
+        parts, values = contributions_from_bytes(decode_result(everyone))
+        if disks.is_first:
+            here = [file for rank in disks.sharers(disks.rank) for file in parts[rank].files]
+            root.publish(plan.draft, parts, values, world_size=first.size, here=here)
+        return b""
+
+    try:
+        gathered = first.gather(written)
+        everyone = first.broadcast(encode_result(lambda: _join(gathered), first.me) if first.rank == 0 else b"")
+        mine = encode_result(publish, first.me)
+        is_published = is_success(mine)
+        answers = second.gather(mine)
+        verdict = next((answer for answer in answers if not is_success(answer)), mine)
+        decode_result(second.broadcast(b"" if second.rank else verdict))
+    finally:
+        if not is_published:
+            abandon(root, plan.draft, disks, first.rank)
+    if disks.is_first:
+        root.retire(keep)
+
+
+def _join(answers: Sequence[bytes]) -> bytes:
+    return join_contributions([decode_result(answer) for answer in answers])
 
 
 class SaveHandle:
-    """A checkpoint that is being written.
+    """A checkpoint that a thread is writing.
 
     Args:
-        work: writes it.
-        name: of the checkpoint.
-        beside: is called in another thread meanwhile, and waited for; it raises nothing.
+        work: the function that writes it.
+        name: the name of the checkpoint.
+        beside: a function that is called in another thread meanwhile, and waited for. It must not raise.
     """
 
     def __init__(self, work: Callable[[], None], name: str, beside: Callable[[], None] | None = None) -> None:
@@ -178,34 +296,107 @@ class SaveHandle:
             self._error = error
             sys.stderr.write(f"paceline: the checkpoint {self.name} was not saved: {error}\n")
         finally:
-            finish_beside()
+            if finish_beside is not None:
+                finish_beside()
             del self._work, self._beside
 
-    def _start_beside(self) -> Callable[[], None]:
-        """Returns what waits for the work beside, or does it if there is no thread: other ranks wait for it."""
+    def _start_beside(self) -> Callable[[], None] | None:
+        """Starts the work beside; returns a function that waits for it, or that does it if no thread can be started."""
         if self._beside is None:
-            return _nothing
+            return None
         thread = threading.Thread(target=self._beside, name="paceline-copies")
         try:
             thread.start()
         except RuntimeError:
-            return self._beside
+            return self._beside  # other ranks wait for this work
         return thread.join
 
 
-def _nothing() -> None:
-    pass
+class Staging:
+    """Memory for copies, reused for the next checkpoint, since allocating it costs more than the copy itself."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def copied(self, held: Sequence[LocalRegion]) -> list[LocalRegion]:
+        """Copies regions into this memory, overwriting earlier copies, and returns them with the copied elements.
+
+        Raises:
+            CheckpointError: there is no memory for the copies.
+        """
+        starts, total = _laid_out(held)
+        if self._memory.numel() < total:
+            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # frees the old memory first
+            self._memory = _memory_of(total)
+        copies = [
+            self._memory[start : start + region.nbytes].view(type_of(region.dtype))
+            for region, start in zip(held, starts, strict=True)
+        ]
+        _copy_all([(copy, region) for copy, region in zip(copies, held, strict=True)])
+        return [replace(region, elements=copy.detach) for region, copy in zip(held, copies, strict=True)]
+
+
+def _memory_of(nbytes: int) -> torch.Tensor:
+    """Returns aligned memory, in huge pages where the system has them, since disks take these in larger pieces.
+
+    Raises:
+        CheckpointError: there is too little memory.
+    """
+    try:
+        memory = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise CheckpointError(
+            f"there is no memory for a copy of the {nbytes:,} bytes that this rank writes ({error.strerror}); with "
+            "asynchronous=False none is needed"
+        ) from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _laid_out(held: Sequence[LocalRegion]) -> tuple[list[int], int]:
+    """Returns the offset of each copy, and the size of all: laid out like the files, so that writes can be direct."""
+    starts: dict[int, int] = {}
+    offset = 0
+    for members in in_files(held):
+        offset = -(-offset // ALIGNMENT) * ALIGNMENT
+        for region in members:
+            starts[id(region)] = offset
+            offset += region.nbytes
+    return [starts[id(region)] for region in held], offset
+
+
+def _copy_all(pairs: Sequence[tuple[torch.Tensor, LocalRegion]]) -> None:
+    threads = min(_MOST_THREADS, _cores_to_spare())
+    if threads < 2 or sum(held.nbytes for _, held in pairs) < _CHUNK_NBYTES:
+        for copy, held in pairs:
+            copy.copy_(held.elements())
+        return
+    with ThreadPoolExecutor(threads, "paceline-copying") as pool:
+        works = []
+        for copy, held in pairs:
+            elements = held.elements()
+            size = max(1, _CHUNK_NBYTES // max(1, elements.element_size()))
+            works += [pool.submit(a.copy_, b) for a, b in zip(copy.split(size), elements.split(size), strict=True)]
+        for work in works:
+            work.result()
+
+
+def _cores_to_spare() -> int:
+    """Returns the number of cores that this rank may use while the other ranks of its host do the same."""
+    return _core.usable_cores() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 class Background:
-    """The checkpoint that this process is writing, and the memory for its copy."""
+    """The checkpoint that this process is writing in the background, and the memory for its copy."""
 
     def __init__(self) -> None:
         self.staging = Staging()
         self._handle: SaveHandle | None = None
 
     def start(self, work: Callable[[], None], name: str, beside: Callable[[], None] | None = None) -> SaveHandle:
-        """Has a thread do `work`, which writes the checkpoint of that name; see `SaveHandle`."""
+        """Starts a thread that writes a checkpoint; the arguments are those of `SaveHandle`."""
         self._handle = SaveHandle(work, name, beside)
         return self._handle
 
@@ -213,7 +404,7 @@ class Background:
         """Waits for the checkpoint that is being written, if there is one.
 
         Raises:
-            CheckpointError: it could not be written, and nobody has been told yet.
+            CheckpointError: it could not be written, and the error has not been raised yet.
         """
         handle, self._handle = self._handle, None
         if handle is not None:
@@ -221,225 +412,3 @@ class Background:
 
 
 BACKGROUND = Background()
-
-
-def publish_on_one(root: Root, prepared: SavePlan, outcome: bytes, keep: int, talk: RankChannel) -> None:
-    """Has rank 0 make the checkpoint visible on the disk that all ranks share.
-
-    Args:
-        outcome: what this rank has written, or why it could not.
-
-    Raises:
-        CheckpointError: a rank failed; raised on every rank.
-    """
-    if talk.rank > 0:
-        talk.collect(outcome)
-        decode_result(talk.announce(b""))
-        return
-    is_published = False
-    try:
-        verdict = encode_result(lambda: _published(root, prepared, talk.collect(outcome), talk.size), talk.me)
-        is_published = verdict[:1] == b"+"
-        decode_result(talk.announce(verdict))
-    finally:
-        if not is_published:
-            root.abandon(prepared.draft)
-    root.retire(keep)
-
-
-def publish_on_each(
-    root: Root, prepared: SavePlan, disks: Disks, outcome: bytes, keep: int, talks: tuple[RankChannel, RankChannel]
-) -> None:
-    """Has the first rank of each disk make the checkpoint visible there, once all have been told all parts.
-
-    A checkpoint that becomes visible on some disks only does not count, since files of it are on none.
-
-    Raises:
-        CheckpointError: a rank failed; raised on every rank.
-    """
-    first, second = talks
-    is_published = False
-    try:
-        everyone = first.collect(outcome)
-        text = first.announce(encode_result(lambda: _together(everyone), first.me) if first.rank == 0 else b"")
-        mine = encode_result(lambda: _published_here(root, prepared, disks, text, first.size), first.me)
-        is_published = mine[:1] == b"+"
-        answers = second.collect(mine)
-        failed = [each for each in answers if each[:1] != b"+"]
-        decode_result(second.announce(b"" if second.rank else [*failed, answers[0]][0]))
-    finally:
-        if not is_published:
-            abandon(root, prepared.draft, disks, first.rank)
-    if disks.is_first:
-        root.retire(keep)
-
-
-def _together(everyone: Sequence[bytes]) -> bytes:
-    return json.dumps([decode_result(each).decode() for each in everyone]).encode()
-
-
-def _published(root: Root, prepared: SavePlan, everyone: Sequence[bytes], size: int) -> bytes:
-    parts, values = _parts_of([decode_result(each) for each in everyone])
-    root.publish(prepared.draft, parts, values, world_size=size)
-    return b""
-
-
-def _published_here(root: Root, prepared: SavePlan, disks: Disks, text: bytes, size: int) -> bytes:
-    parts, values = _parts_of([each.encode() for each in json.loads(decode_result(text))])
-    if disks.is_first:
-        here = [file for rank in disks.sharers(disks.rank) for file in parts[rank].files]
-        root.publish(prepared.draft, parts, values, world_size=size, here=here)
-    return b""
-
-
-def _parts_of(everyone: Sequence[bytes]) -> tuple[list[RankPart], dict[str, Any]]:
-    """Returns what all ranks wrote, and their values; where several have a value, that of the first one counts."""
-    parts: list[RankPart] = []
-    values: dict[str, Any] = {}
-    for each in reversed(everyone):
-        part, own = json.loads(each)
-        parts.append(part_from_bytes(part.encode()))
-        values |= own
-    return parts[::-1], values
-
-
-_SHOWN_EVERY_S = 5.0
-
-
-def save(
-    state: TrainingState,
-    path: str | os.PathLike[str],
-    *,
-    step: int | None = None,
-    keep: int = 1,
-    group: ProcessGroup | None = None,
-    asynchronous: bool = False,
-    shared: bool = True,
-) -> SaveHandle | None:
-    """Saves the state of a training loop as a checkpoint in the directory `path`; every rank calls this.
-
-    Every rank writes its part: of what all have, such as a model's parameters, an equal share, and of what is divided
-    among the ranks, such as ZeRO's state or the layers of a `Pipeline`, its own. The checkpoint becomes visible at once
-    when all of it is on the disk, and only then are older ones removed, so there is always a whole one. Any number of
-    ranks can load it.
-
-    Buffers of modules and positions of loaders are those of the first rank. Everything else is kept for each rank if it
-    differs between ranks.
-
-    Args:
-        state: by name: modules (plain, or in `DistributedDataParallel` or `LogicalShards`), optimizers, everything with
-            `state_dict` and `load_state_dict`, tensors, plain values, and dicts of these.
-        path: the directory. It is made if it does not exist.
-        step: the number of the training step, for the checkpoint's name.
-        keep: how many checkpoints of the directory to keep.
-        group: the ranks; the default group if None. A process without a group saves alone.
-        asynchronous: whether to return when a copy of the state has been taken. A thread then writes it, at a low
-            priority; the next save waits for it.
-        shared: whether all ranks share the disk. With False each host has the parts of its own ranks, and `load` with
-            `shared=False` gets parts that a host lacks from the others.
-
-    Returns:
-        None, or with `asynchronous` a handle with `wait` and `done`.
-
-    Raises:
-        CheckpointError: the state cannot be saved, or a rank could not write its part; raised on every rank.
-
-    Example::
-
-        paceline.save({"model": model, "optimizer": optimizer, "epoch": epoch}, "checkpoints", step=step)
-    """
-    BACKGROUND.finish()
-    talk = channel_of(group)
-    root = Root(path)
-    prepared = plan_save(state, root, step, talk, None if shared else found_disks(root, talk))
-    if asynchronous:
-        return write_later(root, prepared, keep, talk)
-    write(root, prepared, keep, talk)
-    return None
-
-
-def write_later(root: Root, prepared: SavePlan, keep: int, talk: GroupChannel | SingleRank) -> SaveHandle:
-    """Copies what this rank has to write, and returns while a thread writes it."""
-    return write_staged(root, staged(root, prepared, talk), keep, talk)
-
-
-def staged(root: Root, prepared: SavePlan, talk: GroupChannel | SingleRank) -> SavePlan:
-    """Returns what is to be written as it is now, in memory that nobody changes; every rank calls this.
-
-    Raises:
-        CheckpointError: a rank has no memory for it; raised on every rank.
-    """
-    copies: list[LocalRegion] = []
-
-    def copy() -> bytes:
-        copies.extend(BACKGROUND.staging.copied(prepared.held))
-        return b""
-
-    try:
-        # No rank goes on before all have their copies: ranks may share the memory that the next step changes.
-        for outcome in talk.exchange(encode_result(copy, talk.me)):
-            decode_result(outcome)
-    except BaseException:
-        abandon(root, prepared.draft, prepared.disks, talk.rank)
-        raise
-    return replace(prepared, held=copies)
-
-
-def write_staged(
-    root: Root, prepared: SavePlan, keep: int, talk: GroupChannel | SingleRank, beside: Callable[[], None] | None = None
-) -> SaveHandle:
-    """Returns while a thread writes what does not change meanwhile; every rank calls this.
-
-    Args:
-        beside: is called in another thread; it raises nothing.
-    """
-    talks: list[RankChannel] = [talk, talk]
-    if isinstance(talk, GroupChannel):
-        token = prepared.draft.token
-        talks = [
-            background_channel(talk, each) for each in ([token] if prepared.disks is None else [token, f"{token}/seen"])
-        ]
-    return BACKGROUND.start(lambda: _write(root, prepared, keep, talks), prepared.draft.name, beside)
-
-
-def write(root: Root, prepared: SavePlan, keep: int, talk: GroupChannel | SingleRank) -> None:
-    """Writes this rank's part, and has the checkpoint made visible.
-
-    Raises:
-        CheckpointError: a rank failed; raised on every rank.
-    """
-    _write(root, prepared, keep, [talk, talk])
-
-
-def _write(root: Root, prepared: SavePlan, keep: int, talks: Sequence[RankChannel]) -> None:
-    part = encode_result(lambda: _written(root, prepared, talks[0]), talks[0].me)
-    if prepared.disks is None:
-        publish_on_one(root, prepared, part, keep, talks[0])
-    else:
-        publish_on_each(root, prepared, prepared.disks, part, keep, (talks[0], talks[1]))
-
-
-def _written(root: Root, prepared: SavePlan, talk: RankChannel) -> bytes:
-    shown = _Progress(f"{talk.me}: checkpoint {prepared.draft.name}")
-    outgoing = [outgoing_of(each) for each in prepared.held]
-    part = write_part(root.place, prepared.draft, talk.rank, outgoing, progress=shown)
-    return json.dumps([part_to_bytes(part).decode(), prepared.values]).encode()
-
-
-def outgoing_of(held: LocalRegion) -> WriteItem:
-    """Returns what is written of a part that this rank holds."""
-    return WriteItem(held.name, held.dtype, held.shape, held.region, lambda: memory_with(held.elements().cpu()))
-
-
-class _Progress:
-    """Shows on stderr how far a long write is."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._shown_s = time.monotonic()
-
-    def __call__(self, done: int, total: int) -> None:
-        now_s = time.monotonic()
-        if now_s - self._shown_s >= _SHOWN_EVERY_S:
-            self._shown_s = now_s
-            sys.stderr.write(f"paceline: {self._what}: {done / 1e9:.1f} of {total / 1e9:.1f} GB are written\n")

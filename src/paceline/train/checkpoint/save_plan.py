@@ -1,4 +1,8 @@
-"""What the ranks agree on before a checkpoint is written: that they have the same state, and who writes what of it."""
+"""Plans a save: the ranks compare their states, and agree on the rank that writes each byte.
+
+Nothing is copied or written yet. Each rank reports what it has in a `RankReport`, and computes the same plan from the
+reports of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +12,11 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import msgspec
 import xxhash
 
 from paceline.errors import CheckpointError
-from paceline.train.checkpoint.captured_state import (
-    CapturedObject,
-    CapturedState,
-    LocalRegion,
-    OfferedRegion,
-    cut,
-    whole_of,
-)
+from paceline.train.checkpoint.captured_state import CapturedObject, CapturedState, LocalRegion, cut, whole_of
 from paceline.train.checkpoint.format.manifest import Draft
 from paceline.train.checkpoint.format.root import Root
 from paceline.train.checkpoint.format.values import Json, encode, of_rank
@@ -26,16 +24,21 @@ from paceline.train.checkpoint.host_disks import Disks, begin
 from paceline.train.checkpoint.optimizers import Numbering, agreed, outline_of
 from paceline.train.checkpoint.ownership import ByteRange, Offer, assign_bytes, assign_offers
 from paceline.train.checkpoint.pytree import name_of, take_apart
-from paceline.train.checkpoint.rank_channel import GroupChannel, SingleRank, decode_result, encode_result, fault_of
+from paceline.train.checkpoint.rank_channel import CollectiveChannel, result_of_first, results_of_all
+from paceline.train.checkpoint.rank_results import encode_result, fault_of
 from paceline.train.checkpoint.training_state import TrainingState, capture, entries
 from paceline.train.module_tensors import memory_of
 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What this rank writes, in which draft, and the plain values that it contributes.
+    """What this rank writes.
 
-    `disks` are None if all ranks share one.
+    Attributes:
+        draft: the checkpoint that is being written.
+        held: the regions of tensors that this rank writes.
+        values: the plain values that this rank contributes.
+        disks: the disks of the hosts; None if all ranks share one.
     """
 
     draft: Draft
@@ -44,141 +47,140 @@ class SavePlan:
     disks: Disks | None = None
 
 
+@dataclass(frozen=True)
+class RankReport:
+    """What a rank reports to the others before a save.
+
+    Attributes:
+        fault: the reason why its state cannot be saved; None if it can be.
+        step: the step that it saves.
+        tensors: name, type and shape of the tensors that every rank has.
+        offered: the regions of tensors that several ranks may have.
+        nbytes: the bytes that only this rank has.
+        objects: the digests of objects that may differ between ranks, by name.
+        layers: the layers that it has of each pipeline, and their number in the whole pipeline.
+    """
+
+    fault: str | None
+    step: int | None
+    tensors: list[tuple[str, str, list[int]]]
+    offered: list[Offer]
+    nbytes: int
+    objects: dict[str, str]
+    layers: dict[str, tuple[list[str], int]]
+
+
 def plan_save(
     state: TrainingState,
     root: Root,
     step: int | None,
-    talk: GroupChannel | SingleRank,
+    channel: CollectiveChannel,
     disks: Disks | None = None,
     least_sequence: int = 0,
 ) -> SavePlan:
-    """Returns what this rank has to write; every rank calls this. Nothing is copied yet.
+    """Returns this rank's plan and begins the checkpoint; every rank calls this.
 
     Args:
-        disks: those of the hosts; None if all ranks share one.
-        least_sequence: of the checkpoint; that of the first rank counts.
+        state: the state of the training loop.
+        root: the directory of checkpoints.
+        step: the training step, for the checkpoint's name.
+        channel: the ranks that save.
+        disks: the disks of the hosts; None if all ranks share one.
+        least_sequence: the least sequence number that the checkpoint may get; that of rank 0 counts.
 
     Raises:
-        CheckpointError: a rank's state cannot be saved, the ranks' states differ in their tensors, or there is no
-            room; raised on every rank.
+        CheckpointError: a rank's state cannot be saved, the ranks' tensors differ, or there is too little space; raised
+            on every rank.
     """
     captured = CapturedState()
     digests: dict[str, str] = {}
-    numberings = agreed_numberings(state, talk)
+    numberings = agreed_numberings(state, channel)
 
     def take() -> bytes:
         nonlocal captured
-        captured = capture(state, talk.rank == 0, numberings)
-        digests.update({name: _digest(name, each) for name, each in captured.objects.items()})
+        captured = capture(state, channel.rank == 0, numberings)
+        digests.update({name: _digest(name, captured_object) for name, captured_object in captured.objects.items()})
         for name, value in captured.values.items():
             encode(value, name)
         return b""
 
-    fault = fault_of(encode_result(take, talk.me))
-    facts = {
-        "fault": fault,
-        "step": step,
-        "tensors": _described(captured),
-        "offered": [_offer(each).packed() for each in captured.offered],
-        "nbytes": sum(each.nbytes for each in captured.held),
-        "objects": digests,
-        "layers": captured.layers,
-    }
-    everyone = [json.loads(each) for each in talk.exchange(json.dumps(facts).encode())]
-    _require_alike(everyone, talk.me)
-    _require_all_layers([each["layers"] for each in everyone])
-    _settle_objects(captured, [each["objects"] for each in everyone], talk.rank)
-    offers = [[Offer.unpacked(each) for each in one["offered"]] for one in everyone]
-    shares = assign_offers(offers, [each["nbytes"] for each in everyone])
-    loads = [each["nbytes"] + _size(its) for each, its in zip(everyone, shares, strict=True)]
+    fault = fault_of(encode_result(take, channel.me))
+    report = RankReport(
+        fault=fault,
+        step=step,
+        tensors=[(name, name_of(tensor.dtype), list(tensor.shape)) for name, tensor in captured.everywhere.items()],
+        offered=[
+            Offer(held.name, held.dtype, held.shape, held.region, held.nbytes, of_first)
+            for held, of_first in captured.offered
+        ],
+        nbytes=sum(held.nbytes for held in captured.held),
+        objects=digests,
+        layers=captured.layers,
+    )
+    reports = [msgspec.json.decode(data, type=RankReport) for data in channel.all_gather(msgspec.json.encode(report))]
+    _require_alike(reports, channel.me)
+    _require_all_layers(reports)
+    _settle_objects(captured, [report.objects for report in reports], channel.rank)
+    offered = assign_offers([report.offered for report in reports], [report.nbytes for report in reports])
+    loads = [report.nbytes + _size(ranges) for report, ranges in zip(reports, offered, strict=True)]
     tensors = list(captured.everywhere.items())
-    dealt = assign_bytes([tensor.nbytes for _, tensor in tensors], loads)
-    nbytes = [load + _size(its) for load, its in zip(loads, dealt, strict=True)]
+    shared = assign_bytes([tensor.nbytes for _, tensor in tensors], loads)
+    nbytes = [load + _size(ranges) for load, ranges in zip(loads, shared, strict=True)]
     if disks is None:
-        draft = agreed_draft(root, step, sum(nbytes), talk, least_sequence)
+        draft = _begin_on_one(root, step, sum(nbytes), channel, least_sequence)
     else:
-        draft = begin(root, step, nbytes, disks, talk, least_sequence)
+        draft = begin(root, step, nbytes, disks, channel, least_sequence)
     values = {name: encode(value, name) for name, value in captured.values.items()}
-    own = [(captured.offered[item].held, start, stop) for item, start, stop in shares[talk.rank]]
-    own += [(whole_of(*tensors[item]), start, stop) for item, start, stop in dealt[talk.rank]]
-    held = [*captured.held, *(part for each in own for part in cut(*each))]
+    own = [(captured.offered[item].held, start, stop) for item, start, stop in offered[channel.rank]]
+    own += [(whole_of(*tensors[item]), start, stop) for item, start, stop in shared[channel.rank]]
+    held = [*captured.held, *chain.from_iterable(cut(*share) for share in own)]
     return SavePlan(draft, held, values, disks)
 
 
-def agreed_numberings(state: TrainingState, talk: GroupChannel | SingleRank) -> dict[str, Numbering]:
-    """Returns the numberings of the optimizers of pipelines, by their names; every rank calls this.
+def agreed_numberings(state: TrainingState, channel: CollectiveChannel) -> dict[str, Numbering]:
+    """Returns the numberings of the optimizers of pipelines, by name; every rank calls this.
 
     Raises:
-        CheckpointError: a rank has other optimizers, or other groups; raised on every rank.
+        CheckpointError: a rank has other optimizers, or other parameter groups; raised on every rank.
     """
-    everyone = talk.exchange(encode_result(lambda: outline_of(entries(state)), talk.me))
-    return agreed([decode_result(each) for each in everyone])
+    return agreed(results_of_all(lambda: outline_of(entries(state)), channel))
 
 
-def agreed_draft(
-    root: Root, step: int | None, nbytes: int, talk: GroupChannel | SingleRank, least_sequence: int = 0
-) -> Draft:
-    """Returns the draft that rank 0 begins.
-
-    Raises:
-        CheckpointError: it could not; raised on every rank.
-    """
-    answer = b""
-    if talk.rank == 0:
-        answer = encode_result(
-            lambda: root.begin(step, nbytes=nbytes, least_sequence=least_sequence).to_bytes(), talk.me
-        )
-    return Draft.from_bytes(decode_result(talk.announce(answer)))
+def _begin_on_one(root: Root, step: int | None, nbytes: int, channel: CollectiveChannel, least_sequence: int) -> Draft:
+    """Returns the draft that rank 0 begins on the disk that all ranks share."""
+    return Draft.from_bytes(
+        result_of_first(lambda: root.begin(step, nbytes=nbytes, least_sequence=least_sequence).to_bytes(), channel)
+    )
 
 
-def _offer(offered: OfferedRegion) -> Offer:
-    held = offered.held
-    return Offer(held.name, held.dtype, held.shape, held.region, held.nbytes, offered.of_first)
-
-
-def _described(captured: CapturedState) -> list[list[Any]]:
-    return [[name, name_of(each.dtype), list(each.shape)] for name, each in captured.everywhere.items()]
-
-
-def _digest(name: str, one: CapturedObject) -> str:
-    total = xxhash.xxh3_128(json.dumps(encode(one.value, name), sort_keys=True).encode())
-    for tensor in one.tensors.values():
+def _digest(name: str, captured: CapturedObject) -> str:
+    total = xxhash.xxh3_128(json.dumps(encode(captured.value, name), sort_keys=True).encode())
+    for tensor in captured.tensors.values():
         total.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         total.update(memory_of(tensor))
     return total.hexdigest()
 
 
-def _require_alike(everyone: Sequence[dict[str, Any]], me: str) -> None:
-    faults = [each["fault"] for each in everyone if each["fault"] is not None]
+def _require_alike(reports: Sequence[RankReport], me: str) -> None:
+    faults = [report.fault for report in reports if report.fault is not None]
     if faults:
         raise CheckpointError(f"the checkpoint cannot be saved: {faults[0]}")
-    first = everyone[0]
-    for rank, other in enumerate(everyone):
-        if other["step"] != first["step"]:
+    first = reports[0]
+    for rank, other in enumerate(reports):
+        if other.step != first.step:
             raise CheckpointError(
-                f"{me}: rank 0 of the group saves step {first['step']}, rank {rank} saves step {other['step']}; every "
+                f"{me}: rank 0 of the group saves step {first.step}, rank {rank} saves step {other.step}; every "
                 "rank must call save in the same step"
             )
-        if other["tensors"] != first["tensors"]:
+        if other.tensors != first.tensors:
             raise CheckpointError(
-                f"{me}: the ranks' states differ: {_first_difference(first['tensors'], other['tensors'], rank)}. Every "
-                "rank must save the same modules and optimizers"
+                f"{me}: the ranks' states differ: {_first_difference(first, other, rank)}. Every rank must save the "
+                "same modules and optimizers"
             )
 
 
-def _require_all_layers(everyone: Sequence[Mapping[str, tuple[Sequence[str], int]]]) -> None:
-    for name in everyone[0]:
-        having = [each[name][0] if name in each else [] for each in everyone]
-        found, total = set(chain.from_iterable(having)), everyone[0][name][1]
-        if len(found) != total:
-            raise CheckpointError(
-                f"the {len(everyone)} ranks that save have {len(found)} of the {total} layers of the pipeline "
-                f"{name!r}; all ranks of the mesh must save together"
-            )
-
-
-def _first_difference(first: list[list[Any]], other: list[list[Any]], rank: int) -> str:
-    ours, theirs = ({name: f"{dtype}{shape}" for name, dtype, shape in each} for each in (first, other))
+def _first_difference(first: RankReport, other: RankReport, rank: int) -> str:
+    ours, theirs = ({name: f"{dtype}{shape}" for name, dtype, shape in report.tensors} for report in (first, other))
     for name in [*ours, *theirs]:
         if ours.get(name) != theirs.get(name):
             seen, expected = theirs.get(name, "no such tensor"), ours.get(name, "no such tensor")
@@ -186,29 +188,41 @@ def _first_difference(first: list[list[Any]], other: list[list[Any]], rank: int)
     return f"rank {rank} of the group has the same tensors as rank 0 in another order"
 
 
+def _require_all_layers(reports: Sequence[RankReport]) -> None:
+    for name, (_, total) in reports[0].layers.items():
+        found = set(chain.from_iterable(report.layers[name][0] for report in reports if name in report.layers))
+        if len(found) != total:
+            raise CheckpointError(
+                f"the {len(reports)} ranks that save have {len(found)} of the {total} layers of the pipeline "
+                f"{name!r}; all ranks of the mesh must save together"
+            )
+
+
 def _settle_objects(captured: CapturedState, digests: Sequence[Mapping[str, str]], rank: int) -> None:
-    """Decides for each object whether its state is one for all, or this rank's own.
+    """Decides for each object whether one state is saved for all ranks, or one for each rank.
 
     Args:
-        digests: what each rank has, by name.
+        captured: the state of this rank, to which the values and tensors of objects are added.
+        digests: the digests of each rank's objects, by name.
+        rank: this rank.
     """
-    for name, one in captured.objects.items():
-        having = [each for each, known in enumerate(digests) if name in known]
-        is_alike = len({digests[each][name] for each in having}) == 1
-        if is_alike and not one.is_everywhere:
-            captured.values[name] = one.value
+    for name, known in captured.objects.items():
+        having = [other for other, its in enumerate(digests) if name in its]
+        is_alike = len({digests[other][name] for other in having}) == 1
+        if is_alike and not known.is_everywhere:
+            captured.values[name] = known.value
             if rank == having[0]:
-                captured.held += [whole_of(each, tensor) for each, tensor in one.tensors.items()]
+                captured.held += [whole_of(full, tensor) for full, tensor in known.tensors.items()]
             continue
         if is_alike and len(having) == len(digests):
-            captured.everywhere.update({each: tensor.detach() for each, tensor in one.tensors.items()})
-            if not (len(one.tensors) == 1 and name in one.tensors):
-                captured.values[name] = one.value
+            captured.everywhere.update({full: tensor.detach() for full, tensor in known.tensors.items()})
+            if not (len(known.tensors) == 1 and name in known.tensors):
+                captured.values[name] = known.value
             continue
         own, tensors = of_rank(name, rank), dict[str, Any]()
-        captured.values[own] = take_apart(own, one.state, tensors)
-        captured.held += [whole_of(each, tensor) for each, tensor in tensors.items()]
+        captured.values[own] = take_apart(own, known.state, tensors)
+        captured.held += [whole_of(full, tensor) for full, tensor in tensors.items()]
 
 
-def _size(shares: Sequence[ByteRange]) -> int:
-    return sum(share.stop - share.start for share in shares)
+def _size(ranges: Sequence[ByteRange]) -> int:
+    return sum(each.stop - each.start for each in ranges)

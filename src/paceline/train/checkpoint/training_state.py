@@ -1,6 +1,6 @@
-"""What a training loop's objects have in a checkpoint: modules, optimizers, loaders and everything with a state.
+"""Captures the objects of a training loop: modules, optimizers, loaders and everything with a state.
 
-The states of the random number generators of a process.
+`TrainingState` is the mapping that `paceline.save` takes, and `RandomState` an object for it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from paceline.train.zero.sharded_parameters import ShardedParameters, sharded_pa
 
 
 class RandomState:
-    """Stands for the random number generators of this process in a checkpoint: Python's, torch's and NumPy's.
+    """The state of this process's random number generators in a checkpoint: Python's, torch's and NumPy's.
 
-    Each rank has its own, and gets it back when as many ranks load the checkpoint; further ranks get the first one's.
+    Each rank saves its own and gets it back when the checkpoint is loaded; additional ranks get that of rank 0.
 
     Example::
 
@@ -51,7 +51,7 @@ class RandomState:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Sets the generators; one that the state lacks stays as it is."""
+        """Sets the generators; one that is missing in the state is left unchanged."""
         version, numbers, gauss = state["python"]
         random.setstate((version, tuple(numbers), gauss))
         torch.set_rng_state(state["torch"])
@@ -68,15 +68,15 @@ _WRAPPERS = (DistributedDataParallel, nn.parallel.DistributedDataParallel, nn.Da
 
 
 def capture(state: TrainingState, is_first: bool, numberings: Mapping[str, Numbering] = _NONE) -> CapturedState:
-    """Returns what this rank contributes to a checkpoint of `state`; nothing is copied.
+    """Returns this rank's contribution to a checkpoint of `state`; nothing is copied.
 
     Args:
-        state: objects and plain values by name.
-        is_first: whether this is the first rank, whose buffers and positions count.
-        numberings: of the optimizers of pipelines, by their names.
+        state: the objects and plain values by name.
+        is_first: whether this is rank 0, whose buffers and positions of loaders are saved.
+        numberings: the numberings of the optimizers of pipelines, by name.
 
     Raises:
-        TypeError: something in the state cannot be held by a checkpoint; the message names it.
+        TypeError: a checkpoint cannot hold something in the state; the message names it.
     """
     into = CapturedState(is_first)
     for name, value in entries(state):
@@ -85,7 +85,7 @@ def capture(state: TrainingState, is_first: bool, numberings: Mapping[str, Numbe
 
 
 def entries(state: TrainingState, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the objects and values of a state with their names, those of nested dicts and of an ElasticState too.
+    """Yields the objects and values of a state with their names, including those in dicts and in an ElasticState.
 
     Raises:
         TypeError: a name is not a text.
@@ -95,9 +95,9 @@ def entries(state: TrainingState, name: str = "") -> Iterator[tuple[str, Any]]:
             raise TypeError(f"the state has the key {key!r} of type {type(key).__name__}; names are texts, not empty")
         inner = join(name, key)
         if isinstance(value, ElasticState):
-            for part, each in entries(value.parts(), inner):
-                require_undivided(part, module_of(each), each)
-                yield part, each
+            for full, part in entries(value.parts(), inner):
+                require_undivided(full, module_of(part), part)
+                yield full, part
             yield join(inner, "epoch"), value
         elif isinstance(value, dict) and holds_objects(value):
             yield from entries(value, inner)
@@ -106,15 +106,17 @@ def entries(state: TrainingState, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def holds_objects(value: dict[Any, Any]) -> bool:
-    """Whether a dict holds anything that is loaded in place, rather than only plain values."""
+    """Returns whether a dict holds anything that is loaded in place, rather than only plain values."""
     return any(
-        holds_objects(each) if isinstance(each, dict) else isinstance(each, (torch.Tensor, Stateful, LogicalShards))
-        for each in value.values()
+        holds_objects(member)
+        if isinstance(member, dict)
+        else isinstance(member, (torch.Tensor, Stateful, LogicalShards))
+        for member in value.values()
     )
 
 
 def module_of(value: object) -> nn.Module | None:
-    """Returns the model itself, whatever it is wrapped in; None for something else."""
+    """Returns the model inside any wrappers; None if `value` is no model."""
     if isinstance(value, LogicalShards):
         return value.module
     while isinstance(value, _WRAPPERS):
@@ -123,18 +125,18 @@ def module_of(value: object) -> nn.Module | None:
 
 
 def keys_in_whole(module: nn.Module) -> Set[str]:
-    """Returns the keys of the `state_dict` of a module, of the undivided one if it is a part of a model."""
+    """Returns the keys of a module's `state_dict`; for a `Pipeline`, those of the undivided model."""
     return module.whole.keys if isinstance(module, Pipeline) else module.state_dict(keep_vars=True).keys()
 
 
 def may_be_missing(value: object) -> bool:
-    """Whether a checkpoint need not have something: a module without any state, or gradients that wait for a step."""
+    """Returns whether a checkpoint may lack an object: a module without state, or gradients of an accumulation."""
     module = module_of(value)
     return isinstance(value, PendingGradients) or (module is not None and not keys_in_whole(module))
 
 
 def key_in_whole(module: nn.Module, key: str) -> str:
-    """Returns the key that a value of a module's `state_dict` has in that of the undivided model."""
+    """Returns the key in the undivided model's `state_dict` of a key in a module's."""
     return module.whole.key_of(key) if isinstance(module, Pipeline) else key
 
 
@@ -146,12 +148,12 @@ def _capture(name: str, value: object, into: CapturedState, numbering: Numbering
     elif isinstance(value, torch.optim.Optimizer):
         capture_optimizer(name, value, into, numbering)
     elif isinstance(value, (StatefulLoader, ShardLoader)):
-        if into.is_first:  # in the last step of an epoch, the first rank's position is that of all
+        if into.is_first:  # in the last step of an epoch, rank 0's position is that of all
             into.values[name] = _only_plain(name, value.state_dict())
     elif isinstance(value, torch.Tensor):
         into.add_tensor(name, value)
     elif isinstance(value, PendingGradients):
-        if into.is_first:  # all workers have the same
+        if into.is_first:  # they are the same on all workers
             into.hold_tree(name, value.state_dict())
     else:
         into.add_object(name, value.state_dict() if isinstance(value, Stateful) else value)
@@ -169,9 +171,9 @@ def _capture_module(name: str, module: nn.Module, into: CapturedState) -> None:
     sharded = sharded_parameters_of(module)
     is_pipeline = isinstance(module, Pipeline)
     if isinstance(module, Pipeline):
-        into.layers[name] = [each for each, _ in module.named_children()], len(module.whole.names)
+        into.layers[name] = [layer for layer, _ in module.named_children()], len(module.whole.names)
     if not keys_in_whole(module):
-        into.values[name] = {}  # its state, which would otherwise leave no trace in the checkpoint
+        into.values[name] = {}  # so that the checkpoint has the name
     is_contributor = is_first_of(module.parameters())
     for key, value in module.state_dict(keep_vars=True).items():
         full = join(name, key_in_whole(module, key))
@@ -201,30 +203,30 @@ def _capture_module(name: str, module: nn.Module, into: CapturedState) -> None:
 
 
 def unsaved_gradients(state: TrainingState) -> list[str]:
-    """Returns the parameters whose gradients no optimizer has used yet, and a checkpoint of the state does not have.
+    """Returns the parameters whose gradients no optimizer has used yet, and that a checkpoint does not hold.
 
-    Where no step has been followed, those of optimizers that keep something may have been used before.
+    Before the first observed step, gradients of parameters with optimizer state are assumed to have been used.
     """
     found = list(entries(state))
-    kept = {id(each.module) for _, each in found if isinstance(each, PendingGradients)}
-    optimizers = [each for _, each in found if isinstance(each, torch.optim.Optimizer)]
+    saved = {id(value.module) for _, value in found if isinstance(value, PendingGradients)}
+    optimizers = [value for _, value in found if isinstance(value, torch.optim.Optimizer)]
     holders = {
         param: holder
-        for each in optimizers
-        if isinstance(each, PartitionedOptimizer)
-        for param, holder in each.gradient_holders()
+        for optimizer in optimizers
+        if isinstance(optimizer, PartitionedOptimizer)
+        for param, holder in optimizer.gradient_holders()
     }
 
     def is_lost(param: nn.Parameter) -> bool:
-        if not GRADIENT_USE.has_seen_step and any(each.state.get(param) for each in optimizers):
+        if not GRADIENT_USE.has_seen_step and any(optimizer.state.get(param) for optimizer in optimizers):
             return False
         return is_pending(param) or (param in holders and is_pending(holders[param]))
 
-    modules = {name: module for name, each in found if (module := module_of(each)) is not None}
+    modules = {name: module for name, value in found if (module := module_of(value)) is not None}
     return [
         join(name, key)
         for name, module in modules.items()
-        if id(module) not in kept
+        if id(module) not in saved
         for key, param in module.named_parameters()
         if is_lost(param)
     ]
@@ -232,12 +234,9 @@ def unsaved_gradients(state: TrainingState) -> list[str]:
 
 def elastic_of(state: TrainingState) -> ElasticState | None:
     """Returns the `ElasticState` in a state, if there is one."""
-    return next(_elastic_states(state), None)
-
-
-def _elastic_states(state: TrainingState) -> Iterator[ElasticState]:
     for value in state.values():
         if isinstance(value, ElasticState):
-            yield value
-        elif isinstance(value, dict):
-            yield from _elastic_states(value)
+            return value
+        if isinstance(value, dict) and (inner := elastic_of(value)) is not None:
+            return inner
+    return None

@@ -58,75 +58,77 @@ class Listing:
     fault: str | None = None
 
 
-def read_manifest(place: ReadableStorage, directory: str) -> Manifest:
+def read_manifest(storage: ReadableStorage, directory: str) -> Manifest:
     """Returns the manifest of a checkpoint.
 
     Raises:
         CheckpointDamagedError: there is none, or it is cut or was changed.
         CheckpointError: it is of another version, or cannot be read.
     """
-    return manifest_json.from_bytes(*_manifest_text(place, directory))
+    return manifest_json.from_bytes(*_manifest_text(storage, directory))
 
 
-def _manifest_text(place: ReadableStorage, directory: str) -> tuple[bytes, str]:
+def _manifest_text(storage: ReadableStorage, directory: str) -> tuple[bytes, str]:
     """Returns what the manifest's file holds, and the file's name for errors."""
     name = f"{directory}/{FILE}" if directory else FILE
     try:
-        return read_file(place, name), place.describe(name)
+        return read_file(storage, name), storage.describe(name)
     except FileNotFoundError:
-        raise CheckpointDamagedError(f"{place.describe(directory)} has no {FILE}: it was not finished") from None
+        raise CheckpointDamagedError(f"{storage.describe(directory)} has no {FILE}: it was not finished") from None
     except OSError as error:
-        raise storage_error("read", place, name, error) from error
+        raise storage_error("read", storage, name, error) from error
 
 
-def read_file(place: ReadableStorage, name: str) -> bytes:
+def read_file(storage: ReadableStorage, name: str) -> bytes:
     """Returns all that a small file holds."""
-    file = place.open(name)
+    file = storage.open(name)
     with contextlib.closing(file):
         if (nbytes := file.size()) > _MOST_NBYTES:
-            raise CheckpointDamagedError(f"{place.describe(name)} has {nbytes:,} bytes, too many for what it should be")
+            raise CheckpointDamagedError(
+                f"{storage.describe(name)} has {nbytes:,} bytes, too many for what it should be"
+            )
         buffer = bytearray(nbytes)
         return bytes(buffer[: file.read_into(0, memoryview(buffer))])
 
 
-def _fault_of_sizes(place: Storage, directory: str, summary: Summary) -> str | None:
+def _fault_of_sizes(storage: Storage, directory: str, summary: Summary) -> str | None:
     """Returns which of a checkpoint's files is missing or has the wrong size; None if all are there."""
     for name, entry in summary.files_here().items():
         path = f"{directory}/{name}"
-        nbytes = place.size(path)
+        nbytes = storage.size(path)
         if nbytes is None:
-            return f"{place.describe(path)} is missing"
+            return f"{storage.describe(path)} is missing"
         if nbytes != entry.nbytes:
-            return f"{place.describe(path)} has {nbytes:,} bytes instead of {entry.nbytes:,}"
+            return f"{storage.describe(path)} has {nbytes:,} bytes instead of {entry.nbytes:,}"
     return None
 
 
-def look_at(place: Storage, name: str) -> Listing:
+def look_at(storage: Storage, name: str) -> Listing:
     """Returns what is known of one checkpoint; all its files are there, with their sizes, if it has no fault."""
     try:
-        summary = manifest_json.summary_from_bytes(*_manifest_text(place, name))
-        fault = _fault_of_sizes(place, name, summary)
+        summary = manifest_json.summary_from_bytes(*_manifest_text(storage, name))
+        fault = _fault_of_sizes(storage, name, summary)
     except (CheckpointError, OSError, KeyError) as error:
         return Listing(name, fault=str(error))
     nbytes = sum(each.nbytes for each in summary.files_here().values())
     return Listing(name, summary.step, summary.sequence, summary.token, nbytes, fault)
 
 
-def listing_of(place: Storage) -> list[Listing]:
+def listing_of(storage: Storage) -> list[Listing]:
     """Returns the checkpoints of a root: first those whose manifest cannot be read, then those that were saved last."""
-    found = [look_at(place, name) for name in place.names() if is_name(name)]
+    found = [look_at(storage, name) for name in storage.names() if is_name(name)]
     return sorted(found, key=lambda each: (each.sequence is None, each.sequence or 0, each.name), reverse=True)
 
 
-def unfinished(place: Storage) -> list[str]:
+def unfinished(storage: Storage) -> list[str]:
     """Returns the directories of saves that did not come to their end, or have not yet."""
-    return sorted(name for name in place.names() if name.startswith(WRITING))
+    return sorted(name for name in storage.names() if name.startswith(WRITING))
 
 
-def latest_name(place: Storage) -> str | None:
+def latest_name(storage: Storage) -> str | None:
     """Returns what the pointer `latest` names; None if there is none."""
     try:
-        return read_file(place, LATEST).decode("utf-8", "replace").strip() or None
+        return read_file(storage, LATEST).decode("utf-8", "replace").strip() or None
     except (FileNotFoundError, CheckpointDamagedError):
         return None
 
@@ -142,7 +144,7 @@ class Checkpoint:
     Attributes: `manifest`, `name` of its directory, and `nbytes_read` so far.
     """
 
-    def __init__(self, place: ReadableStorage, name: str) -> None:
+    def __init__(self, storage: ReadableStorage, name: str) -> None:
         """Opens a checkpoint of a place; "" is the place itself.
 
         Raises:
@@ -151,13 +153,13 @@ class Checkpoint:
         """
         self.name = name
         self.nbytes_read = 0
-        self._place = place
+        self._storage = storage
         self._files: dict[str, InputFile] = {}
         self._hold: Hold | None = None
         with contextlib.suppress(OSError):  # reading the manifest says why
-            self._hold = place.share(name)
+            self._hold = storage.share(name)
         try:
-            self.manifest: Manifest = read_manifest(place, name)
+            self.manifest: Manifest = read_manifest(storage, name)
         except BaseException:
             self.close()
             raise
@@ -179,7 +181,7 @@ class Checkpoint:
 
     def describe(self, file: str = "") -> str:
         """Returns the full path or address of the checkpoint or one of its files."""
-        return self._place.describe(self._path(file))
+        return self._storage.describe(self._path(file))
 
     def entry(self, name: str) -> TensorEntry:
         """Returns what is known of a tensor.
@@ -280,7 +282,7 @@ class Checkpoint:
         """Compares the size and the header of a file with the manifest."""
         entry = self.manifest.files[name]
         try:
-            nbytes = self._place.size(self._path(name))
+            nbytes = self._storage.size(self._path(name))
             if nbytes is None:
                 return f"{self.describe(name)} is missing"
             if nbytes != entry.nbytes:
@@ -297,12 +299,12 @@ class Checkpoint:
         """Fills a buffer with a file's bytes; `what` they are is for the error."""
         try:
             if file not in self._files:
-                self._files[file] = self._place.open(self._path(file))
+                self._files[file] = self._storage.open(self._path(file))
             nbytes = self._files[file].read_into(at, buffer)
         except FileNotFoundError:
             raise CheckpointDamagedError(f"{self._missing(file)}; it has {what}") from None
         except OSError as error:
-            raise storage_error("read", self._place, self._path(file), error) from error
+            raise storage_error("read", self._storage, self._path(file), error) from error
         self.nbytes_read += nbytes
         if nbytes != len(buffer):
             raise CheckpointDamagedError(
@@ -384,22 +386,22 @@ def open_checkpoint(where: str | os.PathLike[str]) -> Checkpoint:
     Raises:
         CheckpointError: there is none; the message says what is wrong with those that are there.
     """
-    place = open_storage(where)
-    if place.size(FILE) is not None:
-        return Checkpoint(place, "")
+    storage = open_storage(where)
+    if storage.size(FILE) is not None:
+        return Checkpoint(storage, "")
     damaged: dict[str, str] = {}
     while True:
-        listings = listing_of(place)
+        listings = listing_of(storage)
         whole_one = next((each for each in listings if each.fault is None and each.name not in damaged), None)
         if whole_one is None:
             break
         try:
-            return Checkpoint(place, whole_one.name)
+            return Checkpoint(storage, whole_one.name)
         except CheckpointDamagedError as error:  # or a save has just removed it, since there is a newer one
             damaged[whole_one.name] = str(error)
     known = {each.name: each.fault or damaged[each.name] for each in listings}
     faults = "; ".join(map(": ".join, known.items()))
-    raise CheckpointError(f"{place.describe()} has no whole checkpoint" + (f" ({faults})" if faults else ""))
+    raise CheckpointError(f"{storage.describe()} has no whole checkpoint" + (f" ({faults})" if faults else ""))
 
 
 _CHUNK_NBYTES = 64 << 20
@@ -421,25 +423,25 @@ def export(
         CheckpointError: the file could not be written.
     """
     path = Path(target)
-    place = LocalStorage(path.parent)
+    storage = LocalStorage(path.parent)
     entries = checkpoint.manifest.tensors
     ascending = sorted(names, key=lambda name: (-ITEMSIZE[entries[name].dtype], names[name]))
     header, _ = header_of([(names[name], entries[name].dtype, entries[name].shape) for name in ascending])
     total = sum(nbytes_of(entries[name].dtype, entries[name].shape) for name in ascending)
-    check_room(place, len(header) + total)
+    check_room(storage, len(header) + total)
     written = f".{path.name}.{secrets.token_hex(4)}"
     try:
-        place.make_directory("")
-        with contextlib.closing(place.create(written)) as file:
+        storage.make_directory("")
+        with contextlib.closing(storage.create(written)) as file:
             file.write([memoryview(header)])
             _copy(checkpoint, ascending, file, total, progress)
             file.commit()
-        place.rename(written, path.name)
-        place.sync_directory("")
+        storage.rename(written, path.name)
+        storage.sync_directory("")
     except OSError as error:
-        raise storage_error("write", place, path.name, error) from error
+        raise storage_error("write", storage, path.name, error) from error
     finally:
-        place.remove(written)  # it is there only after an error
+        storage.remove(written)  # it is there only after an error
     return len(header) + total
 
 

@@ -8,9 +8,9 @@ and would protect no better, because whoever can change a file can change the ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import xxhash
@@ -110,8 +110,36 @@ def part_to_bytes(part: RankPart) -> bytes:
 
 def part_from_bytes(data: bytes) -> RankPart:
     """Returns what `part_to_bytes` encoded."""
-    part = msgspec.json.decode(data, type=_Part)
+    return _part_in(msgspec.json.decode(data, type=_Part))
+
+
+def _part_in(part: _Part) -> RankPart:
     return RankPart(part.rank, part.files, _tensors_in(part.tensors))
+
+
+@dataclass
+class _Contribution:
+    part: _Part
+    values: dict[str, object]
+
+
+def contribution_to_bytes(part: RankPart, values: Mapping[str, Json]) -> bytes:
+    """Encodes the part that a rank wrote and its plain values, for the rank that writes the manifest."""
+    return msgspec.json.encode({"part": msgspec.Raw(part_to_bytes(part)), "values": values})
+
+
+def join_contributions(contributions: Sequence[bytes]) -> bytes:
+    """Joins the contributions of all ranks, in their order."""
+    return b"[" + b",".join(contributions) + b"]"
+
+
+def contributions_from_bytes(data: bytes) -> tuple[list[RankPart], dict[str, Json]]:
+    """Decodes joined contributions into the ranks' parts and all values; the lowest rank's counts for each name."""
+    contributions = msgspec.json.decode(data, type=list[_Contribution])
+    values: dict[str, Any] = {}
+    for contribution in reversed(contributions):
+        values |= contribution.values
+    return [_part_in(contribution.part) for contribution in contributions], values
 
 
 def to_bytes(manifest: Manifest) -> bytes:

@@ -88,7 +88,7 @@ def in_files(pieces: Sequence[P], split_nbytes: int = SPLIT_NBYTES) -> Iterator[
 
 
 def write_part(
-    place: WritableStorage,
+    storage: WritableStorage,
     draft: Draft,
     rank: int,
     pieces: Sequence[WriteItem],
@@ -113,19 +113,19 @@ def write_part(
         if (fault := fault_of(piece.region, piece.shape)) is not None:
             raise CheckpointError(f"{who(rank)} wanted to save {fault} for {piece.name}")
     total = sum(each.nbytes for each in pieces)
-    check_room(place, total, rank)
+    check_room(storage, total, rank)
     files: dict[str, FileEntry] = {}
     found: dict[str, TensorEntry] = {}
     done = 0
     for number, members in enumerate(in_files(pieces, split_nbytes)):
         name = f"rank_{rank:05d}_{number:03d}.safetensors"
-        stream = _Stream(place, f"{draft.directory}/{name}", rank, done, total, progress)
+        stream = _Stream(storage, f"{draft.directory}/{name}", rank, done, total, progress)
         files[name] = _write_file(stream, name, members, found)
         done = stream.done
     try:
-        place.sync_directory(draft.directory)
+        storage.sync_directory(draft.directory)
     except OSError as error:
-        raise storage_error("make durable", place, draft.directory, error, rank=rank) from error
+        raise storage_error("make durable", storage, draft.directory, error, rank=rank) from error
     return RankPart(rank, files, found)
 
 
@@ -162,11 +162,11 @@ class _Stream:
     """A file that is being written: gathers small blocks, counts bytes, and turns refusals into errors."""
 
     def __init__(
-        self, place: WritableStorage, name: str, rank: int, done: int, total: int, progress: Progress | None
+        self, storage: WritableStorage, name: str, rank: int, done: int, total: int, progress: Progress | None
     ) -> None:
         self.who = who(rank)
         self.done = done
-        self._place, self._name, self._rank = place, name, rank
+        self._storage, self._name, self._rank = storage, name, rank
         self._total, self._progress = total, progress
         self._file: OutputFile | None = None
         self._pending: list[memoryview] = []
@@ -175,9 +175,9 @@ class _Stream:
 
     def __enter__(self) -> _Stream:
         try:
-            self._file = self._place.create(self._name)
+            self._file = self._storage.create(self._name)
         except OSError as error:
-            raise storage_error("make", self._place, self._name, error, rank=self._rank) from error
+            raise storage_error("make", self._storage, self._name, error, rank=self._rank) from error
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -221,4 +221,4 @@ class _Stream:
 
     def _refused(self, error: OSError) -> CheckpointError:
         progress = f"after {self.done:,} of this rank's {self._total:,} bytes"
-        return storage_error("write", self._place, self._name, error, rank=self._rank, progress=progress)
+        return storage_error("write", self._storage, self._name, error, rank=self._rank, progress=progress)

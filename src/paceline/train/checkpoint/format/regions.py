@@ -6,20 +6,20 @@ Which elements of a piece a reader of some part of the tensor needs, and where t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
+
+import msgspec
 
 
-@dataclass(frozen=True)
-class Flat:
+class Flat(msgspec.Struct, frozen=True, tag=True):
     """The elements `start` to `stop` of the flattened tensor."""
 
     start: int
     stop: int
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(msgspec.Struct, frozen=True, tag=True):
     """A block of the tensor: in each dimension `shape` elements from `offset` on. Its buffer is row-major."""
 
     offset: tuple[int, ...]
@@ -190,8 +190,7 @@ def _overlap(one: Box, other: Box) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class RegionCopy:
+class RegionCopy(NamedTuple):
     """`nelements` that are at `source` in the buffer of the region that is held, and at `target` in the wanted one."""
 
     source: int

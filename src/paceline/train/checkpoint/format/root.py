@@ -36,11 +36,11 @@ from paceline.train.checkpoint.format.values import Json
 from paceline.train.elastic.failpoints import failpoint
 
 
-def prepare(place: Storage, draft: Draft) -> OutputFile | None:
+def prepare(storage: Storage, draft: Draft) -> OutputFile | None:
     """Makes the directory in which ranks write; returns its manifest, still empty and held, if the place renames."""
-    place.make_directory("")
-    place.make_directory(draft.directory)
-    return place.create(f"{draft.directory}/{FILE}") if place.renames else None
+    storage.make_directory("")
+    storage.make_directory(draft.directory)
+    return storage.create(f"{draft.directory}/{FILE}") if storage.renames else None
 
 
 def manifest_of(
@@ -72,63 +72,65 @@ def manifest_of(
     )
 
 
-def publish(place: Storage, draft: Draft, manifest: Manifest, held: OutputFile | None) -> None:
+def publish(storage: Storage, draft: Draft, manifest: Manifest, held: OutputFile | None) -> None:
     """Makes a checkpoint visible whose files are durable; it survives the loss of power when this returns."""
     text = memoryview(manifest_json.to_bytes(manifest))
-    file = held if held is not None else place.create(f"{draft.directory}/{FILE}")
+    file = held if held is not None else storage.create(f"{draft.directory}/{FILE}")
     with contextlib.closing(file):
         file.write([text])
         file.commit()
-        place.sync_directory(draft.directory)
-        if place.renames:
-            place.rename(draft.directory, draft.name)
-            place.sync_directory("")
-    point_to(place, draft)
+        storage.sync_directory(draft.directory)
+        if storage.renames:
+            storage.rename(draft.directory, draft.name)
+            storage.sync_directory("")
+    point_to(storage, draft)
     failpoint("checkpoint.done")
 
 
-def point_to(place: Storage, draft: Draft) -> None:
+def point_to(storage: Storage, draft: Draft) -> None:
     """Writes the pointer `latest`, which people and other programs read; ranks that restore look at the manifests."""
     line = memoryview(f"{draft.name}\n".encode())
-    written = f"{WRITING}{LATEST}-{draft.token}" if place.renames else LATEST
-    file = place.create(written)
+    written = f"{WRITING}{LATEST}-{draft.token}" if storage.renames else LATEST
+    file = storage.create(written)
     with contextlib.closing(file):
         file.write([line])
         file.commit()
-    if place.renames:
-        place.rename(written, LATEST)
-    place.sync_directory("")
+    if storage.renames:
+        storage.rename(written, LATEST)
+    storage.sync_directory("")
 
 
-def remove_left_overs(place: Storage) -> list[str]:
+def remove_left_overs(storage: Storage) -> list[str]:
     """Removes what saves and removals left that did not come to their end, unless a live process writes it."""
     removed = []
-    for name in place.names():
-        is_left_over = name.startswith(WRITING) and not place.is_held(name)
-        if is_left_over or name.startswith(REMOVING) or _is_unfinished(place, name):
-            place.remove(name)
+    for name in storage.names():
+        is_left_over = name.startswith(WRITING) and not storage.is_held(name)
+        if is_left_over or name.startswith(REMOVING) or _is_unfinished(storage, name):
+            storage.remove(name)
             removed.append(name)
     return removed
 
 
-def _is_unfinished(place: Storage, name: str) -> bool:
+def _is_unfinished(storage: Storage, name: str) -> bool:
     """Whether this is a directory that never got its manifest, where places do not rename."""
-    return not place.renames and is_name(name) and place.size(f"{name}/{FILE}") is None and not place.is_held(name)
+    return (
+        not storage.renames and is_name(name) and storage.size(f"{name}/{FILE}") is None and not storage.is_held(name)
+    )
 
 
-def retire(place: Storage, keep: int) -> list[str]:
+def retire(storage: Storage, keep: int) -> list[str]:
     """Removes all checkpoints but the newest whole ones; returns the names of those that were removed.
 
     It leaves the one that `latest` names, those that are being read, those whose manifest it cannot read, which may be
     of a newer version, and all if none is whole.
     """
-    listings = [each for each in listing_of(place) if each.sequence is not None]
+    listings = [each for each in listing_of(storage) if each.sequence is not None]
     kept = _to_keep(listings, keep)
-    latest = latest_name(place)
+    latest = latest_name(storage)
     removed = []
     for each in listings:
-        if kept and each.name not in kept and each.name != latest and not place.is_held(each.name):
-            remove(place, each.name)
+        if kept and each.name not in kept and each.name != latest and not storage.is_held(each.name):
+            remove(storage, each.name)
             removed.append(each.name)
     return removed
 
@@ -142,17 +144,17 @@ def _to_keep(listings: list[Listing], keep: int) -> set[str]:
     return {each.name for each in listings if each in whole or (each.sequence or 0) > oldest}
 
 
-def remove(place: Storage, name: str) -> None:
+def remove(storage: Storage, name: str) -> None:
     """Removes a checkpoint so that it is never seen in part."""
-    if place.renames:
+    if storage.renames:
         doomed = f"{REMOVING}{name}"
-        place.remove(doomed)
-        place.rename(name, doomed)
-        place.sync_directory("")
-        place.remove(doomed)
+        storage.remove(doomed)
+        storage.rename(name, doomed)
+        storage.sync_directory("")
+        storage.remove(doomed)
     else:
-        place.remove(f"{name}/{FILE}")
-        place.remove(name)
+        storage.remove(f"{name}/{FILE}")
+        storage.remove(name)
 
 
 _TOKEN_NBYTES = 4
@@ -164,14 +166,14 @@ class Root:
     One rank begins a checkpoint, all write their parts (`parts.write_part`), and the rank that began it publishes it:
 
         draft = root.begin(42)
-        part = write_part(root.place, draft, 0, pieces)
+        part = write_part(root.storage, draft, 0, pieces)
         root.publish(draft, [part], values, world_size=1)
         root.retire(keep=3)
     """
 
     def __init__(self, where: str | os.PathLike[str] | Storage) -> None:
         """Takes a path, an address for fsspec, or a place. Nothing need be there yet."""
-        self.place: Storage = open_storage(where) if isinstance(where, (str, os.PathLike)) else where
+        self.storage: Storage = open_storage(where) if isinstance(where, (str, os.PathLike)) else where
         self._held: dict[str, OutputFile | None] = {}
 
     def begin(
@@ -197,27 +199,27 @@ class Root:
             CheckpointError: the directory cannot be made or has too little room.
         """
         with self._refusing("prepare"):
-            remove_left_overs(self.place)
+            remove_left_overs(self.storage)
             if nbytes is not None:
-                check_room(self.place, nbytes)
+                check_room(self.storage, nbytes)
             draft = draft_of(
                 step,
                 max(least_sequence, self.next_sequence()) if sequence is None else sequence,
                 secrets.token_hex(_TOKEN_NBYTES),
-                self.place.names(),
-                renames=self.place.renames,
+                self.storage.names(),
+                renames=self.storage.renames,
                 is_unique=unique,
             )
-            self._held[draft.token] = prepare(self.place, draft)
+            self._held[draft.token] = prepare(self.storage, draft)
         return draft
 
     def join(self, draft: Draft, *, nbytes: int | None = None) -> None:
         """Makes the directory of a checkpoint that another host's rank began, on a disk of this host; see `begin`."""
         with self._refusing("prepare"):
-            remove_left_overs(self.place)
+            remove_left_overs(self.storage)
             if nbytes is not None:
-                check_room(self.place, nbytes)
-            self._held[draft.token] = prepare(self.place, draft)
+                check_room(self.storage, nbytes)
+            self._held[draft.token] = prepare(self.storage, draft)
 
     def next_sequence(self) -> int:
         """Returns the number of the next checkpoint, greater than those of all that are here."""
@@ -246,7 +248,7 @@ class Root:
         """
         manifest = manifest_of(draft, parts, values, world_size, here)
         with self._refusing("write"):
-            publish(self.place, draft, manifest, self._held.pop(draft.token, None))
+            publish(self.storage, draft, manifest, self._held.pop(draft.token, None))
         return manifest
 
     def abandon(self, draft: Draft) -> None:
@@ -255,7 +257,7 @@ class Root:
         if held is not None:
             held.close()
         with contextlib.suppress(OSError):
-            self.place.remove(draft.directory)
+            self.storage.remove(draft.directory)
 
     def retire(self, keep: int) -> list[str]:
         """Removes all but the `keep` newest whole checkpoints; returns the names of those that were removed.
@@ -266,14 +268,14 @@ class Root:
         if keep < 1:
             raise ValueError(f"keep is {keep}; it must be at least 1")
         with self._refusing("remove old checkpoints in"):
-            return retire(self.place, keep)
+            return retire(self.storage, keep)
 
     def listing(self) -> list[Listing]:
         """Returns the checkpoints: first those whose manifest cannot be read, then those that were saved last.
 
         Those without a fault have all their files, with the right sizes.
         """
-        return listing_of(self.place)
+        return listing_of(self.storage)
 
     def newest_whole(self, *, digests: bool = False) -> tuple[Listing | None, list[Listing]]:
         """Returns the newest checkpoint without a fault, and those that were skipped, with their faults.
@@ -300,11 +302,11 @@ class Root:
 
     def open(self, name: str) -> Checkpoint:
         """Opens a checkpoint by its name; it is not removed until it is closed."""
-        return Checkpoint(self.place, name)
+        return Checkpoint(self.storage, name)
 
     @contextlib.contextmanager
     def _refusing(self, what: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise storage_error(what, self.place, "", error) from error
+            raise storage_error(what, self.storage, "", error) from error

@@ -1,6 +1,6 @@
 """What a checkpoint needs of where it is kept: a local directory, or an object store, which cannot rename.
 
-Names are relative to the place, with slashes; "" is the place itself.
+Names are relative to the storage, with slashes; "" is the place itself.
 
 What the errors of checkpoints say: the file, the rank, how far it got, and what to do.
 
@@ -154,7 +154,7 @@ def size(nbytes: int) -> str:
 
 
 def storage_error(
-    what: str, place: Described, name: str, error: OSError, *, rank: int | None = None, progress: str = ""
+    what: str, storage: Described, name: str, error: OSError, *, rank: int | None = None, progress: str = ""
 ) -> CheckpointError:
     """Returns the error for an operation that the system refused.
 
@@ -169,35 +169,35 @@ def storage_error(
     code = error.errno or 0
     reason = os.strerror(code) if code else str(error)
     room = ""
-    if code in _SHORT_OF_SPACE and (free := _free(place)) is not None:
+    if code in _SHORT_OF_SPACE and (free := _free(storage)) is not None:
         room = f" ({size(free)} are free)"
     advice = _ADVICE.get(code, "See that the place exists and can be used from this host")
     how_far = f", {progress}" if progress else ""
     return CheckpointError(
-        f"{who(rank)} could not {what} {place.describe(name)}: {reason}{room}{how_far}. {advice}. Checkpoints that "
+        f"{who(rank)} could not {what} {storage.describe(name)}: {reason}{room}{how_far}. {advice}. Checkpoints that "
         "were complete before are untouched"
         if what != "read"
-        else f"{who(rank)} could not read {place.describe(name)}: {reason}{how_far}. {advice}"
+        else f"{who(rank)} could not read {storage.describe(name)}: {reason}{how_far}. {advice}"
     )
 
 
-def _free(place: Described) -> int | None:
+def _free(storage: Described) -> int | None:
     try:
-        return place.free_nbytes()
+        return storage.free_nbytes()
     except OSError:
         return None
 
 
-def check_room(place: Described, nbytes: int, rank: int | None = None) -> None:
+def check_room(storage: Described, nbytes: int, rank: int | None = None) -> None:
     """Refuses to begin what does not fit.
 
     Raises:
         CheckpointError: fewer than `nbytes` may be written.
     """
-    free = _free(place)
+    free = _free(storage)
     if free is not None and free < nbytes:
         raise CheckpointError(
-            f"{who(rank)} would need {size(nbytes)} for a checkpoint in {place.describe()}, where {size(free)} are "
+            f"{who(rank)} would need {size(nbytes)} for a checkpoint in {storage.describe()}, where {size(free)} are "
             "free; a new one is complete before an old one is removed. Free some space there, keep fewer checkpoints "
             "(keep=), or save somewhere else"
         )

@@ -1,22 +1,15 @@
-"""How a checkpoint is copied: every rank writes its part into vaults, and then all of these are given the manifest.
+"""Replicates a checkpoint into the memory of launchers, and finds the newest one there.
 
-A copy counts once a vault has the manifest, which exists only when all ranks have written; so a rank that dies at any
-step leaves the copies from before. Vaults keep those until the next copy is begun.
-
-Which checkpoint in the vaults is the newest whole one, and where its files are.
-
-Which vaults a rank writes its part into: that of its own host, and those of the next hosts.
-
-Vaults as places: what `write_part` writes goes into several of them at once, and a checkpoint is read from any.
+Every rank writes its part into the cache of its own host and into those of the next hosts; once all ranks have done so,
+all caches receive the manifest. A replica counts once a cache has the manifest, so a rank that dies at any step leaves
+the earlier replicas intact: caches keep them until the next replication begins.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol
 
 from paceline.errors import PacelineError
 from paceline.train.checkpoint.format import manifest_json
@@ -27,18 +20,273 @@ from paceline.train.checkpoint.format.root import manifest_of
 from paceline.train.checkpoint.format.values import Json
 from paceline.train.checkpoint.peer_memory.client import CacheClient
 from paceline.train.checkpoint.peer_memory.protocol import BeginCopy, CachedCheckpoint, Inventory
+from paceline.train.checkpoint.rank_results import RankChannel, decode_result, encode_result, require_success
 from paceline.train.elastic.failpoints import failpoint
+
+_READ_NBYTES = 32 << 20  # of one request
+
+
+@dataclass(frozen=True)
+class CacheLocation:
+    """The cache of a rank's launcher.
+
+    Attributes:
+        vault: the identity of the cache.
+        host: the identity of the host, the same for all of its ranks.
+        address: HOST:PORT, by which other hosts reach the cache.
+    """
+
+    vault: str
+    host: str
+    address: str
+
+
+def targets(everyone: Sequence[CacheLocation], rank: int, copies: int) -> list[CacheLocation]:
+    """Returns the caches into which a rank writes, its own first.
+
+    Hosts are ordered by their first ranks, and each replicates to the ones that follow it, so that every host keeps
+    about as much for others as others keep for it. There are fewer copies where there are fewer other hosts.
+
+    >>> a, b, c = (CacheLocation(f"v{host}", host, f"{host}:1") for host in "abc")
+    >>> [each.host for each in targets([a, a, b, c], 1, 1)], [each.host for each in targets([a, a, b, c], 3, 2)]
+    (['a', 'b'], ['c', 'a', 'b'])
+    >>> [each.host for each in targets([a, a], 1, 1)]
+    ['a']
+    """
+    firsts: dict[str, CacheLocation] = {}
+    for location in everyone:
+        firsts.setdefault(location.host, location)
+    hosts = list(firsts)
+    own = hosts.index(everyone[rank].host)
+    others = [hosts[(own + distance) % len(hosts)] for distance in range(1, min(copies, len(hosts) - 1) + 1)]
+    return [everyone[rank], *(firsts[host] for host in others if firsts[host].address)]
+
+
+@dataclass(frozen=True)
+class Replication:
+    """What a rank replicates, and where.
+
+    Attributes:
+        root: the directory on the disk, by rank 0's path.
+        draft: the checkpoint.
+        keep: the token of the checkpoint that is kept until this one is whole; None if there is none.
+        pieces: the regions that this rank writes.
+        values: the plain values that this rank contributes.
+        addresses: the addresses of the caches that this rank writes into.
+        vaults: the addresses of all caches for other hosts, by identity.
+    """
+
+    root: str
+    draft: Draft
+    keep: str | None
+    pieces: Sequence[WriteItem]
+    values: Mapping[str, Json]
+    addresses: Sequence[str]
+    vaults: Mapping[str, str]
+
+
+def replicate_checkpoint(
+    replication: Replication, channels: tuple[RankChannel, RankChannel], dial: Callable[[str], CacheClient]
+) -> None:
+    """Replicates a checkpoint into caches; every rank calls this. All caches have it when this returns.
+
+    Rank 0 broadcasts the outcome of each of the two rounds even if it could not gather the ranks' results, since the
+    others wait for it.
+
+    Args:
+        replication: what this rank replicates.
+        channels: a channel for each round.
+        dial: a function that connects to a cache.
+
+    Raises:
+        CheckpointError: a rank or a cache failed.
+    """
+    first, second = channels
+    with ExitStack() as closing:
+        clients: list[CacheClient] = []
+
+        def write() -> bytes:
+            for address in replication.addresses:
+                clients.append(dial(address))
+                closing.callback(clients[-1].close)
+            return _write_own_part(replication, clients, first.rank)
+
+        def commit() -> bytes:
+            manifest = decode_result(verdict)
+            files = {name: entry.nbytes for name, entry in manifest_json.from_bytes(manifest, "").files.items()}
+            for client in clients:
+                client.commit(replication.root, replication.draft.token, manifest, files, replication.vaults)
+            return b""
+
+        written = encode_result(write, first.me)
+        verdict = first.broadcast(
+            encode_result(lambda: _manifest(replication, first.gather(written), first.size), first.me)
+        )
+        committed = encode_result(commit, second.me)
+        outcome = encode_result(lambda: require_success(second.gather(committed)), second.me)
+        decode_result(second.broadcast(outcome))
+    failpoint("copies.done")
+
+
+def _write_own_part(replication: Replication, clients: Sequence[CacheClient], rank: int) -> bytes:
+    draft, nbytes = replication.draft, sum(piece.nbytes for piece in replication.pieces)
+    for client in clients:
+        client.begin(BeginCopy(replication.root, draft.token, draft.sequence, draft.step, replication.keep, nbytes))
+    part = write_part(ReplicaTarget(clients, replication.root, draft.token), draft, rank, replication.pieces)
+    return manifest_json.contribution_to_bytes(part, replication.values)
+
+
+def _manifest(replication: Replication, answers: Sequence[bytes], size: int) -> bytes:
+    """Returns the manifest on rank 0, and nothing on the others, which have no answers."""
+    if not answers:
+        return b""
+    contributions = manifest_json.join_contributions([decode_result(answer) for answer in answers])
+    parts, values = manifest_json.contributions_from_bytes(contributions)
+    return manifest_json.to_bytes(manifest_of(replication.draft, parts, values, size, None))
+
+
+class ReplicaTarget:
+    """A `WritableStorage` that writes into several caches at once, each of which has answered `BeginCopy`."""
+
+    def __init__(self, clients: Sequence[CacheClient], root: str, token: str) -> None:
+        self._clients, self._root, self._token = clients, root, token
+
+    def describe(self, name: str = "") -> str:
+        """Returns the description of a file for messages."""
+        return f"the copy in memory of {name.rpartition('/')[2] or self._root}"
+
+    def free_nbytes(self) -> int | None:
+        """Returns None: the caches have granted the memory already."""
+        return None
+
+    def create(self, name: str) -> _ReplicaFile:
+        """Creates a file."""
+        return _ReplicaFile(self._clients, self._root, self._token, name.rpartition("/")[2])
+
+    def sync_directory(self, name: str) -> None:
+        """Does nothing: a cache has a file once it is finished."""
+
+
+class _ReplicaFile:
+    def __init__(self, clients: Sequence[CacheClient], root: str, token: str, file: str) -> None:
+        self._clients, self._root, self._token, self._file = clients, root, token, file
+
+    def write(self, views: Sequence[memoryview]) -> None:
+        for client in self._clients:
+            client.write(self._root, self._token, self._file, views)
+
+    def commit(self) -> None:
+        for client in self._clients:
+            client.finish(self._root, self._token, self._file)
+
+    def close(self) -> None:
+        """Does nothing: the cache drops unfinished files when the connection ends."""
+
+
+class ReplicaSource:
+    """A `ReadableStorage` of one checkpoint, whose files are in caches.
+
+    Args:
+        root: the directory on the disk of which this is a replica.
+        token: the checkpoint's token.
+        manifest: the content of the manifest's file.
+        files: the sizes of the other files in bytes.
+        client_of: a function that returns a connection to a cache that has a file.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        token: str,
+        manifest: bytes,
+        files: Mapping[str, int],
+        client_of: Callable[[str], CacheClient],
+    ) -> None:
+        self._root, self._token, self._manifest, self._files = root, token, manifest, files
+        self._client_of = client_of
+
+    def describe(self, name: str = "") -> str:
+        """Returns the description of the checkpoint or one of its files, for messages."""
+        return f"{self._root} in memory" + (f": {name}" if name else "")
+
+    def free_nbytes(self) -> int | None:
+        """Returns None: nothing is written here."""
+        return None
+
+    def size(self, name: str) -> int | None:
+        """Returns a file's size in bytes; None if the file does not exist."""
+        return len(self._manifest) if name == MANIFEST else self._files.get(name)
+
+    def open(self, name: str) -> _Text | _CachedFile:
+        """Opens a file for reading.
+
+        Raises:
+            FileNotFoundError: the file does not exist.
+        """
+        if name == MANIFEST:
+            return _Text(self._manifest)
+        if name not in self._files:
+            raise FileNotFoundError(f"there is no {name}")
+        return _CachedFile(self._root, self._token, name, self._files[name], self._client_of)
+
+    def share(self, directory: str) -> _Text:
+        """Does nothing: a cache keeps a checkpoint until the second one after it begins."""
+        return _Text(b"")
+
+
+class _Text:
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def size(self) -> int:
+        return len(self._data)
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        part = self._data[offset : offset + len(buffer)]
+        buffer[: len(part)] = part
+        return len(part)
+
+    def close(self) -> None:
+        pass
+
+
+class _CachedFile:
+    def __init__(self, root: str, token: str, file: str, nbytes: int, client_of: Callable[[str], CacheClient]) -> None:
+        self._root, self._token, self._file, self._nbytes = root, token, file, nbytes
+        self._client_of = client_of
+
+    def size(self) -> int:
+        return self._nbytes
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        """Fills a buffer; raises FileNotFoundError if the cache cannot be reached or has dropped the file."""
+        done = 0
+        try:
+            while done < len(buffer):
+                part = buffer[done : done + _READ_NBYTES]
+                count = self._client_of(self._file).read_into(self._root, self._token, self._file, offset + done, part)
+                if count == 0:
+                    break
+                done += count
+        except (OSError, PacelineError, ValueError) as error:
+            raise FileNotFoundError(str(error)) from error
+        return done
+
+    def close(self) -> None:
+        pass
 
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A whole checkpoint.
+    """A whole checkpoint in caches.
 
     Attributes:
-        token, sequence, step: as in its manifest.
-        files: their sizes.
-        holders: for each file the identities of the vaults that have it.
-        describers: the vaults that have the manifest.
+        token: the checkpoint's token.
+        sequence: its sequence number.
+        step: the training step, if any.
+        files: the sizes of its files in bytes.
+        holders: for each file the identities of the caches that have it.
+        describers: the identities of the caches that have the manifest.
     """
 
     token: str
@@ -50,18 +298,18 @@ class FoundCheckpoint:
 
 
 def newest_cached(inventories: Sequence[Inventory]) -> tuple[FoundCheckpoint | None, list[str]]:
-    """Returns the newest checkpoint all of whose files some vault has, and why newer ones are not whole.
+    """Returns the newest checkpoint whose files are all in some cache, and why newer ones are not whole.
 
     Args:
-        inventories: of all vaults that can be reached; a vault may be among them several times.
+        inventories: the inventories of all caches that can be reached, some perhaps several times.
     """
-    vaults = {each.vault: each for each in inventories}
+    vaults = {inventory.vault: inventory for inventory in inventories}
     entries: dict[str, dict[str, CachedCheckpoint]] = {}
     for name, inventory in vaults.items():
         for entry in inventory.entries:
             entries.setdefault(entry.token, {})[name] = entry
     why: list[str] = []
-    for token in sorted(entries, key=lambda each: (*_age(entries[each]), each), reverse=True):
+    for token in sorted(entries, key=lambda token: (*_age(entries[token]), token), reverse=True):
         found, fault = _whole(token, entries[token])
         if found is not None:
             return found, why
@@ -70,12 +318,12 @@ def newest_cached(inventories: Sequence[Inventory]) -> tuple[FoundCheckpoint | N
 
 
 def _sequence(having: Mapping[str, CachedCheckpoint]) -> int:
-    return max(each.sequence for each in having.values())
+    return max(entry.sequence for entry in having.values())
 
 
 def _age(having: Mapping[str, CachedCheckpoint]) -> tuple[int, int]:
-    """Returns what orders checkpoints. Two may have one sequence: a new first rank knows only those on the disk."""
-    return _sequence(having), max(-1 if each.step is None else each.step for each in having.values())
+    """Returns the sort key of a checkpoint. The step breaks ties: a new rank 0 has only the disk's sequences."""
+    return _sequence(having), max(-1 if entry.step is None else entry.step for entry in having.values())
 
 
 def _whole(token: str, having: Mapping[str, CachedCheckpoint]) -> tuple[FoundCheckpoint | None, str]:
@@ -92,279 +340,3 @@ def _whole(token: str, having: Mapping[str, CachedCheckpoint]) -> tuple[FoundChe
     if missing:
         return None, f"of the copies of step {step} no launcher has {missing[0]}"
     return FoundCheckpoint(token, _sequence(having), step, files, holders, describers), ""
-
-
-@dataclass(frozen=True)
-class CacheLocation:
-    """Where a rank's launcher keeps copies.
-
-    Attributes: `vault`, its identity; `host`, the same for all ranks of a machine; `address`, HOST:PORT for others.
-    """
-
-    vault: str
-    host: str
-    address: str
-
-
-def targets(everyone: Sequence[CacheLocation], rank: int, copies: int) -> list[CacheLocation]:
-    """Returns the vaults into which a rank writes, its own first.
-
-    Hosts are in the order of their first ranks, and each has its copies on the ones that follow it, so that every host
-    keeps about as much for others as others keep for it. There are fewer copies where there are fewer other hosts.
-
-    >>> a, b, c = (Presence(f"v{host}", host, f"{host}:1") for host in "abc")
-    >>> [each.host for each in targets([a, a, b, c], 1, 1)], [each.host for each in targets([a, a, b, c], 3, 2)]
-    (['a', 'b'], ['c', 'a', 'b'])
-    >>> [each.host for each in targets([a, a], 1, 1)]
-    ['a']
-    """
-    firsts: dict[str, CacheLocation] = {}
-    for each in everyone:
-        firsts.setdefault(each.host, each)
-    hosts = list(firsts)
-    own = hosts.index(everyone[rank].host)
-    others = [hosts[(own + distance) % len(hosts)] for distance in range(1, min(copies, len(hosts) - 1) + 1)]
-    return [everyone[rank], *(firsts[host] for host in others if firsts[host].address)]
-
-
-_READ_NBYTES = 32 << 20  # of one request
-
-
-class ReplicaTarget:
-    """Where a rank writes its part: into all of these vaults, in each of which `Begin` has been said."""
-
-    def __init__(self, clients: Sequence[CacheClient], root: str, token: str) -> None:
-        self._clients, self._root, self._token = clients, root, token
-
-    def describe(self, name: str = "") -> str:
-        """Returns what messages call a file."""
-        return f"the copy in memory of {name.rpartition('/')[2] or self._root}"
-
-    def free_nbytes(self) -> int | None:
-        """Returns None: the vaults have been asked when the copy was begun."""
-        return None
-
-    def create(self, name: str) -> _ReplicaFile:
-        """Makes a file."""
-        return _ReplicaFile(self._clients, self._root, self._token, name.rpartition("/")[2])
-
-    def sync_directory(self, name: str) -> None:
-        """Does nothing: a vault has a file when it is finished."""
-
-
-class _ReplicaFile:
-    def __init__(self, clients: Sequence[CacheClient], root: str, token: str, file: str) -> None:
-        self._clients, self._root, self._token, self._file = clients, root, token, file
-
-    def write(self, views: Sequence[memoryview]) -> None:
-        for client in self._clients:
-            client.write(self._root, self._token, self._file, views)
-
-    def commit(self) -> None:
-        for client in self._clients:
-            client.finish(self._root, self._token, self._file)
-
-    def close(self) -> None:
-        """Does nothing: what is not finished is forgotten with the connection."""
-
-
-class ReplicaSource:
-    """A checkpoint whose files are in vaults, as a place that has this one only.
-
-    Args:
-        root: the directory on the disk that these are copies of.
-        token: of the checkpoint.
-        manifest: what its manifest's file would hold.
-        files: their sizes.
-        client_of: returns a connection to a vault that has a file.
-    """
-
-    def __init__(
-        self,
-        root: str,
-        token: str,
-        manifest: bytes,
-        files: Mapping[str, int],
-        client_of: Callable[[str], CacheClient],
-    ) -> None:
-        self._root, self._token, self._manifest, self._files = root, token, manifest, files
-        self._client_of = client_of
-
-    def describe(self, name: str = "") -> str:
-        """Returns what messages call the checkpoint or a file of it."""
-        return f"{self._root} in memory" + (f": {name}" if name else "")
-
-    def free_nbytes(self) -> int | None:
-        """Returns None: nothing is written here."""
-        return None
-
-    def size(self, name: str) -> int | None:
-        """Returns a file's size in bytes; None if there is no such file."""
-        return len(self._manifest) if name == MANIFEST else self._files.get(name)
-
-    def open(self, name: str) -> _Text | _CachedFile:
-        """Opens a file for reading.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-        """
-        if name == MANIFEST:
-            return _Text(self._manifest)
-        if name not in self._files:
-            raise FileNotFoundError(f"there is no {name}")
-        return _CachedFile(self._root, self._token, name, self._files[name], self._client_of)
-
-    def share(self, directory: str) -> _Text:
-        """Does nothing: a checkpoint stays until the second one after it is begun."""
-        return _Text(b"")
-
-
-class _Text:
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    def size(self) -> int:
-        return len(self._data)
-
-    def read_into(self, at: int, buffer: memoryview) -> int:
-        part = self._data[at : at + len(buffer)]
-        buffer[: len(part)] = part
-        return len(part)
-
-    def close(self) -> None:
-        pass
-
-
-class _CachedFile:
-    def __init__(self, root: str, token: str, file: str, nbytes: int, client_of: Callable[[str], CacheClient]) -> None:
-        self._root, self._token, self._file, self._nbytes = root, token, file, nbytes
-        self._client_of = client_of
-
-    def size(self) -> int:
-        return self._nbytes
-
-    def read_into(self, at: int, buffer: memoryview) -> int:
-        """Fills a buffer; a vault that is gone, or has given the file up, is one without the file."""
-        done = 0
-        try:
-            while done < len(buffer):
-                part = buffer[done : done + _READ_NBYTES]
-                count = self._client_of(self._file).read_into(self._root, self._token, self._file, at + done, part)
-                if count == 0:
-                    break
-                done += count
-        except (OSError, PacelineError, ValueError) as error:
-            raise FileNotFoundError(str(error)) from error
-        return done
-
-    def close(self) -> None:
-        pass
-
-
-class ReplicationChannel(Protocol):
-    """How ranks tell each other what they have done, as `talking.Talk`."""
-
-    rank: int
-    size: int
-
-    def collect(self, mine: bytes) -> list[bytes]:
-        """Returns what every rank has, on rank 0."""
-        ...
-
-    def announce(self, text: bytes) -> bytes:
-        """Returns what rank 0 has."""
-        ...
-
-
-@dataclass(frozen=True)
-class Replication:
-    """What a rank copies where.
-
-    Attributes:
-        root: the directory on the disk, by rank 0's path.
-        draft: of the checkpoint.
-        keep: the token of the checkpoint that stays until this one is whole; None if there is none.
-        pieces: what this rank writes.
-        values: the plain values that it contributes.
-        addresses: of the vaults that it writes into.
-        vaults: all that take part, by identity, with their addresses for other hosts.
-    """
-
-    root: str
-    draft: Draft
-    keep: str | None
-    pieces: Sequence[WriteItem]
-    values: Mapping[str, Json]
-    addresses: Sequence[str]
-    vaults: Mapping[str, str]
-
-
-def replicate_checkpoint(
-    copying: Replication,
-    talks: tuple[ReplicationChannel, ReplicationChannel],
-    dial: Callable[[str], CacheClient],
-    told: Callable[[Callable[[], bytes]], bytes],
-    heard: Callable[[bytes], bytes],
-) -> None:
-    """Copies a checkpoint into vaults; every rank calls this. It is there on all of them when this returns.
-
-    Rank 0 announces in either round what came of it, also if a rank could not be heard: the others wait for that.
-
-    Args:
-        talks: one for each of the two rounds.
-        dial: connects to a vault.
-        told, heard: turn what a rank has done, or why it could not, into bytes and back.
-
-    Raises:
-        CheckpointError: a rank or a vault failed.
-    """
-    first, second = talks
-    with ExitStack() as closing:
-        clients: list[CacheClient] = []
-
-        def write() -> bytes:
-            for address in copying.addresses:
-                clients.append(dial(address))
-                closing.callback(clients[-1].close)
-            return _written(copying, clients, first.rank)
-
-        def commit() -> bytes:
-            manifest = heard(verdict)
-            files = {name: each.nbytes for name, each in manifest_json.from_bytes(manifest, "").files.items()}
-            for client in clients:
-                client.commit(copying.root, copying.draft.token, manifest, files, copying.vaults)
-            return b""
-
-        written = told(write)
-        verdict = first.announce(
-            told(lambda: _manifest(copying, [heard(each) for each in first.collect(written)], first.size))
-        )
-        committed = told(commit)
-        heard(second.announce(told(lambda: _require_all(second.collect(committed), heard))))
-    failpoint("copies.done")
-
-
-def _written(copying: Replication, clients: Sequence[CacheClient], rank: int) -> bytes:
-    draft, nbytes = copying.draft, sum(each.nbytes for each in copying.pieces)
-    for client in clients:
-        client.begin(BeginCopy(copying.root, draft.token, draft.sequence, draft.step, copying.keep, nbytes))
-    part = write_part(ReplicaTarget(clients, copying.root, draft.token), draft, rank, copying.pieces)
-    return json.dumps([manifest_json.part_to_bytes(part).decode(), copying.values]).encode()
-
-
-def _require_all(outcomes: Sequence[bytes], heard: Callable[[bytes], bytes]) -> bytes:
-    for each in outcomes:
-        heard(each)
-    return b""
-
-
-def _manifest(copying: Replication, everyone: Sequence[bytes], size: int) -> bytes:
-    """Returns the manifest, on rank 0; where several ranks have a value, that of the first one counts."""
-    if not everyone:
-        return b""
-    answers = [json.loads(each) for each in everyone]
-    parts = [manifest_json.part_from_bytes(part.encode()) for part, _ in answers]
-    values: dict[str, Json] = {}
-    for _, own in reversed(answers):
-        values |= own
-    return manifest_json.to_bytes(manifest_of(copying.draft, parts, values, size, None))

@@ -1,0 +1,87 @@
+"""Results of ranks, or their errors, as bytes, and the protocol of the channels by which ranks exchange them.
+
+Imports no torch, since `peer_memory` uses it.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Protocol
+
+from paceline.errors import CheckpointDamagedError, CheckpointError
+
+_THIS_PROCESS = "this process"
+_SUCCESS, _FAILURE, _DAMAGE = b"+", b"-", b"!"
+
+
+class RankChannel(Protocol):
+    """Exchanges bytes between ranks, which must call its methods in the same order.
+
+    Attributes:
+        rank: this rank.
+        size: the number of ranks.
+        me: this rank's name in messages.
+    """
+
+    rank: int
+    size: int
+    me: str
+
+    def gather(self, mine: bytes) -> list[bytes]:
+        """Returns the bytes of every rank on rank 0, and an empty list on the others."""
+        ...
+
+    def broadcast(self, data: bytes) -> bytes:
+        """Returns the bytes of rank 0."""
+        ...
+
+
+def encode_result(work: Callable[[], bytes], me: str) -> bytes:
+    """Calls `work` and encodes its result or its error for other ranks; `decode_result` is the inverse.
+
+    An error that names no rank is prefixed with this one's name, `me`.
+    """
+    try:
+        return _SUCCESS + work()
+    except CheckpointDamagedError as error:
+        return _DAMAGE + _prefixed(me, str(error))
+    except (CheckpointError, OSError, TypeError, ValueError) as error:
+        return _FAILURE + _prefixed(me, str(error))
+    except Exception as error:  # raised by code of the user; the other ranks must not wait for this one
+        return _FAILURE + _prefixed(me, f"{error!r}\n{traceback.format_exc()}")
+
+
+def decode_result(answer: bytes) -> bytes:
+    """Returns the result of a rank's work.
+
+    Raises:
+        CheckpointDamagedError, CheckpointError: the work failed.
+    """
+    if is_success(answer):
+        return answer[1:]
+    error = CheckpointDamagedError if answer[:1] == _DAMAGE else CheckpointError
+    raise error(answer[1:].decode())
+
+
+def require_success(answers: list[bytes]) -> bytes:
+    """Raises the first error among encoded results; returns b"" if all ranks succeeded."""
+    for answer in answers:
+        decode_result(answer)
+    return b""
+
+
+def is_success(answer: bytes) -> bool:
+    """Returns whether a rank's work succeeded."""
+    return answer[:1] == _SUCCESS
+
+
+def fault_of(answer: bytes) -> str | None:
+    """Returns the error of a rank's work; None if it succeeded."""
+    return None if is_success(answer) else answer[1:].decode()
+
+
+def _prefixed(me: str, text: str) -> bytes:
+    if text.startswith(_THIS_PROCESS):
+        return (me + text[len(_THIS_PROCESS) :]).encode()
+    return (text if me == _THIS_PROCESS or text.startswith("rank ") else f"{me}: {text}").encode()
