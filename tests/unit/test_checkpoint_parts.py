@@ -157,9 +157,9 @@ def test_headers_are_those_of_the_safetensors_package():
         "c": ("U8", [16]),  # every version of safetensors can read it as bytes
         "d": ("U8", [0]),
     }
-    assert bytes(read["b"]["data"]) == data[24:26] and slots[1].at == len(header) + 24
+    assert bytes(read["b"]["data"]) == data[24:26] and slots[1].offset == len(header) + 24
     assert len(header) % 8 == 0 and length_of(header) == len(header)
-    assert [(each.key, each.at) for each in read_header(header)[0]] == [(each.key, each.at) for each in slots]
+    assert [(each.key, each.offset) for each in read_header(header)[0]] == [(each.key, each.offset) for each in slots]
 
 
 @pytest.mark.parametrize("header", [b"", b"PK\3\4 zip!", (5).to_bytes(8, "little") + b"[1,2]"])

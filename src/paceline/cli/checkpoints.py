@@ -1,14 +1,6 @@
-"""Any checkpoint, Paceline's or another library's, as the commands see it: tensors by name, and plain values.
+"""The commands `paceline checkpoint export`, `verify`, `diff` and `inspect`.
 
-`paceline checkpoint export`: a model as one safetensors file.
-
-The plain values of a tree by their paths.
-
-`paceline checkpoint verify`: every byte of a checkpoint against its digest.
-
-`paceline checkpoint diff`: the tensors and values in which two checkpoints differ.
-
-`paceline checkpoint inspect`: the checkpoints of a directory, or what one holds.
+`CheckpointContents` presents any checkpoint, Paceline's or another library's, as tensors by name and plain values.
 """
 
 from __future__ import annotations
@@ -33,9 +25,9 @@ from paceline.train.checkpoint.format.checkpoint import (
     unfinished,
 )
 from paceline.train.checkpoint.format.checkpoint import export as write
-from paceline.train.checkpoint.format.manifest import FILE, Manifest
+from paceline.train.checkpoint.format.manifest import FILE
 from paceline.train.checkpoint.format.safetensors_header import ITEMSIZE, nbytes_of
-from paceline.train.checkpoint.format.storage import ProgressPrinter, Storage, open_storage, size
+from paceline.train.checkpoint.format.storage import ProgressPrinter, Storage, open_storage, size_text
 from paceline.train.checkpoint.format.values import SEPARATOR, Json, encode, unescaped
 
 if TYPE_CHECKING:
@@ -47,59 +39,96 @@ if TYPE_CHECKING:
 _MOST_NAMED = 8
 
 
-def export_model(options: argparse.Namespace) -> int:
-    """Writes the file; returns the exit code."""
-    with open_checkpoint(options.path) as checkpoint:
-        names = exported_names(list(checkpoint.manifest.tensors), options.only)
-        if not names:
-            entries = sorted({name.split(SEPARATOR)[0] for name in checkpoint.manifest.tensors})
-            print(
-                f"paceline checkpoint export: {checkpoint.describe()} has no tensors in {options.only!r}; it has "
-                f"{and_more(entries, _MOST_NAMED)}: choose one with --only, or --only '' for all",
-                file=sys.stderr,
-            )
-            return 2
-        nbytes = write(checkpoint, names, options.output, ProgressPrinter("paceline checkpoint export: wrote"))
-    print(f"{options.output}: {len(names)} tensors, {size(nbytes)}, of {checkpoint.describe()}")
+def inspect(options: argparse.Namespace) -> int:
+    """Prints the checkpoints of a directory, or the contents of one checkpoint; returns the exit code."""
+    if foreign_at(options.path) is not None:
+        _show_foreign(contents_of(options.path), options.json)
+        return 0
+    storage = open_storage(options.path)
+    if storage.size(FILE) is not None:
+        with Checkpoint(storage, "") as checkpoint:
+            _show_checkpoint(checkpoint, options.json)
+        return 0
+    listings = listing_of(storage)
+    if not listings and not unfinished(storage):
+        print(f"paceline checkpoint inspect: {storage.describe()} is no checkpoint and has none in it", file=sys.stderr)
+        return 2
+    _show_root(storage, listings, options.json)
     return 0
 
 
-def exported_names(tensors: list[str], entry: str) -> dict[str, str]:
-    """Returns the tensors of an entry of the state with the names that they have within it.
+def _show_root(storage: Storage, listings: list[Listing], as_json: bool) -> None:
+    latest, dead = latest_name(storage), unfinished(storage)
+    if as_json:
+        print(json.dumps({"latest": latest, "checkpoints": [asdict(each) for each in listings], "unfinished": dead}))
+        return
+    for each in listings:
+        mark = "  <- latest" if each.name == latest else ""
+        step = "" if each.step is None else f"step {each.step}"
+        state = "whole" if each.fault is None else f"DAMAGED: {each.fault}"
+        print(f"{each.name:<20} {step:<14} {size_text(each.nbytes):>10}  {state}{mark}")
+    for name in dead:
+        state = "is being written" if storage.is_held(name) else "was not finished; the next save removes it"
+        print(f"{name}  {state}")
 
-    >>> exported_names(["model/layer.0.weight", "optimizer/state/0/exp_avg"], "model")
-    {'model/layer.0.weight': 'layer.0.weight'}
-    """
-    prefix = f"{entry}{SEPARATOR}" if entry else ""
-    return {name: unescaped(name[len(prefix) :]) for name in tensors if name.startswith(prefix)}
+
+def _show_checkpoint(checkpoint: Checkpoint, as_json: bool) -> None:
+    manifest = checkpoint.manifest
+    nbytes = sum(file.nbytes for file in manifest.files.values())
+    if as_json:
+        facts = {
+            "step": manifest.step,
+            "sequence": manifest.sequence,
+            "world_size": manifest.world_size,
+            "written_at_s": manifest.written_at_s,
+            "paceline": manifest.paceline,
+            "nbytes": nbytes,
+        }
+        tensors = {
+            name: {"dtype": each.dtype, "shape": each.shape, "pieces": len(each.pieces)}
+            for name, each in manifest.tensors.items()
+        }
+        print(json.dumps({**facts, "tensors": tensors, "values": manifest.values}))
+        return
+    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(manifest.written_at_s))
+    step = "" if manifest.step is None else f"step {manifest.step}, "
+    ranks = f"{manifest.world_size} rank" + "s" * (manifest.world_size != 1)
+    print(f"{checkpoint.describe()}: {step}saved {when} by {ranks} of Paceline {manifest.paceline}")
+    print(f"{len(manifest.tensors)} tensors in {len(manifest.files)} files, {size_text(nbytes)}")
+    _show_tensors(
+        {
+            name: (each.dtype, each.shape, "" if len(each.pieces) == 1 else f"{len(each.pieces)} pieces")
+            for name, each in manifest.tensors.items()
+        }
+    )
+    _show_values(dict(leaves(manifest.values)))
 
 
-def leaves(value: Json, name: str = "") -> list[tuple[str, Json]]:
-    """Returns the plain values of a tree with their paths; references to tensors are left out.
+def _show_foreign(source: CheckpointContents, as_json: bool) -> None:
+    if as_json:
+        tensors = {name: {"dtype": dtype, "shape": shape} for name, (dtype, shape) in source.tensors.items()}
+        print(json.dumps({"title": source.title, "tensors": tensors, "values": source.values}))
+        return
+    print(f"{source.title}: {len(source.tensors)} tensors")
+    _show_tensors({name: (dtype, shape, "") for name, (dtype, shape) in source.tensors.items()})
+    _show_values(source.values)
 
-    >>> leaves({"step": 7, "rates": [0.1, {"$tensor": "a"}], "losses": []})
-    [('step', 7), ('rates/0', 0.1), ('losses', [])]
-    """
-    if isinstance(value, dict) and set(value) == {"$tensor"}:
-        return []
-    members: list[tuple[str, Json]]
-    if isinstance(value, dict) and not any(key.startswith("$") for key in value):
-        members = list(value.items())
-    elif isinstance(value, list):
-        members = [(str(index), each) for index, each in enumerate(value)]
-    elif isinstance(value, dict) and isinstance(inner := value.get("$tuple", value.get("$dict")), list):
-        members = [(str(index), each) for index, each in enumerate(inner)]
-        if "$dict" in value:
-            members = [(json.dumps(pair[0]), pair[1]) for pair in inner if isinstance(pair, list)]
-    else:
-        return [(name, value)]
-    if name and not members:
-        return [(name, value)]
-    return [leaf for key, each in members for leaf in leaves(each, f"{name}/{key}" if name else key)]
+
+def _show_tensors(tensors: dict[str, tuple[str, tuple[int, ...], str]]) -> None:
+    width = max(map(len, tensors), default=0)
+    for name, (dtype, shape, note) in tensors.items():
+        extents = " x ".join(map(str, shape)) or "scalar"
+        nbytes = size_text(nbytes_of(dtype, shape)) if dtype in ITEMSIZE else ""
+        print(f"  {name:<{width}}  {dtype:<8} {extents:<16} {nbytes:>9}  {note}".rstrip())
+
+
+def _show_values(values: dict[str, Json]) -> None:
+    for name, value in values.items():
+        print(f"  {name} = {json.dumps(value)}")
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Prints a line for each checkpoint and each fault; returns the exit code."""
+    """Compares all bytes of checkpoints with their digests; prints the faults; returns the exit code."""
     storage = open_storage(options.path)
     names = [""] if storage.size(FILE) is not None else [each.name for each in listing_of(storage)]
     if not names:
@@ -127,94 +156,14 @@ def _verify_one(storage: Storage, name: str) -> list[str]:
     except CheckpointError as error:
         faults = [str(error)]
     if not faults:
-        print(f"{where}: whole; {tensors} tensors, {size(nbytes)} compared with their digests")
+        print(f"{where}: whole; {tensors} tensors, {size_text(nbytes)} compared with their digests")
     for fault in faults:
         print(f"{where}: DAMAGED: {fault}")
     return faults
 
 
-@dataclass(frozen=True)
-class CheckpointContents:
-    """What a checkpoint holds.
-
-    Attributes: `title`, what it is and where; `tensors`, type and shape by name; `values`, by path; `read`, which
-    returns a tensor; `checkpoint`, if it is Paceline's; and `closing`, which closes it.
-    """
-
-    title: str
-    tensors: dict[str, tuple[str, tuple[int, ...]]]
-    values: dict[str, Json]
-    read: Callable[[str], torch.Tensor]
-    checkpoint: Checkpoint | None
-    closing: AbstractContextManager[object]
-
-
-def contents_of(path: str) -> CheckpointContents:
-    """Opens what is at a path.
-
-    Raises:
-        CheckpointError: there is nothing that can be read.
-    """
-    foreign = foreign_at(path)
-    if foreign is None:
-        checkpoint = open_checkpoint(path)
-        manifest = checkpoint.manifest
-        return CheckpointContents(
-            title=checkpoint.describe(),
-            tensors={name: (each.dtype, each.shape) for name, each in manifest.tensors.items()},
-            values=dict(leaves(manifest.values)),
-            read=lambda name: _tensor(checkpoint, name),
-            checkpoint=checkpoint,
-            closing=checkpoint,
-        )
-    return CheckpointContents(
-        title=f"{foreign.path} ({foreign.kind})",
-        tensors={name: (str(each.dtype).removeprefix("torch."), each.shape) for name, each in foreign.tensors.items()},
-        values=dict(leaves(_shown(foreign.tree))),
-        read=foreign.read,
-        checkpoint=None,
-        closing=nullcontext(),
-    )
-
-
-def foreign_at(path: str) -> ForeignCheckpoint | None:
-    """Returns what another library saved at a path; None if there is no such thing."""
-    if not Path(path).is_file() and not Path(path, ".metadata").is_file():
-        return None
-    from paceline.train.checkpoint.foreign.foreign_file import open_foreign
-
-    try:
-        return open_foreign(path)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-
-
-def _tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    import torch
-
-    from paceline.train.checkpoint.pytree import type_of
-
-    entry = checkpoint.entry(name)
-    data = checkpoint.read(name)
-    if not data:
-        return torch.empty(entry.shape, dtype=type_of(entry.dtype))
-    return torch.frombuffer(data, dtype=type_of(entry.dtype)).reshape(entry.shape)
-
-
-def _shown(value: object) -> Json:
-    """Returns a value as JSON; what JSON cannot hold is shown as text."""
-    if isinstance(value, dict):
-        return {str(key): _shown(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_shown(each) for each in value]
-    try:
-        return encode(value)
-    except TypeError:
-        return str(value)
-
-
 def diff(options: argparse.Namespace) -> int:
-    """Prints a line for each difference; returns the exit code."""
+    """Prints the tensors and values in which two checkpoints differ; returns the exit code."""
     first, second = contents_of(options.first), contents_of(options.second)
     with first.closing, second.closing:
         differences = [*_tensors(first, second, options.only), *_values(first, second, options.only)]
@@ -244,7 +193,7 @@ def _tensors(first: CheckpointContents, second: CheckpointContents, only: str | 
 
 
 def _have_same_digests(first: Checkpoint | None, second: Checkpoint | None, name: str) -> bool:
-    """Whether two tensors are known to be equal without being read, since they were cut alike."""
+    """Returns whether two tensors are equal by their digests, which requires that they were cut alike."""
     if first is None or second is None:
         return False
     one, other = first.entry(name), second.entry(name)
@@ -260,12 +209,11 @@ def _difference(name: str, one: torch.Tensor, other: torch.Tensor) -> list[str]:
 
     if one.dtype != other.dtype or one.shape != other.shape:
         return [f"{name}: {_kind(one)} and {_kind(other)}"]
-    # Bits are compared, so that NaN equals NaN and 0.0 does not equal -0.0.
-    bits, other_bits = (each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
+    # Bits are compared, so that NaN equals NaN, and 0.0 differs from -0.0.
+    bits, other_bits = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
     if torch.equal(bits, other_bits):
         return []
-    size = one.element_size()
-    differs = (bits != other_bits).reshape(-1, size).any(1)
+    differs = (bits != other_bits).reshape(-1, one.element_size()).any(1)
     wide = torch.complex128 if one.is_complex() else torch.float64
     distance = (one.reshape(-1)[differs].to(wide) - other.reshape(-1)[differs].to(wide)).abs()
     return [f"{name}: {int(differs.sum())} of {one.numel()} elements differ, by up to {distance.max().item():.3g}"]
@@ -288,92 +236,137 @@ def _values(first: CheckpointContents, second: CheckpointContents, only: str | N
     return lines
 
 
-def inspect(options: argparse.Namespace) -> int:
-    """Prints what is there; returns the exit code."""
-    if foreign_at(options.path) is not None:
-        _show_foreign(contents_of(options.path), options.json)
-        return 0
-    storage = open_storage(options.path)
-    if storage.size(FILE) is not None:
-        with Checkpoint(storage, "") as checkpoint:
-            _show_checkpoint(checkpoint, options.json)
-        return 0
-    listings = listing_of(storage)
-    if not listings and not unfinished(storage):
-        print(f"paceline checkpoint inspect: {storage.describe()} is no checkpoint and has none in it", file=sys.stderr)
-        return 2
-    _show_root(storage, listings, options.json)
+def export_model(options: argparse.Namespace) -> int:
+    """Writes tensors of a checkpoint as one safetensors file; returns the exit code."""
+    with open_checkpoint(options.path) as checkpoint:
+        names = exported_names(list(checkpoint.manifest.tensors), options.only)
+        if not names:
+            entries = sorted({name.split(SEPARATOR)[0] for name in checkpoint.manifest.tensors})
+            print(
+                f"paceline checkpoint export: {checkpoint.describe()} has no tensors in {options.only!r}; it has "
+                f"{and_more(entries, _MOST_NAMED)}: choose one with --only, or --only '' for all",
+                file=sys.stderr,
+            )
+            return 2
+        nbytes = write(checkpoint, names, options.output, ProgressPrinter("paceline checkpoint export: wrote"))
+    print(f"{options.output}: {len(names)} tensors, {size_text(nbytes)}, of {checkpoint.describe()}")
     return 0
 
 
-def _show_root(storage: Storage, listings: list[Listing], as_json: bool) -> None:
-    latest, dead = latest_name(storage), unfinished(storage)
-    if as_json:
-        print(json.dumps({"latest": latest, "checkpoints": [asdict(each) for each in listings], "unfinished": dead}))
-        return
-    for each in listings:
-        mark = "  <- latest" if each.name == latest else ""
-        step = "" if each.step is None else f"step {each.step}"
-        state = "whole" if each.fault is None else f"DAMAGED: {each.fault}"
-        print(f"{each.name:<20} {step:<14} {size(each.nbytes):>10}  {state}{mark}")
-    for name in dead:
-        state = "is being written" if storage.is_held(name) else "was not finished; the next save removes it"
-        print(f"{name}  {state}")
+def exported_names(tensors: list[str], entry: str) -> dict[str, str]:
+    """Returns the names of the tensors of an entry of the state, and their names within it.
+
+    >>> exported_names(["model/layer.0.weight", "optimizer/state/0/exp_avg"], "model")
+    {'model/layer.0.weight': 'layer.0.weight'}
+    """
+    prefix = f"{entry}{SEPARATOR}" if entry else ""
+    return {name: unescaped(name[len(prefix) :]) for name in tensors if name.startswith(prefix)}
 
 
-def _show_checkpoint(checkpoint: Checkpoint, as_json: bool) -> None:
-    manifest = checkpoint.manifest
-    if as_json:
-        tensors = {
-            name: {"dtype": each.dtype, "shape": each.shape, "pieces": len(each.pieces)}
-            for name, each in manifest.tensors.items()
-        }
-        print(json.dumps({**_facts(manifest), "tensors": tensors, "values": manifest.values}))
-        return
-    facts = _facts(manifest)
-    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(manifest.written_at_s))
-    step = "" if manifest.step is None else f"step {manifest.step}, "
-    ranks = f"{manifest.world_size} rank" + "s" * (manifest.world_size != 1)
-    print(f"{checkpoint.describe()}: {step}saved {when} by {ranks} of Paceline {manifest.paceline}")
-    print(f"{len(manifest.tensors)} tensors in {len(manifest.files)} files, {size(int(str(facts['nbytes'])))}")
-    _show_tensors(
-        {
-            name: (each.dtype, each.shape, "" if len(each.pieces) == 1 else f"{len(each.pieces)} pieces")
-            for name, each in manifest.tensors.items()
-        }
+@dataclass(frozen=True)
+class CheckpointContents:
+    """The contents of a checkpoint.
+
+    Attributes:
+        title: the path, and the kind of a checkpoint of another library.
+        tensors: the types and shapes of the tensors, by name.
+        values: the plain values, by path.
+        read: a function that returns a tensor.
+        checkpoint: the checkpoint, if it is Paceline's.
+        closing: a context that closes it.
+    """
+
+    title: str
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
+    values: dict[str, Json]
+    read: Callable[[str], torch.Tensor]
+    checkpoint: Checkpoint | None
+    closing: AbstractContextManager[object]
+
+
+def contents_of(path: str) -> CheckpointContents:
+    """Opens the checkpoint at a path.
+
+    Raises:
+        CheckpointError: there is no checkpoint that can be read.
+    """
+    foreign = foreign_at(path)
+    if foreign is None:
+        checkpoint = open_checkpoint(path)
+        manifest = checkpoint.manifest
+        return CheckpointContents(
+            title=checkpoint.describe(),
+            tensors={name: (each.dtype, each.shape) for name, each in manifest.tensors.items()},
+            values=dict(leaves(manifest.values)),
+            read=lambda name: _tensor(checkpoint, name),
+            checkpoint=checkpoint,
+            closing=checkpoint,
+        )
+    return CheckpointContents(
+        title=f"{foreign.path} ({foreign.kind})",
+        tensors={name: (str(each.dtype).removeprefix("torch."), each.shape) for name, each in foreign.tensors.items()},
+        values=dict(leaves(_shown(foreign.tree))),
+        read=foreign.read,
+        checkpoint=None,
+        closing=nullcontext(),
     )
-    _show_values(dict(leaves(manifest.values)))
 
 
-def _show_foreign(source: CheckpointContents, as_json: bool) -> None:
-    if as_json:
-        tensors = {name: {"dtype": dtype, "shape": shape} for name, (dtype, shape) in source.tensors.items()}
-        print(json.dumps({"title": source.title, "tensors": tensors, "values": source.values}))
-        return
-    print(f"{source.title}: {len(source.tensors)} tensors")
-    _show_tensors({name: (dtype, shape, "") for name, (dtype, shape) in source.tensors.items()})
-    _show_values(source.values)
+def foreign_at(path: str) -> ForeignCheckpoint | None:
+    """Opens a checkpoint of another library; returns None if the path is not that of one."""
+    if not Path(path).is_file() and not Path(path, ".metadata").is_file():
+        return None
+    from paceline.train.checkpoint.foreign.foreign_file import open_foreign
+
+    try:
+        return open_foreign(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def _show_tensors(tensors: dict[str, tuple[str, tuple[int, ...], str]]) -> None:
-    width = max(map(len, tensors), default=0)
-    for name, (dtype, shape, note) in tensors.items():
-        extents = " x ".join(map(str, shape)) or "scalar"
-        nbytes = size(nbytes_of(dtype, shape)) if dtype in ITEMSIZE else ""
-        print(f"  {name:<{width}}  {dtype:<8} {extents:<16} {nbytes:>9}  {note}".rstrip())
+def _tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    import torch
+
+    from paceline.train.checkpoint.pytree import type_of
+
+    entry = checkpoint.entry(name)
+    data = checkpoint.read(name)
+    if not data:
+        return torch.empty(entry.shape, dtype=type_of(entry.dtype))
+    return torch.frombuffer(data, dtype=type_of(entry.dtype)).reshape(entry.shape)
 
 
-def _show_values(values: dict[str, Json]) -> None:
-    for name, value in values.items():
-        print(f"  {name} = {json.dumps(value)}")
+def _shown(value: object) -> Json:
+    """Returns a value as JSON, with texts for values that a checkpoint cannot hold."""
+    if isinstance(value, dict):
+        return {str(key): _shown(member) for key, member in value.items()}
+    if isinstance(value, list):
+        return [_shown(member) for member in value]
+    try:
+        return encode(value)
+    except TypeError:
+        return str(value)
 
 
-def _facts(manifest: Manifest) -> dict[str, object]:
-    return {
-        "step": manifest.step,
-        "sequence": manifest.sequence,
-        "world_size": manifest.world_size,
-        "written_at_s": manifest.written_at_s,
-        "paceline": manifest.paceline,
-        "nbytes": sum(each.nbytes for each in manifest.files.values()),
-    }
+def leaves(value: Json, name: str = "") -> list[tuple[str, Json]]:
+    """Returns the plain values of a tree with their paths, without references to tensors.
+
+    >>> leaves({"step": 7, "rates": [0.1, {"$tensor": "a"}], "losses": []})
+    [('step', 7), ('rates/0', 0.1), ('losses', [])]
+    """
+    if isinstance(value, dict) and set(value) == {"$tensor"}:
+        return []
+    members: list[tuple[str, Json]]
+    if isinstance(value, dict) and not any(key.startswith("$") for key in value):
+        members = list(value.items())
+    elif isinstance(value, list):
+        members = [(str(index), member) for index, member in enumerate(value)]
+    elif isinstance(value, dict) and isinstance(inner := value.get("$tuple", value.get("$dict")), list):
+        members = [(str(index), member) for index, member in enumerate(inner)]
+        if "$dict" in value:
+            members = [(json.dumps(pair[0]), pair[1]) for pair in inner if isinstance(pair, list)]
+    else:
+        return [(name, value)]
+    if name and not members:
+        return [(name, value)]
+    return [leaf for key, member in members for leaf in leaves(member, f"{name}/{key}" if name else key)]

@@ -1,6 +1,6 @@
-"""Reads what others saved: files of torch.save, directories of torch.distributed.checkpoint, safetensors files.
+"""Reads checkpoints of other libraries: files of torch.save, directories of torch.distributed.checkpoint, safetensors.
 
-Nothing of it is trusted: pickles are read by unpicklers that know tensors and plain values, and nothing else.
+No file is trusted: pickles are read by unpicklers that build tensors and plain values, and nothing else.
 
-May use: `format` and torch. Start reading at `opening.py`, and at `state.py`, what is read.
+May use: `format`, `pytree.py` and torch. Start reading at `foreign_file.py`.
 """

@@ -1,11 +1,9 @@
-"""A directory of torch.distributed.checkpoint (DCP), as FSDP, DTensor and others save.
+"""Directories of torch.distributed.checkpoint (DCP), as FSDP, DTensor and others save them.
 
-Reads the `.metadata` of torch.distributed.checkpoint, a pickle, without running anything that it says.
-
-The names of torch's metadata classes, and of what they hold, are known, and all others are refused. The records that
-are made in their place are not torch's classes, so nothing of torch runs, and any version of torch can read the
-metadata of any other. Every name and number is checked before it is used: the blocks of a tensor cover it exactly once,
-and no value is nested in another.
+The `.metadata` file is a pickle, which is read without running code. Only the names of torch's metadata classes and
+their members are accepted. They become records and not torch's objects, so any version of torch can read the metadata
+of any other. Every name and number is checked before it is used: the blocks of a tensor cover it exactly once, and no
+value is nested in another.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 _INDEX = Global(_METADATA, "MetadataIndex")
 _BEYOND = 1 << 63  # no file and no tensor has so many bytes
 _DEEPEST_PATH = 64
-_MOST_IRREGULAR = 1000  # blocks of a tensor that form no grid: each is compared with all others
+_MOST_IRREGULAR = 1000  # blocks of a tensor that form no grid, each of which is compared with all others
 
 
 class _UnsoundMetadataError(Exception):
@@ -45,12 +43,12 @@ class _UnsoundMetadataError(Exception):
 
 
 def _tuple_of(_: Global, args: tuple[object, ...]) -> object:
-    """Stands for `torch.Size`, which is called with a tuple."""
+    """Replaces `torch.Size`, which is called with a tuple."""
     return args[0] if args else ()
 
 
 def _member(_: Global, args: tuple[object, ...]) -> object:
-    """Stands for `getattr`, by which some versions of Python pickle members of an enumeration."""
+    """Replaces `getattr`, by which some versions of Python pickle members of an enumeration."""
     return args[-1] if args else None
 
 
@@ -89,29 +87,38 @@ def _known(found: Global) -> Make | None:
 
 
 def _key_of(record: PickledRecord) -> object:
-    """Returns the key that stands for a `MetadataIndex` in the table of blocks."""
+    """Returns the key of a `MetadataIndex` in the table of blocks."""
     if record.made_by != _INDEX:
         raise UnneededPickleError(f"it uses a {record.made_by.name} as a key")
     offset = record["offset"]
-    # One tuple without another in it: None stands for the offset of an object, which has none.
+    # A flat tuple, with None as the offset of an object.
     return (record["fqn"], *(offset if isinstance(offset, tuple) else (offset,)))
 
 
 @dataclass(frozen=True)
 class DcpChunk:
-    """A block of a tensor, or a whole object: where its bytes are."""
+    """The location of a block of a tensor, or of a whole object.
+
+    Attributes:
+        offset: the offset of the block in the tensor.
+        shape: the shape of the block.
+        file: the name of the file.
+        start: the first byte in the file.
+        nbytes: the number of bytes.
+        transforms: the names of the transformations that were applied to the bytes.
+    """
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     file: str
-    at: int
+    start: int
     nbytes: int
     transforms: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Item:
-    """A tensor, with its type and shape, or an object, without; its chunks, and its place in the nested state."""
+    """A tensor, or an object (whose type is None), with its chunks and its path in the nested state."""
 
     dtype: str | None
     shape: tuple[int, ...]
@@ -120,7 +127,7 @@ class Item:
 
 
 def read_metadata(data: bytes, where: str) -> dict[str, Item]:
-    """Returns what a directory of torch.distributed.checkpoint holds.
+    """Returns the items of a directory of torch.distributed.checkpoint, by name.
 
     Args:
         data: the content of its `.metadata`.
@@ -128,7 +135,7 @@ def read_metadata(data: bytes, where: str) -> dict[str, Item]:
 
     Raises:
         CheckpointError: the pickle uses more than metadata needs, or describes no checkpoint.
-        CheckpointDamagedError: it cannot be read.
+        CheckpointDamagedError: the pickle cannot be read.
     """
     try:
         metadata = unpickle(data, _known, _key_of)
@@ -145,12 +152,12 @@ def read_metadata(data: bytes, where: str) -> dict[str, Item]:
 
 
 class _Reader:
-    """Reads records of metadata.
+    """Checks the records of metadata, and converts them to items.
 
     Args:
-        metadata: the record of the whole.
-        most_blocks: the number of blocks above which the metadata is refused. Each takes bytes of its own in sound
-            metadata, and a list that a thousand tensors share would keep the process busy.
+        metadata: the record of the whole metadata.
+        most_blocks: the number of blocks above which the metadata is refused. In sound metadata each block takes some
+            bytes; a list that a thousand tensors share would keep the process busy.
     """
 
     def __init__(self, metadata: PickledRecord, most_blocks: int) -> None:
@@ -160,7 +167,7 @@ class _Reader:
         self._blocks_left = most_blocks
 
     def items(self) -> dict[str, Item]:
-        items = {_text(name, "a name"): self._item(str(name), each) for name, each in self._described.items()}
+        items = {_text(name, "a name"): self._item(str(name), found) for name, found in self._described.items()}
         paths = {item.path for item in items.values()}
         through = {path[:depth] for path in paths for depth in range(len(path))}
         if len(paths) < len(items) or through & paths:
@@ -185,18 +192,18 @@ class _Reader:
         return Item(_dtype(found["properties"], name), shape, chunks, path)
 
     def _blocks(self, name: str, found: object, shape: tuple[int, ...]) -> dict[tuple[int, ...], tuple[int, ...]]:
-        """Returns the sizes of a tensor's blocks by their offsets, without those that are empty."""
+        """Returns the sizes of a tensor's blocks by their offsets, without empty blocks."""
         if not isinstance(found, list):
             raise _UnsoundMetadataError(f"it has no list of the blocks of {name}")
         self._blocks_left -= len(found)
         if self._blocks_left < 0:
             raise _UnsoundMetadataError("it has more blocks than bytes")
         blocks: dict[tuple[int, ...], tuple[int, ...]] = {}
-        for each in found:
-            if not isinstance(each, PickledRecord):
+        for block in found:
+            if not isinstance(block, PickledRecord):
                 raise _UnsoundMetadataError(f"it does not describe a block of {name}")
-            offset = _sizes(each["offsets"], f"the offset of a block of {name}")
-            sizes = _sizes(each["sizes"], f"the shape of a block of {name}")
+            offset = _sizes(block["offsets"], f"the offset of a block of {name}")
+            sizes = _sizes(block["sizes"], f"the shape of a block of {name}")
             if math.prod(sizes) and blocks.setdefault(offset, sizes) != sizes:
                 raise _UnsoundMetadataError(f"two blocks of {name} begin at {offset}")
         if not _is_covered(shape, blocks):
@@ -208,12 +215,12 @@ class _Reader:
         if not isinstance(info, PickledRecord):
             raise _UnsoundMetadataError(f"it does not say where {name} at {offset} is")
         file = _text(info["relative_path"], f"the file of {name}")
-        at, nbytes = _sizes((info["offset"], info["length"]), f"the place of {name} in {file!r}")
+        start, nbytes = _sizes((info["offset"], info["length"]), f"the place of {name} in {file!r}")
         transforms = info["transform_descriptors"] or ()
         if not isinstance(transforms, (list, tuple)):
             raise _UnsoundMetadataError(f"{name} was transformed by something that is not listed")
-        named = tuple(_text(each, f"a transformation of {name}") for each in transforms)
-        return DcpChunk(offset or (), shape, file, at, nbytes, named)
+        named = tuple(_text(transform, f"a transformation of {name}") for transform in transforms)
+        return DcpChunk(offset or (), shape, file, start, nbytes, named)
 
 
 def _dict(value: object, what: str) -> Mapping[object, object]:
@@ -223,7 +230,7 @@ def _dict(value: object, what: str) -> Mapping[object, object]:
 
 
 def _text(value: object, what: str) -> str:
-    if not isinstance(value, str) or any(each == "\0" or "\ud800" <= each <= "\udfff" for each in value):
+    if not isinstance(value, str) or any(char == "\0" or "\ud800" <= char <= "\udfff" for char in value):
         raise _UnsoundMetadataError(f"{what} is not text")
     return value
 
@@ -232,7 +239,7 @@ def _sizes(value: object, what: str) -> tuple[int, ...]:
     if (
         not isinstance(value, (tuple, list))
         or len(value) > _DEEPEST_PATH
-        or not all(type(each) is int and 0 <= each < _BEYOND for each in value)
+        or not all(type(size) is int and 0 <= size < _BEYOND for size in value)
     ):
         raise _UnsoundMetadataError(f"{what} is not made of sizes")
     return tuple(value)
@@ -247,7 +254,7 @@ def _dtype(properties: object, name: str) -> str:
 
 
 def _is_covered(shape: tuple[int, ...], blocks: Mapping[tuple[int, ...], tuple[int, ...]]) -> bool:
-    """Returns whether each element of a tensor is in exactly one block; `blocks` are sizes by offsets, none empty."""
+    """Returns whether each element of a tensor is in exactly one of the non-empty blocks, given as sizes by offsets."""
     if sum(map(math.prod, blocks.values())) != math.prod(shape):
         return False
     for offset, sizes in blocks.items():
@@ -257,9 +264,9 @@ def _is_covered(shape: tuple[int, ...], blocks: Mapping[tuple[int, ...], tuple[i
             return False
     if not blocks:
         return True
-    # Blocks within the shape that have its volume cover it if no two of them overlap. Those of a grid do not.
+    # Blocks within the shape that have its volume cover it if no two overlap, and those of a grid do not.
     begins = [sorted({offset[axis] for offset in blocks}) for axis in range(len(shape))]
-    ends = [dict(zip(each, [*each[1:], whole], strict=True)) for each, whole in zip(begins, shape, strict=True)]
+    ends = [dict(zip(axis, [*axis[1:], whole], strict=True)) for axis, whole in zip(begins, shape, strict=True)]
     if all(
         first + size == end[first]
         for offset, sizes in blocks.items()
@@ -282,7 +289,7 @@ def _overlap(
 
 
 class DcpDirectory:
-    """A directory of DCP. Objects are read at once, tensors when they are asked for."""
+    """A directory of DCP. Objects are read when it is opened, tensors on demand."""
 
     kind = "a directory of torch.distributed.checkpoint"
 
@@ -290,7 +297,7 @@ class DcpDirectory:
         """Reads the directory's metadata and its objects.
 
         Raises:
-            CheckpointError: it would have to be trusted to be read, or is compressed.
+            CheckpointError: the directory can only be read if it is trusted, or is compressed.
             CheckpointDamagedError: a file is missing or cut.
         """
         self.path = str(path)
@@ -307,7 +314,7 @@ class DcpDirectory:
         self.tree = _nested([(item.path, self._leaf(name, item)) for name, item in self._items.items()])
 
     def read(self, name: str) -> torch.Tensor:
-        """Returns a tensor on the CPU, put together from its chunks."""
+        """Returns a tensor on the CPU, assembled from its chunks."""
         if name in self._nested:
             return self._nested[name]
         info = self.tensors[name]
@@ -316,10 +323,10 @@ class DcpDirectory:
             part = self._load(name, chunk)
             if not isinstance(part, torch.Tensor) or tuple(part.shape) != chunk.shape:
                 raise CheckpointDamagedError(f"{self.path}/{chunk.file} does not hold {name} at {chunk.offset}")
-            place = whole
+            target = whole
             for axis, (first, size) in enumerate(zip(chunk.offset, chunk.shape, strict=True)):
-                place = place.narrow(axis, first, size)
-            place.copy_(part)
+                target = target.narrow(axis, first, size)
+            target.copy_(part)
         return whole
 
     def _leaf(self, name: str, item: Item) -> object:
@@ -338,7 +345,7 @@ class DcpDirectory:
                 "torch.distributed.checkpoint can undo; load it there, and save it with paceline.save"
             )
         try:
-            data = _read(self._inside(chunk.file), chunk.at, chunk.nbytes)
+            data = _read(self._inside(chunk.file), chunk.start, chunk.nbytes)
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             raise CheckpointError(
@@ -351,7 +358,7 @@ class DcpDirectory:
             raise CheckpointDamagedError(f"{self.path}/{chunk.file} has no readable {name}: {error}") from error
 
     def _inside(self, file: str) -> Path:
-        """Returns the path of a file that the metadata names, which must not be outside of the directory."""
+        """Returns the path of a file in the metadata, which must be inside the directory."""
         top = Path(self.path).resolve()
         path = (top / file).resolve()
         if not path.is_relative_to(top):
@@ -359,13 +366,13 @@ class DcpDirectory:
         return path
 
 
-def _read(path: Path, at: int = 0, nbytes: int = -1) -> bytes:
+def _read(path: Path, start: int = 0, nbytes: int = -1) -> bytes:
     try:
         with open(open_regular(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            if at + max(nbytes, 0) > size:
-                raise CheckpointDamagedError(f"{path} is cut: it ends before byte {at + nbytes:,}")
-            file.seek(at)
+            if start + max(nbytes, 0) > size:
+                raise CheckpointDamagedError(f"{path} is cut: it ends before byte {start + nbytes:,}")
+            file.seek(start)
             return file.read(nbytes)
     except FileNotFoundError:
         raise CheckpointDamagedError(f"{path} is missing") from None
@@ -373,13 +380,13 @@ def _read(path: Path, at: int = 0, nbytes: int = -1) -> bytes:
 
 @dataclass
 class _Leaf:
-    """Tells a dict that was saved as an object from one that the paths make."""
+    """A saved object, which may be a dict, as opposed to a dict that the paths make."""
 
     value: object
 
 
 def _nested(leaves: list[tuple[tuple[str | int, ...], object]]) -> object:
-    """Returns nested dicts and lists, given each leaf with its path; numbers in a path are places in lists."""
+    """Returns nested dicts and lists, given each leaf with its path; integers in a path are indices of lists."""
     top: dict[str | int, object] = {}
     for path, leaf in leaves:
         inner: dict[str | int, object] = top
@@ -393,7 +400,7 @@ def _with_lists(value: object) -> object:
     if isinstance(value, _Leaf):
         return value.value
     assert isinstance(value, dict)
-    inner = {key: _with_lists(each) for key, each in value.items()}
+    inner = {key: _with_lists(member) for key, member in value.items()}
     if inner and all(type(key) is int for key in inner):
         return [inner[key] for key in sorted(inner)]
     return inner

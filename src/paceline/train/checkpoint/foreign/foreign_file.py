@@ -1,10 +1,7 @@
-"""Finds out what a file or directory is, by what it holds.
+"""Files of other libraries: safetensors files and files of torch.save, recognized by their content.
 
-What a foreign file holds: a tree of plain values that refers to tensors, which are read when they are asked for.
-
-A safetensors file, such as one with a model's weights from a hub.
-
-What torch.save wrote: a file of tensors and plain values, read without running anything that it says.
+A `ForeignCheckpoint` is a tree of plain values with references to tensors, which are read on demand. Reading a file of
+torch.save runs no code of its pickle.
 """
 
 from __future__ import annotations
@@ -27,6 +24,20 @@ from paceline.train.checkpoint.format.safetensors_header import StoredTensor, le
 from paceline.train.checkpoint.format.values import TensorRef, escaped
 from paceline.train.checkpoint.pytree import put_together, take_apart, type_of
 
+_ZIP = b"PK\x03\x04"
+_PICKLE_MAGIC = b"\x80"  # at the beginning of torch.save's files from before torch 1.6
+_PICKLE_RECORD = "/data.pkl"
+# The bytes of one element, by the storage classes that files name.
+_SIZES_OF_STORAGES = {
+    **dict.fromkeys(("UntypedStorage", "ByteStorage", "CharStorage", "BoolStorage"), 1),
+    **dict.fromkeys(("QInt8Storage", "QUInt8Storage", "QUInt4x2Storage", "QUInt2x4Storage"), 1),
+    **dict.fromkeys(("ShortStorage", "HalfStorage", "BFloat16Storage"), 2),
+    **dict.fromkeys(("IntStorage", "FloatStorage", "QInt32Storage"), 4),
+    **dict.fromkeys(("LongStorage", "DoubleStorage", "ComplexFloatStorage"), 8),
+    "ComplexDoubleStorage": 16,
+}
+_LOCAL_HEADER_NBYTES, _LENGTHS_AT = 30, 26  # of a record of a zip file, and the lengths of its name and extra field
+
 
 @dataclass(frozen=True)
 class TensorInfo:
@@ -41,36 +52,64 @@ class ForeignCheckpoint(Protocol):
 
     @property
     def path(self) -> str:
-        """Where it is."""
+        """The path."""
 
     @property
     def kind(self) -> str:
-        """What it is, for people."""
+        """The kind of checkpoint, for messages."""
 
     @property
     def tree(self) -> object:
-        """Nested dicts, lists and tuples of plain values, in which `TensorRef` stands for tensors."""
+        """Nested dicts, lists and tuples of plain values, with a `TensorRef` for each tensor."""
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """What is known of each tensor, by its name."""
+        """The types and shapes of the tensors, by name."""
 
     def read(self, name: str) -> torch.Tensor:
-        """Returns a tensor on the CPU; it may be mapped from the file, so it is not to be written to."""
+        """Returns a tensor on the CPU. It may be mapped from the file, so it must not be written to."""
 
 
 def infos_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorInfo]:
-    """Returns what is known of tensors."""
-    return {name: TensorInfo(each.dtype, tuple(each.shape)) for name, each in tensors.items()}
+    """Returns the types and shapes of tensors."""
+    return {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def state_of(foreign: ForeignCheckpoint) -> object:
-    """Returns all that was saved, with its tensors: what torch.load would have returned."""
+    """Returns the saved state with its tensors, as torch.load would."""
     return put_together(foreign.tree, foreign.read)
 
 
+def open_foreign(path: str | os.PathLike[str]) -> ForeignCheckpoint | None:
+    """Opens a checkpoint of another library; returns None for a directory that is none.
+
+    Raises:
+        CheckpointError: the file is of no known kind, is damaged, or can only be read if it is trusted.
+        FileNotFoundError: the path does not exist.
+    """
+    where = Path(path)
+    if where.is_dir():
+        if not os.path.lexists(where / ".metadata"):
+            return None
+        from paceline.train.checkpoint.foreign.dcp import DcpDirectory
+
+        return DcpDirectory(where)
+    with open(open_regular(where, follows=True), "rb") as file:
+        beginning = file.read(8)
+    if beginning.startswith((_ZIP, _PICKLE_MAGIC)):
+        return TorchFile(where)
+    try:
+        length_of(beginning)
+    except ValueError:
+        raise CheckpointError(
+            f"{where} is neither a checkpoint of Paceline, nor a file of torch.save or safetensors: it begins with "
+            f"{beginning!r}"
+        ) from None
+    return SafetensorsFile(where)
+
+
 class SafetensorsFile:
-    """A safetensors file. Tensors are mapped from it, so that each process reads only what it uses."""
+    """A safetensors file, from which tensors are mapped, so that each process reads only those that it uses."""
 
     kind = "a safetensors file"
 
@@ -81,55 +120,42 @@ class SafetensorsFile:
             CheckpointDamagedError: it is cut, or its header cannot be read.
         """
         self.path = str(path)
-        self._slots = {escaped(slot.key): slot for slot in _slots_of(path)}
-        self.tree = {slot.key: TensorRef(name) for name, slot in self._slots.items()}
-        self.tensors = {name: TensorInfo(type_of(each.dtype), each.shape) for name, each in self._slots.items()}
+        self._stored = {escaped(stored.key): stored for stored in _tensors_of(path)}
+        self.tree = {stored.key: TensorRef(name) for name, stored in self._stored.items()}
+        self.tensors = {name: TensorInfo(type_of(stored.dtype), stored.shape) for name, stored in self._stored.items()}
 
     def read(self, name: str) -> torch.Tensor:
         """Returns a tensor on the CPU, mapped from the file."""
-        slot = self._slots[name]
+        stored = self._stored[name]
         dtype = self.tensors[name].dtype
-        if slot.nbytes == 0:
-            return torch.empty(slot.shape, dtype=dtype)
-        mapped = torch.from_file(self.path, shared=False, size=slot.at + slot.nbytes, dtype=torch.uint8)
-        found = mapped[slot.at :]
-        if slot.at % dtype.itemsize:  # files of other writers need not align their tensors
+        if stored.nbytes == 0:
+            return torch.empty(stored.shape, dtype=dtype)
+        mapped = torch.from_file(self.path, shared=False, size=stored.offset + stored.nbytes, dtype=torch.uint8)
+        found = mapped[stored.offset :]
+        if stored.offset % dtype.itemsize:  # files of other writers need not align their tensors
             found = found.clone()
-        return found.view(dtype).view(slot.shape)
+        return found.view(dtype).view(stored.shape)
 
 
-def _slots_of(path: Path) -> list[StoredTensor]:
+def _tensors_of(path: Path) -> list[StoredTensor]:
     try:
         with open(open_regular(path, follows=True), "rb") as file:
             nbytes = os.fstat(file.fileno()).st_size
             beginning = file.read(8)
             header = beginning + file.read(length_of(beginning) - len(beginning))
-        slots = read_header(header)[0]
+        tensors, _ = read_header(header)
     except ValueError as error:
         raise CheckpointDamagedError(f"{path} cannot be read as a safetensors file: {error}") from None
-    end = max((slot.at + slot.nbytes for slot in slots), default=len(header))
+    end = max((stored.offset + stored.nbytes for stored in tensors), default=len(header))
     if end > nbytes:
         raise CheckpointDamagedError(f"{path} is cut: it has {nbytes:,} bytes, and its tensors end at {end:,}")
     if end < nbytes:
         raise CheckpointDamagedError(f"{path} has {nbytes:,} bytes, and its tensors end at {end:,} already")
-    return slots
-
-
-_PICKLE_RECORD = "/data.pkl"
-# The bytes of one element, by the classes of storages that files name.
-_SIZES_OF_STORAGES = {
-    **dict.fromkeys(("UntypedStorage", "ByteStorage", "CharStorage", "BoolStorage"), 1),
-    **dict.fromkeys(("QInt8Storage", "QUInt8Storage", "QUInt4x2Storage", "QUInt2x4Storage"), 1),
-    **dict.fromkeys(("ShortStorage", "HalfStorage", "BFloat16Storage"), 2),
-    **dict.fromkeys(("IntStorage", "FloatStorage", "QInt32Storage"), 4),
-    **dict.fromkeys(("LongStorage", "DoubleStorage", "ComplexFloatStorage"), 8),
-    "ComplexDoubleStorage": 16,
-}
-_LOCAL_HEADER_NBYTES, _LENGTHS_AT = 30, 26  # of a record of a zip file, and the lengths of its name and extra field
+    return tensors
 
 
 class TorchFile:
-    """A file of torch.save. Tensors are mapped from it, so that each process reads only what it uses."""
+    """A file of torch.save, from which tensors are mapped, so that each process reads only those that it uses."""
 
     kind = "a file of torch.save"
 
@@ -170,17 +196,17 @@ def _load(path: Path) -> object:
 
 
 def _load_mapped(path: Path) -> object:
-    """Maps the file if it can be mapped, which those from before torch 1.6 cannot be."""
+    """Loads the file, mapped if its format allows that; files from before torch 1.6 cannot be mapped."""
     with open(open_regular(path, follows=True), "rb") as file:
         is_mapped = file.read(2) == b"PK" and _are_records_whole(path, file)
     return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
 
 
 def _are_records_whole(path: Path, file: BinaryIO) -> bool:
-    """Whether the file's records have the sizes that its pickle says; torch compares them only where it does not map.
+    """Returns whether the records have the sizes in the pickle; torch checks them only in files that it does not map.
 
     Raises:
-        CheckpointDamagedError: a record has another size, or is not where it should be.
+        CheckpointDamagedError: a record has another size or position.
     """
     with zipfile.ZipFile(file) as archive:
         sizes = _sizes_of_records(path, archive, file)
@@ -188,7 +214,7 @@ def _are_records_whole(path: Path, file: BinaryIO) -> bool:
         named = _Sizes(io.BytesIO(archive.read(f"{top}{_PICKLE_RECORD}")))
         try:
             named.load()
-        except Exception:  # a pickle with more than tensors and plain values; torch reads it, or says why it does not
+        except Exception:  # a pickle with more than tensors and plain values; torch loads it, or raises the reason
             return False
     for key, nbytes in named.of_records:
         if sizes.get(f"{top}/data/{key}") != nbytes:
@@ -200,21 +226,21 @@ def _are_records_whole(path: Path, file: BinaryIO) -> bool:
 
 
 def _sizes_of_records(path: Path, archive: zipfile.ZipFile, file: BinaryIO) -> dict[str, int]:
-    """Returns the sizes of records that are not compressed, by name; none has bytes of another, or another's name."""
-    records = sorted(archive.infolist(), key=lambda each: each.header_offset)
-    ends = [*(each.header_offset for each in records[1:]), archive.start_dir]
+    """Returns the sizes of uncompressed records, by name, and -1 for compressed ones; checks that none overlap."""
+    records = sorted(archive.infolist(), key=lambda record: record.header_offset)
+    ends = [*(record.header_offset for record in records[1:]), archive.start_dir]
     found: dict[str, int] = {}
-    for each, end in zip(records, ends, strict=True):
-        file.seek(each.header_offset + _LENGTHS_AT)
-        begin = each.header_offset + _LOCAL_HEADER_NBYTES + sum(struct.unpack("<HH", file.read(4)))
-        if each.filename in found or begin + each.compress_size > end:
-            raise CheckpointDamagedError(f"{path} contradicts itself: its record {each.filename} is there twice")
-        found[each.filename] = each.file_size if each.compress_type == zipfile.ZIP_STORED else -1
+    for record, end in zip(records, ends, strict=True):
+        file.seek(record.header_offset + _LENGTHS_AT)
+        begin = record.header_offset + _LOCAL_HEADER_NBYTES + sum(struct.unpack("<HH", file.read(4)))
+        if record.filename in found or begin + record.compress_size > end:
+            raise CheckpointDamagedError(f"{path} contradicts itself: its record {record.filename} is there twice")
+        found[record.filename] = record.file_size if record.compress_type == zipfile.ZIP_STORED else -1
     return found
 
 
 class _Inert:
-    """Stands for whatever a pickle names or makes, and does nothing."""
+    """Replaces every object that a pickle names or makes, and does nothing."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name
@@ -229,8 +255,8 @@ class _Inert:
         pass
 
 
-class _Sizes(pickle._Unpickler):  # in Python: the one in C takes as much memory as a pickle likes for its memo
-    """Collects the keys and sizes of the records that a pickle refers to; it makes nothing of what the pickle names."""
+class _Sizes(pickle._Unpickler):  # in Python: the one in C allocates a memo of any size that a pickle requests
+    """Collects the keys and sizes of the records that a pickle refers to, without making the objects that it names."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -243,36 +269,3 @@ class _Sizes(pickle._Unpickler):  # in Python: the one in C takes as much memory
         _, kind, key, _, count = pid
         self.of_records.add((str(key), int(count) * _SIZES_OF_STORAGES[kind.name]))
         return _Inert()
-
-
-_ZIP = b"PK\x03\x04"
-_PICKLE_MAGIC = b"\x80"  # with which torch.save's files of before torch 1.6 begin
-
-
-def open_foreign(path: str | os.PathLike[str]) -> ForeignCheckpoint | None:
-    """Returns what another library saved there; None if it is a directory that none of those known wrote.
-
-    Raises:
-        CheckpointError: the file is of no known kind, is damaged, or would have to be trusted to be read.
-        FileNotFoundError: there is nothing.
-    """
-    where = Path(path)
-    if where.is_dir():
-        if not os.path.lexists(where / ".metadata"):
-            return None
-        from paceline.train.checkpoint.foreign.dcp import DcpDirectory
-
-        return DcpDirectory(where)
-    with open(open_regular(where, follows=True), "rb") as file:
-        beginning = file.read(8)
-    if beginning.startswith((_ZIP, _PICKLE_MAGIC)):
-        return TorchFile(where)
-    try:
-        length_of(beginning)
-    except ValueError:
-        raise CheckpointError(
-            f"{where} is neither a checkpoint of Paceline, nor a file of torch.save or safetensors: it begins with "
-            f"{beginning!r}"
-        ) from None
-
-    return SafetensorsFile(where)

@@ -1,10 +1,10 @@
 """An interpreter of pickles that builds plain values and inert records, and never touches an object of the process.
 
-Python's own unpickler trusts what `find_class` returns: BUILD sets attributes on whatever is on the stack, also on a
-class or function, APPEND calls its `append`, a memo index of 2^31 allocates memory for as many entries, and a tuple
-that is nested deeply enough, used as a key, overflows the stack of C. Here a name of the pickle stays a name, calling
-it makes a `PickledRecord`, state goes into records only, and keys are scalars or short flat tuples of scalars. The
-memory that a pickle takes is proportional to its length.
+Python's own unpickler trusts the results of `find_class`: BUILD sets attributes on any object, even a class or a
+function, APPEND calls its `append`, a memo index of 2^31 allocates memory for as many entries, and a deeply nested
+tuple as a key overflows the stack of C. Here a name in the pickle stays a name, calling it makes a `PickledRecord`,
+only records have state, and keys are scalars or short flat tuples of scalars. The memory that a pickle takes is
+proportional to its length.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _I32, _F64 = struct.Struct("<i"), struct.Struct(">d")
 
 
 class UnneededPickleError(Exception):
-    """A pickle uses a name or an operation that its reader has no need for; the message says which."""
+    """A pickle uses a name or an operation that its reader does not need; the message names it."""
 
 
 class _Mark:
@@ -34,20 +34,20 @@ _MARK = _Mark()
 
 @dataclass(frozen=True)
 class Global:
-    """A name of a module that a pickle refers to. Nothing is imported."""
+    """A name in a module, to which a pickle refers. Nothing is imported."""
 
     module: str
     name: str
 
 
 class PickledRecord:
-    """An object of the pickle: what was called to make it, with which arguments, and its state.
+    """An object of the pickle: the call that makes it, and its state.
 
     Attributes:
         made_by: the name of its class or function.
         args: the arguments of the call.
-        fields: its attributes by name, where its state is a dict.
-        state: its state where that is no dict; None without.
+        fields: the attributes by name, if the state is a dict.
+        state: the state, if it is no dict; None without one.
     """
 
     def __init__(self, made_by: Global, args: tuple[object, ...]) -> None:
@@ -57,25 +57,25 @@ class PickledRecord:
         self.state: object = None
 
     def __getitem__(self, name: str) -> object:
-        """Returns an attribute; None if it has none of this name."""
+        """Returns an attribute; None if it does not exist."""
         return None if self.fields is None else self.fields.get(name)
 
 
 Make = Callable[[Global, tuple[object, ...]], object]
-"""Makes a value of a called name and the arguments; it must copy nothing."""
+"""Makes a value from a called name and its arguments, which it must not copy."""
 
 
 def unpickle(data: bytes, known: Callable[[Global], Make | None], key_of: Callable[[PickledRecord], object]) -> object:
-    """Returns what a pickle of protocol 2 or newer holds, with records in place of objects.
+    """Returns the content of a pickle of protocol 2 or newer, with records in place of objects.
 
     Args:
         data: the pickle.
-        known: returns what a call of a name makes, such as `PickledRecord`; None refuses the name.
-        key_of: returns the key that stands for a record that is used as one, a scalar or a flat tuple of scalars.
+        known: a function that returns the factory for calls of a name, such as `PickledRecord`; None refuses the name.
+        key_of: a function that returns the key for a record that is used as a key: a scalar or a flat tuple of scalars.
 
     Raises:
         UnneededPickleError: the pickle uses a name that is refused, or an operation that no records need.
-        ValueError: it is damaged.
+        ValueError: the pickle is damaged.
     """
     return _Interpreter(data, known, key_of).run()
 
@@ -105,7 +105,7 @@ class _Interpreter:
         return self._pop()
 
     def _take(self, nbytes: int) -> bytes:
-        if nbytes > self._nbytes:  # the file cannot take some of these numbers
+        if nbytes > self._nbytes:  # some of these numbers are too large for `read`
             raise ValueError(f"it has {self._nbytes:,} bytes, and a value of {nbytes:,}")
         part = self._read(nbytes)
         if len(part) < nbytes:
@@ -132,10 +132,10 @@ class _Interpreter:
         return self._stack.pop()
 
     def _pop_to_mark(self) -> list[object]:
-        for at in range(len(self._stack) - 1, -1, -1):
-            if self._stack[at] is _MARK:
-                values = self._stack[at + 1 :]
-                del self._stack[at:]
+        for index in range(len(self._stack) - 1, -1, -1):
+            if self._stack[index] is _MARK:
+                values = self._stack[index + 1 :]
+                del self._stack[index:]
                 return values
         raise self._damage("too few marks")
 
@@ -143,7 +143,7 @@ class _Interpreter:
         if isinstance(value, PickledRecord):
             value = self._key_of(value)
         parts = value if isinstance(value, tuple) else (value,)
-        if len(parts) > _LONGEST_KEY or not all(isinstance(each, _SCALARS) for each in parts):
+        if len(parts) > _LONGEST_KEY or not all(isinstance(part, _SCALARS) for part in parts):
             raise self._refuse("has a key that is neither a scalar nor a flat tuple of scalars")
         return value
 

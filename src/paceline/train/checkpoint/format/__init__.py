@@ -1,8 +1,9 @@
-"""What a checkpoint is on disk, and how it becomes visible at once and survives the loss of power. It knows no torch.
+"""The format of checkpoints on disk: how one becomes visible at once and survives the loss of power. Imports no torch.
 
-A *root* is a directory of checkpoints; each is a directory with safetensors files and a manifest, which says which
-bytes of which file are which part of which tensor. Start reading at `manifest.py`; `saving.py` writes, `reading.py`
-finds and `checkpoint.py` reads one. All that touches a disk goes through a place (`places.py`).
+A *root* is a directory of checkpoints; each checkpoint is a directory with safetensors files and a manifest, which maps
+regions of tensors to bytes of files. `part_writer.py` writes the files of a rank, `root.py` begins, publishes and
+removes checkpoints, and `checkpoint.py` reads them. All access to a disk goes through a `Storage` (`storage.py`).
 
 May use: `errors`, and the failpoints of `elastic`. The command and the launcher may use it, so it imports no torch.
+Start reading at `manifest.py`.
 """

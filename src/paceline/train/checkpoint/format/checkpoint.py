@@ -1,8 +1,7 @@
-"""Reads one checkpoint: any part of any tensor, checked against its digests on the way.
+"""Reads checkpoints: any region of any tensor, verified by its digests (`Checkpoint`).
 
-Which checkpoints a root has, in which order, and what is wrong with those that are not whole.
-
-Writes tensors of a checkpoint as one safetensors file, which appears under its name when it is whole and durable.
+`listing_of` lists the checkpoints of a root with their faults, and `export` writes tensors of a checkpoint as one
+safetensors file.
 """
 
 from __future__ import annotations
@@ -44,11 +43,15 @@ from paceline.train.checkpoint.format.storage import (
 )
 
 _MOST_NBYTES = 4 << 30  # of a manifest, which has some tens of bytes for each MiB of the checkpoint
+_DIRECT_NBYTES = 64 << 10  # read without the block around them, if nothing is to be verified
+_CHUNK_NBYTES = 64 << 20  # exported at a time
+
+Progress: TypeAlias = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Listing:
-    """A checkpoint of a root: what its manifest says, and why it cannot be used, if it cannot."""
+    """A checkpoint of a root, by its manifest, and the fault for which it cannot be used, if any."""
 
     name: str
     step: int | None = None
@@ -62,14 +65,14 @@ def read_manifest(storage: ReadableStorage, directory: str) -> Manifest:
     """Returns the manifest of a checkpoint.
 
     Raises:
-        CheckpointDamagedError: there is none, or it is cut or was changed.
-        CheckpointError: it is of another version, or cannot be read.
+        CheckpointDamagedError: there is no manifest, or it is cut or was changed.
+        CheckpointError: the manifest is of another version, or cannot be read.
     """
     return manifest_json.from_bytes(*_manifest_text(storage, directory))
 
 
 def _manifest_text(storage: ReadableStorage, directory: str) -> tuple[bytes, str]:
-    """Returns what the manifest's file holds, and the file's name for errors."""
+    """Returns the content of the manifest's file, and the file's name for errors."""
     name = f"{directory}/{FILE}" if directory else FILE
     try:
         return read_file(storage, name), storage.describe(name)
@@ -80,7 +83,7 @@ def _manifest_text(storage: ReadableStorage, directory: str) -> tuple[bytes, str
 
 
 def read_file(storage: ReadableStorage, name: str) -> bytes:
-    """Returns all that a small file holds."""
+    """Returns the content of a small file."""
     file = storage.open(name)
     with contextlib.closing(file):
         if (nbytes := file.size()) > _MOST_NBYTES:
@@ -92,7 +95,7 @@ def read_file(storage: ReadableStorage, name: str) -> bytes:
 
 
 def _fault_of_sizes(storage: Storage, directory: str, summary: Summary) -> str | None:
-    """Returns which of a checkpoint's files is missing or has the wrong size; None if all are there."""
+    """Returns the fault of the first file that is missing or has the wrong size; None if there is none."""
     for name, entry in summary.files_here().items():
         path = f"{directory}/{name}"
         nbytes = storage.size(path)
@@ -104,48 +107,48 @@ def _fault_of_sizes(storage: Storage, directory: str, summary: Summary) -> str |
 
 
 def look_at(storage: Storage, name: str) -> Listing:
-    """Returns what is known of one checkpoint; all its files are there, with their sizes, if it has no fault."""
+    """Returns the listing of one checkpoint. Without a fault it has all files, with the right sizes."""
     try:
         summary = manifest_json.summary_from_bytes(*_manifest_text(storage, name))
         fault = _fault_of_sizes(storage, name, summary)
     except (CheckpointError, OSError, KeyError) as error:
         return Listing(name, fault=str(error))
-    nbytes = sum(each.nbytes for each in summary.files_here().values())
+    nbytes = sum(file.nbytes for file in summary.files_here().values())
     return Listing(name, summary.step, summary.sequence, summary.token, nbytes, fault)
 
 
 def listing_of(storage: Storage) -> list[Listing]:
-    """Returns the checkpoints of a root: first those whose manifest cannot be read, then those that were saved last."""
+    """Returns the checkpoints of a root: first those whose manifest cannot be read, then the others, newest first."""
     found = [look_at(storage, name) for name in storage.names() if is_name(name)]
-    return sorted(found, key=lambda each: (each.sequence is None, each.sequence or 0, each.name), reverse=True)
+    return sorted(
+        found, key=lambda listing: (listing.sequence is None, listing.sequence or 0, listing.name), reverse=True
+    )
 
 
 def unfinished(storage: Storage) -> list[str]:
-    """Returns the directories of saves that did not come to their end, or have not yet."""
+    """Returns the directories of saves that failed or are still running."""
     return sorted(name for name in storage.names() if name.startswith(WRITING))
 
 
 def latest_name(storage: Storage) -> str | None:
-    """Returns what the pointer `latest` names; None if there is none."""
+    """Returns the name in the pointer `latest`; None if there is no pointer."""
     try:
         return read_file(storage, LATEST).decode("utf-8", "replace").strip() or None
     except (FileNotFoundError, CheckpointDamagedError):
         return None
 
 
-Progress: TypeAlias = Callable[[int, int], None]
-
-_DIRECT_NBYTES = 64 << 10  # what is read without the block around it, if nothing is to be verified
-
-
 class Checkpoint:
     """An open checkpoint. Until it is closed, no save removes it.
 
-    Attributes: `manifest`, `name` of its directory, and `nbytes_read` so far.
+    Attributes:
+        manifest: the manifest.
+        name: the name of its directory.
+        nbytes_read: the bytes read so far.
     """
 
     def __init__(self, storage: ReadableStorage, name: str) -> None:
-        """Opens a checkpoint of a place; "" is the place itself.
+        """Opens a checkpoint of a storage; "" is the storage itself.
 
         Raises:
             CheckpointDamagedError: it has no whole manifest.
@@ -156,7 +159,7 @@ class Checkpoint:
         self._storage = storage
         self._files: dict[str, InputFile] = {}
         self._hold: Hold | None = None
-        with contextlib.suppress(OSError):  # reading the manifest says why
+        with contextlib.suppress(OSError):  # reading the manifest raises the reason
             self._hold = storage.share(name)
         try:
             self.manifest: Manifest = read_manifest(storage, name)
@@ -171,7 +174,7 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Closes its files and lets saves remove it; may be called again."""
+        """Closes its files and allows saves to remove it; idempotent."""
         for file in self._files.values():
             file.close()
         self._files.clear()
@@ -184,7 +187,7 @@ class Checkpoint:
         return self._storage.describe(self._path(file))
 
     def entry(self, name: str) -> TensorEntry:
-        """Returns what is known of a tensor.
+        """Returns the entry of a tensor.
 
         Raises:
             KeyError: it has no tensor of this name.
@@ -209,17 +212,17 @@ class Checkpoint:
         verify: bool = True,
         files: Container[str] | None = None,
     ) -> None:
-        """Fills a buffer with a region of a tensor, and reads no more than the blocks that have some of it.
+        """Fills a buffer with a region of a tensor; reads only the blocks that have elements of it.
 
         Args:
-            name: of the tensor.
-            region: of it; None is all.
-            buffer: of the region's size in bytes, writable and contiguous.
+            name: the name of the tensor.
+            region: the region; the whole tensor if None.
+            buffer: the memory, writable, contiguous and of the region's size.
             verify: whether to compare the blocks with their digests.
-            files: what is in other files is left out; None for all.
+            files: the files to read; elements in other files are left out. All files if None.
 
         Raises:
-            CheckpointDamagedError: a file is missing or cut, or has other bytes than were written.
+            CheckpointDamagedError: a file is missing, cut or changed.
             CheckpointError: a file cannot be read.
             KeyError: it has no tensor of this name.
             ValueError: the buffer has another size.
@@ -244,29 +247,29 @@ class Checkpoint:
                     blocks.copy(part.source * itemsize, target[first : first + size])
 
     def read_piece(self, name: str, number: int, region: Region) -> bytearray:
-        """Returns what one piece of a tensor has of a region, in ascending order; raises what `read_into` raises."""
+        """Returns the elements of a region that one piece of a tensor has, ascending; raises like `read_into`."""
         entry = self.entry(name)
         piece, itemsize = entry.pieces[number], ITEMSIZE[entry.dtype]
         parts = copies(entry.shape, piece.region, region)
         buffer = bytearray(sum(part.nelements for part in parts) * itemsize)
         blocks = _Blocks(self, name, piece, count(piece.region) * itemsize, verify=True)
-        at, target = 0, memoryview(buffer)
+        offset, target = 0, memoryview(buffer)
         for part in parts:
             size = part.nelements * itemsize
-            blocks.copy(part.source * itemsize, target[at : at + size])
-            at += size
+            blocks.copy(part.source * itemsize, target[offset : offset + size])
+            offset += size
         return buffer
 
     def verify(self, progress: Progress | None = None) -> list[str]:
-        """Reads every byte that this directory has; returns what is wrong, with file and tensor.
+        """Reads every byte that this directory has; returns all faults, with file and tensor.
 
         Args:
-            progress: called with the bytes read and the bytes in all after each tensor.
+            progress: a function that is called after each tensor with the bytes read and the bytes in all.
         """
         files = self.manifest.files_here()
         unfit = {name: fault for name in files if (fault := self._fault_of_file(name)) is not None}
         faults = list(unfit.values())
-        total = sum(each.nbytes for each in files.values())
+        total = sum(file.nbytes for file in files.values())
         done = 0
         for name, entry in self.manifest.tensors.items():
             for piece in entry.pieces:
@@ -279,7 +282,7 @@ class Checkpoint:
         return faults
 
     def _fault_of_file(self, name: str) -> str | None:
-        """Compares the size and the header of a file with the manifest."""
+        """Returns the fault if the size or header of a file differs from the manifest; None otherwise."""
         entry = self.manifest.files[name]
         try:
             nbytes = self._storage.size(self._path(name))
@@ -295,12 +298,12 @@ class Checkpoint:
             return f"{self.describe(name)}: its header is not the one that was written"
         return None
 
-    def read_bytes(self, file: str, at: int, buffer: memoryview, what: str) -> None:
-        """Fills a buffer with a file's bytes; `what` they are is for the error."""
+    def read_bytes(self, file: str, offset: int, buffer: memoryview, what: str) -> None:
+        """Fills a buffer with a file's bytes, which errors call `what`."""
         try:
             if file not in self._files:
                 self._files[file] = self._storage.open(self._path(file))
-            nbytes = self._files[file].read_into(at, buffer)
+            nbytes = self._files[file].read_into(offset, buffer)
         except FileNotFoundError:
             raise CheckpointDamagedError(f"{self._missing(file)}; it has {what}") from None
         except OSError as error:
@@ -308,8 +311,8 @@ class Checkpoint:
         self.nbytes_read += nbytes
         if nbytes != len(buffer):
             raise CheckpointDamagedError(
-                f"{self.describe(file)} is cut: it ends at byte {at + nbytes:,}, and the bytes up to "
-                f"{at + len(buffer):,} are {what}"
+                f"{self.describe(file)} is cut: it ends at byte {offset + nbytes:,}, and the bytes up to "
+                f"{offset + len(buffer):,} are {what}"
             )
 
     def _missing(self, file: str) -> str:
@@ -322,7 +325,7 @@ class Checkpoint:
 
 
 class _Blocks:
-    """The blocks of one piece. Of those that are needed in part, the latest is kept, since reads go upwards."""
+    """The blocks of one piece. The latest one that was needed in part is kept, since reads are in ascending order."""
 
     def __init__(self, checkpoint: Checkpoint, tensor: str, piece: Piece, nbytes: int, verify: bool) -> None:
         self._checkpoint, self._tensor, self._piece = checkpoint, tensor, piece
@@ -330,23 +333,23 @@ class _Blocks:
         self._size = checkpoint.manifest.block_nbytes
         self._kept: tuple[int, memoryview] | None = None
 
-    def copy(self, at: int, target: memoryview) -> None:
-        """Fills a buffer from byte `at` of the piece on."""
+    def copy(self, offset: int, target: memoryview) -> None:
+        """Fills a buffer from a byte offset in the piece."""
         done = 0
         while done < len(target):
-            index, within = divmod(at + done, self._size)
+            index, within = divmod(offset + done, self._size)
             size = min(self._length(index) - within, len(target) - done)
             part = target[done : done + size]
             if size == self._length(index):
                 self._read(index, part)
             elif not self._verify and size >= _DIRECT_NBYTES:
-                self._checkpoint.read_bytes(self._piece.file, self._piece.at + at + done, part, self._what())
+                self._checkpoint.read_bytes(self._piece.file, self._piece.at + offset + done, part, self._what())
             else:
                 part[:] = self._keep(index)[within : within + size]
             done += size
 
     def faults(self) -> list[str]:
-        """Returns what is wrong with any of the blocks, or the first reason why they cannot be read."""
+        """Returns the faults of all blocks, up to the first error for which they cannot be read."""
         found: list[str] = []
         for index in range(max(-(-self._nbytes // self._size), 1)):
             try:
@@ -368,11 +371,12 @@ class _Blocks:
         return self._kept[1]
 
     def _read(self, index: int, buffer: memoryview) -> None:
-        at = self._piece.at + index * self._size
-        self._checkpoint.read_bytes(self._piece.file, at, buffer, self._what())
+        offset = self._piece.at + index * self._size
+        self._checkpoint.read_bytes(self._piece.file, offset, buffer, self._what())
         if self._verify and (index >= len(self._piece.digests) or digest_of(buffer) != self._piece.digests[index]):
             raise CheckpointDamagedError(
-                f"{self._checkpoint.describe(self._piece.file)} was changed: bytes {at:,} to {at + len(buffer):,}, "
+                f"{self._checkpoint.describe(self._piece.file)} was changed: bytes {offset:,} to "
+                f"{offset + len(buffer):,}, "
                 f"{self._what()}, are not those that were written"
             )
 
@@ -384,7 +388,7 @@ def open_checkpoint(where: str | os.PathLike[str]) -> Checkpoint:
     """Opens a checkpoint by its path or address, or the newest whole one of a root.
 
     Raises:
-        CheckpointError: there is none; the message says what is wrong with those that are there.
+        CheckpointError: there is no whole checkpoint; the message has the faults of all others.
     """
     storage = open_storage(where)
     if storage.size(FILE) is not None:
@@ -392,34 +396,30 @@ def open_checkpoint(where: str | os.PathLike[str]) -> Checkpoint:
     damaged: dict[str, str] = {}
     while True:
         listings = listing_of(storage)
-        whole_one = next((each for each in listings if each.fault is None and each.name not in damaged), None)
-        if whole_one is None:
+        name = next((each.name for each in listings if each.fault is None and each.name not in damaged), None)
+        if name is None:
             break
         try:
-            return Checkpoint(storage, whole_one.name)
-        except CheckpointDamagedError as error:  # or a save has just removed it, since there is a newer one
-            damaged[whole_one.name] = str(error)
-    known = {each.name: each.fault or damaged[each.name] for each in listings}
-    faults = "; ".join(map(": ".join, known.items()))
+            return Checkpoint(storage, name)
+        except CheckpointDamagedError as error:  # also if a save has just removed it for a newer one
+            damaged[name] = str(error)
+    faults = "; ".join(f"{each.name}: {each.fault or damaged[each.name]}" for each in listings)
     raise CheckpointError(f"{storage.describe()} has no whole checkpoint" + (f" ({faults})" if faults else ""))
-
-
-_CHUNK_NBYTES = 64 << 20
 
 
 def export(
     checkpoint: Checkpoint, names: dict[str, str], target: str | os.PathLike[str], progress: Progress | None = None
 ) -> int:
-    """Writes tensors into one file; returns its size in bytes.
+    """Writes tensors as one safetensors file, which appears once it is whole and durable; returns its size in bytes.
 
     Args:
-        checkpoint: that has them.
-        names: of the tensors in the checkpoint, and their names in the file.
-        target: the file; one that is there is replaced when the new one is whole.
-        progress: called with the bytes of tensors written and the bytes in all.
+        checkpoint: the checkpoint.
+        names: the tensors' names in the file, by their names in the checkpoint.
+        target: the path of the file; an existing file is replaced.
+        progress: a function that is called with the bytes of tensors written and the bytes in all.
 
     Raises:
-        CheckpointDamagedError: the checkpoint does not hold what was written.
+        CheckpointDamagedError: a file of the checkpoint is missing, cut or changed.
         CheckpointError: the file could not be written.
     """
     path = Path(target)
@@ -441,7 +441,7 @@ def export(
     except OSError as error:
         raise storage_error("write", storage, path.name, error) from error
     finally:
-        storage.remove(written)  # it is there only after an error
+        storage.remove(written)  # exists only after an error
     return len(header) + total
 
 
@@ -456,8 +456,8 @@ def _copy(checkpoint: Checkpoint, names: list[str], file: OutputFile, total: int
 
 
 def _chunks(checkpoint: Checkpoint, name: str) -> Iterator[bytearray]:
-    """Yields a tensor's bytes in parts, so that a large one needs little memory."""
+    """Yields a tensor's bytes in chunks, so that a large tensor needs little memory."""
     entry = checkpoint.entry(name)
-    count, step = prod(entry.shape), _CHUNK_NBYTES // ITEMSIZE[entry.dtype]
-    for start in range(0, count, step):
-        yield checkpoint.read(name, Flat(start, min(start + step, count)))
+    total, step = prod(entry.shape), _CHUNK_NBYTES // ITEMSIZE[entry.dtype]
+    for start in range(0, total, step):
+        yield checkpoint.read(name, Flat(start, min(start + step, total)))

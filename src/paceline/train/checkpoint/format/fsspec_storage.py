@@ -1,11 +1,12 @@
-"""Places that cannot rename: object stores and whatever else fsspec reaches. The manifest is written last there.
+"""Object stores and other systems that fsspec reaches, as storage that cannot rename.
 
-So a directory without a manifest was not finished, and one with a manifest is whole, since the manifest comes after all
-other files. Where the manifest itself can be cut, its digest says so.
+The manifest is written after all other files, so a directory without one is unfinished, and one with a manifest is
+whole. Where the manifest itself can be cut, its digest detects that.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,10 +19,10 @@ class FsspecStorage:
     renames = False
 
     def __init__(self, address: str) -> None:
-        """Takes an address; its file system is made with the settings that fsspec finds in the environment.
+        """Takes an address; fsspec finds the settings of its file system in the environment.
 
         Raises:
-            CheckpointError: fsspec, or what it needs for this kind of address, is not installed.
+            CheckpointError: fsspec, or a package that it needs for this kind of address, is not installed.
         """
         try:
             from fsspec.core import url_to_fs
@@ -44,16 +45,16 @@ class FsspecStorage:
         return f"{self._path.rstrip('/')}/{name}" if name else self._path
 
     def names(self, directory: str = "") -> list[str]:
-        """Returns the names in a directory; none if it is not there."""
+        """Returns the names in a directory; none if it does not exist."""
         self._system.invalidate_cache()
         try:
             found = self._system.ls(self._full(directory), detail=False)
         except FileNotFoundError:
             return []
-        return [each.rstrip("/").rsplit("/", 1)[-1] for each in found]
+        return [path.rstrip("/").rsplit("/", 1)[-1] for path in found]
 
     def size(self, name: str) -> int | None:
-        """Returns a file's size in bytes; None if there is no such file."""
+        """Returns a file's size in bytes; None if the file does not exist."""
         self._system.invalidate_cache()
         try:
             info = self._system.info(self._full(name))
@@ -62,11 +63,11 @@ class FsspecStorage:
         return int(info["size"]) if info["type"] == "file" else None
 
     def make_directory(self, name: str) -> None:
-        """Makes a directory, where the store has any."""
+        """Creates a directory, where the store has directories."""
         self._system.makedirs(self._full(name), exist_ok=True)
 
     def create(self, name: str) -> _FsspecOutput:
-        """Makes a file, which appears when it is complete and replaces one of that name."""
+        """Creates a file, which appears at `commit` and replaces one of that name."""
         return _FsspecOutput(self._system.open(self._full(name), "wb"))
 
     def open(self, name: str) -> _FsspecInput:
@@ -74,37 +75,31 @@ class FsspecStorage:
         return _FsspecInput(self._system.open(self._full(name), "rb"))
 
     def sync_directory(self, name: str) -> None:
-        """Does nothing: what such a store has accepted is durable."""
+        """Does nothing: files that a store has accepted are durable."""
 
     def rename(self, old: str, new: str) -> None:
-        """Is not possible.
-
-        Raises:
-            OSError: always.
-        """
+        """Raises OSError."""
         raise OSError(f"{self.describe(old)} cannot be renamed at once")
 
     def remove(self, name: str) -> None:
-        """Removes a file, or a directory with all that is in it."""
-        try:
+        """Removes a file, or a directory with its contents."""
+        with contextlib.suppress(FileNotFoundError):
             self._system.rm(self._full(name), recursive=True)
-        except FileNotFoundError:
-            return
 
     def free_nbytes(self) -> int | None:
-        """Returns None: a store does not say."""
+        """Returns None: stores do not report it."""
         return None
 
-    def share(self, directory: str) -> _Nothing:
-        """Does nothing: there are no locks."""
-        return _Nothing()
+    def share(self, directory: str) -> _NoHold:
+        """Does nothing: stores have no locks."""
+        return _NoHold()
 
     def is_held(self, directory: str) -> bool:
-        """Returns False: there are no locks."""
+        """Returns False: stores have no locks."""
         return False
 
 
-class _Nothing:
+class _NoHold:
     def close(self) -> None:
         pass
 
@@ -123,7 +118,7 @@ class _FsspecOutput:
         self._is_committed = True
 
     def close(self) -> None:
-        """Gives up what was not committed: to close such a file would publish it."""
+        """Discards an uncommitted file: closing it would publish it."""
         if not self._is_committed:
             self._is_committed = True
             discard = getattr(self._file, "discard", None)
@@ -138,8 +133,8 @@ class _FsspecInput:
     def size(self) -> int:
         return int(self._file.size)
 
-    def read_into(self, at: int, buffer: memoryview) -> int:
-        self._file.seek(at)
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        self._file.seek(offset)
         done = 0
         while done < len(buffer):
             data = self._file.read(len(buffer) - done)

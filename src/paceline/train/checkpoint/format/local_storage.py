@@ -1,13 +1,8 @@
-"""A local or shared directory as a place for checkpoints.
+"""Local or shared directories as storage, with writes past the page cache, and locks against removal.
 
-Every operation by which a checkpoint changes a disk, one method each, so that a test can end or trace each.
-
-Writes large files past the system's cache, which costs a copy and begins to write late.
-
-Direct writes must begin at multiples of 4 KiB in the file and in memory. What is so already is written from where it
-is, such as a copy that `staging.py` has laid out like the file; the rest is collected in a buffer.
-
-Opens files whose names or contents are not trusted: regular ones only, and without waiting for anybody.
+`Disk` has one method for each operation by which a checkpoint changes a disk, so that tests can end or trace each one.
+`DirectWriter` writes large files past the page cache, which costs a copy and begins to write late. `open_regular` opens
+files whose names or contents are not trusted: regular files only, and without blocking.
 """
 
 from __future__ import annotations
@@ -27,45 +22,45 @@ from paceline.train.checkpoint.format.manifest import FILE as MANIFEST
 from paceline.train.checkpoint.format.storage import InputFile, OutputFile
 from paceline.train.elastic.failpoints import failpoint
 
-# What file systems say that write names at once and know no sync of directories, such as some of FUSE and CIFS.
+# The errors of file systems that cannot sync directories, such as some of FUSE and CIFS; they write names at once.
 _NOT_FOR_DIRECTORIES = (errno.EINVAL, errno.ENOTSUP)
-_MOST_VIEWS = 512  # of one call; the system takes at least 1,024
+_MOST_VIEWS = 512  # in one call; the system accepts at least 1,024
 
 
 class Disk:
     """The operations of a local file system. Each may raise OSError."""
 
     def make_directory(self, path: Path) -> None:
-        """Makes a directory, whose parent exists."""
+        """Creates a directory, whose parent exists."""
         failpoint("checkpoint.make")
         os.mkdir(path)
 
     def create(self, path: Path) -> int:
-        """Makes a file that is not there yet; returns its descriptor."""
+        """Creates a file, which must not exist; returns its descriptor."""
         failpoint("checkpoint.create")
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def write(self, descriptor: int, views: Sequence[memoryview]) -> int:
-        """Appends at least one byte of the views to a file; returns how many bytes."""
+        """Appends at least one byte of the views to a file; returns the number of bytes."""
         failpoint("checkpoint.write")
         return os.writev(descriptor, views[:_MOST_VIEWS])
 
     def set_direct(self, descriptor: int, is_direct: bool) -> bool:
-        """Has writes to a file go past the system's cache, or through it; returns whether they go past it."""
+        """Switches direct writes of a file on or off; returns whether they are on."""
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT
         try:
             fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | (os.O_DIRECT if is_direct else 0))
-        except OSError:  # the file system cannot
+        except OSError:  # the file system has no direct writes
             return False
         return is_direct
 
     def sync(self, descriptor: int) -> None:
-        """Waits until a file's bytes survive the loss of power."""
+        """Makes a file's bytes survive the loss of power."""
         failpoint("checkpoint.sync")
         os.fsync(descriptor)
 
     def sync_directory(self, path: Path) -> None:
-        """Waits until the names in a directory survive the loss of power."""
+        """Makes the names in a directory survive the loss of power."""
         failpoint("checkpoint.sync")
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -77,7 +72,7 @@ class Disk:
             os.close(descriptor)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Gives a file or directory another name; a file that had that name is replaced."""
+        """Renames a file or directory; a file that has the new name is replaced."""
         failpoint("checkpoint.rename")
         os.rename(old, new)
 
@@ -97,11 +92,14 @@ _BUFFER_NBYTES = 4 << 20
 
 
 class DirectWriter:
-    """Appends to a file, all of which is written with `finish`; where direct writes are refused, by usual ones.
+    """Appends to a file by direct writes, or by usual ones where the file system refuses those.
+
+    Direct writes must begin at multiples of 4 KiB in the file and in memory. Views that are so aligned are written from
+    their own memory, such as copies that `Staging` has laid out like the file; the rest is collected in a buffer.
 
     Args:
-        disk: performs the writes.
-        descriptor: of the file, which is empty.
+        disk: the disk that performs the writes.
+        descriptor: the descriptor of the file, which is empty.
         is_wanted: whether to write directly; small files need not be.
     """
 
@@ -113,11 +111,11 @@ class DirectWriter:
         self._has_begun = False
 
     def write(self, views: Sequence[memoryview]) -> None:
-        """Appends bytes, which may change afterwards."""
+        """Appends bytes, which may change after the call."""
         if not self._is_direct and not self._filled:
             self._write_out(list(views))
             return
-        aligned: list[memoryview] = []  # whole blocks, to be written from where they are
+        aligned: list[memoryview] = []  # whole blocks, written from their own memory
         for view in views:
             if self._filled == 0 and len(view) % ALIGNMENT == 0 and _is_aligned(view, 0):
                 aligned.append(view)
@@ -128,7 +126,7 @@ class DirectWriter:
         self._write_out(aligned)
 
     def finish(self) -> None:
-        """Writes what has been collected; a small file, and the rest of a block, in the usual way."""
+        """Writes the rest of the buffer; small files and incomplete blocks by usual writes."""
         filled, self._filled = self._filled, 0
         if not filled:
             return
@@ -141,7 +139,7 @@ class DirectWriter:
     def _collect(self, view: memoryview) -> None:
         while view:
             if self._filled and len(view) > 2 * ALIGNMENT and _is_aligned(view, self._filled):
-                room = -self._filled % ALIGNMENT  # the rest of the view is aligned after that
+                room = -self._filled % ALIGNMENT  # after which the rest of the view is aligned
                 self._take(view[:room])
                 end = room + (len(view) - room) // ALIGNMENT * ALIGNMENT
                 self._flush(view[room:end])
@@ -179,7 +177,7 @@ class DirectWriter:
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._is_direct:
                     raise
-                self._disk.set_direct(self._descriptor, False)  # the file system wants it otherwise
+                self._disk.set_direct(self._descriptor, False)  # the file system requires another alignment
                 self._is_direct = False
                 continue
             while left and written >= len(left[0]):
@@ -189,7 +187,7 @@ class DirectWriter:
 
 
 def _is_aligned(view: memoryview, offset: int) -> bool:
-    """Returns whether a view lies in memory as it would after `offset` bytes of aligned memory."""
+    """Returns whether a view begins in memory `offset` bytes after an aligned address."""
     if view.readonly:
         return False
     return (ctypes.addressof(ctypes.c_char.from_buffer(view)) - offset) % ALIGNMENT == 0
@@ -206,32 +204,33 @@ _KINDS = {
 
 
 def status_of(path: str | os.PathLike[str], *, follows: bool = False) -> os.stat_result:
-    """Returns what the system knows of a regular file.
+    """Returns the status of a regular file.
 
     Args:
-        follows: whether it may be a symbolic link to one, as where a person named it.
+        path: the path.
+        follows: whether it may be a symbolic link to a regular file, as where a person named it.
 
     Raises:
-        CheckpointDamagedError: it is something else.
-        OSError: it is not there, or out of reach.
+        CheckpointDamagedError: the path is not that of a regular file.
+        OSError: the file does not exist, or cannot be reached.
     """
-    return _required(path, os.stat(path, follow_symlinks=follows))
+    return _require_regular(path, os.stat(path, follow_symlinks=follows))
 
 
 def open_regular(path: str | os.PathLike[str], *, follows: bool = False) -> int:
     """Opens a regular file for reading; returns its descriptor. Raises what `status_of` raises."""
-    status_of(path, follows=follows)  # to open a device may already do something
+    status_of(path, follows=follows)  # opening a device can have effects
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follows else os.O_NOFOLLOW)
     descriptor = os.open(path, flags)
     try:
-        _required(path, os.fstat(descriptor))
+        _require_regular(path, os.fstat(descriptor))
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
 
 
-def _required(path: str | os.PathLike[str], found: os.stat_result) -> os.stat_result:
+def _require_regular(path: str | os.PathLike[str], found: os.stat_result) -> os.stat_result:
     if not stat.S_ISREG(found.st_mode):
         kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
         raise CheckpointDamagedError(
@@ -242,18 +241,18 @@ def _required(path: str | os.PathLike[str], found: os.stat_result) -> os.stat_re
 
 _MOST_TRIES = 100
 _LARGE = ".safetensors"  # files that may be large
-_OPENING = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # whatever somebody has put in the place of a manifest
-# The manifests that this process holds, by device and inode: to open and close one would let it go.
+_OPENING = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # for a manifest, which may have been replaced by anything
+# The manifests that this process has locked, by device and inode: opening and closing one would unlock it.
 _held_here: set[tuple[int, int]] = set()
 
 
 class LocalStorage:
-    """A directory of a file system that the ranks of a host, or all ranks, share."""
+    """A directory that the ranks of a host, or all ranks, share."""
 
     renames = True
 
     def __init__(self, path: str | os.PathLike[str], disk: Disk | None = None) -> None:
-        """Takes a path, which need not exist yet; `disk` performs what changes the file system."""
+        """Takes a path, which need not exist yet; `disk` performs all changes of the file system."""
         self.path = Path(os.path.abspath(path))
         self._disk = disk or Disk()
 
@@ -262,17 +261,17 @@ class LocalStorage:
         return str(self.path / name)
 
     def names(self, directory: str = "") -> list[str]:
-        """Returns the names in a directory; none if it is not there."""
+        """Returns the names in a directory; none if it does not exist."""
         try:
             return os.listdir(self.path / directory)
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def size(self, name: str) -> int | None:
-        """Returns a file's size in bytes; None if there is no such file.
+        """Returns a file's size in bytes; None if the file does not exist.
 
         Raises:
-            CheckpointDamagedError: it is a link, a pipe or something else than a regular file.
+            CheckpointDamagedError: it is a link, a pipe or anything else but a regular file.
         """
         try:
             return status_of(self.path / name).st_size
@@ -280,19 +279,19 @@ class LocalStorage:
             return None
 
     def make_directory(self, name: str) -> None:
-        """Makes a directory and those above it, each of which survives the loss of power."""
+        """Creates a directory and its parents, each of which survives the loss of power."""
         self._make(self.path / name)
 
     def _make(self, path: Path) -> None:
         if path.is_dir():
             return
         self._make(path.parent)
-        with contextlib.suppress(FileExistsError):  # another rank was faster
+        with contextlib.suppress(FileExistsError):  # another rank has created it
             self._disk.make_directory(path)
         self._disk.sync_directory(path.parent)
 
     def create(self, name: str) -> OutputFile:
-        """Makes a file that is not there yet; while it is open, the directory counts as held if it is the manifest."""
+        """Creates a file, which must not exist. While a manifest is open, its directory counts as held."""
         file = _LocalOutput(self._disk, self._disk.create(self.path / name), is_large=name.endswith(_LARGE))
         if Path(name).name == MANIFEST:
             file.hold()
@@ -300,18 +299,18 @@ class LocalStorage:
 
     def open(self, name: str) -> InputFile:
         """Opens a file for reading; raises what `size` raises."""
-        return _LocalInput(open_regular(self.path / name))
+        return _LocalFile(open_regular(self.path / name))
 
     def sync_directory(self, name: str) -> None:
-        """Returns when the names in a directory survive the loss of power."""
+        """Makes the names in a directory survive the loss of power."""
         self._disk.sync_directory(self.path / name)
 
     def rename(self, old: str, new: str) -> None:
-        """Gives a file or directory another name at once."""
+        """Renames a file or directory atomically."""
         self._disk.rename(self.path / old, self.path / new)
 
     def remove(self, name: str) -> None:
-        """Removes a file, or a directory with all that is in it."""
+        """Removes a file, or a directory with its contents."""
         self._remove(self.path / name)
 
     def _remove(self, path: Path) -> None:
@@ -325,24 +324,24 @@ class LocalStorage:
                 self._disk.remove_file(path)
 
     def free_nbytes(self) -> int | None:
-        """Returns what the file system has left for this user."""
+        """Returns the free space of the file system for this user, in bytes."""
         path = self.path
         while not path.exists():
             path = path.parent
         found = os.statvfs(path)
         return found.f_bavail * found.f_frsize
 
-    def share(self, directory: str) -> _Shared:
-        """Keeps a checkpoint from being removed while it is read; on a file system without locks it does nothing."""
+    def share(self, directory: str) -> _LocalFile:
+        """Protects a checkpoint from being removed while it is read, if the file system has locks."""
         descriptor = os.open(self.path / directory / MANIFEST, os.O_RDONLY | _OPENING)
-        for _ in range(_MOST_TRIES):  # somebody who asks whether it is held has the lock for an instant
+        for _ in range(_MOST_TRIES):  # `is_held` takes the lock for an instant
             with contextlib.suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 break
-        return _Shared(descriptor)
+        return _LocalFile(descriptor)
 
     def is_held(self, directory: str) -> bool:
-        """Returns whether a live process writes or reads this directory."""
+        """Returns whether a live process is writing or reading this directory."""
         manifest = self.path / directory / MANIFEST
         try:
             if _identity(os.lstat(manifest)) in _held_here:
@@ -351,8 +350,8 @@ class LocalStorage:
         except OSError:
             return False
         try:
-            # A writer's lock is of its process, so that what it forks does not keep it; readers may be several in one
-            # process, so each has a lock of its own.
+            # A writer's lock belongs to its process, so that forks do not keep it. Each reader has a lock of its own,
+            # because a process may have several.
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -391,31 +390,23 @@ class _LocalOutput:
             os.close(descriptor)
 
 
-class _LocalInput:
+class _LocalFile:
+    """An open descriptor: a file that is read, or a lock on one."""
+
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
     def size(self) -> int:
         return os.fstat(self._descriptor).st_size
 
-    def read_into(self, at: int, buffer: memoryview) -> int:
+    def read_into(self, offset: int, buffer: memoryview) -> int:
         done = 0
         while done < len(buffer):
-            count = os.preadv(self._descriptor, [buffer[done:]], at + done)
+            count = os.preadv(self._descriptor, [buffer[done:]], offset + done)
             if count == 0:
                 break
             done += count
         return done
-
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            descriptor, self._descriptor = self._descriptor, -1
-            os.close(descriptor)
-
-
-class _Shared:
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
 
     def close(self) -> None:
         if self._descriptor >= 0:

@@ -1,8 +1,7 @@
-"""What a checkpoint holds: its files, which bytes of them are which part of which tensor, and the plain values.
+"""The manifest of a checkpoint: its files, the regions of tensors that their bytes hold, and the plain values.
 
-A checkpoint is what its manifest says; a directory without a readable one is none.
-
-The names of checkpoints, and those of one that is being written.
+A directory is a checkpoint only if it has a readable manifest. `Draft` is a checkpoint that is being written.
+`manifest_json.py` encodes manifests.
 """
 
 from __future__ import annotations
@@ -29,8 +28,12 @@ _NAME = re.compile(r"(step|state)_\d+(\.\d+)?(-[0-9a-f]+)?")
 class Draft:
     """A checkpoint that is being written.
 
-    Attributes: the `name` that it will have, the `directory` in which ranks write, the `step`, the `sequence` among
-    the root's checkpoints, and a `token` that no other one has.
+    Attributes:
+        name: the name that it will have.
+        directory: the directory in which ranks write.
+        step: the training step, if any.
+        sequence: its sequence number, greater than those of the root's earlier checkpoints.
+        token: a text that no other checkpoint has.
     """
 
     name: str
@@ -40,17 +43,17 @@ class Draft:
     token: str
 
     def to_bytes(self) -> bytes:
-        """Returns the draft for the other ranks."""
+        """Encodes the draft for the other ranks."""
         return msgspec.json.encode(self)
 
     @staticmethod
     def from_bytes(data: bytes) -> Draft:
-        """Returns what `to_bytes` encoded."""
+        """Decodes a draft; the inverse of `to_bytes`."""
         return msgspec.json.decode(data, type=Draft)
 
 
 def is_name(name: str) -> bool:
-    """Returns whether a directory of this name is one that a save made; others are left alone."""
+    """Returns whether a directory of this name was created by a save; others are left alone."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -60,12 +63,12 @@ def draft_of(
     """Returns the draft of a new checkpoint.
 
     Args:
-        step: of the training; without one, the name says the sequence.
-        sequence: of the checkpoint in its root.
-        token: that no other one has.
-        taken: names that are in use.
-        renames: whether it is written under another name first.
-        is_unique: whether the name has the token, so that it is free on every host.
+        step: the training step; without one, the name contains the sequence number.
+        sequence: the sequence number.
+        token: a text that no other checkpoint has.
+        taken: the names that are in use.
+        renames: whether the checkpoint is written under another name first.
+        is_unique: whether the name contains the token, so that no host uses it yet.
     """
     stem = f"state_{sequence:06d}" if step is None else f"step_{step:010d}"
     name, number = stem, 2
@@ -82,16 +85,20 @@ FILE = "manifest.json"
 _FILE_NAME = re.compile(r"\w[\w.-]{0,254}", re.ASCII)
 _LARGEST = 1 << 62
 _LARGEST_SEQUENCE = 1 << 53
-_LATEST_S = 1 << 37  # which a date of four digits has
-BLOCK_NBYTES = 1 << 20  # each block of a piece has a digest of its own, so that a reader of a part can check it
+_LATEST_S = 1 << 37  # a date whose year has four digits
+BLOCK_NBYTES = 1 << 20  # each block of a piece has its own digest, so that a reader of a region can verify it
 
 
 @dataclass(frozen=True)
 class Piece:
     """A region of a tensor, as bytes of a file.
 
-    Attributes: `file` in the checkpoint's directory, `key` of the tensor in that safetensors file, `at`, the first byte
-    in the file, `region` of the tensor, and `digests` of its blocks.
+    Attributes:
+        file: the name of the file in the checkpoint's directory.
+        key: the key in that safetensors file.
+        at: the offset of the first byte in the file.
+        region: the region of the tensor.
+        digests: the digests of the blocks.
     """
 
     file: str
@@ -103,7 +110,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor: its type by safetensors' name, its shape, and the pieces that make it up."""
+    """A tensor: its type, by safetensors' name, its shape, and the pieces that make it up."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -112,7 +119,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file's size, and the digest of its header; what follows the header are pieces."""
+    """A file: its size, and the size and digest of its header, which the pieces follow."""
 
     nbytes: int
     header_nbytes: int
@@ -121,7 +128,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one rank wrote."""
+    """The files and pieces that one rank wrote."""
 
     rank: int
     files: dict[str, FileEntry]
@@ -130,7 +137,7 @@ class RankPart:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a list of checkpoints says of one; see `Manifest`."""
+    """The members of a `Manifest` that a list of checkpoints needs."""
 
     step: int | None
     sequence: int
@@ -139,18 +146,26 @@ class Summary:
     here: tuple[str, ...] | None = None
 
     def files_here(self) -> dict[str, FileEntry]:
-        """Returns the files that the directory of this manifest must have."""
+        """Returns the files that this directory must have."""
         return self.files if self.here is None else {name: self.files[name] for name in self.here}
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that is known of a checkpoint.
+    """The description of a checkpoint.
 
-    Attributes: `step` of the training, if it was given; `sequence`, which grows with each checkpoint in a root;
-    `token`, the same on all hosts that took part; `world_size` of the ranks that wrote; `written_at_s`, as of
-    `time.time()`; `paceline`, the version; `files`; `tensors`; `values`, a tree of JSON; `here`, the files that this
-    directory has, or None if it has all; and `block_nbytes`, how much of a piece each of its digests covers.
+    Attributes:
+        step: the training step, if any.
+        sequence: the sequence number, which grows with each checkpoint of a root.
+        token: a text that no other checkpoint has, the same on all hosts.
+        world_size: the number of ranks that wrote.
+        written_at_s: the time of writing, as of `time.time()`.
+        paceline: the version of Paceline that wrote it.
+        files: the files, by name.
+        tensors: the tensors, by name.
+        values: the plain values, as a tree of JSON.
+        here: the files that this directory has; None if it has all.
+        block_nbytes: the bytes of a piece that each of its digests covers.
     """
 
     step: int | None
@@ -166,7 +181,7 @@ class Manifest:
     block_nbytes: int = BLOCK_NBYTES
 
     def files_here(self) -> dict[str, FileEntry]:
-        """Returns the files that the directory of this manifest must have."""
+        """Returns the files that this directory must have."""
         return Summary(self.step, self.sequence, self.token, self.files, self.here).files_here()
 
 
@@ -174,7 +189,7 @@ def merged(parts: Iterable[RankPart]) -> tuple[dict[str, FileEntry], dict[str, T
     """Returns the files and tensors of all ranks together.
 
     Raises:
-        CheckpointError: ranks disagree on a tensor's type or shape, or their pieces do not make it up exactly.
+        CheckpointError: the ranks' types or shapes of a tensor differ, or their pieces do not make it up exactly once.
     """
     files: dict[str, FileEntry] = {}
     first: dict[str, tuple[int, TensorEntry]] = {}
@@ -202,12 +217,12 @@ def merged(parts: Iterable[RankPart]) -> tuple[dict[str, FileEntry], dict[str, T
 
 
 def fault_of(manifest: Manifest) -> str | None:
-    """Returns what in a manifest contradicts itself, as one that was edited may; None if nothing does."""
+    """Returns a contradiction in a manifest, which may have been edited; None if there is none."""
     if (fault := fault_of_summary(manifest)) is not None:
         return fault
     if manifest.block_nbytes < 1 or manifest.world_size < 1 or not 0 <= manifest.written_at_s < _LATEST_S:
         return "a size or the time is none that can be"
-    used: dict[str, list[tuple[int, int]]] = {name: [(0, each.header_nbytes)] for name, each in manifest.files.items()}
+    used: dict[str, list[tuple[int, int]]] = {name: [(0, file.header_nbytes)] for name, file in manifest.files.items()}
     for name, entry in manifest.tensors.items():
         if (fault := _fault_of_tensor(entry, manifest, used)) is not None:
             return f"of the tensor {name} {fault}"
@@ -222,7 +237,7 @@ def fault_of(manifest: Manifest) -> str | None:
 
 
 def fault_of_summary(summary: Summary | Manifest) -> str | None:
-    """Returns what is wrong with the numbers and names of files that a manifest states; None if nothing is."""
+    """Returns a fault in the numbers and file names of a manifest; None if there is none."""
     for name, entry in summary.files.items():
         if not _FILE_NAME.fullmatch(name) or name == FILE:
             return f"{name!r} is no name of a file beside it"
@@ -235,7 +250,7 @@ def fault_of_summary(summary: Summary | Manifest) -> str | None:
 
 
 def _fault_of_tensor(entry: TensorEntry, manifest: Manifest, used: dict[str, list[tuple[int, int]]]) -> str | None:
-    """Adds the bytes of a tensor's pieces to those of its files that are in use; returns what is wrong with them."""
+    """Returns a fault in a tensor's pieces, and adds their bytes to the used bytes of each file."""
     if entry.dtype not in ITEMSIZE:
         return f"the type {entry.dtype} is unknown"
     if any(size < 0 for size in entry.shape) or nbytes_of(entry.dtype, entry.shape) > _LARGEST:

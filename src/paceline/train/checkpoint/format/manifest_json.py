@@ -1,15 +1,14 @@
-"""The manifest as JSON. Its last member is the digest of all text before it, so that a cut or edited one is noticed.
+"""Encodes manifests as JSON whose last member is the digest of the text before it, which detects cuts and edits.
 
-Digests that tell whether bytes are those that were written. They withstand accidents, not an attacker.
-
-XXH3 with 128 bits costs about as much as reading the memory. A cryptographic digest would cost several times as much
-and would protect no better, because whoever can change a file can change the manifest beside it.
+Digests (XXH3 with 128 bits) detect accidents, not attacks, and cost about as much as reading the memory. A
+cryptographic digest would cost several times as much and protect no better, because whoever can change a file can
+change the manifest beside it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -40,7 +39,7 @@ def digest_of(data: bytes | bytearray | memoryview) -> str:
 
 
 def blocks_of(data: memoryview, block_nbytes: int = BLOCK_NBYTES) -> Iterator[memoryview]:
-    """Yields a piece's bytes in the blocks that have digests; one empty block for a piece without bytes."""
+    """Yields the blocks of a piece's bytes that have digests; one empty block for a piece without bytes."""
     for start in range(0, max(len(data), 1), block_nbytes):
         yield data[start : start + block_nbytes]
 
@@ -54,7 +53,7 @@ _END = b'"\n}\n'
 
 @dataclass
 class _Piece:
-    """A piece as JSON has it: either `flat`, or `offset` and `shape`."""
+    """A piece in JSON, with either `flat`, or `offset` and `shape`."""
 
     file: str
     key: str
@@ -97,19 +96,19 @@ class _Manifest:
 
 @dataclass
 class _Kind:
-    """The members by which any version tells what it reads."""
+    """The members by which every version recognizes a manifest."""
 
     format: str
     version: int
 
 
 def part_to_bytes(part: RankPart) -> bytes:
-    """Returns what a rank wrote, for the rank that writes the manifest."""
+    """Encodes the part that a rank wrote, for the rank that writes the manifest."""
     return msgspec.json.encode(_Part(part.rank, part.files, _tensors_out(part.tensors)))
 
 
 def part_from_bytes(data: bytes) -> RankPart:
-    """Returns what `part_to_bytes` encoded."""
+    """Decodes a part; the inverse of `part_to_bytes`."""
     return _part_in(msgspec.json.decode(data, type=_Part))
 
 
@@ -158,16 +157,16 @@ def to_bytes(manifest: Manifest) -> bytes:
         "here": manifest.here,
     }
     members = [_member(name, _encode(value)) for name, value in head.items()]
-    members.append(_member("files", _lines({name: _encode(asdict(each)) for name, each in manifest.files.items()})))
+    members.append(_member("files", _lines({name: _encode(file) for name, file in manifest.files.items()})))
     tensors = _tensors_out(manifest.tensors)
-    members.append(_member("tensors", _lines({name: _encode(each) for name, each in tensors.items()})))
+    members.append(_member("tensors", _lines({name: _encode(tensor) for name, tensor in tensors.items()})))
     members.append(_member("values", _encode(manifest.values)))
     text = b"{\n" + b",\n".join(members)
     return text + _DIGEST + digest_of(text).encode() + _END
 
 
 def from_bytes(data: bytes, where: str) -> Manifest:
-    """Returns the manifest that a text states.
+    """Decodes and checks a manifest; the inverse of `to_bytes`.
 
     Args:
         data: the text.
@@ -175,18 +174,17 @@ def from_bytes(data: bytes, where: str) -> Manifest:
 
     Raises:
         CheckpointDamagedError: the text is cut or was changed.
-        CheckpointError: it is no manifest, or one of a newer version.
+        CheckpointError: the text is no manifest, or one of a newer version.
     """
     manifest = _read(data, where, lambda: _manifest_in(msgspec.json.decode(data, type=_Manifest)))
     return _sound(manifest, where, fault_of)
 
 
 def summary_from_bytes(data: bytes, where: str) -> Summary:
-    """Returns what a list of checkpoints says of one; the tensors are passed over, of which there may be many.
+    """Decodes the members of a manifest that a list of checkpoints needs; skips the tensors, which may be many.
 
     Raises:
-        CheckpointDamagedError: the text is cut or was changed.
-        CheckpointError: it is no manifest, or one of a newer version.
+        CheckpointDamagedError, CheckpointError: as for `from_bytes`.
     """
     return _sound(_read(data, where, lambda: msgspec.json.decode(data, type=Summary)), where, fault_of_summary)
 
@@ -198,7 +196,7 @@ def _sound(read: T, where: str, fault_of: Callable[[T], str | None]) -> T:
 
 
 def _read(data: bytes, where: str, decode: Callable[[], T]) -> T:
-    """Checks the digest, the format and the version, and returns what `decode` does."""
+    """Checks the digest, the format and the version, and returns the result of `decode`."""
     text, separator, rest = data.rpartition(_DIGEST)
     is_intact = bool(separator) and rest == digest_of(text).encode() + _END
     try:
@@ -224,7 +222,7 @@ def _manifest_in(read: _Manifest) -> Manifest:
     if read.digests != DIGEST_NAME:
         raise ValueError(f"its digests are {read.digests!r}; this version knows {DIGEST_NAME!r}")
     values: Json = msgspec.json.decode(read.values)
-    tensors_in(values)  # fails here where they are nested too deeply
+    tensors_in(values)  # raises RecursionError here if they are nested too deeply
     return Manifest(
         step=read.step,
         sequence=read.sequence,
@@ -274,8 +272,10 @@ def _piece_in(read: _Piece) -> Piece:
 
 
 def _encode(value: object) -> bytes:
-    if isinstance(value, _Tensor):  # members that say nothing are left out
-        pieces = [{name: each for name, each in vars(piece).items() if each is not None} for piece in value.pieces]
+    if isinstance(value, _Tensor):  # members that are None are left out
+        pieces = [
+            {name: member for name, member in vars(piece).items() if member is not None} for piece in value.pieces
+        ]
         value = {"dtype": value.dtype, "shape": value.shape, "pieces": pieces}
     return msgspec.json.encode(value)
 

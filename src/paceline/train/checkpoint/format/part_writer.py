@@ -1,4 +1,4 @@
-"""Writes what one rank holds of a checkpoint: safetensors files in a stream, with digests, durable at the end."""
+"""`write_part`: writes the regions of one rank as a stream of safetensors files, digested, and durable at the end."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Data: TypeAlias = "bytes | bytearray | memoryview"
 Progress: TypeAlias = Callable[[int, int], None]
 
 SPLIT_NBYTES = 1 << 30
-_WRITE_NBYTES = 8 * BLOCK_NBYTES  # of one call
-_SMALL_NBYTES = 64 << 10  # below that, bytes are copied, so that one write takes many tensors
+_WRITE_NBYTES = 8 * BLOCK_NBYTES  # in one call
+_SMALL_NBYTES = 64 << 10  # smaller blocks are copied, so that one write takes many tensors
 _MOST_PENDING = 256
 
 
@@ -26,9 +26,13 @@ _MOST_PENDING = 256
 class WriteItem:
     """A region of a tensor that this rank writes.
 
-    Attributes: `name` of the tensor, its `dtype` by safetensors' name, its whole `shape`, the `region`, and its `data`:
-    the region's elements, contiguous and row-major, or a function that returns them when their turn has come. What it
-    returns must not change before the next one is asked or `write_part` returns.
+    Attributes:
+        name: the name of the tensor.
+        dtype: the tensor's type, by safetensors' name.
+        shape: the shape of the whole tensor.
+        region: the region.
+        data: the region's elements, contiguous and row-major, or a function that returns them. They must not change
+            before the next item's function is called or `write_part` returns.
     """
 
     name: str
@@ -44,7 +48,7 @@ class WriteItem:
 
     @property
     def key(self) -> str:
-        """The region's name in its file: the tensor's if it is all of it."""
+        """The region's key in its file: the tensor's name if it is the whole tensor."""
         if self.region == whole(self.shape) and self.name != "__metadata__":
             return self.name
         if isinstance(self.region, Flat):
@@ -54,7 +58,7 @@ class WriteItem:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape that the region has in its file."""
+        """The shape of the region in its file."""
         if isinstance(self.region, Box):
             return self.region.shape
         return self.shape if self.region == whole(self.shape) else (count(self.region),)
@@ -71,20 +75,17 @@ P = TypeVar("P", bound=_Sized)
 
 
 def in_files(pieces: Sequence[P], split_nbytes: int = SPLIT_NBYTES) -> Iterator[list[P]]:
-    """Yields the pieces of each file in the order in which they are written.
-
-    Large elements come first, so that all are aligned.
-    """
-    share: list[P] = []
+    """Yields the pieces of each file in the order of their bytes: large elements first, so that all are aligned."""
+    members: list[P] = []
     nbytes = 0
-    for piece in sorted(pieces, key=lambda each: -ITEMSIZE[each.dtype]):
-        if share and nbytes + piece.nbytes > split_nbytes:
-            yield share
-            share, nbytes = [], 0
-        share.append(piece)
+    for piece in sorted(pieces, key=lambda piece: -ITEMSIZE[piece.dtype]):
+        if members and nbytes + piece.nbytes > split_nbytes:
+            yield members
+            members, nbytes = [], 0
+        members.append(piece)
         nbytes += piece.nbytes
-    if share:
-        yield share
+    if members:
+        yield members
 
 
 def write_part(
@@ -96,23 +97,24 @@ def write_part(
     split_nbytes: int = SPLIT_NBYTES,
     progress: Progress | None = None,
 ) -> RankPart:
-    """Writes a rank's pieces; they survive the loss of power when it returns.
+    """Writes a rank's pieces; they survive the loss of power when this returns.
 
     Args:
-        place: where the checkpoint is written.
-        draft: of the checkpoint, from `Root.begin`.
-        rank: of this process, for the files' names.
-        pieces: what this rank writes; it may be nothing.
-        split_nbytes: how large a file may become, unless one piece is larger.
-        progress: called with the bytes written and the bytes in all after each block; it may raise, to stop.
+        storage: the storage of the checkpoint's root.
+        draft: the checkpoint, from `Root.begin`.
+        rank: this rank, for the names of files.
+        pieces: the pieces that this rank writes; they may be none.
+        split_nbytes: the size of a file in bytes above which the next piece begins another file.
+        progress: a function that is called after each block with the bytes written and the bytes in all. It may raise
+            to stop.
 
     Raises:
-        CheckpointError: a file could not be written, or the pieces are wrong.
+        CheckpointError: a file could not be written, or a piece is invalid.
     """
     for piece in pieces:
         if (fault := fault_of(piece.region, piece.shape)) is not None:
             raise CheckpointError(f"{who(rank)} wanted to save {fault} for {piece.name}")
-    total = sum(each.nbytes for each in pieces)
+    total = sum(piece.nbytes for piece in pieces)
     check_room(storage, total, rank)
     files: dict[str, FileEntry] = {}
     found: dict[str, TensorEntry] = {}
@@ -130,22 +132,23 @@ def write_part(
 
 
 def _write_file(stream: _Stream, name: str, pieces: list[WriteItem], found: dict[str, TensorEntry]) -> FileEntry:
-    header, slots = header_of([(each.key, each.dtype, each.stored_shape) for each in pieces])
+    header, stored_tensors = header_of([(piece.key, piece.dtype, piece.stored_shape) for piece in pieces])
     with stream:
         stream.add(memoryview(header), is_data=False)
-        for piece, slot in zip(pieces, slots, strict=True):
-            written = Piece(name, piece.key, slot.at, piece.region, _write_piece(stream, piece, slot))
+        for piece, stored in zip(pieces, stored_tensors, strict=True):
+            digests = _write_piece(stream, piece, stored)
+            written = Piece(name, piece.key, stored.offset, piece.region, digests)
             entry = found.setdefault(piece.name, TensorEntry(piece.dtype, piece.shape, ()))
             found[piece.name] = replace(entry, pieces=(*entry.pieces, written))
         stream.finish()
-    nbytes = len(header) + sum(each.nbytes for each in pieces)
+    nbytes = len(header) + sum(piece.nbytes for piece in pieces)
     return FileEntry(nbytes, len(header), digest_of(header))
 
 
-def _write_piece(stream: _Stream, piece: WriteItem, slot: StoredTensor) -> tuple[str, ...]:
+def _write_piece(stream: _Stream, piece: WriteItem, stored: StoredTensor) -> tuple[str, ...]:
     data = piece.data() if callable(piece.data) else piece.data
     view = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
-    if len(view) != nbytes_of(slot.dtype, slot.shape):
+    if len(view) != nbytes_of(stored.dtype, stored.shape):
         raise CheckpointError(
             f"{stream.who} was given {len(view)} bytes for {piece.key}, which has {piece.nbytes} ({piece.dtype} "
             f"{list(piece.stored_shape)})"
@@ -154,12 +157,12 @@ def _write_piece(stream: _Stream, piece: WriteItem, slot: StoredTensor) -> tuple
     for chunk in blocks_of(view, _WRITE_NBYTES):
         found += [digest_of(block) for block in blocks_of(chunk)]
         stream.add(chunk)
-    stream.let_go()
+    stream.release()
     return tuple(found)
 
 
 class _Stream:
-    """A file that is being written: gathers small blocks, counts bytes, and turns refusals into errors."""
+    """A file that is being written: gathers small blocks, counts bytes, and converts OSErrors."""
 
     def __init__(
         self, storage: WritableStorage, name: str, rank: int, done: int, total: int, progress: Progress | None
@@ -171,7 +174,7 @@ class _Stream:
         self._file: OutputFile | None = None
         self._pending: list[memoryview] = []
         self._pending_nbytes = 0
-        self._borrows = False  # whether memory of the caller's is pending
+        self._borrows = False  # whether the caller's memory is pending
 
     def __enter__(self) -> _Stream:
         try:
@@ -185,7 +188,7 @@ class _Stream:
             self._file.close()
 
     def add(self, block: memoryview, *, is_data: bool = True) -> None:
-        """Writes a block, now or with the next ones; `let_go` ends the time in which it must not change."""
+        """Writes a block, now or with the next ones; it must not change before `release`."""
         is_small = len(block) < _SMALL_NBYTES
         self._pending.append(memoryview(bytes(block)) if is_small else block)
         self._pending_nbytes += len(block)
@@ -197,13 +200,13 @@ class _Stream:
             if self._progress is not None:
                 self._progress(self.done, self._total)
 
-    def let_go(self) -> None:
-        """Writes what is still memory of the caller's; small blocks were copied."""
+    def release(self) -> None:
+        """Writes pending memory of the caller; small blocks have been copied."""
         if self._borrows:
             self._flush()
 
     def finish(self) -> None:
-        """Returns when the file is durable."""
+        """Makes the file durable."""
         self._flush()
         assert self._file is not None
         try:

@@ -1,6 +1,6 @@
-"""Which part of a tensor a piece holds, and whether pieces make up the whole.
+"""Regions of tensors: runs of the flattened tensor (`Flat`) and blocks (`Box`).
 
-Which elements of a piece a reader of some part of the tensor needs, and where they go.
+`untiled` checks that regions make up a whole tensor, and `copies` finds the elements that two regions share.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Flat(msgspec.Struct, frozen=True, tag=True):
 
 
 class Box(msgspec.Struct, frozen=True, tag=True):
-    """A block of the tensor: in each dimension `shape` elements from `offset` on. Its buffer is row-major."""
+    """A block of the tensor: `shape` elements in each dimension, beginning at `offset`. Its buffer is row-major."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -30,17 +30,17 @@ Region = Flat | Box
 
 
 def whole(shape: tuple[int, ...]) -> Flat:
-    """Returns the region that is all of a tensor."""
+    """Returns the region that is a whole tensor."""
     return Flat(0, prod(shape))
 
 
 def count(region: Region) -> int:
-    """Returns how many elements a region has."""
+    """Returns the number of elements in a region."""
     return region.stop - region.start if isinstance(region, Flat) else prod(region.shape)
 
 
 def fault_of(region: Region, shape: tuple[int, ...]) -> str | None:
-    """Returns why a region cannot be one of a tensor of this shape; None if it can."""
+    """Returns the reason why a region cannot belong to a tensor of this shape; None if it can."""
     if isinstance(region, Flat):
         if 0 <= region.start <= region.stop <= prod(shape):
             return None
@@ -77,17 +77,17 @@ def blocks(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     return cut
 
 
-def _in_row(at: int, cut: list[Box]) -> list[Box]:
-    return [Box((at, *each.offset), (1, *each.shape)) for each in cut]
+def _in_row(row: int, cut: list[Box]) -> list[Box]:
+    return [Box((row, *box.offset), (1, *box.shape)) for box in cut]
 
 
 def moved(box: Box, by: Sequence[int]) -> Box:
-    """Returns a block of a block that begins at `by`, as one of the whole tensor."""
+    """Returns a block moved by an offset."""
     return Box(tuple(first + more for first, more in zip(box.offset, by, strict=True)), box.shape)
 
 
 def cut_out(region: Region, start: int, stop: int) -> list[Region]:
-    """Returns the regions that have the elements `start` to `stop` of a region's own buffer, in their order.
+    """Returns the regions that make up the elements `start` to `stop` of a region's own buffer, in order.
 
     >>> cut_out(Flat(10, 20), 2, 5)
     [Flat(start=12, stop=15)]
@@ -96,11 +96,11 @@ def cut_out(region: Region, start: int, stop: int) -> list[Region]:
     """
     if isinstance(region, Flat):
         return [Flat(region.start + start, region.start + stop)]
-    return [moved(each, region.offset) for each in blocks(region.shape, start, stop)]
+    return [moved(box, region.offset) for box in blocks(region.shape, start, stop)]
 
 
 def simplified(region: Region, shape: tuple[int, ...]) -> Region:
-    """Returns a region as `Flat` if its elements are adjacent in the flattened tensor, otherwise as it is."""
+    """Returns a region as `Flat` if its elements are adjacent in the flattened tensor, and unchanged otherwise."""
     if isinstance(region, Flat):
         return region
     first_two = _runs_of_box(region, shape)
@@ -109,7 +109,7 @@ def simplified(region: Region, shape: tuple[int, ...]) -> Region:
 
 
 def runs(region: Region, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Yields the ranges of the flattened tensor that a region covers, ascending, which is the order of its buffer."""
+    """Yields the ranges of the flattened tensor that a region covers, ascending, as in the region's buffer."""
     if isinstance(region, Flat):
         if region.stop > region.start:
             yield region.start, region.stop
@@ -120,21 +120,21 @@ def runs(region: Region, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 def _runs_of_box(box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     if prod(box.shape) == 0:
         return
-    # The dimensions from `inner` on are whole, so that one run spans them and the part of the dimension before.
+    # The dimensions from `inner` are whole, so that one run spans them and the extent of the dimension before.
     inner = len(shape)
     while inner > 0 and box.shape[inner - 1] == shape[inner - 1]:
         inner -= 1
     axis = max(inner - 1, 0)
     row = prod(shape[axis + 1 :])
     length = (box.shape[axis] if shape else 1) * row
-    strides = [prod(shape[each + 1 :]) for each in range(len(shape))]
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     start = box.offset[axis] * row if shape else 0
     for begin in _begins(start, list(zip(box.offset, box.shape, strides, strict=True))[:axis]):
         yield begin, begin + length
 
 
 def _begins(start: int, outer: list[tuple[int, int, int]]) -> Iterator[int]:
-    """Yields where the runs of a box begin, given the offset, extent and stride of each dimension around them."""
+    """Yields the first elements of a box's runs, given the offset, extent and stride of each dimension around them."""
     if not outer:
         yield start
         return
@@ -144,21 +144,21 @@ def _begins(start: int, outer: list[tuple[int, int, int]]) -> Iterator[int]:
 
 
 def untiled(shape: tuple[int, ...], regions: Sequence[Region]) -> str | None:
-    """Returns what is missing or held twice if regions do not make up a tensor exactly; None if they do."""
+    """Returns the fault if regions do not make up a tensor exactly once; None if they do."""
     for region in regions:
         if (fault := fault_of(region, shape)) is not None:
             return fault
-    held = [each for each in (simplified(region, shape) for region in regions) if count(each) > 0]
-    flat = sorted((each.start, each.stop) for each in held if isinstance(each, Flat))
+    held = [simplified(region, shape) for region in regions if count(region) > 0]
+    flat = sorted((region.start, region.stop) for region in held if isinstance(region, Flat))
     if len(flat) == len(held):
-        return _untiled_runs(prod(shape), iter(flat))
-    boxes = [each for each in held if isinstance(each, Box)]
+        return _untiled_runs(prod(shape), flat)
+    boxes = [region for region in held if isinstance(region, Box)]
     for start, stop in flat:
         boxes += blocks(shape, start, stop)
     return _untiled_boxes(shape, boxes)
 
 
-def _untiled_runs(total: int, ascending: Iterator[tuple[int, int]]) -> str | None:
+def _untiled_runs(total: int, ascending: Sequence[tuple[int, int]]) -> str | None:
     end = 0
     for start, stop in ascending:
         if start > end:
@@ -170,16 +170,15 @@ def _untiled_runs(total: int, ascending: Iterator[tuple[int, int]]) -> str | Non
 
 
 def _untiled_boxes(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
-    """Compares only boxes that meet in the first dimension; those that do not overlap and have all elements tile."""
-    ascending = sorted(boxes, key=lambda each: each.offset)
+    """Compares only boxes that meet in the first dimension. Boxes tile if none overlap and they have all elements."""
     open_boxes: list[Box] = []
-    for box in ascending:
-        open_boxes = [each for each in open_boxes if each.offset[0] + each.shape[0] > box.offset[0]]
+    for box in sorted(boxes, key=lambda box: box.offset):
+        open_boxes = [other for other in open_boxes if other.offset[0] + other.shape[0] > box.offset[0]]
         for other in open_boxes:
             if _overlap(box, other):
                 return f"the blocks at {list(other.offset)} and at {list(box.offset)} overlap"
         open_boxes.append(box)
-    held, total = sum(count(each) for each in boxes), prod(shape)
+    held, total = sum(map(count, boxes)), prod(shape)
     return f"nobody holds {total - held} of the {total} elements" if held < total else None
 
 
@@ -191,7 +190,7 @@ def _overlap(one: Box, other: Box) -> bool:
 
 
 class RegionCopy(NamedTuple):
-    """`nelements` that are at `source` in the buffer of the region that is held, and at `target` in the wanted one."""
+    """`nelements` at `source` in the buffer of the held region, and at `target` in that of the wanted region."""
 
     source: int
     target: int
@@ -199,12 +198,12 @@ class RegionCopy(NamedTuple):
 
 
 def copies(shape: tuple[int, ...], held: Region, wanted: Region) -> list[RegionCopy]:
-    """Returns what of one region of a tensor belongs to another, in ascending order of both buffers.
+    """Returns the copies that fill one region from another, in ascending order of both buffers.
 
     Args:
-        shape: of the tensor.
-        held: the region whose elements are there.
-        wanted: the region that is to be filled.
+        shape: the shape of the tensor.
+        held: the region to copy from.
+        wanted: the region to fill.
     """
     held, wanted = simplified(held, shape), simplified(wanted, shape)
     if isinstance(held, Flat) and isinstance(wanted, Flat):
@@ -214,20 +213,20 @@ def copies(shape: tuple[int, ...], held: Region, wanted: Region) -> list[RegionC
 
 
 def _merged(held: list[tuple[int, int]], wanted: list[tuple[int, int]]) -> list[RegionCopy]:
-    """Walks through both lists of runs at once; adjacent copies become one."""
+    """Intersects two ascending lists of runs; adjacent copies are joined."""
     found: list[RegionCopy] = []
-    here = there = source = target = 0
-    while here < len(held) and there < len(wanted):
-        (start, stop), (first, last) = held[here], wanted[there]
+    held_index = wanted_index = source = target = 0
+    while held_index < len(held) and wanted_index < len(wanted):
+        (start, stop), (first, last) = held[held_index], wanted[wanted_index]
         begin, end = max(start, first), min(stop, last)
         if begin < end:
             _add(found, RegionCopy(source + begin - start, target + begin - first, end - begin))
         if stop <= last:
             source += stop - start
-            here += 1
+            held_index += 1
         if last <= stop:
             target += last - first
-            there += 1
+            wanted_index += 1
     return found
 
 

@@ -1,9 +1,8 @@
-"""A directory of checkpoints: begins, publishes and removes them, and finds the newest whole one.
+"""`Root`, a directory of checkpoints: begins, publishes and removes them, and finds the newest whole one.
 
-How a checkpoint becomes visible: at once, and only when it survives the loss of power.
-
-The order is what makes it safe: the files of all ranks are durable before the manifest is written, the manifest before
-the directory gets its name, and the name before `latest` says it. Old ones are removed after that.
+A checkpoint becomes visible at once, and only when it survives the loss of power. Each step is durable before the next
+begins: the files of all ranks, the manifest, the directory's name, and the pointer `latest`. Old checkpoints are
+removed last.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from paceline.train.elastic.failpoints import failpoint
 
 
 def prepare(storage: Storage, draft: Draft) -> OutputFile | None:
-    """Makes the directory in which ranks write; returns its manifest, still empty and held, if the place renames."""
+    """Creates the directory in which ranks write; returns its manifest, empty and held, if the storage renames."""
     storage.make_directory("")
     storage.make_directory(draft.directory)
     return storage.create(f"{draft.directory}/{FILE}") if storage.renames else None
@@ -46,7 +45,7 @@ def prepare(storage: Storage, draft: Draft) -> OutputFile | None:
 def manifest_of(
     draft: Draft, parts: Sequence[RankPart], values: Json, world_size: int, here: Sequence[str] | None
 ) -> Manifest:
-    """Returns what describes a checkpoint of these parts.
+    """Returns the manifest of a checkpoint of these parts.
 
     Raises:
         CheckpointError: the parts do not make up one state.
@@ -73,7 +72,7 @@ def manifest_of(
 
 
 def publish(storage: Storage, draft: Draft, manifest: Manifest, held: OutputFile | None) -> None:
-    """Makes a checkpoint visible whose files are durable; it survives the loss of power when this returns."""
+    """Makes a checkpoint visible, whose files are durable; it survives the loss of power when this returns."""
     text = memoryview(manifest_json.to_bytes(manifest))
     file = held if held is not None else storage.create(f"{draft.directory}/{FILE}")
     with contextlib.closing(file):
@@ -88,7 +87,7 @@ def publish(storage: Storage, draft: Draft, manifest: Manifest, held: OutputFile
 
 
 def point_to(storage: Storage, draft: Draft) -> None:
-    """Writes the pointer `latest`, which people and other programs read; ranks that restore look at the manifests."""
+    """Writes the pointer `latest`, for people and other programs; ranks that restore read the manifests instead."""
     line = memoryview(f"{draft.name}\n".encode())
     written = f"{WRITING}{LATEST}-{draft.token}" if storage.renames else LATEST
     file = storage.create(written)
@@ -101,7 +100,7 @@ def point_to(storage: Storage, draft: Draft) -> None:
 
 
 def remove_left_overs(storage: Storage) -> list[str]:
-    """Removes what saves and removals left that did not come to their end, unless a live process writes it."""
+    """Removes the remains of unfinished saves and removals, unless a live process is writing them."""
     removed = []
     for name in storage.names():
         is_left_over = name.startswith(WRITING) and not storage.is_held(name)
@@ -112,17 +111,16 @@ def remove_left_overs(storage: Storage) -> list[str]:
 
 
 def _is_unfinished(storage: Storage, name: str) -> bool:
-    """Whether this is a directory that never got its manifest, where places do not rename."""
-    return (
-        not storage.renames and is_name(name) and storage.size(f"{name}/{FILE}") is None and not storage.is_held(name)
-    )
+    """Returns whether a directory never got its manifest, in a storage that does not rename."""
+    if storage.renames or not is_name(name):
+        return False
+    return storage.size(f"{name}/{FILE}") is None and not storage.is_held(name)
 
 
 def retire(storage: Storage, keep: int) -> list[str]:
-    """Removes all checkpoints but the newest whole ones; returns the names of those that were removed.
+    """Removes all checkpoints but the newest whole ones; returns the names of the removed ones. See `Root.retire`.
 
-    It leaves the one that `latest` names, those that are being read, those whose manifest it cannot read, which may be
-    of a newer version, and all if none is whole.
+    A manifest that cannot be read may be of a newer version, so its checkpoint stays. All stay if none is whole.
     """
     listings = [each for each in listing_of(storage) if each.sequence is not None]
     kept = _to_keep(listings, keep)
@@ -136,7 +134,7 @@ def retire(storage: Storage, keep: int) -> list[str]:
 
 
 def _to_keep(listings: list[Listing], keep: int) -> set[str]:
-    """The newest whole ones, and whatever is newer than the oldest of them, which may be of use to a person."""
+    """Returns the names of the newest whole ones, and of damaged ones newer than the oldest of those."""
     whole = [each for each in listings if each.fault is None][:keep]
     if not whole:
         return set()
@@ -145,7 +143,7 @@ def _to_keep(listings: list[Listing], keep: int) -> set[str]:
 
 
 def remove(storage: Storage, name: str) -> None:
-    """Removes a checkpoint so that it is never seen in part."""
+    """Removes a checkpoint so that it is never visible in part."""
     if storage.renames:
         doomed = f"{REMOVING}{name}"
         storage.remove(doomed)
@@ -163,7 +161,7 @@ _TOKEN_NBYTES = 4
 class Root:
     """A directory of checkpoints.
 
-    One rank begins a checkpoint, all write their parts (`parts.write_part`), and the rank that began it publishes it:
+    One rank begins a checkpoint, all write their parts (`write_part`), and the rank that began it publishes it:
 
         draft = root.begin(42)
         part = write_part(root.storage, draft, 0, pieces)
@@ -172,7 +170,7 @@ class Root:
     """
 
     def __init__(self, where: str | os.PathLike[str] | Storage) -> None:
-        """Takes a path, an address for fsspec, or a place. Nothing need be there yet."""
+        """Takes a path, an address for fsspec, or a storage. It need not exist yet."""
         self.storage: Storage = open_storage(where) if isinstance(where, (str, os.PathLike)) else where
         self._held: dict[str, OutputFile | None] = {}
 
@@ -185,18 +183,19 @@ class Root:
         sequence: int | None = None,
         least_sequence: int = 0,
     ) -> Draft:
-        """Makes room for a checkpoint and removes what dead saves left; returns what the other ranks need to know.
+        """Begins a checkpoint, and removes the remains of dead saves; returns the draft, for all ranks.
 
         Args:
-            step: of the training; it becomes part of the name.
-            nbytes: that all ranks together will write here, if it is known, to compare with the free space.
-            unique: makes a name that is free on every host, for disks that hosts do not share; the first rank of every
-                other host then calls `join`.
-            sequence: of the checkpoint, at least the greatest `next_sequence` of all hosts (default: that of this one).
-            least_sequence: what the default is at least.
+            step: the training step, for the name.
+            nbytes: the bytes that all ranks will write here, to compare with the free space, if they are known.
+            unique: whether to choose a name that no host uses yet, for disks that hosts do not share. The first rank of
+                every other host then calls `join`.
+            sequence: the sequence number, at least the greatest `next_sequence` of all hosts; by default that of this
+                host.
+            least_sequence: the least value of the default.
 
         Raises:
-            CheckpointError: the directory cannot be made or has too little room.
+            CheckpointError: the directory cannot be created or has too little room.
         """
         with self._refusing("prepare"):
             remove_left_overs(self.storage)
@@ -214,7 +213,7 @@ class Root:
         return draft
 
     def join(self, draft: Draft, *, nbytes: int | None = None) -> None:
-        """Makes the directory of a checkpoint that another host's rank began, on a disk of this host; see `begin`."""
+        """Creates the directory of a checkpoint that another host's rank began, on this host's disk; see `begin`."""
         with self._refusing("prepare"):
             remove_left_overs(self.storage)
             if nbytes is not None:
@@ -222,7 +221,7 @@ class Root:
             self._held[draft.token] = prepare(self.storage, draft)
 
     def next_sequence(self) -> int:
-        """Returns the number of the next checkpoint, greater than those of all that are here."""
+        """Returns the sequence number of the next checkpoint, greater than those of all checkpoints here."""
         return 1 + max((each.sequence or 0 for each in self.listing()), default=0)
 
     def publish(
@@ -234,17 +233,17 @@ class Root:
         world_size: int,
         here: Sequence[str] | None = None,
     ) -> Manifest:
-        """Makes a checkpoint visible, all of whose parts are written; it survives the loss of power when this returns.
+        """Makes a checkpoint visible, whose parts have been written; it survives the loss of power when this returns.
 
         Args:
-            draft: from `begin`.
-            parts: what the ranks wrote, from `write_part` on each.
-            values: plain values and their structure, from `values.encode`.
+            draft: the draft from `begin`.
+            parts: the results of `write_part` on all ranks.
+            values: the plain values, from `values.encode`.
             world_size: the number of ranks that wrote.
             here: the files that this directory has, if hosts do not share it (default: all).
 
         Raises:
-            CheckpointError: the parts do not make up one state, or the disk refused; those from before are untouched.
+            CheckpointError: the parts do not make up one state, or the disk failed; earlier checkpoints are untouched.
         """
         manifest = manifest_of(draft, parts, values, world_size, here)
         with self._refusing("write"):
@@ -252,7 +251,7 @@ class Root:
         return manifest
 
     def abandon(self, draft: Draft) -> None:
-        """Removes what was written of a checkpoint that failed; does nothing about what it cannot remove."""
+        """Removes the files of a checkpoint that failed, as far as it can."""
         held = self._held.pop(draft.token, None)
         if held is not None:
             held.close()
@@ -260,10 +259,10 @@ class Root:
             self.storage.remove(draft.directory)
 
     def retire(self, keep: int) -> list[str]:
-        """Removes all but the `keep` newest whole checkpoints; returns the names of those that were removed.
+        """Removes all but the `keep` newest whole checkpoints; returns the names of the removed ones.
 
-        It leaves the one that `latest` names, those that are being read, those whose manifest it cannot read, and
-        directories that no save made.
+        Checkpoints stay if `latest` names them, if they are being read, or if their manifest cannot be read, and so do
+        directories that no save created.
         """
         if keep < 1:
             raise ValueError(f"keep is {keep}; it must be at least 1")
@@ -271,17 +270,17 @@ class Root:
             return retire(self.storage, keep)
 
     def listing(self) -> list[Listing]:
-        """Returns the checkpoints: first those whose manifest cannot be read, then those that were saved last.
+        """Returns the checkpoints: first those whose manifest cannot be read, then the others, newest first.
 
-        Those without a fault have all their files, with the right sizes.
+        Those without a fault have all files, with the right sizes.
         """
         return listing_of(self.storage)
 
     def newest_whole(self, *, digests: bool = False) -> tuple[Listing | None, list[Listing]]:
-        """Returns the newest checkpoint without a fault, and those that were skipped, with their faults.
+        """Returns the newest checkpoint without a fault, and the skipped ones, with their faults.
 
         Args:
-            digests: whether to read all files and compare them with their digests, instead of their sizes only.
+            digests: whether to compare all files with their digests, and not only their sizes.
         """
         skipped: list[Listing] = []
         for each in self.listing():
@@ -301,7 +300,7 @@ class Root:
             return str(error)
 
     def open(self, name: str) -> Checkpoint:
-        """Opens a checkpoint by its name; it is not removed until it is closed."""
+        """Opens a checkpoint by its name; no save removes it until it is closed."""
         return Checkpoint(self.storage, name)
 
     @contextlib.contextmanager

@@ -1,9 +1,7 @@
-"""The header of a safetensors file: its length in 8 bytes, then JSON that says which bytes are which tensor.
+"""Headers of safetensors files: the length in 8 bytes, then JSON that maps tensors to bytes of the file.
 
-See https://github.com/huggingface/safetensors#format. The header is written here, and not by the safetensors package,
-because files are written as a stream whose blocks are digested on the way and which is made durable at the end.
-
-The types of elements, by the names that safetensors gives them, and their sizes.
+See https://github.com/huggingface/safetensors#format. Headers are not written by the safetensors package, because files
+are written as streams whose blocks are digested on the way, and made durable at the end.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ ITEMSIZE = {
     "C64": 8,
     "C128": 16,
 }
-# Types that safetensors does not have, or only in its latest versions, are bytes in the file and typed in the manifest.
+# Types that safetensors lacks, or has only in its latest versions: bytes in the file, typed in the manifest.
 _STORED_AS_BYTES = frozenset(("C64", "C128", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"))
 
 
@@ -46,13 +44,13 @@ def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def as_stored(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """Returns the type and shape that the safetensors file states, which every version of safetensors can read."""
+    """Returns the type and shape in the safetensors file, which every version of safetensors can read."""
     return ("U8", (nbytes_of(dtype, shape),)) if dtype in _STORED_AS_BYTES else (dtype, shape)
 
 
 _LENGTH_NBYTES = 8
 _ALIGNMENT = 8
-_PAGE_NBYTES = 4096  # the data of large files begin at a multiple, so that they can be written directly
+_PAGE_NBYTES = 4096  # the data of large files is aligned to pages for direct writes
 _LARGE_NBYTES = 1 << 20
 _LONGEST = 100 << 20  # as in the safetensors package
 _METADATA = "__metadata__"
@@ -60,12 +58,12 @@ _METADATA = "__metadata__"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: its key, type, shape, and its first byte, counted from the file's beginning."""
+    """A tensor in a file: its key, type, shape, and the offset of its first byte in the file."""
 
     key: str
     dtype: str
     shape: tuple[int, ...]
-    at: int
+    offset: int
 
     @property
     def nbytes(self) -> int:
@@ -76,14 +74,14 @@ class StoredTensor:
 def header_of(
     tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str] | None = None
 ) -> tuple[bytes, list[StoredTensor]]:
-    """Returns the header of a file, and where its tensors are in it.
+    """Returns the header of a file, and the tensors with their offsets.
 
     Args:
-        tensors: key, type and shape of each, in the order of their bytes.
-        metadata: text to keep beside them.
+        tensors: the key, type and shape of each tensor, in the order of their bytes.
+        metadata: texts for the header's metadata, by name.
 
     Raises:
-        ValueError: two of them have the same key.
+        ValueError: two tensors have the same key.
     """
     members: dict[str, object] = {_METADATA: metadata or {"format": "pt"}}
     end = 0
@@ -97,11 +95,11 @@ def header_of(
     alignment = _PAGE_NBYTES if end >= _LARGE_NBYTES else _ALIGNMENT
     text += b" " * (-(_LENGTH_NBYTES + len(text)) % alignment)
     header = len(text).to_bytes(_LENGTH_NBYTES, "little") + text
-    slots, at = [], len(header)
+    stored_tensors, offset = [], len(header)
     for key, dtype, shape in tensors:
-        slots.append(StoredTensor(key, dtype, shape, at))
-        at += nbytes_of(dtype, shape)
-    return header, slots
+        stored_tensors.append(StoredTensor(key, dtype, shape, offset))
+        offset += nbytes_of(dtype, shape)
+    return header, stored_tensors
 
 
 @dataclass
@@ -112,10 +110,10 @@ class _Info:
 
 
 def length_of(beginning: bytes | bytearray) -> int:
-    """Returns how long the header of a file is in all, from its first 8 bytes.
+    """Returns the length of a file's header in bytes, given the first 8 bytes, which it includes.
 
     Raises:
-        ValueError: this is no safetensors file.
+        ValueError: the file is no safetensors file.
     """
     length = int.from_bytes(beginning[:_LENGTH_NBYTES], "little")
     if len(beginning) < _LENGTH_NBYTES or length > _LONGEST:
@@ -124,15 +122,15 @@ def length_of(beginning: bytes | bytearray) -> int:
 
 
 def read_header(header: bytes | bytearray) -> tuple[list[StoredTensor], dict[str, str]]:
-    """Returns where the tensors of a file are, and the metadata, from its header.
+    """Returns the tensors of a file and its metadata, given its header.
 
     Raises:
-        ValueError: this is no safetensors file, or its tensors do not follow one another without gaps and overlaps.
+        ValueError: the header is not that of a safetensors file, or its tensors have gaps or overlap.
     """
     try:
         raw = msgspec.json.decode(header[_LENGTH_NBYTES:], type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(raw.pop(_METADATA, msgspec.Raw(b"{}")), type=dict[str, str])
-        infos = {key: msgspec.json.decode(each, type=_Info) for key, each in raw.items()}
+        infos = {key: msgspec.json.decode(text, type=_Info) for key, text in raw.items()}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"its header is not that of a safetensors file: {error}") from None
     for key, info in infos.items():
@@ -140,11 +138,11 @@ def read_header(header: bytes | bytearray) -> tuple[list[StoredTensor], dict[str
         if not is_sound or nbytes_of(info.dtype, info.shape) != info.data_offsets[1] - info.data_offsets[0]:
             raise ValueError(f"its header has {info.dtype} {list(info.shape)} with bytes {info.data_offsets} for {key}")
     end = 0
-    for key, info in sorted(infos.items(), key=lambda each: each[1].data_offsets):
+    for key, info in sorted(infos.items(), key=lambda item: item[1].data_offsets):
         if info.data_offsets[0] != end:
             raise ValueError(f"the bytes {info.data_offsets} of {key} do not begin at {end}, where those before end")
         end = info.data_offsets[1]
-    slots = [
+    tensors = [
         StoredTensor(key, info.dtype, info.shape, len(header) + info.data_offsets[0]) for key, info in infos.items()
     ]
-    return slots, metadata
+    return tensors, metadata

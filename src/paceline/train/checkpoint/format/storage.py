@@ -1,10 +1,7 @@
-"""What a checkpoint needs of where it is kept: a local directory, or an object store, which cannot rename.
+"""Storage of checkpoints: the protocols of a local directory or an object store, their errors, and progress lines.
 
-Names are relative to the storage, with slashes; "" is the place itself.
-
-What the errors of checkpoints say: the file, the rank, how far it got, and what to do.
-
-Says how far a long write or read has come, every few seconds, and nothing of a short one.
+Names are relative to the storage, with slashes; "" is the storage itself. Errors name the file, the rank, the progress
+and a remedy.
 """
 
 from __future__ import annotations
@@ -27,10 +24,10 @@ class OutputFile(Protocol):
         """Appends bytes."""
 
     def commit(self) -> None:
-        """Returns when all that was written survives the loss of power; nothing may be written after that."""
+        """Makes all written bytes survive the loss of power. Nothing may be written afterwards."""
 
     def close(self) -> None:
-        """Closes the file, whatever it holds; may be called again."""
+        """Closes the file, committed or not; idempotent."""
 
 
 class InputFile(Protocol):
@@ -39,79 +36,81 @@ class InputFile(Protocol):
     def size(self) -> int:
         """Returns the file's size in bytes."""
 
-    def read_into(self, at: int, buffer: memoryview) -> int:
-        """Fills a buffer from the byte `at` on; returns how many bytes there were, fewer only at the file's end."""
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        """Fills a buffer from a byte offset; returns the number of bytes, which is less only at the file's end."""
 
     def close(self) -> None:
-        """Closes the file; may be called again."""
+        """Closes the file; idempotent."""
 
 
 class Hold(Protocol):
-    """Keeps a directory from being taken for abandoned, or from being removed, until it is closed."""
+    """Protects a directory from being removed, as abandoned or as old, until it is closed."""
 
     def close(self) -> None:
-        """Lets go; may be called again."""
+        """Ends the protection; idempotent."""
 
 
 class Described(Protocol):
-    """Where something is, for messages. Each method may raise OSError."""
+    """A location. Each method of it and of the protocols below may raise OSError."""
 
     def describe(self, name: str = "") -> str:
         """Returns the full path or address of a name, for messages."""
 
     def free_nbytes(self) -> int | None:
-        """Returns how many bytes may still be written; None if that cannot be known."""
+        """Returns the number of bytes that may still be written; None if it is unknown."""
 
 
 class ReadableStorage(Described, Protocol):
-    """What is needed to read a checkpoint."""
+    """The operations that reading a checkpoint needs."""
 
     def size(self, name: str) -> int | None:
-        """Returns a file's size in bytes; None if there is no such file."""
+        """Returns a file's size in bytes; None if the file does not exist."""
 
     def open(self, name: str) -> InputFile:
         """Opens a file for reading."""
 
     def share(self, directory: str) -> Hold:
-        """Keeps a checkpoint from being removed while it is read."""
+        """Protects a checkpoint from being removed while it is read."""
 
 
 class WritableStorage(Described, Protocol):
-    """What a rank needs to write its part."""
+    """The operations that writing a rank's part needs."""
 
     def create(self, name: str) -> OutputFile:
-        """Makes a file that is not there yet; a place that does not rename replaces one, at `commit`."""
+        """Creates a file. Fails if it exists, except on object stores, where `commit` overwrites."""
 
     def sync_directory(self, name: str) -> None:
-        """Returns when the names in a directory survive the loss of power."""
+        """Makes the names in a directory survive the loss of power."""
 
 
 class Storage(ReadableStorage, WritableStorage, Protocol):
-    """Where a root is kept.
+    """All operations on a root.
 
-    Attributes: `renames`, whether a directory appears by one rename; if not, the manifest is written last instead.
+    Attributes:
+        renames: whether a checkpoint becomes visible by a rename of its directory. If not, its manifest is written last
+            instead.
     """
 
     renames: bool
 
     def names(self, directory: str = "") -> list[str]:
-        """Returns the names in a directory; none if it is not there."""
+        """Returns the names in a directory; none if it does not exist."""
 
     def make_directory(self, name: str) -> None:
-        """Makes a directory and those above it; it survives the loss of power. It may be there already."""
+        """Creates a directory and its parents, unless they exist; they survive the loss of power."""
 
     def rename(self, old: str, new: str) -> None:
-        """Gives a file or directory another name at once; a file that had that name is replaced."""
+        """Renames a file or directory atomically; a file that has the new name is replaced."""
 
     def remove(self, name: str) -> None:
-        """Removes a file, or a directory with all that is in it; nothing if it is not there."""
+        """Removes a file, or a directory with its contents, if it exists."""
 
     def is_held(self, directory: str) -> bool:
-        """Returns whether a live process writes or reads this directory."""
+        """Returns whether a live process is writing or reading this directory."""
 
 
 def open_storage(where: str | os.PathLike[str]) -> Storage:
-    """Returns the place of a path, or of an address such as s3://bucket/run, which needs `paceline[fsspec]`."""
+    """Returns the storage at a path, or at an address such as s3://bucket/run, which needs `paceline[fsspec]`."""
     text = os.fspath(where)
     if "://" in text and not text.startswith("file://"):
         from paceline.train.checkpoint.format.fsspec_storage import FsspecStorage
@@ -136,17 +135,18 @@ _ADVICE = {
     errno.EEXIST: "Something else has made that file; see that only one job saves there",
     errno.EMFILE: "Raise the limit of open files (ulimit -n)",
 }
+_PROGRESS_EVERY_S = 5.0
 _SHORT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 def who(rank: int | None = None) -> str:
     """Returns this process's name in messages."""
-    place = f"{socket.gethostname()}, pid {os.getpid()}"
-    return f"this process ({place})" if rank is None else f"rank {rank} ({place})"
+    process = f"{socket.gethostname()}, pid {os.getpid()}"
+    return f"this process ({process})" if rank is None else f"rank {rank} ({process})"
 
 
-def size(nbytes: int) -> str:
-    """Returns a size as people read it."""
+def size_text(nbytes: int) -> str:
+    """Returns a size in bytes as text with a unit, for messages."""
     for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if nbytes >= factor:
             return f"{nbytes / factor:.1f} {unit}"
@@ -156,21 +156,21 @@ def size(nbytes: int) -> str:
 def storage_error(
     what: str, storage: Described, name: str, error: OSError, *, rank: int | None = None, progress: str = ""
 ) -> CheckpointError:
-    """Returns the error for an operation that the system refused.
+    """Returns the error for an operation that failed with an OSError.
 
     Args:
-        what: the verb: "write", "make", "read".
-        place: where it was.
-        name: of the file or directory.
-        error: what the system said.
-        rank: that saw it, if it is known.
-        progress: how far it had got.
+        what: the operation: "write", "make", "read".
+        storage: the storage.
+        name: the name of the file or directory.
+        error: the system's error.
+        rank: this rank, if it is known.
+        progress: the progress before the error, for the message.
     """
     code = error.errno or 0
     reason = os.strerror(code) if code else str(error)
     room = ""
     if code in _SHORT_OF_SPACE and (free := _free(storage)) is not None:
-        room = f" ({size(free)} are free)"
+        room = f" ({size_text(free)} are free)"
     advice = _ADVICE.get(code, "See that the place exists and can be used from this host")
     how_far = f", {progress}" if progress else ""
     return CheckpointError(
@@ -189,42 +189,39 @@ def _free(storage: Described) -> int | None:
 
 
 def check_room(storage: Described, nbytes: int, rank: int | None = None) -> None:
-    """Refuses to begin what does not fit.
+    """Requires that the storage has room for `nbytes`.
 
     Raises:
-        CheckpointError: fewer than `nbytes` may be written.
+        CheckpointError: there is too little free space.
     """
     free = _free(storage)
     if free is not None and free < nbytes:
         raise CheckpointError(
-            f"{who(rank)} would need {size(nbytes)} for a checkpoint in {storage.describe()}, where {size(free)} are "
-            "free; a new one is complete before an old one is removed. Free some space there, keep fewer checkpoints "
-            "(keep=), or save somewhere else"
+            f"{who(rank)} would need {size_text(nbytes)} for a checkpoint in {storage.describe()}, where "
+            f"{size_text(free)} are free; a new one is complete before an old one is removed. Free some space there, "
+            "keep fewer checkpoints (keep=), or save somewhere else"
         )
 
 
-_EVERY_S = 5.0
-
-
 class ProgressPrinter:
-    """Called with the bytes done and the bytes in all; prints a line when five seconds have passed since the last."""
+    """Prints the progress of a long read or write on stderr: a line every five seconds, none for short ones."""
 
     def __init__(self, what: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """Takes what is done, such as "checkpoint step_0000000042: rank 0 has written"."""
+        """Takes the beginning of each line, such as "checkpoint step_0000000042: rank 0 has written"."""
         self._what, self._stream, self._clock = what, stream, clock
-        self._began = self._told = clock()
+        self._began = self._printed = clock()
 
     def __call__(self, done: int, total: int) -> None:
-        """Prints a line if it is time."""
+        """Prints a line if one is due, given the completed and the total number of bytes."""
         now = self._clock()
-        if now - self._told < _EVERY_S:
+        if now - self._printed < _PROGRESS_EVERY_S:
             return
-        self._told = now
+        self._printed = now
         rate = done / (now - self._began)
         left = f", {(total - done) / rate:.0f} s to go" if rate and done < total else ""
         share = 100 * done // total if total else 100
         print(
-            f"{self._what} {size(done)} of {size(total)} ({share} %, {size(int(rate))}/s{left})",
+            f"{self._what} {size_text(done)} of {size_text(total)} ({share} %, {size_text(int(rate))}/s{left})",
             file=self._stream or sys.stderr,
             flush=True,
         )

@@ -1,6 +1,7 @@
-"""Plain values as JSON, without loss: what JSON has no type for is an object with one member, named with a $.
+"""Lossless JSON for plain values, and the names of tensors and values in a checkpoint.
 
-Names of what a checkpoint holds: paths such as `model/layer.0.weight` and `optimizer/state/3/exp_avg`.
+A value whose type JSON lacks is encoded as an object with one member, whose name begins with $. Names are paths such as
+`model/layer.0.weight` and `optimizer/state/3/exp_avg`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _OF_RANK = "@rank"
 
 
 def join(name: str, *keys: object) -> str:
-    """Returns the name of something within `name`.
+    """Returns the name of a member within `name`.
 
     >>> join("model", "a/b", 3)
     'model/a%2Fb/3'
@@ -25,17 +26,17 @@ def join(name: str, *keys: object) -> str:
 
 
 def escaped(key: object) -> str:
-    """Returns a key as one part of a name."""
+    """Returns a key as one component of a name."""
     return str(key).replace("%", "%25").replace(SEPARATOR, "%2F").replace("@", "%40")
 
 
 def unescaped(part: str) -> str:
-    """Returns the key that `escaped` turned into a part of a name."""
+    """Returns the key of a component of a name; the inverse of `escaped`."""
     return part.replace("%40", "@").replace("%2F", SEPARATOR).replace("%25", "%")
 
 
 def of_rank(name: str, rank: int) -> str:
-    """Returns the name under which a rank keeps what differs between ranks.
+    """Returns the name of a value that each rank saves for itself.
 
     >>> of_rank("random", 3)
     'random@rank3'
@@ -54,19 +55,19 @@ def some(names: Collection[str]) -> str:
 
 Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
 
-_LARGEST_INT = 2**63 - 1  # of what every reader of JSON takes
+_LARGEST_INT = 2**63 - 1  # that every reader of JSON accepts
 
 
 @dataclass(frozen=True)
 class TensorRef:
-    """Stands for a tensor of the checkpoint in a tree of values."""
+    """A reference to a tensor of the checkpoint, in a tree of values."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class DType:
-    """Stands for a type of elements, by safetensors' name."""
+    """An element type, by safetensors' name."""
 
     name: str
 
@@ -77,15 +78,15 @@ def encode(value: object, where: str = "the value") -> Json:
     Args:
         value: None, bool, int, float, str, bytes, complex, `TensorRef`, `DType`, or a list, tuple, set, frozenset or
             dict of such values.
-        where: the value's name, for the error.
+        where: the value's name, for errors.
 
     Raises:
-        TypeError: the value, or one in it, has another type; the message names its place.
+        TypeError: the value, or one within it, has another type; the message names it.
     """
     if value is None or type(value) in (bool, str):
         return value  # type: ignore[return-value]
     if type(value) is list:
-        return [encode(each, f"{where}[{index}]") for index, each in enumerate(value)]
+        return [encode(member, f"{where}[{index}]") for index, member in enumerate(value)]
     if type(value) is dict:
         return _encode_dict(value, where)
     write = _WRITERS.get(type(value))
@@ -100,10 +101,9 @@ def encode(value: object, where: str = "the value") -> Json:
 
 def _encode_dict(value: dict[object, object], where: str) -> Json:
     if all(type(key) is str and not key.startswith("$") for key in value):
-        return {str(key): encode(each, f"{where}[{key!r}]") for key, each in value.items()}
-    return {
-        "$dict": [[encode(key, f"a key of {where}"), encode(each, f"{where}[{key!r}]")] for key, each in value.items()]
-    }
+        return {str(key): encode(member, f"{where}[{key!r}]") for key, member in value.items()}
+    pairs = value.items()
+    return {"$dict": [[encode(key, f"a key of {where}"), encode(kept, f"{where}[{key!r}]")] for key, kept in pairs]}
 
 
 def _encode_int(value: int, where: str) -> Json:
@@ -132,18 +132,18 @@ _WRITERS: dict[type, Callable[..., Json]] = {
 
 
 def decode(value: Json) -> object:
-    """Returns the value that `encode` turned into JSON.
+    """Returns the value of its JSON; the inverse of `encode`.
 
     Raises:
-        ValueError: a tag is unknown, or does not hold what it should; a newer version may have written it.
+        ValueError: a tag is unknown, or has a member of the wrong type; a newer version may have written it.
     """
     if isinstance(value, list):
-        return [decode(each) for each in value]
+        return [decode(member) for member in value]
     if not isinstance(value, dict):
         return value
     tag = next(iter(value), "")
     if not tag.startswith("$"):
-        return {key: decode(each) for key, each in value.items()}
+        return {key: decode(member) for key, member in value.items()}
     read = _READERS.get(tag)
     if read is None or len(value) != 1:
         raise ValueError(f"the tag {tag!r} is not known; known are {', '.join(sorted(_READERS))}")
@@ -156,7 +156,7 @@ def decode(value: Json) -> object:
 def _decode_list(value: Json) -> list[object]:
     if not isinstance(value, list):
         raise TypeError(f"{type(value).__name__} instead of a list")
-    return [decode(each) for each in value]
+    return [decode(member) for member in value]
 
 
 def _decode_dict(value: Json) -> dict[object, object]:
@@ -166,8 +166,8 @@ def _decode_dict(value: Json) -> dict[object, object]:
 
 
 def _pair(value: Json) -> tuple[object, object]:
-    key, each = _decode_list(value)
-    return key, each
+    key, member = _decode_list(value)
+    return key, member
 
 
 def _text(value: Json) -> str:

@@ -1,12 +1,9 @@
-"""What a launcher holds for workers: files of checkpoints in memfds, of at most two generations of each root.
+"""`CheckpointCache`: files of checkpoints in a launcher's memory, and `Session`, which serves one worker's requests.
 
-Several ranks write at the same time, so memory that was granted to one is counted as taken before it is. Where it is
-short, the copies of other roots go, first those of the root for which the longest ago one was begun: a script may use
-ever new directories.
-
-How much memory a launcher may still take: what the machine has left, and what the limits of its cgroups leave.
-
-The launcher's side of one connection: it does what a worker asks of the vault.
+A cache holds files as memfds, of at most two checkpoints of each root. Several ranks write at the same time, so memory
+is counted as taken as soon as it is granted. If memory is short, the checkpoints of other roots are dropped, least
+recently begun first, since a script may use new directories again and again. The limits of the machine and of cgroups
+bound the memory (`available_nbytes`).
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from pathlib import Path
 from paceline.comm.security.encryption import Connection, is_between_machines
 from paceline.errors import PacelineError
 from paceline.linux import memfd_create
-from paceline.train.checkpoint.format.storage import size
+from paceline.train.checkpoint.format.storage import size_text
 from paceline.train.checkpoint.peer_memory.protocol import (
     Answer,
     BeginCopy,
@@ -47,7 +44,7 @@ from paceline.train.checkpoint.peer_memory.protocol import (
 
 @dataclass(frozen=True)
 class _CgroupFiles:
-    """Where a version of cgroups says what a cgroup may take, what it takes, and what of that can be given back."""
+    """The files in which a version of cgroups reports the limit, the usage, and the reclaimable memory of a cgroup."""
 
     base: str
     limit: str
@@ -60,14 +57,14 @@ _SECOND = _CgroupFiles("sys/fs/cgroup", "memory.max", "memory.current", "inactiv
 
 
 def available_nbytes(root: Path = Path("/")) -> int:
-    """Returns how many bytes of memory this process may still take; `root` is that of the file system."""
+    """Returns the number of bytes of memory that this process may still take; `root` is that of the file system."""
     with open(root / "proc/meminfo") as lines:
         machine = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
     return max(0, min([machine, *_left_by_cgroups(root)]))
 
 
 def _left_by_cgroups(root: Path) -> Iterator[int]:
-    """Yields what the limit of each cgroup leaves in which this process is; those without a limit are left out."""
+    """Yields the memory that each cgroup of this process still allows; cgroups without a limit are left out."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -78,8 +75,8 @@ def _left_by_cgroups(root: Path) -> Iterator[int]:
         if names is None:
             continue
         own = Path(path.lstrip("/"))
-        for each in (own, *own.parents):  # in a container, only the last one may be there, and be its own
-            left = _left(root / names.base / each, names)
+        for path_in_cgroups in (own, *own.parents):  # a container may have the last one only, as its own
+            left = _left(root / names.base / path_in_cgroups, names)
             if left is not None:
                 yield left
 
@@ -89,23 +86,25 @@ def _left(directory: Path, names: _CgroupFiles) -> int | None:
         limit, usage = (int((directory / name).read_text()) for name in (names.limit, names.usage))
         stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
         return limit - usage + int(stat.get(names.reclaimable, 0))
-    except (OSError, ValueError):  # there is no such cgroup, or it says "max"
+    except (OSError, ValueError):  # there is no such cgroup, or its limit is "max"
         return None
 
 
 _NAME = "paceline-copy"
-_SPARE = 1.1  # of the memory that a copy takes, so much must be available
+_SPARE = 1.1  # the factor by which the available memory must exceed that of a copy
 
 
 class RefusedError(Exception):
-    """The vault does not do what it was asked for; the message is for the worker."""
+    """The cache refuses a request; the message is for the worker."""
 
 
 @dataclass
-class _Generation:
+class _Replica:
+    """The files of one checkpoint."""
+
     begin: BeginCopy
-    due: int = 0  # the bytes that ranks have announced, and not written yet
-    files: dict[str, int] = field(default_factory=dict)  # the descriptors of those that are complete
+    due: int = 0  # the bytes that ranks have announced and not yet written
+    files: dict[str, int] = field(default_factory=dict)  # the descriptors of complete files
     commit: Commit | None = None
     manifest: bytes = b""
 
@@ -123,118 +122,118 @@ class _Generation:
 
 
 class CheckpointCache:
-    """The memory; threads may use it at the same time.
+    """The checkpoints in a launcher's memory; thread-safe.
 
     Args:
-        available: returns how many bytes of memory may still be taken.
+        available: a function that returns the number of bytes of memory that may still be taken.
     """
 
     def __init__(self, available: Callable[[], int] = available_nbytes) -> None:
         self._available = available
-        self._roots: dict[str, dict[str, _Generation]] = {}
+        self._roots: dict[str, dict[str, _Replica]] = {}
         self._changing = threading.Lock()
 
     def begin(self, begin: BeginCopy) -> None:
-        """Makes room for a checkpoint: of its root only the one to keep is left, and of others what there is room for.
+        """Begins a checkpoint. Drops others of its root, except the one to keep, and those of other roots as needed.
 
         Raises:
             RefusedError: there is too little memory.
         """
         with self._changing:
             known = self._roots.pop(begin.root, {})
-            self._roots[begin.root] = known  # the one that was used last comes last
-            for token in [each for each in known if each not in (begin.token, begin.keep)]:
+            self._roots[begin.root] = known  # the most recently used root is last
+            for token in known.keys() - {begin.token, begin.keep}:
                 known.pop(token).close()
             self._make_room(begin)
-            known.setdefault(begin.token, _Generation(begin)).due += begin.nbytes
+            known.setdefault(begin.token, _Replica(begin)).due += begin.nbytes
 
     def _make_room(self, begin: BeginCopy) -> None:
         while True:
-            due = sum(each.due for known in self._roots.values() for each in known.values())
+            due = sum(replica.due for known in self._roots.values() for replica in known.values())
             available = self._available()
             if available >= (begin.nbytes + due) * _SPARE:
                 return
             oldest = next(iter(self._roots))
             if oldest == begin.root:
-                others = f", of which {size(due)} are for other copies that are being written" if due else ""
+                others = f", of which {size_text(due)} are for other copies that are being written" if due else ""
                 raise RefusedError(
-                    f"a copy of {size(begin.nbytes)} is too large for the {size(available)} of memory that are "
-                    f"left{others}; take fewer hosts for peer_copies, or none"
+                    f"a copy of {size_text(begin.nbytes)} is too large for the {size_text(available)} of memory that "
+                    f"are left{others}; take fewer hosts for peer_copies, or none"
                 )
-            for generation in self._roots.pop(oldest).values():
-                generation.close()
+            for replica in self._roots.pop(oldest).values():
+                replica.close()
 
     def wrote(self, root: str, token: str, nbytes: int) -> None:
-        """Notes that a part of what was announced has been written: it is no longer among the memory that is left."""
+        """Counts announced bytes as written: they are no longer part of the available memory."""
         with self._changing:
-            generation = self._roots.get(root, {}).get(token)
-            if generation is not None:
-                generation.due = max(0, generation.due - nbytes)
+            replica = self._roots.get(root, {}).get(token)
+            if replica is not None:
+                replica.due = max(0, replica.due - nbytes)
 
     def finish(self, finish: Finish, descriptor: int) -> None:
         """Takes over a memfd with a complete file.
 
         Raises:
-            RefusedError: the checkpoint is not one that was begun, or was given up since.
+            RefusedError: the checkpoint was never begun, or has been dropped since.
         """
         with self._changing:
-            generation = self._roots.get(finish.root, {}).get(finish.token)
-            if generation is None or generation.commit is not None:
+            replica = self._roots.get(finish.root, {}).get(finish.token)
+            if replica is None or replica.commit is not None:
                 os.close(descriptor)
                 raise RefusedError(f"the checkpoint of {finish.file} was given up here, since another one was begun")
             with contextlib.suppress(KeyError):
-                os.close(generation.files.pop(finish.file))
-            generation.files[finish.file] = descriptor
+                os.close(replica.files.pop(finish.file))
+            replica.files[finish.file] = descriptor
 
     def commit(self, commit: Commit, manifest: bytes) -> None:
-        """Notes that all ranks have written a checkpoint, and its manifest.
+        """Completes a checkpoint, which all ranks have written, with its manifest.
 
         Raises:
-            RefusedError: it was given up.
+            RefusedError: the checkpoint has been dropped.
         """
         with self._changing:
-            generation = self._generation(commit.root, commit.token)
-            generation.commit, generation.manifest, generation.due = commit, manifest, 0
+            replica = self._replica(commit.root, commit.token)
+            replica.commit, replica.manifest, replica.due = commit, manifest, 0
 
     def look(self, root: str) -> list[CachedCheckpoint]:
-        """Returns what there is of a root."""
+        """Returns the checkpoints of a root."""
         with self._changing:
-            return [each.entry() for each in self._roots.get(root, {}).values()]
+            return [replica.entry() for replica in self._roots.get(root, {}).values()]
 
     def manifest(self, wanted: GetManifest) -> bytes:
         """Returns a checkpoint's manifest.
 
         Raises:
-            RefusedError: it is not there.
+            RefusedError: the checkpoint has been dropped.
         """
         with self._changing:
-            return self._generation(wanted.root, wanted.token).manifest
+            return self._replica(wanted.root, wanted.token).manifest
 
     def read(self, wanted: Read) -> bytes:
-        """Returns bytes of a file, fewer than asked for only at its end.
+        """Returns bytes of a file, fewer than requested only at its end.
 
         Raises:
-            RefusedError: the file is not there.
+            RefusedError: the cache does not have the file.
         """
         with self._changing:
-            files = self._generation(wanted.root, wanted.token).files
+            files = self._replica(wanted.root, wanted.token).files
             if wanted.file not in files:
                 raise RefusedError(f"{wanted.file} is not here")
             return os.pread(files[wanted.file], wanted.count, wanted.at)
 
     def close(self) -> None:
-        """Gives all memory back; idempotent."""
+        """Frees all memory; idempotent."""
         with self._changing:
             for known in self._roots.values():
-                for generation in known.values():
-                    generation.close()
+                for replica in known.values():
+                    replica.close()
             self._roots.clear()
 
-    def _generation(self, root: str, token: str) -> _Generation:
-        generation = self._roots.get(root, {}).get(token)
-        if generation is None:
+    def _replica(self, root: str, token: str) -> _Replica:
+        replica = self._roots.get(root, {}).get(token)
+        if replica is None:
             raise RefusedError("the checkpoint was given up here, since another one was begun")
-        return generation
+        return replica
 
 
 def new_file() -> int:
@@ -247,23 +246,23 @@ def new_file() -> int:
 
 
 _PIECE_NBYTES = 1 << 20  # received at a time
-_MOST_READ_NBYTES = 64 << 20  # of one answer
+_MOST_READ_NBYTES = 64 << 20  # in one answer
 
 
 class Session:
-    """A worker that writes or reads; files that it has not finished are forgotten with it.
+    """The requests of one worker. Files that it does not finish are dropped when it disconnects.
 
     Args:
-        connection: to the worker.
-        vault: the launcher's.
-        identity: the vault's.
-        listen: returns where other hosts reach the vault; it is asked by workers of this host only.
+        connection: the connection to the worker.
+        cache: the launcher's cache.
+        identity: the identity of the cache.
+        listen: a function that returns the address of the cache for other hosts.
     """
 
     def __init__(
-        self, connection: Connection, vault: CheckpointCache, identity: str, listen: Callable[[], str]
+        self, connection: Connection, cache: CheckpointCache, identity: str, listen: Callable[[], str]
     ) -> None:
-        self._connection, self._vault, self._identity, self._listen = connection, vault, identity, listen
+        self._connection, self._cache, self._identity, self._listen = connection, cache, identity, listen
         self._open: dict[tuple[str, str, str], int] = {}
         self._faults: dict[tuple[str, str, str], str] = {}
         self._buffer = memoryview(bytearray(_PIECE_NBYTES))
@@ -271,7 +270,7 @@ class Session:
     def run(self) -> None:
         """Answers requests until the worker closes the connection."""
         try:
-            with contextlib.suppress(OSError, ValueError):  # the worker has died, or is none
+            with contextlib.suppress(OSError, ValueError):  # the worker has died, or the peer is no worker
                 while (request := receive_request(self._connection)) is not None:
                     self._answer(request)
         finally:
@@ -284,37 +283,37 @@ class Session:
             return
         payload = self._received(request.nbytes) if isinstance(request, Commit) else b""
         try:
-            answer, data = self._done(request, payload)
+            answer, data = self._carry_out(request, payload)
         except (RefusedError, OSError, ValueError, MemoryError, PacelineError) as error:
             answer, data = RequestRefused(str(error) or "there is no memory left"), b""
         send(self._connection, answer, [data] if data else [])
 
-    def _done(self, request: Request, payload: bytes) -> tuple[Answer, bytes]:
+    def _carry_out(self, request: Request, payload: bytes) -> tuple[Answer, bytes]:
         match request:
             case GetAddress():
                 if is_between_machines(self._connection):
                     raise RefusedError("only workers of the vault's own host may ask for its address")
                 return CacheAddress(self._identity, self._listen()), b""
             case BeginCopy():
-                self._vault.begin(request)
+                self._cache.begin(request)
             case Finish():
                 self._finish(request)
             case Commit():
-                self._vault.commit(request, payload)
+                self._cache.commit(request, payload)
             case ListCheckpoints(root):
-                return Inventory(self._identity, self._listen(), self._vault.look(root)), b""
+                return Inventory(self._identity, self._listen(), self._cache.look(root)), b""
             case GetManifest():
-                data = self._vault.manifest(request)
+                data = self._cache.manifest(request)
                 return Bytes(len(data)), data
             case Read(count=count):
                 if count > _MOST_READ_NBYTES:
                     raise RefusedError(f"{count} bytes are too many for one answer")
-                data = self._vault.read(request)
+                data = self._cache.read(request)
                 return Bytes(len(data)), data
         return Done(), b""
 
     def _write(self, write: Write) -> None:
-        """Appends to a file; what goes wrong is said when the file is finished, since nobody waits for an answer."""
+        """Appends to a file. Errors are reported when the file is finished, since there is no answer."""
         key = write.root, write.token, write.file
         left = write.nbytes
         while left:
@@ -327,11 +326,11 @@ class Session:
                 if key not in self._open:
                     self._open[key] = new_file()
                 _write_all(self._open[key], piece)
-                self._vault.wrote(write.root, write.token, len(piece))
+                self._cache.wrote(write.root, write.token, len(piece))
             except OSError as error:
                 self._faults[key] = str(error)
                 if key in self._open:
-                    os.close(self._open.pop(key))  # memory may be what is short
+                    os.close(self._open.pop(key))  # frees memory, which may be short
 
     def _finish(self, finish: Finish) -> None:
         key = finish.root, finish.token, finish.file
@@ -342,10 +341,10 @@ class Session:
         if fault is not None or nbytes != finish.total:
             os.close(descriptor)
             raise RefusedError(fault or f"{nbytes} instead of {finish.total} bytes of {finish.file} have come")
-        self._vault.finish(finish, descriptor)
+        self._cache.finish(finish, descriptor)
 
     def _received(self, nbytes: int) -> bytes:
-        """Returns bytes that follow a request; memory is taken as they come, not for what is announced."""
+        """Receives the data of a request; memory grows with the received bytes, not with the announced ones."""
         data = bytearray()
         while len(data) < nbytes:
             piece = self._buffer[: min(nbytes - len(data), _PIECE_NBYTES)]

@@ -1,4 +1,4 @@
-"""The worker's side of a connection to a vault."""
+"""The worker's side of a connection to a `CheckpointCache`."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from paceline.train.checkpoint.peer_memory.protocol import (
 from paceline.train.elastic.failpoints import failpoint
 
 _UNIX = "unix:"
-_PATIENCE_S = 60.0  # for an answer, or for the other end to take bytes
+_TIMEOUT_S = 60.0  # for an answer, or for the launcher to accept bytes
 
 
 class CacheClient:
-    """Writes files of one checkpoint into a vault, or reads those that it has.
+    """Writes files of a checkpoint into a cache, or reads files from it.
 
-    Its methods raise CheckpointError if the vault refuses, and OSError if it cannot be reached any more.
+    Its methods raise CheckpointError if the cache refuses a request, and OSError if the connection is lost.
     """
 
     def __init__(self, connection: Connection, name: str) -> None:
@@ -50,22 +50,22 @@ class CacheClient:
         self._totals: dict[str, int] = {}
 
     def close(self) -> None:
-        """Disconnects; the vault forgets files that are not finished."""
+        """Disconnects; the cache drops unfinished files."""
         self._connection.close()
 
     def listen(self) -> CacheAddress:
-        """Returns the vault's identity and where other hosts reach it."""
+        """Returns the identity of the cache, and its address for other hosts."""
         answer = self._ask(GetAddress())
         assert isinstance(answer, CacheAddress)
         return answer
 
     def begin(self, wanted: BeginCopy) -> None:
-        """Announces what will be written."""
+        """Announces a checkpoint and the bytes that will be written."""
         failpoint("copies.begin")
         self._require_done(wanted)
 
     def write(self, root: str, token: str, file: str, views: Sequence[memoryview]) -> None:
-        """Appends bytes to a file; whether they have come is known when it is finished."""
+        """Appends bytes to a file. There is no answer; errors are raised by `finish`."""
         failpoint("copies.write")
         nbytes = sum(view.nbytes for view in views)
         self._totals[file] = self._totals.get(file, 0) + nbytes
@@ -73,19 +73,19 @@ class CacheClient:
             send(self._connection, Write(root, token, file, nbytes), [view for view in views if view.nbytes])
 
     def finish(self, root: str, token: str, file: str) -> None:
-        """Returns when the vault has all of a file."""
+        """Completes a file; returns when the cache has all of it."""
         failpoint("copies.finish")
         self._require_done(Finish(root, token, file, self._totals.pop(file, 0)))
 
     def commit(
         self, root: str, token: str, manifest: bytes, files: Mapping[str, int], vaults: Mapping[str, str]
     ) -> None:
-        """Gives the vault the manifest, by which a checkpoint becomes one."""
+        """Sends the manifest, which completes the checkpoint."""
         failpoint("copies.commit")
         self._require_done(Commit(root, token, files, vaults, len(manifest)), [manifest])
 
     def look(self, root: str) -> Inventory:
-        """Returns what the vault has of a root."""
+        """Returns the inventory of the cache for a root."""
         answer = self._ask(ListCheckpoints(root))
         assert isinstance(answer, Inventory)
         return answer
@@ -99,9 +99,9 @@ class CacheClient:
             receive_into(self._connection, memoryview(data))
         return bytes(data)
 
-    def read_into(self, root: str, token: str, file: str, at: int, buffer: memoryview) -> int:
-        """Fills a buffer from byte `at` of a file on; returns how many bytes there were."""
-        answer = self._ask(Read(root, token, file, at, len(buffer)))
+    def read_into(self, root: str, token: str, file: str, offset: int, buffer: memoryview) -> int:
+        """Fills a buffer from a byte offset in a file; returns the number of bytes read."""
+        answer = self._ask(Read(root, token, file, offset, len(buffer)))
         assert isinstance(answer, Bytes)
         with self._reaching():
             receive_into(self._connection, buffer[: answer.nbytes])
@@ -126,16 +126,16 @@ class CacheClient:
         except OSError as error:
             raise OSError(
                 f"the launcher at {self.name}, which keeps copies, has ended or did not answer within "
-                f"{_PATIENCE_S:.0f} s ({error}); look at its output"
+                f"{_TIMEOUT_S:.0f} s ({error}); look at its output"
             ) from error
 
 
 def dial(address: str, timeout_s: float = TIMEOUT_S) -> CacheClient:
-    """Connects to a vault, given unix:PATH or HOST:PORT; in a job with one port, the number takes the port's place.
+    """Connects to a cache at unix:PATH or HOST:PORT; in a job with one port, PORT is the number of the channel.
 
     Raises:
-        OSError: nobody serves it there.
-        AuthenticationError: whoever does holds another secret.
+        OSError: no cache is served there.
+        AuthenticationError: the server has another secret.
     """
     secret = job_secret()
     try:
@@ -150,7 +150,7 @@ def dial(address: str, timeout_s: float = TIMEOUT_S) -> CacheClient:
             require_secret(plain.getpeername()[0], secret)
         connection = encrypt_as_client(plain, secret, TIMEOUT_S)
         prove(connection, derive_key(secret, CHANNEL), PeerHello(CHANNEL))
-        connection.settimeout(_PATIENCE_S)
+        connection.settimeout(_TIMEOUT_S)
     except BaseException:
         plain.close()
         raise

@@ -1,4 +1,7 @@
-"""What workers and vaults tell each other: each message is a length, then JSON, then `nbytes` bytes if it says so."""
+"""Messages between workers and caches: a length, JSON, and then `nbytes` bytes of data if the message has that field.
+
+The fields named `vault` and `vaults` are identities of caches.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +18,22 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 
 CHANNEL = "copies"
 _LENGTH = struct.Struct("<I")
-_LONGEST = 1 << 24  # of the JSON
+_LONGEST = 1 << 24  # bytes of JSON
 
 
 class GetAddress(msgspec.Struct, frozen=True, tag=True):
-    """A worker of this host asks where workers of other hosts reach the vault; the answer is an `Address`."""
+    """Requests the address of the cache for other hosts, by a worker of this host; the answer is a `CacheAddress`."""
 
 
 class CacheAddress(msgspec.Struct, frozen=True, tag=True):
-    """The vault's identity, and HOST:PORT; that is empty if the job has one machine."""
+    """The identity of the cache, and HOST:PORT, which is empty if the job has one machine."""
 
     vault: str
     address: str
 
 
 class BeginCopy(msgspec.Struct, frozen=True, tag=True):
-    """A worker is about to write `nbytes` of a checkpoint; all others of this root go, except the one to `keep`."""
+    """Announces `nbytes` of a checkpoint; the cache drops all others of this root, except the one to `keep`."""
 
     root: str
     token: str
@@ -41,7 +44,7 @@ class BeginCopy(msgspec.Struct, frozen=True, tag=True):
 
 
 class Write(msgspec.Struct, frozen=True, tag=True):
-    """The next `nbytes` of a file follow; there is no answer."""
+    """Appends the `nbytes` that follow to a file; there is no answer."""
 
     root: str
     token: str
@@ -50,7 +53,7 @@ class Write(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """The file is complete, with so many bytes."""
+    """Completes a file, which has `total` bytes."""
 
     root: str
     token: str
@@ -59,9 +62,14 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
 
 
 class Commit(msgspec.Struct, frozen=True, tag=True):
-    """All ranks have written; the manifest follows.
+    """Completes a checkpoint, which all ranks have written, with the manifest that follows.
 
-    `files` are the sizes of all files of the checkpoint, and `vaults` say where they are: by identity, HOST:PORT.
+    Attributes:
+        root: the directory on the disk of which this is a replica.
+        token: the checkpoint's token.
+        files: the sizes of all files of the checkpoint.
+        vaults: the addresses of all caches that have files of it, by identity.
+        nbytes: the size of the manifest.
     """
 
     root: str
@@ -72,13 +80,13 @@ class Commit(msgspec.Struct, frozen=True, tag=True):
 
 
 class ListCheckpoints(msgspec.Struct, frozen=True, tag=True):
-    """A worker asks what there is of a root; the answer is an `Inventory`."""
+    """Requests the `Inventory` of a root."""
 
     root: str
 
 
 class CachedCheckpoint(msgspec.Struct, frozen=True):
-    """A checkpoint of which a vault has `held` files; `files` are those of the whole, None if it was not committed."""
+    """A checkpoint of which a cache has the files `held`; `files` are all of its files, None before it is committed."""
 
     token: str
     sequence: int
@@ -89,7 +97,7 @@ class CachedCheckpoint(msgspec.Struct, frozen=True):
 
 
 class Inventory(msgspec.Struct, frozen=True, tag=True):
-    """What a vault has of a root."""
+    """The checkpoints of a root in a cache."""
 
     vault: str
     address: str
@@ -97,14 +105,14 @@ class Inventory(msgspec.Struct, frozen=True, tag=True):
 
 
 class GetManifest(msgspec.Struct, frozen=True, tag=True):
-    """A worker asks for a manifest; the answer is `Bytes`."""
+    """Requests a manifest; the answer is `Bytes`."""
 
     root: str
     token: str
 
 
 class Read(msgspec.Struct, frozen=True, tag=True):
-    """A worker asks for bytes of a file; the answer is `Bytes`, fewer than asked for only at the file's end."""
+    """Requests bytes of a file; the answer is `Bytes`, fewer than requested only at the file's end."""
 
     root: str
     token: str
@@ -114,17 +122,17 @@ class Read(msgspec.Struct, frozen=True, tag=True):
 
 
 class Bytes(msgspec.Struct, frozen=True, tag=True):
-    """The bytes follow."""
+    """Answers with the bytes that follow."""
 
     nbytes: Count
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """What was asked for has been done."""
+    """Confirms that a request was carried out."""
 
 
 class RequestRefused(msgspec.Struct, frozen=True, tag=True):
-    """What was asked for cannot be done, or the file is not there."""
+    """Refuses a request."""
 
     reason: str
 
@@ -136,7 +144,7 @@ _answers: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
 
 
 def send(connection: Connection, message: Request | Answer, views: Sequence[bytes | memoryview] = ()) -> None:
-    """Sends a message, and the bytes that it announces."""
+    """Sends a message, and the data that it announces."""
     body = msgspec.json.encode(message)
     connection.sendall(_LENGTH.pack(len(body)) + body)
     for view in views:
@@ -147,7 +155,7 @@ def receive_request(connection: Connection) -> Request | None:
     """Returns the next request; None if the worker has closed the connection.
 
     Raises:
-        ValueError: it is no request.
+        ValueError: the message is no request.
         OSError: the connection is broken.
     """
     length = bytearray(_LENGTH.size)
@@ -162,7 +170,7 @@ def receive_answer(connection: Connection) -> Answer:
     """Returns the answer to a request.
 
     Raises:
-        ValueError: it is no answer.
+        ValueError: the message is no answer.
         OSError: the connection is broken.
     """
     length = bytearray(_LENGTH.size)
@@ -180,10 +188,10 @@ def _body(connection: Connection, length: bytearray) -> bytearray:
 
 
 def receive_into(connection: Connection, buffer: memoryview) -> None:
-    """Fills a buffer with what comes.
+    """Fills a buffer with received bytes.
 
     Raises:
-        ConnectionError: the other end closed the connection before.
+        ConnectionError: the other end closed the connection first.
         OSError: the connection is broken.
     """
     while buffer:
