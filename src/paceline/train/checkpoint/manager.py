@@ -32,36 +32,6 @@ from paceline.train.checkpoint.training_state import TrainingState, elastic_of, 
 from paceline.train.elastic.worker.elastic_state import ElasticState
 from paceline.train.gradient_use import GRADIENT_USE
 
-
-class EndingSignals:
-    """Records a SIGTERM, so that the loop can end after the step; a second one ends the process at once."""
-
-    def __init__(self) -> None:
-        self.has_arrived = False
-        self._before: signal._HANDLER = None
-        # Python installs handlers only in the main thread; a loop in another thread does not see the signal.
-        self._is_installed = threading.current_thread() is threading.main_thread()
-        if self._is_installed:
-            self._before = signal.signal(signal.SIGTERM, self._note)
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code of a process that SIGTERM ended, as shells report it."""
-        return 128 + signal.SIGTERM
-
-    def close(self) -> None:
-        """Restores the previous handler, unless another one has been installed since; idempotent."""
-        if self._is_installed and signal.getsignal(signal.SIGTERM) == self._note:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
-        self._is_installed = False
-
-    def _note(self, number: int, _: FrameType | None) -> None:
-        if self.has_arrived:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        self.has_arrived = True
-
-
 # The errors of an unfinished checkpoint in an elastic job, whose workers may die. They were printed when raised.
 _OF_LOST_WORKERS = (CheckpointError, CollectiveError, StoreError)
 
@@ -343,3 +313,32 @@ class CheckpointManager:
 
     def _where(self) -> str:
         return self._root.storage.describe()
+
+
+class EndingSignals:
+    """Records a SIGTERM, so that the loop can end after the step; a second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.has_arrived = False
+        self._before: signal._HANDLER = None
+        # Python installs handlers only in the main thread; a loop in another thread does not see the signal.
+        self._is_installed = threading.current_thread() is threading.main_thread()
+        if self._is_installed:
+            self._before = signal.signal(signal.SIGTERM, self._note)
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a process that SIGTERM ended, as shells report it."""
+        return 128 + signal.SIGTERM
+
+    def close(self) -> None:
+        """Restores the previous handler, unless another one has been installed since; idempotent."""
+        if self._is_installed and signal.getsignal(signal.SIGTERM) == self._note:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
+        self._is_installed = False
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        if self.has_arrived:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.has_arrived = True

@@ -45,97 +45,7 @@ from paceline.train.checkpoint.format.storage import (
 _MOST_NBYTES = 4 << 30  # of a manifest, which has some tens of bytes for each MiB of the checkpoint
 _DIRECT_NBYTES = 64 << 10  # read without the block around them, if nothing is to be verified
 _CHUNK_NBYTES = 64 << 20  # exported at a time
-
 Progress: TypeAlias = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class Listing:
-    """A checkpoint of a root, by its manifest, and the fault for which it cannot be used, if any."""
-
-    name: str
-    step: int | None = None
-    sequence: int | None = None
-    token: str | None = None
-    nbytes: int = 0
-    fault: str | None = None
-
-
-def read_manifest(storage: ReadableStorage, directory: str) -> Manifest:
-    """Returns the manifest of a checkpoint.
-
-    Raises:
-        CheckpointDamagedError: there is no manifest, or it is cut or was changed.
-        CheckpointError: the manifest is of another version, or cannot be read.
-    """
-    return manifest_json.from_bytes(*_manifest_text(storage, directory))
-
-
-def _manifest_text(storage: ReadableStorage, directory: str) -> tuple[bytes, str]:
-    """Returns the content of the manifest's file, and the file's name for errors."""
-    name = f"{directory}/{FILE}" if directory else FILE
-    try:
-        return read_file(storage, name), storage.describe(name)
-    except FileNotFoundError:
-        raise CheckpointDamagedError(f"{storage.describe(directory)} has no {FILE}: it was not finished") from None
-    except OSError as error:
-        raise storage_error("read", storage, name, error) from error
-
-
-def read_file(storage: ReadableStorage, name: str) -> bytes:
-    """Returns the content of a small file."""
-    file = storage.open(name)
-    with contextlib.closing(file):
-        if (nbytes := file.size()) > _MOST_NBYTES:
-            raise CheckpointDamagedError(
-                f"{storage.describe(name)} has {nbytes:,} bytes, too many for what it should be"
-            )
-        buffer = bytearray(nbytes)
-        return bytes(buffer[: file.read_into(0, memoryview(buffer))])
-
-
-def _fault_of_sizes(storage: Storage, directory: str, summary: Summary) -> str | None:
-    """Returns the fault of the first file that is missing or has the wrong size; None if there is none."""
-    for name, entry in summary.files_here().items():
-        path = f"{directory}/{name}"
-        nbytes = storage.size(path)
-        if nbytes is None:
-            return f"{storage.describe(path)} is missing"
-        if nbytes != entry.nbytes:
-            return f"{storage.describe(path)} has {nbytes:,} bytes instead of {entry.nbytes:,}"
-    return None
-
-
-def look_at(storage: Storage, name: str) -> Listing:
-    """Returns the listing of one checkpoint. Without a fault it has all files, with the right sizes."""
-    try:
-        summary = manifest_json.summary_from_bytes(*_manifest_text(storage, name))
-        fault = _fault_of_sizes(storage, name, summary)
-    except (CheckpointError, OSError, KeyError) as error:
-        return Listing(name, fault=str(error))
-    nbytes = sum(file.nbytes for file in summary.files_here().values())
-    return Listing(name, summary.step, summary.sequence, summary.token, nbytes, fault)
-
-
-def listing_of(storage: Storage) -> list[Listing]:
-    """Returns the checkpoints of a root: first those whose manifest cannot be read, then the others, newest first."""
-    found = [look_at(storage, name) for name in storage.names() if is_name(name)]
-    return sorted(
-        found, key=lambda listing: (listing.sequence is None, listing.sequence or 0, listing.name), reverse=True
-    )
-
-
-def unfinished(storage: Storage) -> list[str]:
-    """Returns the directories of saves that failed or are still running."""
-    return sorted(name for name in storage.names() if name.startswith(WRITING))
-
-
-def latest_name(storage: Storage) -> str | None:
-    """Returns the name in the pointer `latest`; None if there is no pointer."""
-    try:
-        return read_file(storage, LATEST).decode("utf-8", "replace").strip() or None
-    except (FileNotFoundError, CheckpointDamagedError):
-        return None
 
 
 class Checkpoint:
@@ -405,6 +315,95 @@ def open_checkpoint(where: str | os.PathLike[str]) -> Checkpoint:
             damaged[name] = str(error)
     faults = "; ".join(f"{each.name}: {each.fault or damaged[each.name]}" for each in listings)
     raise CheckpointError(f"{storage.describe()} has no whole checkpoint" + (f" ({faults})" if faults else ""))
+
+
+def read_manifest(storage: ReadableStorage, directory: str) -> Manifest:
+    """Returns the manifest of a checkpoint.
+
+    Raises:
+        CheckpointDamagedError: there is no manifest, or it is cut or was changed.
+        CheckpointError: the manifest is of another version, or cannot be read.
+    """
+    return manifest_json.from_bytes(*_manifest_text(storage, directory))
+
+
+def _manifest_text(storage: ReadableStorage, directory: str) -> tuple[bytes, str]:
+    """Returns the content of the manifest's file, and the file's name for errors."""
+    name = f"{directory}/{FILE}" if directory else FILE
+    try:
+        return read_file(storage, name), storage.describe(name)
+    except FileNotFoundError:
+        raise CheckpointDamagedError(f"{storage.describe(directory)} has no {FILE}: it was not finished") from None
+    except OSError as error:
+        raise storage_error("read", storage, name, error) from error
+
+
+def read_file(storage: ReadableStorage, name: str) -> bytes:
+    """Returns the content of a small file."""
+    file = storage.open(name)
+    with contextlib.closing(file):
+        if (nbytes := file.size()) > _MOST_NBYTES:
+            raise CheckpointDamagedError(
+                f"{storage.describe(name)} has {nbytes:,} bytes, too many for what it should be"
+            )
+        buffer = bytearray(nbytes)
+        return bytes(buffer[: file.read_into(0, memoryview(buffer))])
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A checkpoint of a root, by its manifest, and the fault for which it cannot be used, if any."""
+
+    name: str
+    step: int | None = None
+    sequence: int | None = None
+    token: str | None = None
+    nbytes: int = 0
+    fault: str | None = None
+
+
+def listing_of(storage: Storage) -> list[Listing]:
+    """Returns the checkpoints of a root: first those whose manifest cannot be read, then the others, newest first."""
+    found = [look_at(storage, name) for name in storage.names() if is_name(name)]
+    return sorted(
+        found, key=lambda listing: (listing.sequence is None, listing.sequence or 0, listing.name), reverse=True
+    )
+
+
+def look_at(storage: Storage, name: str) -> Listing:
+    """Returns the listing of one checkpoint. Without a fault it has all files, with the right sizes."""
+    try:
+        summary = manifest_json.summary_from_bytes(*_manifest_text(storage, name))
+        fault = _fault_of_sizes(storage, name, summary)
+    except (CheckpointError, OSError, KeyError) as error:
+        return Listing(name, fault=str(error))
+    nbytes = sum(file.nbytes for file in summary.files_here().values())
+    return Listing(name, summary.step, summary.sequence, summary.token, nbytes, fault)
+
+
+def _fault_of_sizes(storage: Storage, directory: str, summary: Summary) -> str | None:
+    """Returns the fault of the first file that is missing or has the wrong size; None if there is none."""
+    for name, entry in summary.files_here().items():
+        path = f"{directory}/{name}"
+        nbytes = storage.size(path)
+        if nbytes is None:
+            return f"{storage.describe(path)} is missing"
+        if nbytes != entry.nbytes:
+            return f"{storage.describe(path)} has {nbytes:,} bytes instead of {entry.nbytes:,}"
+    return None
+
+
+def unfinished(storage: Storage) -> list[str]:
+    """Returns the directories of saves that failed or are still running."""
+    return sorted(name for name in storage.names() if name.startswith(WRITING))
+
+
+def latest_name(storage: Storage) -> str | None:
+    """Returns the name in the pointer `latest`; None if there is no pointer."""
+    try:
+        return read_file(storage, LATEST).decode("utf-8", "replace").strip() or None
+    except (FileNotFoundError, CheckpointDamagedError):
+        return None
 
 
 def export(

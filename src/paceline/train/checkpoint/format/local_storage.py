@@ -25,174 +25,8 @@ from paceline.train.elastic.failpoints import failpoint
 # The errors of file systems that cannot sync directories, such as some of FUSE and CIFS; they write names at once.
 _NOT_FOR_DIRECTORIES = (errno.EINVAL, errno.ENOTSUP)
 _MOST_VIEWS = 512  # in one call; the system accepts at least 1,024
-
-
-class Disk:
-    """The operations of a local file system. Each may raise OSError."""
-
-    def make_directory(self, path: Path) -> None:
-        """Creates a directory, whose parent exists."""
-        failpoint("checkpoint.make")
-        os.mkdir(path)
-
-    def create(self, path: Path) -> int:
-        """Creates a file, which must not exist; returns its descriptor."""
-        failpoint("checkpoint.create")
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-
-    def write(self, descriptor: int, views: Sequence[memoryview]) -> int:
-        """Appends at least one byte of the views to a file; returns the number of bytes."""
-        failpoint("checkpoint.write")
-        return os.writev(descriptor, views[:_MOST_VIEWS])
-
-    def set_direct(self, descriptor: int, is_direct: bool) -> bool:
-        """Switches direct writes of a file on or off; returns whether they are on."""
-        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT
-        try:
-            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | (os.O_DIRECT if is_direct else 0))
-        except OSError:  # the file system has no direct writes
-            return False
-        return is_direct
-
-    def sync(self, descriptor: int) -> None:
-        """Makes a file's bytes survive the loss of power."""
-        failpoint("checkpoint.sync")
-        os.fsync(descriptor)
-
-    def sync_directory(self, path: Path) -> None:
-        """Makes the names in a directory survive the loss of power."""
-        failpoint("checkpoint.sync")
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        except OSError as error:
-            if error.errno not in _NOT_FOR_DIRECTORIES:
-                raise
-        finally:
-            os.close(descriptor)
-
-    def rename(self, old: Path, new: Path) -> None:
-        """Renames a file or directory; a file that has the new name is replaced."""
-        failpoint("checkpoint.rename")
-        os.rename(old, new)
-
-    def remove_file(self, path: Path) -> None:
-        """Removes a file."""
-        failpoint("checkpoint.remove")
-        os.unlink(path)
-
-    def remove_directory(self, path: Path) -> None:
-        """Removes an empty directory."""
-        failpoint("checkpoint.remove")
-        os.rmdir(path)
-
-
 ALIGNMENT = 4096
 _BUFFER_NBYTES = 4 << 20
-
-
-class DirectWriter:
-    """Appends to a file by direct writes, or by usual ones where the file system refuses those.
-
-    Direct writes must begin at multiples of 4 KiB in the file and in memory. Views that are so aligned are written from
-    their own memory, such as copies that `Staging` has laid out like the file; the rest is collected in a buffer.
-
-    Args:
-        disk: the disk that performs the writes.
-        descriptor: the descriptor of the file, which is empty.
-        is_wanted: whether to write directly; small files need not be.
-    """
-
-    def __init__(self, disk: Disk, descriptor: int, *, is_wanted: bool = True) -> None:
-        self._disk, self._descriptor = disk, descriptor
-        self._is_direct = is_wanted and disk.set_direct(descriptor, True)
-        self._buffer: memoryview | None = None
-        self._filled = 0
-        self._has_begun = False
-
-    def write(self, views: Sequence[memoryview]) -> None:
-        """Appends bytes, which may change after the call."""
-        if not self._is_direct and not self._filled:
-            self._write_out(list(views))
-            return
-        aligned: list[memoryview] = []  # whole blocks, written from their own memory
-        for view in views:
-            if self._filled == 0 and len(view) % ALIGNMENT == 0 and _is_aligned(view, 0):
-                aligned.append(view)
-                continue
-            self._write_out(aligned)
-            aligned = []
-            self._collect(view)
-        self._write_out(aligned)
-
-    def finish(self) -> None:
-        """Writes the rest of the buffer; small files and incomplete blocks by usual writes."""
-        filled, self._filled = self._filled, 0
-        if not filled:
-            return
-        whole = filled // ALIGNMENT * ALIGNMENT if self._is_direct and self._has_begun else 0
-        self._write_out([self._memory()[:whole]])
-        if self._is_direct:
-            self._is_direct = self._disk.set_direct(self._descriptor, False)
-        self._write_out([self._memory()[whole:filled]])
-
-    def _collect(self, view: memoryview) -> None:
-        while view:
-            if self._filled and len(view) > 2 * ALIGNMENT and _is_aligned(view, self._filled):
-                room = -self._filled % ALIGNMENT  # after which the rest of the view is aligned
-                self._take(view[:room])
-                end = room + (len(view) - room) // ALIGNMENT * ALIGNMENT
-                self._flush(view[room:end])
-                view = view[end:]
-            elif self._filled == 0 and len(view) >= ALIGNMENT and _is_aligned(view, 0):
-                whole = len(view) // ALIGNMENT * ALIGNMENT
-                self._write_out([view[:whole]])
-                view = view[whole:]
-            else:
-                part = view[: _BUFFER_NBYTES - self._filled]
-                self._take(part)
-                view = view[len(part) :]
-                if self._filled == _BUFFER_NBYTES:
-                    self._flush()
-
-    def _take(self, part: memoryview) -> None:
-        self._memory()[self._filled : self._filled + len(part)] = part
-        self._filled += len(part)
-
-    def _flush(self, *then: memoryview) -> None:
-        self._write_out([self._memory()[: self._filled], *then])
-        self._filled = 0
-
-    def _memory(self) -> memoryview:
-        if self._buffer is None:
-            self._buffer = memoryview(mmap.mmap(-1, _BUFFER_NBYTES))
-        return self._buffer
-
-    def _write_out(self, views: list[memoryview]) -> None:
-        left = [view for view in views if len(view)]
-        self._has_begun = self._has_begun or bool(left)
-        while left:
-            try:
-                written = self._disk.write(self._descriptor, left)
-            except OSError as error:
-                if error.errno != errno.EINVAL or not self._is_direct:
-                    raise
-                self._disk.set_direct(self._descriptor, False)  # the file system requires another alignment
-                self._is_direct = False
-                continue
-            while left and written >= len(left[0]):
-                written -= len(left.pop(0))
-            if written:
-                left[0] = left[0][written:]
-
-
-def _is_aligned(view: memoryview, offset: int) -> bool:
-    """Returns whether a view begins in memory `offset` bytes after an aligned address."""
-    if view.readonly:
-        return False
-    return (ctypes.addressof(ctypes.c_char.from_buffer(view)) - offset) % ALIGNMENT == 0
-
-
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
     stat.S_IFDIR: "a directory",
@@ -201,44 +35,6 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-
-
-def status_of(path: str | os.PathLike[str], *, follows: bool = False) -> os.stat_result:
-    """Returns the status of a regular file.
-
-    Args:
-        path: the path.
-        follows: whether it may be a symbolic link to a regular file, as where a person named it.
-
-    Raises:
-        CheckpointDamagedError: the path is not that of a regular file.
-        OSError: the file does not exist, or cannot be reached.
-    """
-    return _require_regular(path, os.stat(path, follow_symlinks=follows))
-
-
-def open_regular(path: str | os.PathLike[str], *, follows: bool = False) -> int:
-    """Opens a regular file for reading; returns its descriptor. Raises what `status_of` raises."""
-    status_of(path, follows=follows)  # opening a device can have effects
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follows else os.O_NOFOLLOW)
-    descriptor = os.open(path, flags)
-    try:
-        _require_regular(path, os.fstat(descriptor))
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _require_regular(path: str | os.PathLike[str], found: os.stat_result) -> os.stat_result:
-    if not stat.S_ISREG(found.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
-        raise CheckpointDamagedError(
-            f"{os.fspath(path)} is {kind}, and a checkpoint consists of regular files; put the file itself there"
-        )
-    return found
-
-
 _MOST_TRIES = 100
 _LARGE = ".safetensors"  # files that may be large
 _OPENING = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # for a manifest, which may have been replaced by anything
@@ -416,3 +212,201 @@ class _LocalFile:
 
 def _identity(found: os.stat_result) -> tuple[int, int]:
     return found.st_dev, found.st_ino
+
+
+class Disk:
+    """The operations of a local file system. Each may raise OSError."""
+
+    def make_directory(self, path: Path) -> None:
+        """Creates a directory, whose parent exists."""
+        failpoint("checkpoint.make")
+        os.mkdir(path)
+
+    def create(self, path: Path) -> int:
+        """Creates a file, which must not exist; returns its descriptor."""
+        failpoint("checkpoint.create")
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def write(self, descriptor: int, views: Sequence[memoryview]) -> int:
+        """Appends at least one byte of the views to a file; returns the number of bytes."""
+        failpoint("checkpoint.write")
+        return os.writev(descriptor, views[:_MOST_VIEWS])
+
+    def set_direct(self, descriptor: int, is_direct: bool) -> bool:
+        """Switches direct writes of a file on or off; returns whether they are on."""
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | (os.O_DIRECT if is_direct else 0))
+        except OSError:  # the file system has no direct writes
+            return False
+        return is_direct
+
+    def sync(self, descriptor: int) -> None:
+        """Makes a file's bytes survive the loss of power."""
+        failpoint("checkpoint.sync")
+        os.fsync(descriptor)
+
+    def sync_directory(self, path: Path) -> None:
+        """Makes the names in a directory survive the loss of power."""
+        failpoint("checkpoint.sync")
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in _NOT_FOR_DIRECTORIES:
+                raise
+        finally:
+            os.close(descriptor)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Renames a file or directory; a file that has the new name is replaced."""
+        failpoint("checkpoint.rename")
+        os.rename(old, new)
+
+    def remove_file(self, path: Path) -> None:
+        """Removes a file."""
+        failpoint("checkpoint.remove")
+        os.unlink(path)
+
+    def remove_directory(self, path: Path) -> None:
+        """Removes an empty directory."""
+        failpoint("checkpoint.remove")
+        os.rmdir(path)
+
+
+class DirectWriter:
+    """Appends to a file by direct writes, or by usual ones where the file system refuses those.
+
+    Direct writes must begin at multiples of 4 KiB in the file and in memory. Views that are so aligned are written from
+    their own memory, such as copies that `Staging` has laid out like the file; the rest is collected in a buffer.
+
+    Args:
+        disk: the disk that performs the writes.
+        descriptor: the descriptor of the file, which is empty.
+        is_wanted: whether to write directly; small files need not be.
+    """
+
+    def __init__(self, disk: Disk, descriptor: int, *, is_wanted: bool = True) -> None:
+        self._disk, self._descriptor = disk, descriptor
+        self._is_direct = is_wanted and disk.set_direct(descriptor, True)
+        self._buffer: memoryview | None = None
+        self._filled = 0
+        self._has_begun = False
+
+    def write(self, views: Sequence[memoryview]) -> None:
+        """Appends bytes, which may change after the call."""
+        if not self._is_direct and not self._filled:
+            self._write_out(list(views))
+            return
+        aligned: list[memoryview] = []  # whole blocks, written from their own memory
+        for view in views:
+            if self._filled == 0 and len(view) % ALIGNMENT == 0 and _is_aligned(view, 0):
+                aligned.append(view)
+                continue
+            self._write_out(aligned)
+            aligned = []
+            self._collect(view)
+        self._write_out(aligned)
+
+    def finish(self) -> None:
+        """Writes the rest of the buffer; small files and incomplete blocks by usual writes."""
+        filled, self._filled = self._filled, 0
+        if not filled:
+            return
+        whole = filled // ALIGNMENT * ALIGNMENT if self._is_direct and self._has_begun else 0
+        self._write_out([self._memory()[:whole]])
+        if self._is_direct:
+            self._is_direct = self._disk.set_direct(self._descriptor, False)
+        self._write_out([self._memory()[whole:filled]])
+
+    def _collect(self, view: memoryview) -> None:
+        while view:
+            if self._filled and len(view) > 2 * ALIGNMENT and _is_aligned(view, self._filled):
+                room = -self._filled % ALIGNMENT  # after which the rest of the view is aligned
+                self._take(view[:room])
+                end = room + (len(view) - room) // ALIGNMENT * ALIGNMENT
+                self._flush(view[room:end])
+                view = view[end:]
+            elif self._filled == 0 and len(view) >= ALIGNMENT and _is_aligned(view, 0):
+                whole = len(view) // ALIGNMENT * ALIGNMENT
+                self._write_out([view[:whole]])
+                view = view[whole:]
+            else:
+                part = view[: _BUFFER_NBYTES - self._filled]
+                self._take(part)
+                view = view[len(part) :]
+                if self._filled == _BUFFER_NBYTES:
+                    self._flush()
+
+    def _take(self, part: memoryview) -> None:
+        self._memory()[self._filled : self._filled + len(part)] = part
+        self._filled += len(part)
+
+    def _flush(self, *then: memoryview) -> None:
+        self._write_out([self._memory()[: self._filled], *then])
+        self._filled = 0
+
+    def _memory(self) -> memoryview:
+        if self._buffer is None:
+            self._buffer = memoryview(mmap.mmap(-1, _BUFFER_NBYTES))
+        return self._buffer
+
+    def _write_out(self, views: list[memoryview]) -> None:
+        left = [view for view in views if len(view)]
+        self._has_begun = self._has_begun or bool(left)
+        while left:
+            try:
+                written = self._disk.write(self._descriptor, left)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._is_direct:
+                    raise
+                self._disk.set_direct(self._descriptor, False)  # the file system requires another alignment
+                self._is_direct = False
+                continue
+            while left and written >= len(left[0]):
+                written -= len(left.pop(0))
+            if written:
+                left[0] = left[0][written:]
+
+
+def _is_aligned(view: memoryview, offset: int) -> bool:
+    """Returns whether a view begins in memory `offset` bytes after an aligned address."""
+    if view.readonly:
+        return False
+    return (ctypes.addressof(ctypes.c_char.from_buffer(view)) - offset) % ALIGNMENT == 0
+
+
+def open_regular(path: str | os.PathLike[str], *, follows: bool = False) -> int:
+    """Opens a regular file for reading; returns its descriptor. Raises what `status_of` raises."""
+    status_of(path, follows=follows)  # opening a device can have effects
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follows else os.O_NOFOLLOW)
+    descriptor = os.open(path, flags)
+    try:
+        _require_regular(path, os.fstat(descriptor))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def status_of(path: str | os.PathLike[str], *, follows: bool = False) -> os.stat_result:
+    """Returns the status of a regular file.
+
+    Args:
+        path: the path.
+        follows: whether it may be a symbolic link to a regular file, as where a person named it.
+
+    Raises:
+        CheckpointDamagedError: the path is not that of a regular file.
+        OSError: the file does not exist, or cannot be reached.
+    """
+    return _require_regular(path, os.stat(path, follow_symlinks=follows))
+
+
+def _require_regular(path: str | os.PathLike[str], found: os.stat_result) -> os.stat_result:
+    if not stat.S_ISREG(found.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
+        raise CheckpointDamagedError(
+            f"{os.fspath(path)} is {kind}, and a checkpoint consists of regular files; put the file itself there"
+        )
+    return found

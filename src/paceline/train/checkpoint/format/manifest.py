@@ -22,6 +22,13 @@ WRITING = ".writing-"
 REMOVING = ".removing-"
 LATEST = "latest"
 _NAME = re.compile(r"(step|state)_\d+(\.\d+)?(-[0-9a-f]+)?")
+VERSION = 1
+FILE = "manifest.json"
+_FILE_NAME = re.compile(r"\w[\w.-]{0,254}", re.ASCII)
+_LARGEST = 1 << 62
+_LARGEST_SEQUENCE = 1 << 53
+_LATEST_S = 1 << 37  # a date whose year has four digits
+BLOCK_NBYTES = 1 << 20  # each block of a piece has its own digest, so that a reader of a region can verify it
 
 
 @dataclass(frozen=True)
@@ -78,15 +85,6 @@ def draft_of(
         name = f"{stem}-{token}"
     directory = f"{WRITING}{name}-{token}" if renames else name
     return Draft(name, directory, step, sequence, token)
-
-
-VERSION = 1
-FILE = "manifest.json"
-_FILE_NAME = re.compile(r"\w[\w.-]{0,254}", re.ASCII)
-_LARGEST = 1 << 62
-_LARGEST_SEQUENCE = 1 << 53
-_LATEST_S = 1 << 37  # a date whose year has four digits
-BLOCK_NBYTES = 1 << 20  # each block of a piece has its own digest, so that a reader of a region can verify it
 
 
 @dataclass(frozen=True)

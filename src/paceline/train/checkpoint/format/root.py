@@ -34,127 +34,6 @@ from paceline.train.checkpoint.format.storage import OutputFile, Storage, check_
 from paceline.train.checkpoint.format.values import Json
 from paceline.train.elastic.failpoints import failpoint
 
-
-def prepare(storage: Storage, draft: Draft) -> OutputFile | None:
-    """Creates the directory in which ranks write; returns its manifest, empty and held, if the storage renames."""
-    storage.make_directory("")
-    storage.make_directory(draft.directory)
-    return storage.create(f"{draft.directory}/{FILE}") if storage.renames else None
-
-
-def manifest_of(
-    draft: Draft, parts: Sequence[RankPart], values: Json, world_size: int, here: Sequence[str] | None
-) -> Manifest:
-    """Returns the manifest of a checkpoint of these parts.
-
-    Raises:
-        CheckpointError: the parts do not make up one state.
-    """
-    missing = sorted({*range(world_size)} - {part.rank for part in parts})
-    if missing or len(parts) != world_size:
-        raise CheckpointError(
-            f"a checkpoint of {world_size} ranks needs one part of each; there are {len(parts)}"
-            + (f", and none of rank {missing[0]}" if missing else "")
-        )
-    files, tensors = merged(parts)
-    return Manifest(
-        step=draft.step,
-        sequence=draft.sequence,
-        token=draft.token,
-        world_size=world_size,
-        written_at_s=time.time(),
-        paceline=__version__,
-        files=files,
-        tensors=tensors,
-        values=values,
-        here=None if here is None else tuple(sorted(here)),
-    )
-
-
-def publish(storage: Storage, draft: Draft, manifest: Manifest, held: OutputFile | None) -> None:
-    """Makes a checkpoint visible, whose files are durable; it survives the loss of power when this returns."""
-    text = memoryview(manifest_json.to_bytes(manifest))
-    file = held if held is not None else storage.create(f"{draft.directory}/{FILE}")
-    with contextlib.closing(file):
-        file.write([text])
-        file.commit()
-        storage.sync_directory(draft.directory)
-        if storage.renames:
-            storage.rename(draft.directory, draft.name)
-            storage.sync_directory("")
-    point_to(storage, draft)
-    failpoint("checkpoint.done")
-
-
-def point_to(storage: Storage, draft: Draft) -> None:
-    """Writes the pointer `latest`, for people and other programs; ranks that restore read the manifests instead."""
-    line = memoryview(f"{draft.name}\n".encode())
-    written = f"{WRITING}{LATEST}-{draft.token}" if storage.renames else LATEST
-    file = storage.create(written)
-    with contextlib.closing(file):
-        file.write([line])
-        file.commit()
-    if storage.renames:
-        storage.rename(written, LATEST)
-    storage.sync_directory("")
-
-
-def remove_left_overs(storage: Storage) -> list[str]:
-    """Removes the remains of unfinished saves and removals, unless a live process is writing them."""
-    removed = []
-    for name in storage.names():
-        is_left_over = name.startswith(WRITING) and not storage.is_held(name)
-        if is_left_over or name.startswith(REMOVING) or _is_unfinished(storage, name):
-            storage.remove(name)
-            removed.append(name)
-    return removed
-
-
-def _is_unfinished(storage: Storage, name: str) -> bool:
-    """Returns whether a directory never got its manifest, in a storage that does not rename."""
-    if storage.renames or not is_name(name):
-        return False
-    return storage.size(f"{name}/{FILE}") is None and not storage.is_held(name)
-
-
-def retire(storage: Storage, keep: int) -> list[str]:
-    """Removes all checkpoints but the newest whole ones; returns the names of the removed ones. See `Root.retire`.
-
-    A manifest that cannot be read may be of a newer version, so its checkpoint stays. All stay if none is whole.
-    """
-    listings = [each for each in listing_of(storage) if each.sequence is not None]
-    kept = _to_keep(listings, keep)
-    latest = latest_name(storage)
-    removed = []
-    for each in listings:
-        if kept and each.name not in kept and each.name != latest and not storage.is_held(each.name):
-            remove(storage, each.name)
-            removed.append(each.name)
-    return removed
-
-
-def _to_keep(listings: list[Listing], keep: int) -> set[str]:
-    """Returns the names of the newest whole ones, and of damaged ones newer than the oldest of those."""
-    whole = [each for each in listings if each.fault is None][:keep]
-    if not whole:
-        return set()
-    oldest = whole[-1].sequence or 0
-    return {each.name for each in listings if each in whole or (each.sequence or 0) > oldest}
-
-
-def remove(storage: Storage, name: str) -> None:
-    """Removes a checkpoint so that it is never visible in part."""
-    if storage.renames:
-        doomed = f"{REMOVING}{name}"
-        storage.remove(doomed)
-        storage.rename(name, doomed)
-        storage.sync_directory("")
-        storage.remove(doomed)
-    else:
-        storage.remove(f"{name}/{FILE}")
-        storage.remove(name)
-
-
 _TOKEN_NBYTES = 4
 
 
@@ -309,3 +188,123 @@ class Root:
             yield
         except OSError as error:
             raise storage_error(what, self.storage, "", error) from error
+
+
+def manifest_of(
+    draft: Draft, parts: Sequence[RankPart], values: Json, world_size: int, here: Sequence[str] | None
+) -> Manifest:
+    """Returns the manifest of a checkpoint of these parts.
+
+    Raises:
+        CheckpointError: the parts do not make up one state.
+    """
+    missing = sorted({*range(world_size)} - {part.rank for part in parts})
+    if missing or len(parts) != world_size:
+        raise CheckpointError(
+            f"a checkpoint of {world_size} ranks needs one part of each; there are {len(parts)}"
+            + (f", and none of rank {missing[0]}" if missing else "")
+        )
+    files, tensors = merged(parts)
+    return Manifest(
+        step=draft.step,
+        sequence=draft.sequence,
+        token=draft.token,
+        world_size=world_size,
+        written_at_s=time.time(),
+        paceline=__version__,
+        files=files,
+        tensors=tensors,
+        values=values,
+        here=None if here is None else tuple(sorted(here)),
+    )
+
+
+def prepare(storage: Storage, draft: Draft) -> OutputFile | None:
+    """Creates the directory in which ranks write; returns its manifest, empty and held, if the storage renames."""
+    storage.make_directory("")
+    storage.make_directory(draft.directory)
+    return storage.create(f"{draft.directory}/{FILE}") if storage.renames else None
+
+
+def publish(storage: Storage, draft: Draft, manifest: Manifest, held: OutputFile | None) -> None:
+    """Makes a checkpoint visible, whose files are durable; it survives the loss of power when this returns."""
+    text = memoryview(manifest_json.to_bytes(manifest))
+    file = held if held is not None else storage.create(f"{draft.directory}/{FILE}")
+    with contextlib.closing(file):
+        file.write([text])
+        file.commit()
+        storage.sync_directory(draft.directory)
+        if storage.renames:
+            storage.rename(draft.directory, draft.name)
+            storage.sync_directory("")
+    point_to(storage, draft)
+    failpoint("checkpoint.done")
+
+
+def point_to(storage: Storage, draft: Draft) -> None:
+    """Writes the pointer `latest`, for people and other programs; ranks that restore read the manifests instead."""
+    line = memoryview(f"{draft.name}\n".encode())
+    written = f"{WRITING}{LATEST}-{draft.token}" if storage.renames else LATEST
+    file = storage.create(written)
+    with contextlib.closing(file):
+        file.write([line])
+        file.commit()
+    if storage.renames:
+        storage.rename(written, LATEST)
+    storage.sync_directory("")
+
+
+def retire(storage: Storage, keep: int) -> list[str]:
+    """Removes all checkpoints but the newest whole ones; returns the names of the removed ones. See `Root.retire`.
+
+    A manifest that cannot be read may be of a newer version, so its checkpoint stays. All stay if none is whole.
+    """
+    listings = [each for each in listing_of(storage) if each.sequence is not None]
+    kept = _to_keep(listings, keep)
+    latest = latest_name(storage)
+    removed = []
+    for each in listings:
+        if kept and each.name not in kept and each.name != latest and not storage.is_held(each.name):
+            remove(storage, each.name)
+            removed.append(each.name)
+    return removed
+
+
+def _to_keep(listings: list[Listing], keep: int) -> set[str]:
+    """Returns the names of the newest whole ones, and of damaged ones newer than the oldest of those."""
+    whole = [each for each in listings if each.fault is None][:keep]
+    if not whole:
+        return set()
+    oldest = whole[-1].sequence or 0
+    return {each.name for each in listings if each in whole or (each.sequence or 0) > oldest}
+
+
+def remove(storage: Storage, name: str) -> None:
+    """Removes a checkpoint so that it is never visible in part."""
+    if storage.renames:
+        doomed = f"{REMOVING}{name}"
+        storage.remove(doomed)
+        storage.rename(name, doomed)
+        storage.sync_directory("")
+        storage.remove(doomed)
+    else:
+        storage.remove(f"{name}/{FILE}")
+        storage.remove(name)
+
+
+def remove_left_overs(storage: Storage) -> list[str]:
+    """Removes the remains of unfinished saves and removals, unless a live process is writing them."""
+    removed = []
+    for name in storage.names():
+        is_left_over = name.startswith(WRITING) and not storage.is_held(name)
+        if is_left_over or name.startswith(REMOVING) or _is_unfinished(storage, name):
+            storage.remove(name)
+            removed.append(name)
+    return removed
+
+
+def _is_unfinished(storage: Storage, name: str) -> bool:
+    """Returns whether a directory never got its manifest, in a storage that does not rename."""
+    if storage.renames or not is_name(name):
+        return False
+    return storage.size(f"{name}/{FILE}") is None and not storage.is_held(name)

@@ -36,18 +36,6 @@ ITEMSIZE = {
 }
 # Types that safetensors lacks, or has only in its latest versions: bytes in the file, typed in the manifest.
 _STORED_AS_BYTES = frozenset(("C64", "C128", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"))
-
-
-def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
-    """Returns the size of a tensor in bytes."""
-    return ITEMSIZE[dtype] * prod(shape)
-
-
-def as_stored(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """Returns the type and shape in the safetensors file, which every version of safetensors can read."""
-    return ("U8", (nbytes_of(dtype, shape),)) if dtype in _STORED_AS_BYTES else (dtype, shape)
-
-
 _LENGTH_NBYTES = 8
 _ALIGNMENT = 8
 _PAGE_NBYTES = 4096  # the data of large files is aligned to pages for direct writes
@@ -102,25 +90,6 @@ def header_of(
     return header, stored_tensors
 
 
-@dataclass
-class _Info:
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
-
-
-def length_of(beginning: bytes | bytearray) -> int:
-    """Returns the length of a file's header in bytes, given the first 8 bytes, which it includes.
-
-    Raises:
-        ValueError: the file is no safetensors file.
-    """
-    length = int.from_bytes(beginning[:_LENGTH_NBYTES], "little")
-    if len(beginning) < _LENGTH_NBYTES or length > _LONGEST:
-        raise ValueError("it does not begin with the length of a header, as a safetensors file does")
-    return _LENGTH_NBYTES + length
-
-
 def read_header(header: bytes | bytearray) -> tuple[list[StoredTensor], dict[str, str]]:
     """Returns the tensors of a file and its metadata, given its header.
 
@@ -146,3 +115,32 @@ def read_header(header: bytes | bytearray) -> tuple[list[StoredTensor], dict[str
         StoredTensor(key, info.dtype, info.shape, len(header) + info.data_offsets[0]) for key, info in infos.items()
     ]
     return tensors, metadata
+
+
+def length_of(beginning: bytes | bytearray) -> int:
+    """Returns the length of a file's header in bytes, given the first 8 bytes, which it includes.
+
+    Raises:
+        ValueError: the file is no safetensors file.
+    """
+    length = int.from_bytes(beginning[:_LENGTH_NBYTES], "little")
+    if len(beginning) < _LENGTH_NBYTES or length > _LONGEST:
+        raise ValueError("it does not begin with the length of a header, as a safetensors file does")
+    return _LENGTH_NBYTES + length
+
+
+@dataclass
+class _Info:
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
+    """Returns the size of a tensor in bytes."""
+    return ITEMSIZE[dtype] * prod(shape)
+
+
+def as_stored(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Returns the type and shape in the safetensors file, which every version of safetensors can read."""
+    return ("U8", (nbytes_of(dtype, shape),)) if dtype in _STORED_AS_BYTES else (dtype, shape)
