@@ -79,7 +79,7 @@ def outline_of(entries: Iterable[tuple[str, object]]) -> bytes:
     """Returns the encoded `Outline` of this rank's optimizers, given its objects by name.
 
     Raises:
-        TypeError: an optimizer has parameters of a pipeline and others besides.
+        TypeError: an optimizer has parameters of a pipeline and other parameters.
     """
     outline: Outline = {}
     for name, value in entries:

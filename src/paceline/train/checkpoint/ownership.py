@@ -121,7 +121,7 @@ def assign_offers(
 
     Args:
         offers: the offers of each rank.
-        loads: the bytes that each rank writes besides.
+        loads: the bytes that each rank writes in any case.
         alignment: the granularity of cuts, in bytes.
 
     Returns:

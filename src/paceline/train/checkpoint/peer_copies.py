@@ -1,6 +1,6 @@
 """Replicas of checkpoints in the memory of launchers, as `CheckpointManager` writes and restores them.
 
-The protocol and the replication itself are in `peer_memory`, which knows no torch.
+The protocol and the replication itself are in `peer_memory`, which imports no torch.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _UNREACHABLE = (OSError, ValueError, PacelineError)
 
 @dataclass(frozen=True)
 class _Introduction:
-    """What a rank reports before a checkpoint is replicated.
+    """A rank's report to the others before a replication.
 
     Attributes:
         root: the directory of checkpoints, as this rank names it.
         location: the cache of this rank's launcher; None if it cannot be reached.
-        whole: the sequence and token of the newest checkpoint that all caches have, as far as this rank knows.
+        whole: the sequence and token of the newest checkpoint that all caches have, to the knowledge of this rank.
         why: the reason why there is no location.
     """
 
@@ -87,7 +87,7 @@ class PeerCopies:
         """Returns a function that replicates a checkpoint, to be called in a thread of its own; every rank calls this.
 
         Args:
-            plan: what this rank writes, from memory that does not change meanwhile.
+            plan: the part of this rank, in memory that does not change during the replication.
             channel: the ranks that save.
 
         Returns:
@@ -161,7 +161,7 @@ class PeerCopies:
                 calls it.
 
         Returns:
-            The result of loading; None if the checkpoint is to be loaded from the disk.
+            The result of loading; None if the checkpoint must be loaded from the disk.
 
         Raises:
             CheckpointError: the checkpoint is one of other objects; raised on every rank.

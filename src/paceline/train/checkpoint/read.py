@@ -37,7 +37,7 @@ _BROADCAST_AT_ONCE_NBYTES = 256 << 20  # bytes in one call, so that the ranks ne
 
 @dataclass(frozen=True)
 class ReadItem:
-    """A region of a tensor that is to be read.
+    """A region of a tensor, to be read.
 
     Attributes:
         name: the name of the tensor.
@@ -373,7 +373,7 @@ def fetch(plan: LoadPlan, holders: Mapping[str, Sequence[int]], channel: Collect
 def _missing(
     item: ReadItem, plan: LoadPlan, holders: Mapping[str, Sequence[int]], files_here: set[str], rank: int
 ) -> Iterator[PieceRequest]:
-    """Yields requests for what this rank's disk lacks of an item, to the ranks that see a file in turn."""
+    """Yields requests for the pieces of an item that this rank's disk lacks, to the ranks that see a file in turn."""
     entry = plan.tensors[item.name]
     for index, piece in enumerate(entry.pieces):
         if piece.file not in files_here and (parts := copies(entry.shape, piece.region, item.region)):

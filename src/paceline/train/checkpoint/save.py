@@ -145,7 +145,7 @@ def write_staged(
         plan: the plan that `staged` returned.
         keep: the number of checkpoints to keep.
         channel: the ranks that save.
-        beside: a function that is called in another thread meanwhile. It must not raise.
+        beside: a function that another thread runs at the same time. It must not raise.
     """
     channels: list[RankChannel] = [channel, channel]
     if isinstance(channel, GroupChannel):
@@ -255,7 +255,7 @@ class SaveHandle:
     Args:
         work: the function that writes it.
         name: the name of the checkpoint.
-        beside: a function that is called in another thread meanwhile, and waited for. It must not raise.
+        beside: a function that another thread runs at the same time; both are waited for. It must not raise.
     """
 
     def __init__(self, work: Callable[[], None], name: str, beside: Callable[[], None] | None = None) -> None:

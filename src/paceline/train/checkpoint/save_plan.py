@@ -1,6 +1,6 @@
 """Plans a save: the ranks compare their states, and agree on the rank that writes each byte.
 
-Nothing is copied or written yet. Each rank reports what it has in a `RankReport`, and computes the same plan from the
+Nothing is copied or written yet. Each rank reports its state in a `RankReport`, and computes the same plan from the
 reports of all ranks.
 """
 
@@ -32,7 +32,7 @@ from paceline.train.module_tensors import memory_of
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What this rank writes.
+    """The part of a checkpoint that this rank writes.
 
     Attributes:
         draft: the checkpoint that is being written.
@@ -49,7 +49,7 @@ class SavePlan:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank reports to the others before a save.
+    """A rank's report to the others before a save.
 
     Attributes:
         fault: the reason why its state cannot be saved; None if it can be.
@@ -86,7 +86,7 @@ def plan_save(
         step: the training step, for the checkpoint's name.
         channel: the ranks that save.
         disks: the disks of the hosts; None if all ranks share one.
-        least_sequence: the least sequence number that the checkpoint may get; that of rank 0 counts.
+        least_sequence: the least sequence number that the checkpoint may get; rank 0's is used.
 
     Raises:
         CheckpointError: a rank's state cannot be saved, the ranks' tensors differ, or there is too little space; raised

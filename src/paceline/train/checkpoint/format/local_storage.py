@@ -94,7 +94,7 @@ class LocalStorage:
         return file
 
     def open(self, name: str) -> InputFile:
-        """Opens a file for reading; raises what `size` raises."""
+        """Opens a file for reading; raises like `size`."""
         return _LocalFile(open_regular(self.path / name))
 
     def sync_directory(self, name: str) -> None:
@@ -377,7 +377,7 @@ def _is_aligned(view: memoryview, offset: int) -> bool:
 
 
 def open_regular(path: str | os.PathLike[str], *, follows: bool = False) -> int:
-    """Opens a regular file for reading; returns its descriptor. Raises what `status_of` raises."""
+    """Opens a regular file for reading; returns its descriptor. Raises like `status_of`."""
     status_of(path, follows=follows)  # opening a device can have effects
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follows else os.O_NOFOLLOW)
     descriptor = os.open(path, flags)

@@ -64,7 +64,7 @@ def targets(everyone: Sequence[CacheLocation], rank: int, copies: int) -> list[C
 
 @dataclass(frozen=True)
 class Replication:
-    """What a rank replicates, and where.
+    """The part of a checkpoint that a rank replicates, and its caches.
 
     Attributes:
         root: the directory on the disk, by rank 0's path.
@@ -94,7 +94,7 @@ def replicate_checkpoint(
     others wait for it.
 
     Args:
-        replication: what this rank replicates.
+        replication: the part of this rank.
         channels: a channel for each round.
         dial: a function that connects to a cache.
 

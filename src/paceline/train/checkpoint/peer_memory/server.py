@@ -99,7 +99,7 @@ class CacheServer:
             for level, option, value in _KEEPALIVE:
                 connection.setsockopt(level, option, value)
         with self._changing:
-            if not self._listeners:  # `shut` was called meanwhile
+            if not self._listeners:  # `shut` was called first
                 connection.close()
                 return
             self._connections.add(connection)
