@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_copies import ROOT, PipeTalk, copy_as, looked, steps_of, two_hosts
+from checkpoint_copies import ROOT, PipeChannel, copy_as, looked, steps_of, two_hosts
 
 from paceline.errors import AuthenticationError, CheckpointDamagedError, CheckpointError
 from paceline.train.checkpoint.manager import CheckpointManager
@@ -90,9 +90,9 @@ def test_the_newest_copy_with_all_files_is_found() -> None:
 def copy_by_threads(step: int, keep: str | None, addresses: list[str]) -> None:
     ends = Pipe()
     with ends[0], ends[1]:
-        other = threading.Thread(target=copy_as, args=(1, step, keep, addresses, PipeTalk(1, ends[1])))
+        other = threading.Thread(target=copy_as, args=(1, step, keep, addresses, PipeChannel(1, ends[1])))
         other.start()
-        copy_as(0, step, keep, addresses, PipeTalk(0, ends[0]))
+        copy_as(0, step, keep, addresses, PipeChannel(0, ends[0]))
         other.join()
 
 
