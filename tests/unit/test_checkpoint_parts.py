@@ -168,7 +168,11 @@ def test_what_is_no_safetensors_file_is_refused(header):
         read_header(header[: length_of(header)])
 
 
-PIECE = Piece("rank_00000_000.safetensors", "w", 64, whole((2, 3)), ("0" * 32,))
+def piece_of(region):
+    return Piece.of("rank_00000_000.safetensors", "w", 64, region, ("0" * 32,))
+
+
+PIECE = piece_of(whole((2, 3)))
 ENTRY = TensorEntry("F32", (2, 3), (PIECE,))
 PART = RankPart(0, {PIECE.file: FileEntry(88, 64, "1" * 32)}, {"w": ENTRY})
 MANIFEST = Manifest(7, 3, "ab", 1, 1.5, "0.1.0", PART.files, PART.tensors, {"a": [1, {"$tuple": []}]})
@@ -180,7 +184,7 @@ def test_a_manifest_comes_back_as_it_was():
         MANIFEST,
         step=None,
         here=(),
-        tensors={"w": replace(ENTRY, pieces=(replace(PIECE, region=Box((0, 0), (2, 3))),))},
+        tensors={"w": replace(ENTRY, pieces=(piece_of(Box((0, 0), (2, 3))),))},
     )
     assert manifest_json.from_bytes(manifest_json.to_bytes(boxed), "m") == boxed
     assert manifest_json.part_from_bytes(manifest_json.part_to_bytes(PART)) == PART
@@ -214,7 +218,10 @@ def test_foreign_and_newer_manifests_are_refused(text, said):
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        (TensorEntry("F32", (2, 3), (replace(PIECE, region=Flat(0, 2)),)), "the elements 0 to 2 are held twice"),
+        (
+            TensorEntry("F32", (2, 3), (piece_of(Flat(0, 2)),)),
+            "the elements 0 to 2 are held twice",
+        ),
         (TensorEntry("F64", (2, 3), ()), r"w is F32 \[2, 3\] on rank 0, but F64 \[2, 3\] on rank 1"),
     ],
 )

@@ -166,21 +166,10 @@ def _load_opened(
     return Loaded(checkpoint.manifest.step, checkpoint.nbytes_read)
 
 
-@dataclass(frozen=True)
-class Newest:
-    """The checkpoint that `load_newest` loaded.
-
-    Attributes:
-        step: its step; None if it was saved without one.
-        skipped: the faults of newer checkpoints that were skipped, by name.
-    """
-
-    step: int | None
-    skipped: Mapping[str, str]
-
-
-def load_newest(state: TrainingState, root: Root, disks: Disks | None, channel: CollectiveChannel) -> Newest | None:
-    """Loads the newest undamaged checkpoint into `state`; returns None if there is no checkpoint.
+def load_newest(
+    state: TrainingState, root: Root, disks: Disks | None, channel: CollectiveChannel
+) -> tuple[Loaded, Mapping[str, str]] | None:
+    """Loads the newest undamaged checkpoint into `state`.
 
     Args:
         state: as for `load`.
@@ -188,30 +177,27 @@ def load_newest(state: TrainingState, root: Root, disks: Disks | None, channel: 
         disks: the disks of the hosts; None if all ranks share one.
         channel: the ranks that load.
 
+    Returns:
+        The result of loading, and the faults of newer checkpoints that were skipped, by name; None if there is no
+        checkpoint.
+
     Raises:
         CheckpointError: there are checkpoints and none is whole, or the newest whole one is one of other objects.
     """
-    return _load_shared(state, root, channel) if disks is None else _load_spread(state, root, disks, channel)
-
-
-def _load_shared(state: TrainingState, root: Root, channel: CollectiveChannel) -> Newest | None:
     damaged: dict[str, str] = {}
-    while (name := _newest_undamaged(root, channel, damaged)) is not None:
-        try:
-            return Newest(load_from(state, root.storage.describe(name), channel).step, damaged)
-        except CheckpointDamagedError as error:
-            damaged[name] = str(error)
-    return None
-
-
-def _load_spread(state: TrainingState, root: Root, disks: Disks, channel: CollectiveChannel) -> Newest | None:
-    damaged: dict[str, str] = {}
+    if disks is None:
+        while (name := _newest_undamaged(root, channel, damaged)) is not None:
+            try:
+                return load_from(state, root.storage.describe(name), channel), damaged
+            except CheckpointDamagedError as error:
+                damaged[name] = str(error)
+        return None
     while True:
         spread, skipped = newest_spread(root, disks, channel, damaged)
         if spread is None:
             return None
         try:
-            return Newest(load_spread(state, root, spread, channel).step, skipped)
+            return load_spread(state, root, spread, channel), skipped
         except CheckpointDamagedError as error:
             damaged[spread.token] = str(error)
 

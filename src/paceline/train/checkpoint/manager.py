@@ -178,11 +178,12 @@ class CheckpointManager:
         newest = load_newest(state, self._root, self._own_disks(channel), channel)
         if newest is None:
             return None
-        report_skipped(newest.skipped, channel)
+        loaded, skipped = newest
+        report_skipped(skipped, channel)
         if self._copies is not None:
-            self._copies.report_disk_restore(newest.step, channel)
-        self._saved = newest.step
-        return newest.step
+            self._copies.report_disk_restore(loaded.step, channel)
+        self._saved = loaded.step
+        return loaded.step
 
     def _own_disks(self, channel: CollectiveChannel) -> Disks | None:
         if self._disks is None and not self._shared:

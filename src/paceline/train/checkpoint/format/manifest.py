@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from paceline.errors import CheckpointError
-from paceline.train.checkpoint.format.regions import Region, count, untiled
+from paceline.train.checkpoint.format.regions import Box, Flat, Region, count, untiled
 from paceline.train.checkpoint.format.regions import fault_of as fault_of_region
 from paceline.train.checkpoint.format.safetensors_header import ITEMSIZE, nbytes_of
 from paceline.train.checkpoint.format.values import Json, tensors_in
@@ -87,23 +87,45 @@ def draft_of(
     return Draft(name, directory, step, sequence, token)
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
     """A region of a tensor, as bytes of a file.
 
     Attributes:
         file: the name of the file in the checkpoint's directory.
         key: the key in that safetensors file.
         at: the offset of the first byte in the file.
-        region: the region of the tensor.
         digests: the digests of the blocks.
+        flat: the start and stop of a `Flat` region.
+        offset: the offset of a `Box`.
+        shape: the shape of a `Box`.
     """
 
     file: str
     key: str
     at: int
-    region: Region
     digests: tuple[str, ...]
+    flat: tuple[int, int] | None = None
+    offset: tuple[int, ...] | None = None
+    shape: tuple[int, ...] | None = None
+
+    @staticmethod
+    def of(file: str, key: str, at: int, region: Region, digests: tuple[str, ...]) -> Piece:
+        """Returns the piece with a region."""
+        if isinstance(region, Flat):
+            return Piece(file, key, at, digests, flat=(region.start, region.stop))
+        return Piece(file, key, at, digests, offset=region.offset, shape=region.shape)
+
+    def __post_init__(self) -> None:
+        if self.flat is None and (self.offset is None or self.shape is None):
+            raise ValueError(f"the piece {self.key} says neither `flat` nor `offset` and `shape`")
+
+    @property
+    def region(self) -> Region:
+        """The region of the tensor."""
+        if self.flat is not None:
+            return Flat(*self.flat)
+        assert self.offset is not None and self.shape is not None
+        return Box(self.offset, self.shape)
 
 
 @dataclass(frozen=True)
@@ -180,7 +202,7 @@ class Manifest:
 
     def files_here(self) -> dict[str, FileEntry]:
         """Returns the files that this directory must have."""
-        return Summary(self.step, self.sequence, self.token, self.files, self.here).files_here()
+        return self.files if self.here is None else {name: self.files[name] for name in self.here}
 
 
 def merged(parts: Iterable[RankPart]) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:

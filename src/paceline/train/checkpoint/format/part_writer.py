@@ -137,7 +137,7 @@ def _write_file(stream: _Stream, name: str, pieces: list[WriteItem], found: dict
         stream.add(memoryview(header), is_data=False)
         for piece, stored in zip(pieces, stored_tensors, strict=True):
             digests = _write_piece(stream, piece, stored)
-            written = Piece(name, piece.key, stored.offset, piece.region, digests)
+            written = Piece.of(name, piece.key, stored.offset, piece.region, digests)
             entry = found.setdefault(piece.name, TensorEntry(piece.dtype, piece.shape, ()))
             found[piece.name] = replace(entry, pieces=(*entry.pieces, written))
         stream.finish()

@@ -10,7 +10,7 @@ import base64
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 SEPARATOR = "/"
 _OF_RANK = "@rank"
@@ -53,7 +53,10 @@ def some(names: Collection[str]) -> str:
     return f"{sorted(names)[:5]}{' and others' if len(names) > 5 else ''}" if names else "none"
 
 
-Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
+if TYPE_CHECKING:
+    Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
+else:
+    Json = object  # for msgspec, which decodes no recursive types
 
 _LARGEST_INT = 2**63 - 1  # that every reader of JSON accepts
 
