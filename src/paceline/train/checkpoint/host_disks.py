@@ -90,11 +90,7 @@ def begin(
     """Returns the draft that rank 0 begins on its disk and that the first rank of each other disk joins there.
 
     Args:
-        root: the directory of checkpoints.
-        step: the training step, for the checkpoint's name.
         nbytes: the bytes that each rank will write.
-        disks: the disks of the hosts.
-        channel: the ranks that save.
         least_sequence: the least sequence number that the checkpoint may get.
 
     Raises:
@@ -129,10 +125,7 @@ def abandon(root: Root, draft: Draft, disks: Disks | None, rank: int) -> None:
     """Removes a failed checkpoint from this rank's disk, if this rank publishes checkpoints there.
 
     Args:
-        root: the directory of checkpoints.
-        draft: the failed checkpoint.
         disks: the disks of the hosts; None if all ranks share one.
-        rank: this rank.
     """
     if rank == 0 if disks is None else disks.is_first:
         root.abandon(draft)
@@ -176,9 +169,6 @@ def newest_spread(
     """Returns the newest checkpoint whose files some rank sees, and why newer ones were skipped, by token.
 
     Args:
-        root: the directory of checkpoints.
-        disks: the disks of the hosts.
-        channel: the ranks that load.
         damaged: the faults of checkpoints that are known to be damaged, by token.
 
     Raises:

@@ -172,10 +172,7 @@ def load_newest(
     """Loads the newest undamaged checkpoint into `state`.
 
     Args:
-        state: as for `load`.
-        root: the directory of checkpoints.
         disks: the disks of the hosts; None if all ranks share one.
-        channel: the ranks that load.
 
     Returns:
         The result of loading, and the faults of newer checkpoints that were skipped, by name; None if there is no
@@ -206,8 +203,6 @@ def _newest_undamaged(root: Root, channel: CollectiveChannel, damaged: dict[str,
     """Returns the newest checkpoint that is not known to be damaged; None if there are no checkpoints at all.
 
     Args:
-        root: the directory of checkpoints.
-        channel: the ranks that load.
         damaged: the faults of damaged checkpoints, by name; rank 0 adds those that it finds.
 
     Raises:
@@ -233,9 +228,7 @@ def newest_sequence(root: Root, disks: Disks | None, channel: CollectiveChannel)
     """Returns the sequence of the newest whole checkpoint on the disk; 0 if there is none or the disk cannot be read.
 
     Args:
-        root: the directory of checkpoints.
         disks: the disks of the hosts; None if all ranks share one.
-        channel: the ranks that load.
     """
 
     def look() -> bytes:

@@ -147,9 +147,6 @@ def capture_optimizer(name: str, optimizer: Optimizer, into: CapturedState, numb
     """Adds an optimizer to the captured state.
 
     Args:
-        name: the optimizer's name.
-        optimizer: the optimizer.
-        into: the captured state.
         numbering: the numbering of a pipeline's optimizer; None for an optimizer that has all parameters of the model.
 
     Raises:

@@ -88,7 +88,6 @@ class PeerCopies:
 
         Args:
             plan: the part of this rank, in memory that does not change during the replication.
-            channel: the ranks that save.
 
         Returns:
             The function; None if a rank cannot reach a launcher.
@@ -155,8 +154,6 @@ class PeerCopies:
         """Loads the newest whole checkpoint in memory, unless the disk has a newer one; every rank calls this.
 
         Args:
-            state: as for `paceline.load`.
-            channel: the ranks that load.
             newest_on_disk: a function that returns the sequence of the newest whole checkpoint on the disk. Every rank
                 calls it.
 
@@ -222,8 +219,6 @@ class _CacheReader:
     """Opens a checkpoint in caches for one rank, which reads a file from its own host's cache if that has it.
 
     Args:
-        found: the checkpoint.
-        own: the address of this host's cache.
         own_inventories: the inventories that this rank fetched, its own host's first.
         inventories: those of all ranks.
         closing: the stack that closes the connections.

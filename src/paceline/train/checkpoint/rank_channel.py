@@ -98,8 +98,6 @@ class StoreChannel:
     A rank that dies leaves a last will in the store, so that the others do not wait for it until they time out.
 
     Args:
-        group: the ranks.
-        store: the store.
         token: a text that is the same on all ranks, and different for each channel.
         timeout_s: the seconds that a rank waits for the others.
     """

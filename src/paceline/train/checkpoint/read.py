@@ -53,12 +53,7 @@ class ReadItem:
 
 
 class LoadPlan:
-    """Collects what a rank requests; once it has been read, `finish` calls the finalizers.
-
-    Args:
-        checkpoint: the checkpoint that is read.
-        rank: this rank.
-    """
+    """Collects what a rank requests; once it has been read, `finish` calls the finalizers."""
 
     def __init__(self, checkpoint: Checkpoint | AbsentCheckpoint, rank: int) -> None:
         self.checkpoint = checkpoint
@@ -108,7 +103,6 @@ class LoadPlan:
         """Requests a tensor, or a region of it, to be put into `target`.
 
         Args:
-            name: the name of the tensor.
             target: the memory for it, of any type and device.
             shape: the shape of the whole tensor; that of `target` if None.
             region: the region; the whole tensor if None.
@@ -340,9 +334,7 @@ def fetch(plan: LoadPlan, holders: Mapping[str, Sequence[int]], channel: Collect
     receives from one.
 
     Args:
-        plan: the requests of this rank.
         holders: for each file the ranks that see it.
-        channel: the ranks that load.
 
     Raises:
         CheckpointError: a rank could not read.

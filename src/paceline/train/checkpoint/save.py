@@ -141,10 +141,6 @@ def write_staged(
     """Returns while a thread writes a staged plan; every rank calls this.
 
     Args:
-        root: the directory of checkpoints.
-        plan: the plan that `staged` returned.
-        keep: the number of checkpoints to keep.
-        channel: the ranks that save.
         beside: a function that another thread runs at the same time. It must not raise.
     """
     channels: list[RankChannel] = [channel, channel]
@@ -180,11 +176,7 @@ def _publish_on_one(root: Root, plan: SavePlan, written: bytes, keep: int, chann
     """Publishes the checkpoint, on rank 0, on the disk that all ranks share.
 
     Args:
-        root: the directory of checkpoints.
-        plan: this rank's plan.
         written: the encoded result of writing this rank's part.
-        keep: the number of checkpoints to keep.
-        channel: the ranks that save.
 
     Raises:
         CheckpointError: a rank failed; raised on every rank.
@@ -253,8 +245,6 @@ class SaveHandle:
     """A checkpoint that a thread is writing.
 
     Args:
-        work: the function that writes it.
-        name: the name of the checkpoint.
         beside: a function that another thread runs at the same time; both are waited for. It must not raise.
     """
 

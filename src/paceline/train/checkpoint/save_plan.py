@@ -81,10 +81,6 @@ def plan_save(
     """Returns this rank's plan and begins the checkpoint; every rank calls this.
 
     Args:
-        state: the state of the training loop.
-        root: the directory of checkpoints.
-        step: the training step, for the checkpoint's name.
-        channel: the ranks that save.
         disks: the disks of the hosts; None if all ranks share one.
         least_sequence: the least sequence number that the checkpoint may get; rank 0's is used.
 
@@ -204,7 +200,6 @@ def _settle_objects(captured: CapturedState, digests: Sequence[Mapping[str, str]
     Args:
         captured: the state of this rank, to which the values and tensors of objects are added.
         digests: the digests of each rank's objects, by name.
-        rank: this rank.
     """
     for name, known in captured.objects.items():
         having = [other for other, its in enumerate(digests) if name in its]

@@ -65,10 +65,7 @@ def parts_of_run(
     """Returns the regions that the elements `start` to `stop` in memory order make up, for a tensor without gaps.
 
     Args:
-        shape: the shape of the tensor.
         strides: the strides of the tensor, in elements.
-        start: the first element of the run.
-        stop: the element after the last.
         begin: the offset of the tensor in a larger one of which it is a block. The regions are then those of the larger
             tensor.
 

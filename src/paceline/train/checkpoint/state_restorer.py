@@ -299,7 +299,6 @@ def load_foreign(
 
     Args:
         state: the objects, by the names with which they were saved.
-        foreign: the checkpoint.
         numberings: the numberings of the optimizers of pipelines, by name.
         strict: as in `paceline.load`.
 

@@ -125,7 +125,6 @@ class Checkpoint:
         """Fills a buffer with a region of a tensor; reads only the blocks that have elements of it.
 
         Args:
-            name: the name of the tensor.
             region: the region; the whole tensor if None.
             buffer: the memory, writable, contiguous and of the region's size.
             verify: whether to compare the blocks with their digests.
@@ -412,7 +411,6 @@ def export(
     """Writes tensors as one safetensors file, which appears once it is whole and durable; returns its size in bytes.
 
     Args:
-        checkpoint: the checkpoint.
         names: the tensors' names in the file, by their names in the checkpoint.
         target: the path of the file; an existing file is replaced.
         progress: a function that is called with the bytes of tensors written and the bytes in all.

@@ -281,8 +281,6 @@ class DirectWriter:
     their own memory, such as copies that `Staging` has laid out like the file; the rest is collected in a buffer.
 
     Args:
-        disk: the disk that performs the writes.
-        descriptor: the descriptor of the file, which is empty.
         is_wanted: whether to write directly; small files need not be.
     """
 
@@ -393,7 +391,6 @@ def status_of(path: str | os.PathLike[str], *, follows: bool = False) -> os.stat
     """Returns the status of a regular file.
 
     Args:
-        path: the path.
         follows: whether it may be a symbolic link to a regular file, as where a person named it.
 
     Raises:

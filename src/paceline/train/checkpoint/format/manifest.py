@@ -71,7 +71,6 @@ def draft_of(
 
     Args:
         step: the training step; without one, the name contains the sequence number.
-        sequence: the sequence number.
         token: a text that no other checkpoint has.
         taken: the names that are in use.
         renames: whether the checkpoint is written under another name first.

@@ -114,7 +114,6 @@ def from_bytes(data: bytes, where: str) -> Manifest:
     """Decodes and checks a manifest; the inverse of `to_bytes`.
 
     Args:
-        data: the text.
         where: the file's name, for errors.
 
     Raises:

@@ -100,9 +100,6 @@ def write_part(
     """Writes a rank's pieces; they survive the loss of power when this returns.
 
     Args:
-        storage: the storage of the checkpoint's root.
-        draft: the checkpoint, from `Root.begin`.
-        rank: this rank, for the names of files.
         pieces: the pieces that this rank writes; they may be none.
         split_nbytes: the size of a file in bytes above which the next piece begins another file.
         progress: a function that is called after each block with the bytes written and the bytes in all. It may raise

@@ -201,7 +201,6 @@ def copies(shape: tuple[int, ...], held: Region, wanted: Region) -> list[RegionC
     """Returns the copies that fill one region from another, in ascending order of both buffers.
 
     Args:
-        shape: the shape of the tensor.
         held: the region to copy from.
         wanted: the region to fill.
     """

@@ -115,7 +115,6 @@ class Root:
         """Makes a checkpoint visible, whose parts have been written; it survives the loss of power when this returns.
 
         Args:
-            draft: the draft from `begin`.
             parts: the results of `write_part` on all ranks.
             values: the plain values, from `values.encode`.
             world_size: the number of ranks that wrote.

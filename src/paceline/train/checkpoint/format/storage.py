@@ -160,10 +160,6 @@ def storage_error(
 
     Args:
         what: the operation: "write", "make", "read".
-        storage: the storage.
-        name: the name of the file or directory.
-        error: the system's error.
-        rank: this rank, if it is known.
         progress: the progress before the error, for the message.
     """
     code = error.errno or 0

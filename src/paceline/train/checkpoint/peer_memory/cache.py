@@ -253,9 +253,6 @@ class Session:
     """The requests of one worker. Files that it does not finish are dropped when it disconnects.
 
     Args:
-        connection: the connection to the worker.
-        cache: the launcher's cache.
-        identity: the identity of the cache.
         listen: a function that returns the address of the cache for other hosts.
     """
 

@@ -94,7 +94,6 @@ def replicate_checkpoint(
     others wait for it.
 
     Args:
-        replication: the part of this rank.
         channels: a channel for each round.
         dial: a function that connects to a cache.
 
@@ -188,7 +187,6 @@ class ReplicaSource:
 
     Args:
         root: the directory on the disk of which this is a replica.
-        token: the checkpoint's token.
         manifest: the content of the manifest's file.
         files: the sizes of the other files in bytes.
         client_of: a function that returns a connection to a cache that has a file.
