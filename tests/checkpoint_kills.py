@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from multiprocessing import Pipe, connection
 from pathlib import Path
 
+import msgspec
 from checkpoint_disks import KillingDisk
 from checkpoint_states import WORLD_SIZE, steps_in, write
 from checkpoint_states import save as save_alone
 
 from paceline.train.checkpoint.format.local_storage import Disk, LocalStorage
-from paceline.train.checkpoint.format.manifest import Draft
-from paceline.train.checkpoint.format.manifest_json import part_from_bytes, part_to_bytes
+from paceline.train.checkpoint.format.manifest import Draft, RankPart
 from paceline.train.checkpoint.format.root import Root
 from paceline.train.checkpoint.format.values import encode
 
@@ -33,7 +33,7 @@ def lead(root: Root, step: int, follower: connection.Connection, reports: int) -
     own = write(root, draft, step, 0)
     assert follower.poll(DEADLINE_S)
     try:
-        other = part_from_bytes(follower.recv_bytes())
+        other = msgspec.json.decode(follower.recv_bytes(), type=RankPart)
     except EOFError:  # the other rank was killed
         root.abandon(draft)
         return
@@ -47,7 +47,7 @@ def follow(root: Root, step: int, leader: connection.Connection) -> None:
     assert leader.poll(DEADLINE_S)
     try:
         draft = Draft.from_bytes(leader.recv_bytes())
-        leader.send_bytes(part_to_bytes(write(root, draft, step, 1)))
+        leader.send_bytes(msgspec.json.encode(write(root, draft, step, 1)))
     except (EOFError, BrokenPipeError):  # rank 0 was killed
         return
 

@@ -187,7 +187,10 @@ def test_a_manifest_comes_back_as_it_was():
         tensors={"w": replace(ENTRY, pieces=(piece_of(Box((0, 0), (2, 3))),))},
     )
     assert manifest_json.from_bytes(manifest_json.to_bytes(boxed), "m") == boxed
-    assert manifest_json.part_from_bytes(manifest_json.part_to_bytes(PART)) == PART
+    assert manifest_json.contributions_from_bytes(b"[" + manifest_json.contribution_to_bytes(PART, {}) + b"]") == (
+        [PART],
+        {},
+    )
     assert json.loads(manifest_json.to_bytes(MANIFEST))["tensors"]["w"]["pieces"][0]["flat"] == [0, 6]
 
 

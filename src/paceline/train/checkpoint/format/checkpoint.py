@@ -43,7 +43,6 @@ from paceline.train.checkpoint.format.storage import (
 )
 
 _MOST_NBYTES = 4 << 30  # of a manifest, which has some tens of bytes for each MiB of the checkpoint
-_DIRECT_NBYTES = 64 << 10  # read without the block around them, if nothing is to be verified
 _CHUNK_NBYTES = 64 << 20  # exported at a time
 Progress: TypeAlias = Callable[[int, int], None]
 
@@ -106,11 +105,11 @@ class Checkpoint:
             raise KeyError(f"{self.describe()} has no tensor {name}")
         return entry
 
-    def read(self, name: str, region: Region | None = None, *, verify: bool = True) -> bytearray:
+    def read(self, name: str, region: Region | None = None) -> bytearray:
         """Returns a tensor's bytes, or those of a region of it; see `read_into`."""
         entry = self.entry(name)
         buffer = bytearray(count(whole(entry.shape) if region is None else region) * ITEMSIZE[entry.dtype])
-        self.read_into(name, region, memoryview(buffer), verify=verify)
+        self.read_into(name, region, memoryview(buffer))
         return buffer
 
     def read_into(
@@ -119,7 +118,6 @@ class Checkpoint:
         region: Region | None,
         buffer: bytearray | memoryview,
         *,
-        verify: bool = True,
         files: Container[str] | None = None,
     ) -> None:
         """Fills a buffer with a region of a tensor; reads only the blocks that have elements of it.
@@ -127,7 +125,6 @@ class Checkpoint:
         Args:
             region: the region; the whole tensor if None.
             buffer: the memory, writable, contiguous and of the region's size.
-            verify: whether to compare the blocks with their digests.
             files: the files to read; elements in other files are left out. All files if None.
 
         Raises:
@@ -149,7 +146,7 @@ class Checkpoint:
             is_wanted = files is None or piece.file in files
             parts = copies(entry.shape, piece.region, wanted) if is_wanted else []
             if parts:
-                blocks = _Blocks(self, name, piece, count(piece.region) * itemsize, verify)
+                blocks = _Blocks(self, name, piece, count(piece.region) * itemsize)
                 for part in parts:
                     first = part.target * itemsize
                     size = part.nelements * itemsize
@@ -161,7 +158,7 @@ class Checkpoint:
         piece, itemsize = entry.pieces[number], ITEMSIZE[entry.dtype]
         parts = copies(entry.shape, piece.region, region)
         buffer = bytearray(sum(part.nelements for part in parts) * itemsize)
-        blocks = _Blocks(self, name, piece, count(piece.region) * itemsize, verify=True)
+        blocks = _Blocks(self, name, piece, count(piece.region) * itemsize)
         offset, target = 0, memoryview(buffer)
         for part in parts:
             size = part.nelements * itemsize
@@ -184,7 +181,7 @@ class Checkpoint:
             for piece in entry.pieces:
                 if piece.file in files and piece.file not in unfit:
                     nbytes = count(piece.region) * ITEMSIZE[entry.dtype]
-                    faults.extend(_Blocks(self, name, piece, nbytes, True).faults())
+                    faults.extend(_Blocks(self, name, piece, nbytes).faults())
                     done += nbytes
             if progress is not None:
                 progress(done, total)
@@ -236,9 +233,9 @@ class Checkpoint:
 class _Blocks:
     """The blocks of one piece. The latest one that was needed in part is kept, since reads are in ascending order."""
 
-    def __init__(self, checkpoint: Checkpoint, tensor: str, piece: Piece, nbytes: int, verify: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, tensor: str, piece: Piece, nbytes: int) -> None:
         self._checkpoint, self._tensor, self._piece = checkpoint, tensor, piece
-        self._nbytes, self._verify = nbytes, verify
+        self._nbytes = nbytes
         self._size = checkpoint.manifest.block_nbytes
         self._kept: tuple[int, memoryview] | None = None
 
@@ -251,8 +248,6 @@ class _Blocks:
             part = target[done : done + size]
             if size == self._length(index):
                 self._read(index, part)
-            elif not self._verify and size >= _DIRECT_NBYTES:
-                self._checkpoint.read_bytes(self._piece.file, self._piece.at + offset + done, part, self._what())
             else:
                 part[:] = self._keep(index)[within : within + size]
             done += size
@@ -282,7 +277,7 @@ class _Blocks:
     def _read(self, index: int, buffer: memoryview) -> None:
         offset = self._piece.at + index * self._size
         self._checkpoint.read_bytes(self._piece.file, offset, buffer, self._what())
-        if self._verify and (index >= len(self._piece.digests) or digest_of(buffer) != self._piece.digests[index]):
+        if index >= len(self._piece.digests) or digest_of(buffer) != self._piece.digests[index]:
             raise CheckpointDamagedError(
                 f"{self._checkpoint.describe(self._piece.file)} was changed: bytes {offset:,} to "
                 f"{offset + len(buffer):,}, "

@@ -53,16 +53,6 @@ class _Kind:
     digests: str = ""
 
 
-def part_to_bytes(part: RankPart) -> bytes:
-    """Encodes the part that a rank wrote, for the rank that writes the manifest."""
-    return msgspec.json.encode(part)
-
-
-def part_from_bytes(data: bytes) -> RankPart:
-    """Decodes a part; the inverse of `part_to_bytes`."""
-    return msgspec.json.decode(data, type=RankPart)
-
-
 @dataclass
 class _Contribution:
     part: RankPart

@@ -51,7 +51,7 @@ class Root:
     def __init__(self, where: str | os.PathLike[str] | Storage) -> None:
         """Takes a path, an address for fsspec, or a storage. It need not exist yet."""
         self.storage: Storage = open_storage(where) if isinstance(where, (str, os.PathLike)) else where
-        self._held: dict[str, OutputFile | None] = {}
+        self._held: dict[str, OutputFile] = {}
 
     def begin(
         self,
@@ -76,10 +76,7 @@ class Root:
         Raises:
             CheckpointError: the directory cannot be created or has too little room.
         """
-        with self._refusing("prepare"):
-            remove_left_overs(self.storage)
-            if nbytes is not None:
-                check_room(self.storage, nbytes)
+        with self._preparing(nbytes):
             draft = draft_of(
                 step,
                 max(least_sequence, self.next_sequence()) if sequence is None else sequence,
@@ -88,16 +85,28 @@ class Root:
                 renames=self.storage.renames,
                 is_unique=unique,
             )
-            self._held[draft.token] = prepare(self.storage, draft)
+            self._create(draft)
         return draft
 
     def join(self, draft: Draft, *, nbytes: int | None = None) -> None:
         """Creates the directory of a checkpoint that another host's rank began, on this host's disk; see `begin`."""
+        with self._preparing(nbytes):
+            self._create(draft)
+
+    @contextlib.contextmanager
+    def _preparing(self, nbytes: int | None) -> Iterator[None]:
         with self._refusing("prepare"):
             remove_left_overs(self.storage)
             if nbytes is not None:
                 check_room(self.storage, nbytes)
-            self._held[draft.token] = prepare(self.storage, draft)
+            yield
+
+    def _create(self, draft: Draft) -> None:
+        """Creates the directory in which ranks write; where storage renames, its manifest is held open and locked."""
+        self.storage.make_directory("")
+        self.storage.make_directory(draft.directory)
+        if self.storage.renames:
+            self._held[draft.token] = self.storage.create(f"{draft.directory}/{FILE}")
 
     def next_sequence(self) -> int:
         """Returns the sequence number of the next checkpoint, greater than those of all checkpoints here."""
@@ -139,13 +148,21 @@ class Root:
     def retire(self, keep: int) -> list[str]:
         """Removes all but the `keep` newest whole checkpoints; returns the names of the removed ones.
 
-        Checkpoints stay if `latest` names them, if they are being read, or if their manifest cannot be read, and so do
-        directories that no save created.
+        Checkpoints stay if `latest` names them, if they are being read, or if their manifest cannot be read, which may
+        be of a newer version, and so do directories that no save created. All stay if none is whole.
         """
         if keep < 1:
             raise ValueError(f"keep is {keep}; it must be at least 1")
+        removed = []
         with self._refusing("remove old checkpoints in"):
-            return retire(self.storage, keep)
+            listings = [each for each in self.listing() if each.sequence is not None]
+            kept = _to_keep(listings, keep)
+            latest = latest_name(self.storage)
+            for name in [each.name for each in listings if kept and each.name not in kept]:
+                if name != latest and not self.storage.is_held(name):
+                    remove(self.storage, name)
+                    removed.append(name)
+        return removed
 
     def listing(self) -> list[Listing]:
         """Returns the checkpoints: first those whose manifest cannot be read, then the others, newest first.
@@ -218,13 +235,6 @@ def manifest_of(
     )
 
 
-def prepare(storage: Storage, draft: Draft) -> OutputFile | None:
-    """Creates the directory in which ranks write; returns its manifest, empty and held, if the storage renames."""
-    storage.make_directory("")
-    storage.make_directory(draft.directory)
-    return storage.create(f"{draft.directory}/{FILE}") if storage.renames else None
-
-
 def publish(storage: Storage, draft: Draft, manifest: Manifest, held: OutputFile | None) -> None:
     """Makes a checkpoint visible, whose files are durable; it survives the loss of power when this returns."""
     text = memoryview(manifest_json.to_bytes(manifest))
@@ -253,22 +263,6 @@ def point_to(storage: Storage, draft: Draft) -> None:
     storage.sync_directory("")
 
 
-def retire(storage: Storage, keep: int) -> list[str]:
-    """Removes all checkpoints but the newest whole ones; returns the names of the removed ones. See `Root.retire`.
-
-    A manifest that cannot be read may be of a newer version, so its checkpoint stays. All stay if none is whole.
-    """
-    listings = [each for each in listing_of(storage) if each.sequence is not None]
-    kept = _to_keep(listings, keep)
-    latest = latest_name(storage)
-    removed = []
-    for each in listings:
-        if kept and each.name not in kept and each.name != latest and not storage.is_held(each.name):
-            remove(storage, each.name)
-            removed.append(each.name)
-    return removed
-
-
 def _to_keep(listings: list[Listing], keep: int) -> set[str]:
     """Returns the names of the newest whole ones, and of damaged ones newer than the oldest of those."""
     whole = [each for each in listings if each.fault is None][:keep]
@@ -291,19 +285,11 @@ def remove(storage: Storage, name: str) -> None:
         storage.remove(name)
 
 
-def remove_left_overs(storage: Storage) -> list[str]:
+def remove_left_overs(storage: Storage) -> None:
     """Removes the remains of unfinished saves and removals, unless a live process is writing them."""
-    removed = []
     for name in storage.names():
-        is_left_over = name.startswith(WRITING) and not storage.is_held(name)
-        if is_left_over or name.startswith(REMOVING) or _is_unfinished(storage, name):
+        # Where storage does not rename, an unfinished checkpoint has its name and no manifest.
+        lacks_manifest = not storage.renames and is_name(name) and storage.size(f"{name}/{FILE}") is None
+        is_unfinished = (name.startswith(WRITING) or lacks_manifest) and not storage.is_held(name)
+        if is_unfinished or name.startswith(REMOVING):
             storage.remove(name)
-            removed.append(name)
-    return removed
-
-
-def _is_unfinished(storage: Storage, name: str) -> bool:
-    """Returns whether a directory never got its manifest, in a storage that does not rename."""
-    if storage.renames or not is_name(name):
-        return False
-    return storage.size(f"{name}/{FILE}") is None and not storage.is_held(name)
