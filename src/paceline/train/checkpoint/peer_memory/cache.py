@@ -41,6 +41,11 @@ from paceline.train.checkpoint.peer_memory.protocol import (
     send,
 )
 
+_NAME = "paceline-copy"
+_SPARE = 1.1  # the factor by which the available memory must exceed that of a copy
+_PIECE_NBYTES = 1 << 20  # received at a time
+_MOST_READ_NBYTES = 64 << 20  # in one answer
+
 
 @dataclass(frozen=True)
 class _CgroupFiles:
@@ -88,10 +93,6 @@ def _left(directory: Path, names: _CgroupFiles) -> int | None:
         return limit - usage + int(stat.get(names.reclaimable, 0))
     except (OSError, ValueError):  # there is no such cgroup, or its limit is "max"
         return None
-
-
-_NAME = "paceline-copy"
-_SPARE = 1.1  # the factor by which the available memory must exceed that of a copy
 
 
 class RefusedError(Exception):
@@ -243,10 +244,6 @@ def new_file() -> int:
         OSError: there are no descriptors left.
     """
     return memfd_create(_NAME)
-
-
-_PIECE_NBYTES = 1 << 20  # received at a time
-_MOST_READ_NBYTES = 64 << 20  # in one answer
 
 
 class Session:
