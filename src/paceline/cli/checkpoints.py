@@ -60,13 +60,15 @@ def inspect(options: argparse.Namespace) -> int:
 def _show_root(storage: Storage, listings: list[Listing], as_json: bool) -> None:
     latest, dead = latest_name(storage), unfinished(storage)
     if as_json:
-        print(json.dumps({"latest": latest, "checkpoints": [asdict(each) for each in listings], "unfinished": dead}))
+        print(
+            json.dumps({"latest": latest, "checkpoints": [asdict(listing) for listing in listings], "unfinished": dead})
+        )
         return
-    for each in listings:
-        mark = "  <- latest" if each.name == latest else ""
-        step = "" if each.step is None else f"step {each.step}"
-        state = "whole" if each.fault is None else f"DAMAGED: {each.fault}"
-        print(f"{each.name:<20} {step:<14} {size_text(each.nbytes):>10}  {state}{mark}")
+    for listing in listings:
+        mark = "  <- latest" if listing.name == latest else ""
+        step = "" if listing.step is None else f"step {listing.step}"
+        state = "whole" if listing.fault is None else f"DAMAGED: {listing.fault}"
+        print(f"{listing.name:<20} {step:<14} {size_text(listing.nbytes):>10}  {state}{mark}")
     for name in dead:
         state = "is being written" if storage.is_held(name) else "was not finished; the next save removes it"
         print(f"{name}  {state}")
@@ -85,8 +87,8 @@ def _show_checkpoint(checkpoint: Checkpoint, as_json: bool) -> None:
             "nbytes": nbytes,
         }
         tensors = {
-            name: {"dtype": each.dtype, "shape": each.shape, "pieces": len(each.pieces)}
-            for name, each in manifest.tensors.items()
+            name: {"dtype": entry.dtype, "shape": entry.shape, "pieces": len(entry.pieces)}
+            for name, entry in manifest.tensors.items()
         }
         print(json.dumps({**facts, "tensors": tensors, "values": manifest.values}))
         return
@@ -97,8 +99,8 @@ def _show_checkpoint(checkpoint: Checkpoint, as_json: bool) -> None:
     print(f"{len(manifest.tensors)} tensors in {len(manifest.files)} files, {size_text(nbytes)}")
     _show_tensors(
         {
-            name: (each.dtype, each.shape, "" if len(each.pieces) == 1 else f"{len(each.pieces)} pieces")
-            for name, each in manifest.tensors.items()
+            name: (entry.dtype, entry.shape, "" if len(entry.pieces) == 1 else f"{len(entry.pieces)} pieces")
+            for name, entry in manifest.tensors.items()
         }
     )
     _show_values(dict(leaves(manifest.values)))
@@ -130,7 +132,7 @@ def _show_values(values: dict[str, Json]) -> None:
 def verify(options: argparse.Namespace) -> int:
     """Compares all bytes of checkpoints with their digests; prints the faults; returns the exit code."""
     storage = open_storage(options.path)
-    names = [""] if storage.size(FILE) is not None else [each.name for each in listing_of(storage)]
+    names = [""] if storage.size(FILE) is not None else [listing.name for listing in listing_of(storage)]
     if not names:
         print(f"paceline checkpoint verify: {storage.describe()} has no checkpoint", file=sys.stderr)
         return 2
@@ -194,14 +196,13 @@ def _tensors(first: CheckpointContents, second: CheckpointContents, only: str | 
 
 def _have_same_digests(first: Checkpoint | None, second: Checkpoint | None, name: str) -> bool:
     """Returns whether two tensors are equal by their digests, which requires that they were cut alike."""
-    if first is None or second is None:
-        return False
-    one, other = first.entry(name), second.entry(name)
-    return (one.dtype, one.shape, first.manifest.block_nbytes) == (
-        other.dtype,
-        other.shape,
-        second.manifest.block_nbytes,
-    ) and {(each.region, each.digests) for each in one.pieces} == {(each.region, each.digests) for each in other.pieces}
+
+    def known_of(checkpoint: Checkpoint) -> object:
+        entry = checkpoint.entry(name)
+        pieces = {(piece.region, piece.digests) for piece in entry.pieces}
+        return entry.dtype, entry.shape, checkpoint.manifest.block_nbytes, pieces
+
+    return first is not None and second is not None and known_of(first) == known_of(second)
 
 
 def _difference(name: str, one: torch.Tensor, other: torch.Tensor) -> list[str]:
@@ -296,7 +297,7 @@ def contents_of(path: str) -> CheckpointContents:
         manifest = checkpoint.manifest
         return CheckpointContents(
             title=checkpoint.describe(),
-            tensors={name: (each.dtype, each.shape) for name, each in manifest.tensors.items()},
+            tensors={name: (entry.dtype, entry.shape) for name, entry in manifest.tensors.items()},
             values=dict(leaves(manifest.values)),
             read=lambda name: _tensor(checkpoint, name),
             checkpoint=checkpoint,
@@ -304,7 +305,9 @@ def contents_of(path: str) -> CheckpointContents:
         )
     return CheckpointContents(
         title=f"{foreign.path} ({foreign.kind})",
-        tensors={name: (str(each.dtype).removeprefix("torch."), each.shape) for name, each in foreign.tensors.items()},
+        tensors={
+            name: (str(entry.dtype).removeprefix("torch."), entry.shape) for name, entry in foreign.tensors.items()
+        },
         values=dict(leaves(_shown(foreign.tree))),
         read=foreign.read,
         checkpoint=None,

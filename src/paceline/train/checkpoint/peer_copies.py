@@ -95,12 +95,14 @@ class PeerCopies:
         everyone = [
             msgspec.json.decode(data, type=_Introduction) for data in results_of_all(self._introduction, channel)
         ]
-        locations = [each.location for each in everyone if each.location is not None]
+        locations = [introduction.location for introduction in everyone if introduction.location is not None]
         if len(locations) < len(everyone):
-            rank, absent = next((rank, each) for rank, each in enumerate(everyone) if each.location is None)
+            rank, absent = next(
+                (rank, introduction) for rank, introduction in enumerate(everyone) if introduction.location is None
+            )
             self._warn(f"rank {rank}: {absent.why}", channel)
             return None
-        wholes = [each.whole for each in everyone if each.whole is not None]
+        wholes = [introduction.whole for introduction in everyone if introduction.whole is not None]
         _, *others = targets(locations, channel.rank, self._count)
         replication = Replication(
             root=everyone[0].root,

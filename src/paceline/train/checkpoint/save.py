@@ -147,7 +147,7 @@ def write_staged(
     if isinstance(channel, GroupChannel):
         token = plan.draft.token
         tokens = [token] if plan.disks is None else [token, f"{token}/seen"]
-        channels = [background_channel(channel, each) for each in tokens]
+        channels = [background_channel(channel, key) for key in tokens]
     return BACKGROUND.start(lambda: _write(root, plan, keep, channels), plan.draft.name, beside)
 
 

@@ -220,4 +220,4 @@ def _settle_objects(captured: CapturedState, digests: Sequence[Mapping[str, str]
 
 
 def _size(ranges: Sequence[ByteRange]) -> int:
-    return sum(each.stop - each.start for each in ranges)
+    return sum(share.stop - share.start for share in ranges)

@@ -300,14 +300,16 @@ def open_checkpoint(where: str | os.PathLike[str]) -> Checkpoint:
     damaged: dict[str, str] = {}
     while True:
         listings = listing_of(storage)
-        name = next((each.name for each in listings if each.fault is None and each.name not in damaged), None)
+        name = next(
+            (listing.name for listing in listings if listing.fault is None and listing.name not in damaged), None
+        )
         if name is None:
             break
         try:
             return Checkpoint(storage, name)
         except CheckpointDamagedError as error:  # also if a save has just removed it for a newer one
             damaged[name] = str(error)
-    faults = "; ".join(f"{each.name}: {each.fault or damaged[each.name]}" for each in listings)
+    faults = "; ".join(f"{listing.name}: {listing.fault or damaged[listing.name]}" for listing in listings)
     raise CheckpointError(f"{storage.describe()} has no whole checkpoint" + (f" ({faults})" if faults else ""))
 
 

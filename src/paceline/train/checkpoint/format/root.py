@@ -110,7 +110,7 @@ class Root:
 
     def next_sequence(self) -> int:
         """Returns the sequence number of the next checkpoint, greater than those of all checkpoints here."""
-        return 1 + max((each.sequence or 0 for each in self.listing()), default=0)
+        return 1 + max((listing.sequence or 0 for listing in self.listing()), default=0)
 
     def publish(
         self,
@@ -155,10 +155,10 @@ class Root:
             raise ValueError(f"keep is {keep}; it must be at least 1")
         removed = []
         with self._refusing("remove old checkpoints in"):
-            listings = [each for each in self.listing() if each.sequence is not None]
+            listings = [listing for listing in self.listing() if listing.sequence is not None]
             kept = _to_keep(listings, keep)
             latest = latest_name(self.storage)
-            for name in [each.name for each in listings if kept and each.name not in kept]:
+            for name in [listing.name for listing in listings if kept and listing.name not in kept]:
                 if name != latest and not self.storage.is_held(name):
                     remove(self.storage, name)
                     removed.append(name)
@@ -178,13 +178,13 @@ class Root:
             digests: whether to compare all files with their digests, and not only their sizes.
         """
         skipped: list[Listing] = []
-        for each in self.listing():
-            fault = each.fault
+        for listing in self.listing():
+            fault = listing.fault
             if fault is None and digests:
-                fault = self._fault_of(each.name)
+                fault = self._fault_of(listing.name)
             if fault is None:
-                return each, skipped
-            skipped.append(replace(each, fault=fault))
+                return listing, skipped
+            skipped.append(replace(listing, fault=fault))
         return None, skipped
 
     def _fault_of(self, name: str) -> str | None:
@@ -265,11 +265,11 @@ def point_to(storage: Storage, draft: Draft) -> None:
 
 def _to_keep(listings: list[Listing], keep: int) -> set[str]:
     """Returns the names of the newest whole ones, and of damaged ones newer than the oldest of those."""
-    whole = [each for each in listings if each.fault is None][:keep]
+    whole = [listing for listing in listings if listing.fault is None][:keep]
     if not whole:
         return set()
     oldest = whole[-1].sequence or 0
-    return {each.name for each in listings if each in whole or (each.sequence or 0) > oldest}
+    return {listing.name for listing in listings if listing in whole or (listing.sequence or 0) > oldest}
 
 
 def remove(storage: Storage, name: str) -> None:
