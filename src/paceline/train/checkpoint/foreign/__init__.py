@@ -2,5 +2,5 @@
 
 No file is trusted: pickles are read by unpicklers that build tensors and plain values, and nothing else.
 
-May use: `format`, `pytree.py` and torch. Start reading at `foreign_file.py`.
+May use: `format`, the `pytree` module beside it and torch. Start reading at `foreign_file.py`.
 """
