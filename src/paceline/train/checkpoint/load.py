@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -241,10 +240,3 @@ def newest_sequence(root: Root, disks: Disks | None, channel: CollectiveChannel)
         spread, _ = newest_spread(root, disks, channel, {})
         return 0 if spread is None else spread.sequence
     return 0
-
-
-def report_skipped(damaged: Mapping[str, str], channel: CollectiveChannel) -> None:
-    """Prints the skipped checkpoints and their faults on stderr, on rank 0."""
-    if channel.rank == 0:
-        for name, fault in damaged.items():
-            sys.stderr.write(f"paceline: skipped the checkpoint {name}: {fault}\n")

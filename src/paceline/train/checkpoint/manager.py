@@ -23,7 +23,7 @@ from paceline.errors import CheckpointError, CollectiveError, StoreError
 from paceline.train.checkpoint.format.root import Root
 from paceline.train.checkpoint.format.values import some
 from paceline.train.checkpoint.host_disks import Disks, found_disks
-from paceline.train.checkpoint.load import load_newest, newest_sequence, report_skipped
+from paceline.train.checkpoint.load import load_newest, newest_sequence
 from paceline.train.checkpoint.peer_copies import PeerCopies
 from paceline.train.checkpoint.rank_channel import CollectiveChannel, GroupChannel, SingleRank, channel_of
 from paceline.train.checkpoint.save import BACKGROUND, staged, write, write_later, write_staged
@@ -179,7 +179,9 @@ class CheckpointManager:
         if newest is None:
             return None
         loaded, skipped = newest
-        report_skipped(skipped, channel)
+        if channel.rank == 0:
+            for name, fault in skipped.items():
+                sys.stderr.write(f"paceline: skipped the checkpoint {name}: {fault}\n")
         if self._copies is not None:
             self._copies.report_disk_restore(loaded.step, channel)
         self._saved = loaded.step

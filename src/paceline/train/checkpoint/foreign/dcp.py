@@ -42,20 +42,6 @@ class _UnsoundMetadataError(Exception):
     """The metadata does not describe a checkpoint."""
 
 
-def _tuple_of(_: Global, args: tuple[object, ...]) -> object:
-    """Replaces `torch.Size`, which is called with a tuple."""
-    return args[0] if args else ()
-
-
-def _member(_: Global, args: tuple[object, ...]) -> object:
-    """Replaces `getattr`, by which some versions of Python pickle members of an enumeration."""
-    return args[-1] if args else None
-
-
-def _empty_dict(_: Global, args: tuple[object, ...]) -> object:
-    return {}
-
-
 _KNOWN: dict[Global, Make] = {
     **{
         Global(_METADATA, name): PickledRecord
@@ -65,10 +51,11 @@ _KNOWN: dict[Global, Make] = {
         )
     },
     Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"): PickledRecord,
-    Global("torch", "Size"): _tuple_of,
+    Global("torch", "Size"): lambda _, args: args[0] if args else (),  # called with a tuple
     Global("torch.serialization", "_get_layout"): PickledRecord,
-    Global("collections", "OrderedDict"): _empty_dict,
-    Global("builtins", "getattr"): _member,
+    Global("collections", "OrderedDict"): lambda *_: {},
+    # Some versions of Python pickle members of an enumeration by getattr.
+    Global("builtins", "getattr"): lambda _, args: args[-1] if args else None,
     Global("builtins", "set"): PickledRecord,
 }  # fmt: skip
 _DTYPES = (

@@ -109,22 +109,10 @@ def _encode_dict(value: dict[object, object], where: str) -> Json:
     return {"$dict": [[encode(key, f"a key of {where}"), encode(kept, f"{where}[{key!r}]")] for key, kept in pairs]}
 
 
-def _encode_int(value: int, where: str) -> Json:
-    return value if abs(value) <= _LARGEST_INT else {"$int": str(value)}
-
-
-def _encode_float(value: float, where: str) -> Json:
-    return value if math.isfinite(value) else {"$float": repr(value)}
-
-
-def _encode_complex(value: complex, where: str) -> Json:
-    return {"$complex": [encode(value.real), encode(value.imag)]}
-
-
 _WRITERS: dict[type, Callable[..., Json]] = {
-    int: _encode_int,
-    float: _encode_float,
-    complex: _encode_complex,
+    int: lambda value, where: value if abs(value) <= _LARGEST_INT else {"$int": str(value)},
+    float: lambda value, where: value if math.isfinite(value) else {"$float": repr(value)},
+    complex: lambda value, where: {"$complex": [encode(value.real), encode(value.imag)]},
     bytes: lambda value, where: {"$bytes": base64.b64encode(value).decode()},
     tuple: lambda value, where: {"$tuple": encode(list(value), where)},
     set: lambda value, where: {"$set": encode(sorted(value, key=repr), where)},
