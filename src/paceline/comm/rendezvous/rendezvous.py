@@ -144,9 +144,7 @@ def _meet_at_store(store: Store, prefix: str, rank: int, world_size: int, timeou
     return RendezvousResult(rank, world_size, joined, getattr(store, "host", None))
 
 
-def _store_of_handler(
-    url: str, scheme: str, rank: int, world_size: int, timeout_s: float
-) -> tuple[Store, int, int]:
+def _store_of_handler(url: str, scheme: str, rank: int, world_size: int, timeout_s: float) -> tuple[Store, int, int]:
     """Returns the store, rank and world size that the user's handler yields first.
 
     Raises:

@@ -31,6 +31,7 @@ BACKLOG = 1024  # connections that may wait to be accepted
 _LISTENING = "0A"
 _JOINED, _ALL_JOINED = "paceline/store/joined", "paceline/store/all"  # keys
 
+
 class StoreServer:
     """Server of a store. Python code runs only for a connection's handshake; a thread of the core serves the requests.
 
