@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.comm.record.memory import SUFFIX
 from paceline.operate.dashboard.aggregator import DashboardAggregator
 from paceline.operate.dashboard.dashboard_state import DashboardState
 from paceline.operate.dashboard.event_queue import TOLD_BY_ALL, EventFormatter
@@ -29,13 +30,12 @@ from paceline.operate.dashboard.link_rates import SHARED_MEMORY, TCP, links_over
 from paceline.operate.dashboard.local_collector import TOTAL_STEPS
 from paceline.operate.dashboard.recording_follower import RecordingFollower, RecordingUpdate
 from paceline.operate.diagnosis.recording_reader import (
-    SUFFIX,
     NoRecordingError,
     RecordingSource,
     machines_in,
     memory_of,
-    place_of,
     shifts_of,
+    source_of,
 )
 from paceline.operate.diagnosis.runs import EVENTS_FILE, JOB_FILE
 
@@ -95,7 +95,7 @@ def _recordings(directories: Sequence[Path]) -> dict[int, _Recorded]:
     for path in sorted((path for each in directories for path in each.rglob(f"*{SUFFIX}")), key=_attempt):
         with contextlib.suppress(OSError, NoRecordingError):
             data = memory_of(path)
-            found.append((place_of(data, path), data))
+            found.append((source_of(data, path), data))
     shifts, _ = shifts_of([place for place, _ in found], machines_in(directories))
     recordings = {}
     for (place, data), shift_ns in zip(found, shifts, strict=True):
