@@ -54,7 +54,7 @@ def is_insecure() -> bool:
     return os.environ.get(INSECURE_VARIABLE) == "1"
 
 
-def must_encrypt(here: str, there: str, level: str | None) -> bool:
+def must_encrypt(own: str, peer: str, level: str | None) -> bool:
     """Returns whether a connection between two numeric addresses must be encrypted, with the same result on both ends.
 
     >>> must_encrypt("10.0.0.1", "10.0.0.2", None), must_encrypt("10.0.0.1", "10.0.0.2", "encrypt")
@@ -64,9 +64,9 @@ def must_encrypt(here: str, there: str, level: str | None) -> bool:
     >>> must_encrypt("10.0.0.1", "10.0.0.1", "encrypt"), must_encrypt("::1", "::1", "encrypt")
     (False, False)
     """
-    if here == there or level in ("auth", "none"):
+    if own == peer or level in ("auth", "none"):
         return False
-    ends = [_address(here), _address(there)]
+    ends = [_address(own), _address(peer)]
     if any(end.is_loopback for end in ends):
         return False
     return level == "encrypt" or any(end.is_global for end in ends)

@@ -464,8 +464,8 @@ def _timeline(latest: dict[int, RankStep]) -> Timeline | None:
     for rank, step in sorted(latest.items()):
         phases = tuple((name, since_begin(begin), since_begin(end)) for name, begin, end in step.phases)
         buckets = tuple(
-            (*map(since_begin, (bucket.ready_s, bucket.sent_s, bucket.done_s)), bucket.nbytes, bucket.name)
-            for bucket in step.buckets
+            (since_begin(one.ready_s), since_begin(one.sent_s), since_begin(one.done_s), one.nbytes, one.name)
+            for one in step.buckets
         )
         lanes.append(TimelineLane(rank, phases, buckets))
     return Timeline(next(iter(latest.values())).step, since_begin(end_s), tuple(lanes))

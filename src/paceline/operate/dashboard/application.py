@@ -35,7 +35,10 @@ class PageConnections:
     """
 
     def __init__(self) -> None:
-        self._pending: PendingConnections[asyncio.Transport] = PendingConnections(_MOST_PENDING, _origin_of)
+        self._pending: PendingConnections[asyncio.Transport] = PendingConnections(
+            _MOST_PENDING,
+            lambda transport: origin_of(transport.get_extra_info("peername"), transport.get_extra_info("sockname")),
+        )
         self._by_address: dict[object, tuple[asyncio.Transport, asyncio.TimerHandle]] = {}
 
     def opened(self, transport: asyncio.Transport) -> None:
@@ -66,10 +69,6 @@ class PageConnections:
     def _end(self, transport: asyncio.Transport) -> None:
         if self._pending.remove(transport):
             transport.abort()
-
-
-def _origin_of(transport: asyncio.Transport) -> str:
-    return origin_of(transport.get_extra_info("peername"), transport.get_extra_info("sockname"))
 
 
 def protocol_of(connections: PageConnections) -> type[H11Protocol]:

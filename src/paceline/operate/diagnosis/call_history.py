@@ -107,18 +107,18 @@ def difference(calls: Mapping[int, Sequence[RankCall]], first: int = 0) -> CallM
 
 
 def _explain(number: int, histories: Mapping[int, Mapping[int, RankCall]]) -> CallMismatch:
-    here = {rank: own[number] for rank, own in histories.items() if number in own}
+    made = {rank: own[number] for rank, own in histories.items() if number in own}
     past = _past(histories, number)
     coming = predicted(past)
-    counts = Counter(call.header for call in here.values())
+    counts = Counter(call.header for call in made.values())
     usual, is_tie = _usual(counts, past, coming)
-    strays = tuple(sorted(rank for rank, call in here.items() if is_tie or call.header != usual))
-    stray = next(rank for rank, call in sorted(here.items()) if call.header != usual)
-    theirs, step = here[stray].header, here[stray].step
+    strays = tuple(sorted(rank for rank, call in made.items() if is_tie or call.header != usual))
+    stray = next(rank for rank, call in sorted(made.items()) if call.header != usual)
+    theirs, step = made[stray].header, made[stray].step
     if is_tie:
         slip = Slip.OTHER_SHAPE if theirs.operation == usual.operation else Slip.OTHER_CALL
         return CallMismatch(number, strays, (), slip, theirs, usual, step, is_guess=True)
-    regular = tuple(sorted(set(here) - set(strays)))
+    regular = tuple(sorted(set(made) - set(strays)))
     expected = _following(histories[regular[0]], number)
     due = [*expected, *coming[len(expected) :]]
     slip = _slip(_following(histories[stray], number), due, past)

@@ -125,7 +125,7 @@ def _work(process: ProcessActivity) -> str:
 
 def _diagnose_mismatch(snapshot: JobSnapshot, found: CallMismatch) -> Diagnosis:
     strays = named(found.strays, snapshot.word)
-    where, there = _where(snapshot, found.strays), _where(snapshot, found.regular)
+    where, elsewhere = _where(snapshot, found.strays), _where(snapshot, found.regular)
     start = beginning(snapshot, found.strays) if found.step is None else f"step {found.step}: "
     if found.is_guess:
         sentence = (
@@ -133,7 +133,7 @@ def _diagnose_mismatch(snapshot: JobSnapshot, found: CallMismatch) -> Diagnosis:
             f"{found.expected} and {found.theirs}, and nothing says which is right"
         )
         return Diagnosis(_CAUSE_OF_MISMATCH[found.slip], found.strays, sentence)
-    due = f"where {named(found.regular, snapshot.word)} called {found.expected}{there}"
+    due = f"where {named(found.regular, snapshot.word)} called {found.expected}{elsewhere}"
     does = {
         Slip.SKIPPED: f"it skipped {found.expected}, or makes it later",
         Slip.ORDER: "it makes its calls in another order",
