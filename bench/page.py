@@ -78,14 +78,14 @@ def measure(ranks: int, steps_per_s: float, seconds: float, every_s: float) -> d
         for _ in range(3):  # until the page has found its pace
             board.take(lookout.look())
             time.sleep(WATCHED_S)
-        feed.publish(board.picture())
+        feed.publish(board.state())
         looks, nbytes = [], 0
         first_s = time.monotonic()
         while time.monotonic() < first_s + seconds:
             time.sleep(every_s)
             began_s = time.thread_time()
             board.take(lookout.look())
-            message = feed.publish(board.picture())
+            message = feed.publish(board.state())
             looks.append(time.thread_time() - began_s)
             nbytes += len(message.data) if message is not None else 0
         passed_s = time.monotonic() - first_s  # longer than the pauses where others use the cores

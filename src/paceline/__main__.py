@@ -1,4 +1,4 @@
-"""`python -m paceline` is the `paceline` command."""
+"""Program `python -m paceline`: the `paceline` command."""
 
 import sys
 

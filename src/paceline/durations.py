@@ -1,4 +1,4 @@
-"""Converts time-outs to numbers that are safe to calculate with, even `timedelta.max`, which means no limit."""
+"""Conversion of time-outs to numbers that no calculation overflows, even `timedelta.max`, which means no limit."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ def to_seconds(timeout: Timeout) -> float:
 
 
 def to_timedelta(timeout: Timeout) -> timedelta:
-    """Returns what `to_seconds` returns, as a timedelta."""
+    """Returns `timeout` as a timedelta."""
     return timeout if isinstance(timeout, timedelta) else timedelta(seconds=to_seconds(timeout))
 
 
 def to_nanoseconds(timeout: Timeout) -> int:
-    """Returns what `to_seconds` returns, in nanoseconds."""
+    """Returns `timeout` in nanoseconds, within the limits of `to_seconds`."""
     return int(to_seconds(timeout) * 1e9)
 
 
 def event_timeout_s(left_ns: int) -> float:
-    """Returns the seconds that a `threading.Event` is to wait when `left_ns` nanoseconds are left, even 0 or less."""
+    """Returns the time-out in seconds for a `threading.Event` when `left_ns` nanoseconds are left, even 0 or less."""
     return min(max(0.0, left_ns / 1e9), LONGEST_S)
 
 
 def socket_timeout_s(left_s: float) -> float:
-    """Returns the time-out to set on a socket when `left_s` seconds are left, even if that is 0 or less."""
+    """Returns the time-out in seconds for a socket when `left_s` seconds are left, even 0 or less."""
     return min(max(0.1, left_s), _LONGEST_OF_SOCKET_S)

@@ -1,12 +1,11 @@
-"""The error classes that Paceline defines.
+"""Error classes of Paceline, and two phrases that the messages of several layers share.
 
 A message has four parts: what was seen, where (rank, host, pid, call), what was expected, and what to do.
-Wrong arguments raise plain `ValueError` and `TypeError`; the errors that involve another process are below.
+Wrong arguments raise plain `ValueError` and `TypeError`; the errors below involve another process or a file.
 
-Programs that were written for torch.distributed catch its errors, so these are torch's as well in a process that has
-torch: a `CollectiveError` is a `torch.distributed.DistBackendError`, a `StoreError` a `DistStoreError`, and so on.
-
-Phrases that the messages of several layers share. Imports nothing of Paceline's.
+Programs that were written for torch.distributed catch its errors. In a process that has imported torch, these classes
+are therefore subclasses of torch's: `CollectiveError` of `torch.distributed.DistBackendError`, `StoreError` of
+`DistStoreError`, and so on.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _MOST_SHOWN = 100  # characters
 
 
 def and_more(names: Sequence[object], most: int) -> str:
-    """Lists the first `most` of `names`, and says how many more there are.
+    """Returns the first `most` of `names` as a list in words, with the number of the others.
 
     >>> and_more([0, 1, 2], most=2)
     '0, 1 and 1 more'
@@ -33,9 +32,9 @@ def and_more(names: Sequence[object], most: int) -> str:
 
 
 def short_repr(value: object) -> str:
-    """Returns a value as a message shows it: itself if it is short, otherwise its type.
+    """Returns the `repr` of a simple value, and the type of any other, for a message.
 
-    A tensor's `repr` reads all of its values, and ends the process if its memory has been freed.
+    The `repr` of a tensor reads all of its values, and ends the process if its memory has been freed.
 
     >>> short_repr("soon"), short_repr(None), short_repr([1])
     ("'soon'", 'None', 'a list')
@@ -52,10 +51,10 @@ class PacelineError(_Base):
     """The base of all errors below."""
 
     def __init__(self, *args: object) -> None:
-        # This happens with the first error and not at import: the launcher imports this module without torch, and a
-        # program may import torch later.
-        if _torchs_are_missing and "torch" in sys.modules:
-            _become_torchs()
+        # Done with the first error and not at import: the launcher imports this module without torch, and a program
+        # may import torch later.
+        if not _inherits_from_torch and "torch" in sys.modules:
+            _inherit_from_torch()
         super().__init__(*args)
 
 
@@ -115,15 +114,15 @@ class CollectiveTimeoutError(_TimedOut, CollectiveError, TimeoutError):
 
     If that rank merely waits in another call, the message also names the rank that holds it up there.
 
-    Attributes: `missing`, the other ranks (in the default group) that did not reach the call. It is empty on a rank for
-    which the others waited in vain, if no other rank was late, and where the engine cannot tell.
+    Attributes: `missing`, the other ranks (in the default group) that did not reach the call. It is empty if only this
+    rank was late, and where the engine cannot determine them.
     """
 
     missing: tuple[int, ...] = ()
 
 
 class CollectiveObjectError(CollectiveError):
-    """A rank could not send its object, or sent data that this rank cannot, or was told not to, decode.
+    """A rank could not send its object, or sent data that this rank cannot decode or is configured not to decode.
 
     The group stays usable. Attributes: `rank` (in the default group) of the sender.
     """
@@ -134,9 +133,9 @@ class CollectiveObjectError(CollectiveError):
 
 
 class PeerLostError(CollectiveError):
-    """A rank died or left, and the group's calls cannot go on.
+    """A rank died or left, and the group's calls cannot continue.
 
-    If a rank left because it had lost another one, the error is about the first rank that was lost, which need not be
+    If a rank left because it had lost another one, the error describes the first rank that was lost, which need not be
     in this group, and the message names both.
 
     Attributes: `rank` (in the default group), `host` and `pid` of the process that was lost.
@@ -201,20 +200,20 @@ _OF_TORCH = {
     StoreConnectionError: "_DistNetworkError",
     CollectiveError: "_DistBackendError",
 }
-_torchs_are_missing = True
-_becoming = threading.Lock()
+_inherits_from_torch = False
+_inheriting = threading.Lock()
 
 
-def _become_torchs() -> None:
+def _inherit_from_torch() -> None:
     """Makes torch's errors bases of Paceline's."""
-    global _torchs_are_missing
-    with _becoming:
+    global _inherits_from_torch
+    with _inheriting:
         core = getattr(sys.modules["torch"], "_C", None)
-        if core is None or not _torchs_are_missing:  # torch is still being imported, or another thread did this
+        if core is None or _inherits_from_torch:  # torch is still being imported, or another thread did this
             return
         for ours, name in _OF_TORCH.items():
             theirs = getattr(core, name, None)
             if theirs is not None and not issubclass(ours, theirs):
                 first, *others = ours.__bases__
                 ours.__bases__ = (first, theirs, *others)
-        _torchs_are_missing = False
+        _inherits_from_torch = True

@@ -1,4 +1,4 @@
-"""The public name of `paceline.comm.functional`: collectives through which gradients flow."""
+"""Public name of `paceline.comm.functional`: collectives through which gradients flow."""
 
 from __future__ import annotations
 

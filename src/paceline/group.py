@@ -1,4 +1,4 @@
-"""`paceline.group.WORLD`, the default group, as in torch.distributed."""
+"""Public module with `paceline.group.WORLD`, the default group, as in torch.distributed."""
 
 from __future__ import annotations
 

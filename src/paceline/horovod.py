@@ -1,4 +1,4 @@
-"""The public name of `paceline.interop.horovod`: Horovod's interface, `import paceline.horovod as hvd`."""
+"""Public name of `paceline.interop.horovod`: Horovod's interface, `import paceline.horovod as hvd`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m paceline.launch`: the older form, for scripts that take their local rank as an argument."""
+"""Program `python -m paceline.launch`: the older form, for scripts that take their local rank as an argument."""
 
 from __future__ import annotations
 

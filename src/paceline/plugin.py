@@ -1,4 +1,4 @@
-"""The public name of `paceline.interop.torch_backend`: the backend "paceline" of `torch.distributed`."""
+"""Public name of `paceline.interop.torch_backend`: the backend "paceline" of `torch.distributed`."""
 
 from __future__ import annotations
 

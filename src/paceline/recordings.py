@@ -1,4 +1,4 @@
-"""The public name of `paceline.operate.diagnosis.recording_reader`: functions that read recordings."""
+"""Public name of `paceline.operate.diagnosis.recording_reader`: functions that read recordings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From which of this machine's addresses a route starts."""
+"""Routes from this machine: the source address that the kernel chooses for a target."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DISCARD_PORT = 9
 
 
 def resolver_name(host: str) -> bytes | str:
-    """Returns a host's name or address as bytes if it is ASCII; for text, `socket` imports a codec, in 4 to 6 ms."""
+    """Returns a host's name or address as bytes if it is ASCII; for a `str`, `socket` imports a codec, in 4 to 6 ms."""
     return host.encode() if host.isascii() else host
 
 

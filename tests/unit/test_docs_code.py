@@ -87,7 +87,7 @@ def is_there(module: str, name: str) -> bool:
 
 def _defines(module: str, name: str) -> bool:
     """Whether the source of a module has a class or function of that name."""
-    spec = find_spec(module)
+    spec = find_spec(module.replace("paceline.integrations.", "paceline.interop.integrations."))  # public names
     assert spec is not None and spec.origin is not None
     tree = ast.parse(Path(spec.origin).read_text())
     return any(isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name for node in tree.body)

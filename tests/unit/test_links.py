@@ -168,6 +168,6 @@ def test_metrics_have_the_links():
     training, board = Training(8, ranks_per_host=4), DashboardAggregator()
     training.run(3)
     board.take(training.look())
-    text = metrics(board.picture())
+    text = metrics(board.state())
     assert 'paceline_link_round_trip_seconds{job="digits-7f3a",rank="3",peer="4"} 0.0002' in text
     assert 'paceline_link_retransmits{job="digits-7f3a",rank="3",peer="4"} 1' in text

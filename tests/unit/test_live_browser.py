@@ -134,7 +134,7 @@ def test_a_report_draws_from_a_file_without_an_error(tmp_path):
     training.run(20)
     board.take(training.look())
     path = tmp_path / "report.html"
-    path.write_bytes(report(board.picture(), "made by a test"))
+    path.write_bytes(report(board.state(), "made by a test"))
     with Browser() as page:
         page.open(path.as_uri())
         page.wait_for("document.querySelectorAll('canvas').length > 4")

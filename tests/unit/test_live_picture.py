@@ -28,7 +28,7 @@ def pictured(training: Training, seconds: float = 20.0, looks: int = 4) -> Dashb
     for _ in range(looks):
         training.run(seconds / looks)
         board.take(training.look())
-    return board.picture()
+    return board.state()
 
 
 def test_the_header_is_one_sentence_with_the_time_left():
@@ -67,9 +67,9 @@ def test_a_stuck_job_says_so_and_blames_the_rank():
 def test_before_the_first_step_the_page_says_that_it_starts():
     board = DashboardAggregator()
     with pytest.raises(ValueError, match="no sample"):
-        board.picture()
+        board.state()
     board.take(JobSample(5.0, JobInfo("job", world_size=2), (RankSample(0, state=RankActivity.STARTING),)))
-    picture = board.picture()
+    picture = board.state()
     assert picture.header.sentence == "starting, 0 of 2 ranks"
     assert picture.figures is None and picture.timeline is None and picture.what_if is None
 
@@ -81,7 +81,7 @@ def test_the_end_of_a_job_is_told():
             64.0, JobInfo("job", world_size=2, outcome="finished"), (RankSample(0, step=9, state=RankActivity.ENDED),)
         )
     )
-    assert board.picture().header.sentence == "finished after 64 s, step 9"
+    assert board.state().header.sentence == "finished after 64 s, step 9"
 
 
 def step_of(number: int, seconds: float = 0.1) -> RankStep:
@@ -94,9 +94,9 @@ def test_a_step_is_shown_when_every_rank_has_finished_it():
     board.take(
         JobSample(1.0, facts, (RankSample(0, steps=(step_of(1), step_of(2))), RankSample(1, steps=(step_of(1),))))
     )
-    assert [column.step for column in board.picture().steps.items] == [1]
+    assert [column.step for column in board.state().steps.items] == [1]
     board.take(JobSample(1.1, facts, (RankSample(0), RankSample(1, steps=(step_of(2),)))))
-    assert [column.step for column in board.picture().steps.items] == [1, 2]
+    assert [column.step for column in board.state().steps.items] == [1, 2]
 
 
 def test_a_rank_that_is_gone_does_not_hold_up_the_others():
@@ -104,10 +104,10 @@ def test_a_rank_that_is_gone_does_not_hold_up_the_others():
     facts = JobInfo("job", world_size=2)
     board.take(JobSample(1.0, facts, (RankSample(0), RankSample(1))))
     board.take(JobSample(2.0, facts, (RankSample(0, steps=tuple(map(step_of, range(20)))), RankSample(1))))
-    assert not board.picture().steps.items, "its steps may still come"
+    assert not board.state().steps.items, "its steps may still come"
     for at_s in (3.0, 4.0, 5.0):
         board.take(JobSample(at_s, facts, (RankSample(0), RankSample(1))))
-    shown = board.picture().steps.items
+    shown = board.state().steps.items
     assert len(shown) == 20
     assert shown[0].compute == (100.0,)
 
@@ -119,7 +119,7 @@ def test_calls_are_shown_beside_what_was_predicted():
         quick, slow = (CallTally("all_reduce", "float32", 1000, "ring", 2, took_s, 1e-3) for took_s in (2.1e-3, 9e-3))
         short = CallTally("broadcast", "int64", 8, "tree", 1, 5e-5, 1e-4)
         board.take(JobSample(1.0, JobInfo("job"), (RankSample(0, calls=(slow, short)), RankSample(1, calls=(quick,)))))
-    assert board.picture().calls == (
+    assert board.state().calls == (
         CallRow("all_reduce of 1,000 float32, ring", 6, predicted=1.0, actual=1.05, is_far=False),
         CallRow("broadcast of 8 int64, tree", 3, predicted=0.1, actual=0.05, is_far=True),
     )
@@ -129,8 +129,8 @@ def test_a_step_is_shown_beside_what_was_predicted():
     board = DashboardAggregator()
     steps = tuple(replace(step_of(number), predicted_s=0.08) for number in range(4))
     board.take(JobSample(1.0, JobInfo("job"), (RankSample(0, steps=steps),)))
-    assert board.picture().figures.predicted == 80.0
-    assert [column.predicted for column in board.picture().steps.items] == [80.0] * 4
+    assert board.state().figures.predicted == 80.0
+    assert [column.predicted for column in board.state().steps.items] == [80.0] * 4
 
 
 def test_values_are_joined_over_the_ranks_that_log_them():
@@ -139,7 +139,7 @@ def test_values_are_joined_over_the_ranks_that_log_them():
         ranks = tuple(RankSample(rank, values=((step, "loss", rank + step / 1),)) for rank in range(2))
         only_first = replace(ranks[0], values=(*ranks[0].values, (step, "lr", 0.1)))
         board.take(JobSample(step / 1, JobInfo("job"), (only_first, ranks[1])))
-    points = board.picture().curves.items
+    points = board.state().curves.items
     losses = [point for point in points if point.name == "loss"]
     assert [(point.low, point.mean, point.high) for point in losses[:2]] == [(0, 0.5, 1), (1, 1.5, 2)]
     assert {point.step for point in losses} == set(range(8))
@@ -186,7 +186,7 @@ def test_changes_lead_to_what_a_snapshot_shows(sees):
     for number in range(60):
         training.run(0.9)
         board.take(training.look())
-        feed.publish(board.picture())
+        feed.publish(board.state())
         if sees(number):
             for message in feed.since(seen):
                 if message.is_snapshot:
@@ -205,11 +205,11 @@ def test_what_has_not_changed_is_not_sent():
     training, board = Training(2), DashboardAggregator()
     training.run(2)
     board.take(training.look())
-    before = board.picture()
-    assert changes(before, board.picture()) == {}
+    before = board.state()
+    assert changes(before, board.state()) == {}
     feed = Feed("life")
     assert feed.publish(before) is not None
-    assert feed.publish(board.picture()) is None
+    assert feed.publish(board.state()) is None
 
 
 def test_one_second_of_64_ranks_is_a_small_message():
@@ -217,7 +217,7 @@ def test_one_second_of_64_ranks_is_a_small_message():
     for _ in range(30):
         training.run(1.0)
         board.take(training.look())
-        message = feed.publish(board.picture())
+        message = feed.publish(board.state())
     assert message is not None and len(message.data) < 64 * 2048
 
 
@@ -231,7 +231,7 @@ def test_metrics_are_escaped_and_finite():
     )
     for step in range(1, 8):
         board.take(JobSample(2.0, facts, (RankSample(0, "host\\x", values=((step, "loss", float("inf")),)),)))
-    text = metrics(board.picture())
+    text = metrics(board.state())
     assert 'paceline_logged{job="a \\"job\\"\\n",name="loss"} +Inf' in text
     assert 'host="host\\\\x"' in text
     assert all(line.startswith(("# ", "paceline_")) for line in text.splitlines())
@@ -267,7 +267,7 @@ def test_after_a_restart_steps_and_curves_go_on():
     take(1, 60)
     take(1, 30)
     take(30, 40)
-    steps = [column.step for column in board.picture().steps.items]
+    steps = [column.step for column in board.state().steps.items]
     assert steps == [*range(1, 60), *range(1, 40)]
-    points = [point.step for point in board.picture().curves.items]
+    points = [point.step for point in board.state().curves.items]
     assert points == sorted(set(points)) and 30 <= points[-1] < 40

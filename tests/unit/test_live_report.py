@@ -32,7 +32,7 @@ def picture() -> DashboardState:
     training.run(5)
     sample = training.look()
     board.take(replace(sample, lines=(Line(1.0, 0, 1, EVIL),), facts=replace(sample.facts, run_id=EVIL)))
-    return board.picture()
+    return board.state()
 
 
 def test_a_report_needs_no_other_file(picture):

@@ -10,11 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from launching import wait_until
 
+import paceline
 from paceline.operate.diagnosis import worker_process
-from paceline.operate.diagnosis.job_snapshot import ProcessState
-from paceline.operate.launch.workers import bootstrap
+from paceline.operate.diagnosis.job_snapshot import Frame, ProcessState
+from paceline.operate.launch.workers import bootstrap, failures
 
 _SITE = "/usr/lib/python3/dist-packages"
 _LOADER = f"""Stack (most recent call first):
@@ -24,11 +26,11 @@ _LOADER = f"""Stack (most recent call first):
   File "{_SITE}/torch/utils/data/dataloader.py", line 733 in __next__
   File "/home/me/train.py", line 71 in main
   File "/home/me/train.py", line 90 in <module>
-  File "{_SITE}/paceline/launch/bootstrap.py", line 71 in run
-  File "{_SITE}/paceline/launch/bootstrap.py", line 171 in <module>
+  File "{_SITE}/paceline/operate/launch/workers/bootstrap.py", line 71 in run
+  File "{_SITE}/paceline/operate/launch/workers/bootstrap.py", line 171 in <module>
 """
 _CALL = f"""Stack (most recent call first):
-  File "{_SITE}/paceline/group/process_group.py", line 48 in all_reduce
+  File "{_SITE}/paceline/comm/group/process_group.py", line 48 in all_reduce
   File "/home/me/train.py", line 88 in step
   File "/home/me/train.py", line 90 in <module>
 """
@@ -62,6 +64,33 @@ def test_the_users_line_is_named(text, told, is_loader, is_call):
     assert (str(place), place.is_loader, place.is_call) == (told, is_loader, is_call)
     assert worker_process.is_whole(text)
     assert not worker_process.is_whole(text[:-20])
+
+
+_ROOTS = {"paceline": Path(paceline.__file__).parents[1], "torch": Path(torch.__file__).parents[1]}
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(
+        {*worker_process._OWN_START, *worker_process._LOADERS, *worker_process._CALLS, *failures._OWN_FILES}
+        - {"runpy.py", "<frozen runpy>"}
+    ),
+)
+def test_the_files_by_which_frames_are_recognised_exist(path):
+    found = _ROOTS[path.partition("/")[0]] / path
+    assert found.is_dir() if path.endswith("/") else found.is_file(), f"{path} was moved; stacks show our own frames"
+
+
+@pytest.mark.parametrize("package", [worker_process._PACKAGE, failures._PACKAGE])
+def test_all_of_paceline_counts_as_installed(package):
+    assert package == os.path.join(os.path.dirname(os.path.abspath(paceline.__file__)), "")
+
+
+def test_no_frame_of_paceline_is_the_users():
+    ours = [str(path) for path in _ROOTS["paceline"].glob("paceline/**/*.py")]
+    assert len(ours) > 300
+    assert not [file for file in ours if worker_process._is_users(Frame(file, 1, "run"))]
+    assert worker_process._is_users(Frame("/home/me/train.py", 1, "run"))
 
 
 def test_an_empty_stack_says_nothing():

@@ -31,7 +31,7 @@ def told_of(training: Training, seconds: float = 4) -> dict:
     board = DashboardAggregator()
     training.run(seconds)
     board.take(training.look())
-    return json.loads(msgspec.json.encode(board.picture()))
+    return json.loads(msgspec.json.encode(board.state()))
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (200, 60)])

@@ -53,7 +53,7 @@ def analyze(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 2
-    verdict = diagnose(found.scene)
+    verdict = diagnose(found.snapshot)
     late = [*worth_telling(found.ranks), *slow_network(found.ranks)]
     verdicts = [*([verdict] if verdict is not None else []), *late]
     if options.json:
@@ -84,7 +84,7 @@ def _verdict_on(directories: Sequence[Path]) -> StallNotice | None:
     from paceline.operate.diagnosis.stragglers import worth_telling
 
     found = read_job(*directories)
-    verdict = diagnose(found.scene)
+    verdict = diagnose(found.snapshot)
     late = tuple(each.sentence for each in (*worth_telling(found.ranks), *slow_network(found.ranks)))
     if verdict is not None and verdict.is_fault:
         return StallNotice(verdict.sentence, verdict.blamed, late)

@@ -1,4 +1,4 @@
-"""The public name of `paceline.interop.integrations.lightning`: strategies for Lightning and Fabric."""
+"""Public name of `paceline.interop.integrations.lightning`: strategies for Lightning and Fabric."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public name of `paceline.interop.integrations.ray`: a trainer for Ray Train."""
+"""Public name of `paceline.interop.integrations.ray`: a trainer for Ray Train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public name of `paceline.train.ddp.hooks`: communication hooks of DistributedDataParallel."""
+"""Public name of `paceline.train.ddp.hooks`: communication hooks of DistributedDataParallel."""
 
 from __future__ import annotations
 

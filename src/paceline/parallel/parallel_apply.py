@@ -1,3 +1,3 @@
-"""The functions of `torch.nn.parallel.parallel_apply`, from `paceline.train.data_parallel`."""
+"""Public name of `parallel_apply`, in the module that `torch.nn.parallel` has it in."""
 
 from paceline.train.data_parallel import parallel_apply as parallel_apply

@@ -1,3 +1,3 @@
-"""The functions of `torch.nn.parallel.replicate`, from `paceline.train.data_parallel`."""
+"""Public name of `replicate`, in the module that `torch.nn.parallel` has it in."""
 
 from paceline.train.data_parallel import replicate as replicate

@@ -1,4 +1,4 @@
-"""The functions of `torch.nn.parallel.scatter_gather`, from `paceline.train.data_parallel`."""
+"""Public names of `scatter` and `gather`, in the module that `torch.nn.parallel` has them in."""
 
 from paceline.train.data_parallel import gather as gather
 from paceline.train.data_parallel import scatter as scatter

@@ -1,9 +1,10 @@
-"""One TCP port for all that a machine offers to others: the meeting, stores, links between ranks, transfers, copies.
+"""One TCP port for all services of a machine: the rendezvous, stores, links between ranks, transfers and copies.
 
-A *gate* listens at the port. What else would listen at a port of its own asks the gate for a *number* instead, and
-connections say first which number they want; the gate then hands the connection itself to the process that holds the
-number, so that no byte passes through the gate afterwards. Who connects is checked there, as on every connection.
+A *multiplexer* listens at the port. Each service requests a *number* from it instead of a port of its own, and each
+connection begins with the number of the service that it is for. The multiplexer passes the connection itself to the
+process that holds the number, so no byte passes through the multiplexer afterwards. That process authenticates the
+peer, as on every connection.
 
-May use: `security`, `descriptors`, `errors`. Start reading at `choice.py`, which says whether a job has such a port,
-then `gate.py`; `listener.py` is used in place of a listening socket, and `dialing.py` in place of connecting one.
+May use: `security`, `linux`, `durations`, `routes`. Start reading at `dialer.py`, which is used in place of connecting
+a socket, then `port_multiplexer.py`, whose `NumberedListener` is used in place of a listening socket.
 """

@@ -1,16 +1,15 @@
-"""Connects to a listener of another machine: at a port of its own, or at the one that all of that machine share.
+"""Connections to listeners of other machines, at a port of their own or at the one port of the machine.
 
-Whether the machines of a job have one port for all connections between them; PACELINE_PORT says which.
+PACELINE_PORT determines whether the machines of a job have one port for all connections between them. Connections
+within a machine never use it: they are Unix sockets, or lead to loopback.
 
-Connections within a machine never use it: they are Unix sockets, or lead to loopback.
+The first bytes of a connection to a multiplexer are the number that it is for. They prove nothing.
 
-The first bytes of a connection to a gate: which number it is for. They are a wish, and prove nothing.
+    connecting -> multiplexer   header: magic, number; 64 bytes
+    multiplexer -> connecting   PASSED_ON, and all further bytes come from the holder of the number; or NO_LISTENER
 
-    connecting -> gate   header: magic, number; 64 bytes
-    gate -> connecting   PASSED_ON, and all that follows is the holder's of the number; or NOBODY, and the end
-
-The header is longer than what any of Paceline's other listeners reads before it decides, so that one that is no gate
-refuses it at once.
+The header is longer than the first message of Paceline's other listeners, so a listener that is no multiplexer rejects
+it at once.
 """
 
 from __future__ import annotations
@@ -31,11 +30,17 @@ from paceline.routes import resolver_name
 
 PORT_VARIABLE = "PACELINE_PORT"
 GATE_VARIABLE = "PACELINE_GATE"  # the name of the Unix socket at which the launcher gives numbers to its workers
+PASSED_ON = b"+"
+NO_LISTENER = b"-"
+
 _LARGEST = 65535
+_MAGIC = b"paceln/p"
+_HEADER = struct.Struct("<8sI52x")
+HEADER_BYTES = _HEADER.size
 
 
 def chosen_port(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Returns the port; None if each listener has one of its own.
+    """Returns the machine's port, or None if each listener has one of its own.
 
     Raises:
         ValueError: PACELINE_PORT is not a port.
@@ -49,10 +54,10 @@ def chosen_port(environment: Mapping[str, str] = os.environ) -> int | None:
 
 
 def choose_port(port: int) -> None:
-    """Chooses the port for this process and those that it starts, on behalf of a program that was given none.
+    """Sets the port for this process and its children.
 
     Raises:
-        ValueError: it is not a port, or the environment names another one.
+        ValueError: `port` is not a port, or the environment contains another one.
     """
     if not 1 <= port <= _LARGEST:
         raise ValueError(f"the port is {port}; it must be from 1 to {_LARGEST}")
@@ -63,20 +68,12 @@ def choose_port(port: int) -> None:
 
 
 def is_reachable_from_outside(host: str) -> bool:
-    """Returns whether a name or an address is one by which other machines could reach this one, or this one others.
+    """Returns whether a name or an address leads between machines, so that it is not loopback.
 
     Raises:
-        OSError: the name is not known.
+        OSError: the name cannot be resolved.
     """
     return not is_loopback(str(socket.getaddrinfo(resolver_name(host), None, type=socket.SOCK_STREAM)[0][4][0]))
-
-
-PASSED_ON = b"+"
-NO_LISTENER = b"-"
-
-_MAGIC = b"paceln/p"
-_HEADER = struct.Struct("<8sI52x")
-HEADER_BYTES = _HEADER.size
 
 
 def header_for(number: int) -> bytes:
@@ -85,7 +82,7 @@ def header_for(number: int) -> bytes:
 
 
 def is_wrong(beginning: bytes) -> bool:
-    """Returns whether what has come cannot become a header.
+    """Returns whether the received bytes are not the beginning of a header.
 
     >>> is_wrong(b""), is_wrong(header_for(7)[:5]), is_wrong(b"GET / HT")
     (False, False, True)
@@ -94,12 +91,12 @@ def is_wrong(beginning: bytes) -> bool:
 
 
 def has_no_header(beginning: bytes) -> bool:
-    """Returns whether this is the whole first message of a connection that does not know of the gate."""
+    """Returns whether the received bytes are a whole first message without a header for the multiplexer."""
     return len(beginning) >= HELLO_BYTES and is_hello(beginning)
 
 
 def number_in(header: bytes) -> int:
-    """Returns the number of a whole header."""
+    """Returns the number in a header."""
     number: int = _HEADER.unpack(header)[1]
     return number
 
@@ -110,13 +107,13 @@ def dial(
     """Returns a connection to a host, and to a port or number there.
 
     Args:
-        address: the host and the port; with one port for the job, the number behind it.
-        timeout_s: how long all of it may take, in seconds.
-        source: this machine's address to connect from; by default the system chooses it.
-        reach_s: how long the machine may take to accept a connection, if that is less.
+        address: the host and the port; in a job with one port, the number behind it.
+        timeout_s: the time-out for connecting and the header, in seconds.
+        source: the address of this machine to connect from; by default the system chooses it.
+        reach_s: a shorter time-out for connecting, in seconds.
 
     Raises:
-        OSError: the machine cannot be reached, or nobody listens there.
+        OSError: the machine cannot be reached, or no process listens there.
         HandshakeUnfinishedError: the process at the port closed the connection; another attempt may work.
     """
     deadline = time.monotonic() + timeout_s
@@ -128,7 +125,7 @@ def dial(
     connection = _connected(address[0], port, patience_s, origin)
     try:
         connection.settimeout(socket_timeout_s(deadline - time.monotonic()))
-        _ask_for(connection, address[1])
+        _request_number(connection, address[1])
     except BaseException:
         connection.close()
         raise
@@ -136,21 +133,19 @@ def dial(
 
 
 def silent_hosts(hosts: Iterable[str], source: str, reach_s: float) -> set[str]:
-    """Returns the hosts that did not answer at the one port within `reach_s` seconds; a refusal is an answer too.
-
-    All are asked at the same time.
+    """Returns the hosts that did not answer at the one port in time; a refusal is an answer too.
 
     Args:
-        hosts: their addresses.
-        source: this machine's address to connect from.
-        reach_s: how long to wait for them together, in seconds.
+        hosts: the hosts' addresses, which are tried at the same time.
+        source: the address of this machine to connect from.
+        reach_s: the time-out for all hosts together, in seconds.
     """
     port = chosen_port()
     assert port is not None
     deadline = time.monotonic() + reach_s
     with contextlib.ExitStack() as opened, selectors.DefaultSelector() as waiting:
         for host in hosts:
-            with contextlib.suppress(OSError):  # whoever dials the host meets the error again, and tells it
+            with contextlib.suppress(OSError):  # dialling the host raises the error again
                 family = socket.AF_INET6 if ":" in host else socket.AF_INET
                 probe = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
                 probe.setblocking(False)
@@ -165,11 +160,11 @@ def silent_hosts(hosts: Iterable[str], source: str, reach_s: float) -> set[str]:
 
 def _connected(host: str, port: int, timeout_s: float, origin: tuple[str, int] | None) -> socket.socket:
     connection = socket.create_connection((resolver_name(host), port), timeout_s, origin)  # type: ignore[arg-type]  # bytes work too
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # short messages wait for nothing
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
 
 
-def _ask_for(connection: socket.socket, number: int) -> None:
+def _request_number(connection: socket.socket, number: int) -> None:
     host, port = connection.getpeername()[:2]
     try:
         connection.sendall(header_for(number))

@@ -1,8 +1,7 @@
-"""Listens at the one port of a machine, and hands each connection to the listener that holds the wanted number.
+"""Server at the one port of a machine, which passes each connection to the listener that holds its number.
 
-Which listener of a machine holds which number: without a socket or a clock.
-
-A listener that has a number behind the machine's port, where others have a port.
+`PortMultiplexer` runs in the launcher or, in a job without one, in the first process of the machine that listens.
+`NumberedListener` is used in place of a listening socket.
 """
 
 from __future__ import annotations
@@ -41,16 +40,25 @@ from paceline.comm.security.untrusted_peers import (
 from paceline.linux import is_out_of_descriptors
 from paceline.routes import resolver_name
 
-FIRST, LAST = 1024, 28_999  # given to those that want any; numbers that are chosen are mostly larger
+FIRST, LAST = 1024, 28_999  # numbers for listeners that request any; numbers that are chosen are mostly larger
+MAX_PENDING_CLIENTS = 128
+_BACKLOG = 1024
+_LARGEST_REQUEST = 1024
+_LARGEST_ANSWER = 1024
+_QUEUE_NBYTES = 1 << 20  # for connections that a listener has not accepted: each takes some 800, the default is for 280
+_SHORTAGE_PAUSE_S = 0.05  # when the system cannot give a connection, for example because descriptors ran out
+_PATIENCE_S = 30.0
+_RETRY_PAUSE_S = 0.02
+_TIMEVAL = struct.Struct("ll")
 
 Holder = TypeVar("Holder", bound=Hashable)
 
 
 class NumberTable(Generic[Holder]):
-    """The numbers that are held.
+    """Table of the numbers in use and their holders, without a socket or a clock.
 
-    Those that are given are counted up, so that a number returns as late as possible: who still wants its last holder
-    finds nobody rather than another one.
+    Free numbers are given out in ascending order, so that a number is used again as late as possible: a connection that
+    is meant for a former holder then finds no listener rather than another one.
     """
 
     def __init__(self) -> None:
@@ -58,10 +66,10 @@ class NumberTable(Generic[Holder]):
         self._next = FIRST
 
     def take(self, wanted: int, holder: Holder) -> int:
-        """Gives a listener the number that it wants, or a free one if that is 0; returns the number.
+        """Gives a listener the wanted number, or a free one if that is 0; returns the number.
 
         Raises:
-            OSError: another listener holds the number, or all are held.
+            OSError: another listener holds the number, or no number is free.
         """
         if wanted == 0:
             wanted = self._free()
@@ -71,12 +79,12 @@ class NumberTable(Generic[Holder]):
         return wanted
 
     def holder(self, number: int) -> Holder | None:
-        """Returns who holds a number; None if nobody does."""
+        """Returns the holder of a number, or None."""
         return self._holders.get(number)
 
     def release(self, holder: Holder) -> None:
         """Takes back all numbers of a listener; idempotent."""
-        self._holders = {number: each for number, each in self._holders.items() if each != holder}
+        self._holders = {number: other for number, other in self._holders.items() if other != holder}
 
     def _free(self) -> int:
         for _ in range(FIRST, LAST + 1):
@@ -87,16 +95,9 @@ class NumberTable(Generic[Holder]):
         raise OSError(errno.EADDRNOTAVAIL, f"all numbers from {FIRST} to {LAST} are held")
 
 
-MAX_PENDING_CLIENTS = 128
-_BACKLOG = 1024
-_LARGEST_REQUEST = 1024
-_QUEUE_NBYTES = 1 << 20  # for connections that a listener has not accepted: each takes some 800, the default is for 280
-_SHORTAGE_PAUSE_S = 0.05  # when the system cannot give a connection, for example because descriptors ran out
-
-
 @dataclass(eq=False)
 class _PendingClient:
-    """A connection whose header has not come in full."""
+    """A connection whose header has not been received in full."""
 
     connection: socket.socket
     host: str
@@ -106,63 +107,63 @@ class _PendingClient:
 
 @dataclass(eq=False)
 class _RegisteredListener:
-    """A listener of this machine, which ends with the connection over which it has asked for a number."""
+    """A listener of this machine, which lasts as long as the connection over which it requested a number."""
 
     connection: socket.socket
 
 
 class PortMultiplexer:
-    """Serves, in a thread of its own, until `close`.
+    """Server of one port, in a thread of its own.
 
-    It listens on the addresses for which numbers are asked, at one port. At most `MAX_COMERS` connections may be about
-    to say what they want: one more ends the oldest of the user or host that has the most of them, so that silent
+    It listens on the addresses for which numbers were requested. At most `MAX_PENDING_CLIENTS` connections may have an
+    incomplete header. One more ends the oldest connection of the user or host that has the most of them, so that silent
     connections cannot keep others out.
 
     Args:
         port: the port.
-        name: of the abstract Unix socket at which processes of the same user ask for numbers.
+        name: the name of the abstract Unix socket at which processes of the same user request numbers.
 
     Raises:
-        OSError: another gate has that name.
+        OSError: another multiplexer has that name.
     """
 
     def __init__(self, port: int, name: str) -> None:
         self._port = port
         self._numbers: NumberTable[_RegisteredListener] = NumberTable()
-        self._comers: PendingConnections[_PendingClient] = PendingConnections(
-            MAX_PENDING_CLIENTS, lambda comer: origin_of_connection(comer.connection)
+        self._clients: PendingConnections[_PendingClient] = PendingConnections(
+            MAX_PENDING_CLIENTS, lambda client: origin_of_connection(client.connection)
         )
         self._addresses: set[object] = set()
-        self._refusals = RejectedConnections("port")
+        self._rejected = RejectedConnections("port")
         self._owner = os.getpid()
         self._closed = False
         self._selector = selectors.DefaultSelector()
         self._waiting, self._waking = socket.socketpair()
-        asking = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        requests = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            asking.bind(f"\0{name}")
-            asking.listen(_BACKLOG)
+            requests.bind(f"\0{name}")
+            requests.listen(_BACKLOG)
         except BaseException:
-            for each in (asking, self._waiting, self._waking, self._selector):
-                each.close()
+            for resource in (requests, self._waiting, self._waking, self._selector):
+                resource.close()
             raise
-        self._watch(asking, partial(self._welcome, asking))
+        self._watch(requests, partial(self._accept_listener, requests))
         self._watch(self._waiting, lambda: None)
         self._thread = threading.Thread(target=self._run, name="paceline-gate", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Listens no more, and ends what has not been handed on; idempotent, without effect in a forked child."""
+        """Closes the port and the connections not yet passed on; idempotent, without effect in a forked child."""
         if self._closed or os.getpid() != self._owner:
             return
         self._closed = True
         self._waking.send(b".")
         self._thread.join()
-        self.let_go()
-        self._refusals.close()
+        self.close_descriptors()
+        self._rejected.close()
 
-    def let_go(self) -> None:
-        """Closes this process's descriptors and no more, as a forked child does: the gate's thread is not in it."""
+    def close_descriptors(self) -> None:
+        """Closes only this process's descriptors, as a forked child must: the thread does not exist in it."""
         for key in list(self._selector.get_map().values()):
             assert isinstance(key.fileobj, socket.socket)
             key.fileobj.close()
@@ -175,14 +176,15 @@ class PortMultiplexer:
 
     def _run(self) -> None:
         while not self._closed:
-            oldest = next(iter(self._comers), None)
+            oldest = next(iter(self._clients), None)
             patience_s = None if oldest is None else max(0.0, oldest.until_s - time.monotonic())
             for key, _ in self._selector.select(patience_s):
-                if self._selector.get_map().get(key.fd) is key:  # not closed by one before it
+                if self._selector.get_map().get(key.fd) is key:  # not closed while an earlier one was served
                     key.data()
             now_s = time.monotonic()
-            for comer in [each for each in self._comers if now_s >= each.until_s]:
-                self._refuse(comer, f"{comer.host} did not say within {TIMEOUT_S:.0f} s what it wants")
+            for client in self._clients:  # a copy
+                if now_s >= client.until_s:
+                    self._reject(client, f"{client.host} did not say within {TIMEOUT_S:.0f} s what it wants")
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -191,90 +193,89 @@ class PortMultiplexer:
             if is_out_of_descriptors(error):
                 time.sleep(_SHORTAGE_PAUSE_S)
             return
-        comer = _PendingClient(connection, str(address[0]), time.monotonic() + TIMEOUT_S)
-        self._watch(connection, partial(self._hear, comer))
-        crowded_out = self._comers.add(comer)
+        client = _PendingClient(connection, str(address[0]), time.monotonic() + TIMEOUT_S)
+        self._watch(connection, partial(self._receive, client))
+        crowded_out = self._clients.add(client)
         if crowded_out is not None:
-            self._refuse(crowded_out, f"{crowded_out.host} was silent while {MAX_PENDING_CLIENTS} others came")
+            self._reject(crowded_out, f"{crowded_out.host} was silent while {MAX_PENDING_CLIENTS} others came")
 
-    def _hear(self, comer: _PendingClient) -> None:
+    def _receive(self, client: _PendingClient) -> None:
         try:
-            data = comer.connection.recv(HEADER_BYTES - len(comer.received))
+            data = client.connection.recv(HEADER_BYTES - len(client.received))
         except BlockingIOError:
             return
         except OSError:
             data = b""
-        comer.received += data
-        if not data:  # it has ended, as a worker that is killed does
-            self._forget(comer)
-            comer.connection.close()
-        elif has_no_header(comer.received):
+        client.received += data
+        if not data:  # the client has closed the connection, as a killed worker does
+            self._remove(client)
+            client.connection.close()
+        elif has_no_header(client.received):
             with contextlib.suppress(OSError):
-                comer.connection.send(WITHOUT_HEADER)
-            self._refuse(comer, f"{comer.host} did not say what it wants; start all launchers with the same --port")
-        elif is_wrong(comer.received) and not is_hello(comer.received):
-            self._refuse(comer, f"{comer.host} spoke another protocol")
-        elif len(comer.received) == HEADER_BYTES:
-            self._pass_on(comer)
+                client.connection.send(WITHOUT_HEADER)
+            self._reject(client, f"{client.host} did not say what it wants; start all launchers with the same --port")
+        elif is_wrong(client.received) and not is_hello(client.received):
+            self._reject(client, f"{client.host} spoke another protocol")
+        elif len(client.received) == HEADER_BYTES:
+            self._pass_on(client)
 
-    def _pass_on(self, comer: _PendingClient) -> None:
-        self._forget(comer)
-        tenant = self._numbers.holder(number_in(comer.received))
-        # An error means that one of them is gone, or that the tenant accepts nothing; the comer sees the end, and tries
-        # again.
-        with comer.connection as connection, contextlib.suppress(OSError):
-            if tenant is None:
+    def _pass_on(self, client: _PendingClient) -> None:
+        self._remove(client)
+        holder = self._numbers.holder(number_in(client.received))
+        # An error means that one of them has ended, or that the holder accepts nothing. The client sees the connection
+        # end, and tries again.
+        with client.connection as connection, contextlib.suppress(OSError):
+            if holder is None:
                 connection.send(NO_LISTENER)
                 return
             connection.send(PASSED_ON)
-            connection.setblocking(True)  # which the descriptors that lead to it share
-            socket.send_fds(tenant.connection, [b"c"], [connection.fileno()])
+            connection.setblocking(True)  # a flag that the duplicate descriptor shares
+            socket.send_fds(holder.connection, [b"c"], [connection.fileno()])
 
-    def _refuse(self, comer: _PendingClient, why: str) -> None:
-        self._forget(comer)
-        comer.connection.close()
-        self._refusals.add(comer.host, why)
+    def _reject(self, client: _PendingClient, why: str) -> None:
+        self._remove(client)
+        client.connection.close()
+        self._rejected.add(client.host, why)
 
-    def _forget(self, comer: _PendingClient) -> None:
-        self._selector.unregister(comer.connection)
-        self._comers.remove(comer)
+    def _remove(self, client: _PendingClient) -> None:
+        self._selector.unregister(client.connection)
+        self._clients.remove(client)
 
-    def _welcome(self, asking: socket.socket) -> None:
+    def _accept_listener(self, requests: socket.socket) -> None:
         try:
-            connection, _ = asking.accept()
+            connection, _ = requests.accept()
         except OSError as error:
             if is_out_of_descriptors(error):
                 time.sleep(_SHORTAGE_PAUSE_S)
             return
         if is_same_user(connection):
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _QUEUE_NBYTES)
-            tenant = _RegisteredListener(connection)
-            self._watch(connection, partial(self._serve, tenant))
+            self._watch(connection, partial(self._serve, _RegisteredListener(connection)))
         else:
             connection.close()
 
-    def _serve(self, tenant: _RegisteredListener) -> None:
+    def _serve(self, listener: _RegisteredListener) -> None:
         try:
-            request = tenant.connection.recv(_LARGEST_REQUEST)
+            request = listener.connection.recv(_LARGEST_REQUEST)
         except BlockingIOError:
             return
         except OSError:
             request = b""
         if not request:
-            self._end(tenant)
+            self._end(listener)
             return
-        with contextlib.suppress(OSError):  # it has ended
-            tenant.connection.send(self._answer(tenant, request))
+        with contextlib.suppress(OSError):  # the listener has ended
+            listener.connection.send(self._answer(listener, request))
 
-    def _answer(self, tenant: _RegisteredListener, request: bytes) -> bytes:
-        """Gives a number, after an address for it; returns the number, or the code and the words of an error."""
+    def _answer(self, listener: _RegisteredListener, request: bytes) -> bytes:
+        """Listens on the requested address, and returns "0" and a number, or the code and text of an error."""
         try:
             wanted, _, address = request.decode().partition(" ")
             holder = self._numbers.holder(int(wanted))
             if holder is not None and _has_ended(holder):
                 self._end(holder)
             self._listen_on(address)
-            return f"0 {self._numbers.take(int(wanted), tenant)}".encode()
+            return f"0 {self._numbers.take(int(wanted), listener)}".encode()
         except (OSError, ValueError) as error:
             code = error.errno if isinstance(error, OSError) and error.errno else errno.EINVAL
             return f"{code} {error.strerror if isinstance(error, OSError) else error}".encode()
@@ -296,39 +297,29 @@ class PortMultiplexer:
         self._addresses.add(where)
         self._watch(listener, partial(self._accept, listener))
 
-    def _end(self, tenant: _RegisteredListener) -> None:
-        self._numbers.release(tenant)
-        self._selector.unregister(tenant.connection)
-        tenant.connection.close()
+    def _end(self, listener: _RegisteredListener) -> None:
+        self._numbers.release(listener)
+        self._selector.unregister(listener.connection)
+        listener.connection.close()
 
 
-def _has_ended(tenant: _RegisteredListener) -> bool:
-    """Returns whether a listener is gone; the loop may not have come to its end yet."""
+def _has_ended(listener: _RegisteredListener) -> bool:
+    """Returns whether a listener has closed its connection, which the loop may not have noticed yet."""
     try:
-        return not tenant.connection.recv(1, socket.MSG_PEEK)
+        return not listener.connection.recv(1, socket.MSG_PEEK)
     except BlockingIOError:
         return False
     except OSError:
         return True
 
 
-_PATIENCE_S = 30.0
-_RETRY_PAUSE_S = 0.02
-_TIMEVAL = struct.Struct("ll")
-_LARGEST_ANSWER = 1024
-
-_multiplexers: dict[
-    str, PortMultiplexer
-] = {}  # of this process, by name: it was the first to ask, in a job without a launcher
-
-
 class NumberedListener:
-    """Used as a listening socket; what it accepts are the connections themselves, which the gate hands to it.
+    """Listener behind the machine's port, with the methods of a listening socket.
 
     Args:
-        connection: to the gate, which is taken over.
-        host: the address at which others reach it.
-        number: its number.
+        connection: the connection to the multiplexer, over which it receives connections and which it closes.
+        host: the address at which other machines reach the listener.
+        number: the listener's number.
     """
 
     def __init__(self, connection: socket.socket, host: str, number: int) -> None:
@@ -340,22 +331,22 @@ class NumberedListener:
         self.fileno = connection.fileno
 
     def accept(self) -> tuple[socket.socket, tuple[str, int]]:
-        """Waits for a connection; returns it and where it comes from. Those that have been reset meanwhile are skipped.
+        """Waits for a connection; returns it and its peer's address. Connections that were reset are skipped.
 
         Raises:
-            OSError: the gate has ended, `shutdown` was called, or there are no more descriptors.
+            OSError: the multiplexer has ended, `shutdown` was called, or no descriptor is free.
         """
         while True:
             connection = self._received()
             try:
                 connection.setblocking(True)
                 return connection, connection.getpeername()
-            except OSError:  # strangers could otherwise have the caller pause as often as they like
+            except OSError:  # not raised, since any peer could otherwise make the caller pause
                 connection.close()
 
     def _received(self) -> socket.socket:
         data, descriptors, _, _ = socket.recv_fds(self._connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
-        if data and not descriptors:  # the kernel drops what this process has no room for
+        if data and not descriptors:  # the kernel drops a descriptor for which this process has no room
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         if not descriptors:
             raise ConnectionAbortedError(
@@ -364,31 +355,31 @@ class NumberedListener:
         return socket.socket(fileno=descriptors[0])
 
     def getsockname(self) -> tuple[str, int]:
-        """Returns the address and the number."""
+        """Returns the listener's address and number."""
         return self._name
 
 
 def random_name() -> str:
-    """Returns a name for a gate that only those know who are told."""
+    """Returns a random name for a multiplexer's Unix socket, which other processes cannot guess."""
     return f"paceline-gate-{secrets.token_hex(12)}"
 
 
 def listen_at_number(address: str, number: int, port: int) -> NumberedListener:
-    """Asks this machine's gate for a number; in a job without a launcher, the first process that asks becomes the gate.
+    """Requests a number from this machine's multiplexer, which this process starts if the job has no launcher.
 
     Args:
-        address: one of this machine's, at which others are to reach the listener.
+        address: an address of this machine, at which other machines reach the listener.
         number: the number; 0 for any.
         port: the machine's port.
 
     Raises:
-        OSError: the address is not this machine's, another program has the port, or another listener the number.
+        OSError: the address is not this machine's, another program has the port, or another listener has the number.
     """
     until_s = time.monotonic() + _PATIENCE_S
     name = os.environ.get(GATE_VARIABLE) or _name_in_job(port)
     while True:
         try:
-            return _ask(name, address, number)
+            return _request_listener(name, address, number)
         except (ConnectionError, BlockingIOError) as error:
             if time.monotonic() >= until_s or GATE_VARIABLE in os.environ:
                 raise ConnectionAbortedError(
@@ -400,11 +391,11 @@ def listen_at_number(address: str, number: int, port: int) -> NumberedListener:
         time.sleep(_RETRY_PAUSE_S)
 
 
-def _ask(name: str, address: str, number: int) -> NumberedListener:
+def _request_listener(name: str, address: str, number: int) -> NumberedListener:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        for side in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # the descriptor itself blocks, as a listener's does
-            connection.setsockopt(socket.SOL_SOCKET, side, _TIMEVAL.pack(int(_PATIENCE_S), 0))
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # the descriptor itself blocks, as a listener's does
+            connection.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(_PATIENCE_S), 0))
         connection.connect(f"\0{name}")
         if not is_same_user(connection):
             raise PermissionError(errno.EPERM, f"the Unix socket @{name} belongs to another user")
@@ -422,16 +413,20 @@ def _ask(name: str, address: str, number: int) -> NumberedListener:
         raise
 
 
+def _name_in_job(port: int) -> str:
+    """Returns the multiplexer's name in a job without a launcher, which differs between jobs and users."""
+    return f"paceline-gate-{os.getuid()}-{port}-{derive_key(job_secret(), 'gate')[:12].hex()}"
+
+
+# The multiplexers of this process by name, in a job without a launcher. They end with this process, and not with its
+# last forked child.
+_multiplexers: dict[str, PortMultiplexer] = {}
+
+
 def _close_in_child() -> None:
-    """Lets go of the gates of the process that forked this one: they end with it, and not with its last child."""
-    for gate in _multiplexers.values():
-        gate.let_go()
+    for multiplexer in _multiplexers.values():
+        multiplexer.close_descriptors()
     _multiplexers.clear()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
-
-
-def _name_in_job(port: int) -> str:
-    """Returns the name of the gate of a job without a launcher; other jobs, and other users, have other names."""
-    return f"paceline-gate-{os.getuid()}-{port}-{derive_key(job_secret(), 'gate')[:12].hex()}"

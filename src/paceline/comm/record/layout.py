@@ -1,11 +1,12 @@
-"""The layout of a recording, as native/record/layout.hpp defines it; a test compares the two.
+"""Layout of a recording, as native/record/layout.hpp defines it, and the meaning of its numbers.
 
 A recording is one block of memory, little-endian: a header, the pairs of times that calibrate its clock, a table of
-names, a table of groups, a ring of calls, a ring of events and a table of links. Every entry but a name begins with a
-*stamp*: the entry's index, a version that each change increments, and whether the entry is complete, open (it will
-change again) or being written. A copy whose stamp was the same before and after it was made is whole.
+names, a table of groups, a ring of calls, a ring of events and a table of links. Every entry except a name begins with
+a *stamp*: the entry's index, a version that each change increments, and whether the entry is complete, open (it will
+change again) or being written. A copy is consistent if its stamp was the same before and after copying.
 
-What the numbers in a recording mean; those of the core are in native/reduce/reduce.hpp and native/call/call.hpp.
+The core's numbers for dtypes, operations and outcomes are in native/reduce/reduce.hpp and native/call/call.hpp. Tests
+compare both with this file.
 """
 
 from __future__ import annotations
@@ -70,24 +71,24 @@ OUTCOMES = {
 
 
 class EventKind(IntEnum):
-    """What an event is of; `first` and `second` are its two integers.
+    """Kind of an event. Its name and its two integers, `first` and `second`, depend on the kind.
 
     | kind | name | first | second |
     | --- | --- | --- | --- |
-    | SPAN | the user's | | |
-    | VALUE | the user's | the bits of a double | |
-    | STEP | of what makes the steps: `ddp`, `elastic`, ... | the step's number | |
-    | FORWARD, BACKWARD | likewise | the shard, of logical shards | |
-    | BUCKET | of what averages: `ddp`, `zero` | the bucket's number | its bytes |
+    | SPAN | the user's name | | |
+    | VALUE | the user's name | the bits of a double | |
+    | STEP | the source of the steps: `ddp`, `elastic`, ... | the step's number | |
+    | FORWARD, BACKWARD | the source of the steps | the shard, of logical shards | |
+    | BUCKET | the averaging component: `ddp`, `zero` | the bucket's number | its bytes |
     | OPTIMIZER | the optimizer's class | | |
     | DATA_WAIT | the loader's class | the batch's number | |
-    | VIEW_CHANGE | what happened | the new view's generation | its number of workers |
-    | RECOMPUTE | | how many runs of shards are computed for members that were lost | |
-    | NOT_FINITE | of a gradient, or of a logged number | the step | how many gradients |
-    | DIFFERENCE | of what differs first between replicas | the step | the first rank that differs |
+    | VIEW_CHANGE | the change | the new view's generation | its number of workers |
+    | RECOMPUTE | | the number of runs of shards computed for lost members | |
+    | NOT_FINITE | the parameter, or the logged number | the step | the number of gradients |
+    | DIFFERENCE | the first tensor that differs between replicas | the step | the first rank that differs |
     | CHECKPOINT | `send` or `receive`: an elastic job's state | | |
 
-    A bucket starts when its last gradient is ready, is sent at `Event.sent_ns`, and ends when the average is there.
+    A bucket starts when its last gradient is ready, is sent at `Event.sent_ns`, and ends when its average is available.
     """
 
     SPAN = 1
@@ -133,8 +134,8 @@ GROUP_NBYTES = 512
 CALL = struct.Struct("<QIBBBBQQiBBBBQQQQQiIIIqQQq")
 """stamp; group, operation, dtype, reduction, algorithm; sequence; count; root, state, outcome, is asynchronous, spare;
 ticks of arrival, start and end; bytes through shared memory, over TCP; last to arrive, first missing rank; step,
-thread; tag; tick at which all had come; missing ranks as bits, from the first of them on; predicted nanoseconds (0:
-nobody has predicted it)"""
+thread; tag; tick at which all had arrived; missing ranks as bits, from the first of them on; predicted nanoseconds (0:
+no prediction)"""
 EVENT = struct.Struct("<QIIQQqqQII")
 """stamp; kind, name; ticks of start and end; first, second; tick of sending; step, thread"""
 LINK = struct.Struct("<QIiQQQQQQQIIIIII")

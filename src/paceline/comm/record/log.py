@@ -1,8 +1,7 @@
-"""The numbers that a program records, such as its loss, and the first of them that is not finite.
+"""Log of a program's numbers, such as its loss, with a warning when one becomes NaN or infinite.
 
-Passes on what `paceline.log` records to TensorBoard, Weights & Biases or MLflow, which are the user's own objects.
-
-Nothing of them is imported here, apart from MLflow when its sink is made without a client.
+Sinks pass the numbers on to TensorBoard, Weights & Biases or MLflow. These are the user's own objects; nothing of them
+is imported here, except MLflow when its sink is made without a client.
 """
 
 from __future__ import annotations
@@ -18,26 +17,23 @@ from paceline.comm.record.layout import EventKind
 from paceline.comm.record.recorder import known_rank
 from paceline.comm.record.spans import STEPS, note_event, number_of
 
-_FINITE, _TOLD = "finite", "told"
-
-_states: dict[str, str] = {}  # what is known of each name
-listeners: list[Callable[[Mapping[str, float]], None]] = []
-"""Called with the numbers of each `log`; `sinks.py` adds to them."""
+_was_finite: dict[str, bool] = {}  # by name; False once a warning has been issued
+_listeners: list[Callable[[Mapping[str, float]], None]] = []  # called with the numbers of each `log`
 
 
 def log(**values: SupportsFloat) -> None:
     """Records numbers by their names, such as the loss and the learning rate, with the current step.
 
-    Numbers and tensors of one element are converted to a double at once. For a tensor on a GPU that waits until the GPU
-    has computed it; a loop that must not wait logs such values every few steps. A warning names the first NaN or
-    infinity of a number that was finite before, and of a loss.
+    Numbers and tensors of one element are converted to a double at once. For a tensor on a GPU, this waits until the
+    GPU has computed it; a loop that must not wait should log such values every few steps. A warning reports the first
+    NaN or infinity of a number that was finite before, and of any number whose name contains "loss".
 
         paceline.log(loss=loss, lr=scheduler.get_last_lr()[0])
 
     Raises:
-        TypeError: a value is no number and no tensor of one element.
+        TypeError: a value is neither a number nor a tensor of one element.
     """
-    passed_on: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, value in values.items():
         detach = getattr(value, "detach", None)
         try:
@@ -48,16 +44,14 @@ def log(**values: SupportsFloat) -> None:
                 "or a tensor of one element"
             ) from None
         _core.record_value(number_of(name), number)
-        passed_on[name] = number
-        state = _states.get(name)
+        numbers[name] = number
         if math.isfinite(number):
-            if state is None:
-                _states[name] = _FINITE
-        elif state is _FINITE or (state is None and "loss" in name.lower()):
-            _states[name] = _TOLD
+            _was_finite.setdefault(name, True)
+        elif _was_finite.get(name, "loss" in name.lower()):
+            _was_finite[name] = False
             _warn_not_finite(name, number)
-    for listener in listeners:
-        listener(passed_on)
+    for listener in _listeners:
+        listener(numbers)
 
 
 def _warn_not_finite(name: str, number: float) -> None:
@@ -75,10 +69,10 @@ def _warn_not_finite(name: str, number: float) -> None:
 
 
 class LogSink(Protocol):
-    """Takes numbers by their names, with the training step in which they were logged."""
+    """Destination of logged numbers."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Takes the numbers of one `log`."""
+        """Writes the numbers of one `log`, by their names, with the training step in which they were logged."""
 
 
 class TensorBoardLog:
@@ -87,8 +81,8 @@ class TensorBoardLog:
     paceline.log_to(paceline.TensorBoardLog(SummaryWriter("runs/digits")))
 
     Args:
-        writer: the writer, which remains the caller's to close.
-        prefix: what the names begin with.
+        writer: the writer, which the caller closes.
+        prefix: text to put before each name.
     """
 
     def __init__(self, writer: Any, prefix: str = "") -> None:
@@ -107,8 +101,8 @@ class WandbLog:
     paceline.log_to(paceline.WandbLog(wandb.init(project="digits")))
 
     Args:
-        run: what `wandb.init` returned.
-        prefix: what the names begin with.
+        run: the run that `wandb.init` returned.
+        prefix: text to put before each name.
     """
 
     def __init__(self, run: Any, prefix: str = "") -> None:
@@ -143,16 +137,17 @@ class MlflowLog:
 
 
 def log_to(sink: LogSink | None) -> None:
-    """Passes on to `sink` what this process logs from now on; None ends that for all sinks.
+    """Adds a sink for the numbers that this process logs; None removes all sinks.
 
-    Call it on one rank, or the same curve is drawn several times. The step is that of the recording, or counts the
-    calls of `log` where nothing makes steps; see docs/observe.md. What a sink raises, `log` raises.
+    Call it on one rank only, or the same curve is drawn several times. The step is that of the recording, or the number
+    of calls of `log` in a program without recorded steps; see docs/observe.md. `log` raises the errors that a sink
+    raises.
 
         if paceline.get_rank() == 0:
             paceline.log_to(paceline.TensorBoardLog(SummaryWriter()))
     """
     if sink is None:
-        listeners.clear()
+        _listeners.clear()
         return
     calls = 0
 
@@ -161,4 +156,4 @@ def log_to(sink: LogSink | None) -> None:
         calls += 1
         sink.write(STEPS.number or calls, values)
 
-    listeners.append(listen)
+    _listeners.append(listen)

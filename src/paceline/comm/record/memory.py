@@ -1,13 +1,13 @@
-"""Where a process records: the launcher's memory, a file of its own, or, failing both, memory that ends with it.
+"""Memory that a process records into: the launcher's, a file of its own, or memory that ends with the process.
 
 `paceline run` makes a memory file (memfd) for each worker, keeps it, and names it in PACELINE_RECORD_FD. The worker
-opens it by way of the launcher's /proc/PID/fd, which the kernel grants to processes of the same user only. So a script
-that closes what it inherits does not end its recording, and what it starts does not inherit it.
+opens it through the launcher's /proc/PID/fd, which the kernel permits to processes of the same user only. Thus the
+recording survives a script that closes inherited descriptors, and child processes do not inherit it.
 
-A process without a launcher records into a file in a directory that only its user may enter, by default in /dev/shm: a
-mapped file on a disk would be written back all the time, and a page of it that the disk has no room for would end the
-process with SIGBUS. For the same reason all its room is reserved before it is mapped, and it is not made at all where
-room is short.
+A process without a launcher records into a file in a directory that only its user may enter, by default in /dev/shm.
+A mapped file on a disk would be written back all the time, and a page for which the disk has no room would end the
+process with SIGBUS. For the same reason all of the file's space is reserved before it is mapped, and no file is made
+where space is short.
 """
 
 from __future__ import annotations
@@ -27,17 +27,23 @@ SUFFIX = ".record"
 MEMORY_NAME = "paceline-recording"  # of the memory files that launchers keep, as /proc shows it
 
 MOST_FILES = 8
-_MOST_RUNNING = 1024  # of processes that still run: a host may have so many ranks
-_ROOM = 32  # the share of the file system's free room that a recording may take, as a fraction
+_MOST_RUNNING = 1024  # files of processes that still run: one host may have so many ranks
+_LEAST_ROOM = 32  # the free space that the file system must have for a recording, as a multiple of its size
 
 
 def is_switched_off() -> bool:
-    """Returns whether the user wants no recordings."""
+    """Returns whether the user has disabled recordings."""
     return os.environ.get(VARIABLE, "on") == "off"
 
 
 class HandedMemory:  # no dataclass: every worker imports this, and would pay for the import of dataclasses
-    """The memory that a launcher keeps for a worker: its descriptor there, the file's inode, the launcher's process."""
+    """Address of the memory that a launcher keeps for a worker.
+
+    Attributes:
+        fd: the file's descriptor in the launcher.
+        inode: the file's inode, by which a descriptor that was reused is recognised.
+        maker: the launcher's process id.
+    """
 
     def __init__(self, fd: int, inode: int, maker: int) -> None:
         self.fd = fd
@@ -46,7 +52,7 @@ class HandedMemory:  # no dataclass: every worker imports this, and would pay fo
 
     @classmethod
     def parse(cls, text: str) -> HandedMemory | None:
-        """Returns what `str` gave as text; None if it is something else."""
+        """Parses the text that `str` returned; returns None for any other text."""
         try:
             return cls(*map(int, text.split(":")))
         except (ValueError, TypeError):
@@ -56,7 +62,7 @@ class HandedMemory:  # no dataclass: every worker imports this, and would pay fo
         return f"{self.fd}:{self.inode}:{self.maker}"
 
     def open(self) -> int | None:
-        """Returns a descriptor of the memory, or None if it is out of reach."""
+        """Returns a new descriptor of the memory, or None if it cannot be opened."""
         try:
             fd = os.open(f"/proc/{self.maker}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
@@ -70,7 +76,7 @@ class HandedMemory:  # no dataclass: every worker imports this, and would pay fo
 
 @contextlib.contextmanager
 def handed_memory() -> Iterator[int | None]:
-    """Yields a descriptor of the memory that a launcher keeps for this process; None if there is none."""
+    """Yields a descriptor of the memory that a launcher keeps for this process, or None without one."""
     handed = HandedMemory.parse(os.environ.get(HANDED_VARIABLE, ""))
     fd = None if handed is None else handed.open()
     try:
@@ -82,7 +88,7 @@ def handed_memory() -> Iterator[int | None]:
 
 @contextlib.contextmanager
 def own_memory() -> Iterator[int]:
-    """Yields a descriptor of a new file of this process; -1 if there is no room for it, or no place."""
+    """Yields a descriptor of a new file of this process, or -1 if none could be made."""
     fd = _new_file()
     try:
         yield fd
@@ -92,7 +98,7 @@ def own_memory() -> Iterator[int]:
 
 
 def directory_of_files() -> str:
-    """Returns the directory of the files that processes without a launcher record into."""
+    """Returns the directory in which processes without a launcher make their files."""
     return os.environ.get(DIRECTORY_VARIABLE) or f"/dev/shm/paceline-{os.getuid()}"
 
 
@@ -106,7 +112,7 @@ def _new_file() -> int:
             return -1
         _prune(directory)
         room = os.statvfs(directory)
-        if room.f_bavail * room.f_frsize < _ROOM * NBYTES:
+        if room.f_bavail * room.f_frsize < _LEAST_ROOM * NBYTES:
             return -1
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError:
@@ -121,20 +127,16 @@ def _new_file() -> int:
 
 
 def _prune(directory: str) -> None:
-    """Removes the oldest files of processes that have ended, so that one more makes `MOST_FILES`.
+    """Removes the oldest files of processes that have ended, so that at most `MOST_FILES` remain with the new one.
 
     Raises:
-        FileExistsError: there are too many files of processes that still run.
+        FileExistsError: too many files belong to processes that still run.
     """
     names = sorted(name for name in os.listdir(directory) if name.endswith(SUFFIX))
     for name in names[: max(0, len(names) - MOST_FILES + 1)]:
-        if not _writer_runs(name):
+        pid = name.removesuffix(SUFFIX).rpartition("-")[2]
+        if not (pid.isdecimal() and os.path.exists(f"/proc/{pid}")):
             with contextlib.suppress(FileNotFoundError):  # another process is pruning too
                 os.unlink(os.path.join(directory, name))
     if len(names) >= _MOST_RUNNING:
         raise FileExistsError(directory)
-
-
-def _writer_runs(name: str) -> bool:
-    pid = name.removesuffix(SUFFIX).rpartition("-")[2]
-    return pid.isdecimal() and os.path.exists(f"/proc/{pid}")

@@ -1,6 +1,6 @@
-"""Begins this process's recording, and says what the process is: its rank, its groups, its end.
+"""Recorder of this process: starts the recording, and notes the process's rank, groups and end.
 
-The recorder is on unless PACELINE_RECORD is "off". It begins with the process's first group, or with its first span.
+The recorder is on unless PACELINE_RECORD is "off". It starts with the process's first group or first span.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _rank: int | None = None
 
 
 def begin() -> None:
-    """Begins to record, unless this process does so already or must not."""
+    """Starts the recording, unless it has started or is switched off."""
     global _has_tried
     _has_tried = True
     if _core.is_recording() or is_switched_off():
         return
-    identity = (os.environ.get(_WORKER_VARIABLE, ""), socket.gethostname(), _boot(), _time_namespace())
-    with contextlib.suppress(OSError), handed_memory() as fd:  # what cannot be mapped is no reason to fail
+    identity = (os.environ.get(_WORKER_VARIABLE, ""), socket.gethostname(), _boot_id(), _time_namespace())
+    with contextlib.suppress(OSError), handed_memory() as fd:  # training must not fail for want of a recording
         if fd is not None and _core.begin_recording(fd, *identity):
             return
     with contextlib.suppress(OSError), own_memory() as fd:
@@ -37,36 +37,36 @@ def begin() -> None:
 
 
 def begin_once() -> None:
-    """Begins to record unless that was tried before: a forked child does not begin by itself what its parent does."""
+    """Starts the recording unless this, or the process that forked this one, has already tried to."""
     if not _has_tried:
         begin()
 
 
 def identify(rank: int, world_size: int) -> None:
-    """Notes that this process is that rank of so many."""
+    """Records this process's rank and the world size."""
     global _rank
     _rank = rank
     _core.identify_recording(rank, world_size)
 
 
 def identify_once(rank: int, world_size: int) -> None:
-    """Notes what this process is unless that is known already."""
+    """Records this process's rank and the world size unless they have been recorded."""
     if _rank is None:
         identify(rank, world_size)
 
 
 def known_rank() -> int | None:
-    """Returns this process's rank, None before it has one."""
+    """Returns this process's rank, or None before it has one."""
     return _rank
 
 
 def open_group(name: str, engine: str, identity: int, rank: int, ranks: Sequence[int]) -> int:
-    """Adds a group, by whose serial its calls are recorded; returns 0 where nothing is recorded.
+    """Records a group; returns the serial under which its calls are recorded, or 0 if nothing is recorded.
 
     Args:
         name: the group's name; "" stands for the default group.
         engine: the name of the engine that runs its calls.
-        identity: the same on all members.
+        identity: a number that is the same on all members.
         rank: this process's rank in the group.
         ranks: the members' ranks in the default group, by group rank.
     """
@@ -74,11 +74,11 @@ def open_group(name: str, engine: str, identity: int, rank: int, ranks: Sequence
 
 
 def close_group(serial: int) -> None:
-    """Notes that the group has ended."""
+    """Records the end of a group."""
     _core.record_group_closed(serial)
 
 
-def _boot() -> str:
+def _boot_id() -> str:
     with contextlib.suppress(OSError), open(_BOOT_FILE) as file:
         return file.read().strip()
     return ""

@@ -1,12 +1,9 @@
-"""What a program, and every layer of Paceline, says of what it is doing: spans and events.
+"""Spans, events and training steps that a program and every layer of Paceline record.
 
-Numbers the training steps of this process, by which everything else that it records is sorted.
-
-A step of `DistributedDataParallel` lasts from its first forward in training to the first one after the gradients were
-averaged; forwards under `no_sync` belong to one step. A step of an elastic job is a round, and one of `LogicalShards` a
-`backward`. If a program has several of them, the first one makes the steps; the elastic rounds take over.
-
-How long a program waits for its data.
+Everything else in a recording is sorted by the number of the step. A step of `DistributedDataParallel` lasts from its
+first forward in training to the first one after the gradients were averaged; forwards under `no_sync` belong to one
+step. A step of an elastic job is a round, and a step of `LogicalShards` is a `backward`. In a program with several of
+them, the first one determines the steps, unless there are elastic rounds, which take precedence.
 """
 
 from __future__ import annotations
@@ -24,14 +21,16 @@ from paceline.comm.record.layout import EventKind
 from paceline.comm.record.recorder import begin_once
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Batch = TypeVar("_Batch")
 
-_SPAN = int(EventKind.SPAN)
+_SPAN, _STEP, _DATA_WAIT = int(EventKind.SPAN), int(EventKind.STEP), int(EventKind.DATA_WAIT)
 
 _numbers: dict[str, int] = {}
+os.register_at_fork(after_in_child=_numbers.clear)
 
 
 def number_of(name: str) -> int:
-    """Returns the number by which the recording knows a name; 0 where nothing is recorded."""
+    """Returns the number of a name in the recording, or 0 if nothing is recorded."""
     number = _numbers.get(name)
     if number is None:
         begin_once()
@@ -42,11 +41,11 @@ def number_of(name: str) -> int:
 
 
 class span:  # noqa: N801  # it is used as a function, and in `with` statements, like those of contextlib
-    """Records how long a part of the program takes, under a name.
+    """Records the duration of a part of the program under a name.
 
-    It can be used as a context manager and as a decorator, on several threads and one in another, and costs less than a
-    microsecond. The recording keeps the latest 16,384 spans and events. A span that has not ended shows where a process
-    is; see docs/observe.md.
+    It can be used as a context manager and as a decorator, nested and on several threads, and costs less than a
+    microsecond. The recording keeps the latest 16,384 spans and events. Diagnoses report spans that have not ended; see
+    docs/observe.md.
 
         with paceline.span("augment"):
             images = augment(images)
@@ -69,7 +68,7 @@ class span:  # noqa: N801  # it is used as a function, and in `with` statements,
         _core.record_end(self._stamps.pop())
 
     def __call__(self, function: _Function) -> _Function:
-        """Returns `function` with every call of it recorded."""
+        """Returns a function that records each call of `function`."""
         name = self._name
 
         @functools.wraps(function)
@@ -89,7 +88,7 @@ class span:  # noqa: N801  # it is used as a function, and in `with` statements,
 
 
 class RecordedSpan:
-    """A span of Paceline's own, of another kind than the user's; it is used by one thread at a time."""
+    """Span of one of Paceline's own kinds, to be used by one thread at a time."""
 
     __slots__ = ("_first", "_kind", "_name", "_second", "_stamp")
 
@@ -109,42 +108,36 @@ class RecordedSpan:
 
 
 def begin_event(kind: int, name: str = "", first: int = 0, second: int = 0) -> int:
-    """Begins an event, which `_core.record_end` ends by the stamp that this returns."""
+    """Begins an event; returns the stamp with which `_core.record_end` ends it."""
     return _core.record_begin(kind, number_of(name) if name else 0, first, second)
 
 
 def note_event(kind: int, name: str = "", first: int = 0, second: int = 0) -> None:
-    """Records something that has no duration."""
+    """Records an event that has no duration."""
     _core.record_end(begin_event(kind, name, first, second))
 
 
-os.register_at_fork(after_in_child=_numbers.clear)
-
-
-_STEP = int(EventKind.STEP)
-
-
 class StepCounter:
-    """The steps of this process so far."""
+    """Counter of this process's training steps. One object, the *maker*, determines where steps begin and end."""
 
     def __init__(self) -> None:
         self.number = 0
         self._stamp = 0
         self._maker: weakref.ref[object] | None = None
-        self._rank = 0
+        self._precedence = 0
 
     def begin(self, maker: object, name: str, precedence: int = 0) -> None:
-        """Ends the step before and begins the next, if the steps of this process are those of `maker`.
+        """Ends the current step and begins the next one. Does nothing if another object determines the steps.
 
         Args:
-            maker: the object whose steps they are, while it lives.
-            name: what makes the steps, such as "ddp".
-            precedence: a maker of a higher one takes over.
+            maker: the object that reports the step. It becomes the maker if there is none.
+            name: the name of the steps' source, such as "ddp".
+            precedence: the maker's precedence; it replaces a maker of a lower one.
         """
         if self._current() is not maker:
-            if self._current() is not None and precedence <= self._rank:
+            if self._current() is not None and precedence <= self._precedence:
                 return
-            self._maker, self._rank = weakref.ref(maker), precedence
+            self._maker, self._precedence = weakref.ref(maker), precedence
         begin_once()
         self.end(maker)
         self.number += 1
@@ -152,7 +145,7 @@ class StepCounter:
         self._stamp = begin_event(_STEP, name, self.number)
 
     def end(self, maker: object) -> None:
-        """Ends the step, if there is one of `maker`."""
+        """Ends the current step if `maker` began it."""
         if self._stamp and self._current() is maker:
             _core.record_end(self._stamp)
             self._stamp = 0
@@ -164,17 +157,12 @@ class StepCounter:
 STEPS = StepCounter()
 
 
-_Batch = TypeVar("_Batch")
-
-_DATA_WAIT = int(EventKind.DATA_WAIT)
-
-
 def recorded_waits(batches: Iterator[_Batch], name: str) -> Iterator[_Batch]:
-    """Yields what `batches` yields, and records how long each one takes to come.
+    """Yields the items of `batches`, and records the wait for each.
 
     Args:
-        batches: what is waited for.
-        name: the loader's name.
+        batches: the iterator over batches.
+        name: the name of the loader's class.
     """
     count = 0
     while True:

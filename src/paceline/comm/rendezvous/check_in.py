@@ -1,15 +1,13 @@
-"""Lets ranks agree that all are there, that each rank is there once, and that all expect the same world size.
+"""Check-in protocol: ranks agree that all have arrived, each rank once, and that all expect the same world size.
 
-Every rank claims its number in the store. The first to see that the claims are complete, or that they contradict each
-other, sets the verdict, for which all wait; if a rank dies, the store sets it (`verdict.py`). So all ranks learn the
-same outcome at the same time.
+Every rank claims its number in the store and waits for the *verdict*, which is "complete" or the reason why the ranks
+cannot continue. The first rank that sees complete or contradictory claims sets it, so all ranks get the same outcome at
+the same time.
 
-The verdict on a meeting: "complete", or why the ranks cannot go on. Every rank waits for it and learns the same.
+A rank leaves a last will with the store before it claims its number, and withdraws it when its group has formed. If the
+rank dies in between, the store itself replaces the verdict with the will, even the verdict "complete".
 
-A rank leaves a last will with the store before it claims its number, and takes it back when its group has formed. If
-the rank dies in between, the store itself replaces the verdict with the will, even the verdict "complete".
-
-Keeps rank 0's store open for a while after a failed meeting, so that ranks that come late hear why.
+After a failed check-in, rank 0's store stays open for a while, so that late ranks can read the reason.
 """
 
 from __future__ import annotations
@@ -38,25 +36,28 @@ KEY = "verdict"
 ADVICE = "look at its output and, if it was killed, at the memory it used (dmesg)"
 
 _TIMEOUT = "timeout: "
+_READERS = "heard"  # the key under which ranks count that have read the verdict
+_READERS_S, _READERS_POLL_S = 5.0, 0.01
+_LATE_RANKS_S, _LATE_RANKS_POLL_S = 5.0, 0.05
 
 
 def settle(store: Store, verdict: str) -> None:
-    """Sets the verdict, unless there already is one."""
+    """Sets the verdict unless there is one."""
     store.compare_set(KEY, b"", verdict)
 
 
 def settle_timeout(store: Store, absence: str) -> str:
-    """Sets the verdict to a time-out, unless there already is one; returns the verdict that counts."""
+    """Sets the verdict to a time-out unless there is one; returns the verdict in force."""
     return store.compare_set(KEY, b"", _TIMEOUT + absence).decode()
 
 
 def timeout_in(verdict: str) -> str | None:
-    """Returns who was absent, if the verdict is a time-out; otherwise None."""
+    """Returns the description of the absent ranks if the verdict is a time-out, otherwise None."""
     return verdict.removeprefix(_TIMEOUT) if verdict.startswith(_TIMEOUT) else None
 
 
 def reason_against(store: Store) -> str | None:
-    """Returns why the ranks cannot go on; None if nothing prevents it, or there is no verdict yet."""
+    """Returns the reason why the ranks cannot continue, or None if there is none so far."""
     if not store.check([KEY]):
         return None
     verdict = store.get(KEY).decode()
@@ -64,21 +65,22 @@ def reason_against(store: Store) -> str | None:
 
 
 def leave_will(store: Store, end: str) -> None:
-    """Makes the end of this process the verdict from now on; `end` says which process it is, and at what point."""
+    """Has the store set the verdict if this process ends.
+
+    Args:
+        store: the ranks' store.
+        end: a description of this process and of the point at which it ended.
+    """
     store.set_last_will(KEY, f"{end}; {ADVICE}")
 
 
 def take_back_will(store: Store) -> None:
-    """Makes the end of this process no longer affect the meeting."""
+    """Withdraws the will, so that the end of this process no longer sets the verdict."""
     store.set_last_will(KEY, None)
 
 
-_HEARD = "heard"
-_HEARING_S, _HEARING_POLL_S = 5.0, 0.01
-
-
 class Claim:
-    """The rank and world size that one process was given."""
+    """Rank and world size of one process, as it was started."""
 
     def __init__(self, rank: int, world_size: int, host: str, pid: int) -> None:
         self.rank = rank
@@ -109,7 +111,7 @@ def decode_claims(lines: bytes) -> list[Claim]:
 
 
 def verdict_on(claims: list[Claim]) -> str | None:
-    """Returns the verdict on the claims so far: None while ranks are missing, "complete", or what is wrong."""
+    """Returns "complete", a description of the contradiction, or None while ranks are missing."""
     first = claims[0]
     by_rank: dict[int, Claim] = {}
     for claim in claims:
@@ -128,28 +130,25 @@ def verdict_on(claims: list[Claim]) -> str | None:
 
 
 def describe_absence(claims: list[Claim], world_size: int, waited_s: float) -> str:
-    """Describes which ranks came and which did not."""
+    """Describes which ranks arrived and which did not."""
     arrived = sorted({claim.rank for claim in claims})
     missing = [rank for rank in range(world_size) if rank not in set(arrived)]
     return (
-        f"waited {waited_s:.0f} s for {world_size} ranks; {_list(arrived)} arrived, {_list(missing)} did not. "
+        f"waited {waited_s:.0f} s for {world_size} ranks; {and_more(arrived, 20) or 'none'} arrived, "
+        f"{and_more(missing, 20) or 'none'} did not. "
         "Look at the output of the missing ranks, and check that they were started with the same address"
     )
-
-
-def _list(ranks: list[int], most: int = 20) -> str:
-    return and_more(ranks, most) or "none"
 
 
 def claim_rank(store: Store, claim: Claim, timeout_s: float) -> None:
     """Claims a rank and waits for the verdict.
 
-    From here on the death of this process sets the verdict. After a success the caller must end that with
-    `take_back_will`, once the group has formed.
+    From here on the death of this process sets the verdict. After a success the caller must call `take_back_will` once
+    the group has formed.
 
     Raises:
         RendezvousError: the claims contradict each other, or a rank died; every rank gets the same message.
-        RendezvousTimeoutError: some ranks did not come; the message names them.
+        RendezvousTimeoutError: some ranks did not arrive; the message names them.
     """
     who = f"rank {claim.rank} ({claim.host}, pid {claim.pid})"
     leave_will(store, f"{who} died while the ranks met")
@@ -174,10 +173,10 @@ def _claim_and_wait(store: Store, claim: Claim, timeout_s: float) -> None:
         ) from error
     if verdict == COMPLETE and mine in (None, COMPLETE):
         return
-    if verdict == COMPLETE:  # this claim came after the verdict "complete", so there is one rank too many
+    if verdict == COMPLETE:  # the claim was made after the verdict, so there is one rank too many
         raise RendezvousError(f"rank {claim.rank}: {mine}")
     if verdict_on(decode_claims(store.get("claims"))) == COMPLETE:
-        return  # all had come and one has left since; if that matters, the ranks learn it while the group forms
+        return  # all had arrived and one has left since; forming the group fails if that matters
     _await_readers(store)
     absence = timeout_in(verdict)
     if absence is not None:
@@ -186,7 +185,7 @@ def _claim_and_wait(store: Store, claim: Claim, timeout_s: float) -> None:
 
 
 def _await_verdict(store: Store, claim: Claim, timeout_s: float) -> tuple[str, str | None]:
-    """Returns the verdict that counts, and this rank's own verdict on the claims when it arrived."""
+    """Returns the verdict in force, and this rank's own verdict on the claims when it arrived."""
     mine = verdict_on(decode_claims(store.get("claims")))
     if mine is not None:
         settle(store, mine)
@@ -199,65 +198,65 @@ def _await_verdict(store: Store, claim: Claim, timeout_s: float) -> tuple[str, s
 
 
 def _await_readers(store: Store) -> None:
-    """Waits until the other ranks have heard the verdict that ended the meeting.
+    """Waits until the other ranks have read the verdict, since the store may end with this process.
 
-    The store may end with this process. If claims contradict each other, all ranks were started together, so this waits
-    for those that have not come yet too; after a time-out it does not, since nobody knows when they will come.
+    Contradictory claims mean that all ranks were started together, so this also waits for ranks that have not arrived.
+    After a time-out it does not, since they may never arrive.
     """
-    deadline = time.monotonic() + _HEARING_S
-    with contextlib.suppress(
-        StoreConnectionError
-    ):  # the store ended with another process, which had waited here as well
-        store.add(_HEARD, 1)
+    deadline = time.monotonic() + _READERS_S
+    with contextlib.suppress(StoreConnectionError):  # the store ended with another process, which had waited here too
+        store.add(_READERS, 1)
         for_all = verdict_on(decode_claims(store.get("claims"))) not in (None, COMPLETE)
-        while not have_read_verdict(store, for_all) and time.monotonic() < deadline:
-            time.sleep(_HEARING_POLL_S)
+        while not _have_read_verdict(store, for_all) and time.monotonic() < deadline:
+            time.sleep(_READERS_POLL_S)
 
 
-def have_read_verdict(store: Store, all_ranks: bool) -> bool:
-    """Returns whether all living ranks that came, or all ranks with `all_ranks`, have heard the meeting's verdict."""
+def _have_read_verdict(store: Store, all_ranks: bool) -> bool:
+    """Returns whether all living ranks that arrived, or all ranks with `all_ranks`, have read the verdict."""
     claims = decode_claims(store.get("claims"))
     expected = max(min(claim.world_size for claim in claims) if all_ranks else 0, len(claims))
     died = verdict_on(claims) in (None, COMPLETE) and timeout_in(store.get(KEY).decode()) is None
-    return store.add(_HEARD, 0) >= expected - died
-
-
-_STAYS_S = 5.0
-_POLL_S = 0.05
-
-_delayed_closes: list[_DelayedClose] = []
+    return store.add(_READERS, 0) >= expected - died
 
 
 class _DelayedClose(threading.Thread):
-    """Closes a store late. It is no daemon thread: the interpreter must wait for it, as late ranks need the store."""
+    """Thread that closes a store late. It is no daemon, since the interpreter must keep the store open for late ranks.
 
-    def __init__(self, opened: Store, meeting: Store) -> None:
+    Args:
+        opened: the store to close.
+        check_in: the view of it in which the ranks checked in.
+    """
+
+    def __init__(self, opened: Store, check_in: Store) -> None:
         super().__init__(name="paceline-late-ranks")
         self._opened = opened
-        self._meeting = meeting
-        self._over = threading.Event()
+        self._check_in = check_in
+        self._closing = threading.Event()
         _delayed_closes.append(self)
 
     def run(self) -> None:
-        deadline = time.monotonic() + _STAYS_S
+        deadline = time.monotonic() + _LATE_RANKS_S
         with contextlib.suppress(StoreError):
-            while not have_read_verdict(self._meeting, all_ranks=True) and time.monotonic() < deadline:
-                if self._over.wait(_POLL_S):
+            while not _have_read_verdict(self._check_in, all_ranks=True) and time.monotonic() < deadline:
+                if self._closing.wait(_LATE_RANKS_POLL_S):
                     break
         self._opened.close()
         _delayed_closes.remove(self)
 
-    def end(self) -> None:
-        self._over.set()
+    def close_now(self) -> None:
+        self._closing.set()
         self.join()
 
 
-def close_store_later(opened: Store, meeting: Store) -> None:
-    """Closes `opened` in the background, when all ranks have heard how `meeting` ended in it, or after 5 s."""
-    _DelayedClose(opened, meeting).start()
+_delayed_closes: list[_DelayedClose] = []
+
+
+def close_store_later(opened: Store, check_in: Store) -> None:
+    """Closes `opened` in the background, after all ranks have read the verdict in `check_in`, or after 5 s."""
+    _DelayedClose(opened, check_in).start()
 
 
 def close_stores_now() -> None:
-    """Closes the stores that are still open, since another meeting begins."""
-    for each in list(_delayed_closes):
-        each.end()
+    """Closes the stores that wait for late ranks, since another rendezvous begins."""
+    for thread in list(_delayed_closes):
+        thread.close_now()

@@ -1,6 +1,6 @@
-"""Reads `env://`: rank, world size and store from the environment, as `paceline run`, torchrun and others set it.
+"""Rank, world size and store of `env://`, from the variables that `paceline run`, torchrun and others set.
 
-Where nobody has set it, the variables of mpirun or srun say the same if one of them has started the ranks.
+Without these variables, those of mpirun or srun are used if one of them has started the ranks.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from paceline.comm.store.store import Store
 
 STORE = "PACELINE_STORE"  # the launcher's store
 TORCH_STORE = "PACELINE_TORCH_STORE"  # host:port of the launcher's store for torch.distributed
-TORCH_STORE_REQUESTS = "PACELINE_TORCH_STORE_REQUESTS"  # the named pipe by which a worker has the launcher open it
+TORCH_STORE_REQUESTS = "PACELINE_TORCH_STORE_REQUESTS"  # named pipe over which a worker requests it from the launcher
 USES_TORCH_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torch's: True if MASTER_ADDR and MASTER_PORT are a launcher's store
 
 
 def rank_and_world_size(rank: int, world_size: int) -> tuple[int, int]:
-    """Returns rank and world size; where an argument is -1, takes it from RANK or WORLD_SIZE, or from the scheduler.
+    """Returns rank and world size; an argument of -1 is taken from RANK or WORLD_SIZE, or from the scheduler.
 
     Raises:
         ValueError: a variable is missing or no whole number.
@@ -27,8 +27,9 @@ def rank_and_world_size(rank: int, world_size: int) -> tuple[int, int]:
     if _is_without_launcher():
         from paceline.comm.rendezvous.shared_store import scheduler_of_process
 
-        if (started := scheduler_of_process()) is not None and started.nodes is not None:
-            return rank if rank >= 0 else started.node_rank, world_size if world_size >= 0 else started.nodes
+        scheduler = scheduler_of_process()
+        if scheduler is not None and scheduler.nodes is not None:
+            return rank if rank >= 0 else scheduler.node_rank, world_size if world_size >= 0 else scheduler.nodes
     return (
         rank if rank >= 0 else _number("RANK", "rank"),
         world_size if world_size >= 0 else _number("WORLD_SIZE", "world_size"),
@@ -36,38 +37,38 @@ def rank_and_world_size(rank: int, world_size: int) -> tuple[int, int]:
 
 
 def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Opens the launcher's store, that of rank 0 at MASTER_ADDR:MASTER_PORT, or one for ranks of a scheduler.
+    """Opens the launcher's store, the store of rank 0 at MASTER_ADDR:MASTER_PORT, or one for a scheduler's ranks.
 
     Raises:
         ValueError: a variable is missing or malformed.
-        StoreConnectionError: nobody serves it.
+        StoreConnectionError: no process serves the store.
     """
     served = os.environ.get(STORE)
     if served is not None:
         return open_store_at(served, timeout)
-    if _is_without_launcher() and "MASTER_ADDR" not in os.environ:
-        from paceline.comm.rendezvous import shared_store
+    from paceline.comm.rendezvous import shared_store
 
+    if _is_without_launcher() and "MASTER_ADDR" not in os.environ:
         scheduler = shared_store.scheduler_of_process()
         if scheduler is not None and (rank, world_size) == (scheduler.node_rank, scheduler.nodes):
             return shared_store.open_scheduler_store(scheduler, world_size, timeout)
     host = _variable("MASTER_ADDR")
     port = _number("MASTER_PORT", "init_method='tcp://host:port'")
     if os.environ.get(USES_TORCH_STORE) == "True":
-        from paceline.comm.rendezvous.shared_store import open_torchrun_store
-
-        return open_torchrun_store(port, world_size, timeout)
-    from paceline.comm.rendezvous.shared_store import serve_or_connect
-
-    return serve_or_connect(host, port, rank, world_size, timeout)
+        return shared_store.open_torchrun_store(port, world_size, timeout)
+    return shared_store.serve_or_connect(host, port, rank, world_size, timeout)
 
 
 def open_store_at(served: str, timeout: timedelta) -> Store:
-    """Opens the store that a launcher serves: on this machine, or for an elastic job on another.
+    """Opens the store that a launcher serves, on this machine or, for an elastic job, on another.
+
+    Args:
+        served: the store's address in the form of PACELINE_STORE.
+        timeout: the time-out for connecting and for waiting calls.
 
     Raises:
-        ValueError: `served` has not the form of PACELINE_STORE.
-        StoreConnectionError: nobody serves it.
+        ValueError: `served` does not have this form.
+        StoreConnectionError: no process serves the store.
     """
     kind, _, place = served.partition(":")
     host, _, port = place.rpartition(":")
@@ -86,7 +87,7 @@ def is_torch_store(port: int) -> bool:
 
 
 def _is_without_launcher() -> bool:
-    """Returns whether nobody has set this rank's place; then a scheduler's variables may tell it."""
+    """Returns whether no launcher has set this process's rank, so that a scheduler's variables are used."""
     return {"RANK", "WORLD_SIZE"}.isdisjoint(os.environ)
 
 

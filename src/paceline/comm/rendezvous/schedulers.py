@@ -1,14 +1,14 @@
-"""Detects which scheduler started this process, and what its environment says about the job's machines.
+"""Detection of the scheduler that started this process, and of the job's machines, from the environment.
 
-A scheduler starts one launcher a machine, or, as `mpirun -np 8` does, one a rank: then each launcher has one worker,
-and its `slot` says which of the machine's it is. Where the script itself is started, without a launcher, each process
-is a rank (`started.py`). The variables are those of the schedulers' manuals:
+A scheduler starts one launcher per machine or, like `mpirun -np 8`, one per rank. In the second case each launcher has
+one worker, and its `slot` is the launcher's number on its machine. If the scheduler starts the script itself, without a
+launcher, each process is a rank (`shared_store.py`). The variables are those of the schedulers' manuals:
 
     Slurm                 SLURM_PROCID, SLURM_NTASKS, SLURM_NODEID, SLURM_NNODES, SLURM_LOCALID, SLURM_STEP_NODELIST
     Open MPI              OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
     MPICH, Intel MPI      PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS
     Kubernetes            JOB_COMPLETION_INDEX in an indexed Job, alone or in a JobSet
-    Ray                   what Ray Train sets for a worker, beside RAY_JOB_ID
+    Ray                   the variables that Ray Train sets for a worker, and RAY_JOB_ID
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _PORTS = range(20000, 30000)  # below the ports that Linux gives to connecting s
 
 @dataclass(frozen=True)
 class Scheduler:
-    """What a scheduler's variables say; a field is None if they do not say it.
+    """Job as a scheduler's variables describe it; a field that they do not contain is None.
 
     Attributes:
-        name: the scheduler.
+        name: the scheduler's name.
         node_rank: the number of this launcher.
-        nodes: how many launchers there are.
-        address: of the machine of launcher 0.
-        port: at which they meet.
-        slot: this launcher's number and their count on this machine.
-        job: what tells this start of processes from all others; empty if no variable does.
+        nodes: the number of launchers.
+        address: the address of launcher 0's machine.
+        port: the port at which the launchers meet.
+        slot: the number of this launcher on its machine, and the number of launchers there.
+        job: an identifier of this start of processes; empty if no variable contains one.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Scheduler:
 
     @property
     def starts_ranks(self) -> bool:
-        """Whether a process that it started itself, without a launcher, is a rank."""
+        """Whether a process that the scheduler started without a launcher is a rank."""
         return self.name in (_SLURM, _OPEN_MPI, _PMI)
 
     @property
@@ -71,8 +71,8 @@ class Scheduler:
 
 def detect(environment: Mapping[str, str], host_name: Callable[[], str] = socket.getfqdn) -> Scheduler | None:
     """Returns the scheduler whose variables are complete; None without one, or if it started only one process."""
-    for look in (_open_mpi, _slurm, _pmi, _kubernetes, _ray):
-        found = look(environment, host_name)
+    for detector in (_open_mpi, _slurm, _pmi, _kubernetes, _ray):
+        found = detector(environment, host_name)
         if found is not None and found.nodes != 1:
             return found
     return None
@@ -81,8 +81,8 @@ def detect(environment: Mapping[str, str], host_name: Callable[[], str] = socket
 def _slurm(env: Mapping[str, str], _: Callable[[], str]) -> Scheduler | None:
     """Detects Slurm under srun only: SLURM_STEP_NODELIST is not set in the batch script itself, which runs once.
 
-    An mpirun in the batch script starts its helpers by srun, whose variables then reach the ranks, and say something
-    else than those of mpirun. Of MPICH's mpirun MPI_LOCALNRANKS is a sign.
+    An mpirun in the batch script starts its helpers by srun, whose variables then reach the ranks and contradict those
+    of mpirun. MPI_LOCALNRANKS is the sign of MPICH's mpirun.
     """
     hosts = env.get("SLURM_STEP_NODELIST")
     if hosts is None or "MPI_LOCALNRANKS" in env or not {"SLURM_PROCID", "SLURM_NTASKS"} <= env.keys():
@@ -105,7 +105,7 @@ def _slurm(env: Mapping[str, str], _: Callable[[], str]) -> Scheduler | None:
 
 
 def tasks_of_node(text: str, env: Mapping[str, str]) -> int:
-    """Returns this node's part of SLURM_STEP_TASKS_PER_NODE, such as 4(x2),3."""
+    """Returns this node's number of tasks from a text such as 4(x2),3, the form of SLURM_STEP_TASKS_PER_NODE."""
     counts: list[int] = []
     for part in filter(None, text.split(",")):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -133,8 +133,8 @@ def _expand(text: str) -> list[str]:
         return [text]
     head, tails = text[: match.start()], _expand(text[match.end() :])
     numbers: list[str] = []
-    for each in match[1].split(","):
-        first, _, last = each.partition("-")
+    for span in match[1].split(","):
+        first, _, last = span.partition("-")
         numbers += [f"{n:0{len(first)}d}" for n in range(int(first), int(last or first) + 1)]
     return [f"{head}{number}{tail}" for number in numbers for tail in tails]
 
@@ -150,7 +150,7 @@ def _open_mpi(env: Mapping[str, str], _: Callable[[], str]) -> Scheduler | None:
 
 
 def _head_of_mpirun(env: Mapping[str, str]) -> str | None:
-    """Returns the machine of mpirun itself, on which rank 0 runs by default."""
+    """Returns the host of mpirun itself, on which rank 0 runs by default."""
     uri = re.search(r"tcp://([^,:;]+)", env.get("OMPI_MCA_orte_hnp_uri", ""))  # Open MPI 4
     if uri is not None:
         return uri[1]
@@ -169,7 +169,7 @@ def _pmi(env: Mapping[str, str], _: Callable[[], str]) -> Scheduler | None:
 
 
 def _kubernetes(env: Mapping[str, str], host_name: Callable[[], str]) -> Scheduler | None:
-    """Detects an indexed Job, whose pods are called JOB-INDEX, or a JobSet, with SET-NAME-JOB-INDEX; the first is 0."""
+    """Detects an indexed Job, with pods named JOB-INDEX, or a JobSet, with SET-NAME-JOB-INDEX; the first index is 0."""
     if "JOB_COMPLETION_INDEX" not in env or "KUBERNETES_SERVICE_HOST" not in env:
         return None
     index = int(env["JOB_COMPLETION_INDEX"])

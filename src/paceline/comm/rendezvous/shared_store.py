@@ -1,13 +1,9 @@
-"""Reads `tcp://host:port` and `file:///path`: where the ranks meet, and this one's `?rank=..&world_size=..`.
+"""Stores in which ranks meet that have no launcher of Paceline.
 
-Lets ranks meet that a scheduler started without a launcher, as `mpirun -n 2 python train.py` and srun do.
-
-Ranks of one machine meet in a file of their user, so no port can be taken by somebody else; ranks of several machines
-meet at the address of rank 0.
-
-Opens the store that rank 0 serves over TCP and the other ranks dial.
-
-Rendezvous under torchrun: its own TCPStore holds MASTER_PORT, so the ranks of one machine meet in a file store.
+- `tcp://host:port` and `file:///path`, with `?rank=..&world_size=..` for this process.
+- Ranks that a scheduler started, as `mpirun -n 2 python train.py` and srun do. On one machine they meet in a file of
+  their user, so that no other program can occupy a port; on several machines they meet at the address of rank 0.
+- Ranks under torchrun, whose own TCPStore occupies MASTER_PORT: those of one machine meet in a file.
 """
 
 from __future__ import annotations
@@ -26,7 +22,8 @@ from paceline.comm.store.tcp_store import PortInUseError, TCPStore
 from paceline.errors import PacelineError
 
 _RANK_BY_PMI = b"PMI_RANK="
-_PARENT, _START_TIME = 1, 19  # among the fields of /proc/PID/stat behind the program's name
+_PARENT, _START_TIME = 1, 19  # indices of the fields of /proc/PID/stat after the program's name
+_ANOTHER_RANK_0 = timedelta(seconds=5)
 
 
 def scheduler_of_process() -> Scheduler | None:
@@ -36,11 +33,11 @@ def scheduler_of_process() -> Scheduler | None:
 
 
 def open_scheduler_store(scheduler: Scheduler, world_size: int, timeout: timedelta) -> Store:
-    """Opens the store in which the ranks meet.
+    """Opens the store in which the ranks of a scheduler meet.
 
     Raises:
-        ValueError: nobody knows where rank 0 is.
-        StoreConnectionError: nobody serves the store.
+        ValueError: the scheduler's variables do not contain rank 0's address.
+        StoreConnectionError: no process serves the store.
         RendezvousError: other users have access to the directory for such stores.
     """
     if scheduler.is_one_machine:
@@ -52,12 +49,11 @@ def open_scheduler_store(scheduler: Scheduler, world_size: int, timeout: timedel
             "where rank 0 is; set MASTER_ADDR to the address of its machine, the same on every rank "
             "(`mpirun -x MASTER_ADDR` of Open MPI, `mpiexec -genv` of MPICH)"
         )
-
     return serve_or_connect(scheduler.address, scheduler.port, scheduler.node_rank, world_size, timeout)
 
 
 def _starter() -> str:
-    """Returns the process that started all ranks of this machine, and when it was started itself.
+    """Returns the process id and start time of the process that started all ranks of this machine.
 
     It is the nearest ancestor that is no rank: each rank may be a child of a shell or a wrapper of its own.
     """
@@ -67,7 +63,7 @@ def _starter() -> str:
         parent = int(fields[_PARENT])
         try:
             with open(f"/proc/{parent}/environ", "rb") as file:
-                is_rank = any(each.startswith(_RANK_BY_PMI) for each in file.read().split(b"\0"))
+                is_rank = any(variable.startswith(_RANK_BY_PMI) for variable in file.read().split(b"\0"))
         except OSError:  # another user's
             is_rank = False
         if not is_rank:
@@ -80,15 +76,12 @@ def _fields(process: int) -> list[str]:
         return file.read().rpartition(")")[2].split()
 
 
-_ANOTHER_RANK_0 = timedelta(seconds=5)
-
-
 def serve_or_connect(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Serves on rank 0, connects on the others.
+    """Serves a store on rank 0 and connects to it on the other ranks.
 
     Raises:
         PortInUseError: on rank 0, another program has the port.
-        StoreConnectionError: nobody serves there.
+        StoreConnectionError: no process serves the store.
     """
 
     def connect(serve: bool, within: timedelta) -> Store:
@@ -102,7 +95,7 @@ def serve_or_connect(host: str, port: int, rank: int, world_size: int, timeout: 
     try:
         return connect(True, timeout)
     except PortInUseError as error:
-        # Another process that was also started as rank 0 may serve there; then all ranks have to hear of it.
+        # Another process that was also started as rank 0 may serve there; then all ranks must get this error.
         try:
             return connect(False, min(timeout, _ANOTHER_RANK_0))
         except (PacelineError, OSError):
@@ -128,10 +121,10 @@ def open_torchrun_store(port: int, world_size: int, timeout: timedelta) -> Store
 
 
 def rank_and_world_size_in_url(url: str, rank: int, world_size: int) -> tuple[int, int]:
-    """Returns rank and world size; where an argument is -1, takes it from the URL.
+    """Returns rank and world size; an argument of -1 is taken from the URL.
 
     Raises:
-        ValueError: the URL does not have them, or they are no whole numbers.
+        ValueError: the URL does not contain them, or they are no whole numbers.
     """
     split = urlsplit(url)
     query = parse_qs(split.query)
@@ -155,7 +148,7 @@ def _whole(value: str, name: str, split: SplitResult) -> int:
 
 
 def is_served_by_launcher(url: str) -> bool:
-    """Returns whether no rank can serve a store at the address, since it is MASTER_PORT and the launcher serves one."""
+    """Returns whether the address is MASTER_PORT, where the launcher serves a store and no rank can serve another."""
     try:
         port = urlsplit(url).port
     except ValueError:
@@ -168,7 +161,7 @@ def open_store_at_url(url: str, rank: int, world_size: int, timeout: timedelta) 
 
     Raises:
         ValueError: the address is incomplete.
-        StoreConnectionError: nobody serves it.
+        StoreConnectionError: no process serves the store.
     """
     split = urlsplit(url)
     if split.scheme == "file":

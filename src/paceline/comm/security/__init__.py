@@ -1,5 +1,5 @@
-"""The job's secret: where it comes from, the keys derived from it, and how connections prove that they hold it.
+"""Protection of connections: the job's secret, the handshake that proves it, TLS, and limits for unknown peers.
 
-May use: `errors`, `descriptors`, and `paceline._core`, which encrypts. Start reading at `secret.py`, then
-`handshake.py`; `doorkeeper.py` accepts connections. `levels.py` says which ones are encrypted, `encryption.py` does it.
+May use: `errors`, `linux`, and `paceline._core`, which encrypts. Start reading at `secret.py`, then `handshake.py`.
+`authenticated_listener.py` accepts connections; `levels.py` determines which ones `encryption.py` encrypts.
 """

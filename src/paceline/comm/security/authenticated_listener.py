@@ -1,4 +1,4 @@
-"""Accepts connections, and admits those whose other end holds the job's secret."""
+"""Listener that admits only connections whose peer holds the job's secret."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ _PAUSE_S = 0.05  # when the system cannot give a connection, for example because
 
 
 class ListeningEndpoint(Protocol):
-    """What accepts connections: a listening socket, or what is used as one."""
+    """Listening socket, or an object with its methods."""
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Waits for a connection; returns it and the address of its other end."""
+        """Waits for a connection; returns it and its peer's address."""
 
     def getsockname(self) -> Any:
-        """Returns its address; if it is reached by TCP, the host and the port come first."""
+        """Returns the endpoint's address; over TCP, it begins with the host and the port."""
 
     def setblocking(self, flag: bool, /) -> None:
-        """Says whether `accept` waits."""
+        """Sets whether `accept` waits."""
 
     def shutdown(self, how: int, /) -> None:
-        """Ends what waits in `accept`."""
+        """Wakes a thread that waits in `accept`."""
 
     def close(self) -> None:
-        """Gives the descriptor back."""
+        """Closes the descriptor."""
 
     def fileno(self) -> int:
         """Returns the descriptor."""
 
 
 class AuthenticatedListener:
-    """Accepts on `listener`, which it takes over.
+    """Accepts connections in a thread of its own, and authenticates each in another.
 
-    At most `MAX_HANDSHAKES` connections may be proving the secret at a time: one more ends the oldest of the user or
-    host that has the most of them, so that silent connections cannot keep others out. What is refused is logged, but
-    not a connection that its other end closes before it has sent anything wrong.
+    At most `MAX_HANDSHAKES` handshakes may be in progress. One more ends the oldest connection of the user or host that
+    has the most of them, so that silent connections cannot keep others out. Rejected connections are logged, except
+    those that the peer closes before it has sent anything wrong.
 
     Args:
-        listener: the listening socket.
-        key: what the connecting side must hold.
-        channel: what it must ask for, in at most eight letters.
-        admit: takes over each admitted connection; it is called in a thread of its own.
-        generation: the generation that it must belong to.
+        listener: the listening socket, which this object closes.
+        key: the key that the peer must prove.
+        channel: the channel that the peer must request, a name of at most eight letters.
+        admit: a function that receives each admitted connection, in the connection's thread, and must close it.
+        generation: the generation that the peer must belong to.
         secret: the job's secret, which determines the certificate of encrypted connections.
     """
 
@@ -74,7 +74,7 @@ class AuthenticatedListener:
         self._admit = admit
         self._generation = generation
         self._secret = secret
-        self._refusals = RejectedConnections(channel)
+        self._rejected = RejectedConnections(channel)
         self._handshakes: PendingConnections[socket.socket] = PendingConnections(MAX_HANDSHAKES, origin_of_connection)
         self._changing = threading.Lock()
         self._owner = os.getpid()
@@ -85,12 +85,12 @@ class AuthenticatedListener:
 
     @property
     def port(self) -> int:
-        """The TCP port it listens on."""
+        """The TCP port that the listener is reached at."""
         port: int = self._listener.getsockname()[1]
         return port
 
     def require_descriptors(self) -> None:
-        """Raises the OSError by which the latest connection could not be accepted, if descriptors were short."""
+        """Raises the latest error of accepting a connection if it was a shortage of descriptors."""
         if self._shortage is not None:
             raise self._shortage
 
@@ -105,7 +105,7 @@ class AuthenticatedListener:
         with self._changing:
             for connection in self._handshakes:
                 _end(connection)
-        self._refusals.close()
+        self._rejected.close()
 
     def _accept(self) -> None:
         while not self._closed:
@@ -140,18 +140,18 @@ class AuthenticatedListener:
                 return
         except (AuthenticationError, OSError) as error:
             was_dropped = not (self._leave(connection) or has_proved)
-            if not self._closed:  # otherwise it was not refused, but came too late
-                self._refuse(host, error, was_dropped)
+            if not self._closed:  # a connection that `close` ended was not rejected
+                self._log(host, error, was_dropped)
         finally:
             self._leave(connection)
         connection.close()
 
-    def _refuse(self, host: str, error: Exception, was_dropped: bool) -> None:
-        """Logs a refusal, but not a peer that has gone: if it was of this job, its death is reported elsewhere."""
+    def _log(self, host: str, error: Exception, was_dropped: bool) -> None:
+        """Logs a rejected connection, but not a peer that has ended: if it was of this job, others report its death."""
         if was_dropped:
-            self._refusals.add(host, f"{host or 'it'} was silent while {MAX_HANDSHAKES} others came")
+            self._rejected.add(host, f"{host or 'it'} was silent while {MAX_HANDSHAKES} others came")
         elif not isinstance(error, (PeerGoneError, ConnectionError)):
-            self._refusals.add(host, error)
+            self._rejected.add(host, error)
 
     def _leave(self, connection: socket.socket) -> bool:
         with self._changing:
@@ -159,15 +159,15 @@ class AuthenticatedListener:
 
 
 def _disable_nagle(connection: socket.socket) -> None:
-    """Has the system send short messages without waiting until earlier ones were acknowledged, for 40 ms at worst."""
+    """Has the system send short messages at once; otherwise each may wait up to 40 ms for an acknowledgement."""
     if connection.family != socket.AF_UNIX:
-        with contextlib.suppress(OSError):  # the other end is gone already
+        with contextlib.suppress(OSError):  # the peer has closed the connection
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _end(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)  # its own thread closes it
+        connection.shutdown(socket.SHUT_RDWR)  # the connection's thread closes it
 
 
 def _host(address: object) -> str:

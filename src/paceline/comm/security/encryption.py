@@ -1,8 +1,7 @@
-"""Encrypts connections between machines: TLS 1.3, in the core, with a certificate that the job's secret determines.
+"""Encryption of connections between machines: TLS 1.3, in the core, with a certificate derived from the job's secret.
 
-The connecting side begins with TLS or without; the accepting side sees which it is by the first byte, takes both, and
-refuses a connection that ought to be encrypted and is not. Inside, the handshake that proves the secret runs as it does
-on every connection.
+The connecting side begins with TLS or without. The accepting side distinguishes them by the first byte, and rejects a
+connection that must be encrypted and is not. The handshake that proves the secret follows, as on every connection.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from paceline.comm.security.levels import chosen_level, must_encrypt
 from paceline.comm.security.secret import derive_key
 from paceline.errors import AuthenticationError
 
-_CLIENT_HELLO = b"\x16"  # the type of TLS's first record; Paceline's own handshake begins with a letter
+_CLIENT_HELLO = b"\x16"  # the type of the first record of TLS; Paceline's own handshake begins with a letter
 _FOREVER_S = 1e9
 
 
@@ -50,45 +49,45 @@ class EncryptedSocket:
         """Performs TLS's handshake; returns why it failed, or an empty string.
 
         Raises:
-            OSError: it did not end within `timeout_s`.
+            OSError: the handshake did not complete within `timeout_s` seconds.
         """
         return self._core.shake_hands(timeout_s)
 
     def settimeout(self, timeout_s: float | None) -> None:
-        """Sets how long `sendall` and `recv` wait; None for ever, and 0 not at all."""
+        """Sets the time-out of `sendall` and `recv` in seconds; None for no limit, 0 for no waiting."""
         self._timeout_s = timeout_s
 
     def sendall(self, data: bytes | memoryview) -> None:
         """Sends `data`.
 
         Raises:
-            OSError: it was not taken in time, or the connection is broken.
+            OSError: the data was not sent in time, or the connection is broken.
         """
         self._core.send(bytes(data), self._limit_s())
 
     def recv(self, nbytes: int) -> bytes:
-        """Returns what has come, at most 16 KiB; nothing if the other end has closed the connection.
+        """Returns received data, at most 16 KiB; no bytes if the peer has closed the connection.
 
         Raises:
-            OSError: nothing came in time, or the connection is broken.
+            OSError: no data was received in time, or the connection is broken.
         """
         return self._core.receive(nbytes, self._limit_s())
 
     def recv_into(self, memory: memoryview) -> int:
-        """Writes what has come, as `recv`, to the beginning of `memory`; returns the number of bytes.
+        """Receives data into the beginning of `memory`; returns the number of bytes, see `recv`.
 
         Raises:
-            OSError: nothing came in time, or the connection is broken.
+            OSError: no data was received in time, or the connection is broken.
         """
         data = self.recv(len(memory))
         memory[: len(data)] = data
         return len(data)
 
     def recv_now(self, nbytes: int) -> bytes:
-        """Returns what has come, as `recv`, but does not wait.
+        """Returns received data, see `recv`, without waiting.
 
         Raises:
-            BlockingIOError: nothing has come, or only a part of a record.
+            BlockingIOError: nothing has been received, or only a part of a record.
             OSError: the connection is broken.
         """
         try:
@@ -97,7 +96,7 @@ class EncryptedSocket:
             raise BlockingIOError(str(error)) from None
 
     def release(self) -> _core.TlsConnection:
-        """Returns the connection for the core, which closes the socket from now on."""
+        """Returns the connection for the core, which becomes responsible for closing the socket."""
         self._plain.detach()
         return self._core
 
@@ -113,7 +112,7 @@ def identity_of(secret: bytes | None) -> _core.TlsIdentity:
     """Returns the certificate of the jobs with this secret.
 
     Raises:
-        ValueError: this machine has no OpenSSL, or one that cannot do it; the message says what to do.
+        ValueError: this machine has no suitable OpenSSL; the message explains what to do.
     """
     try:
         return _core.TlsIdentity(derive_key(secret, "tls certificate"))
@@ -122,7 +121,7 @@ def identity_of(secret: bytes | None) -> _core.TlsIdentity:
 
 
 def is_between_machines(connection: Connection) -> bool:
-    """Returns whether a connection could lead to another machine: it is no Unix socket."""
+    """Returns whether a connection could lead to another machine, being no Unix socket."""
     return connection.family != socket.AF_UNIX
 
 
@@ -130,8 +129,8 @@ def encrypt_as_client(connection: socket.socket, secret: bytes | None, timeout_s
     """Encrypts a new connection on the connecting side if its addresses and the level require it.
 
     Raises:
-        AuthenticationError: the other end shows another job's certificate, or speaks no TLS.
-        HandshakeUnfinishedError: it did not answer in time, or closed the connection.
+        AuthenticationError: the peer has another job's certificate, or does not use TLS.
+        HandshakeUnfinishedError: the peer did not answer in time, or closed the connection.
         ValueError: this machine has no OpenSSL.
     """
     if not is_between_machines(connection) or not _is_due(connection):
@@ -150,11 +149,11 @@ def encrypt_as_client(connection: socket.socket, secret: bytes | None, timeout_s
 
 
 def encrypt_as_server(connection: socket.socket, secret: bytes | None, timeout_s: float) -> Connection:
-    """Encrypts a new connection on the accepting side if the other end begins so.
+    """Encrypts a new connection on the accepting side if the peer begins with TLS.
 
     Raises:
-        AuthenticationError: the connection must be encrypted and is not, or the other end shows another certificate.
-        HandshakeUnfinishedError: it did not begin, or finish, in time.
+        AuthenticationError: the connection must be encrypted and is not, or the peer has another certificate.
+        HandshakeUnfinishedError: the handshake did not begin, or complete, in time.
     """
     if not is_between_machines(connection):
         return connection
@@ -178,16 +177,16 @@ def encrypt_as_server(connection: socket.socket, secret: bytes | None, timeout_s
 
 
 def plain(connection: Connection) -> socket.socket:
-    """Returns a connection within a machine as the socket that it is."""
+    """Returns a connection within a machine as a plain socket."""
     assert isinstance(connection, socket.socket)
     return connection
 
 
 def receive_now(connection: Connection, nbytes: int) -> bytes:
-    """Returns what has come on a connection that is readable.
+    """Returns received data from a connection that is readable.
 
     Raises:
-        BlockingIOError: it is only a part of a record.
+        BlockingIOError: only a part of a record has been received.
         OSError: the connection is broken.
     """
     if isinstance(connection, EncryptedSocket):
@@ -196,7 +195,7 @@ def receive_now(connection: Connection, nbytes: int) -> bytes:
 
 
 def release_to_core(connection: Connection) -> int | _core.TlsConnection:
-    """Hands over a connection to the core, which closes it from now on."""
+    """Returns a connection for the core, which becomes responsible for closing it."""
     return connection.release() if isinstance(connection, EncryptedSocket) else connection.detach()
 
 

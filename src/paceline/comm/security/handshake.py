@@ -1,11 +1,11 @@
-"""Proves the job's secret in both directions, first thing on every connection.
+"""Handshake by which both ends of every new connection prove the job's secret.
 
     connecting -> accepting   hello: magic, channel, rank, lane, generation, nonce
     accepting  -> connecting  nonce, HMAC-SHA256(key, "S" | both so far)
-    connecting -> accepting   HMAC-SHA256(key, "C" | all so far), or zeros if the proof before was wrong
+    connecting -> accepting   HMAC-SHA256(key, "C" | all so far), or zeros if the other proof was wrong
 
 The letters prevent reflection, the nonces prevent replay, and the channel's name prevents splicing one service's
-connection into another. A handshake takes 140 bytes; nothing that a peer sends is used before its proof is checked.
+connection into another. A handshake takes 140 bytes; no data of a peer is used before its proof is checked.
 """
 
 from __future__ import annotations
@@ -34,19 +34,26 @@ _NONCE_BYTES = 16
 _PROOF_BYTES = 32
 _ENCRYPTED_ONLY = b"this job takes encrypted connections only".ljust(_NONCE_BYTES + _PROOF_BYTES, b".")
 WITHOUT_HEADER = b"one port for many: say which number you want".ljust(_NONCE_BYTES + _PROOF_BYTES, b".")
-_REFUSAL = bytes(_PROOF_BYTES)  # no proof is that: the chance is 1 in 2**256
+_REFUSAL = bytes(_PROOF_BYTES)  # a proof equals this with a probability of 1 in 2**256
 
 
 class HandshakeUnfinishedError(AuthenticationError):
-    """The peer fell silent or closed the connection: no verdict on the secret, and another attempt may work."""
+    """The peer stopped answering or closed the connection, so the secret was not checked; another attempt may work."""
 
 
 class PeerGoneError(HandshakeUnfinishedError):
-    """The peer closed the connection and had sent nothing wrong: it has ended, or did not mean this service."""
+    """The peer closed the connection and had sent nothing wrong: it has ended, or wanted another service."""
 
 
 class PeerHello:
-    """Who connects to which channel; `lane` is the number of the connection between two ranks."""
+    """First message of the connecting side: its rank, and the channel that it wants.
+
+    Attributes:
+        channel: the service's name.
+        rank: the rank that connects.
+        generation: the generation of the job that it belongs to.
+        lane: the number of the connection between the two ranks.
+    """
 
     def __init__(self, channel: str, rank: int = 0, generation: int = 0, lane: int = 0) -> None:
         self.channel = channel
@@ -60,7 +67,7 @@ def prove(connection: Connection, key: bytes, hello: PeerHello, timeout_s: float
 
     Raises:
         AuthenticationError: the peer does not hold the key.
-        HandshakeUnfinishedError: it did not answer in time, or closed the connection.
+        HandshakeUnfinishedError: the peer did not answer in time, or closed the connection.
     """
     deadline = time.monotonic() + timeout_s
     own_nonce = os.urandom(_NONCE_BYTES)
@@ -91,12 +98,12 @@ def prove(connection: Connection, key: bytes, hello: PeerHello, timeout_s: float
 def verify(
     connection: Connection, key: bytes, channel: str, generation: int = 0, timeout_s: float = TIMEOUT_S
 ) -> PeerHello:
-    """Checks the peer's proof on the accepting side, and proves the secret; returns who connected.
+    """Checks the peer's proof on the accepting side, and proves the secret; returns the peer's hello.
 
     Raises:
-        AuthenticationError: the peer does not hold the key, or speaks another protocol.
-        HandshakeUnfinishedError: it did not answer in time.
-        PeerGoneError: it closed the connection.
+        AuthenticationError: the peer does not hold the key, or uses another protocol.
+        HandshakeUnfinishedError: the peer did not answer in time.
+        PeerGoneError: the peer closed the connection.
     """
     deadline = time.monotonic() + timeout_s
     expected = struct.pack("<8s8s", _MAGIC, channel.encode())
@@ -120,16 +127,16 @@ def verify(
 
 
 def is_hello(beginning: bytes) -> bool:
-    """Returns whether what has come is, or can become, the first message of a handshake."""
+    """Returns whether the received bytes begin, or are the beginning of, the first message of a handshake."""
     return beginning[: len(_MAGIC)] == _MAGIC[: len(beginning)]
 
 
 def refuse_plain(connection: socket.socket, timeout_s: float = TIMEOUT_S) -> NoReturn:
-    """Refuses a connection that ought to be encrypted and is not; tells the other end so if it is Paceline's.
+    """Rejects a connection that must be encrypted and is not, and informs the peer if it is Paceline's.
 
     Raises:
-        AuthenticationError: always.
-        HandshakeUnfinishedError: the other end did not say enough in time.
+        AuthenticationError: always, unless the peer was too slow.
+        HandshakeUnfinishedError: the peer did not send its first message in time.
     """
     deadline = time.monotonic() + timeout_s
     first = _receive(connection, _HELLO.size, deadline, _MAGIC)
@@ -146,7 +153,7 @@ def _digest(key: bytes, side: bytes, *parts: bytes) -> bytes:
 
 
 def name_of(connection: Connection) -> str:
-    """Returns what messages call the other end: its address and port, or that it is a Unix socket."""
+    """Returns the peer's name for messages: its address and port, or the Unix socket."""
     try:
         peer = connection.getpeername()
     except OSError:
@@ -162,7 +169,7 @@ def _left(connection: Connection, deadline: float) -> float:
 
 
 def _refuse(connection: Connection, deadline: float) -> None:
-    """Tells the accepting side that its proof is wrong, so that it knows why the connection ends."""
+    """Informs the accepting side that its proof is wrong, so that it can report the reason."""
     with contextlib.suppress(HandshakeUnfinishedError):
         _send(connection, _REFUSAL, deadline)
 
@@ -176,7 +183,7 @@ def _send(connection: Connection, data: bytes, deadline: float) -> None:
 
 
 def _receive(connection: Connection, nbytes: int, deadline: float, expected: bytes = b"") -> bytes:
-    """Receives `nbytes`, which should begin with `expected`; a peer that closes the connection before is looked at."""
+    """Receives `nbytes`, which should begin with `expected`; this is also checked if the peer closes the connection."""
     data = b""
     while len(data) < nbytes:
         try:
@@ -203,6 +210,6 @@ def _require_prefix(connection: Connection, data: bytes, expected: bytes) -> Non
 
 
 def interrupted_handshake(connection: Connection, error: OSError) -> HandshakeUnfinishedError:
-    """Returns the error for a handshake that a failure of the connection ended."""
+    """Returns the error for a handshake that a connection's failure interrupted."""
     kind = PeerGoneError if isinstance(error, ConnectionError) else HandshakeUnfinishedError
     return kind(f"{name_of(connection)} broke off the handshake ({error})")

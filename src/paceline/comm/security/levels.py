@@ -1,11 +1,11 @@
-"""Decides which connections have to be encrypted: PACELINE_SECURITY and the addresses of both ends say so.
+"""Security levels: PACELINE_SECURITY and the addresses of both ends determine which connections are encrypted.
 
-    auth      none; each is authenticated when it is made, as at every level but `none`
-    encrypt   all between machines
-    none      none, and nothing is authenticated; for loopback, and elsewhere only if PACELINE_INSECURE is 1
+    auth      no connection; each is authenticated when it is made, as at every level except `none`
+    encrypt   all connections between machines
+    none      no connection, and none is authenticated; for loopback, and elsewhere only if PACELINE_INSECURE is 1
 
-Without a level, connections between machines are encrypted where an address is public. A connection within a machine
-never is: whoever could read it there could read the memory of the processes too.
+Without a level, connections between machines are encrypted if an address is public. A connection within a machine is
+never encrypted: anybody who could read it could also read the memory of the processes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LEVELS = ("auth", "encrypt", "none")
 
 
 def chosen_level() -> str | None:
-    """Returns the level that was chosen for this job; None if none was.
+    """Returns the level that was chosen for this job, or None.
 
     Raises:
         ValueError: PACELINE_SECURITY is not a level.
@@ -34,10 +34,10 @@ def chosen_level() -> str | None:
 
 
 def choose_level(level: str) -> None:
-    """Chooses the level for this process and those that it starts, on behalf of a program that was given none.
+    """Sets the level for this process and its children.
 
     Raises:
-        ValueError: it is not a level, or another one has been chosen by the environment.
+        ValueError: `level` is not a level, or the environment contains another one.
     """
     if level not in LEVELS:
         raise ValueError(f"the security level is {level!r}; it must be one of {', '.join(LEVELS)}")
@@ -54,8 +54,8 @@ def is_insecure() -> bool:
     return os.environ.get(INSECURE_VARIABLE) == "1"
 
 
-def must_encrypt(here: str, there: str, level: str | None) -> bool:
-    """Returns whether a connection between these two numeric addresses has to be encrypted; both ends decide alike.
+def must_encrypt(own: str, peer: str, level: str | None) -> bool:
+    """Returns whether a connection between two numeric addresses must be encrypted, with the same result on both ends.
 
     >>> must_encrypt("10.0.0.1", "10.0.0.2", None), must_encrypt("10.0.0.1", "10.0.0.2", "encrypt")
     (False, True)
@@ -64,9 +64,9 @@ def must_encrypt(here: str, there: str, level: str | None) -> bool:
     >>> must_encrypt("10.0.0.1", "10.0.0.1", "encrypt"), must_encrypt("::1", "::1", "encrypt")
     (False, False)
     """
-    if here == there or level in ("auth", "none"):
+    if own == peer or level in ("auth", "none"):
         return False
-    ends = [_address(here), _address(there)]
+    ends = [_address(own), _address(peer)]
     if any(end.is_loopback for end in ends):
         return False
     return level == "encrypt" or any(end.is_global for end in ends)

@@ -1,8 +1,8 @@
-"""Files and directories that only this user has access to, in places where others may put files too.
+"""Files and directories that only this user can access, in directories where others may create files too.
 
 Another user can make a file of the expected name beforehand, or a link to a file of this user, and later read or forge
-what is written there. So a file is created exclusively, an existing one is opened without following links, and what was
-opened is checked, not its name.
+the content. Therefore a file is created exclusively, an existing one is opened without following links, and the opened
+file is checked, not its name.
 """
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class SharedFileError(PermissionError):
-    """Other users have, or had, access to a file that must be this user's alone."""
+    """Other users have, or had, access to a file that must be private to this user."""
 
 
 def open_own(path: str, access: int = os.O_RDWR) -> int:
-    """Opens a file of this user alone, or creates it with mode 600; returns the descriptor, which is the caller's.
+    """Opens a file private to this user, or creates it with mode 600; returns the descriptor, which the caller closes.
 
     An empty file of this user that others may only read, as `touch` makes one, is given mode 600.
 
     Args:
-        path: of the file. Its last part must not be a link.
-        access: such as `os.O_RDWR`, and further flags.
+        path: the file's path. Its last part must not be a link.
+        access: the access mode, such as `os.O_RDWR`, and further flags.
 
     Raises:
-        SharedFileError: it is a link, no plain file, has another owner or a second name, or others have access to it.
-        OSError: it cannot be opened.
+        SharedFileError: the file is a link, not a regular file, has another owner or a second name, or others have
+            access to it.
+        OSError: the file cannot be opened.
     """
     while True:
         with contextlib.suppress(FileExistsError):
             return os.open(path, access | os.O_CREAT | os.O_EXCL | _OPENING, 0o600)
-        with contextlib.suppress(FileNotFoundError):  # it has been removed meanwhile
+        with contextlib.suppress(FileNotFoundError):  # the file was removed in the meantime
             return _open_existing(path, access)
 
 
@@ -73,10 +74,10 @@ def _open_existing(path: str, access: int) -> int:
 
 
 def write_own(path: str, content: bytes) -> None:
-    """Writes a file of mode 600, in place of whatever has the name; a reader sees all of it or nothing.
+    """Writes a file of mode 600, replacing any other of that name; a reader sees all of the content or none of it.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     draft = f"{path}.{secrets.token_hex(4)}"
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPENING, 0o600), "wb") as file:
@@ -85,10 +86,10 @@ def write_own(path: str, content: bytes) -> None:
 
 
 def append_to(path: str) -> int:
-    """Opens a file to append to it, or makes it, and follows no link; returns the descriptor, which is the caller's.
+    """Opens or creates a file for appending, without following links; returns the descriptor, which the caller closes.
 
     Raises:
-        OSError: it is a link, no plain file, or cannot be written to.
+        OSError: the file is a link, not a regular file, or cannot be written to.
     """
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | _OPENING, 0o666)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -99,14 +100,14 @@ def append_to(path: str) -> int:
 
 
 def require_own_directory(path: str, may_be_roots: bool = False) -> None:
-    """Checks that a directory is this user's, so that nobody else can replace what is made in it.
+    """Checks that a directory belongs to this user, so that no other user can replace files in it.
 
     Args:
-        path: of the directory. Its last part must not be a link unless `may_be_roots`.
-        may_be_roots: whether it may also be a directory of root.
+        path: the directory's path. Its last part must not be a link unless `may_be_roots`.
+        may_be_roots: whether the directory may also belong to root.
 
     Raises:
-        SharedFileError: it belongs to another user, or is a link.
+        SharedFileError: the directory belongs to another user, or is a link.
     """
     status = os.stat(path) if may_be_roots else os.lstat(path)
     if not stat.S_ISDIR(status.st_mode):
@@ -129,7 +130,7 @@ def _refusal(path: str, seen: str) -> SharedFileError:
 
 
 def is_own(status: os.stat_result) -> bool:
-    """Returns whether a file belongs to this user, and others have no access to it."""
+    """Returns whether a file belongs to this user and others have no access to it."""
     return status.st_uid == os.geteuid() and not status.st_mode & _OTHERS
 
 
@@ -140,9 +141,9 @@ def _is_usual_there(path: str, status: os.stat_result) -> bool:
 
 
 def _usual(path: str) -> os.stat_result | None:
-    """Returns the status of a file that this user makes beside `path`, of mode 600; None if that is impossible.
+    """Returns the status of a new file of mode 600 in the directory of `path`, or None if none can be made.
 
-    Some file systems have no owners or modes of their own, and NFS gives the files of root to nobody.
+    Some file systems have no owners or modes of their own, and NFS maps root to the user nobody.
     """
     probe = f"{path}.{secrets.token_hex(4)}"
     try:
@@ -158,10 +159,10 @@ def _usual(path: str) -> os.stat_result | None:
 
 
 def own_directory() -> str:
-    """Makes or finds a directory that no other user can put files into.
+    """Returns a directory in which no other user can create files, after creating it if necessary.
 
     Raises:
-        RendezvousError: other users have access to it.
+        RendezvousError: other users have access to the directory.
     """
     path = os.path.join(tempfile.gettempdir(), f"paceline-{os.getuid()}")
     os.makedirs(path, mode=0o700, exist_ok=True)

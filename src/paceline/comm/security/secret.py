@@ -1,11 +1,10 @@
-"""The job's secret: random bytes (32 by default, 16 at least) that the processes of a job hold and nobody else.
+"""Secret of a job: random bytes (32 by default, 16 at least) that only the processes of the job hold.
 
-A secret that a process inherits as a sealed memory file, whose descriptor PACELINE_SECRET_FD names.
-
-The variable outlives the descriptor: `subprocess` closes it in the child and leaves the environment as it is, and the
-number may then belong to any other file. So the variable also says which file it was (its inode) and which process made
-it. A process that no longer has the descriptor opens the file by way of its maker's /proc/PID/fd, which the kernel
-grants to processes of the same user only.
+Workers inherit the secret as a sealed memory file, whose descriptor PACELINE_SECRET_FD names. The variable outlives the
+descriptor: `subprocess` closes it in the child and leaves the environment as it is, and the number may then belong to
+any other file. The variable therefore also contains the file's inode and the process that made it. A process that no
+longer has the descriptor opens the file through the maker's /proc/PID/fd, which the kernel permits to processes of the
+same user only.
 """
 
 from __future__ import annotations
@@ -21,14 +20,22 @@ from paceline.comm.security.levels import chosen_level, is_insecure, is_loopback
 from paceline.linux import F_ADD_SEALS, F_GET_SEALS
 
 SECRET_FD_VARIABLE = "PACELINE_SECRET_FD"
+MIN_SECRET_BYTES = 16
 
 _NAME = "paceline-secret"
 _SEALS = linux.F_SEAL_SEAL | linux.F_SEAL_SHRINK | linux.F_SEAL_GROW | linux.F_SEAL_WRITE
 _LONGEST = 1024
+_LARGEST_FILE = 1 << 16
 
 
 class SecretFile:  # no dataclass: every worker imports this, and would pay for the import of dataclasses
-    """The place of a secret: its maker's descriptor, the file's inode, its maker's process id."""
+    """Address of a secret's memory file.
+
+    Attributes:
+        fd: the descriptor in the process that made the file.
+        inode: the file's inode.
+        maker: the id of that process.
+    """
 
     def __init__(self, fd: int, inode: int, maker: int) -> None:
         self.fd = fd
@@ -37,7 +44,7 @@ class SecretFile:  # no dataclass: every worker imports this, and would pay for 
 
     @classmethod
     def create(cls, secret: bytes) -> SecretFile:
-        """Writes `secret` into a new memory file and seals it against changes; the caller closes `fd`."""
+        """Writes a secret into a new memory file, and seals it against changes. The caller closes `fd`."""
         fd = linux.memfd_create(_NAME, linux.MFD_CLOEXEC | linux.MFD_ALLOW_SEALING)
         try:
             os.write(fd, secret)
@@ -49,17 +56,17 @@ class SecretFile:  # no dataclass: every worker imports this, and would pay for 
 
     @classmethod
     def parse(cls, text: str) -> SecretFile:
-        """Parses what `str` returned for a secret file.
+        """Parses the text that `str` returned for a secret file.
 
         Raises:
-            ValueError: `text` is something else.
+            ValueError: `text` has another form.
         """
         try:
             fd, inode, maker = map(int, text.split(":"))
         except ValueError:
             raise ValueError(
-                f"{SECRET_FD_VARIABLE} is {text!r}; it must be DESCRIPTOR:INODE:PID, as `paceline run` sets it for its workers. "
-                "Remove it from the environment; PACELINE_SECRET holds a secret of your own"
+                f"{SECRET_FD_VARIABLE} is {text!r}; it must be DESCRIPTOR:INODE:PID, as `paceline run` sets it for "
+                "its workers. Remove it from the environment; PACELINE_SECRET holds a secret of your own"
             ) from None
         return cls(fd, inode, maker)
 
@@ -74,7 +81,7 @@ class SecretFile:  # no dataclass: every worker imports this, and would pay for 
         """Returns the secret from the process that made the file.
 
         Raises:
-            ValueError: neither that process nor this one has the file; the message says what was seen and what to do.
+            ValueError: neither that process nor this one has the file.
         """
         path = f"/proc/{self.maker}/fd/{self.fd}"
         seen = "is another file by now"
@@ -97,7 +104,7 @@ class SecretFile:  # no dataclass: every worker imports this, and would pay for 
 
     def _read(self, fd: int) -> bytes | None:
         """Returns the content of descriptor `fd` if it is this file, otherwise None."""
-        with contextlib.suppress(OSError):  # it is closed, or a kind of file that has no seals
+        with contextlib.suppress(OSError):  # the descriptor is closed, or of a kind that has no seals
             is_ours = (
                 os.fstat(fd).st_ino == self.inode
                 and os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_NAME} ")
@@ -114,18 +121,12 @@ def _described(fd: int) -> str:
         return "closed"
 
 
-MIN_SECRET_BYTES = 16
-_LARGEST_FILE = 1 << 16
-
-
 def job_secret() -> bytes | None:
-    """Returns the secret that this process was given, or None.
+    """Returns the secret that this process was given; None without one, and at the security level `none`.
 
     Its sources are, in this order, the descriptor that workers inherit from `paceline run` (PACELINE_SECRET_FD),
     PACELINE_SECRET, the file that PACELINE_SECRET_FILE names, and, in a child of a worker that lacks the descriptor,
     the launcher's own descriptor.
-
-    With the security level `none` there is no secret.
 
     Raises:
         ValueError: the secret is too short, its file is readable by others, or the inherited one cannot be read.
@@ -143,7 +144,7 @@ def _own_secret() -> bytes | None:
     if text := os.environ.get("PACELINE_SECRET"):
         return _checked(text.encode(), "PACELINE_SECRET")
     if path := os.environ.get("PACELINE_SECRET_FILE"):
-        # Links are followed, since Kubernetes keeps secrets behind some; what they lead to is checked.
+        # Links are followed, since Kubernetes uses them for secrets; the file that they lead to is checked.
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             status = os.fstat(file.fileno())
             mode = stat.S_IMODE(status.st_mode)
@@ -175,7 +176,7 @@ def _checked(secret: bytes, source: str) -> bytes:
 def derive_key(secret: bytes | None, context: str) -> bytes:
     """Returns HKDF-SHA256 (RFC 5869, one block) of the secret, bound to the purpose `context`.
 
-    Without a secret the key is a public constant, which protects against nobody; it is accepted on loopback only (see
+    Without a secret the key is a public constant, which protects nothing; it is accepted on loopback only (see
     `require_secret`).
     """
     extracted = hmac.digest(b"paceline/1", secret if secret is not None else b"no secret", "sha256")
@@ -183,10 +184,10 @@ def derive_key(secret: bytes | None, context: str) -> bytes:
 
 
 def require_secret(address: str, secret: bytes | None) -> None:
-    """Refuses to use `address` without a secret unless it is loopback, or the user insists.
+    """Raises an error if there is no secret, unless the address is loopback or the user permits insecure connections.
 
     Raises:
-        ValueError: there is no secret; the message says how to set one.
+        ValueError: there is no secret; the message explains how to set one.
     """
     if secret is not None or is_loopback(address):
         return

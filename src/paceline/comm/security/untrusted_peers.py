@@ -1,10 +1,8 @@
-"""Connections that have proved nothing yet: a limited number, so that those who stay silent cannot keep others out.
+"""Treatment of peers that have not been authenticated.
 
-Who is at the other end of a connection, as the kernel says.
-
-Data from another process, which may be malformed in any way, as long as whoever reads it gets a `ValueError`.
-
-Logs the connections that a listener refuses: a few in full, the rest as a count.
+The kernel identifies a connection's origin. The number of pending connections is limited, so that silent peers cannot
+keep others out. Rejected connections are logged, a few in full and the rest as a count. Malformed data of any kind
+leads to a `ValueError`.
 """
 
 from __future__ import annotations
@@ -42,17 +40,17 @@ def is_same_user(connection: socket.socket) -> bool:
 
 
 def origin_of_connection(connection: socket.socket) -> str:
-    """Returns whose connection it is, see `origin_of`; empty if it has ended."""
+    """Returns the origin of a connection, see `origin_of`; empty if the connection has ended."""
     with contextlib.suppress(OSError):
         return origin_of(connection.getpeername(), connection.getsockname())
     return ""
 
 
 def origin_of(peer: object, own: object) -> str:
-    """Returns whose connection it is: a user of this machine, another host, or a network of IPv6.
+    """Returns the origin of a connection: a user of this machine, another host, or a network of IPv6.
 
     Args:
-        peer: the address of the other end.
+        peer: the peer's address, as `socket` returns it.
         own: the address of this end.
 
     >>> origin_of(("10.0.0.5", 4711), ("10.0.0.1", 29400)), origin_of(("2001:db8:0:1:a::1", 1, 0, 0), ("::", 2, 0, 0))
@@ -62,22 +60,22 @@ def origin_of(peer: object, own: object) -> str:
         return ""  # a Unix socket
     host = str(peer[0]).partition("%")[0]
     if host.startswith(_LOOPBACK_PREFIXES):
-        with contextlib.suppress(OSError, struct.error):  # the kernel, or a sandbox, does not tell
+        with contextlib.suppress(OSError, struct.error):  # the kernel, or a sandbox, does not permit it
             return f"user {_user_at(peer, own)}"
-    if ":" in host:  # whoever has one address there usually has all of them
+    if ":" in host:  # the owner of one address usually has the whole network
         network = socket.inet_pton(socket.AF_INET6, host)[:8] + bytes(8)
         return f"{socket.inet_ntop(socket.AF_INET6, network)}/64"
     return host
 
 
 def _user_at(peer: tuple[object, ...], own: tuple[object, ...]) -> int:
-    """Returns the user who made the socket with the address `peer`, which is connected to this machine's `own`.
+    """Returns the id of the user who made the socket with the address `peer`, which is connected to `own`.
 
     Raises:
-        OSError: the kernel does not tell.
+        OSError: the kernel does not report it.
     """
     family = socket.AF_INET6 if ":" in str(peer[0]) else socket.AF_INET
-    addresses = (socket.inet_pton(family, str(each[0]).partition("%")[0]) for each in (peer, own))
+    addresses = (socket.inet_pton(family, str(address[0]).partition("%")[0]) for address in (peer, own))
     body = _KIND.pack(family, socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF)
     body += _PORTS_AND_ADDRESSES.pack(peer[1], own[1], *addresses) + _ANYWHERE
     with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _NETLINK_SOCK_DIAG) as kernel:
@@ -95,9 +93,9 @@ Decoded = TypeVar("Decoded")
 
 
 def decode_untrusted(decode: Callable[[Data], Decoded], data: Data) -> Decoded:
-    """Returns what a decoder of JSON or msgpack makes of `data`.
+    """Returns `decode(data)`, for a decoder of JSON or msgpack.
 
-    Decoders raise a `RecursionError`, which is no `ValueError`, for what is nested too deeply.
+    Decoders raise a `RecursionError`, which is not a `ValueError`, for data that is nested too deeply.
 
     Raises:
         ValueError: the data cannot be decoded.
@@ -109,7 +107,7 @@ def decode_untrusted(decode: Callable[[Data], Decoded], data: Data) -> Decoded:
 
 
 def encodable(text: str) -> str:
-    """Returns text that can be encoded: lone surrogates, which JSON can hold, are written as escapes.
+    """Returns text that can be encoded: lone surrogates, which JSON can contain, are written as escapes.
 
     >>> encodable("a\\ud800b")
     'a\\\\ud800b'
@@ -125,14 +123,14 @@ _log = logging.getLogger(__name__)
 
 
 class RejectedConnections:
-    """The refused connections of one listener.
+    """Log of the rejected connections of one listener.
 
     The first `SHOWN` are logged with their reasons. Further ones are counted and summed up in one line every
     `PERIOD_S` seconds, until a period passes without any.
 
     Args:
-        channel: what the connections were for.
-        period_s: the seconds that one summary covers.
+        channel: the name of the listener's service.
+        period_s: the period that one summary covers, in seconds.
     """
 
     def __init__(self, channel: str, period_s: float = PERIOD_S) -> None:
@@ -183,7 +181,7 @@ class RejectedConnections:
         self._timer.daemon = True
         try:
             self._timer.start()
-        except RuntimeError:  # no more threads can be started: the next refusal tries again
+        except RuntimeError:  # no more threads can be started; the next rejected connection tries again
             self._timer = None
 
     def _sum_up(self) -> None:
@@ -212,13 +210,13 @@ Pending = TypeVar("Pending", bound=Hashable)
 
 
 class PendingConnections(Generic[Pending]):
-    """At most `most` connections. One more ends the oldest of those whose origin has the most of them.
+    """Limited set of connections. One too many replaces the oldest of the origin that has the most of them.
 
-    A peer that opens many connections thus ends its own, and one that opens few keeps its place.
+    A peer that opens many connections thus ends its own, and does not affect a peer that opens few.
 
     Args:
-        most: see above.
-        origin: returns whose a connection is. It is asked only once there are too many.
+        most: the largest number of connections.
+        origin: a function that returns a connection's origin. It is called only when the limit is exceeded.
     """
 
     def __init__(self, most: int, origin: Callable[[Pending], str]) -> None:
@@ -234,22 +232,21 @@ class PendingConnections(Generic[Pending]):
         return iter(tuple(self._origins))
 
     def add(self, connection: Pending) -> Pending | None:
-        """Adds a connection; returns the one that is to be ended for it, which is no longer pending."""
+        """Adds a connection; returns the one that it replaces, which the caller must end, or None."""
         self._origins[connection] = None
         if len(self._origins) <= self._most:
             return None
-        for each, whose in self._origins.items():
-            if whose is None:
-                self._origins[each] = self._origin(each)
+        for pending, origin in self._origins.items():
+            if origin is None:
+                self._origins[pending] = self._origin(pending)
         counts = Counter(self._origins.values())
         largest = max(counts.values())
-        oldest = next(each for each, whose in self._origins.items() if counts[whose] == largest)
+        oldest = next(pending for pending, origin in self._origins.items() if counts[origin] == largest)
         del self._origins[oldest]
         return oldest
 
     def remove(self, connection: Pending) -> bool:
         """Removes a connection; returns whether it was pending."""
-        if connection not in self._origins:
-            return False
-        del self._origins[connection]
-        return True
+        was_pending = connection in self._origins
+        self._origins.pop(connection, None)
+        return was_pending

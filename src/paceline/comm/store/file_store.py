@@ -1,10 +1,10 @@
-"""A store in a file that several processes open, also over NFS.
+"""Store in a file that several processes open, also over NFS.
 
-The file is a log of the operations that changed something; every process replays it. Byte 0 of the lock space is locked
-while an operation runs; every process that has the store open holds a shared lock on byte 1. A process that opens the
-file and finds byte 1 free knows that its members are gone, and starts the log afresh: the file of an earlier run does
-no harm. A file that does not begin as a log is left as it is, and so is one to which other users have access. Whoever
-leaves a last will holds a byte of its own; one that waits and finds the byte free carries out the will.
+The file is a log of the operations that changed the store; every process replays it. Byte 0 of the lock space is locked
+while an operation runs, and every process that has the store open holds a shared lock on byte 1. If a process opens the
+file and finds byte 1 free, no process uses the store any more, and the log is started afresh: the file of an earlier
+run does no harm. A file that does not begin as a log is left as it is, and so is one to which other users have access.
+A process with last wills locks a byte of its own; a waiting process that finds the byte free carries out the wills.
 """
 
 from __future__ import annotations
@@ -27,26 +27,27 @@ from paceline.durations import Timeout
 from paceline.errors import StoreError
 from paceline.linux import F_OFD_SETLK, F_OFD_SETLKW
 
-_OPERATION, _MEMBERS, _TESTATORS = 1 << 60, (1 << 60) + 1, 1 << 61  # beyond any data
-_MAGIC = b"paceln/f"  # with which the log begins
-_RECORD = struct.Struct("<III")  # bytes that follow, their CRC-32, number of fields
+_OPERATION, _MEMBERS, _TESTATORS = 1 << 60, (1 << 60) + 1, 1 << 61  # bytes to lock, beyond any data
+_MAGIC = b"paceln/f"  # the beginning of the log
+_RECORD = struct.Struct("<III")  # number of bytes that follow, their CRC-32, number of fields
 _FIXED = struct.Struct("<Bq")
 _LENGTH = struct.Struct("<I")
 _FLOCK = struct.Struct("hhqqi4x")
 _WITHOUT_EFFECT = {StoreOp.GET, StoreOp.MULTI_GET, StoreOp.WAIT, StoreOp.CHECK, StoreOp.COUNT, StoreOp.QUEUE_LENGTH}
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.001, 0.02
-_LOOK_FOR_THE_DEAD_S = 0.1
+_WILLS_PERIOD_S = 0.1
 
 
 class FileStore(Store):
     """A store in the file `file_name`, for processes that share a directory. `world_size` is for information.
 
-    The store never removes the file, but you may: the first process of a new run discards an earlier run's content. The
-    file is made with mode 600, since whoever can write to it can change what the ranks read.
+    The store never removes the file. You may remove it between runs, but need not: the first process of a new run
+    discards an earlier run's content. The file is made with mode 600, since anybody who can write to it can change the
+    values that ranks read.
 
     Raises:
         ValueError: the file's directory does not exist.
-        StoreError: the file is a link, belongs to another user, lets others read or write it, or is not a store's.
+        StoreError: the file is a link, belongs to another user, can be accessed by others, or is not a store's.
     """
 
     def __init__(self, file_name: str | os.PathLike[str], world_size: int = -1, timeout: Timeout = DEFAULT_TIMEOUT):
@@ -63,8 +64,8 @@ class FileStore(Store):
         self._threads = threading.Lock()  # the file's locks exclude other processes, not threads of this one
         self._table = _core.StoreTable()
         self._replayed = len(_MAGIC)
-        self._testator: bytes | None = None  # this process among those that left wills
-        self._wills: dict[bytes, dict[bytes, bytes]] = {}  # of each of them, by key
+        self._testator: bytes | None = None  # the number of this process's byte, once it has left a will
+        self._wills: dict[bytes, dict[bytes, bytes]] = {}  # values by key, by testator
         while self._fd < 0:
             try:
                 self._fd = open_own(self.path)
@@ -81,7 +82,7 @@ class FileStore(Store):
                 _lock(self._fd, fcntl.F_RDLCK, _MEMBERS, wait=True)
 
     def _check_content(self) -> None:
-        """Checks that the file is a store's, or empty: what is no log would be lost."""
+        """Checks that the file is a store's, or empty: other content would be lost."""
         beginning = os.pread(self._fd, len(_MAGIC), 0)
         if not _MAGIC.startswith(beginning):
             self.close()
@@ -118,7 +119,7 @@ class FileStore(Store):
             with self._locked():
                 self._replay()
                 if time.monotonic() >= look_at:
-                    look_at = time.monotonic() + _LOOK_FOR_THE_DEAD_S
+                    look_at = time.monotonic() + _WILLS_PERIOD_S
                     self._carry_out_wills()
                 done = self._perform(op, number, fields)
                 if done is not None:
@@ -178,7 +179,7 @@ class FileStore(Store):
         return self._testator
 
     def _carry_out_wills(self) -> None:
-        for testator in [each for each in self._wills if each != self._testator]:
+        for testator in [key for key in self._wills if key != self._testator]:
             byte = _TESTATORS + int(testator)
             if not _lock(self._fd, fcntl.F_WRLCK, byte, wait=False):
                 continue
@@ -200,26 +201,27 @@ class FileStore(Store):
         self._replayed += len(record)
 
 
-def _read_record(fd: int, at: int) -> tuple[int, int, list[bytes], int] | None:
-    head = os.pread(fd, _RECORD.size, at)
+def _read_record(fd: int, offset: int) -> tuple[int, int, list[bytes], int] | None:
+    """Returns the operation, number, fields and size of the record at an offset, or None if it is incomplete."""
+    head = os.pread(fd, _RECORD.size, offset)
     if len(head) < _RECORD.size:
         return None
     nbytes, checksum, count = _RECORD.unpack(head)
-    body = os.pread(fd, nbytes, at + _RECORD.size)
+    body = os.pread(fd, nbytes, offset + _RECORD.size)
     if len(body) < nbytes or zlib.crc32(body) != checksum:
         return None
     op, number = _FIXED.unpack_from(body)
-    fields, place = [], _FIXED.size
+    fields, start = [], _FIXED.size
     for _ in range(count):
-        (length,) = _LENGTH.unpack_from(body, place)
-        place += _LENGTH.size
-        fields.append(body[place : place + length])
-        place += length
+        (length,) = _LENGTH.unpack_from(body, start)
+        start += _LENGTH.size
+        fields.append(body[start : start + length])
+        start += length
     return op, number, fields, _RECORD.size + nbytes
 
 
 def _lock(fd: int, kind: int, byte: int, *, wait: bool) -> bool:
-    """Sets an open-file-description lock, which unlike a POSIX lock belongs to the descriptor, not to the process."""
+    """Sets an open-file-description lock, which belongs to the descriptor and not, like POSIX locks, to the process."""
     request = _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0)
     try:
         fcntl.fcntl(fd, F_OFD_SETLKW if wait else F_OFD_SETLK, request)

@@ -1,4 +1,4 @@
-"""A store that another process (or another thread of this one) serves."""
+"""Client of a store that another process, or another thread of this one, serves."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ CHANNEL = "store"
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.5
 _UNFINISHED_FOR_S = 20.0  # a busy or closing server may be late with a handshake; another program never finishes one
-_GRACE_S = 10.0  # beyond a request's own waiting time, for the server to answer
+_GRACE_S = 10.0  # for the server to answer, in addition to a request's own waiting time
 
 _STATUS = tuple(StoreStatus)
-_ANSWERED, _CLOSED, _LOST = 0, 1, 4  # how an exchange with the server ended (native/store/client.hpp)
+_ANSWERED, _CLOSED, _LOST = 0, 1, 4  # outcomes of an exchange with the server (native/store/client.hpp)
 
 
 class StoreServerLostError(StoreConnectionError):
@@ -31,11 +31,16 @@ class StoreServerLostError(StoreConnectionError):
 
 
 class RemoteStore(Store):
-    """The client of a served store.
+    """Client of a served store.
 
-    `open_connection` opens an authenticated connection, for as long as what it is given returns true. A thread that
-    waits for a key occupies a connection, so other threads open more of them. A connection that the server has closed
-    is never reopened.
+    A thread that waits for a key occupies a connection, so other threads open more of them. A connection that the
+    server has closed is never reopened.
+
+    Args:
+        open_connection: a function that opens an authenticated connection. It keeps trying while the function that it
+            is given returns true.
+        name: the store's name in messages.
+        timeout: the time-out of waiting calls, in seconds or as a timedelta.
     """
 
     def __init__(
@@ -119,11 +124,18 @@ def connect(
     timeout: Timeout,
     is_wanted: Callable[[], bool],
 ) -> Connection:
-    """Dials until the server answers or `timeout` is over; returns the authenticated connection.
+    """Dials until the server answers or `timeout` expires; returns the authenticated connection.
+
+    Args:
+        dial: a function that connects a socket within a number of seconds.
+        place: the server's address, for messages.
+        secret: the job's secret, or None.
+        timeout: the time-out for all attempts, in seconds or as a timedelta.
+        is_wanted: returns false once this process has closed the store.
 
     Raises:
-        StoreConnectionError: nobody answered; the message names the place, the time, the number of attempts and the
-        last error. Or the connection is no longer wanted, because this process has closed the store.
+        StoreConnectionError: no server answered, or the connection is no longer wanted. The message names the place,
+            the number of attempts and the last error.
         AuthenticationError: the server belongs to another job, or is no Paceline process.
     """
     started = time.monotonic()

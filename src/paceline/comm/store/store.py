@@ -1,8 +1,6 @@
-"""The interface of every store. Each call is one operation, which a subclass does in `_apply`.
+"""Interface of every store, with the store of one process (`HashStore`) and a prefixed view of another (`PrefixStore`).
 
-A store within one process, for threads and tests.
-
-A view of a store that puts a prefix before every key.
+Each call is one operation, which a subclass performs in `_apply`.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ StoreAnswer = tuple[StoreStatus, int, list[bytes]]
 
 
 class Store(ABC):
-    """A key-value store that the ranks of a job share. Keys are strings, values bytes (strings are encoded as UTF-8).
+    """A key-value store that the ranks of a job share. Keys are strings, and values are bytes (or text in UTF-8).
 
     Every wait ends after `timeout` with a `StoreTimeoutError` that names the keys.
     """
@@ -63,7 +61,7 @@ class Store(ABC):
 
     @property
     def timeout(self) -> timedelta:
-        """How long `get`, `wait` and the other waiting calls wait at most; 300 s unless set."""
+        """The time-out of `get`, `wait` and the other waiting calls; 300 s by default."""
         return timedelta(seconds=self._timeout_s)
 
     def set_timeout(self, timeout: Timeout) -> None:
@@ -71,11 +69,11 @@ class Store(ABC):
         self._timeout_s = to_seconds(timeout)
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Sets `key` to `value`, whatever its value was."""
+        """Sets `key` to `value`."""
         self._ask(StoreOp.SET, [key.encode(), _bytes(value)])
 
     def get(self, key: str) -> bytes:
-        """Returns the value of `key`; waits until it is set."""
+        """Waits until `key` is set, and returns its value."""
         return self._wait_and_ask(StoreOp.GET, [key.encode()], None)[1][0]
 
     def add(self, key: str, amount: int) -> int:
@@ -87,9 +85,9 @@ class Store(ABC):
         return self._ask(StoreOp.ADD, [key.encode()], amount)[0]
 
     def compare_set(self, key: str, expected_value: bytes | str, desired_value: bytes | str) -> bytes:
-        """Sets `key` to `desired_value` if it is `expected_value`, or if it is missing and that is empty.
+        """Sets `key` to `desired_value` if its value is `expected_value`; a missing key has an empty value.
 
-        Returns the value afterwards; `expected_value` when the key is missing and nothing was set.
+        Returns the value afterwards, or `expected_value` if the key is still missing.
         """
         return self._ask(StoreOp.COMPARE_SET, [key.encode(), _bytes(expected_value), _bytes(desired_value)])[1][0]
 
@@ -150,25 +148,25 @@ class Store(ABC):
         return self._ask(StoreOp.QUEUE_LENGTH, [key.encode()])[0]
 
     def set_last_will(self, key: str, value: bytes | str | None) -> None:
-        """Has `key` set to `value` when this process's connection to the store ends, however it ends.
+        """Has the store set `key` to `value` when this process's connection ends for any reason.
 
-        Each key has a will of its own; the latest for a key counts, and None takes it back. A `HashStore`, which ends
-        with its process, keeps none.
+        Each key has a will of its own. A later call for the same key replaces the value, and None withdraws it. A
+        `HashStore`, which ends with its process, keeps no wills.
         """
         self._ask(StoreOp.LAST_WILL, [key.encode(), _bytes("" if value is None else value)], int(value is None))
 
     def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
-        """Waits until `world_size` callers have called it with this `key`, which must not be used again."""
+        """Waits until `world_size` callers have called this method with `key`, which must not be used again."""
         if self.add(f"{key}/arrived", 1) == world_size:
             self.set(f"{key}/all", b"")
         self.wait([f"{key}/all"], timeout)
 
     def clone(self) -> Store:
-        """Returns this store, which threads can share: each waiting thread uses a connection of its own."""
+        """Returns this store. Threads can share it, since each waiting thread uses a connection of its own."""
         return self
 
     def close(self) -> None:
-        """Releases what the store holds (a connection, a file, a server); idempotent."""
+        """Releases the store's connections, file or server; idempotent."""
 
     def _ask(self, op: StoreOp, fields: list[bytes], number: int = 0) -> tuple[int, list[bytes]]:
         status, number, values = self._apply(op, number, fields, self._timeout_s)
@@ -191,7 +189,7 @@ class Store(ABC):
 
     @abstractmethod
     def _apply(self, op: StoreOp, number: int, fields: list[bytes], timeout_s: float) -> StoreAnswer:
-        """Does `op`. For waiting operations `number` is the time in ms, and TIMED_OUT comes with the missing keys."""
+        """Performs `op`. Waiting operations have their time-out in ms as `number`, and return missing keys after it."""
 
 
 def _bytes(value: bytes | str) -> bytes:
@@ -213,7 +211,7 @@ def _names(keys: list[bytes]) -> str:
 
 
 class HashStore(Store):
-    """A store in this process's memory; its threads share it.
+    """A store in this process's memory, which its threads share.
 
     >>> store = HashStore()
     >>> store.add("steps", 2)
@@ -274,7 +272,7 @@ class PrefixStore(Store):
         elif op in _EVERY_FIELD_A_KEY:
             keys = [self._bytes + key for key in fields]
         elif op is StoreOp.MULTI_SET:
-            keys = [self._bytes + field if at % 2 == 0 else field for at, field in enumerate(fields)]
+            keys = [self._bytes + field if index % 2 == 0 else field for index, field in enumerate(fields)]
         else:
             keys = [self._bytes + fields[0], *fields[1:]]
         status, answer, values = self.underlying_store._apply(op, number, keys, timeout_s)

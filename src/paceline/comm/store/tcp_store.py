@@ -1,8 +1,6 @@
-"""A store over TCP: one rank serves it, and all ranks connect.
+"""Store over TCP: one rank serves it, and all ranks connect.
 
-Finds which process listens on a port of this machine, from /proc.
-
-Listens for the store's clients and hands those that prove the job's secret to the core's server.
+`StoreServer` accepts clients that prove the job's secret, and passes their connections to the core's server.
 """
 
 from __future__ import annotations
@@ -29,53 +27,33 @@ from paceline.durations import Timeout, to_seconds
 from paceline.errors import RendezvousTimeoutError, StoreConnectionError, StoreTimeoutError
 from paceline.routes import resolver_name
 
+BACKLOG = 1024  # connections that may wait to be accepted
 _LISTENING = "0A"
-
-
-def port_owner(port: int) -> str | None:
-    """Describes the process, e.g. "process 4711 (python train.py)"; None if it is another user's or has ended."""
-    sockets = {f"socket:[{inode}]" for table in ("tcp", "tcp6") for inode in _listening_inodes(table, port)}
-    if not sockets:
-        return None
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            for descriptor in (process / "fd").iterdir():
-                with contextlib.suppress(OSError):
-                    if str(descriptor.readlink()) in sockets:
-                        command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                        return f"process {process.name} ({' '.join(command.split())[:80]})"
-    return None
-
-
-def _listening_inodes(table: str, port: int) -> list[str]:
-    try:
-        lines = Path("/proc/net", table).read_text().splitlines()[1:]
-    except OSError:
-        return []
-    rows = [line.split() for line in lines]
-    return [row[9] for row in rows if row[3] == _LISTENING and int(row[1].rpartition(":")[2], 16) == port]
+_JOINED, _ALL_JOINED = "paceline/store/joined", "paceline/store/all"  # keys
 
 
 class StoreServer:
-    """Serves a store on `listener`, a listening socket, which it takes over.
+    """Server of a store. Python code runs only for a connection's handshake; a thread of the core serves the requests.
 
-    Python code runs for a connection's handshake only; a thread of the core serves the requests.
+    Args:
+        listener: the listening socket, which the server closes.
+        secret: the job's secret, or None.
     """
 
     def __init__(self, listener: ListeningEndpoint, secret: bytes | None) -> None:
         self._core = _core.StoreServer()
         self._owner = os.getpid()
-        self._doorkeeper = AuthenticatedListener(
+        self._listener = AuthenticatedListener(
             listener, derive_key(secret, CHANNEL), CHANNEL, self._admit, secret=secret
         )
 
     @classmethod
     def on_unix_path(cls, path: str, secret: bytes | None) -> StoreServer:
-        """Serves on a Unix socket at `path`, whose directory should be its owner's alone."""
+        """Serves on a Unix socket at `path`, whose directory should be accessible to its owner only."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.bind(path)
-            listener.listen(1024)
+            listener.listen(BACKLOG)
             return cls(listener, secret)
         except BaseException:
             listener.close()
@@ -83,12 +61,12 @@ class StoreServer:
 
     @property
     def port(self) -> int:
-        """The TCP port it listens on."""
-        return self._doorkeeper.port
+        """The TCP port that the server listens on."""
+        return self._listener.port
 
     def close(self) -> None:
         """Closes the listener and every connection; idempotent, and without effect in a forked child."""
-        self._doorkeeper.close()
+        self._listener.close()
         if os.getpid() == self._owner:
             self._core.close()
 
@@ -97,9 +75,6 @@ class StoreServer:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._core.adopt(release_to_core(connection))
 
-
-BACKLOG = 1024  # connections that may wait to be accepted
-_JOINED, _ALL_JOINED = "paceline/comm/store/joined", "paceline/comm/store/all"
 
 _shared_servers: weakref.WeakValueDictionary[int, StoreServer] = weakref.WeakValueDictionary()
 
@@ -112,21 +87,21 @@ class TCPStore(RemoteStore):
     """A store served over TCP at `host_name`:`port`.
 
     Args:
-        host_name: name or address (IPv4 or IPv6) of the serving rank, the same on every rank. The server listens on
+        host_name: the name or address (IPv4 or IPv6) of the serving rank, the same on every rank. The server listens on
             this address only.
-        port: its port; 0 on the server lets the system choose, see `port`.
+        port: the server's port. With 0 on the server, the system chooses a port, which the attribute `port` has.
         world_size: the number of clients, including the serving rank; None if it is not known.
-        is_master: whether this process serves.
-        timeout: for connecting and for every waiting call.
-        wait_for_workers: on the server, wait here until `world_size` clients have come.
-        multi_tenant: use the server that this process already has on `port`, if it has one.
-        master_listen_fd: a listening socket for the server to take over.
+        is_master: whether this process serves the store.
+        timeout: the time-out for connecting and for every waiting call, in seconds or as a timedelta.
+        wait_for_workers: whether the server waits here until `world_size` clients have connected.
+        multi_tenant: whether to use a server that this process already has on `port`.
+        master_listen_fd: the descriptor of a listening socket, which the server closes.
         use_libuv: ignored; torch chooses between two servers with it, and there is only one here.
 
     Raises:
-        ValueError: the address is not loopback and the job has no secret. StoreConnectionError: the port is in use (the
-        message names the process that holds it, if that can be found out), or nobody
-            answered within `timeout`.
+        ValueError: the address is not loopback and the job has no secret.
+        StoreConnectionError: the port is in use (the message names the process that holds it, if it can be determined),
+            or no server answered within `timeout`.
         AuthenticationError: the server at this address belongs to another job.
     """
 
@@ -177,7 +152,7 @@ class TCPStore(RemoteStore):
 
     @property
     def serves(self) -> bool:
-        """Whether this process serves the store, so that it ends when this one is closed."""
+        """Whether this process serves the store, so that `close` ends it for all ranks."""
         return self._owns_server
 
     def close(self) -> None:
@@ -221,10 +196,10 @@ def _dial(host_name: str, port: int, timeout_s: float, secret: bytes | None) -> 
 
 
 def listen(host_name: str, port: int, secret: bytes | None) -> ListeningEndpoint:
-    """Returns what listens on the first address of `host_name`, never on a wildcard address.
+    """Returns a listener on the first address of `host_name`, never on a wildcard address.
 
-    In a job with one port for all connections between machines, `port` is the number behind that port, and so is the
-    port of the listener's address.
+    In a job with one port for all connections between machines, `port` is the number behind that port, and the
+    listener's address contains this number too.
 
     Raises:
         PortInUseError: another process listens on the port.
@@ -251,7 +226,7 @@ def listen(host_name: str, port: int, secret: bytes | None) -> ListeningEndpoint
 
 
 def listen_at_port(host_name: str, port: int, secret: bytes | None) -> socket.socket:
-    """Returns a socket that listens as `listen` does, at a port of its own whatever the job has.
+    """Returns a socket that listens like `listen`, but always at a port of its own.
 
     Raises:
         PortInUseError, StoreConnectionError, ValueError: see `listen`.
@@ -260,7 +235,7 @@ def listen_at_port(host_name: str, port: int, secret: bytes | None) -> socket.so
 
 
 def bind_to_port(host_name: str, port: int, secret: bytes | None) -> socket.socket:
-    """Returns a socket that has a port of its own and does not listen there yet.
+    """Returns a socket that is bound to a port of its own and does not listen yet.
 
     Raises:
         PortInUseError, StoreConnectionError, ValueError: see `listen`.
@@ -299,9 +274,36 @@ def _held(port: int) -> str:
 
 
 def _require_own(host_name: str, address: str, error: OSError) -> None:
-    """Raises a StoreConnectionError if `error` says that the address is another machine's."""
+    """Raises a StoreConnectionError if `error` reports that the address is another machine's."""
     if error.errno == errno.EADDRNOTAVAIL:
         raise StoreConnectionError(
             f"{host_name} ({address}) is not an address of this machine ({socket.gethostname()}), so rank 0 "
             "cannot serve the store there; give the address of the machine on which rank 0 runs"
         ) from error
+
+
+def port_owner(port: int) -> str | None:
+    """Describes the process that listens on a port of this machine, as in "process 4711 (python train.py)".
+
+    Returns None if the process belongs to another user or has ended.
+    """
+    sockets = {f"socket:[{inode}]" for table in ("tcp", "tcp6") for inode in _listening_inodes(table, port)}
+    if not sockets:
+        return None
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            for descriptor in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if str(descriptor.readlink()) in sockets:
+                        command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                        return f"process {process.name} ({' '.join(command.split())[:80]})"
+    return None
+
+
+def _listening_inodes(table: str, port: int) -> list[str]:
+    try:
+        lines = Path("/proc/net", table).read_text().splitlines()[1:]
+    except OSError:
+        return []
+    rows = [line.split() for line in lines]
+    return [row[9] for row in rows if row[3] == _LISTENING and int(row[1].rpartition(":")[2], 16) == port]

@@ -1,8 +1,9 @@
-"""The live page, `paceline top` and `paceline report`: one picture of the job, drawn in three places.
+"""Dashboard of a job: the live page, and the state that `paceline top` and `paceline report` draw as well.
 
-A `Sample` says what is new since the last one, a `Board` keeps what is worth showing, and a `Picture` is what a
-viewer sees: `sample.py`, `board.py` and `picture.py` know neither files nor sockets nor a clock. `server.py` serves
-the page, behind the rules of `guard.py`; what runs in the browser is in `static/`. May use `observe`'s reading of
-recordings and the standard library, and Starlette and uvicorn in `server.py` alone, which is imported only with
-`paceline run --dash`. Start reading at `picture.py`, then `board.py`.
+A collector (`local_collector.py`, `external_collector.py`, `directory_collector.py`) takes a `JobSample`, which
+contains what is new since the previous one. The aggregator turns samples into a `DashboardState`. These two have no
+files, sockets or clock. `server.py` serves the page under the rules of `access.py`; the browser's part is in `static/`.
+
+May use: `operate.diagnosis`, `comm.record`, `comm.security`, and Starlette and uvicorn in `application.py` alone, which
+only `paceline run --dash` imports. Start reading at `dashboard_state.py`, then `aggregator.py`.
 """

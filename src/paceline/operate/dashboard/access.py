@@ -1,11 +1,8 @@
-"""Who may read the page, as plain functions: the token, its cookie, the Host header, and the headers of every answer.
+"""Access rules of the page (the token, its cookie and the Host header), and the ASGI middleware that applies them.
 
-The page can be opened from a browser on the same machine, and so by any web site that the user visits, if it is let
-in: a site may give its own name the address 127.0.0.1 after it was loaded (DNS rebinding), and is then of the same
-origin as the page. Only the Host header tells the two apart, hence it is compared with a list on every request,
-before anything else.
-
-Applies the rules of `access.py` to every request, before any other code of the page sees it.
+Any web site that the user visits could read the page from the same browser: the site may change the address of its own
+name to 127.0.0.1 after it was loaded (DNS rebinding), and then has the same origin as the page. Only the Host header
+distinguishes them, so it is compared with a list on every request, before anything else.
 """
 
 from __future__ import annotations
@@ -35,14 +32,14 @@ HEADERS = {
     "x-frame-options": "DENY",
     "cache-control": "no-store",
 }
-"""Sent with every answer."""
+"""Headers of every response."""
 
 
 class AccessDecision(Enum):
-    """What becomes of a request: the status and the text of the answer, or that it may pass."""
+    """Decision on a request: the status and text of the response, or that it passes to the page."""
 
     PASSES = (200, "")
-    ENTERS = (303, "")  # its token becomes a cookie
+    ENTERS = (303, "")  # the token in the address is stored as a cookie
     UNKNOWN_HOST = (421, "This page is not served under that host name. See docs/observe.md, --dash-host.")
     WRONG_METHOD = (405, "This page can only be read.")
     NO_TOKEN = (401, "Open the address with the token that `paceline run --dash` printed.")
@@ -54,13 +51,13 @@ class AccessDecision(Enum):
 
     @property
     def text(self) -> str:
-        """What the answer says."""
+        """The text of the response."""
         return self.value[1]
 
 
 @dataclass(frozen=True)
 class PageRequest:
-    """What a decision needs of a request; the names of `headers` are in lower case."""
+    """Request, as far as a decision depends on it; the names of `headers` are in lower case."""
 
     method: str
     path: str
@@ -70,13 +67,13 @@ class PageRequest:
 
 @dataclass(frozen=True)
 class Access:
-    """The rules of one page.
+    """Access rules of one page.
 
     Attributes:
         token: 128 random bits in hexadecimal.
-        name: distinguishes the cookie from those of other pages, since browsers send cookies to every port of a host.
-        hosts: further names under which the page may be asked for, as with a proxy, without ports.
-        acts: whether actions are allowed, which are POST requests.
+        name: the page's name in its cookie, since browsers send the cookies of a host to all of its ports.
+        hosts: further host names of the page, as of a proxy, without ports.
+        acts: whether actions, which are POST requests, are allowed.
     """
 
     token: str
@@ -90,7 +87,7 @@ class Access:
         return f"{COOKIE}-{self.name}" if self.name else COOKIE
 
     def decide(self, request: PageRequest) -> AccessDecision:
-        """Returns what becomes of a request, by its host, its method and its token, in this order."""
+        """Returns the decision on a request by its host, its method and its token, in this order."""
         if not self.knows(request.headers.get("host", "")):
             return AccessDecision.UNKNOWN_HOST
         if request.method != "GET" and not self._is_action(request):
@@ -100,12 +97,12 @@ class Access:
         return AccessDecision.PASSES if self._has_token(request.headers) else AccessDecision.NO_TOKEN
 
     def knows(self, host: str) -> bool:
-        """Returns whether a Host header names this page. The port does not matter: `ssh -L` may have another."""
+        """Returns whether a Host header is one of this page. The port is ignored, since `ssh -L` may use another."""
         match = _HOST.fullmatch(host)
         return match is not None and match[1].lower() in _LOOPBACK_HOSTS | self.hosts
 
     def _is_action(self, request: PageRequest) -> bool:
-        """Whether it is a POST that only a script of this page can send: forms cannot add a header."""
+        """Returns whether the request is a POST from a script of this page; forms cannot add the header."""
         return self.acts and request.method == "POST" and ACTION_HEADER in request.headers
 
     def _has_token(self, headers: Mapping[str, str]) -> bool:
@@ -144,14 +141,14 @@ _ALWAYS = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 
 
 class AccessMiddleware:
-    """An ASGI application around another one, which sees only requests that may pass.
+    """ASGI application around another one, to which it passes only permitted requests.
 
     Args:
         inner: the page.
         access: the rules.
-        prefix: the path under which a proxy serves the page, such as "/user/ana/proxy/8080", or "". Paths with and
-            without it are understood, since some proxies take it away and others do not.
-        passed: is told the address of each connection with a request that has shown the token.
+        prefix: the path under which a proxy serves the page, such as "/user/ana/proxy/8080", or "". It is optional in
+            requests, since some proxies remove it and others do not.
+        passed: a function that is called with the peer's address for each request with the token.
     """
 
     def __init__(
@@ -187,7 +184,7 @@ class AccessMiddleware:
         headers: dict[str, str] = {}
         for name, value in scope["headers"]:
             key = name.decode("latin-1").lower()
-            # Two Host headers are a trick: joined, they are in no list. Cookies may come in several headers.
+            # Joined, two Host headers, which only an attacker sends, match no host. Cookies may be in several headers.
             headers[key] = f"{headers[key]}; {value.decode('latin-1')}" if key in headers else value.decode("latin-1")
         path = scope["path"]
         if self._prefix and (path == self._prefix or path.startswith(self._prefix + "/")):
@@ -203,17 +200,17 @@ class AccessMiddleware:
         return [(b"set-cookie", value.encode("latin-1"))]
 
     def _location(self, scope: Scope) -> str:
-        """Returns where the browser goes without the token: relative, so that it is right behind every proxy."""
+        """Returns the address without the token, relative, so that it is valid behind every proxy."""
         return f"{self._prefix.rpartition('/')[2]}/" if self._prefix and scope["path"] == self._prefix else "./"
 
 
 def _with_headers(send: Send) -> Send:
-    async def sending(message: MutableMapping[str, Any]) -> None:
+    async def send_with_headers(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
             message = {**message, "headers": [*message.get("headers", []), *_ALWAYS]}
         await send(message)
 
-    return sending
+    return send_with_headers
 
 
 async def _answer(send: Send, verdict: AccessDecision, headers: list[tuple[bytes, bytes]]) -> None:

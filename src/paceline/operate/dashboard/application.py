@@ -1,6 +1,6 @@
-"""The page as an ASGI application: the page itself, its stream, the picture as JSON, `/metrics`, and actions.
+"""ASGI application of the page: its files, its event stream, the state as JSON, `/metrics`, and actions.
 
-The connections to the page: how long and how many they may be before one of their requests has shown the token.
+It also limits the number and the duration of connections without a valid token.
 """
 
 from __future__ import annotations
@@ -22,22 +22,27 @@ from paceline.operate.dashboard.event_stream import Broadcaster
 from paceline.operate.dashboard.prometheus import metrics
 from paceline.operate.dashboard.report import STATIC, assets
 
-ENTRANCE_S = 10.0  # from the connection to a request that passes, however many come before
+ENTRANCE_S = 10.0  # from the connection to the first request that passes
 _MOST_PENDING = 64
+_RETRY_MS = 2000
+_HEARTBEAT_S = 15.0  # without a change, after which a comment is sent, so that proxies keep the connection
 
 
 class PageConnections:
-    """Limits the connections that have not shown the token; others may stay as long and be as many as they like.
+    """Limiter of connections on which no request had the token yet; other connections are not limited.
 
-    Any user of the machine can connect to the page, and one who stays silent must not keep out the page's own user.
+    Any user of the machine can connect to the page, and silent connections must not keep out the page's own user.
     """
 
     def __init__(self) -> None:
-        self._pending: PendingConnections[asyncio.Transport] = PendingConnections(_MOST_PENDING, _origin_of)
+        self._pending: PendingConnections[asyncio.Transport] = PendingConnections(
+            _MOST_PENDING,
+            lambda transport: origin_of(transport.get_extra_info("peername"), transport.get_extra_info("sockname")),
+        )
         self._by_address: dict[object, tuple[asyncio.Transport, asyncio.TimerHandle]] = {}
 
     def opened(self, transport: asyncio.Transport) -> None:
-        """Takes in a connection, which may cost another one."""
+        """Adds a connection, and aborts another one if there are too many."""
         peer = transport.get_extra_info("peername")
         if not isinstance(peer, tuple):  # a Unix socket, which only its user can open
             return
@@ -48,13 +53,13 @@ class PageConnections:
             crowded_out.abort()
 
     def passed(self, client: object) -> None:
-        """Notes that a request has shown the token; `client` is the address of its connection."""
+        """Removes the limits of the connection from the address `client`, on which a request had the token."""
         if isinstance(client, (tuple, list)) and (found := self._by_address.get(tuple(client))) is not None:
             self._pending.remove(found[0])
             found[1].cancel()
 
     def closed(self, transport: asyncio.Transport) -> None:
-        """Forgets a connection that has ended."""
+        """Removes a connection that has ended."""
         self._pending.remove(transport)
         peer = transport.get_extra_info("peername")
         found = self._by_address.pop(peer[:2], None) if isinstance(peer, tuple) else None
@@ -66,12 +71,8 @@ class PageConnections:
             transport.abort()
 
 
-def _origin_of(transport: asyncio.Transport) -> str:
-    return origin_of(transport.get_extra_info("peername"), transport.get_extra_info("sockname"))
-
-
 def protocol_of(connections: PageConnections) -> type[H11Protocol]:
-    """Returns the protocol by which the server speaks to each connection, which `connections` is told of."""
+    """Returns uvicorn's protocol class, which reports each connection to `connections`."""
 
     class LimitedProtocol(H11Protocol):
         def connection_made(self, transport: Any) -> None:
@@ -85,12 +86,8 @@ def protocol_of(connections: PageConnections) -> type[H11Protocol]:
     return LimitedProtocol
 
 
-_RETRY_MS = 2000
-_BEAT_S = 15.0  # a comment goes out after so long without a change, so that proxies keep the connection
-
-
 def application(
-    hub: Broadcaster,
+    broadcaster: Broadcaster,
     access: Access,
     prefix: str = "",
     actions: dict[str, Callable[[], str]] | None = None,
@@ -99,14 +96,13 @@ def application(
     """Returns the page.
 
     Args:
-        hub: where its pictures come from.
-        access: who may read it.
+        broadcaster: the source of its state.
+        access: the access rules.
         prefix: the path under which a proxy serves it.
-        actions: what may be asked for by POST to actions/NAME, each returning a word about what was done. It is used
-            only if `access.acts`.
-        passed: is told the address of each connection with a request that has shown the token.
+        actions: the functions that a POST to actions/NAME calls if `access.acts`; each returns a short report.
+        passed: a function that is called with the peer's address for each request with the token.
     """
-    known_files = assets()  # no path is ever made of what a request asks for
+    known_files = assets()  # by name, so that no path is made from a request
     index = known_files["index.html"]
     if access.acts:
         index = index.replace(b"<html ", b'<html data-actions="1" ', 1)
@@ -122,24 +118,24 @@ def application(
         return Response(known_files[name], media_type=STATIC[PurePosixPath(name).suffix])
 
     async def events(request: Request) -> Response:
-        stream = _events(hub, request.headers.get("last-event-id"))
+        stream = _events(broadcaster, request.headers.get("last-event-id"))
         return StreamingResponse(stream, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
 
     async def picture(_: Request) -> Response:
-        return Response(await hub.fresh(), media_type="application/json")
+        return Response(await broadcaster.fresh(), media_type="application/json")
 
     async def prometheus(_: Request) -> Response:
-        await hub.fresh()
-        text = metrics(hub.picture) if hub.picture is not None else ""
+        await broadcaster.fresh()
+        text = metrics(broadcaster.state) if broadcaster.state is not None else ""
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def action(request: Request) -> Response:
-        asked = known.get(request.path_params["name"])
-        if asked is None:
+        function = known.get(request.path_params["name"])
+        if function is None:
             return PlainTextResponse("There is no such action.", 404)
-        said = await asyncio.to_thread(asked)
-        hub.request_sample()
-        return JSONResponse({"said": said})
+        report = await asyncio.to_thread(function)
+        broadcaster.request_sample()
+        return JSONResponse({"said": report})
 
     routes = [
         Route("/", page),
@@ -152,12 +148,12 @@ def application(
     return AccessMiddleware(Starlette(routes=routes), access, prefix, passed)
 
 
-async def _events(hub: Broadcaster, last_id: str | None) -> AsyncIterator[bytes]:
-    """Yields server-sent events: what the viewer has missed, then each change."""
+async def _events(broadcaster: Broadcaster, last_id: str | None) -> AsyncIterator[bytes]:
+    """Yields server-sent events: those that the viewer has missed, then each change."""
     yield b"retry: %d\n\n" % _RETRY_MS
-    with hub.viewer(last_id) as viewer:
+    with broadcaster.viewer(last_id) as viewer:
         while True:
             try:
-                yield await asyncio.wait_for(viewer.next(), _BEAT_S)
+                yield await asyncio.wait_for(viewer.next(), _HEARTBEAT_S)
             except asyncio.TimeoutError:
                 yield b": still here\n\n"

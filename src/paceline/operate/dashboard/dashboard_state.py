@@ -1,11 +1,7 @@
-"""What a viewer sees of a job: one immutable `Picture`, as the page, `paceline top` and the report draw it.
+"""State of a job that the page, `paceline top` and the report draw: one immutable `DashboardState`.
 
-Durations are milliseconds here, as they are shown; `_s` marks the few that are seconds. Lists that only grow are
-`Growing`, so that a viewer who has seen the beginning needs the rest alone.
-
-Writes lengths of time as people say them.
-
-Lists that keep what is worth showing: the end of a long one, or all of it with fewer points.
+Durations are milliseconds here, as they are shown; the suffix `_s` marks the few that are seconds. Lists that only grow
+are `Growing`, so that a viewer with the beginning of a list needs only the rest.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ from paceline.operate.dashboard.job_sample import JobEvent, Line, Stack, StallNo
 
 
 def about(seconds: float) -> str:
-    """Returns a length of time in one unit or two.
+    """Returns a duration as text in one or two units.
 
     >>> about(0.4), about(14), about(14 * 60), about(3 * 3600 + 5 * 60), about(50 * 3600)
     ('less than 1 s', '14 s', '14 min', '3 h 5 min', '2 d 2 h')
@@ -39,7 +35,7 @@ def about(seconds: float) -> str:
 
 
 def milliseconds(value: float) -> str:
-    """Returns milliseconds with three digits that count.
+    """Returns milliseconds as text with three significant digits.
 
     >>> milliseconds(174.2), milliseconds(17.42), milliseconds(1.742), milliseconds(2500.0)
     ('174 ms', '17.4 ms', '1.74 ms', '2.5 s')
@@ -58,12 +54,12 @@ PARTS = ("data", "forward", "backward", "exposed", "optimizer", "other")
 
 @dataclass(frozen=True)
 class Growing(Generic[Item]):
-    """The latest items of a list that grows at its end.
+    """Latest items of a list that grows at its end.
 
     Attributes:
-        items: those that are kept.
-        first: the number of the first of them; those before it were dropped.
-        epoch: changes when items that were there before have changed, so that a viewer needs all of them again.
+        items: the items that are kept.
+        first: the number of the first of them; earlier ones were dropped.
+        epoch: a number that changes when earlier items have changed, so that a viewer needs all of them again.
     """
 
     items: tuple[Item, ...] = ()
@@ -78,9 +74,9 @@ class Growing(Generic[Item]):
 
 @dataclass(frozen=True)
 class JobHeader:
-    """The state of the job in one sentence, and the figures that it is made of.
+    """State of the job in one sentence, and its figures.
 
-    `mood` is "good", "waiting", "bad" or "over" and chooses the colour. `share` is the part that is done, from 0 to 1.
+    `mood` is "good", "waiting", "bad" or "over" and selects the colour. `share` is the completed share of the steps.
     """
 
     sentence: str
@@ -100,10 +96,14 @@ class JobHeader:
 
 @dataclass(frozen=True)
 class Figures:
-    """Medians over the recent steps: what a step takes, how much of it is waiting, how much communication is hidden.
+    """Medians over the recent steps.
 
-    `overlap` is the part of the communication that ran behind other work, from 0 to 1; None without communication.
-    `predicted` is the step with calls that take what the engine predicts; None where it does not.
+    Attributes:
+        step: the duration of a step.
+        exposed_share: the share of the step in which ranks wait for communication.
+        overlap: the share of the communication that overlapped with other work; None without communication.
+        parts: the durations of the parts in the order of `PARTS`.
+        predicted: the duration of a step whose calls take the predicted time; None without predictions.
     """
 
     step: float
@@ -116,7 +116,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class RankRow:
-    """One rank's row. `slowness` is its own time over the median of all ranks, 1 for the median."""
+    """Row of a rank. `slowness` is its own time divided by the median of all ranks."""
 
     rank: int
     host: str
@@ -135,7 +135,7 @@ class RankRow:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """What a step takes, and what it would take if one rank were like the median."""
+    """Duration of a step, now and if the slowest rank were as fast as the median."""
 
     sentence: str
     rank: int
@@ -145,9 +145,9 @@ class WhatIf:
 
 @dataclass(frozen=True)
 class StepColumn:
-    """One step: the mean of each part over the ranks, and the own time and the wait of each rank (None if absent).
+    """Column of a step: the mean of each part over the ranks, and each rank's own time and wait (None if absent).
 
-    `predicted` is the mean of what the step would have lasted if its calls had taken what the engine predicted.
+    `predicted` is the mean duration of the step if its calls had taken the predicted time.
     """
 
     step: int
@@ -160,7 +160,7 @@ class StepColumn:
 
 @dataclass(frozen=True)
 class TimelineLane:
-    """One rank's part of the timeline, in milliseconds after its begin.
+    """Lane of a rank in the timeline, in milliseconds from the timeline's begin.
 
     `phases` are (name, begin, end); `buckets` are (ready, sent, done, bytes, name).
     """
@@ -172,7 +172,7 @@ class TimelineLane:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step of all ranks on one clock, `span` milliseconds long."""
+    """Timeline of one step of all ranks on one clock, `span` milliseconds long."""
 
     step: int
     span: float
@@ -181,9 +181,9 @@ class Timeline:
 
 @dataclass(frozen=True)
 class LinkRow:
-    """What a rank sends to another one, or, with the peer -1, through shared memory; times are in milliseconds.
+    """Row of a link from a rank to another one, or, with the peer -1, of shared memory.
 
-    What is not known is None. `is_slow` marks the links of a way between hosts that is slower than the others.
+    Unknown values are None. `is_slow` marks the links between a pair of hosts that is slower than the others.
     """
 
     rank: int
@@ -199,9 +199,9 @@ class LinkRow:
 
 @dataclass(frozen=True)
 class CallRow:
-    """Calls of one kind: how many there were lately, and what one takes, in milliseconds.
+    """Row of one kind of calls: their recent number, and the predicted and the actual duration of one.
 
-    `predicted` is what the engine chose the algorithm by, and `is_far` says that the actual time differs by a fifth.
+    The engine chose the algorithm by the prediction. `is_far` marks an actual duration that differs by a fifth or more.
     """
 
     name: str
@@ -213,7 +213,7 @@ class CallRow:
 
 @dataclass(frozen=True)
 class Point:
-    """A value that the program logged: the mean over the ranks that logged it, and the smallest and largest."""
+    """A logged value: the mean over the ranks that logged it, the smallest and the largest."""
 
     name: str
     step: int
@@ -224,7 +224,7 @@ class Point:
 
 @dataclass(frozen=True)
 class DashboardState:
-    """All that is shown of a job at one instant."""
+    """State of a job at one instant, as it is shown; the field names are those of the page's JSON."""
 
     header: JobHeader
     figures: Figures | None = None
@@ -234,7 +234,7 @@ class DashboardState:
     timeline: Timeline | None = None
     curves: Growing[Point] = field(default_factory=Growing)
     links: tuple[LinkRow, ...] = ()
-    network: str | None = None  # what to say of the slowest way between hosts
+    network: str | None = None  # the description of a slow pair of hosts
     calls: tuple[CallRow, ...] = ()
     story: Growing[JobEvent] = field(default_factory=Growing)
     log: Growing[Line] = field(default_factory=Growing)
@@ -243,7 +243,7 @@ class DashboardState:
 
 
 def in_ms(seconds: float) -> float:
-    """Returns milliseconds with as many digits as anybody looks at."""
+    """Returns milliseconds, rounded to two decimals."""
     return round(seconds * 1e3, 2)
 
 
@@ -265,36 +265,36 @@ class Tail(Generic[Item]):
             self._growing = None
 
     def growing(self) -> Growing[Item]:
-        """Returns the items; the same object until more are appended."""
+        """Returns the items, as the same object until more are appended."""
         if self._growing is None:
             self._growing = Growing(tuple(self._items), self._count - len(self._items))
         return self._growing
 
 
 class Thinned:
-    """The values of one name over all steps, as few points as fit.
+    """Curve of one name over all steps, with a limited number of points.
 
-    When there are too many, every two neighbours become one, which keeps the smallest and the largest value, so that
-    a spike stays visible after a million steps.
+    When there are too many, each two neighbours are joined to one point with the smallest and the largest value, so
+    that a spike stays visible after a million steps.
     """
 
     def __init__(self, most: int = 1024) -> None:
         self._most = most
-        self._stride = 1  # so many values become a point
+        self._stride = 1  # the number of values in a point
         self._open: list[Point] = []
         self.points: list[Point] = []
         self.epoch = 0
 
     def until(self, step: int) -> Thinned:
-        """Returns a curve without the points from that step on."""
+        """Returns the curve without the points from a step on."""
         rest = Thinned(self._most)
-        rest.points = [each for each in self.points if each.step < step]
+        rest.points = [point for point in self.points if point.step < step]
         rest._stride = self._stride
         rest.epoch = self.epoch + 1
         return rest
 
     def add(self, point: Point) -> list[Point]:
-        """Takes the next value; returns the points that this completes, unless `epoch` changed, and all are new."""
+        """Adds a value; returns the points that it completes. If `epoch` changes, all points are new."""
         self._open.append(point)
         if len(self._open) < self._stride:
             return []
@@ -302,7 +302,7 @@ class Thinned:
         self._open = []
         self.points.append(done)
         if len(self.points) >= self._most:
-            self.points = [_joined(self.points[at : at + 2]) for at in range(0, len(self.points), 2)]
+            self.points = [_joined(self.points[index : index + 2]) for index in range(0, len(self.points), 2)]
             self._stride *= 2
             self.epoch += 1
         return [done]
@@ -311,7 +311,6 @@ class Thinned:
 def _joined(points: list[Point]) -> Point:
     if len(points) == 1:
         return points[0]
-    mean = sum(each.mean for each in points) / len(points)
-    return Point(
-        points[-1].name, points[-1].step, mean, min(each.low for each in points), max(each.high for each in points)
-    )
+    mean = sum(point.mean for point in points) / len(points)
+    low, high = min(point.low for point in points), max(point.high for point in points)
+    return Point(points[-1].name, points[-1].step, mean, low, high)

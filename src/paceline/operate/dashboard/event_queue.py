@@ -1,7 +1,4 @@
-"""What a launcher tells the page: small facts, left without waiting and read in the page's own thread.
-
-Tells a launcher's events as the page shows them: starts, deaths, new views, and what they cost.
-"""
+"""Queue of notes from the launcher to the page's thread, and the text of the launcher's events."""
 
 from __future__ import annotations
 
@@ -15,20 +12,22 @@ from paceline.operate.dashboard.job_sample import JobEvent, JobInfo, Line, LinkR
 Fact = str | int | list[int]
 
 TOLD_BY_ALL = frozenset({"wait", "view", "end"})
-"""Kinds of events that the launchers of all machines tell, so that one of them is enough."""
+"""Kinds of events that the launchers of all machines report, so that one launcher's report is sufficient."""
 
-_NUMBER = (1 << 32) - 1  # of a view within the term of its coordinator, which is in the bits above
+_NUMBER = (1 << 32) - 1  # mask of a view's number; the bits above are the term of its coordinator
+_MOST = 20_000  # notes that a page has not read yet; beyond that the oldest are lost
+_MOST_LINES = 2000  # likewise lines of the workers' output, which must not displace rarer notes
 
 
 class EventFormatter:
-    """Turns events into what a person wants to read; without a clock."""
+    """Converter from the launcher's events to text for the user. It has no clock."""
 
     def __init__(self) -> None:
         self._view = 0
-        self._broken_s: float | None = None  # since when a worker is missing that has not been made up for
+        self._broken_s: float | None = None  # the time since which workers have been lost without a new view
 
     def tell(self, event: str, facts: dict[str, Fact], now_s: float) -> list[JobEvent]:
-        """Returns what to show of an event that happens now, if anything."""
+        """Returns the text of an event at `now_s`, or an empty list if it is not shown."""
         match event:
             case "start":
                 ranks = facts.get("ranks", [])
@@ -38,11 +37,8 @@ class EventFormatter:
                 text = f"{which} started" if number == 1 else f"{which} started again, for the {number}. time"
                 return [JobEvent(now_s, "start" if number == 1 else "restart", text)]
             case "failure":
-                return [
-                    JobEvent(
-                        now_s, "failure", f"rank {facts.get('rank')} (process {facts.get('pid')}): {facts.get('how')}"
-                    )
-                ]
+                text = f"rank {facts.get('rank')} (process {facts.get('pid')}): {facts.get('how')}"
+                return [JobEvent(now_s, "failure", text)]
             case "ended":
                 self._broken_s = now_s if self._broken_s is None else self._broken_s
                 return [JobEvent(now_s, "death", f"worker {facts.get('uid')}: {facts.get('how')}")]
@@ -54,11 +50,8 @@ class EventFormatter:
                 return [JobEvent(now_s, "wait", str(facts.get("reason", "")))]
             case "end":
                 code = facts.get("code", 0)
-                return [
-                    JobEvent(
-                        now_s, "end", "the job has ended" if code == 0 else f"the job has failed, exit code {code}"
-                    )
-                ]
+                text = "the job has ended" if code == 0 else f"the job has failed, exit code {code}"
+                return [JobEvent(now_s, "end", text)]
         return []
 
     def _entered(self, view: int, now_s: float) -> list[JobEvent]:
@@ -70,13 +63,9 @@ class EventFormatter:
         return [JobEvent(now_s, "view", f"view {view & _NUMBER}: the workers train together", cost_s)]
 
 
-_MOST = 20_000  # notes that wait for a page that does not come to read them; then the oldest are lost
-_MOST_LINES = 2000  # likewise of the workers' output, which must not displace what is rare
-
-
 @dataclass(frozen=True)
 class WorkerRunning:
-    """A worker runs as this rank; `fd` is a descriptor of its recording, which the page's thread closes, or -1."""
+    """Note that a worker runs; `fd` is a descriptor of its recording, which the page's thread closes, or -1."""
 
     rank: int
     pid: int
@@ -86,7 +75,7 @@ class WorkerRunning:
 
 @dataclass(frozen=True)
 class WorkerGone:
-    """The worker of this rank has ended; `how` is "" if all went well, otherwise what the launcher says of it."""
+    """Note that a worker has ended; `how` describes its failure, or is "" if it succeeded."""
 
     rank: int
     pid: int
@@ -95,7 +84,7 @@ class WorkerGone:
 
 @dataclass(frozen=True)
 class RemoteSample:
-    """What another machine's launcher has seen of its ranks since it last said so."""
+    """Note with another machine's ranks, and its events and lines since the previous one."""
 
     ranks: tuple[RankSample, ...] = ()
     links: tuple[LinkRate, ...] = ()
@@ -105,11 +94,11 @@ class RemoteSample:
 
 
 Note = WorkerRunning | WorkerGone | RemoteSample | JobEvent | Line | StallNotice | Stack | JobInfo | None
-"""`None` withdraws the verdict: the job gets on again."""
+"""`None` withdraws the diagnosis, since the job continues."""
 
 
 class EventQueue:
-    """A place where one thread leaves notes and another takes them. Leaving a note never waits for the reader."""
+    """Queue of notes between two threads. Adding a note never waits for the reader."""
 
     def __init__(self) -> None:
         self._notes: deque[Note] = deque(maxlen=_MOST)
@@ -118,17 +107,17 @@ class EventQueue:
         self._lock = threading.Lock()  # so that a descriptor is either taken or closed here
 
     def leave(self, note: Note) -> None:
-        """Leaves a note."""
+        """Adds a note, unless the queue is closed."""
         with self._lock:
             if self._is_open:
                 self._lines.append(note) if isinstance(note, Line) else self._notes.append(note)
 
     def leave_worker(self, rank: int, pid: int, host: str, fd: int | None) -> None:
-        """Says that a worker has begun; `fd` remains the caller's."""
+        """Adds a note that a worker runs. `fd` is duplicated."""
         self.leave(WorkerRunning(rank, pid, host, os.dup(fd) if fd is not None and fd >= 0 else -1))
 
     def take(self) -> list[Note]:
-        """Returns the notes that wait, in order, and the lines after the others."""
+        """Removes and returns all notes in order, lines last."""
         with self._lock:
             notes = [*self._notes, *self._lines]
             self._notes.clear()
@@ -136,7 +125,7 @@ class EventQueue:
         return notes
 
     def close(self) -> None:
-        """Takes no more notes, and releases what those that wait hold; idempotent."""
+        """Rejects further notes, and closes the descriptors of waiting ones; idempotent."""
         with self._lock:
             self._is_open = False
             for note in self._notes:

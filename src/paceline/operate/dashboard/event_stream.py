@@ -1,10 +1,8 @@
-"""Turns pictures into the messages of a stream: a snapshot for who comes, then what has changed.
+"""Stream of server-sent events to the viewers of the page: a snapshot of the state first, then its changes.
 
-A message is one JSON object whose keys are those of `Picture`. A key that is absent has not changed; `null` says that
-there is none any more. A list that grows is `{"epoch", "first", "from", "items"}`: the viewer drops what it has from
-number `from` on and before `first`, and appends the items. With another epoch it drops everything.
-
-Makes a picture of the job again and again while somebody looks, and hands each change to every viewer.
+A message is one JSON object with the keys of `DashboardState`. An absent key has not changed; `null` removes a value. A
+list that grows is `{"epoch", "first", "from", "items"}`: the viewer drops its items from number `from` on and before
+`first`, and appends the new ones. With another epoch it drops all items.
 """
 
 from __future__ import annotations
@@ -23,7 +21,11 @@ from paceline.operate.dashboard.aggregator import DashboardAggregator
 from paceline.operate.dashboard.dashboard_state import DashboardState, Growing
 from paceline.operate.dashboard.job_sample import JobSample
 
-_KEPT = 120  # messages for viewers who come back
+WATCHED_S = 1.0  # between two samples while there are viewers
+ALONE_S = 5.0  # between two samples without viewers, so that curves and the log have no gaps
+_REMEMBERED_S = 10.0  # after a request for the state, as by `paceline top`, for which the job counts as watched
+_QUEUED = 30  # messages that a slow viewer may be behind before it gets a snapshot instead
+_KEPT = 120  # messages for viewers that reconnect
 
 _encode = msgspec.json.Encoder().encode
 _NAMES = tuple(field.name for field in fields(DashboardState))
@@ -31,7 +33,7 @@ _NAMES = tuple(field.name for field in fields(DashboardState))
 
 @dataclass(frozen=True)
 class StreamMessage:
-    """One message; `number` is its event id, and `data` its JSON in one line."""
+    """Message of the stream; `number` is the number in its event id, and `data` its JSON in one line."""
 
     number: int
     data: bytes
@@ -39,24 +41,27 @@ class StreamMessage:
 
 
 class Feed:
-    """The messages of one job. It is not for several threads at once."""
+    """Messages of one job, for one thread at a time.
+
+    Args:
+        life: a name that distinguishes this server's event ids from those of an earlier one at the same address.
+    """
 
     def __init__(self, life: str) -> None:
-        """Begins a feed; `life` tells this server's numbers from those of one before it at the same address."""
         self.life = life
-        self._picture: DashboardState | None = None
+        self._state: DashboardState | None = None
         self._messages: deque[StreamMessage] = deque(maxlen=_KEPT)
         self._number = 0
 
     @property
     def number(self) -> int:
-        """The number of the latest message, 0 if there is none."""
+        """The number of the latest message, or 0."""
         return self._number
 
-    def publish(self, picture: DashboardState) -> StreamMessage | None:
-        """Makes the message that leads from the last picture to this one; None if nothing has changed."""
-        changed = changes(self._picture, picture)
-        self._picture = picture
+    def publish(self, state: DashboardState) -> StreamMessage | None:
+        """Returns the message with the changes from the previous state to this one, or None if there are none."""
+        changed = changes(self._state, state)
+        self._state = state
         if not changed:
             return None
         self._number += 1
@@ -65,18 +70,18 @@ class Feed:
         return message
 
     def since(self, last_id: str | None) -> list[StreamMessage]:
-        """Returns what a viewer needs who has seen the message of this event id last: the rest, or a snapshot."""
+        """Returns the messages after the one with this event id, or a snapshot if they are not available."""
         life, _, number = (last_id or "").rpartition("-")
         if life == self.life and number.isdecimal():
             seen = int(number)
             oldest = self._messages[0].number if self._messages else self._number + 1
             if oldest - 1 <= seen <= self._number:
-                return [each for each in self._messages if each.number > seen]
+                return [message for message in self._messages if message.number > seen]
         return [self.snapshot()]
 
     def snapshot(self) -> StreamMessage:
-        """Returns the whole picture as one message."""
-        whole = {} if self._picture is None else changes(None, self._picture)
+        """Returns the whole state as one message."""
+        whole = {} if self._state is None else changes(None, self._state)
         return StreamMessage(self._number, _encode(whole), is_snapshot=True)
 
     def event(self, message: StreamMessage) -> bytes:
@@ -86,7 +91,7 @@ class Feed:
 
 
 def changes(before: DashboardState | None, after: DashboardState) -> dict[str, Any]:
-    """Returns the keys of a message that leads from `before` to `after`."""
+    """Returns the content of a message with the changes from `before` to `after`."""
     changed: dict[str, Any] = {}
     for name in _NAMES:
         new = getattr(after, name)
@@ -112,16 +117,8 @@ def _growth(old: Growing[Any] | None, new: Growing[Any]) -> dict[str, Any] | Non
     return {"epoch": new.epoch, "first": new.first, "from": begin, "items": new.items[begin - new.first :]}
 
 
-Look = Callable[[], JobSample]
-
-WATCHED_S = 1.0  # between two samples while somebody looks
-ALONE_S = 5.0  # and while nobody does, so that curves and the log have no holes
-_REMEMBERED_S = 10.0  # so long after a picture was asked for, as `paceline top` does, somebody is said to look
-_QUEUED = 30  # messages that a slow viewer may be behind before it gets a snapshot instead
-
-
 class Viewer:
-    """One open page."""
+    """Queue of messages for one open page."""
 
     def __init__(self, feed: Feed, first: list[StreamMessage]) -> None:
         self._feed = feed
@@ -130,7 +127,7 @@ class Viewer:
             self._queue.put_nowait(message)
 
     def put(self, message: StreamMessage) -> None:
-        """Adds a message; one who is far behind gets a snapshot in place of all that waits."""
+        """Adds a message, or a snapshot in place of all waiting messages if the viewer is far behind."""
         if self._queue.qsize() >= _QUEUED:
             while not self._queue.empty():
                 self._queue.get_nowait()
@@ -143,21 +140,26 @@ class Viewer:
 
 
 class Broadcaster:
-    """Runs in one event loop. `look` takes a sample of the job, in that loop's thread."""
+    """Sampler of the job in one event loop, which sends each change to every viewer.
 
-    def __init__(self, look: Look, life: str) -> None:
+    Args:
+        look: a function that takes a sample of the job, called in the loop's thread.
+        life: the name of this server's event ids.
+    """
+
+    def __init__(self, look: Callable[[], JobSample], life: str) -> None:
         self._look = look
-        self._board = DashboardAggregator()
+        self._aggregator = DashboardAggregator()
         self._feed = Feed(life)
         self._viewers: set[Viewer] = set()
         self._wake = asyncio.Event()
         self._taken_s = float("-inf")
         self._asked_s = float("-inf")
-        self.picture: DashboardState | None = None
+        self.state: DashboardState | None = None
 
     @property
     def is_watched(self) -> bool:
-        """Whether a page is open, or somebody has asked for a picture lately."""
+        """Whether a page is open, or the state was requested recently."""
         return bool(self._viewers) or time.monotonic() - self._asked_s < _REMEMBERED_S
 
     async def run(self) -> None:
@@ -171,11 +173,11 @@ class Broadcaster:
                 continue
 
     def sample(self) -> None:
-        """Takes a sample now, and tells the viewers what has changed."""
-        self._board.take(self._look())
-        self.picture = self._board.picture()
+        """Takes a sample now, and sends the changes to the viewers."""
+        self._aggregator.take(self._look())
+        self.state = self._aggregator.state()
         self._taken_s = time.monotonic()
-        message = self._feed.publish(self.picture)
+        message = self._feed.publish(self.state)
         if message is not None:
             for viewer in self._viewers:
                 viewer.put(message)
@@ -185,15 +187,15 @@ class Broadcaster:
         self._wake.set()
 
     async def fresh(self) -> bytes:
-        """Returns a picture that is no older than a second, as JSON."""
+        """Returns the state as JSON, no older than a second."""
         self._asked_s = time.monotonic()
         if self._asked_s - self._taken_s > WATCHED_S:
             self.sample()
-        return msgspec.json.encode(self.picture)
+        return msgspec.json.encode(self.state)
 
     @contextmanager
     def viewer(self, last_id: str | None) -> Iterator[Viewer]:
-        """Takes in a viewer who has seen the event `last_id`."""
+        """Registers a viewer that has received the event `last_id`, for the duration of the context."""
         if time.monotonic() - self._taken_s > WATCHED_S:
             self.sample()
         viewer = Viewer(self._feed, self._feed.since(last_id))

@@ -1,6 +1,6 @@
-"""Looks at a running job without a page: at the recordings that its launcher keeps, by way of /proc/PID/fd.
+"""Collector of samples from another process: it opens the recordings that the launcher keeps through /proc/PID/fd.
 
-The kernel grants that to processes of the launcher's user. Neither the launcher nor the workers notice it.
+The kernel permits that to processes of the launcher's user. It does not affect the launcher or the workers.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _HEAD = struct.Struct("<Q")
 
 
 class OutOfReachError(Exception):
-    """The job has ended, or its recordings are not for this user."""
+    """The job has ended, or this user may not read its recordings."""
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """A worker as its recording says: its rank and process, and where the recording was opened."""
+class _RecordedWorker:
+    """A worker's rank and process by its recording, and the recording's descriptor."""
 
     rank: int
     pid: int
@@ -38,56 +38,56 @@ class _Seen:
 
 
 class ExternalCollector:
-    """Looks at the workers of one machine's launcher until `close`."""
+    """Collector of the workers of one machine's launcher."""
 
     def __init__(self, run: JobRun) -> None:
         self._run = run
         self._notes = EventQueue()
         began_s = time.monotonic() - (time.time() - run.started_s)
         facts = JobInfo(run.job, " ".join(["paceline run", *run.command]), run.world_size or run.workers, began_s)
-        self._lookout = LocalCollector(self._notes, facts)
-        self._board = DashboardAggregator()
+        self._collector = LocalCollector(self._notes, facts)
+        self._aggregator = DashboardAggregator()
         self._open: dict[int, int] = {}  # descriptors of recordings, by inode
-        self._seen: dict[int, _Seen] = {}
+        self._workers: dict[int, _RecordedWorker] = {}  # by their recording's inode
 
     def look(self) -> DashboardState:
-        """Returns what there is to see now.
+        """Returns the current state.
 
         Raises:
             OutOfReachError: the job has ended, or its recordings cannot be read.
         """
         self._find()
-        self._board.take(self._lookout.look())
-        return self._board.picture()
+        self._aggregator.take(self._collector.look())
+        return self._aggregator.state()
 
     def close(self) -> None:
-        """Releases the recordings; idempotent."""
-        self._lookout.close()
+        """Closes the recordings; idempotent."""
+        self._collector.close()
         self._notes.close()
         while self._open:
             os.close(self._open.popitem()[1])
 
     def _find(self) -> None:
-        """Notes which workers have begun and which have ended."""
+        """Finds the workers that have started or ended."""
         kept = self._kept()
         for inode in set(self._open) - set(kept):
             os.close(self._open.pop(inode))
             self._ended(inode)
         for inode, path in kept.items():
             if inode not in self._open:
-                with contextlib.suppress(OSError):  # it has just ended
+                with contextlib.suppress(OSError):  # the worker has just ended
                     self._open[inode] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         for inode, fd in self._open.items():
-            now, known = _identity(fd), self._seen.get(inode)
-            if now is None or now == known:
+            worker, known = _worker_of(fd), self._workers.get(inode)
+            if worker is None or worker == known:
                 continue
             if known is not None:
                 self._ended(inode)
-            self._seen[inode] = now
-            self._notes.leave_worker(now.rank, now.pid, self._run.host, fd)
+            self._workers[inode] = worker
+            self._notes.leave_worker(worker.rank, worker.pid, self._run.host, fd)
 
     def _kept(self) -> dict[int, str]:
-        """Returns the paths by which the launcher's recordings can be opened, by their inodes."""
+        """Returns the paths of the launcher's recordings in /proc, by inode."""
         directory = f"/proc/{self._run.pid}/fd"
         found: dict[int, str] = {}
         try:
@@ -102,21 +102,21 @@ class ExternalCollector:
             ) from error
         for name in names:
             path = f"{directory}/{name}"
-            with contextlib.suppress(OSError):  # closed meanwhile
+            with contextlib.suppress(OSError):  # the descriptor was closed in the meantime
                 if os.readlink(path) == _LINK:
                     found[os.stat(path).st_ino] = path
         return found
 
     def _ended(self, inode: int) -> None:
-        seen = self._seen.pop(inode, None)
-        if seen is not None:
-            self._notes.leave(WorkerGone(seen.rank, seen.pid, "has ended"))
+        worker = self._workers.pop(inode, None)
+        if worker is not None:
+            self._notes.leave(WorkerGone(worker.rank, worker.pid, "has ended"))
 
 
-def _identity(fd: int) -> _Seen | None:
-    """Returns whose recording this is; None while that is not known."""
+def _worker_of(fd: int) -> _RecordedWorker | None:
+    """Returns the worker of a recording; None until it has recorded its rank."""
     data = os.pread(fd, layout.HEADER.size, 0)
     if len(data) < layout.HEADER.size or _HEAD.unpack_from(data)[0] != layout.MAGIC:
         return None
     fields = layout.HEADER.unpack(data)
-    return _Seen(fields[15], fields[14], fd) if fields[15] >= 0 else None
+    return _RecordedWorker(fields[15], fields[14], fd) if fields[15] >= 0 else None

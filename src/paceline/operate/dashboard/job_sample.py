@@ -1,4 +1,4 @@
-"""What one look at a running or finished job finds: the input of the board. Times are seconds on the job's clock."""
+"""Sample of a running or finished job, the input of the aggregator. Times are seconds on the job's clock."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from paceline.operate.diagnosis import job_snapshot
 
 
 class RankActivity(str, Enum):
-    """What a rank is doing, as far as its recording says."""
+    """Activity of a rank, by its recording."""
 
     STARTING = "starting"
-    RUNNING = "running"  # it records calls, and no steps
+    RUNNING = "running"  # records calls, and no steps
     TRAINING = "training"
     WAITING = "waiting"  # in a call, for other ranks
-    LOADING = "loading"  # for its data
-    SILENT = "silent"  # nothing was recorded for long
+    LOADING = "loading"  # waits for its data
+    SILENT = "silent"  # has recorded nothing for a long time
     ENDED = "ended"
     DEAD = "dead"
 
 
 @dataclass(frozen=True)
 class BucketTiming:
-    """A bucket of gradients on its way: ready in backward, sent, and done on this rank."""
+    """Times of a bucket of gradients: ready in backward, sent, and averaged on this rank."""
 
     ready_s: float
     sent_s: float
@@ -37,17 +37,16 @@ class RankStep:
     """One training step of one rank.
 
     Attributes:
-        step: its number.
-        begin_s: when it began; `end_s` when it ended.
-        data_s: how long the rank waited for its data; likewise `forward_s`, `backward_s` and `optimizer_s` without the
-            waits for other ranks within them.
-        exposed_s: how long the rank did nothing but wait for communication.
-        communication_s: how long any communication was under way.
-        samples: how many samples the rank trained on, 0 if it did not say.
+        step: the step's number.
+        begin_s, end_s: its begin and end.
+        data_s, forward_s, backward_s, optimizer_s: the durations of its phases, without waits for other ranks.
+        exposed_s: the time for which the rank only waited for communication.
+        communication_s: the time for which any communication was in progress.
+        samples: the number of samples that the rank trained on; 0 if the program did not log it.
         phases: the phases as (name, begin, end), for the timeline.
         buckets: the buckets in the order in which they became ready.
-        predicted_s: what the step would have lasted if its calls had taken what the engine predicted; None if it did
-            not predict them.
+        predicted_s: the duration that the step would have had if its calls had taken the predicted time; None without
+            predictions.
     """
 
     step: int
@@ -66,23 +65,24 @@ class RankStep:
 
     @property
     def duration_s(self) -> float:
-        """The time from the step's begin to its end."""
+        """The duration of the step."""
         return self.end_s - self.begin_s
 
     @property
     def compute_s(self) -> float:
-        """The rank's own part of the step: all but the wait for others."""
+        """The rank's own part of the step, without the wait for communication."""
         return max(0.0, self.duration_s - self.exposed_s)
 
 
 @dataclass(frozen=True)
 class CallTally:
-    """Calls of one kind that a rank has completed, and whose time the engine had predicted.
+    """Completed calls of one kind, for which the engine had predicted the duration.
 
     Attributes:
-        operation, dtype, count, algorithm: the kind; `count` are the elements of a call.
-        calls: how many there were.
-        took_s: how long they took together; `predicted_s` how long each should have taken.
+        operation, dtype, count, algorithm: the kind; `count` is the number of elements of a call.
+        calls: the number of calls.
+        took_s: the duration of all these calls together.
+        predicted_s: the predicted duration of one call.
     """
 
     operation: str
@@ -96,17 +96,18 @@ class CallTally:
 
 @dataclass(frozen=True)
 class RankSample:
-    """What is known of a rank now, with its steps since the last sample.
+    """State of a rank, with its steps since the previous sample.
 
     Attributes:
-        rank: its rank; with `host` and `pid`, where it runs.
-        state: what it is doing; `doing` says it in words, such as the call that it is in.
-        heard_s: when it recorded something last.
+        rank, host, pid: the rank, and the process that runs it.
+        state: its activity.
+        doing: its activity in words, such as the call that it is in.
+        heard_s: the time of its latest record.
         memory_nbytes: its resident memory.
-        step: the number of the step that it is in, None before the first.
-        steps: the steps that it has finished since the last sample, in order.
-        values: what the program logged since the last sample: (step, name, value).
-        calls: what it has completed since the last sample of what the engine predicts.
+        step: the number of its current step; None before the first.
+        steps: the steps that it has completed since the previous sample, in order.
+        values: the values that the program has logged since the previous sample, as (step, name, value).
+        calls: the calls with predictions that it has completed since the previous sample.
     """
 
     rank: int
@@ -124,14 +125,14 @@ class RankSample:
 
 @dataclass(frozen=True)
 class LinkRate:
-    """What a rank sends to another one over TCP, or to whomever through shared memory; then `peer` is -1.
+    """Rate at which a rank sends to another one over TCP, or, with the peer -1, through shared memory.
 
     Attributes:
-        nbytes_per_s: what it sent since the last sample.
+        nbytes_per_s: the rate since the previous sample.
         delivers_nbytes_per_s: the latest rate at which the kernel delivered data; 0 if it is not known.
-        round_trip_s: the usual one, 0 if it is not known; `variation_s` how much it varies.
-        retransmits: how many segments were sent again since the connections exist.
-        recent: what they carried lately; None if it is not known.
+        round_trip_s, variation_s: the smoothed round trip and its variation; 0 if they are not known.
+        retransmits: the number of segments that were sent again in all.
+        recent: the recent traffic, or None if it is not known.
     """
 
     rank: int
@@ -147,7 +148,7 @@ class LinkRate:
 
 @dataclass(frozen=True)
 class JobEvent:
-    """Something that happened to the job: a start, a death, a view; `cost_s` is what it cost, if that is known."""
+    """Event of the job, such as a start, a death or a view; `cost_s` is the time that it cost, if known."""
 
     at_s: float
     kind: str
@@ -167,7 +168,7 @@ class Line:
 
 @dataclass(frozen=True)
 class StallNotice:
-    """Why the job does not get on: one sentence, the ranks it names, and more lines for those who want them."""
+    """Diagnosis of a job that makes no progress: a sentence, the blamed ranks, and further lines."""
 
     sentence: str
     ranks: tuple[int, ...] = ()
@@ -177,7 +178,7 @@ class StallNotice:
 
 @dataclass(frozen=True)
 class Stack:
-    """The frames of a rank's threads as text, taken on request."""
+    """Stack of a rank as text, taken on request."""
 
     rank: int
     at_s: float
@@ -186,9 +187,9 @@ class Stack:
 
 @dataclass(frozen=True)
 class JobInfo:
-    """What is fixed, or changes seldom: the job's name, its command, how many ranks and steps it is to have.
+    """Properties of a job that change seldom.
 
-    `total_steps` is None if the program does not say it. `outcome` is "" while the job runs.
+    `total_steps` is None if the program does not log it. `outcome` is "" while the job runs.
     """
 
     run_id: str
@@ -204,7 +205,7 @@ class JobInfo:
 
 @dataclass(frozen=True)
 class JobSample:
-    """One look at the whole job. `events`, `lines` and `stacks` are those since the last sample."""
+    """Sample of the whole job. `events`, `lines` and `stacks` are those since the previous sample."""
 
     now_s: float
     facts: JobInfo

@@ -1,4 +1,4 @@
-"""What the ranks send: bytes a second from one look to the next, and which rows of that are worth showing."""
+"""Rates of the links between ranks, from consecutive measurements, and the rows of them that the page shows."""
 
 from __future__ import annotations
 
@@ -9,62 +9,75 @@ from dataclasses import replace
 from paceline.operate.dashboard.dashboard_state import LinkRow
 from paceline.operate.dashboard.job_sample import LinkRate
 from paceline.operate.diagnosis import job_snapshot
-from paceline.operate.diagnosis.recording import LinkRecord as Measured
+from paceline.operate.diagnosis.recording import LinkRecord
 from paceline.operate.diagnosis.slow_links import find_slow_link
 
 SHARED_MEMORY, TCP = "shared memory", "TCP"
 
-_WINDOW = 30  # measurements, one a second, by which a link is judged
+_WINDOW = 30  # measurements of a link that are kept, one a second
 _IDLE_S = 3.0  # a link that was not measured for so long was not used
 _MOST_ROWS = 64
-_WORTH_SHOWING = 0.01  # of the bytes of the busiest link: connections that only keep in touch are left out
+_WORTH_SHOWING = 0.01  # of the bytes of the busiest link, since connections with control messages only are left out
 
 
 class LinkRates:
-    """Turns what one rank's recording says of its links, look by look, into rates."""
+    """Rates of one rank's links, from consecutive samples of its recording."""
 
     def __init__(self) -> None:
-        self._past: dict[tuple[int, int], deque[Measured]] = {}
+        self._past: dict[tuple[int, int], deque[LinkRecord]] = {}
 
-    def take(self, rank: int, measured: Sequence[Measured], now_s: float) -> tuple[LinkRate, ...]:
-        """Returns the rank's links by the other rank; `now_s` is a time on the recording's clock."""
-        found: dict[int, LinkRate] = {}
-        for each in measured:
-            past = self._past.setdefault((each.group, each.peer), deque(maxlen=_WINDOW))
-            if past and past[-1].sent_nbytes > each.sent_nbytes:
-                past.clear()  # these are other connections
-            if not past or past[-1].measured_ns != each.measured_ns:
-                past.append(each)
-            link = _recent(rank, past, now_s)
-            found[each.peer] = _joined(found[each.peer], link) if each.peer in found else link
-        for gone in set(self._past) - {(each.group, each.peer) for each in measured}:
-            del self._past[gone]
-        return tuple(found[peer] for peer in sorted(found))
+    def take(self, rank: int, measured: Sequence[LinkRecord], now_s: float) -> tuple[LinkRate, ...]:
+        """Returns the rank's links in the order of the other ranks.
+
+        Args:
+            rank: the rank.
+            measured: the links of its recording.
+            now_s: the time on the recording's clock.
+        """
+        links = []
+        for record in measured:
+            past = self._past.setdefault((record.group, record.peer), deque(maxlen=_WINDOW))
+            if past and past[-1].sent_nbytes > record.sent_nbytes:
+                past.clear()  # the connections were replaced
+            if not past or past[-1].measured_ns != record.measured_ns:
+                past.append(record)
+            links.append(_recent(rank, past, now_s))
+        for closed in set(self._past) - {(record.group, record.peer) for record in measured}:
+            del self._past[closed]
+        return _by_peer(links)
 
 
-def links_over(rank: int, measured: Iterable[Measured], span_s: float) -> tuple[LinkRate, ...]:
-    """Returns a rank's links in all of a job that lasted `span_s`."""
+def links_over(rank: int, measured: Iterable[LinkRecord], span_s: float) -> tuple[LinkRate, ...]:
+    """Returns a rank's links over a whole job of `span_s` seconds."""
+    return _by_peer(_link(rank, record, None, record.sent_nbytes / span_s) for record in measured)
+
+
+def _by_peer(links: Iterable[LinkRate]) -> tuple[LinkRate, ...]:
     found: dict[int, LinkRate] = {}
-    for each in measured:
-        link = _link(rank, each, None, each.sent_nbytes / span_s)
-        found[each.peer] = _joined(found[each.peer], link) if each.peer in found else link
+    for link in links:
+        found[link.peer] = _joined(found[link.peer], link) if link.peer in found else link
     return tuple(found[peer] for peer in sorted(found))
 
 
 def rows_of(links: Sequence[LinkRate], hosts: Mapping[int, str]) -> tuple[tuple[LinkRow, ...], str | None]:
-    """Returns the rows that are worth showing, and what to say of the slowest way between hosts if it stands out."""
+    """Returns the rows to show, and the description of the slowest pair of hosts if it is slow.
+
+    Args:
+        links: the links of all ranks.
+        hosts: the ranks' hosts.
+    """
     by_rank: dict[int, list[job_snapshot.PeerTraffic]] = {rank: [] for rank in hosts}
     for link in links:
         if link.recent is not None and link.rank in by_rank:
             by_rank[link.rank].append(link.recent)
     ranks = [job_snapshot.RankState(rank, hosts[rank], links=tuple(own)) for rank, own in by_rank.items()]
-    way = find_slow_link(ranks)
-    slow = {(a, b) for a in way.ranks[0] for b in way.ranks[1]} if way is not None else set()
+    pair = find_slow_link(ranks)
+    slow = {(sender, receiver) for sender in pair.ranks[0] for receiver in pair.ranks[1]} if pair else set()
     most = max((_weight(link) for link in links if link.peer >= 0), default=0)
     shown = [link for link in links if link.peer < 0 or _weight(link) >= _WORTH_SHOWING * most]
     shown = sorted(shown, key=lambda link: -_weight(link))[:_MOST_ROWS]
     rows = tuple(_row(link, slow) for link in sorted(shown, key=lambda link: (link.rank, link.peer, link.kind)))
-    return rows, way.sentence if way is not None else None
+    return rows, pair.sentence if pair is not None else None
 
 
 def _weight(link: LinkRate) -> int:
@@ -85,7 +98,7 @@ def _row(link: LinkRate, slow: set[tuple[int, int]]) -> LinkRow:
     )
 
 
-def _recent(rank: int, past: deque[Measured], now_s: float) -> LinkRate:
+def _recent(rank: int, past: deque[LinkRecord], now_s: float) -> LinkRate:
     last = past[-1]
     before = past[-2] if len(past) > 1 else last
     passed_s = (last.measured_ns - before.measured_ns) / 1e9
@@ -94,8 +107,8 @@ def _recent(rank: int, past: deque[Measured], now_s: float) -> LinkRate:
     return _link(rank, last, past[0] if len(past) > 1 else None, rate)
 
 
-def _link(rank: int, last: Measured, first: Measured | None, rate: float) -> LinkRate:
-    """Returns the link of a rank with what it has carried since `first`, or since it was opened."""
+def _link(rank: int, last: LinkRecord, first: LinkRecord | None, rate: float) -> LinkRate:
+    """Returns a link with its traffic since the measurement `first`, or since it was opened."""
     recent = job_snapshot.PeerTraffic(
         peer=last.peer,
         sent_nbytes=last.sent_nbytes - (first.sent_nbytes if first else 0),
@@ -118,12 +131,12 @@ def _link(rank: int, last: Measured, first: Measured | None, rate: float) -> Lin
     )
 
 
-def _active_s(measured: Measured) -> float:
+def _active_s(measured: LinkRecord) -> float:
     return max(0.0, measured.busy_s - measured.held_s)
 
 
 def _joined(one: LinkRate, other: LinkRate) -> LinkRate:
-    """Returns the links of two groups between the same ranks as one; the round trip is that of the busier one."""
+    """Joins the links of two groups between the same ranks, with the round trip of the busier one."""
     assert one.recent is not None and other.recent is not None
     busier = max(one, other, key=lambda link: (link.nbytes_per_s, _weight(link)))
     recent = job_snapshot.PeerTraffic(

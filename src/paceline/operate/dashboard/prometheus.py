@@ -1,4 +1,4 @@
-"""The picture as text for Prometheus (exposition format 0.0.4)."""
+"""Metrics of a job for Prometheus (text exposition format 0.0.4)."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ _OF_LINKS: tuple[tuple[str, str, Callable[[LinkRow], float | None]], ...] = (
 )
 
 
-def metrics(picture: DashboardState) -> str:
-    """Returns the metrics of the whole job; every one has a label `job`, and those of a rank `rank` and `host`."""
-    job: dict[str, str | int] = {"job": picture.header.run_id}
+def metrics(state: DashboardState) -> str:
+    """Returns the metrics as text. Each has a label `job`, and those of a rank also have `rank` and `host`."""
+    job: dict[str, str | int] = {"job": state.header.run_id}
     lines: list[str] = []
-    for name, text, values in _families(picture):
+    for name, text, values in _families(state):
         if values:
             lines += [f"# HELP paceline_{name} {text}", f"# TYPE paceline_{name} gauge"]
             lines += [f"paceline_{name}{_labels({**job, **labels})} {_number(value)}" for labels, value in values]
     return "\n".join([*lines, ""])
 
 
-def _families(picture: DashboardState) -> Iterator[tuple[str, str, Sequence[_Value]]]:
-    header, figures = picture.header, picture.figures
+def _families(state: DashboardState) -> Iterator[tuple[str, str, Sequence[_Value]]]:
+    header, figures = state.header, state.figures
     yield "ranks", "Ranks that take part.", [({}, header.ranks_here)]
     yield "world_size", "Ranks that the job is to have.", [({}, header.world_size)]
     yield "restarts", "How often the workers were restarted.", [({}, header.restarts)]
-    yield "stuck", "1 if there is a verdict on why the job does not get on.", [({}, picture.verdict is not None)]
+    yield "stuck", "1 if there is a verdict on why the job does not get on.", [({}, state.verdict is not None)]
     yield "elapsed_seconds", "Time since the job began.", [({}, header.elapsed_s)]
     if header.step is not None:
         yield "step", "The step that the job is in.", [({}, header.step)]
@@ -59,11 +59,11 @@ def _families(picture: DashboardState) -> Iterator[tuple[str, str, Sequence[_Val
         parts: list[_Value] = [({"part": part}, time / 1e3) for part, time in zip(PARTS, figures.parts, strict=True)]
         yield "step_part_seconds", "The parts of a step, mean over the ranks.", parts
     for name, text, value in _OF_RANKS:
-        yield name, text, [({"rank": row.rank, "host": row.host}, value(row)) for row in picture.ranks]
-    links = [row for row in picture.links if row.peer >= 0]
+        yield name, text, [({"rank": row.rank, "host": row.host}, value(row)) for row in state.ranks]
+    links = [row for row in state.links if row.peer >= 0]
     for name, text, of in _OF_LINKS:
         yield name, text, [({"rank": row.rank, "peer": row.peer}, v) for row in links if (v := of(row)) is not None]
-    latest = {point.name: point.mean for point in picture.curves.items}
+    latest = {point.name: point.mean for point in state.curves.items}
     yield "logged", "What the program logged last, mean over the ranks.", [({"name": k}, v) for k, v in latest.items()]
 
 

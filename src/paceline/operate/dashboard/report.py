@@ -1,4 +1,4 @@
-"""The files of the page, and the report, which is the page with all of them and its data in one file."""
+"""Report of a job: the page with its scripts, styles and data in one HTML file, made from the page's files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MODULES = (
     "lists.js",
     "view.js",
 )
-"""What the page and the report share, each file after those that it imports."""
+"""The scripts that the page and the report share, each after those that it imports."""
 
 _IMPORT = re.compile(r"^import .*\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)
@@ -43,15 +43,15 @@ _HEAD = re.compile(r'<link rel="(?:icon|stylesheet)".*?>\n|<script .*?</script>\
 def assets() -> dict[str, bytes]:
     """Returns the files of the page by their names."""
     folder = files("paceline.operate.dashboard") / "static"
-    return {each.name: each.read_bytes() for each in folder.iterdir() if PurePosixPath(each.name).suffix in STATIC}
+    return {file.name: file.read_bytes() for file in folder.iterdir() if PurePosixPath(file.name).suffix in STATIC}
 
 
-def report(picture: DashboardState, made: str) -> bytes:
-    """Returns a page of HTML that shows the picture and needs nothing else, not even a network.
+def report(state: DashboardState, made: str) -> bytes:
+    """Returns the report as HTML that loads no other files and needs no network.
 
     Args:
-        picture: what is shown.
-        made: when and by what the report was made, for its foot.
+        state: the state of the job.
+        made: the text of the footer: the time and the program.
     """
     known = {name: data.decode() for name, data in assets().items()}
     styles = known["uplot.css"] + known["page.css"]
@@ -62,8 +62,8 @@ def report(picture: DashboardState, made: str) -> bytes:
         "form-action 'none'"
     )
     feed = Feed("report")
-    feed.publish(picture)
-    data = feed.snapshot().data.decode().replace("<", "\\u003c")  # so that no text of the job ends the element
+    feed.publish(state)
+    data = feed.snapshot().data.decode().replace("<", "\\u003c")  # so that no text of the job closes the element
     head = (
         f'<meta http-equiv="content-security-policy" content="{policy}">\n<style>{styles}</style>\n'
         f"<script>{chart}</script>\n"
@@ -77,7 +77,7 @@ def report(picture: DashboardState, made: str) -> bytes:
 
 
 def _without_modules(text: str) -> str:
-    """Returns a module's code for a script that holds them all."""
+    """Returns a module's code without imports and exports, for a script that contains all modules."""
     return _EXPORT.sub("", _IMPORT.sub("", text))
 
 

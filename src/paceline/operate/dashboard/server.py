@@ -1,7 +1,4 @@
-"""Runs the page in a thread of its own, so that whatever happens to it does not disturb the job.
-
-Where the page listens, and the lines that tell the user how to open it, here and over ssh.
-"""
+"""Server of the page, in a thread of its own, so that its failures do not affect the job; and the page's address."""
 
 from __future__ import annotations
 
@@ -29,18 +26,25 @@ if TYPE_CHECKING:
 
 
 ADDRESS_FILE = "page.json"
-"""The name of the file in a job's directory that holds the page's address and token."""
+"""The name of the file in a job's directory that contains the page's address and token."""
 
-_SUGGESTED_PORT = 8080  # of the user's own machine, for a page on a Unix socket
+_SUGGESTED_PORT = 8080  # on the user's own machine, for a page on a Unix socket
+_STOP_S = 2.0
+_START_S = 20.0
+_LAST_S = 0.2  # for the last message to reach the viewers
 
 
 class AddressError(ValueError):
-    """The page cannot listen where it was told to."""
+    """The page cannot listen at its address."""
+
+
+class MissingDashError(ValueError):
+    """The packages that the page needs are not installed."""
 
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """Where to listen: `port` on loopback (0 for a free one), or the Unix socket `path`."""
+    """Address of the page: `port` on loopback (0 for a free one), or the Unix socket `path`."""
 
     port: int = 0
     path: str | None = None
@@ -49,13 +53,13 @@ class ListenAddress:
         """Returns a listening socket.
 
         Raises:
-            AddressError: somebody else listens there, or the socket's directory does not exist.
+            AddressError: another process listens there, or the socket's directory does not exist.
         """
         return _listen_on_path(self.path) if self.path is not None else _listen_on_port(self.port)
 
 
 def lines(listener: socket.socket, token: str, prefix: str = "") -> list[str]:
-    """Returns what to print: the address, and how to open it from another machine."""
+    """Returns the lines to print: the address, and the commands to open it from another machine."""
     user, host = getpass.getuser(), socket.gethostname()
     name = listener.getsockname()
     query = f"{prefix}/?token={token}"
@@ -73,7 +77,7 @@ def lines(listener: socket.socket, token: str, prefix: str = "") -> list[str]:
 
 
 def write_address(path: Path, listener: socket.socket, token: str, prefix: str) -> None:
-    """Writes the page's address into a file that only this user can read; nothing if that is impossible."""
+    """Writes the page's address to a file that only this user can read, if possible."""
     name = listener.getsockname()
     place = {"path": name} if isinstance(name, str) else {"port": name[1]}
     with contextlib.suppress(OSError):
@@ -96,7 +100,7 @@ def _listen_on_port(port: int) -> socket.socket:
 
 
 def _listen_on_path(path: str) -> socket.socket:
-    """Listens on a socket that only this user can open, in place of one that nobody serves any more."""
+    """Returns a socket that only this user can open, in place of an old one that no process serves."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise AddressError(f"--dash-socket {path}: there is a file of that name already, which is no socket")
@@ -107,7 +111,7 @@ def _listen_on_path(path: str) -> socket.socket:
         raise AddressError(f"--dash-socket {path}: there is no directory {Path(path).parent}")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        os.fchmod(listener.fileno(), 0o600)  # Linux takes over the mode of the socket's own inode in bind
+        os.fchmod(listener.fileno(), 0o600)  # on Linux, bind applies the mode of the socket's own inode
         listener.bind(path)
         os.chmod(path, 0o600)
         listener.listen(64)
@@ -126,25 +130,16 @@ def _is_served(path: str) -> bool:
     return True
 
 
-_STOP_S = 2.0
-_START_S = 20.0
-_LAST_S = 0.2  # for the last message to reach the viewers
-
-
-class MissingDashError(ValueError):
-    """The packages that the page needs are not installed."""
-
-
 class DashboardServer:
-    """A page that is being served until `close`.
+    """Server of the page until `close`.
 
     Args:
-        listener: a listening socket, which it takes over.
-        look: takes a sample of the job; it is called in the page's thread.
-        access: who may read it.
-        prefix: the path under which a proxy serves it.
-        actions: what may be asked for.
-        complain: is told once, in a line, if the page fails; the job goes on.
+        listener: the listening socket, which the server closes.
+        look: a function that takes a sample of the job, called in the page's thread.
+        access: the access rules.
+        prefix: the path under which a proxy serves the page.
+        actions: the page's actions by name, see `application`.
+        complain: a function that is called with one line if the page fails.
 
     Raises:
         MissingDashError: Starlette or uvicorn is not installed.
@@ -168,7 +163,7 @@ class DashboardServer:
         self._prefix = prefix
         self._actions = actions or {}
         self._complain = complain
-        self._hub: Broadcaster | None = None
+        self._broadcaster: Broadcaster | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._began = threading.Event()
@@ -177,11 +172,11 @@ class DashboardServer:
 
     @property
     def is_watched(self) -> bool:
-        """Whether anybody looks, with a page that is open or as `paceline top` does."""
-        return self._hub is not None and self._hub.is_watched
+        """Whether a page is open, or `paceline top` requests the state."""
+        return self._broadcaster is not None and self._broadcaster.is_watched
 
     def close(self) -> None:
-        """Ends the page; waits for its thread for two seconds at most. Idempotent."""
+        """Ends the page, waiting at most two seconds for its thread; idempotent."""
         self._began.wait(_START_S)
         if self._loop is not None and self._task is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._task.cancel)
@@ -196,7 +191,7 @@ class DashboardServer:
             asyncio.run(self._serve())
         except asyncio.CancelledError:
             pass
-        except Exception as error:  # the page is a convenience; nothing that happens here may end the job
+        except Exception as error:  # no error of the page may end the job
             self._complain(f"the page has failed and is gone; the job goes on ({type(error).__name__}: {error})")
         finally:
             self._began.set()
@@ -208,9 +203,9 @@ class DashboardServer:
         from paceline.operate.dashboard.event_stream import Broadcaster
 
         connections = PageConnections()
-        hub = self._hub = Broadcaster(self._look, life=secrets.token_hex(4))
+        broadcaster = self._broadcaster = Broadcaster(self._look, life=secrets.token_hex(4))
         config = uvicorn.Config(
-            application(hub, self._access, self._prefix, self._actions, connections.passed),
+            application(broadcaster, self._access, self._prefix, self._actions, connections.passed),
             loop="asyncio",
             http=protocol_of(connections),
             ws="none",
@@ -227,13 +222,13 @@ class DashboardServer:
         server = uvicorn.Server(config)
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         self._began.set()
-        sampling = asyncio.create_task(hub.run())
+        sampling = asyncio.create_task(broadcaster.run())
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
         try:
             await asyncio.wait([sampling, serving], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            if hub.is_watched and not sampling.done():
-                hub.sample()  # how the job has ended
+            if broadcaster.is_watched and not sampling.done():
+                broadcaster.sample()  # with the job's outcome
                 await asyncio.sleep(_LAST_S)
             server.should_exit = server.force_exit = True
             sampling.cancel()

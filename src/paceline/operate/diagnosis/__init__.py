@@ -1,6 +1,6 @@
-"""Reads what the processes of a job recorded, while they run or afterwards, and says why a job hangs, fails or is slow.
+"""Diagnosis of a job that hangs, fails or is slow, from the recordings of its processes, live or afterwards.
 
-May use: `record`, which says how a recording is laid out, and `schedule`, for the algorithms' names. It imports no
-torch, so that the launcher and the command may use it. Start reading at `recording.py`, what a recording is, and
-`reading.py`; for the diagnosis at `evidence.py`, what is known, and `diagnosis.py`.
+May use: `comm.record`, which has the layout of recordings, `comm.schedule`, for the algorithms' names, and
+`comm.security`. It imports no torch, so the launcher and the command can use it. Start reading at `recording.py` and
+`recording_reader.py` for the data, and at `job_snapshot.py` and `diagnosis.py` for the conclusions.
 """

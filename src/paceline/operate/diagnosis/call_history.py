@@ -1,9 +1,7 @@
-"""Compares what ranks called in one group, and says who left the common way, and how.
+"""Comparison of the calls that the ranks of a group made: which rank deviates, and how.
 
-The calls of a training loop repeat. So the past of a group says which call comes next, and a rank whose call is another
-one is the one that is wrong, even if there are only two.
-
-Matches the calls of several ranks: a meeting is one call of a group, as each of its ranks made it.
+The calls of a training loop repeat. Therefore the history of a group predicts the next call, and a rank that makes
+another one is wrong, even if there are only two ranks.
 """
 
 from __future__ import annotations
@@ -15,34 +13,33 @@ from enum import Enum
 
 from paceline.operate.diagnosis.job_snapshot import CallSignature, RankCall, RankState
 
+_LONGEST_CONTEXT = 64  # a longer common history adds no certainty
+_LOOKS_AHEAD = 16
 
-def meetings_of(ranks: Sequence[RankState]) -> list[dict[int, RankCall]]:
-    """Returns each call that ended well and that at least two ranks remember, by rank, in the order of their ends."""
+
+def match_calls(ranks: Sequence[RankState]) -> list[dict[int, RankCall]]:
+    """Returns the successful collectives that at least two ranks recorded, each by rank, in the order of their ends."""
     calls: dict[tuple[str, int], dict[int, RankCall]] = defaultdict(dict)
     for rank in ranks:
         for call in rank.calls:
             if not call.is_open and not call.is_message:
                 calls[call.group, call.sequence][rank.rank] = call
-    known = [meeting for meeting in calls.values() if len(meeting) > 1]
-    return sorted(known, key=lambda meeting: max(call.ended_s or 0.0 for call in meeting.values()))
+    matched = [by_rank for by_rank in calls.values() if len(by_rank) > 1]
+    return sorted(matched, key=lambda by_rank: max(call.ended_s or 0.0 for call in by_rank.values()))
 
 
-def span_of(meetings: Sequence[Mapping[int, RankCall]]) -> float:
-    """Returns the seconds from the first arrival to the last end."""
-    if not meetings:
+def span_of(matched: Sequence[Mapping[int, RankCall]]) -> float:
+    """Returns the seconds from the first arrival to the last end of these collectives."""
+    if not matched:
         return 0.0
-    first = min(call.arrived_s for call in meetings[0].values())
-    return max(call.ended_s or 0.0 for call in meetings[-1].values()) - first
-
-
-_LONGEST_CONTEXT = 64  # a common past of so many calls is convincing
-_LOOKS_AHEAD = 16
+    first = min(call.arrived_s for call in matched[0].values())
+    return max(call.ended_s or 0.0 for call in matched[-1].values()) - first
 
 
 class Slip(Enum):
-    """How a rank's calls differ from the others'."""
+    """Deviation of a rank's calls from the others'."""
 
-    SKIPPED = "skipped, or made later"  # a rank that fails at once does not show which
+    SKIPPED = "skipped, or made later"  # a call that fails at once does not show which
     ORDER = "another order"
     TWICE = "called twice"
     SKIPPED_OR_TWICE = "skipped or called twice"
@@ -56,13 +53,13 @@ class CallMismatch:
 
     Attributes:
         sequence: the number of the call.
-        strays: the ranks that are wrong; if they and the others are equally likely to be, all ranks.
-        slip: what the strays did.
+        strays: the ranks that deviate, or all ranks if it cannot be decided which.
         regular: the other ranks.
-        theirs: what the strays called; of the first of them.
-        expected: what the others called, or would have.
-        step: the step in which it happened, if known.
-        is_guess: whether the past does not say which side is wrong; then `strays` are both.
+        slip: the deviation.
+        theirs: the call of the first of the strays.
+        expected: the call of the other ranks, or the expected one.
+        step: the training step of the call, or None.
+        is_guess: whether it cannot be decided which ranks deviate.
     """
 
     sequence: int
@@ -76,7 +73,7 @@ class CallMismatch:
 
 
 def predicted(past: Sequence[CallSignature], count: int = _LOOKS_AHEAD) -> list[CallSignature]:
-    """Returns the calls that followed the latest earlier place whose past is most like the whole `past`."""
+    """Returns the calls that followed the latest earlier point with the longest history in common with `past`."""
     best, best_length = 0, 0
     for end in range(len(past) - 1, 0, -1):
         length = 0
@@ -93,11 +90,11 @@ def predicted(past: Sequence[CallSignature], count: int = _LOOKS_AHEAD) -> list[
 
 
 def difference(calls: Mapping[int, Sequence[RankCall]], first: int = 0) -> CallMismatch | None:
-    """Returns the first difference between the members' calls of one group; None if there is none, or one is alone.
+    """Returns the first difference between the members' calls of one group, or None.
 
     Args:
-        calls: by rank, its calls of the group, oldest first. They may begin and end at different calls.
-        first: the number of the call from which on to look.
+        calls: the calls of each rank in the group, oldest first. They may begin and end at different calls.
+        first: the number of the first call to compare.
     """
     histories = {rank: {call.sequence: call for call in own} for rank, own in calls.items() if own}
     if len(histories) < 2:
@@ -110,18 +107,18 @@ def difference(calls: Mapping[int, Sequence[RankCall]], first: int = 0) -> CallM
 
 
 def _explain(number: int, histories: Mapping[int, Mapping[int, RankCall]]) -> CallMismatch:
-    here = {rank: own[number] for rank, own in histories.items() if number in own}
+    made = {rank: own[number] for rank, own in histories.items() if number in own}
     past = _past(histories, number)
     coming = predicted(past)
-    counts = Counter(call.header for call in here.values())
+    counts = Counter(call.header for call in made.values())
     usual, is_tie = _usual(counts, past, coming)
-    strays = tuple(sorted(rank for rank, call in here.items() if is_tie or call.header != usual))
-    stray = next(rank for rank, call in sorted(here.items()) if call.header != usual)
-    theirs, step = here[stray].header, here[stray].step
+    strays = tuple(sorted(rank for rank, call in made.items() if is_tie or call.header != usual))
+    stray = next(rank for rank, call in sorted(made.items()) if call.header != usual)
+    theirs, step = made[stray].header, made[stray].step
     if is_tie:
         slip = Slip.OTHER_SHAPE if theirs.operation == usual.operation else Slip.OTHER_CALL
         return CallMismatch(number, strays, (), slip, theirs, usual, step, is_guess=True)
-    regular = tuple(sorted(set(here) - set(strays)))
+    regular = tuple(sorted(set(made) - set(strays)))
     expected = _following(histories[regular[0]], number)
     due = [*expected, *coming[len(expected) :]]
     slip = _slip(_following(histories[stray], number), due, past)
@@ -131,38 +128,38 @@ def _explain(number: int, histories: Mapping[int, Mapping[int, RankCall]]) -> Ca
 
 
 def _by_step(own: Mapping[int, RankCall], number: int, expected: Sequence[CallSignature]) -> Slip:
-    """Decides by the steps whether a rank skipped calls or made one twice, if they tell."""
-    here = own[number]
-    if own[number - 1].step != here.step:
+    """Decides by the training steps whether a rank skipped calls or made one twice, if that is possible."""
+    call = own[number]
+    if own[number - 1].step != call.step:
         return Slip.SKIPPED
-    made = sum(1 for at, call in own.items() if call.step == here.step and at <= number)
-    usual = Counter(Counter(call.step for call in own.values()).values()).most_common(1)[0][0]
-    could_be_skipped = here.header in expected[1 : usual - made + 1]
+    made = sum(1 for index, other in own.items() if other.step == call.step and index <= number)
+    usual = Counter(Counter(other.step for other in own.values()).values()).most_common(1)[0][0]
+    could_be_skipped = call.header in expected[1 : usual - made + 1]
     return Slip.SKIPPED_OR_TWICE if could_be_skipped else Slip.TWICE
 
 
 def _past(histories: Mapping[int, Mapping[int, RankCall]], number: int) -> list[CallSignature]:
-    """Returns the headers before call `number` of the rank that remembers most of them without a gap."""
+    """Returns the headers before call `number`, from the rank that recorded most of them without a gap."""
     longest: list[CallSignature] = []
     for own in histories.values():
         past = []
-        at = number - 1
-        while at in own:
-            past.append(own[at].header)
-            at -= 1
+        index = number - 1
+        while index in own:
+            past.append(own[index].header)
+            index -= 1
         longest = max(longest, past, key=len)
     return longest[::-1]
 
 
 def _following(own: Mapping[int, RankCall], number: int) -> list[CallSignature]:
     """Returns the headers from call `number` on."""
-    return [own[at].header for at in range(number, number + _LOOKS_AHEAD) if at in own]
+    return [own[index].header for index in range(number, number + _LOOKS_AHEAD) if index in own]
 
 
 def _usual(
     counts: Counter[CallSignature], past: Sequence[CallSignature], coming: Sequence[CallSignature]
 ) -> tuple[CallSignature, bool]:
-    """Returns which call is the right one, and whether that is only a guess."""
+    """Returns the right call, and whether that is only a guess."""
     (usual, most), *others = counts.most_common()
     if all(count < most for _, count in others):
         return usual, False
@@ -171,7 +168,7 @@ def _usual(
 
 
 def _slip(theirs: Sequence[CallSignature], expected: Sequence[CallSignature], past: Sequence[CallSignature]) -> Slip:
-    """Says what a rank did that called `theirs` where `expected` was due, after `past`."""
+    """Returns the deviation of a rank that called `theirs` instead of `expected`, after `past`."""
     first = theirs[0]
     for length in range(2, min(len(theirs), len(expected)) + 1):
         if Counter(theirs[:length]) == Counter(expected[:length]):
@@ -189,7 +186,7 @@ def _slip(theirs: Sequence[CallSignature], expected: Sequence[CallSignature], pa
 
 @dataclass(frozen=True)
 class Miscount:
-    """A rank made more or fewer calls in a step than the others, or than it usually does."""
+    """Step in which a rank made more or fewer calls than the others, or than it usually does."""
 
     rank: int
     step: int
@@ -198,15 +195,15 @@ class Miscount:
 
     @property
     def slip(self) -> Slip:
-        """What the rank did."""
+        """The deviation: calls were skipped, or made twice."""
         return Slip.SKIPPED if self.made < self.usual else Slip.TWICE
 
 
 def miscount(calls: Mapping[int, Sequence[RankCall]]) -> Miscount | None:
-    """Returns the first step in which one rank made another number of calls than the others.
+    """Returns the first step in which one rank made another number of calls than the others, or None.
 
-    It finds what `difference` cannot: a call that one rank skipped while all calls look the same. Only the steps count
-    that a rank has left and whose beginning it remembers.
+    This finds a call that one rank skipped while all calls look the same, which `difference` cannot. Only complete
+    steps are compared.
     """
     per_rank = {rank: _counts(own) for rank, own in calls.items()}
     per_rank = {rank: counts for rank, counts in per_rank.items() if counts}
@@ -229,6 +226,9 @@ def miscount(calls: Mapping[int, Sequence[RankCall]]) -> Miscount | None:
 
 
 def _counts(calls: Sequence[RankCall]) -> dict[int, int]:
-    """Returns the number of calls in each step but the first, whose beginning may be forgotten, and the last."""
+    """Returns the number of calls of each complete step.
+
+    The first step, whose start may have been overwritten, and the last one, which is still running, are left out.
+    """
     counts = Counter(call.step for call in calls if call.step is not None)
     return {step: counts[step] for step in range(min(counts) + 1, max(counts))} if counts else {}

@@ -1,8 +1,8 @@
-"""Writes recordings as a trace that Perfetto and chrome://tracing show: all ranks on one time axis.
+"""Trace of recordings in Chrome's JSON format, for Perfetto and chrome://tracing: all ranks on one time axis.
 
 Each rank is a process of the trace, with a row for its steps, one for each thread of the program, one for each group's
 calls and one for the buckets of gradients. Arrows lead from sends to receives. Traces of `torch.profiler` can be merged
-into it; they carry the time of day, so that is what the axis shows.
+into it; they contain the time of day, which is therefore the axis.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.operate.diagnosis.recording import CallRecord, EventRecord, Proces
 
 TraceEvent = dict[str, Any]
 
-_STEPS, _BUCKETS, _FIRST_GROUP = 1, 2, 10  # rows; threads have the kernel's numbers, which are larger
+_STEPS, _BUCKETS, _FIRST_GROUP = 1, 2, 10  # rows
 _FIRST_THREAD = 1000
 _MESSAGES = ("send", "recv")
 _Link = tuple[tuple[int, ...], int, int, int | None]
@@ -28,9 +28,9 @@ def trace_of(
     """Returns a trace in Chrome's JSON format.
 
     Args:
-        recordings: of one job, on one clock.
-        error_ns: how far their times may be off, which the trace states; None if that is unknown.
-        merged: traces of `torch.profiler`, as they were read from their files.
+        recordings: the recordings of one job, on one clock.
+        error_ns: the largest error of their times in nanoseconds, for the trace's metadata; None if it is unknown.
+        merged: traces of `torch.profiler`, parsed from their files.
     """
     events: list[TraceEvent] = []
     day_ns = recordings[0].day_ns if recordings else 0
@@ -50,7 +50,7 @@ def trace_of(
 
 
 class _TraceAxis:
-    """Places one process's entries on the trace's axis."""
+    """Converter from one process's times to the trace's axis."""
 
     def __init__(self, pid: int, recording: ProcessRecording, day_ns: int) -> None:
         self.pid = pid  # in the trace
@@ -59,11 +59,11 @@ class _TraceAxis:
         self._until_ns = recording.written_ns or recording.started_ns
 
     def us(self, time_ns: int) -> float:
-        """Returns the time of day in microseconds: the first rank's, so that other hosts' clocks do not matter."""
+        """Returns a time of day in microseconds, by the first rank's clock on every host."""
         return (time_ns + self._day_ns) / 1000
 
     def span(self, row: int, name: str, start_ns: int, end_ns: int | None, **facts: object) -> TraceEvent:
-        """Returns a span; one that has not ended lasts until the process recorded for the last time."""
+        """Returns a span; one that has not ended extends to the process's latest record."""
         end = max(start_ns, self._until_ns) if end_ns is None else end_ns
         shown = {key: value for key, value in facts.items() if value not in (None, "")}
         if end_ns is None:
@@ -72,7 +72,7 @@ class _TraceAxis:
         return {"name": name, **where, "args": shown}
 
     def row_name(self, row: int, name: str) -> list[TraceEvent]:
-        """Returns what names a row, and places it by its number."""
+        """Returns the metadata that names a row and sorts it by its number."""
         common = {"ph": "M", "pid": self.pid, "tid": row}
         return [
             {"name": "thread_name", **common, "args": {"name": name}},
@@ -81,7 +81,7 @@ class _TraceAxis:
 
 
 def _numbered(recordings: Sequence[ProcessRecording]) -> dict[int, ProcessRecording]:
-    """Returns the recordings by their ranks, or by other numbers where several workers have had one rank."""
+    """Returns the recordings by rank, or by another number if several workers had the same rank."""
     numbered: dict[int, ProcessRecording] = {}
     for recording in recordings:
         number = recording.pid if recording.rank is None or recording.rank in numbered else recording.rank
@@ -133,7 +133,7 @@ def _of_event(axis: _TraceAxis, event: EventRecord) -> list[TraceEvent]:
 
 def _of_call(axis: _TraceAxis, call: CallRecord) -> list[TraceEvent]:
     if call.started_ns is None:
-        return []  # it waits behind others, which are shown
+        return []  # it waits for earlier calls, which are shown
     facts = {
         "number": call.sequence or None,
         "type": call.dtype,
@@ -147,7 +147,7 @@ def _of_call(axis: _TraceAxis, call: CallRecord) -> list[TraceEvent]:
         "step": call.step,
         "tag": call.tag,
     }
-    if call.operation in _MESSAGES:  # several are under way at once
+    if call.operation in _MESSAGES:  # several may be in progress at once
         common = {"name": call.operation, "cat": "message", "pid": axis.pid, "id": call.index}
         common["tid"] = _FIRST_GROUP + call.group
         end = [] if call.ended_ns is None else [{**common, "ph": "e", "ts": axis.us(call.ended_ns)}]
@@ -156,9 +156,9 @@ def _of_call(axis: _TraceAxis, call: CallRecord) -> list[TraceEvent]:
 
 
 def _arrows(axes: Sequence[_TraceAxis]) -> list[TraceEvent]:
-    """Returns an arrow from each send to its receive: messages of two ranks with one tag arrive in their order.
+    """Returns an arrow from each send to its receive; messages between two ranks with one tag arrive in order.
 
-    The recordings may begin at different messages, so they are matched from the last ones that were completed.
+    The recordings may begin at different messages, so they are matched backwards from the last completed ones.
     """
     ends: dict[_Link, tuple[list[tuple[_TraceAxis, CallRecord]], list[tuple[_TraceAxis, CallRecord]]]] = defaultdict(
         lambda: ([], [])
@@ -186,7 +186,7 @@ def _arrows(axes: Sequence[_TraceAxis]) -> list[TraceEvent]:
 
 
 def _with_absolute_times(trace: Mapping[str, Any]) -> list[TraceEvent]:
-    """Returns the events of a profile with the time of day; each process keeps its number, marked as the profile's."""
+    """Returns the events of a profile with the time of day, and with process names that contain the profile's rank."""
     base_us = trace.get("baseTimeNanoseconds", 0) / 1000
     rank = trace.get("distributedInfo", {}).get("rank")
     events = []

@@ -1,9 +1,4 @@
-"""What a diagnosis says: the cause, whom it blames, and the sentence for the user.
-
-Words a diagnosis as one sentence.
-
-Lists the ranks of a job, each with how far it came.
-"""
+"""Result of a diagnosis: the cause, the blamed ranks and the sentence for the user, with the phrases it is made of."""
 
 from __future__ import annotations
 
@@ -15,105 +10,11 @@ from paceline.operate.diagnosis.job_snapshot import JobSnapshot, RankState
 from paceline.operate.diagnosis.wait_graph import CallWait
 
 _MOST_NAMED = 8
-
-
-def named(ranks: Sequence[int], word: str = "rank") -> str:
-    """Names ranks: `rank 3`, `ranks 0-2`, `ranks 0, 2-4`.
-
-    >>> named([3, 0, 1, 2, 6])
-    'ranks 0-3, 6'
-    """
-    runs: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    texts = []
-    for run in runs:
-        texts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(rank) for rank in run]
-    more = f" and {len(texts) - _MOST_NAMED} more" if len(texts) > _MOST_NAMED else ""
-    return f"{word}{'s' if len(set(ranks)) > 1 else ''} {', '.join(texts[:_MOST_NAMED])}{more}"
-
-
-def lasting(seconds: float) -> str:
-    """Words a time: `0.3 s`, `14 s`, `3 min`, `2.5 h`."""
-    if seconds < 9.95:
-        return f"{max(0.0, seconds):.1f} s"
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-def verb(count: int, plural: str) -> str:
-    """Returns the verb's form for so many: `wait`, `waits`; `are`, `is`."""
-    if plural in ("are", "have"):
-        return {"are": "is", "have": "has"}[plural] if count == 1 else plural
-    return f"{plural}s" if count == 1 else plural
-
-
-def beginning(scene: JobSnapshot, ranks: Sequence[int]) -> str:
-    """Returns the words that say when it happened: the first step that one of these ranks is in."""
-    steps = [rank.step for rank in scene.ranks if rank.rank in ranks and rank.step is not None]
-    return f"step {min(steps)}: " if steps else ""
-
-
-def waiting(scene: JobSnapshot, wait: CallWait, of: str = "", without: int | None = None) -> str:
-    """Returns who waits, in which call and in which line: `ranks 0-2 wait in all_reduce(float32, 4096) call 7`.
-
-    `of` names the group, and the rank `without` is left out.
-    """
-    who = [rank for rank in wait.waiters if rank != without]
-    over = all(rank.ending is not None for rank in _of(scene, who))
-    word = f"{verb(len(who), 'wait')}" if not over else "waited"
-    line = next((line for rank in _of(scene, who) if (line := line_of(rank))), "")
-    where = f" ({line})" if line else ""
-    return f"{named(who, scene.word)} {word} in {wait.call}{of}{where}"
-
-
-def line_of(rank: RankState) -> str:
-    """Returns the user's line that a rank is in or has failed in; empty if it is not known."""
-    if rank.place is not None and rank.place.line:
-        return rank.place.line
-    return rank.ending.line if rank.ending is not None else ""
-
-
-def absence(scene: JobSnapshot, rank: RankState, doing: str) -> str:
-    """Returns who has not come, what it does instead, and for how long."""
-    is_there = rank.since_s is not None and rank.ending is None
-    since = f", for {lasting(scene.now_s - rank.since_s)}" if is_there and rank.since_s is not None else ""
-    return f"{named([rank.rank], scene.word)} is not there: it {doing}{since}"
-
-
-def _of(scene: JobSnapshot, ranks: Sequence[int]) -> list[RankState]:
-    return [rank for rank in scene.ranks if rank.rank in ranks]
-
-
 _MOST_LINES = 64
 
 
-def summary(ranks: Sequence[RankState], world_size: int) -> list[str]:
-    """Returns a line for each rank, and one for the ranks whose recordings are missing."""
-    lines = [_line(rank) for rank in ranks[:_MOST_LINES]]
-    if len(ranks) > _MOST_LINES:
-        lines.append(f"... and {len(ranks) - _MOST_LINES} more ranks")
-    missing = sorted(set(range(world_size)) - {rank.rank for rank in ranks})
-    if missing:
-        lines.append(f"{named(missing)}: no recording")
-    return lines
-
-
-def _line(rank: RankState) -> str:
-    step = f"step {rank.step}, " if rank.step is not None else ""
-    last = max(rank.calls, key=lambda call: call.arrived_s, default=None)
-    if last is None:
-        return f"rank {rank.rank} ({rank.host}, pid {rank.pid}): {step}no call"
-    state = "in" if last.ended_s is None else "failed in" if last.is_open else "last ended"
-    return f"rank {rank.rank} ({rank.host}, pid {rank.pid}): {step}{state} {last}"
-
-
 class Cause(Enum):
-    """Why a job does not go on, or has failed."""
+    """Cause for which a job hangs, is slow or has failed."""
 
     EXCEPTION = "an exception"
     KILLED = "a rank was killed"
@@ -146,11 +47,11 @@ class Diagnosis:
     """A diagnosis.
 
     Attributes:
-        cause: why.
-        blamed: the ranks that are at fault, or one of which is.
-        sentence: what the user reads.
-        is_fault: whether something is wrong; otherwise others wait for a rank that works on something.
-        is_certain: whether no rank of which nothing is known can have led to it.
+        cause: the cause.
+        blamed: the ranks of which all, or one, are at fault.
+        sentence: the sentence for the user.
+        is_fault: whether something is wrong; otherwise the ranks wait for one that does other work.
+        is_certain: whether no rank with an unknown state can have caused it.
     """
 
     cause: Cause
@@ -161,5 +62,97 @@ class Diagnosis:
 
     @property
     def is_failure(self) -> bool:
-        """Whether a rank failed by itself; what other ranks do cannot change that."""
+        """Whether a rank failed by itself, which the behaviour of other ranks cannot change."""
         return self.cause in FAILURES
+
+
+def named(ranks: Sequence[int], word: str = "rank") -> str:
+    """Returns ranks as text: `rank 3`, `ranks 0-2`, `ranks 0, 2-4`.
+
+    >>> named([3, 0, 1, 2, 6])
+    'ranks 0-3, 6'
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = []
+    for run in runs:
+        texts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(rank) for rank in run]
+    more = f" and {len(texts) - _MOST_NAMED} more" if len(texts) > _MOST_NAMED else ""
+    return f"{word}{'s' if len(set(ranks)) > 1 else ''} {', '.join(texts[:_MOST_NAMED])}{more}"
+
+
+def lasting(seconds: float) -> str:
+    """Returns a duration as text: `0.3 s`, `14 s`, `3 min`, `2.5 h`."""
+    if seconds < 9.95:
+        return f"{max(0.0, seconds):.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def verb(count: int, plural: str) -> str:
+    """Returns the form of a verb for a number of subjects: `wait`, `waits`; `are`, `is`."""
+    if plural in ("are", "have"):
+        return {"are": "is", "have": "has"}[plural] if count == 1 else plural
+    return f"{plural}s" if count == 1 else plural
+
+
+def beginning(snapshot: JobSnapshot, ranks: Sequence[int]) -> str:
+    """Returns the beginning of a sentence, with the first step that one of these ranks is in."""
+    steps = [rank.step for rank in snapshot.ranks if rank.rank in ranks and rank.step is not None]
+    return f"step {min(steps)}: " if steps else ""
+
+
+def waiting(snapshot: JobSnapshot, wait: CallWait, of: str = "", without: int | None = None) -> str:
+    """Returns the waiting ranks, their call and their line: `ranks 0-2 wait in all_reduce(float32, 4096) call 7`.
+
+    Args:
+        snapshot: the job.
+        wait: the call.
+        of: the group, as text to append to the call.
+        without: a rank to leave out.
+    """
+    who = [rank for rank in wait.waiters if rank != without]
+    waiters = [rank for rank in snapshot.ranks if rank.rank in who]
+    have_ended = all(rank.ending is not None for rank in waiters)
+    word = "waited" if have_ended else verb(len(who), "wait")
+    line = next((line for rank in waiters if (line := line_of(rank))), "")
+    where = f" ({line})" if line else ""
+    return f"{named(who, snapshot.word)} {word} in {wait.call}{of}{where}"
+
+
+def line_of(rank: RankState) -> str:
+    """Returns the line of the user's program that a rank is in or failed in; empty if it is not known."""
+    if rank.place is not None and rank.place.line:
+        return rank.place.line
+    return rank.ending.line if rank.ending is not None else ""
+
+
+def absence(snapshot: JobSnapshot, rank: RankState, doing: str) -> str:
+    """Returns an absent rank, its activity and the duration of it."""
+    since = "" if rank.since_s is None or rank.ending is not None else f", for {lasting(snapshot.now_s - rank.since_s)}"
+    return f"{named([rank.rank], snapshot.word)} is not there: it {doing}{since}"
+
+
+def summary(ranks: Sequence[RankState], world_size: int) -> list[str]:
+    """Returns a line with the progress of each rank, and one for the ranks whose recordings are missing."""
+    lines = [_line(rank) for rank in ranks[:_MOST_LINES]]
+    if len(ranks) > _MOST_LINES:
+        lines.append(f"... and {len(ranks) - _MOST_LINES} more ranks")
+    missing = sorted(set(range(world_size)) - {rank.rank for rank in ranks})
+    if missing:
+        lines.append(f"{named(missing)}: no recording")
+    return lines
+
+
+def _line(rank: RankState) -> str:
+    step = f"step {rank.step}, " if rank.step is not None else ""
+    last = max(rank.calls, key=lambda call: call.arrived_s, default=None)
+    if last is None:
+        return f"rank {rank.rank} ({rank.host}, pid {rank.pid}): {step}no call"
+    state = "in" if last.ended_s is None else "failed in" if last.is_open else "last ended"
+    return f"rank {rank.rank} ({rank.host}, pid {rank.pid}): {step}{state} {last}"

@@ -1,4 +1,4 @@
-"""What is known of a job at one moment, as data: each rank's calls, stack and process. All times are of one clock."""
+"""Snapshot of a job as data: the calls, stack and process of each rank. All times are on one clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import Enum
 
 @dataclass(frozen=True)
 class CallSignature:
-    """What a rank says of a call to the others, who must say the same; `peer` is set for messages only."""
+    """Arguments of a call that must agree between ranks; `peer` is -1 except for messages."""
 
     operation: str
     dtype: str = ""
@@ -30,15 +30,16 @@ class RankCall:
     """A call of a rank in a group.
 
     Attributes:
-        group: what the group is called on all of its ranks; `Seat.name` is for people.
-        sequence: counts the calls of the group.
-        arrived_s: when the rank made the call.
-        ended_s: when it was over; None while it is not.
-        outcome: how it ended, as a word of `paceline.comm.record.layout.OUTCOMES`; empty while it has not.
-        step: the step of the training loop in which it was made, if the loop says.
-        come_s: when all ranks of the group had come, as far as this rank noticed.
-        missing: the numbers in the group of those that had not come when the call failed.
-        tcp_nbytes: what the rank sent over the network for it.
+        group: the group's identity, the same on all of its ranks; `GroupMembership.name` is its name in messages.
+        sequence: the number of the call in the group.
+        header: the call's arguments.
+        arrived_s: the time at which the rank made the call.
+        ended_s: the time at which the call ended, or None.
+        outcome: the outcome, a word of `paceline.comm.record.layout.OUTCOMES`; empty before the end.
+        step: the training step in which the call was made, or None.
+        come_s: the time at which this rank noticed that all ranks had arrived, or None.
+        missing: the group ranks that had not arrived when the call failed.
+        tcp_nbytes: the bytes that the rank sent over the network for the call.
     """
 
     group: str
@@ -54,12 +55,12 @@ class RankCall:
 
     @property
     def is_open(self) -> bool:
-        """Whether it has no result: it is not over, or ended in an error."""
+        """Whether the call has no result: it has not ended, or ended in an error."""
         return self.ended_s is None or self.outcome not in ("", "ok")
 
     @property
     def is_message(self) -> bool:
-        """Whether it concerns one other rank only."""
+        """Whether the call is a send or a receive."""
         return self.header.peer >= 0
 
     def __str__(self) -> str:
@@ -68,7 +69,7 @@ class RankCall:
 
 @dataclass(frozen=True)
 class Frame:
-    """A frame of Python."""
+    """A frame of a Python stack."""
 
     file: str
     line: int
@@ -77,13 +78,13 @@ class Frame:
 
 @dataclass(frozen=True)
 class StackLocation:
-    """Where a rank is in its program.
+    """Location of a rank in its program.
 
     Attributes:
-        what: what it executes, such as `DataLoader.__next__` or the function's name; empty at a module's level.
-        line: the user's own line that led there, such as `train.py:71`; empty if there is none.
-        is_loader: whether it waits for data.
-        is_call: whether it is in a call of Paceline or torch.distributed.
+        what: the function that it executes, such as `DataLoader.__next__`; empty at a module's level.
+        line: the line of the user's program that led there, such as `train.py:71`; empty if there is none.
+        is_loader: whether the rank waits for data.
+        is_call: whether the rank is in a call of Paceline or torch.distributed.
     """
 
     what: str = ""
@@ -98,7 +99,7 @@ class StackLocation:
 
 
 class ProcessState(Enum):
-    """What the kernel says of a process."""
+    """State of a process, as the kernel reports it."""
 
     RUNS = "runs"
     SLEEPS = "sleeps"
@@ -110,23 +111,19 @@ class ProcessState(Enum):
     ENDED = "has ended"
 
 
-STILL = (
-    ProcessState.STOPPED,
-    ProcessState.TRACED,
-    ProcessState.FROZEN,
-    ProcessState.SWAPS,
-)  # a process in such a state does nothing
+# The states in which a process makes no progress.
+STILL = (ProcessState.STOPPED, ProcessState.TRACED, ProcessState.FROZEN, ProcessState.SWAPS)
 
 
 @dataclass(frozen=True)
 class ProcessActivity:
-    """A process between two looks at it.
+    """Activity of a process between two samples.
 
     Attributes:
-        state: what the kernel said at the second look.
-        cores: how many cores it and its children used in between.
-        disk_bytes_s: how much they read from and wrote to disks.
-        waited_share: for how much of the time it was ready to run and had no core.
+        state: the process's state at the second sample.
+        cores: the number of cores that the process and its children used.
+        disk_bytes_s: the bytes per second that they read from and wrote to disks.
+        waited_share: the share of the time for which the process was ready to run and had no core.
         moves: whether its stack changed.
     """
 
@@ -138,13 +135,13 @@ class ProcessActivity:
 
     @property
     def is_busy(self) -> bool:
-        """Whether it does something that takes its time: computes, or would if it had a core, reads or writes."""
+        """Whether the process works: it computes, waits for a core, reads or writes."""
         is_at_disk = self.disk_bytes_s >= 1 << 17 or self.state is ProcessState.WAITS_FOR_DISK
         return self.cores + self.waited_share >= 0.2 or self.state is ProcessState.RUNS or is_at_disk or self.moves
 
 
 class ExitReason(Enum):
-    """How a rank ended."""
+    """Reason for which a rank ended."""
 
     FINISHED = "its script has ended"
     EXCEPTION = "an exception"
@@ -157,7 +154,14 @@ class ExitReason(Enum):
 
 @dataclass(frozen=True)
 class RankExitStatus:
-    """How and when a rank ended; `how` says it in a few words, `line` is the user's line of an exception."""
+    """End of a rank.
+
+    Attributes:
+        manner: the reason.
+        at_s: the time.
+        how: a description in a few words.
+        line: the line of the user's program that raised an exception, or "".
+    """
 
     manner: ExitReason
     at_s: float
@@ -167,7 +171,7 @@ class RankExitStatus:
 
 @dataclass(frozen=True)
 class GroupMembership:
-    """A rank's place in a group: its number there, how many there are, and the group's name for people."""
+    """A rank's number in a group, the group's size, and its name in messages."""
 
     number: int
     size: int
@@ -176,15 +180,15 @@ class GroupMembership:
 
 @dataclass(frozen=True)
 class PeerTraffic:
-    """What a rank's connections to another one carried, as the kernel measured it.
+    """Traffic from a rank to another one, as the kernel measured it.
 
     Attributes:
         peer: the other rank's number in the job.
-        sent_nbytes: how much arrived there.
-        active_s: for how long data was under way while the other rank had room for it.
-        segments: how many were sent; `retransmits` how many of them again.
-        round_trip_s: the usual one.
-        silent_s: for how long the other host had owed an answer when this was measured.
+        sent_nbytes: the bytes that arrived there.
+        active_s: the time for which data was in flight while the other rank had room for it.
+        segments, retransmits: the segments that were sent, and that were sent again.
+        round_trip_s: the smoothed round trip.
+        silent_s: the time for which an acknowledgement had been outstanding.
     """
 
     peer: int
@@ -198,17 +202,19 @@ class PeerTraffic:
 
 @dataclass(frozen=True)
 class RankState:
-    """What is known of one rank.
+    """State of one rank, as far as it is known.
 
     Attributes:
-        rank: its number in the job.
-        seats: its groups.
-        calls: its latest calls, oldest first. It is empty if its recording is missing.
-        step: the step that it is in, if its loop says.
-        since_s: since when nothing was recorded of it.
-        place: where its main thread is.
-        data_s: how long it has waited for its data.
-        links: its connections to ranks on other hosts.
+        rank: the rank's number in the job.
+        seats: its memberships, by the group's identity.
+        calls: its latest calls, oldest first; empty if its recording is missing.
+        step: the training step that it is in, or None.
+        since_s: the time since which it has recorded nothing, or None.
+        place: the location of its main thread, or None.
+        process: the activity of its process, or None.
+        ending: its end, or None.
+        data_s: the time for which it has waited for data, in seconds.
+        links: its traffic to ranks on other hosts.
     """
 
     rank: int
@@ -227,7 +233,7 @@ class RankState:
 
 @dataclass(frozen=True)
 class JobSnapshot:
-    """All that is known at `now_s`; a rank of which nothing is known may be missing in `ranks`."""
+    """State of a job at `now_s`. A rank of which nothing is known may be missing; `word` is "rank" or "worker"."""
 
     now_s: float
     ranks: tuple[RankState, ...]

@@ -1,6 +1,6 @@
-"""Looks at the workers of this machine: their recordings, their stacks, and what the kernel says of them.
+"""Snapshot of one machine's workers: their recordings, stacks and processes, and its JSON form.
 
-What one machine knows of its ranks at one moment, as JSON that launchers send each other and keep.
+Launchers send the JSON to each other, and write it to the job's directory.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from paceline.operate.diagnosis.recording_reader import (
 from paceline.operate.diagnosis.stall_detector import LOOK_S, StallThreshold, WatchedWorker, overdue
 from paceline.operate.diagnosis.worker_process import capture_stack
 
-_MOST_CALLS = 8192  # of all ranks of a machine together that are sent to another one
+_MOST_CALLS = 8192  # that are sent to another machine, of all ranks together
 
 
 @dataclass(frozen=True)
 class MachineSnapshot:
-    """The ranks of one machine.
+    """Ranks of one machine.
 
     Attributes:
-        taken_s: the time on the machine's monotonic clock, of which all times in `ranks` are.
-        stalled_since_s: since when a call of one of them lasts too long; None if none does.
+        taken_s: the time of the snapshot on the machine's monotonic clock, as all times in `ranks`.
+        ranks: the states of the ranks.
+        stalled_since_s: the time at which the longest overdue call began, or None.
     """
 
     taken_s: float
@@ -44,50 +45,47 @@ class MachineSnapshot:
     stalled_since_s: float | None = None
 
 
-# It is made here, where no two threads can make it at the same time: that crashes msgspec 0.22.
+# Made at import, where two threads cannot make it at the same time, which crashes msgspec 0.22.
 _decoder = msgspec.json.Decoder(MachineSnapshot)
 
 
-def encode(picture: MachineSnapshot) -> str:
-    """Returns the picture as JSON, with as many calls as another machine needs."""
-    most = _MOST_CALLS // max(8, len(picture.ranks))
-    short = tuple(replace(rank, calls=_latest(rank.calls, most)) for rank in picture.ranks)
-    return msgspec.json.encode(replace(picture, ranks=short)).decode()
+def encode(snapshot: MachineSnapshot) -> str:
+    """Returns a snapshot as JSON, with as many calls as another machine needs."""
+    most = _MOST_CALLS // max(8, len(snapshot.ranks))
+    short = tuple(replace(rank, calls=_latest(rank.calls, most)) for rank in snapshot.ranks)
+    return msgspec.json.encode(replace(snapshot, ranks=short)).decode()
 
 
 def _latest(calls: tuple[RankCall, ...], most: int) -> tuple[RankCall, ...]:
-    """Returns the latest calls, and earlier ones that are not over."""
+    """Returns the latest calls, and earlier ones that have not ended."""
     return (*(call for call in calls[:-most] if call.ended_s is None), *calls[-most:])
 
 
 def decode(body: str) -> MachineSnapshot:
-    """Returns the picture in `body`.
+    """Returns the snapshot in `body`.
 
     Raises:
-        ValueError: there is none.
+        ValueError: `body` contains no snapshot.
     """
     return decode_untrusted(_decoder.decode, body)
 
 
-def job_snapshot_of(pictures: Iterable[MachineSnapshot], word: str = "rank") -> JobSnapshot:
-    """Returns the scene that pictures of several machines show, which were taken at the same time.
-
-    Their clocks may differ; "now" is the same in all of them.
-    """
-    ranks = [shifted(rank, -picture.taken_s) for picture in pictures for rank in picture.ranks]
+def job_snapshot_of(snapshots: Iterable[MachineSnapshot], word: str = "rank") -> JobSnapshot:
+    """Joins snapshots of several machines that were taken at the same time; their clocks may differ."""
+    ranks = [shifted(rank, -snapshot.taken_s) for snapshot in snapshots for rank in snapshot.ranks]
     return JobSnapshot(0.0, tuple(sorted(ranks, key=lambda rank: rank.rank)), word)
 
 
 def snapshot_if_stalled(
     workers: Sequence[WatchedWorker], patience: StallThreshold, is_asked: bool, look_s: float = LOOK_S
 ) -> MachineSnapshot | None:
-    """Returns what the workers do; takes `look_s`, except that it returns None at once if none of them waits too long.
+    """Takes a snapshot over `look_s` seconds. Returns None at once if no call is overdue.
 
     Args:
-        workers: whom to look at.
-        patience: how long a call may last. It may last `look_s` longer when the picture is there.
-        is_asked: whether the picture is needed in any case.
-        look_s: for how long.
+        workers: the workers of this machine.
+        patience: the threshold for a call's duration at the end of the snapshot.
+        is_asked: whether to take the snapshot in any case.
+        look_s: the time between the two samples of each process, in seconds.
     """
     soon = StallThreshold(patience.floor_s - look_s, patience.ceiling_s - look_s)
     if not is_asked and not any(_waits_too_long(worker, soon) for worker in workers):
@@ -100,30 +98,29 @@ def snapshot_if_stalled(
     for worker in workers:
         process = worker_process.between(first[worker.pid], last := worker_process.sample(worker.pid))
         frames, earlier = _stack(worker.pid, last), before[worker.pid]
-        moves = bool(frames and earlier) and frames != earlier  # a stack that did not come in time says nothing
+        moves = bool(frames and earlier) and frames != earlier  # a stack that was not received in time is empty
         is_still = process.state in STILL
         ranks.append(worker_state(worker, replace(process, moves=moves), frames or (() if is_still else earlier)))
     return MachineSnapshot(time.monotonic(), tuple(ranks), _stalled_since_s(ranks, soon))
 
 
 def _waits_too_long(worker: WatchedWorker, patience: StallThreshold) -> bool:
-    """Returns whether a worker is in a call that lasts too long; quickly, if it is in none."""
+    """Returns whether a worker is in an overdue call; fast if it is in no call."""
     if worker.recording is None or not has_open_calls(worker.recording):
         return False
     return overdue(_recorded(worker), time.monotonic(), patience) is not None
 
 
 def snapshot_ended_workers(workers: Sequence[WatchedWorker]) -> MachineSnapshot:
-    """Returns what the recordings of workers say that have ended."""
-    return MachineSnapshot(
-        time.monotonic(), tuple(replace(_recorded(each), ending=each.ending, place=None) for each in workers)
-    )
+    """Returns a snapshot of workers that have ended, from their recordings."""
+    ranks = tuple(replace(_recorded(worker), ending=worker.ending, place=None) for worker in workers)
+    return MachineSnapshot(time.monotonic(), ranks)
 
 
 def worker_state(
     worker: WatchedWorker, process: ProcessActivity, frames: Sequence[Frame], most_calls: int = MOST_CALLS
 ) -> RankState:
-    """Returns what is known of a worker with this process and stack, with its latest calls."""
+    """Returns the state of a worker with this process, stack and recording."""
     recorded = _recorded(worker, most_calls)
     place = worker_process.place_of(frames) or recorded.place
     if worker.ending is not None:
@@ -140,7 +137,7 @@ def _recorded(worker: WatchedWorker, most_calls: int = MOST_CALLS) -> RankState:
 
 
 def _stalled_since_s(ranks: Sequence[RankState], patience: StallThreshold) -> float | None:
-    """Returns when the call began that lasts longest of those that last too long."""
+    """Returns the time at which the longest overdue call began, or None."""
     now_s = time.monotonic()
     calls = [call for rank in ranks if (call := overdue(rank, now_s, patience)) is not None]
     return min((call.arrived_s for call in calls), default=None)

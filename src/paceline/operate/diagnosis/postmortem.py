@@ -1,4 +1,4 @@
-"""Puts together what a job left behind: recordings, pictures of stalls, and how workers failed. Any may be missing."""
+"""State of a job that has ended, from its recordings, snapshots of stalls and failures; any of them may be missing."""
 
 from __future__ import annotations
 
@@ -14,79 +14,71 @@ from paceline.operate.diagnosis.job_snapshot import ExitReason, JobSnapshot, Ran
 from paceline.operate.diagnosis.machine_snapshot import MachineSnapshot, decode, job_snapshot_of
 from paceline.operate.diagnosis.recording import ProcessRecording
 from paceline.operate.diagnosis.recording_reader import rank_state_of, read_directory
-from paceline.operate.diagnosis.runs import RunStatus as RunState
-from paceline.operate.diagnosis.runs import read_run
+from paceline.operate.diagnosis.runs import RunStatus, read_run
 
-PICTURES = "stall-*.json"  # what the launchers saw of the latest stall
+_STALLS = "stall-*.json"  # the launchers' snapshots of the latest stall
 _FAILURES = "error.json"
 
 
 @dataclass(frozen=True)
 class JobRemnants:
-    """What was found in a directory.
+    """Data that a job left.
 
     Attributes:
-        scene: how the job was last seen, as far as it was recorded.
+        snapshot: the last known state of the job.
         ranks: every rank that recorded something, with all of its calls.
-        world_size: how many ranks there were; 0 if nothing says.
-        files: how many files were read.
+        world_size: the number of ranks; 0 if it is not known.
+        files: the number of files that were read.
     """
 
-    scene: JobSnapshot
+    snapshot: JobSnapshot
     ranks: tuple[RankState, ...]
     world_size: int
     files: int
 
 
 def read_job(*directories: str | os.PathLike[str]) -> JobRemnants:
-    """Returns what a job left in the directories of its machines."""
-    recordings = _latest([each for directory in directories for each in read_directory(directory)])
-    stalls = [path for directory in directories for path in sorted(Path(directory).rglob(PICTURES))]
-    pictures = [picture for path in stalls if (picture := _picture(path)) is not None]
+    """Returns the data that a job left in the directories of its machines."""
+    recordings = _latest([recording for directory in directories for recording in read_directory(directory)])
+    stalls = [path for directory in directories for path in sorted(Path(directory).rglob(_STALLS))]
+    machines = [machine for path in stalls if (machine := _machine_snapshot(path)) is not None]
     failures = [path for directory in directories for path in Path(directory).rglob(_FAILURES)]
     endings = {rank: ending for path in failures for rank, ending in _failures(path)}
-    ranks = aligned([rank_state_of(each) for each in recordings], [each.clock.identity for each in recordings])
-    is_stopped = any(_is_stopped(Path(each)) for each in directories)
+    ranks = aligned(
+        [rank_state_of(recording) for recording in recordings],
+        [recording.clock.identity for recording in recordings],
+    )
+    is_stopped = any(_is_stopped(Path(directory)) for directory in directories)
     ended = [
         replace(rank, ending=endings.get(rank.rank) or (None if is_stopped else _ending(rank, ranks, recording)))
         for rank, recording in zip(ranks, recordings, strict=True)
     ]
-    size = max((each.world_size or 0 for each in recordings), default=0)
-    stall = job_snapshot_of(pictures)
-    is_a_stall = bool(stall.ranks) and not any(rank.ending is not None for rank in ended)
-    scene = (
-        _with_the_unseen(stall, ended)
-        if is_a_stall
-        else JobSnapshot(0.0, tuple(replace(r, since_s=None) for r in ended))
-    )
-    return JobRemnants(scene, tuple(ranks), size, len(recordings) + len(pictures) + len(endings))
+    size = max((recording.world_size or 0 for recording in recordings), default=0)
+    snapshot = JobSnapshot(0.0, tuple(replace(rank, since_s=None) for rank in ended))
+    if not any(rank.ending is not None for rank in ended) and (stall := job_snapshot_of(machines)).ranks:
+        seen = {rank.rank for rank in stall.ranks}
+        unseen = [rank for rank in snapshot.ranks if rank.rank not in seen]
+        snapshot = replace(stall, ranks=tuple(sorted((*stall.ranks, *unseen), key=lambda rank: rank.rank)))
+    return JobRemnants(snapshot, tuple(ranks), size, len(recordings) + len(machines) + len(endings))
 
 
 def _is_stopped(directory: Path) -> bool:
-    """Returns whether a signal ended the job. Its workers then saw each other end, in an order that means nothing."""
+    """Returns whether a signal ended the job; the order in which its workers then lost each other means nothing."""
     run = read_run(directory)
-    return run is not None and run.state is RunState.STOPPED
+    return run is not None and run.state is RunStatus.STOPPED
 
 
 def _latest(recordings: Sequence[ProcessRecording]) -> list[ProcessRecording]:
-    """Returns the latest recording of each rank: those of the last attempt."""
-    by_rank = {
-        each.rank: each for each in sorted(recordings, key=lambda each: each.started_ns) if each.rank is not None
-    }
+    """Returns the latest recording of each rank, which is that of the last attempt."""
+    in_order = sorted(recordings, key=lambda recording: recording.started_ns)
+    by_rank = {recording.rank: recording for recording in in_order if recording.rank is not None}
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
-def _with_the_unseen(stall: JobSnapshot, ranks: Sequence[RankState]) -> JobSnapshot:
-    """Adds the ranks that a stall's pictures do not show."""
-    seen = {rank.rank for rank in stall.ranks}
-    more = tuple(replace(rank, since_s=None) for rank in ranks if rank.rank not in seen)
-    return replace(stall, ranks=tuple(sorted((*stall.ranks, *more), key=lambda rank: rank.rank)))
-
-
 def _ending(rank: RankState, ranks: Sequence[RankState], recording: ProcessRecording) -> RankExitStatus | None:
-    """Returns how a rank ended that left no failure, by what the others saw of it; None if that says nothing.
+    """Returns the end of a rank that left no failure, inferred from the other ranks' calls, or None.
 
-    The time is that of the day, as in the files of the launcher.
+    The time is the time of day, as in the files of the launcher.
     """
     failed = [call for call in rank.calls if call.is_open and call.ended_s is not None]
     at_s = recording.clock.realtime_ns(recording.written_ns or recording.started_ns) * 1e-9
@@ -105,14 +97,14 @@ def _ending(rank: RankState, ranks: Sequence[RankState], recording: ProcessRecor
     return RankExitStatus(ExitReason.KILLED, at_s, "it was killed or crashed, and left no traceback")
 
 
-def _picture(path: Path) -> MachineSnapshot | None:
+def _machine_snapshot(path: Path) -> MachineSnapshot | None:
     with contextlib.suppress(OSError, ValueError):
         return decode(path.read_text())
     return None
 
 
 def _failures(path: Path) -> list[tuple[int, RankExitStatus]]:
-    """Returns the failure in a file that the launcher wrote, with its rank."""
+    """Returns the rank and the failure in a file that the launcher wrote, or nothing if it cannot be read."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         found = json.loads(path.read_text())
         record = found["record"]

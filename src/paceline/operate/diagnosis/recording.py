@@ -1,9 +1,7 @@
-"""What a process recorded, as data: its calls, its events, its groups, its links, and the clock that its times are of.
+"""Recording of a process as data: its calls, events, groups and links, and its clock.
 
 All times are nanoseconds of CLOCK_MONOTONIC on the recording process's host, which the processes of a host share.
-`Clock.realtime_ns` converts them to the time of day; `Recording.shifted` moves them to another host's clock.
-
-Takes an entry of a recording's links apart (native/record/layout.hpp, `LinkFields`).
+`Clock.realtime_ns` converts them to the time of day; `ProcessRecording.shifted` converts them to another host's clock.
 """
 
 from __future__ import annotations
@@ -19,9 +17,9 @@ from paceline.comm.record.layout import EventKind
 
 
 class CallStatus(Enum):
-    """How far a call has come."""
+    """State of a call, numbered in this order in a recording."""
 
-    PENDING = "pending"  # behind others of its group, which it waits for
+    PENDING = "pending"  # waits for earlier calls of its group
     RUNNING = "running"
     DONE = "done"
     FAILED = "failed"
@@ -29,7 +27,7 @@ class CallStatus(Enum):
 
 @dataclass(frozen=True)
 class Pair:
-    """One instant on the three clocks: ticks of the time stamp counter, CLOCK_MONOTONIC and CLOCK_REALTIME."""
+    """One instant on three clocks: ticks of the time stamp counter, CLOCK_MONOTONIC and CLOCK_REALTIME."""
 
     tick: int
     monotonic_ns: int
@@ -38,12 +36,12 @@ class Pair:
 
 @dataclass(frozen=True)
 class Clock:
-    """Converts the ticks of a recording to times; `pairs` are ordered.
+    """Converter from a recording's ticks to times.
 
     Attributes:
-        identity: is the same for two processes if their times can be compared without an offset: they run on the same
-            kernel, since the same boot and in the same time namespace.
-        ticks_per_s: the frequency if the processor states it, otherwise 0; then it follows from the pairs.
+        identity: the boot and the time namespace. Times of processes with the same identity can be compared directly.
+        ticks_per_s: the frequency that the processor reports, or 0; then it follows from the pairs.
+        pairs: the calibration, in the order of time.
     """
 
     identity: str
@@ -51,36 +49,36 @@ class Clock:
     pairs: tuple[Pair, ...]
 
     def monotonic_ns(self, tick: int) -> int | None:
-        """Returns the time of a tick by the pairs around it; None for tick 0, which stands for no time."""
+        """Returns the time of a tick, interpolated between pairs; None for tick 0, which stands for no time."""
         if tick == 0 or not self.pairs:
             return None
-        at = bisect.bisect(self._ticks, tick)
-        pair = self.pairs[max(0, at - 1)]
-        return pair.monotonic_ns + round((tick - pair.tick) * self._slopes[at])
+        index = bisect.bisect(self._ticks, tick)
+        pair = self.pairs[max(0, index - 1)]
+        return pair.monotonic_ns + round((tick - pair.tick) * self._slopes[index])
 
     def realtime_ns(self, monotonic_ns: int) -> int:
-        """Returns the time of day at that instant, as the clock was set at the time."""
-        at = bisect.bisect(self._monotonic, monotonic_ns)
-        pair = self.pairs[max(0, at - 1)]
+        """Returns the time of day at an instant, as the clock was set at that time."""
+        index = bisect.bisect(self._monotonic, monotonic_ns)
+        pair = self.pairs[max(0, index - 1)]
         return monotonic_ns + pair.realtime_ns - pair.monotonic_ns
 
     @property
     def day_ns(self) -> int:
-        """What is added to its times to get the time of day, as the clock was set when the recording began."""
+        """The difference from the time of day, in nanoseconds, as the clock was set when the recording began."""
         return self.pairs[0].realtime_ns - self.pairs[0].monotonic_ns if self.pairs else 0
 
-    def _slope(self, at: int) -> float:
-        """Returns the nanoseconds a tick between the pairs before and behind place `at`."""
+    def _slope(self, index: int) -> float:
+        """Returns the nanoseconds per tick between the pairs `index - 1` and `index`, or of all at both ends."""
         first, last = self.pairs[0], self.pairs[-1]
-        if 0 < at < len(self.pairs):
-            first, last = self.pairs[at - 1], self.pairs[at]
+        if 0 < index < len(self.pairs):
+            first, last = self.pairs[index - 1], self.pairs[index]
         if last.tick > first.tick:
             return (last.monotonic_ns - first.monotonic_ns) / (last.tick - first.tick)
         return 1e9 / self.ticks_per_s if self.ticks_per_s else 1.0
 
     @cached_property
     def _slopes(self) -> list[float]:
-        return [self._slope(at) for at in range(len(self.pairs) + 1)]
+        return [self._slope(index) for index in range(len(self.pairs) + 1)]
 
     @cached_property
     def _ticks(self) -> list[int]:
@@ -93,13 +91,18 @@ class Clock:
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """A process group. `ranks[r]` is group rank r's rank in the default group; empty if they are too many to be listed.
+    """A process group.
 
     Attributes:
-        serial: by which `Call.group` names it; counts the groups of the process from 1.
-        name: "default", or what `new_group` called it.
-        identity: the same on all members.
-        closed_ns: when it was destroyed; None while it exists.
+        serial: the number of the group in its process, from 1, to which `CallRecord.group` refers.
+        name: "default", or the name that `new_group` gave it.
+        identity: a number that is the same on all members.
+        engine: the name of the engine that runs its calls.
+        size: the number of its members.
+        rank: this process's rank in the group.
+        ranks: the members' ranks in the default group; empty if they are too many to be recorded.
+        opened_ns: the time at which it was made.
+        closed_ns: the time at which it was destroyed; None while it exists.
     """
 
     serial: int
@@ -118,22 +121,28 @@ class CallRecord:
     """A collective, a send or a receive.
 
     Attributes:
-        index: counts the calls of the process, in the order in which they were made.
+        index: the number of the call in its process.
         group: the serial of its group.
-        sequence: counts the collectives of the group from 1, alike on all of its ranks; 0 for messages.
+        sequence: the number of the collective in its group, from 1, the same on all ranks; 0 for messages.
+        operation, dtype: their names, such as "all_reduce" and "float32".
+        count: the number of elements.
         root: the root's group rank, the other rank of a message, or None.
-        reduction: "sum" and so on; None where the operation has none.
-        algorithm: "ring" and so on; None if the call followed no schedule.
-        arrived_ns: when the program called; `started_ns`: when nothing of the group was before it any more.
-        complete_ns: when the last rank was seen to have come; None if that is not known.
-        last_arrived: the group rank that came last; None if that is not known, as between hosts.
-        outcome: "ok", "timed_out", ...; None while it is not over.
-        missing: the group ranks that did not come, where a call failed for that (of 64 from the first such rank on).
-        shm_nbytes: bytes that this rank sent through shared memory; `tcp_nbytes`: over the network.
+        reduction: the reduction's name, such as "sum", or None.
+        algorithm: the algorithm's name, such as "ring"; None if the call followed no schedule.
+        state: whether the call is pending, running, done or failed.
+        outcome: "ok", "timed_out", ...; None while the call has not ended.
+        is_async: whether the program did not wait for the call at once.
+        arrived_ns: the time at which the program made the call.
+        started_ns: the time at which no earlier call of the group was left, or None.
+        complete_ns: the time at which the last rank was seen to arrive, or None if it is not known.
+        ended_ns: the time at which the call ended, or None.
+        last_arrived: the group rank that arrived last; None if it is not known, as between hosts.
+        missing: the group ranks whose absence made the call fail (of 64 from the first such rank on).
+        shm_nbytes, tcp_nbytes: the bytes that this rank sent through shared memory and over the network.
         step: the latest training step that the process had begun.
-        thread: the kernel's number of the thread that called.
+        thread: the kernel's id of the calling thread.
         tag: a message's tag; None for collectives.
-        predicted_s: how long the engine expected the call to take; None if nothing predicted it.
+        predicted_s: the duration that the engine predicted, or None.
     """
 
     index: int
@@ -163,15 +172,19 @@ class CallRecord:
 
     @property
     def is_over(self) -> bool:
-        """Whether the call has ended, well or not."""
+        """Whether the call has ended, with or without an error."""
         return self.ended_ns is not None
 
 
 @dataclass(frozen=True)
 class EventRecord:
-    """A span, which has an end unless it still lasts, or an instant, whose end is its start.
+    """A span, or an instant, whose end is its start.
 
-    `first` and `second` mean what `EventKind` says for each kind; `value` is the number that a VALUE carries.
+    Attributes:
+        end_ns: the end; None while the span lasts.
+        sent_ns: the time at which a bucket was sent, or None.
+        first, second: integers with the meaning that `EventKind` documents for the kind.
+        value: the number of a VALUE, or None.
     """
 
     index: int
@@ -189,19 +202,20 @@ class EventRecord:
 
 @dataclass(frozen=True)
 class LinkRecord:
-    """What the kernel knew of the connections of one group to one other rank, when they were last measured.
+    """Connections of one group to one other rank, as the kernel last measured them.
 
     Attributes:
         group: the serial of the group.
         peer: the other rank, in the default group.
-        sent_nbytes: those that arrived; `received_nbytes` those that came.
+        measured_ns: the time of the measurement.
+        sent_nbytes, received_nbytes: the bytes that were sent and acknowledged, and that were received.
+        segments, retransmits: the segments that were sent with data, and that were sent again.
         nbytes_per_s: the latest rate at which data was delivered.
-        busy_s: for how long data was under way; `held_s` for how much of it the other rank had no room for more.
-        round_trip_s: the usual round trip, of the slowest of the connections; `variation_s` how much it varies;
-            `least_round_trip_s` the shortest lately.
-        segments: how many were sent with data; `retransmits` how many were sent again.
-        silent_s: for how long the other host had owed an answer.
-        connections: how many there are.
+        busy_s, held_s: the time for which data was in flight, and the part of it for which the peer's buffer was full.
+        round_trip_s, variation_s, least_round_trip_s: the smoothed round trip of the slowest connection, its variation,
+            and the shortest recent one.
+        silent_s: the time for which an acknowledgement has been outstanding.
+        connections: the number of connections.
     """
 
     group: int
@@ -223,15 +237,15 @@ class LinkRecord:
 
 @dataclass(frozen=True)
 class ProcessRecording:
-    """What one process recorded; calls and events are the latest ones, in the order in which they began.
+    """Recording of one process. Calls and events are the latest ones, in the order in which they began.
 
     Attributes:
-        source: the file, or the process, that it was read from.
-        worker: the worker's name in an elastic job, "" elsewhere.
-        is_ended: whether the process has ended in an orderly way: its exit handlers ran.
-        step: the latest training step that it began, 0 before the first.
-        written_ns: when it wrote its latest record.
-        torn: entries that were being written when a process that was killed died; they are left out.
+        source: the file, or the process, that the recording was read from.
+        worker: the worker's name in an elastic job, otherwise "".
+        is_ended: whether the process ended normally, so that its exit handlers ran.
+        step: the latest training step that it began, or 0.
+        written_ns: the time of its latest record.
+        torn: the number of entries that are left out because the process was killed while it wrote them.
     """
 
     source: str
@@ -252,28 +266,28 @@ class ProcessRecording:
 
     @property
     def started_ns(self) -> int:
-        """When the process began to record."""
+        """The time at which the process began to record."""
         return self.clock.pairs[0].monotonic_ns if self.clock.pairs else 0
 
     @property
     def day_ns(self) -> int:
-        """What is added to its times to get the time of day, as the clock was set when the recording began."""
+        """The difference from the time of day, see `Clock.day_ns`."""
         return self.clock.day_ns
 
     def open_calls(self) -> tuple[CallRecord, ...]:
-        """Returns the calls that are not over, oldest first."""
+        """Returns the calls that have not ended, oldest first."""
         return tuple(call for call in self.calls if not call.is_over)
 
     def open_events(self) -> tuple[EventRecord, ...]:
-        """Returns the spans that still last, oldest first: where the process is, as far as it has told."""
+        """Returns the spans that have not ended, oldest first."""
         return tuple(event for event in self.events if event.end_ns is None)
 
     def shifted(self, offset_ns: int) -> ProcessRecording:
-        """Returns the recording with `offset_ns` added to all times, which puts it on another host's clock."""
+        """Returns the recording with `offset_ns` added to all times, to convert it to another host's clock."""
         pairs = tuple(replace(pair, monotonic_ns=pair.monotonic_ns + offset_ns) for pair in self.clock.pairs)
         return replace(
             self,
-            written_ns=_moved(self.written_ns, offset_ns),
+            written_ns=None if self.written_ns is None else self.written_ns + offset_ns,
             clock=replace(self.clock, pairs=pairs),
             groups={serial: _shifted(group, offset_ns) for serial, group in self.groups.items()},
             calls=tuple(_shifted(call, offset_ns) for call in self.calls),
@@ -290,12 +304,13 @@ def _shifted(entry: _Entry, offset_ns: int) -> _Entry:
     return replace(entry, **{name: value + offset_ns for name, value in times.items()})
 
 
-def _moved(time_ns: int | None, offset_ns: int) -> int | None:
-    return None if time_ns is None else time_ns + offset_ns
-
-
 def link_of(entry: tuple[int, ...], time_ns: Callable[[int], int]) -> LinkRecord:
-    """Returns the link of an entry as `layout.LINK` unpacks it; `time_ns` converts its tick."""
+    """Returns the link of an entry of a recording (native/record/layout.hpp, `LinkFields`).
+
+    Args:
+        entry: the entry as `layout.LINK` unpacks it.
+        time_ns: a function that converts a tick to nanoseconds.
+    """
     _, group, peer, measured, sent, received, segments, rate, busy, held, trip, variation, least = entry[:13]
     retransmits, silent, connections = entry[13:]
     return LinkRecord(

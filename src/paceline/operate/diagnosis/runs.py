@@ -1,12 +1,11 @@
-"""The directories of jobs: where they are, what is in them, and which old ones may go.
+"""Directories of jobs: their location, their content, and the choice of old ones to remove.
 
 The launcher of each machine makes one directory for each job that it runs, RUNS/ID, or LOG_DIR/RUN_ID if it was given
---log-dir. In it are
+--log-dir. It contains
 
-- `job.json`: the command, the variables' names, the versions, and how the job ended;
-- `events.jsonl`: what the launcher did, one event a line;
-- `attempt_N/RANK/`: what a worker left: `recording.record`, and, if they are kept, `stdout.log`, `stderr.log` and
-  `error.json`.
+- `job.json`: the command, the variables' names, the versions, and the job's outcome;
+- `events.jsonl`: the launcher's actions, one event a line;
+- `attempt_N/RANK/`: a worker's `recording.record`, and, if they are kept, `stdout.log`, `stderr.log` and `error.json`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any
 
 from paceline.operate.diagnosis.clock_offset import Offset
 
-DIRECTORY_VARIABLE = "PACELINE_RUNS_DIR"
+RUNS_DIRECTORY_VARIABLE = "PACELINE_RUNS_DIR"
 JOB_FILE = "job.json"
 EVENTS_FILE = "events.jsonl"
 RECORDING_FILE = "recording.record"
@@ -33,23 +32,27 @@ _DAY_S = 86400.0
 
 
 class RunStatus(Enum):
-    """How far a job has come, on one machine."""
+    """State of a job on one machine."""
 
     RUNNING = "running"
     FINISHED = "finished"
     FAILED = "failed"
     STOPPED = "stopped"  # by a signal
-    LOST = "lost"  # its launcher has ended without saying how
+    LOST = "lost"  # its launcher ended without writing down an outcome
 
 
 @dataclass(frozen=True)
 class JobRun:
-    """One job on one machine, from its `job.json`.
+    """A job on one machine, as its `job.json` describes it.
 
     Attributes:
-        pid: the launcher's process.
-        world_size: how many ranks there are on all machines; 0 if that is not known.
+        id: the name of its directory.
+        job: the job's name, the same on all machines.
+        workers: the number of workers on this machine.
+        state: its state; `exit_code` is None while it runs.
         clock: the offset to the clock of the machine where the job's machines met, once the job has ended.
+        pid: the launcher's process id.
+        world_size: the number of ranks on all machines; 0 if it is not known.
     """
 
     id: str
@@ -68,15 +71,15 @@ class JobRun:
 
 
 def runs_directory(environment: Mapping[str, str] = os.environ) -> Path:
-    """Returns the directory of this user's jobs: PACELINE_RUNS_DIR, or paceline/runs where programs keep state."""
-    if given := environment.get(DIRECTORY_VARIABLE):
+    """Returns the directory of this user's jobs: PACELINE_RUNS_DIR, or paceline/runs in the XDG state directory."""
+    if given := environment.get(RUNS_DIRECTORY_VARIABLE):
         return Path(given)
     state = environment.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     return Path(state, "paceline", "runs")
 
 
 def read_run(directory: Path) -> JobRun | None:
-    """Returns the job of a directory, or None if it is none."""
+    """Returns the job in a directory, or None if there is none."""
     try:
         facts: dict[str, Any] = json.loads((directory / JOB_FILE).read_bytes())
         state = RunStatus(facts["state"])
@@ -104,17 +107,17 @@ def read_run(directory: Path) -> JobRun | None:
 def list_runs(directory: Path) -> list[JobRun]:
     """Returns the jobs in a directory, the latest first."""
     try:
-        found = [read_run(each) for each in directory.iterdir()]
+        found = [read_run(path) for path in directory.iterdir()]
     except OSError:
         return []
     return sorted((run for run in found if run is not None), key=lambda run: run.started_s, reverse=True)
 
 
 def outdated(runs: Sequence[JobRun], now_s: float) -> list[JobRun]:
-    """Returns which of these jobs may be removed.
+    """Returns the jobs that may be removed.
 
-    `MOST_RUNS` are kept, and of older ones those that still run, and those that failed less than a day ago as long as
-    no more than `MOST_RUNS_WITH_FAILURES` are kept.
+    The latest `MOST_RUNS` are kept. Of the older ones, those that still run are kept, and those that failed less than a
+    day ago, up to `MOST_RUNS_WITH_FAILURES` in all.
     """
     old = sorted(runs, key=lambda run: run.started_s, reverse=True)[MOST_RUNS:]
     failures = [
@@ -125,12 +128,12 @@ def outdated(runs: Sequence[JobRun], now_s: float) -> list[JobRun]:
 
 
 def when(run: JobRun) -> str:
-    """Returns the local time at which the job started, for people."""
+    """Returns the local time at which the job started, as text."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.started_s))
 
 
 def _launcher_runs(facts: Mapping[str, Any]) -> bool:
-    """Returns whether the job's launcher still runs, as far as this machine can tell."""
+    """Returns whether the job's launcher still runs; True for one on another machine."""
     if facts["host"] != os.uname().nodename:
         return True
     try:

@@ -1,10 +1,8 @@
-"""Finds ranks for which the others wait again and again, by when each rank came to each call.
+"""Detection of stragglers, ranks for which the others wait repeatedly, by their arrivals at each call.
 
-Not by how long a backward or a call takes: in synchronous training that is the same for all ranks, since the fast ones
-wait in their calls for the slow ones. A rank that comes last costs the others the time from the median arrival to its
-own. If it made several calls before the first of them ended, its delay is counted once.
-
-What is worth saying at the end of a job that went well: ranks that came late as a rule, and a slow network.
+The duration of a backward or a call does not show them: in synchronous training it is the same for all ranks, since the
+fast ones wait in their calls for the slow ones. A rank that arrives last costs the others the time from the median
+arrival to its own. If it made several calls before the first of them ended, its delay is counted once.
 """
 
 from __future__ import annotations
@@ -14,17 +12,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from paceline.operate.diagnosis.call_history import meetings_of, span_of
+from paceline.operate.diagnosis.call_history import match_calls, span_of
 from paceline.operate.diagnosis.clock_offset import aligned
 from paceline.operate.diagnosis.finding import Cause, Diagnosis, lasting, named
 from paceline.operate.diagnosis.job_snapshot import RankCall, RankState
 from paceline.operate.diagnosis.machine_snapshot import MachineSnapshot, job_snapshot_of
 from paceline.operate.diagnosis.slow_links import slow_network
 
-WORTH_TELLING, WORTH_TELLING_S = 0.1, 0.5  # of the time, and how much of it at least
+WORTH_TELLING, WORTH_TELLING_S = 0.1, 0.5  # the share of the time, and the seconds, from which a cost is reported
 _FEWEST_CALLS = 10
-_FEWEST_LAST = 5  # a rank that came late less often, as for an evaluation, is no straggler
-_LARGEST_PART = 0.5  # nor is one whose delay comes from a single call
+_FEWEST_LAST = 5  # a rank that arrived late less often, as for an evaluation, is no straggler
+_LARGEST_PART = 0.5  # nor is one whose delay is mostly that of a single call
 
 
 @dataclass(frozen=True)
@@ -32,13 +30,14 @@ class Straggler:
     """A rank for which others waited.
 
     Attributes:
-        rank: its number.
-        cost_s: how much sooner all calls would have begun if it had come with the median rank.
-        span_s: from the first to the last call.
-        times_last: how often it came last, of `calls`.
-        waited_s: by rank, how long the others waited for it.
-        data_s: how much longer than the median rank it waited for its data.
-        steps: how many training steps were recorded; 0 if the program marks none.
+        rank: the rank's number.
+        cost_s: the time that would have been saved if it had arrived with the median rank, in seconds.
+        span_s: the time from the first to the last call.
+        times_last: the number of calls at which it arrived last.
+        calls: the number of all calls.
+        waited_s: the time that each other rank waited for it.
+        data_s: the time that it waited for data in excess of the median rank.
+        steps: the number of recorded training steps; 0 if the program marks none.
     """
 
     rank: int
@@ -52,20 +51,20 @@ class Straggler:
 
     @property
     def share(self) -> float:
-        """The part of the time that it cost."""
+        """The share of the time that it cost."""
         return self.cost_s / self.span_s if self.span_s > 0 else 0.0
 
 
 def stragglers(ranks: Sequence[RankState]) -> list[Straggler]:
-    """Returns the ranks that others wait for as a rule, the most expensive one first; their clocks must be the same."""
+    """Returns the stragglers, the most expensive one first. The ranks must be on one clock."""
     lags: dict[int, list[float]] = defaultdict(list)
     waited: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-    meetings = meetings_of(ranks)
+    matched = match_calls(ranks)
     before: dict[tuple[str, int], tuple[RankCall, float]] = {}
-    for meeting in meetings:
-        last = max(meeting, key=lambda rank: meeting[rank].arrived_s)
-        usual_s = median(call.arrived_s for rank, call in meeting.items() if rank != last)
-        for rank, call in meeting.items():
+    for calls in matched:
+        last = max(calls, key=lambda rank: calls[rank].arrived_s)
+        usual_s = median(call.arrived_s for rank, call in calls.items() if rank != last)
+        for rank, call in calls.items():
             lag_s = max(0.0, call.arrived_s - usual_s)
             earlier = before.get((call.group, rank))
             is_counted = earlier is not None and (earlier[0].ended_s or 0.0) > call.arrived_s
@@ -73,10 +72,10 @@ def stragglers(ranks: Sequence[RankState]) -> list[Straggler]:
             before[call.group, rank] = (call, lag_s)
             if rank == last:
                 lags[rank].append(fresh_s)
-                for other, theirs in meeting.items():
+                for other, theirs in calls.items():
                     if fresh_s > 0 and other != rank:
                         waited[rank][other] += min(fresh_s, call.arrived_s - theirs.arrived_s)
-    span_s = span_of(meetings)
+    span_s = span_of(matched)
     usual_data_s = median(rank.data_s for rank in ranks) if ranks else 0.0
     by_number = {rank.rank: rank for rank in ranks}
     found = [
@@ -85,19 +84,19 @@ def stragglers(ranks: Sequence[RankState]) -> list[Straggler]:
             sum(own),
             span_s,
             len(own),
-            len(meetings),
+            len(matched),
             dict(waited[rank]),
             max(0.0, by_number[rank].data_s - usual_data_s),
             len({call.step for call in by_number[rank].calls if call.step is not None}),
         )
         for rank, own in lags.items()
-        if len(meetings) >= _FEWEST_CALLS and len(own) >= _FEWEST_LAST and max(own) <= _LARGEST_PART * sum(own)
+        if len(matched) >= _FEWEST_CALLS and len(own) >= _FEWEST_LAST and max(own) <= _LARGEST_PART * sum(own)
     ]
-    return sorted(found, key=lambda each: -each.cost_s)
+    return sorted(found, key=lambda straggler: -straggler.cost_s)
 
 
 def describe(found: Straggler, word: str = "rank") -> Diagnosis:
-    """Returns the cause and the sentence for a straggler."""
+    """Returns the diagnosis of a straggler."""
     is_data = found.data_s > found.cost_s / 2
     who = named([found.rank], word)
     why = "waits longer for its data" if is_data else "computes more slowly (look at its core and what else runs there)"
@@ -117,13 +116,13 @@ def describe(found: Straggler, word: str = "rank") -> Diagnosis:
 
 
 def worth_telling(ranks: Sequence[RankState], word: str = "rank") -> list[Diagnosis]:
-    """Returns what to say of ranks that cost more than a tenth of the time."""
-    found = [each for each in stragglers(ranks) if each.share >= WORTH_TELLING and each.cost_s >= WORTH_TELLING_S]
-    return [describe(each, word) for each in found]
+    """Returns the diagnoses of stragglers that cost more than a tenth of the time."""
+    found = [late for late in stragglers(ranks) if late.share >= WORTH_TELLING and late.cost_s >= WORTH_TELLING_S]
+    return [describe(straggler, word) for straggler in found]
 
 
-def describe_slowdowns(pictures: Iterable[MachineSnapshot], word: str = "rank") -> list[str]:
-    """Returns a sentence for each; usually none."""
-    seen = job_snapshot_of(pictures).ranks
+def describe_slowdowns(snapshots: Iterable[MachineSnapshot], word: str = "rank") -> list[str]:
+    """Returns the sentences about stragglers and a slow network for the end of a job; usually none."""
+    seen = job_snapshot_of(snapshots).ranks
     ranks = aligned(seen, [rank.host for rank in seen])
-    return [each.sentence for each in (*worth_telling(ranks, word), *slow_network(ranks))]
+    return [diagnosis.sentence for diagnosis in (*worth_telling(ranks, word), *slow_network(ranks))]

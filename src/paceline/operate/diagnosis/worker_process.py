@@ -1,13 +1,10 @@
-"""Asks the kernel, through /proc, what processes do. The processes themselves need not help, nor be able to.
+"""State of a worker process, from outside: counters of the kernel in /proc, and its Python stack.
 
-Reads the text of a stack that faulthandler wrote, and finds the user's line in it.
-
-Takes a worker's Python stack without its help, also while it is stuck in native code.
-
-At its start, a worker of `paceline run` has faulthandler answer a real-time signal with the stack of the thread that
-receives it, written into a memory file. The launcher finds that file through /proc. The signal would kill a process
-that has no handler for it; so it is sent only to one that does, and never to a worker's children. Only the thread that
-receives the signal is written down: to walk the frames of a thread that runs could crash the process.
+The process need not cooperate, and may be stuck in native code. At its start, a worker of `paceline run` has
+faulthandler answer a real-time signal by writing the stack of the thread that receives it into a memory file, which the
+launcher finds through /proc. The signal would kill a process without a handler for it, so it is sent only to a process
+that has one, and never to a worker's children. Only the stack of the receiving thread is written, since walking the
+frames of a running thread could crash the process.
 """
 
 from __future__ import annotations
@@ -25,8 +22,15 @@ from pathlib import Path, PurePath
 from paceline.linux import pidfd_open, pidfd_send_signal
 from paceline.operate.diagnosis.job_snapshot import Frame, ProcessActivity, ProcessState, StackLocation
 
+SIGNAL = signal.SIGRTMAX - 7  # programs rarely use it; `operate/launch/workers/bootstrap.py` names it too
+FILE = "paceline-stack"  # followed by the process id, since a fork inherits the file of its parent
+
+_PAUSE_S = 0.005
+_MOST_THREADS = 16
+_THREAD_S = 0.1  # for the answer of one of these threads, most of which have no Python frames
+
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?+) in (.*)$')
-_PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
+_PACKAGE = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir, os.pardir)) + os.sep
 _PACKAGES = ("/site-packages/", "/dist-packages/")
 _STANDARD = re.compile(r"/lib(?:64)?/python3(?:\.\d+)?/|/lib/python3\d+\.zip/")
 _OWN_START = ("paceline/operate/launch/workers/bootstrap.py", "paceline/operate/launch/workers/template.py", "runpy.py")
@@ -46,6 +50,17 @@ _CALLS = (
 _THREAD_WAITS = ("/threading.py", "/concurrent/futures/_base.py", "/queue.py")
 _LAST_FUNCTIONS = ("<module>", "_bootstrap")
 
+_TICKS = os.sysconf("SC_CLK_TCK")
+_STATES = {
+    "R": ProcessState.RUNS,
+    "D": ProcessState.WAITS_FOR_DISK,
+    "T": ProcessState.STOPPED,
+    "t": ProcessState.TRACED,
+}
+_ENDED = "ZXx"
+_SWAPPING_FAULTS_S = 50.0  # page faults from the disk per second that occur only where memory is short
+_CGROUPS = Path("/sys/fs/cgroup")
+
 
 def parse(text: str) -> tuple[Frame, ...]:
     """Returns the frames of the first stack in `text`, the innermost one first."""
@@ -60,32 +75,33 @@ def parse(text: str) -> tuple[Frame, ...]:
 
 
 def is_whole(text: str) -> bool:
-    """Returns whether the text ends as that of a whole stack does: at the thread's first function, or cut at 100."""
+    """Returns whether the text ends like a whole stack: at the thread's first function, or cut after 100 frames."""
     last = text.rstrip("\n").rpartition("\n")[2]
     return text.endswith("\n") and (last.endswith(tuple(f" in {name}" for name in _LAST_FUNCTIONS)) or last == "  ...")
 
 
 def is_in_a_thread(frames: Sequence[Frame]) -> bool:
-    """Returns whether this thread only waits for another one, which therefore says more."""
+    """Returns whether the thread only waits for another one, whose stack is more informative."""
     return bool(frames) and frames[0].file.endswith(_THREAD_WAITS)
 
 
 def place_of(frames: Sequence[Frame]) -> StackLocation | None:
-    """Returns where a program with this stack is, in the user's terms; None if the stack is empty."""
+    """Returns the location of a program with this stack, in the user's terms; None if the stack is empty."""
     if not frames:
         return None
-    at = next((at for at, frame in enumerate(frames) if _is_users(frame)), None)
-    is_call = any(_is_in(frame, _CALLS) for frame in frames[:at])
-    loader = next((frame for frame in reversed(frames[:at]) if _is_in(frame, _LOADERS)), None)
-    if at is None:
-        return StackLocation(_called(frames[-1]), is_loader=loader is not None, is_call=is_call)
-    user = frames[at]
+    depth = next((index for index, frame in enumerate(frames) if _is_users(frame)), None)
+    is_call = any(_is_in(frame, _CALLS) for frame in frames[:depth])
+    loader = next((frame for frame in reversed(frames[:depth]) if _is_in(frame, _LOADERS)), None)
+    if depth is None:
+        return StackLocation(_library_function(frames[-1]), is_loader=loader is not None, is_call=is_call)
+    user = frames[depth]
     line = f"{PurePath(user.file).name}:{user.line}"
-    is_data = loader is not None or any(_is_in(frame, _LOADERS) for frame in frames[at:])
+    is_data = loader is not None or any(_is_in(frame, _LOADERS) for frame in frames[depth:])
     if loader is not None:
-        what = _loader(loader)
-    elif at > 0:
-        what = _called(frames[at - 1])
+        kind = "DataLoader" if "torch/utils/data" in loader.file else "StatefulLoader"
+        what = f"{kind}.{loader.function}"
+    elif depth > 0:
+        what = _library_function(frames[depth - 1])
     else:
         what = "" if user.function == "<module>" else user.function
     return StackLocation(what, line, is_loader=is_data, is_call=is_call)
@@ -103,46 +119,29 @@ def _is_in(frame: Frame, parts: Sequence[str]) -> bool:
     return any(part in frame.file for part in parts)
 
 
-def _loader(frame: Frame) -> str:
-    kind = "DataLoader" if "torch/utils/data" in frame.file else "StatefulLoader"
-    return f"{kind}.{frame.function}"
-
-
-def _called(frame: Frame) -> str:
-    """Names a library's function: by its module, since its class is not known."""
+def _library_function(frame: Frame) -> str:
+    """Returns the name of a library's function, with its module, since its class is not known."""
     module = PurePath(frame.file).stem
     module = PurePath(frame.file).parent.name if module == "__init__" else module
     return f"{module}.{frame.function}"
 
 
-_TICKS = os.sysconf("SC_CLK_TCK")
-_STATES = {
-    "R": ProcessState.RUNS,
-    "D": ProcessState.WAITS_FOR_DISK,
-    "T": ProcessState.STOPPED,
-    "t": ProcessState.TRACED,
-}
-_ENDED = "ZXx"
-_SWAPPING_FAULTS_S = 50.0  # so many pages a second come from the disk only where memory is short
-_CGROUPS = Path("/sys/fs/cgroup")
-
-
 @dataclass(frozen=True)
 class ProcessSample:
-    """A process at one moment; the counters include those of its children."""
+    """Counters of a process and its children at one moment."""
 
     at_s: float
-    letter: str
+    letter: str  # the process's state in /proc/PID/stat
     cpu_s: float
     disk_bytes: int
     major_faults: int
     swapped_kib: int
-    ready_s: float  # how long main threads were ready to run and had no core
+    ready_s: float  # the time for which main threads were ready to run and had no core
     is_frozen: bool
 
 
 def sample(pid: int, root: Path = Path("/proc")) -> ProcessSample | None:
-    """Returns the process as it is now; None if there is none."""
+    """Returns a sample of a process, or None if it does not exist."""
     fields = _stat(root, pid)
     if not fields:
         return None
@@ -165,7 +164,7 @@ def sample(pid: int, root: Path = Path("/proc")) -> ProcessSample | None:
 
 
 def between(first: ProcessSample | None, last: ProcessSample | None) -> ProcessActivity:
-    """Returns what a process did between two samples."""
+    """Returns the activity of a process between two samples."""
     if first is None or last is None or last.letter in _ENDED:
         return ProcessActivity(ProcessState.ENDED)
     seconds = max(last.at_s - first.at_s, 1e-3)
@@ -181,14 +180,14 @@ def between(first: ProcessSample | None, last: ProcessSample | None) -> ProcessA
 
 
 def threads(pid: int, root: Path = Path("/proc")) -> list[int]:
-    """Returns the kernel's numbers of a process's threads but the main one."""
+    """Returns the kernel's ids of a process's threads, without the main thread."""
     with contextlib.suppress(OSError):
         return sorted(int(name) for name in os.listdir(root / str(pid) / "task") if int(name) != pid)
     return []
 
 
 def _stat(root: Path, pid: int) -> list[str]:
-    """Returns the fields of `stat` from the state on; empty if there is no such process."""
+    """Returns the fields of /proc/PID/stat from the state on; empty if there is no such process."""
     return _read(root / str(pid) / "stat").rpartition(")")[2].split()
 
 
@@ -229,49 +228,42 @@ def _is_frozen(root: Path, pid: int) -> bool:
     return own is not None and "frozen 1" in _read(_CGROUPS / own.lstrip("/") / "cgroup.events")
 
 
-SIGNAL = signal.SIGRTMAX - 7  # programs rarely use it; `operate/launch/workers/bootstrap.py` names it too
-FILE = "paceline-stack"  # and the process's number, since a fork inherits the file of its parent
-
-_PAUSE_S = 0.005
-_MOST_THREADS = 16
-_THREAD_S = 0.1  # for one of these threads, most of which have no Python frames to tell
-
-
 def capture_stack(pid: int, timeout_s: float = 1.0) -> tuple[Frame, ...]:
-    """Returns the frames of a worker's main thread, or of the thread that it waits for; empty if it cannot tell."""
+    """Returns the frames of a worker's main thread, or of the thread that it waits for; empty without an answer."""
     return capture_stacks([pid], timeout_s).get(pid, ())
 
 
 def capture_stacks(pids: Sequence[int], timeout_s: float = 1.0) -> dict[int, tuple[Frame, ...]]:
-    """Returns the frames of several workers, as `take` does, by process; those that cannot tell are missing.
+    """Returns the frames of several workers by process, see `capture_stack`, without those that did not answer.
 
-    All are asked before the first answer is waited for, so that one that does not answer keeps nobody waiting.
+    All processes receive their signal before the first answer is awaited, so one that does not answer does not delay
+    the others.
     """
     files: dict[int, int] = {}
-    asked = []
+    signalled = []
     try:
         for pid in pids:
             if (file := _open(pid)) is not None:
                 files[pid] = file
-                if _is_asked(pid, file):  # at once, since a process that ends soon has no handler any more
-                    asked.append(pid)
+                if _send_signal(pid, file):  # at once, since a process that is about to end removes its handler
+                    signalled.append(pid)
         deadline_s = time.monotonic() + timeout_s
-        found = {pid: frames for pid in asked if (frames := _answer(files[pid], deadline_s))}
+        found = {pid: frames for pid in signalled if (frames := _answer(files[pid], deadline_s))}
         deadline_s = time.monotonic() + timeout_s
         for pid, frames in found.items():
             if is_in_a_thread(frames):
-                found[pid] = _elsewhere(pid, files[pid], deadline_s) or frames
+                found[pid] = _frames_of_other_thread(pid, files[pid], deadline_s) or frames
         return found
     finally:
         for file in files.values():
             os.close(file)
 
 
-def _is_asked(pid: int, file: int) -> bool:
-    """Asks a worker's main thread for its stack; returns whether the worker is still there."""
+def _send_signal(pid: int, file: int) -> bool:
+    """Requests the stack of a worker's main thread; returns whether the worker still runs."""
     try:
         pidfd = pidfd_open(pid)
-    except OSError:  # it has just ended
+    except OSError:  # the worker has just ended
         return False
     try:
         os.ftruncate(file, 0)
@@ -283,8 +275,8 @@ def _is_asked(pid: int, file: int) -> bool:
     return True
 
 
-def _elsewhere(pid: int, file: int, deadline_s: float) -> tuple[Frame, ...]:
-    """Returns the frames of the first other thread with Python frames that does not itself wait for one."""
+def _frames_of_other_thread(pid: int, file: int, deadline_s: float) -> tuple[Frame, ...]:
+    """Returns the frames of the first other thread that has Python frames and does not wait for another thread."""
     try:
         tgkill = ctypes.CDLL(None).tgkill
     except AttributeError:  # an older C library
@@ -301,7 +293,7 @@ def _elsewhere(pid: int, file: int, deadline_s: float) -> tuple[Frame, ...]:
 
 
 def _answer(file: int, deadline_s: float) -> tuple[Frame, ...]:
-    """Returns the frames once the stack is complete, or what there is of it in time."""
+    """Returns the frames once the stack is complete, or its part that was written by the deadline."""
     while True:
         text = os.pread(file, 1 << 20, 0).decode(errors="replace")
         if is_whole(text) or time.monotonic() >= deadline_s:
@@ -310,7 +302,7 @@ def _answer(file: int, deadline_s: float) -> tuple[Frame, ...]:
 
 
 def _open(pid: int) -> int | None:
-    """Returns a descriptor of the file into which a process writes its stack; None if it would not answer."""
+    """Returns a descriptor of the file into which a process writes its stack; None if it has no handler or file."""
     try:
         with open(f"/proc/{pid}/status") as status:
             caught = next((int(line.split()[1], 16) for line in status if line.startswith("SigCgt:")), 0)
@@ -319,6 +311,6 @@ def _open(pid: int) -> int | None:
         for name in os.listdir(f"/proc/{pid}/fd"):
             if os.readlink(f"/proc/{pid}/fd/{name}").startswith(f"/memfd:{FILE}-{pid} "):
                 return os.open(f"/proc/{pid}/fd/{name}", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:  # it has just ended
+    except OSError:  # the process has just ended
         pass
     return None

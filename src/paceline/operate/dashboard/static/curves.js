@@ -1,4 +1,4 @@
-// What the program logs, one chart for each name: the mean over the ranks and, behind it, their range.
+// Charts of the values that the program logs, one for each name: the mean over the ranks, and their range behind it.
 
 import { byId, colour, element, empty, fill, setText } from "./dom.js";
 import { short } from "./format.js";

@@ -1,4 +1,4 @@
-// Elements and canvases. Text from the job is only ever put into text nodes, never parsed as HTML.
+// Elements and canvases. Text from the job is put into text nodes only, and never parsed as HTML.
 
 export function element(tag, properties = {}, ...children) {
   const made = document.createElement(tag);
@@ -37,7 +37,7 @@ export function empty(...children) {
 let colours = {};
 let colourEpoch = 0;
 
-// Changes when the colours do.
+// Changes with the colours.
 export function paletteKey() {
   return colourEpoch;
 }
@@ -55,7 +55,7 @@ export function onNewColours(redraw) {
   });
 }
 
-// A canvas as wide as its parent and `height` high, in CSS pixels; `context.clearRect` has been done.
+// Returns a cleared canvas as wide as its parent and `height` high, in CSS pixels.
 export function prepared(canvas, height) {
   const width = canvas.parentElement.clientWidth;
   const ratio = window.devicePixelRatio || 1;
@@ -72,8 +72,8 @@ export function prepared(canvas, height) {
   return [context, width];
 }
 
-// A canvas that is not shown, as large as the one that is: what takes long is painted there, once for each change of `key`,
-// so that a click only copies it. `paint(context)` is called if the key has changed.
+// Returns a hidden canvas of the same size for slow drawings, so that a click only copies them. `paint(context)` is called
+// when `key` changes.
 export function copied(context, store, key, paint) {
   const { width, height } = context.canvas;
   const whole = `${key} ${width} ${height}`;
@@ -101,7 +101,7 @@ export function tip(event, text) {
   box.style.top = `${event.clientY + 18 + box.offsetHeight > height ? event.clientY - box.offsetHeight - 10 : event.clientY + 18}px`;
 }
 
-// Shows what `describe(x, y)` says about the point of a canvas under the mouse; `pick` is called with it on a click.
+// Shows the text of `describe(x, y)` for the point of a canvas under the mouse; a click calls `pick` with the point.
 export function hovering(canvas, describe, pick) {
   const at = (event) => {
     const box = canvas.getBoundingClientRect();

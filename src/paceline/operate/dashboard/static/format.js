@@ -1,4 +1,4 @@
-// Numbers as people read them.
+// Numbers as text.
 
 export function ms(value) {
   if (value === null || value === undefined) return "–";

@@ -1,4 +1,4 @@
-// The sentence on top, the progress, the verdict, the what-if line and the figures.
+// Header: the sentence, the progress, the diagnosis, the what-if line and the figures.
 
 import { byId, element, fill, setText } from "./dom.js";
 import { count, ms, percent, span } from "./format.js";

@@ -1,4 +1,4 @@
-// The page: follows the stream of the launcher and draws what it tells.
+// The page: follows the launcher's event stream and draws the changes.
 
 import { byId, setText } from "./dom.js";
 import { applied, newPicture } from "./state.js";

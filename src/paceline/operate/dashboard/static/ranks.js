@@ -1,4 +1,4 @@
-// The table of ranks. Rows are kept and only their texts change, so that 64 ranks cost little at every message.
+// Table of ranks. Rows are reused and only their texts change, so that a message is cheap with 64 ranks.
 
 import { byId, element, empty, fill, setText } from "./dom.js";
 import { age, bytes, count, ms } from "./format.js";

@@ -1,4 +1,4 @@
-// The report: draws the one picture that the file holds.
+// The report: draws the state that the file contains.
 
 import { byId } from "./dom.js";
 import { applied, newPicture } from "./state.js";

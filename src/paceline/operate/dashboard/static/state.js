@@ -1,4 +1,4 @@
-// What is known of the job: the picture as the messages of the stream have built it up (see feed.py).
+// State of the job, built from the messages of the stream (see event_stream.py).
 
 export const PARTS = ["data", "forward", "backward", "exposed", "optimizer", "other"];
 export const PART_NAMES = {
@@ -17,7 +17,7 @@ export function newPicture() {
   return picture;
 }
 
-// Returns the names of what has changed.
+// Returns the names of the fields that have changed.
 export function applied(picture, message, isSnapshot) {
   if (isSnapshot) Object.assign(picture, newPicture(), { figures: null, ranks: [], what_if: null, timeline: null, verdict: null, stacks: [], links: [], network: null, calls: [] });
   for (const [name, value] of Object.entries(message)) picture[name] = GROWING.includes(name) ? grown(picture[name], value) : value;

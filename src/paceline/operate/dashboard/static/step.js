@@ -1,4 +1,4 @@
-// Where the time of a step goes: a stacked bar for each recent step, and the recent medians in figures.
+// Breakdown of the steps: a stacked bar for each recent step, and the recent medians in figures.
 
 import { byId, colour, element, empty, fill, hovering, prepared, setText, swatch } from "./dom.js";
 import { count, ms, percent } from "./format.js";

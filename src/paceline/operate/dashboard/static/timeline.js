@@ -1,4 +1,4 @@
-// One step of all ranks on one clock: what each does, and below it its buckets on their way. Dragging zooms in.
+// Timeline of one step of all ranks on one clock: each rank's phases, and its buckets below them. Dragging zooms in.
 
 import { byId, colour, copied, element, empty, fill, hovering, paletteKey, prepared, setText, swatch } from "./dom.js";
 import { bytes, count, ms } from "./format.js";

@@ -1,4 +1,4 @@
-// Draws what has changed, once a frame, and keeps what the user has chosen.
+// Draws the changes, once per frame, and keeps the user's selection.
 
 import { byId, onNewColours, setText } from "./dom.js";
 import { drawCurves, redrawCurves } from "./curves.js";
