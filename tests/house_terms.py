@@ -7,7 +7,7 @@ TERMS = {
         agent agreement autograd averager backend barrier batch batch_norm bucket buffer checkpoint checks co
         codec collate collectives compression compressor contribution dash dashboard data dataset ddp device
         diloco distributed dtype elastic embedding engine epoch forward function functional future gradient
-        group hook horovod index integrations item join joinable layout leaf linear lion loader loop loss mean
+        group hook horovod index indices integrations item join joinable layout leaf linear lion loader loop loss mean
         mesh methods microbatch middleware module norm normalise optimizer parallel parallelize parameter
         partition pipeline process reducer ref replica sampler scaler schedule scheduler sgd shard sharding
         slice spec stage staging state stateful step storage strategy stream style tensor top torch train

@@ -11,8 +11,6 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-import pytest
-
 import paceline
 
 ROOT = Path(__file__).parents[2]
@@ -21,14 +19,20 @@ MODULES = {name: getattr(getattr(paceline, name), "__module__", "") for name in 
 OURS = [name for name in NAMES if not MODULES[name].startswith("torch")]
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_every_public_name_is_there_and_says_what_it_is(name):
-    value = getattr(paceline, name)
-    assert inspect.getdoc(value)
-    if inspect.isclass(value):
-        for method, function in vars(value).items():
-            if not method.startswith("_") and inspect.isfunction(function):
-                assert inspect.getdoc(getattr(value, method)), f"{name}.{method} has no docstring"
+def test_every_public_name_is_there_and_says_what_it_is():
+    wrong = []
+    for name in OURS:
+        value = getattr(paceline, name)
+        wrong += [] if inspect.getdoc(value) else [f"{name} has no docstring"]
+        methods = vars(value).items() if inspect.isclass(value) else ()
+        wrong += [
+            f"{name}.{method} has no docstring"
+            for method, function in methods
+            if not method.startswith("_")
+            and inspect.isfunction(function)
+            and not inspect.getdoc(getattr(value, method))
+        ]
+    assert not wrong, "\n".join(["", *wrong])
 
 
 def test_the_stub_lists_the_same_names():
@@ -55,9 +59,10 @@ def test_what_a_worker_needs_to_meet_the_others_is_little():
     assert done.stdout.strip() == "[]", f"256 workers each pay for it\n{done.stderr}"
 
 
-@pytest.mark.parametrize("module", sorted({MODULES[name] for name in OURS if MODULES[name] and name != "functional"}))
-def test_examples_in_docstrings_run(module):
-    assert doctest.testmod(import_module(module)).failed == 0
+def test_examples_in_docstrings_run():
+    modules = {MODULES[name] for name in OURS if MODULES[name] and name != "functional"}
+    failed = {module: doctest.testmod(import_module(module)).failed for module in sorted(modules)}
+    assert {module: count for module, count in failed.items() if count} == {}, "the output above shows them"
 
 
 def test_the_readmes_commands_exist():
