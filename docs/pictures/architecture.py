@@ -46,7 +46,7 @@ LAYERS = (
     Layer(
         "interop",
         "torch_backend, horovod,\nintegrations, migrate",
-        "Paceline behind the\ninterfaces of others",
+        "Paceline in other libraries",
         tuple(f"src/paceline/interop/{room}" for room in ("torch_backend", "horovod", "integrations", "migrate")),
     ),
     Layer("operate", "plan", "predicts jobs on\nother machines", ("src/paceline/operate/plan",)),
