@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
@@ -33,6 +34,10 @@ from doc_blocks import (
 
 import paceline
 from paceline.cli.main import COMMANDS, parser
+
+sys.path.append(str(ROOT / "release" / "site"))
+
+import public_names
 
 NAMED = [str(page.relative_to(ROOT)) for page in PAGES]
 CHINESE = [name for name in NAMED if name.startswith("docs/zh/")]
@@ -100,11 +105,8 @@ def is_there(module: str, name: str) -> bool:
 
 
 def _defines(module: str, name: str) -> bool:
-    """Whether the source of a module has a class or function of that name."""
-    spec = find_spec(module)
-    assert spec is not None and spec.origin is not None
-    tree = ast.parse(Path(spec.origin).read_text())
-    return any(isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name for node in tree.body)
+    """Whether the source of a module, or of the one that it stands for, has a class or function of that name."""
+    return public_names.find(public_names.source_of(module), name) is not None
 
 
 def _is_a_module(name: str) -> bool:
