@@ -5,13 +5,13 @@ from __future__ import annotations
 TERMS = {
     "PyTorch and its libraries": """
         agent agreement autograd averager backend barrier batch batch_norm bucket buffer checkpoint checks co
-        codec collate collectives compression compressor contribution dash dashboard data dataset ddp device
-        diloco distributed dtype elastic embedding engine epoch forward function functional future gradient
-        group hook horovod index indices integrations item join joinable layout leaf linear lion loader loop loss mean
-        mesh methods microbatch middleware module norm normalise optimizer parallel parallelize parameter
-        partition pipeline process reducer ref replica sampler scaler schedule scheduler sgd shard sharding
-        slice spec stage staging state stateful step storage strategy stream style tensor top torch train
-        trainer transfer unpickler work world zero""",
+        codec collate collectives compression compressor dash dashboard data dataset ddp device diloco
+        distributed dtype elastic embedding engine epoch forward function functional future gradient group hook
+        horovod index indices integrations item join joinable layout leaf linear lion loader loop loss mean mesh
+        methods microbatch middleware module norm normalise optimizer parallel parallelize parameter partition
+        pipeline process reducer ref replica sampler scaler schedule scheduler sgd shard sharding slice spec
+        stage staging state stateful step storage strategy stream style tensor top torch train trainer transfer
+        unpickler work world zero""",
     "MPI, NCCL and gloo": """
         adapters all allgather allreduce alltoall block broadcast channel collective comm communicator count
         datatype envelope exchange gather gloo id interop member message mpi native nccl op operation packing
@@ -37,15 +37,14 @@ TERMS = {
         object paceline range span stack test value""",
     "Programming in general": """
         action activity advice aggregator algorithm announcer assigner assignment attempt axis background base
-        broadcaster budget calibration call case cause change check choice collection content contents control
-        copy cost countdown counter curve debugger decision diagnosis diagnostic diagram difference direction
-        dispatcher draft estimate execution fact failure figure finding finish flat follow foreign form
-        formation generation guard history info inventory kind list listing load location manager manifest map
-        measure measurement method mismatch model note notice numbering numbers option order origin outcome part
-        pause phase piece position prediction prefixer printer program progress read reason recorder recording
-        region remark reply report reporter requirement response restorer result rule runner search sequence
-        setting severity signature size slot split stand_in start structure threshold timeline timer timing unit
-        update usage use verifier viewer write""",
+        broadcaster budget call case cause change check choice collection content contents control copy cost
+        countdown counter curve debugger decision diagnosis diagnostic diagram difference direction dispatcher
+        execution fact failure figure finish flat follow foreign form formation guard history info kind list
+        load location manager map measure measurement method mismatch model note numbering numbers option order
+        origin outcome pause phase position prediction prefixer printer program progress read reason recorder
+        reply report reporter requirement response restorer result rule runner search sequence setting severity
+        signature size slot split stand_in start structure threshold timeline timer timing update usage use
+        verifier viewer write""",
 }
 """Words of the documentation of others, in the meaning that they have there, as the last word of a name."""
 
