@@ -11,7 +11,7 @@ TERMS = {
         methods microbatch middleware module norm normalise optimizer parallel parallelize parameter partition
         pipeline process reducer ref replica sampler scaler schedule scheduler sgd shard sharding slice spec
         stage staging state stateful step storage strategy stream style tensor top torch train trainer transfer
-        unpickler work world zero""",
+        unpickler work weight world zero""",
     "MPI, NCCL and gloo": """
         adapters all allgather allreduce alltoall block broadcast channel collective comm communicator count
         datatype envelope exchange gather gloo id interop member message mpi native nccl op operation packing
@@ -30,7 +30,7 @@ TERMS = {
         mailbox memory miss mode multinode multiplexer name namespace network offset output packer parser path
         payload plan port priority protocol queue rate reader receiver relay router row sample screen script
         secret security sender server session shared signal sink socket source splitter ssh starter static
-        statistics stats stdin stop summary table tail target terminal text thread time timeout token tracker
+        statistics stats stdin stop subcommand summary table tail target terminal text thread time timeout token tracker
         traffic unpacker user writer""",
     "Python": """
         array bytes cli code context cst error exception executor format global iterator main mark migrate
@@ -49,11 +49,12 @@ TERMS = {
 """Words of the documentation of others, in the meaning that they have there, as the last word of a name."""
 
 AWAITING_A_NAME = """
-    Answered _Apart Box Broken CallTally Cargo ChaosAct _CopyToRanks Delayed Departing Described Dismissed Done
-    Dropped Encoded Evaluated ExchangeTimetable _Fold Gathered _Gathered GiveUp Growing Hold Imported Indexed _Inert
-    Installed JobRemnants _Joined _JoinedForParts Leave Leaving Loaded _MakingIn _Me Miscount Move Moved Newest
-    _Nothing NothingYet _OutputTap _OverUnixSocket Pending RankAbsence _Reading Ready _Recorded RecordingKeeper
-    Refused Remember Running _Seen _Sized Slip Spawned Stopped _Summed _SummedIntoParts Thinned _Uncaught WhatIf
+    _AllocationIn Answered _Apart Box Broken CallTally Cargo ChaosAct _CopyToRanks Delayed Departing Described
+    Dismissed Done Dropped Encoded Evaluated ExchangeTimetable _Failed Failed _Fold _Gathered Gathered GiveUp
+    Growing Hold Imported Indexed _Inert Installed _Introduction JobRemnants _Joined _JoinedForParts Leave Leaving
+    Loaded _MakingIn _Me Miscount Move Moved Newest _NoHold _Nothing NothingYet _OutputTap _OverUnixSocket Pending
+    RankAbsence _Reading Ready _Recorded RecordingKeeper Refused Remember Running _Seen _Sized Slip Spawned _Started
+    Stopped _Summed _SummedIntoParts Thinned _Uncaught WhatIf
 """
 """Classes whose names say too little. None is added; whoever renames one takes it out."""
 

@@ -120,6 +120,14 @@ def test_every_file_that_a_native_comment_names_exists():
     assert not wrong, _listed(wrong)
 
 
+def test_every_class_that_the_architecture_page_names_exists():
+    sources = [*PACKAGE.rglob("*.py"), *(ROOT / "native").rglob("*.hpp")]
+    classes = {name for source in sources for name in re.findall(r"^(?:class|struct) (\w+)", source.read_text(), re.M)}
+    quoted = re.findall(r"`([A-Z][a-z]\w+)(?:(?:\.|::)\w+)?`", (ROOT / "docs" / "architecture.md").read_text())
+    wrong = [f"docs/architecture.md: there is no class `{name}`" for name in quoted if name not in classes]
+    assert len(quoted) > 10 and not wrong, _listed(wrong)
+
+
 def _anchors(page: Path) -> set[str]:
     titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
