@@ -39,7 +39,7 @@ TERMS = {
         action activity advice aggregator algorithm announcer assigner assignment attempt axis background base
         broadcaster budget call case cause change check choice collection content contents control copy cost
         countdown counter curve debugger decision diagnosis diagnostic diagram difference direction dispatcher
-        execution fact failure figure finish flat follow foreign form formation guard history info kind list
+        execution fact failure feed figure finish flat follow foreign form formation guard history info kind list
         load location manager map measure measurement method mismatch model note numbering numbers option order
         origin outcome pause phase position prediction prefixer printer program progress read reason recorder
         reply report reporter requirement response restorer result rule runner search sequence setting severity
