@@ -49,12 +49,12 @@ TERMS = {
 """Words of the documentation of others, in the meaning that they have there, as the last word of a name."""
 
 AWAITING_A_NAME = """
-    _AllocationIn Answered _Apart Box Broken CallTally Cargo ChaosAct _CopyToRanks Delayed Departing Described
-    Dismissed Done Dropped Encoded Evaluated ExchangeTimetable _Failed Failed _Fold _Gathered Gathered GiveUp
-    Growing Hold Imported Indexed _Inert Installed _Introduction JobRemnants _Joined _JoinedForParts Leave Leaving
-    Loaded _MakingIn _Me Miscount Move Moved Newest _NoHold _Nothing NothingYet _OutputTap _OverUnixSocket Pending
-    RankAbsence _Reading Ready _Recorded RecordingKeeper Refused Remember Running _Seen _Sized Slip Spawned _Started
-    Stopped _Summed _SummedIntoParts Thinned _Uncaught WhatIf
+    Answered _Apart Box Broken CallTally Cargo ChaosAct _CopyToRanks Delayed Departing Described Dismissed Done
+    Dropped Encoded Evaluated ExchangeTimetable _Failed Failed _Fold _Gathered Gathered GiveUp Growing Hold Imported
+    Indexed _Inert Installed JobRemnants _Joined _JoinedForParts Leave Leaving Loaded _MakingIn _Me Miscount Move
+    Moved Newest _Nothing NothingYet _OutputTap _OverUnixSocket Pending RankAbsence _Reading Ready _Recorded
+    RecordingKeeper Remember Running _Seen _Sized Slip Spawned _Started Stopped _Summed _SummedIntoParts Thinned
+    _Uncaught WhatIf
 """
 """Classes whose names say too little. None is added; whoever renames one takes it out."""
 

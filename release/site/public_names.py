@@ -152,6 +152,7 @@ def _members(module: str, node: ast.ClassDef) -> dict[str, str]:
         if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)):
             if each.name == "__init__":
                 members["__init__"] = _signature(each, "", is_method=True)
+                members |= {name: line for name, line in _attributes(each) if name not in members}
             elif not each.name.startswith("_") and not ast.unparse(each).startswith(f"@{each.name}."):
                 members[each.name] = _signature(each, each.name, is_method=True)
         elif isinstance(each, (ast.Assign, ast.AnnAssign)):
@@ -162,6 +163,18 @@ def _members(module: str, node: ast.ClassDef) -> dict[str, str]:
     if any("dataclass" in ast.unparse(each) for each in node.decorator_list) and "__init__" not in members:
         members["__init__"] = f"({', '.join(fields)})"
     return members
+
+
+def _attributes(init: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[str, str]]:
+    """The public attributes that a constructor sets, each with its line in the list."""
+    for node in ast.walk(init):
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        for target in targets:
+            if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self" and target.attr[0] != "_":
+                annotation = f": {ast.unparse(node.annotation)}" if isinstance(node, ast.AnnAssign) else ""
+                yield target.attr, target.attr + annotation
 
 
 def _field(node: ast.Assign | ast.AnnAssign, name: str) -> str:
