@@ -1,4 +1,4 @@
-"""Draws the layers of Paceline and the way of three calls through them.
+"""Draws the storeys and layers of Paceline, and the way of three calls through them.
 
 python docs/pictures/architecture.py        writes architecture.svg beside this script
 
@@ -15,8 +15,9 @@ from xml.sax.saxutils import escape
 
 @dataclass(frozen=True)
 class Layer:
-    """A row of the picture: a name, what the layer does, and the folders that belong to it."""
+    """A row of the picture: its storey, its name, what it does, and the folders that belong to it."""
 
+    storey: str
     name: str
     does: str
     folders: tuple[str, ...]
@@ -41,33 +42,47 @@ class Route:
 
 
 LAYERS = (
-    Layer("cli", "parses commands", ("src/paceline/cli",)),
+    Layer("cli", "cli", "the commands", ("src/paceline/cli",)),
     Layer(
-        "migrate, horovod",
-        "programs of others\nbecome ours",
-        ("src/paceline/migrate", "src/paceline/horovod"),
+        "interop",
+        "torch_backend, horovod,\nintegrations, migrate",
+        "Paceline in other libraries",
+        tuple(f"src/paceline/interop/{room}" for room in ("torch_backend", "horovod", "integrations", "migrate")),
     ),
-    Layer("plan", "predicts jobs on\nother machines", ("src/paceline/plan",)),
-    Layer("launch", "starts, watches and\nends workers; no torch", ("src/paceline/launch",)),
-    Layer("observe", "reads what the\nprocesses recorded", ("src/paceline/observe",)),
-    Layer("integrations", "strategies of\nother frameworks", ("src/paceline/integrations",)),
-    Layer("plugin", "a backend of\ntorch.distributed", ("src/paceline/plugin",)),
-    Layer("checkpoint", "states on disks,\nnever torn", ("src/paceline/checkpoint",)),
-    Layer("elastic", "views, rounds, and\nstate for newcomers", ("src/paceline/elastic",)),
+    Layer("operate", "plan", "predicts jobs on\nother machines", ("src/paceline/operate/plan",)),
+    Layer("operate", "launch", "starts, watches and\nends workers; no torch", ("src/paceline/operate/launch",)),
     Layer(
-        "parallel, data,\nfunctional",
-        "modules, samplers, and\ncollectives with gradients",
-        ("src/paceline/parallel", "src/paceline/data", "src/paceline/functional"),
+        "operate",
+        "dashboard, diagnosis",
+        "shows and explains what\nthe processes recorded",
+        ("src/paceline/operate/dashboard", "src/paceline/operate/diagnosis"),
     ),
-    Layer("group", "collectives as users\ncall them", ("src/paceline/group",)),
-    Layer("engine", "connections, and who\nruns a call", ("src/paceline/engine",)),
-    Layer("schedule", "collectives as data,\nfor several hosts", ("src/paceline/schedule",)),
-    Layer("rendezvous", "agreement on who is there", ("src/paceline/rendezvous",)),
-    Layer("store", "key-value stores", ("src/paceline/store",)),
-    Layer("one_port", "all listeners of a machine\nbehind one port", ("src/paceline/one_port",)),
-    Layer("security", "the secret and\nthe handshake", ("src/paceline/security",)),
-    Layer("record", "what a process does,\nin memory that outlives it", ("src/paceline/record",)),
-    Layer("core", "C++: shared memory,\nTCP, reductions", ("native",)),
+    Layer("train", "checkpoint", "states on disks,\nnever torn", ("src/paceline/train/checkpoint",)),
+    Layer("train", "elastic", "views, rounds, and\nstate for newcomers", ("src/paceline/train/elastic",)),
+    Layer(
+        "train",
+        "ddp, zero, diloco,\nshared_model, tensor,\npipeline, logical_shards",
+        "replicas and divided\nmodels",
+        tuple(
+            f"src/paceline/train/{room}"
+            for room in ("ddp", "zero", "diloco", "shared_model", "tensor", "pipeline", "logical_shards")
+        ),
+    ),
+    Layer(
+        "train",
+        "data, checks",
+        "samples; gradients and\nreplicas that differ",
+        ("src/paceline/train/data", "src/paceline/train/checks"),
+    ),
+    Layer("comm", "group", "collectives as users\ncall them", ("src/paceline/comm/group",)),
+    Layer("comm", "engine", "connections, and who\nruns a call", ("src/paceline/comm/engine",)),
+    Layer("comm", "schedule", "collectives as data,\nfor several hosts", ("src/paceline/comm/schedule",)),
+    Layer("comm", "rendezvous", "agreement on ranks", ("src/paceline/comm/rendezvous",)),
+    Layer("comm", "store", "key-value stores", ("src/paceline/comm/store",)),
+    Layer("comm", "one_port", "all listeners of a machine\nbehind one port", ("src/paceline/comm/one_port",)),
+    Layer("comm", "security", "the secret and\nthe handshake", ("src/paceline/comm/security",)),
+    Layer("comm", "record", "calls and steps, in memory\nthat outlives the process", ("src/paceline/comm/record",)),
+    Layer("core", "native", "C++: shared memory,\nTCP, reductions", ("native",)),
 )
 
 CORE_ALL_REDUCE = (
@@ -89,15 +104,15 @@ ROUTES = (
             Hop("src/paceline/operate/launch/job.py", "job_of"),
             Hop("src/paceline/operate/launch/worker_group_launcher.py", "run"),
             Hop("src/paceline/operate/launch/multinode/node_connection.py", "open_meeting"),
-            Hop("src/paceline/operate/launch/launcher.py", "Loop.run"),
+            Hop("src/paceline/operate/launch/launcher.py", "Launcher.run"),
             Hop("src/paceline/operate/launch/multinode/membership.py", "Membership.joined"),
-            Hop("src/paceline/operate/launch/worker_group_launcher.py", "_Agent._start"),
+            Hop("src/paceline/operate/launch/worker_group_launcher.py", "WorkerGroupLauncher._start"),
             Hop("src/paceline/operate/launch/workers/start_workers.py", "start_workers"),
-            Hop("src/paceline/operate/launch/workers/start_workers.py", "Interpreters.start"),
+            Hop("src/paceline/operate/launch/workers/start_workers.py", "InterpreterStarter.start"),
             Hop("src/paceline/operate/launch/workers/bootstrap.py", "run"),
             Hop("src/paceline/comm/group/init.py", "init_process_group"),
             Hop("src/paceline/comm/rendezvous/rendezvous.py", "rendezvous"),
-            Hop("src/paceline/comm/rendezvous/check_in.py", "agree"),
+            Hop("src/paceline/comm/rendezvous/check_in.py", "claim_rank"),
             Hop("src/paceline/comm/store/remote_store.py", "RemoteStore"),
         ),
         "From bootstrap.py on this is the worker.\nThen engine/native connects the ranks.",
@@ -111,7 +126,7 @@ ROUTES = (
             Hop("src/paceline/train/ddp/reducer.py", "OutputHooks.watch"),
             Hop("src/paceline/train/ddp/reducer.py", "Reducer._begin"),
             Hop("src/paceline/train/ddp/reducer.py", "Reducer._end"),
-            Hop("src/paceline/train/ddp/gradient_averager.py", "Averager.average_from"),
+            Hop("src/paceline/train/ddp/gradient_averager.py", "GradientAverager.average_from"),
             Hop("src/paceline/train/ddp/gradient_buckets.py", "BucketGradients.collect"),
             Hop("src/paceline/comm/group/process_group.py", "ProcessGroup.all_reduce_memory"),
             Hop("src/paceline/comm/group/process_group.py", "RunningGroup._run"),
@@ -134,12 +149,14 @@ ROUTES = (
     ),
 )
 
-LEFT, COLUMN, TOP, STOP, PAD = 232, 318, 92, 42, 16
+LEFT, COLUMN, TOP, STOP, PAD = 268, 318, 92, 42, 16
 MONO = "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"
 STYLE = """
 .paper { fill: #ffffff } .band { fill: #f1f3f7 } .ink { fill: #1f2430 } .quiet { fill: #5b6472 }
+.storey { fill: #475569 }
 @media (prefers-color-scheme: dark) {
   .paper { fill: #161b22 } .band { fill: #1e242d } .ink { fill: #e6e9ef } .quiet { fill: #9aa4b2 }
+  .storey { fill: #8b98ab }
 }
 """
 
@@ -177,15 +194,27 @@ def draw_layers(width: int) -> list[str]:
     shapes = []
     for at, (layer, (top, height)) in enumerate(zip(LAYERS, rows(), strict=True)):
         if at % 2 == 0:
-            shapes.append(f'<rect x="12" y="{top}" width="{width - 24}" height="{height}" rx="8" class="band"/>')
+            shapes.append(f'<rect x="44" y="{top}" width="{width - 56}" height="{height}" rx="8" class="band"/>')
         names, does = layer.name.split("\n"), layer.does.split("\n")
         y = top + 24
         for line in names:
-            shapes.append(text(28, y, line, 14, more=' font-weight="600"'))
+            shapes.append(text(58, y, line, 14, more=' font-weight="600"'))
             y += 17
         for line in does:
-            shapes.append(text(28, y, line, 12, "quiet"))
+            shapes.append(text(58, y, line, 12, "quiet"))
             y += 15
+    return shapes
+
+
+def draw_storeys() -> list[str]:
+    """A strip at the left of each storey's layers, with the storey's name."""
+    shapes = []
+    for storey in dict.fromkeys(layer.storey for layer in LAYERS):
+        spans = [span for layer, span in zip(LAYERS, rows(), strict=True) if layer.storey == storey]
+        top, bottom = spans[0][0] + 2, sum(spans[-1]) - 2
+        turned = f' font-weight="600" text-anchor="middle" transform="rotate(-90 29 {(top + bottom) / 2})"'
+        shapes.append(f'<rect x="12" y="{top}" width="26" height="{bottom - top}" rx="8" class="storey"/>')
+        shapes.append(text(29, (top + bottom) / 2 + 3, storey, 13.5, "paper", turned))
     return shapes
 
 
@@ -216,7 +245,7 @@ def svg() -> str:
     """The picture."""
     top, height = rows()[-1]
     wide, high = LEFT + len(ROUTES) * COLUMN + 8, top + height + 14
-    title = "The layers of Paceline, and three calls on their way through them"
+    title = "The four storeys of Paceline above the core, and three calls on their way through them"
     shapes = [shape for at, route in enumerate(ROUTES) for shape in draw_route(at, route)]
     return "\n".join(
         [
@@ -226,6 +255,7 @@ def svg() -> str:
             f"<style>{STYLE}</style>",
             f'<rect width="{wide}" height="{high}" rx="10" class="paper"/>',
             text(28, 32, title, 16),
+            *draw_storeys(),
             *draw_layers(wide),
             *shapes,
             "</svg>\n",

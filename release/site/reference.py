@@ -1,7 +1,8 @@
 """The pages of the API reference: one for each group of public names, and one for each public module.
 
 The names and their groups are read from the sources, without importing them: they are those of `_PUBLIC` in
-`src/paceline/__init__.py`, where a comment begins each group.
+`src/paceline/__init__.py`, where a comment begins each group. The page of a public module describes the module that it
+stands for.
 """
 
 from __future__ import annotations
@@ -11,19 +12,10 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from public_names import MODULES, handed_on, source_of
+
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "paceline"
 FOLDER = "reference"
-MODULES = {
-    "paceline.functional": "collectives with gradients",
-    "paceline.parallel.hooks": "communication hooks of DistributedDataParallel",
-    "paceline.train.data_parallel": "the parts of DataParallel",
-    "paceline.horovod": "Horovod's interface",
-    "paceline.plugin": "the back end for torch.distributed",
-    "paceline.integrations.lightning": "the strategies for Lightning and Fabric",
-    "paceline.recordings": "reading recordings",
-}
-"""Public modules beyond the names of `paceline` itself."""
-
 _EXAMPLES = re.compile(r"^>>> .*?(?=\n\s*\n|\Z)", re.MULTILINE | re.DOTALL)
 _PAGE_OPTIONS = "    options:\n      heading_level: 2\n"
 
@@ -75,8 +67,10 @@ def pages() -> dict[str, str]:
         torchs = [f"- `{name}`, of `{module}`\n" for module, name in group.names if not module.startswith("paceline.")]
         found[f"{FOLDER}/{group.slug}.md"] = f"# {_capital(group.title)}\n\n" + "\n".join(ours) + "".join(torchs)
     for module, does in MODULES.items():
-        title = f"# {module}\n\n{_capital(does)}.\n\n"
-        found[f"{FOLDER}/{module}.md"] = f"{title}::: {module}\n    options:\n      show_root_heading: false\n"
+        handed = handed_on(module)
+        described = "\n".join(f"::: {origin}.{name}\n{_PAGE_OPTIONS}" for origin, name in handed)
+        whole = f"::: {source_of(module)}\n    options:\n      show_root_heading: false\n"
+        found[f"{FOLDER}/{module}.md"] = f"# {module}\n\n{_capital(does)}.\n\n{described or whole}"
     return found
 
 

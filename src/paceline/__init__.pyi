@@ -19,8 +19,8 @@ from torch.distributed import DistError as DistError
 from torch.distributed import DistNetworkError as DistNetworkError
 from torch.distributed import DistStoreError as DistStoreError
 
-from paceline.comm import functional as functional
-from paceline.comm import group as group
+from paceline import functional as functional
+from paceline import group as group
 from paceline.comm.engine.codes import PremulSum as PremulSum
 from paceline.comm.engine.codes import ReduceOp as ReduceOp
 from paceline.comm.engine.codes import reduce_op as reduce_op

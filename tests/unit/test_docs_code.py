@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
@@ -19,6 +20,7 @@ from doc_blocks import (
     LESSONS,
     PAGES,
     ROOT,
+    Block,
     after_a_diff,
     blocks,
     call_of_paceline,
@@ -32,6 +34,10 @@ from doc_blocks import (
 
 import paceline
 from paceline.cli.main import COMMANDS, parser
+
+sys.path.append(str(ROOT / "release" / "site"))
+
+import public_names
 
 NAMED = [str(page.relative_to(ROOT)) for page in PAGES]
 CHINESE = [name for name in NAMED if name.startswith("docs/zh/")]
@@ -49,20 +55,33 @@ def english(name: str) -> Path:
     return ROOT / name.replace("docs/zh/", "docs/")
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_python_in_a_page_compiles(name):
-    for block in blocks(ROOT / name, "python", "py"):
-        for piece in python_of(block):
-            compile(piece, str(block), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+def listed(wrong: list[str]) -> str:
+    return "\n".join(["", *wrong])
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_a_diff_in_a_page_leads_to_code(name):
-    for block in blocks(ROOT / name, "diff"):
+def syntax_error(text: str, block: Block) -> str | None:
+    """The error with which code of a page does not compile."""
+    try:
+        compile(text, str(block), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    except SyntaxError as error:
+        return f"{block}: line {error.lineno} of the block does not compile: {error.msg}"
+    return None
+
+
+def test_python_in_the_pages_compiles():
+    pieces = [(piece, block) for page in PAGES for block in blocks(page, "python", "py") for piece in python_of(block)]
+    wrong = [error for piece, block in pieces if (error := syntax_error(piece, block))]
+    assert not wrong, listed(wrong)
+
+
+def test_a_diff_in_a_page_leads_to_code():
+    wrong = []
+    for block in [block for page in PAGES for block in blocks(page, "diff")]:
         text = after_a_diff(block)
         first = next((line for line in text.split("\n") if line and not line.startswith("#")), "")
-        if not first.startswith("paceline "):
-            compile(text, str(block), "exec")
+        if not first.startswith("paceline ") and (error := syntax_error(text, block)):
+            wrong.append(error)
+    assert not wrong, listed(wrong)
 
 
 def is_there(module: str, name: str) -> bool:
@@ -86,11 +105,8 @@ def is_there(module: str, name: str) -> bool:
 
 
 def _defines(module: str, name: str) -> bool:
-    """Whether the source of a module has a class or function of that name."""
-    spec = find_spec(module.replace("paceline.integrations.", "paceline.interop.integrations."))  # public names
-    assert spec is not None and spec.origin is not None
-    tree = ast.parse(Path(spec.origin).read_text())
-    return any(isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name for node in tree.body)
+    """Whether the source of a module, or of the one that it stands for, has a class or function of that name."""
+    return public_names.find(public_names.source_of(module), name) is not None
 
 
 def _is_a_module(name: str) -> bool:
@@ -129,28 +145,28 @@ def uses(tree: ast.AST, module_of: dict[str, str]) -> Iterator[tuple[str, str]]:
                 yield module, node.attr
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_names_of_ours_in_programs_exist(name):
+def test_names_of_ours_in_programs_exist():
+    known = {"paceline": "paceline", "dist": "paceline", "hvd": "paceline.horovod"}
     missing = []
-    for block in blocks(ROOT / name, "python", "py"):
+    for block in [block for page in PAGES for block in blocks(page, "python", "py")]:
         for piece in python_of(block):
-            known = {"paceline": "paceline", "dist": "paceline", "hvd": "paceline.horovod"}
-            for module, used in uses(ast.parse(piece), known):
-                if not (_is_a_module(module) and is_there(module, used)):
-                    missing.append(f"{block}: {module}.{used}")
-    assert missing == []
+            missing += [
+                f"{block}: there is no {module}.{used}"
+                for module, used in uses(ast.parse(piece), known)
+                if not (_is_a_module(module) and is_there(module, used))
+            ]
+    assert not missing, listed(missing)
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_names_of_ours_in_prose_exist(name):
-    modules = ["paceline"] if name.endswith(OTHERS_DIST) else ["paceline", "dist"]
+def test_names_of_ours_in_prose_exist():
     missing = [
-        f"{name}:{line}: {module}.{used}"
-        for module in modules
+        f"{name}:{line}: there is no {module}.{used}"
+        for name in NAMED
+        for module in (["paceline"] if name.endswith(OTHERS_DIST) else ["paceline", "dist"])
         for line, used in names_in_prose(ROOT / name, module)
         if used not in USERS_NAMES and not is_there("paceline", used)
     ]
-    assert missing == []
+    assert not missing, listed(missing)
 
 
 @cache
@@ -164,10 +180,9 @@ def flags_of(command: str) -> frozenset[str]:
     return frozenset(commands_of_it.choices[command]._option_string_actions)
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_command_lines_of_a_page_are_understood(name, capsys):
+def test_command_lines_of_the_pages_are_understood(capsys):
     wrong = []
-    for block, words in commands(ROOT / name):
+    for block, words in [command for page in PAGES for command in commands(page)]:
         call = call_of_paceline(words)
         if call is None:
             continue
@@ -176,13 +191,13 @@ def test_command_lines_of_a_page_are_understood(name, capsys):
         except SystemExit as end:
             if end.code:
                 wrong.append(f"{block}: paceline {' '.join(call)}: {capsys.readouterr().err.splitlines()[:1]}")
-    assert wrong == []
+        capsys.readouterr()
+    assert not wrong, listed(wrong)
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_commands_in_prose_have_flags_that_exist(name):
+def test_commands_in_prose_have_flags_that_exist():
     wrong = []
-    for line, words in calls_in_prose(ROOT / name):
+    for name, line, words in [(page, *call) for page in NAMED for call in calls_in_prose(ROOT / page)]:
         if words[0].startswith("-") or words[0].isupper():
             continue
         if words[0] not in COMMANDS:
@@ -194,43 +209,53 @@ def test_commands_in_prose_have_flags_that_exist(name):
             flag = word.split("=")[0].replace("_", "-") if word.startswith("--") else ""
             if flag and flag != "--" and flag not in flags_of(words[0]):
                 wrong.append(f"{name}:{line}: paceline {words[0]} {word}")
-    assert wrong == []
+    assert not wrong, listed(wrong)
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_tasks_of_make_in_a_page_exist(name):
+def test_tasks_of_make_in_the_pages_exist():
     tasks = set(re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    asked = {words[1] for _, words in commands(ROOT / name) if words[:1] == ["make"] and words[1:]}
-    assert asked <= tasks
+    calls = [call for page in PAGES for call in commands(page)]
+    asked = [(block, words[1]) for block, words in calls if words[0] == "make" and words[1:]]
+    wrong = [f"{block}: make has no task {task}" for block, task in asked if task not in tasks]
+    assert not wrong, listed(wrong)
 
 
-@pytest.mark.parametrize("name", CHINESE)
-def test_a_chinese_page_has_the_english_programs(name):
-    assert english(name).exists(), f"there is no English page {english(name)}"
-    known = [meaning(block) for block in blocks(english(name), "python")]
-    assert [str(block) for block in blocks(ROOT / name, "python") if meaning(block) not in known] == []
+def test_a_chinese_page_has_the_english_programs():
+    wrong = [f"{name}: there is no English page {english(name)}" for name in CHINESE if not english(name).exists()]
+    for name in [name for name in CHINESE if english(name).exists()]:
+        known = [meaning(block) for block in blocks(english(name), "python")]
+        wrong += [
+            f"{block} is not a program of {english(name)}"
+            for block in blocks(ROOT / name, "python")
+            if meaning(block) not in known
+        ]
+    assert not wrong, listed(wrong)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in NAMED if len(Path(name).parts) > 2 and Path(name).parts[1] in LESSONS]
-)
-def test_a_lesson_is_a_whole_program(name):
-    for block in blocks(ROOT / name, "python"):
-        assert block.text.startswith(("import ", "from ")), f"{block} has to begin with its imports"
+def test_a_lesson_is_a_whole_program():
+    lessons = [name for name in NAMED if len(Path(name).parts) > 2 and Path(name).parts[1] in LESSONS]
+    programs = [block for name in lessons for block in blocks(ROOT / name, "python")]
+    wrong = [
+        f"{block} has to begin with its imports"
+        for block in programs
+        if not block.text.startswith(("import ", "from "))
+    ]
+    assert programs and not wrong, listed(wrong)
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_lists_read_alike_for_the_site_and_the_repository(name):
+def test_lists_read_alike_for_the_site_and_the_repository():
     """MkDocs wants an empty line before a list, and four spaces before a further paragraph of an item."""
-    wrong, before = [], ""
-    for at, line in enumerate(prose(ROOT / name).split("\n")):
-        item = re.match(r"([-*]|\d+\.) ", line)
-        if item and before.strip() and not re.match(r"\s|([-*]|\d+\.) ", before):
-            wrong.append(f"{name}:{at + 1}: an empty line is missing before the list")
-        if re.match(r" {1,3}\S", line) and not before.strip():
-            wrong.append(f"{name}:{at + 1}: a paragraph of a list's item is indented by four spaces")
-        before = line
-    assert wrong == []
+    wrong = []
+    for name in NAMED:
+        before = ""
+        for number, line in enumerate(prose(ROOT / name).split("\n"), 1):
+            item = re.match(r"([-*]|\d+\.) ", line)
+            if item and before.strip() and not re.match(r"\s|([-*]|\d+\.) ", before):
+                wrong.append(f"{name}:{number}: an empty line is missing before the list")
+            if re.match(r" {1,3}\S", line) and not before.strip():
+                wrong.append(f"{name}:{number}: a paragraph of a list's item is indented by four spaces")
+            before = line
+    assert not wrong, listed(wrong)
 
 
 def test_code_is_found():

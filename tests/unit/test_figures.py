@@ -44,12 +44,10 @@ def drawn(results) -> dict[str, str]:
     return {name: draw(results) for name, draw in PICTURES.items()}
 
 
-@pytest.mark.parametrize("page", [str(page.relative_to(ROOT)) for page in PAGES])
-def test_a_page_agrees_with_the_results(page, results):
-    text = (ROOT / page).read_text()
-    assert pages.filled(text, results, ROOT / page) == text, (
-        f"{page} does not agree with bench/results: run `make figures`"
-    )
+def test_the_pages_agree_with_the_results(results):
+    texts = {page: page.read_text() for page in PAGES}
+    wrong = [str(page.relative_to(ROOT)) for page, text in texts.items() if pages.filled(text, results, page) != text]
+    assert not wrong, f"these pages do not agree with bench/results: {', '.join(wrong)}; run `make figures`"
 
 
 def test_the_pages_with_figures_are_found():

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.cli.main import parser
 from paceline.operate.launch.elastic.elastic_options import Chaos, ElasticOptions
-from paceline.operate.launch.flags import FLAGS
+from paceline.operate.launch.flags import FLAGS, Flag
 from paceline.operate.launch.job import CommandKind, Job, endpoint_of, job_of
 from paceline.operate.launch.option_types import OptionError, Streams, streams_of
 from paceline.operate.launch.workers.environment import allowed_cores
@@ -95,30 +95,45 @@ def test_launchers_of_one_machine_cannot_share_a_port():
         job("--port=29400", environment={**step, "MASTER_ADDR": "10.0.0.1"})
 
 
-@pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
-def test_the_flag_has_two_spellings_and_a_variable(flag):
-    if flag.name in REFUSED | END_AT_ONCE:
-        return
-    text, meaning = VALUES.get(flag.name, (None, True))
-    for spelling in flag.spellings:
-        found = parse(spelling) if text is None else parse(spelling, text)
-        assert getattr(found, flag.dest) == meaning
+def meanings_of(flag: Flag) -> dict[str, object]:
+    """The values that the flag gets by each of its spellings and by its variable, by what was written."""
+    text, _ = VALUES.get(flag.name, (None, True))
+    found = {" ".join(words): parse(*words) for words in [[each, text] if text else [each] for each in flag.spellings]}
     if flag.variable:
         name = f"PET_{flag.dest.upper()}"
-        assert getattr(parse(environment={name: text or "1"}), flag.dest) == meaning
-        if text is None:
-            assert getattr(parse(environment={name: "0"}), flag.dest) is False
-        else:
-            both = parse(f"--{flag.name}", text, environment={name: flag.default or text})
-            assert getattr(both, flag.dest) == meaning
+        found[f"{name}={text or '1'}"] = parse(environment={name: text or "1"})
+        if text is not None:
+            both = {name: flag.default or text}
+            found[f"--{flag.name} {text} beside {both}"] = parse(f"--{flag.name}", text, environment=both)
+    return {written: getattr(arguments, flag.dest) for written, arguments in found.items()}
 
 
-@pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
-def test_the_flag_has_a_row_in_the_docs(flag):
-    rows = [
-        line for line in DOCS.read_text().splitlines() if line.startswith((f"| `--{flag.name}`", f"| `--{flag.name} "))
+def test_every_flag_has_two_spellings_and_a_variable():
+    flags = [flag for flag in FLAGS if flag.name not in REFUSED | END_AT_ONCE]
+    wrong = [
+        f"{written} means {meaning!r}"
+        for flag in flags
+        for written, meaning in meanings_of(flag).items()
+        if meaning != VALUES.get(flag.name, (None, True))[1]
     ]
-    assert len(rows) == 1, f"docs/launcher.md has {len(rows)} rows for --{flag.name}"
+    assert flags and not wrong, "\n".join(["", *wrong])
+
+
+def test_a_switch_can_be_off_by_its_variable():
+    names = {flag.dest: f"PET_{flag.dest.upper()}" for flag in FLAGS if flag.variable and flag.name not in VALUES}
+    names = {dest: name for dest, name in names.items() if dest.replace("_", "-") not in REFUSED | END_AT_ONCE}
+    values = {name: getattr(parse(environment={name: "0"}), dest) for dest, name in names.items()}
+    assert {name: value for name, value in values.items() if value is not False} == {}
+
+
+def test_every_flag_has_a_row_in_the_docs():
+    lines = DOCS.read_text().splitlines()
+    rows = {
+        flag.name: sum(line.startswith((f"| `--{flag.name}`", f"| `--{flag.name} ")) for line in lines)
+        for flag in FLAGS
+    }
+    wrong = [f"docs/launcher.md has {count} rows for --{name}" for name, count in rows.items() if count != 1]
+    assert not wrong, "\n".join(["", *wrong])
 
 
 def test_the_docs_have_no_other_rows():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import paceline
 
 sys.path.append(str(Path(__file__).parents[2] / "release" / "site"))
 
+import public_names
 import reference
 from checking import broken_links
 from links import Place, address, between, place_of, rewritten
@@ -75,7 +77,34 @@ def test_the_reference_has_every_public_name():
     names = [name for group in reference.groups() for _, name in group.names]
     assert sorted([*names, "functional", "group"]) == sorted(paceline.__all__)
     text = "".join(reference.pages().values())
-    assert "::: paceline.comm.group.collectives.collectives.all_reduce\n" in text and "::: paceline.horovod\n" in text
+    assert "::: paceline.comm.group.collectives.collectives.all_reduce\n" in text
+    assert "# paceline.horovod\n" in text and "::: paceline.interop.horovod\n" in text
+
+
+def test_a_public_module_leads_to_its_source():
+    for module in public_names.MODULES:
+        assert importlib.util.find_spec(module), module
+    assert public_names.source_of("paceline.parallel.hooks") == "paceline.train.ddp.hooks"
+    assert public_names.source_of("paceline.parallel.replicate") == "paceline.parallel.replicate"
+
+
+def test_the_public_names_and_signatures_are_those_of_the_list():
+    found = public_names.differences()
+    assert not found, "\n".join(
+        ["public names have changed; run release/site/public_names.py --write, and read CONTRIBUTING.md:", *found]
+    )
+
+
+def test_the_list_has_every_public_name():
+    listed = public_names.marks_in(public_names.LIST.read_text())
+    names = {name for module, name in listed if module == "paceline"}
+    assert {*names, "functional", "group"} == set(paceline.__all__)
+    assert set(listed.values()) == {public_names.STABLE, public_names.PROVISIONAL, public_names.TORCHS}
+
+
+def test_marks_of_the_list_are_kept():
+    text = "[paceline]\nstable       class Work()\n                 wait() -> bool\nprovisional  log()\n"
+    assert public_names.marks_in(text) == {("paceline", "Work"): "stable", ("paceline", "log"): "provisional"}
 
 
 def test_examples_of_a_docstring_are_fenced():

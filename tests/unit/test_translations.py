@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import zip_longest
 from os.path import relpath
 from pathlib import Path
@@ -149,51 +149,64 @@ def first_difference(chinese: Block, english: Block) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_a_chinese_page_links_to_its_original(name):
-    page = ROOT / name
-    original = english_of(page)
-    assert original.exists(), (
-        f"{name} translates {original.relative_to(ROOT)}, which is not there: remove or rename {name}"
-    )
-    link = f"[English]({relpath(original, page.parent)})"
-    top = page.read_text().split("\n## ")[0]
-    assert link in top, f"{name} must have the link {link} above its first section"
+def listed(wrong: list[str]) -> str:
+    return "\n".join(["", *wrong])
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_a_chinese_page_has_the_same_headings(name):
-    mine, theirs = headings(ROOT / name), headings(english_of(ROOT / name))
-    assert mine == theirs, advice(name, f"it has the headings {' '.join(mine)}, and not {' '.join(theirs)}")
+def test_a_chinese_page_links_to_its_original():
+    wrong = []
+    for page in PAGES:
+        name, original = page.relative_to(ROOT), english_of(page)
+        link = f"[English]({relpath(original, page.parent)})"
+        if not original.exists():
+            wrong.append(f"{name} translates {original.relative_to(ROOT)}, which is not there: remove or rename {name}")
+        elif link not in page.read_text().split("\n## ")[0]:
+            wrong.append(f"{name} must have the link {link} above its first section")
+    assert not wrong, listed(wrong)
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_a_chinese_page_has_the_same_figures(name):
-    mine, theirs = markers(ROOT / name), markers(english_of(ROOT / name))
-    assert mine == theirs, advice(name, f"it has the blocks of figures {mine}, and not {theirs}")
+def compared(of: Callable[[Path], object], message: str, *, but: Collection[str] = ()) -> list[str]:
+    """Advice for each Chinese page of which `of` finds another value than of the page that it translates."""
+    pairs = [(name, of(ROOT / name), of(english_of(ROOT / name))) for name in NAMED if name not in but]
+    return [advice(name, message.format(mine=mine, theirs=theirs)) for name, mine, theirs in pairs if mine != theirs]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMED if name not in OWN_TABLES])
-def test_a_chinese_page_has_tables_of_the_same_length(name):
-    mine, theirs = rows(ROOT / name), rows(english_of(ROOT / name))
-    assert mine == theirs, advice(name, f"its tables have {mine} lines, and not {theirs}")
+def test_a_chinese_page_has_the_same_headings():
+    wrong = compared(lambda page: " ".join(headings(page)), "it has the headings {mine}, and not {theirs}")
+    assert not wrong, listed(wrong)
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_a_chinese_page_has_the_same_parts(name):
-    mine, theirs = parts(ROOT / name), parts(english_of(ROOT / name))
-    if name in OWN_TABLES:
-        mine, theirs = ([part for part in each if part.kind != "row"] for each in (mine, theirs))
-    different = next((found for pair in zip_longest(mine, theirs) if (found := lacks(*pair))), None)
-    assert different is None, advice(name, different or "")
+def test_a_chinese_page_has_the_same_figures():
+    wrong = compared(markers, "it has the blocks of figures {mine}, and not {theirs}")
+    assert not wrong, listed(wrong)
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_a_chinese_page_has_the_same_code(name):
-    mine, theirs = code(ROOT / name), code(english_of(ROOT / name))
-    different = [found for pair in zip(mine, theirs, strict=False) if (found := first_difference(*pair))]
-    assert not different, advice(name, different[0])
-    assert len(mine) == len(theirs), advice(name, f"it has {len(mine)} blocks of code, and not {len(theirs)}")
+def test_a_chinese_page_has_tables_of_the_same_length():
+    wrong = compared(rows, "its tables have {mine} lines, and not {theirs}", but=OWN_TABLES)
+    assert not wrong, listed(wrong)
+
+
+def test_a_chinese_page_has_the_same_parts():
+    wrong = []
+    for name in NAMED:
+        mine, theirs = parts(ROOT / name), parts(english_of(ROOT / name))
+        if name in OWN_TABLES:
+            mine, theirs = ([part for part in each if part.kind != "row"] for each in (mine, theirs))
+        different = next((found for pair in zip_longest(mine, theirs) if (found := lacks(*pair))), None)
+        wrong += [advice(name, different)] if different else []
+    assert not wrong, listed(wrong)
+
+
+def test_a_chinese_page_has_the_same_code():
+    wrong = []
+    for name in NAMED:
+        mine, theirs = code(ROOT / name), code(english_of(ROOT / name))
+        different = [found for pair in zip(mine, theirs, strict=False) if (found := first_difference(*pair))]
+        if different:
+            wrong.append(advice(name, different[0]))
+        elif len(mine) != len(theirs):
+            wrong.append(advice(name, f"it has {len(mine)} blocks of code, and not {len(theirs)}"))
+    assert not wrong, listed(wrong)
 
 
 def test_the_chinese_terms_are_those_of_the_glossary():

@@ -1,0 +1,70 @@
+"""Standard terms that the names of classes and folders may end in; docs/glossary.md defines Paceline's own."""
+
+from __future__ import annotations
+
+TERMS = {
+    "PyTorch and its libraries": """
+        agent agreement autograd averager backend barrier batch batch_norm bucket buffer checkpoint checks co
+        codec collate collectives compression compressor dash dashboard data dataset ddp device diloco
+        distributed dtype elastic embedding engine epoch forward function functional future gradient group hook
+        horovod index indices integrations item join joinable layout leaf linear lion loader loop loss mean mesh
+        methods microbatch middleware module norm normalise optimizer parallel parallelize parameter partition
+        pipeline process reducer ref replica sampler scaler schedule scheduler sgd shard sharding slice spec
+        stage staging state stateful step storage strategy stream style tensor top torch train trainer transfer
+        unpickler work weight world zero""",
+    "MPI, NCCL and gloo": """
+        adapters all allgather allreduce alltoall block broadcast channel collective comm communicator count
+        datatype envelope exchange gather gloo id interop member message mpi native nccl op operation packing
+        pair participant peer point rank reduce reducescatter reduction rendezvous request ring root scatter set
+        single status subgroup sum topology transport tree type wait window""",
+    "Kubernetes, etcd and Raft": """
+        admission ballot chaos claim cluster commit config controller coordinator health heartbeat host job
+        launch launcher leader lease log membership metric monitor node operate policy pool probe quorum record
+        registry replacement replicated replication resource run snapshot store task template term view vote
+        watch watchdog worker""",
+    "Linux, POSIX, TCP and TLS": """
+        access address cache cgroup cleanup client clock close collector column command connection console cpu
+        delay descriptor destination dialer digest directory disconnect disk edit editor endpoint entry event
+        exit file flag flight follower forker formatter forwarder frame handle handshake head header hello
+        identity inbox input interface interpreter interval keyboard library limit line link listener lock
+        mailbox memory miss mode multinode multiplexer name namespace network offset output packer parser path
+        payload plan port priority protocol queue rate reader receiver relay router row sample screen script
+        secret security sender server session shared signal sink socket source splitter ssh starter static
+        statistics stats stdin stop subcommand summary table tail target terminal text thread time timeout token tracker
+        traffic unpacker user writer""",
+    "Python": """
+        array bytes cli code context cst error exception executor format global iterator main mark migrate
+        object paceline range span stack test value""",
+    "Programming in general": """
+        action activity advice aggregator algorithm announcer assigner assignment attempt axis background base
+        broadcaster budget call case cause change check choice collection content contents control copy cost
+        countdown counter curve debugger decision diagnosis diagnostic diagram difference direction dispatcher
+        execution fact failure feed figure finish flat follow foreign form formation guard history info kind list
+        load location manager map measure measurement method mismatch model note numbering numbers option order
+        origin outcome pause phase position prediction prefixer printer program progress read reason recorder
+        reply report reporter requirement response restorer result rule runner search sequence setting severity
+        signature size slot split stand_in start structure threshold timeline timer timing update usage use
+        verifier viewer write""",
+}
+"""Words of the documentation of others, in the meaning that they have there, as the last word of a name."""
+
+AWAITING_A_NAME = """
+    Answered _Apart Box Broken CallTally Cargo ChaosAct _CopyToRanks Delayed Departing Described Dismissed Done
+    Dropped Encoded Evaluated ExchangeTimetable _Failed Failed _Fold _Gathered Gathered GiveUp Growing Hold Imported
+    Indexed _Inert Installed JobRemnants _Joined _JoinedForParts Leave Leaving Loaded _MakingIn _Me Miscount Move
+    Moved Newest _Nothing NothingYet _OutputTap _OverUnixSocket Pending RankAbsence _Reading Ready _Recorded
+    RecordingKeeper Remember Running _Seen _Sized Slip Spawned _Started Stopped _Summed _SummedIntoParts Thinned
+    _Uncaught WhatIf
+"""
+"""Classes whose names say too little. None is added; whoever renames one takes it out."""
+
+GERUNDS = {
+    "halving_doubling": "the name of the algorithm",
+    "ring": "a noun",
+    "tree_packing": "the term of the literature",
+    "lightning": "the library",
+    "finding": "a noun",
+    "recording": "a noun",
+    "formatting": "a noun",
+}
+"""Modules whose names end in -ing and may."""
