@@ -38,10 +38,17 @@ from paceline.train.ddp.arguments import (
 )
 from paceline.train.ddp.comm_hook import CommHook, Hook
 from paceline.train.ddp.error_text import add_context, sending_buffers_context
-from paceline.train.ddp.gradient_averager import DelayedParameters, choose_wire, require_delayed
+from paceline.train.ddp.gradient_averager import (
+    DelayedParameters,
+    DelegatingAverager,
+    ExternalAverager,
+    GradientAverager,
+    choose_wire,
+    require_delayed,
+)
 from paceline.train.ddp.hooks import allreduce_hook, compress_wrapper
 from paceline.train.ddp.module_monitor import ModuleMonitor
-from paceline.train.ddp.reducer import DelegatingReducer, ExternalAverager, Reducer
+from paceline.train.ddp.reducer import Reducer
 from paceline.train.join import Join, Joinable, JoinHook
 from paceline.train.logical_shards.sharded_replica import ShardedReplica
 from paceline.train.module_tensors import TrackedTensors, broadcast_tensors, collect_tracked, ignore_tensors
@@ -59,6 +66,7 @@ if TYPE_CHECKING:
 
 _OF_THIS_PROCESS = (
     "process_group",
+    "_averager",
     "_reducer",
     "_replica",
     "_watched",
@@ -238,24 +246,23 @@ class DistributedDataParallel(nn.Module, Joinable):
             [name for name, _ in self._delayed_pairs],
             may_leave_out=self.find_unused_parameters,
         )
-        self._steps = UnevenSteps(self.process_group)
         tracked, exact = self._watched.tracked, self.logical_shards is not None
         self._checks = ModuleChecks(self.module, tracked, self.process_group, self.checks, with_buffers=exact)
-        self._reducer = Reducer(
+        self._averager = GradientAverager(
             tracked,
             self._bucket_caps,
             self.process_group,
-            name=type(self.module).__name__,
+            checks=self._checks,
+            overlap=self.overlap,
             find_unused=self.find_unused_parameters,
             static_graph=self.static_graph,
-            overlap=self.overlap,
-            checks=self._checks,
             wire=self.wire,
         )
-        # The hooks must not outlive the wrapper: the module may be wrapped again.
-        weakref.finalize(self, self._reducer.close).atexit = False
         if self._reduce_dtype is not None:
-            self._reducer.comm_hook = CommHook(self.process_group, compress_wrapper(self._reduce_dtype, allreduce_hook))
+            hook = compress_wrapper(self._reduce_dtype, allreduce_hook)
+            self._averager.comm_hook = CommHook(self.process_group, hook)
+        self._reduce_with(self._averager)
+        self._steps = UnevenSteps(self._averager)
         self._delayed: DelayedParameters | None = None
         (trigger,) = self._delay_trigger
         if trigger is not None:
@@ -267,6 +274,11 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._replica = ShardedReplica(
                 self.module, tracked, self.logical_shards, self.seed, self.dim, self.process_group, self._checks
             )
+
+    def _reduce_with(self, averager: GradientAverager) -> None:
+        self._averager, self._reducer = averager, Reducer(averager, type(self.module).__name__)
+        # The hooks must not outlive the wrapper: the module may be wrapped again.
+        weakref.finalize(self, self._reducer.close).atexit = False
 
     @eager_around
     def forward(self, *args: object, **kwargs: object) -> object:
@@ -374,11 +386,11 @@ class DistributedDataParallel(nn.Module, Joinable):
             )
         if self.wire is not None:
             raise ValueError(f"register_comm_hook was called on a module with wire={self.wire!r}; use one of the two")
-        if self._reducer.comm_hook is not None:
+        if self._averager.comm_hook is not None:
             raise RuntimeError(
                 "register_comm_hook was called twice on this module; wrap the module again to give it another hook"
             )
-        self._reducer.comm_hook = CommHook(state, hook)
+        self._averager.comm_hook = CommHook(state, hook)
         if self.checks.every is None and not (getattr(hook, "__module__", None) or "").startswith("paceline."):
             self._checks.allow_differences()  # the hook may average over a subset of the ranks
 
@@ -419,23 +431,22 @@ class DistributedDataParallel(nn.Module, Joinable):
         """
         self._require_delegable()
         self._reducer.close()
-        reducer = DelegatingReducer(
+        averager = DelegatingAverager(
             self._watched.tracked,
             self._bucket_caps,
             self.process_group,
             averages,
-            name=type(self.module).__name__,
+            checks=self._checks,
             find_unused=self.find_unused_parameters or self.static_graph,
-            checks=self._reducer.checks,
         )
-        weakref.finalize(self, reducer.close).atexit = False
-        self._reducer, self._averages = reducer, averages
-        return reducer.params, self._watched.current_buffers if self.forward_sync_buffers else list
+        self._averages = averages
+        self._reduce_with(averager)
+        return averager.gradients.params, self._watched.current_buffers if self.forward_sync_buffers else list
 
     def skip_batch(self) -> None:
         """Takes part in the other ranks' average without a backward; see `ElasticState.skip_batch`."""
-        assert isinstance(self._reducer, DelegatingReducer)
-        self._reducer.skip()
+        assert self._averages is not None
+        self._reducer.skip(self._averages.skip)
 
     def require_averaged(self) -> None:
         """Requires that the gradients of the latest backward were averaged.
@@ -443,7 +454,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         Raises:
             RuntimeError: they were not, since parameters have no gradient.
         """
-        assert isinstance(self._reducer, DelegatingReducer)
         self._reducer.require_averaged()
 
     def _require_delegable(self) -> None:
@@ -451,7 +461,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         refused = {
             "deterministic=True; use LogicalShards": self._replica is not None,
             "delay_all_reduce_named_params": self._delayed is not None,
-            "a communication hook, or a reduce_dtype": self._reducer.comm_hook is not None,
+            "a communication hook, or a reduce_dtype": self._averager.comm_hook is not None,
             "overlap=True; in an elastic job gradients are averaged when backward ends": self.asks_for_overlap,
             "process_group; leave it out, since an elastic job has no other group": self.process_group.size() != 1,
             "wire; workers that come and go average gradients exactly": self.wire is not None,
@@ -518,7 +528,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "ranks as many inputs"
             )
         self._steps.divides_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
-        return DdpJoinHook(self._reducer, self._watched, self._steps, self.process_group, self.forward_sync_buffers)
+        return DdpJoinHook(self._averager, self._reducer, self._watched, self._steps, self.forward_sync_buffers)
 
     @property
     def join_device(self) -> torch.device:
@@ -533,7 +543,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _announce_step(self) -> int:
         """Announces a step to all ranks within `Join`, and returns the rank whose buffers are copied."""
         Join.notify_join_context(self)
-        return self._steps.announce(self._reducer, self.require_backward_grad_sync, self.will_sync_module_buffers())
+        return self._steps.announce(self.require_backward_grad_sync, self.will_sync_module_buffers())
 
     def _require_not_deterministic(self, call: str) -> None:
         if self._replica is not None:
@@ -600,14 +610,14 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _get_ddp_logging_data(self) -> dict[str, str | int]:
         """Returns the entries of torch's logging data that apply to this class."""
         params = self._watched.tracked.trained.values()
-        hook = self._reducer.comm_hook
+        hook = self._averager.comm_hook
         return {
             "module_name": type(self.module).__name__,
             "backend_name": self.process_group.backend,
             "world_size": self.process_group.size(),
             "rank": self.process_group.rank(),
             "iteration": self._reducer.forwards,
-            "bucket_sizes": ", ".join(map(str, self._reducer.bucket_sizes())),
+            "bucket_sizes": ", ".join(str(bucket.nbytes) for bucket in self._averager.gradients.buckets),
             "num_parameter_tensors": len(params),
             "total_parameter_size_bytes": sum(param.nbytes for param in params),
             "dtypes": ", ".join(sorted({str(param.dtype).removeprefix("torch.") for param in params})),
@@ -679,28 +689,29 @@ class UnevenSteps:
     Every step begins with one exchange over all ranks: those with inputs call it in forward, the others in their hook.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, averager: GradientAverager) -> None:
         self.divides_by_initial_world_size = True
-        self._group = group
+        self._averager = averager
+        self._group = averager.group
 
-    def announce(self, reducer: Reducer, averages: bool, sends_buffers: bool) -> int:
+    def announce(self, averages: bool, sends_buffers: bool) -> int:
         """Announces a step of this rank, and returns the rank whose buffers are copied."""
-        step = self._exchange(reducer, is_active=True, averages=averages, sends_buffers=sends_buffers)
+        step = self._exchange(True, averages, sends_buffers)
         return step.sends_buffers.index(True) if any(step.sends_buffers) else 0
 
-    def follow(self, reducer: Reducer) -> _Step:
+    def follow(self) -> _Step:
         """Returns the step that other ranks have announced."""
-        return self._exchange(reducer, is_active=False, averages=False, sends_buffers=False)
+        return self._exchange(False, False, False)
 
     def last_rank(self, is_last: bool) -> int:
         """Returns the lowest of the ranks that have trained longest."""
         return self._gather(is_last, False, False).is_active.index(True)
 
-    def _exchange(self, reducer: Reducer, is_active: bool, averages: bool, sends_buffers: bool) -> _Step:
+    def _exchange(self, is_active: bool, averages: bool, sends_buffers: bool) -> _Step:
         step = self._gather(is_active, averages, sends_buffers)
         if any(step.is_active):
             size = self._group.size()
-            reducer.set_scale(1.0 if self.divides_by_initial_world_size else size / sum(step.is_active))
+            self._averager.scale = 1.0 if self.divides_by_initial_world_size else size / sum(step.is_active)
         return step
 
     def _gather(self, is_active: bool, averages: bool, sends_buffers: bool) -> _Step:
@@ -714,18 +725,23 @@ class DdpJoinHook(JoinHook):
     """Makes the collectives of a module's forward and backward on a rank that has run out of inputs."""
 
     def __init__(
-        self, reducer: Reducer, watched: ModuleMonitor, steps: UnevenSteps, group: ProcessGroup, syncs_buffers: bool
+        self,
+        averager: GradientAverager,
+        reducer: Reducer,
+        watched: ModuleMonitor,
+        steps: UnevenSteps,
+        syncs_buffers: bool,
     ) -> None:
+        self._averager = averager
         self._reducer = reducer
         self._watched = watched
         self._steps = steps
-        self._group = group
         self._syncs_buffers = syncs_buffers
         self._own_gradients: list[torch.Tensor | None] | None = None
 
     def main_hook(self) -> None:
         """Takes part in a step with zeros; this rank's optimizer steps with the average over the other ranks."""
-        step = self._steps.follow(self._reducer)
+        step = self._steps.follow()
         if not any(step.averages):
             return
         if any(step.sends_buffers):
@@ -737,10 +753,11 @@ class DdpJoinHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Copies the model from a rank that has trained longest, and restores this rank's own gradients."""
         root = self._steps.last_rank(is_last_joiner)
-        broadcast_tensors(self._watched.current_tensors(with_buffers=self._syncs_buffers), self._group, root)
-        self._reducer.set_scale(1.0)
+        tensors = self._watched.current_tensors(with_buffers=self._syncs_buffers)
+        broadcast_tensors(tensors, self._averager.group, root)
+        self._averager.scale = 1.0
         if self._own_gradients is not None:
-            self._reducer.set_gradients(self._own_gradients)
+            self._averager.gradients.set_values(self._own_gradients)
 
 
 def synchronize_replicas(
