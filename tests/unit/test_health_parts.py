@@ -119,44 +119,44 @@ def test_a_device_looks_at_the_first_numbers_of_each_tensor():
 
 def test_odd_gradients_are_told_once_they_are_applied():
     story = NonFiniteHistory()
-    assert story.odd(finding(3)) is None
+    assert story.not_finite(finding(3)) is None
     told = story.applied()
     assert told is not None
     assert told.step == 3
-    assert story.is_told
-    assert story.odd(finding(4)) is None
+    assert story.has_warned
+    assert story.not_finite(finding(4)) is None
     assert story.applied() is None
-    story.finite(average_is_odd=False)
-    assert story.odd(finding(6)) is None
+    story.finite(average_is_finite=True)
+    assert story.not_finite(finding(6)) is None
     assert story.applied() == finding(6)
 
 
 def test_odd_gradients_that_nobody_applies_are_forgotten():
     story = NonFiniteHistory()
-    story.odd(finding(1))
-    story.odd(finding(2))
-    story.finite(average_is_odd=False)
+    story.not_finite(finding(1))
+    story.not_finite(finding(2))
+    story.finite(average_is_finite=True)
     assert story.applied() is None
 
 
 def test_a_rank_is_silent_about_what_an_average_brought():
     story = NonFiniteHistory()
-    story.finite(average_is_odd=True)
-    assert story.odd(finding(2, spoiled=True)) is None
+    story.finite(average_is_finite=False)
+    assert story.not_finite(finding(2, spoiled=True)) is None
     assert story.pending is None
 
 
 def test_parameters_that_something_else_spoiled_are_told():
     story = NonFiniteHistory()
-    story.finite(average_is_odd=False)
-    assert story.odd(finding(2, spoiled=True)) == finding(2, spoiled=True)
-    assert story.odd(finding(3, spoiled=True)) is None
+    story.finite(average_is_finite=True)
+    assert story.not_finite(finding(2, spoiled=True)) == finding(2, spoiled=True)
+    assert story.not_finite(finding(3, spoiled=True)) is None
 
 
 def test_gradients_applied_without_an_optimizer_are_told():
     story = NonFiniteHistory()
-    story.odd(finding(1))
-    assert story.odd(finding(2, spoiled=True)) == finding(1)
+    story.not_finite(finding(1))
+    assert story.not_finite(finding(2, spoiled=True)) == finding(1)
 
 
 def test_the_message_names_rank_step_and_parameters():

@@ -1,4 +1,4 @@
-"""The texts of errors about gradients that could not be averaged, with what to do about them."""
+"""Texts of errors about gradients that could not be averaged, with the fix."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def missing_gradient_text(
     """Returns the text of the error about parameters without a gradient.
 
     Args:
-        which: the backward, such as "the last backward".
-        missing: the names of parameters without a gradient.
+        which: the name of the backward, such as "the last backward".
+        missing: the names of the parameters without a gradient.
         frozen: the names of all parameters that no longer require a gradient.
         total: the number of parameters.
         static_graph: whether the module was wrapped with `static_graph=True`.
@@ -46,7 +46,7 @@ def missing_gradient_text(
 
 
 def late_gradient_text(name: str, static_graph: bool) -> str:
-    """Returns the text of the error about a parameter that got a gradient after its bucket was passed on."""
+    """Returns the text of the error about a parameter that got a gradient after its bucket was started."""
     if static_graph:
         return (
             f"parameter {name!r} got more gradients than in the first backward; "
@@ -80,14 +80,14 @@ def sending_buffers_context(module: str, forward: int, awaits_backward: bool) ->
     return f"This was where buffers are copied before the {ordinal(forward)} forward of {module}.{skipped}"
 
 
-def add_context(error: Exception, place: str) -> None:
-    """Adds to an error's message a text that says which step of the training loop it interrupted."""
-    told = str(error.args[0]) if error.args else ""
-    error.args = (f"{told.rstrip('.')}. {place}", *error.args[1:])
+def add_context(error: Exception, context: str) -> None:
+    """Appends `context`, which describes the interrupted step of the training loop, to an error's message."""
+    message = str(error.args[0]) if error.args else ""
+    error.args = (f"{message.rstrip('.')}. {context}", *error.args[1:])
 
 
 def ordinal(number: int) -> str:
-    """Returns 1st, 2nd, 3rd, 4th and so on.
+    """Returns an ordinal number, such as 1st or 2nd.
 
     >>> [ordinal(number) for number in (1, 2, 3, 11, 21)]
     ['1st', '2nd', '3rd', '11th', '21st']
@@ -98,5 +98,5 @@ def ordinal(number: int) -> str:
 
 
 def listed(names: Sequence[str], most: int = 10) -> str:
-    """Returns the names, or the first of them if there are many."""
+    """Returns the names in one text, with at most the first `most` of them."""
     return and_more(names, most)
