@@ -293,8 +293,9 @@ class ReplicaCheck:
         if not new:
             return
         differences = find_differences(gathered, parts, self._group)
-        for found in differences:
-            note_event(int(EventKind.DIFFERENCE), found.names[0], step, self._group.ranks[found.sides.odd[0]])
+        for difference in differences:
+            rank = self._group.ranks[difference.sides.odd[0]]
+            note_event(int(EventKind.DIFFERENCE), difference.names[0], step, rank)
         if self._group.rank() == 0:
             warnings.warn(self._text(step, differences), RuntimeWarning, stacklevel=2)
 

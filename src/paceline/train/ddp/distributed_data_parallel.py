@@ -605,7 +605,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def will_sync_module_buffers(self) -> bool:
         """Returns whether a forward whose backward averages would copy buffers now, as it does in training mode."""
         syncs = self.require_backward_grad_sync and self.forward_sync_buffers and self.training
-        return syncs and self._watched.has_buffers()
+        return syncs and bool(self._watched.current_buffers())
 
     def _get_ddp_logging_data(self) -> dict[str, str | int]:
         """Returns the entries of torch's logging data that apply to this class."""

@@ -11,7 +11,7 @@ AFTER_AN_ERROR = (
     "theirs. End the program, or wrap the module again on every rank"
 )
 
-
+_MOST_NAMED = 10  # parameters in an error
 _ENDINGS = {1: "st", 2: "nd", 3: "rd"}
 
 
@@ -30,17 +30,17 @@ def missing_gradient_text(
     missing_and_frozen = [name for name in missing if name in frozen]
     if missing_and_frozen:
         return (
-            f"{which} gave no gradient to {listed(missing_and_frozen)}, which were frozen "
+            f"{which} gave no gradient to {and_more(missing_and_frozen, _MOST_NAMED)}, which were frozen "
             "after the module was wrapped. Freeze parameters first and wrap the module afterwards (again, if need be)"
         )
     if static_graph:
         return (
-            f"{which} gave no gradient to {listed(missing)}, which had one in the first backward; "
+            f"{which} gave no gradient to {and_more(missing, _MOST_NAMED)}, which had one in the first backward; "
             "static_graph=True promises that all backwards are alike. Wrap with find_unused_parameters=True instead"
         )
     return (
         f"{which} gave no gradient to {len(missing)} of {total} parameters "
-        f"({listed(missing)}), so gradients were not averaged over the ranks. Every parameter must be used by "
+        f"({and_more(missing, _MOST_NAMED)}), so gradients were not averaged over the ranks. Every parameter must be used by "
         "forward and every output of forward enter the loss; or wrap the module with find_unused_parameters=True"
     )
 
@@ -95,8 +95,3 @@ def ordinal(number: int) -> str:
     if number % 100 in (11, 12, 13):
         return f"{number}th"
     return f"{number}{_ENDINGS.get(number % 10, 'th')}"
-
-
-def listed(names: Sequence[str], most: int = 10) -> str:
-    """Returns the names in one text, with at most the first `most` of them."""
-    return and_more(names, most)

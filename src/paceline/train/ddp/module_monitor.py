@@ -149,10 +149,6 @@ class ModuleMonitor:
             self._accept_change()
         return self._structure.buffers()
 
-    def has_buffers(self) -> bool:
-        """Returns whether the module has buffers that `send_buffers` copies."""
-        return bool(self.current_buffers())
-
     def send_buffers(self, root: int) -> None:
         """Copies the root's buffers to all ranks."""
         # `data` does not increment the version counter, unlike `detach()`: as in torch, another forward before the

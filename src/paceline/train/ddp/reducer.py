@@ -302,9 +302,6 @@ class Reducer:
         return f"rank {self._averager.group.me.rank}"
 
 
-OnBackwardBegin = Callable[[int], None]
-
-
 class OutputHooks:
     """Hooks on the outputs of forwards, which run when a backward reaches these.
 
@@ -324,7 +321,7 @@ class OutputHooks:
         self.task = NO_BACKWARD
         self.unreached = 0
 
-    def watch(self, outputs: Iterable[torch.Tensor], on_begin: OnBackwardBegin) -> None:
+    def watch(self, outputs: Iterable[torch.Tensor], on_begin: Callable[[int], None]) -> None:
         """Registers hooks that call `on_begin(task)` when a backward other than `task` reaches one of `outputs`.
 
         Args:
@@ -336,7 +333,7 @@ class OutputHooks:
             self.unreached += 1
             tensor.register_hook(self._hook(on_begin, is_counted=True))
 
-    def watch_recomputed(self, outputs: Iterable[torch.Tensor], on_begin: OnBackwardBegin) -> None:
+    def watch_recomputed(self, outputs: Iterable[torch.Tensor], on_begin: Callable[[int], None]) -> None:
         """Registers the same hooks on recomputed outputs, which are counted already."""
         for tensor in outputs:
             tensor.register_hook(self._hook(on_begin, is_counted=False))
@@ -357,7 +354,7 @@ class OutputHooks:
     def _end_other(self) -> None:
         self.in_other = False
 
-    def _hook(self, on_begin: OnBackwardBegin, is_counted: bool) -> Callable[[torch.Tensor], None]:
+    def _hook(self, on_begin: Callable[[int], None], is_counted: bool) -> Callable[[torch.Tensor], None]:
         @eager
         def reach(_: torch.Tensor) -> None:
             nonlocal is_counted
