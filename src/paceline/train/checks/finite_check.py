@@ -91,12 +91,14 @@ class NonFiniteGradients:
             which = f"of all {self.count} parameters, so the loss or the end of the backward was not finite either"
         else:
             which = f"of {len(self.gradients)} of {self.count} parameters"
-        told = "an optimizer has applied their average, which spoils" if applied else "if applied, their average spoils"
+        effect = (
+            "an optimizer has applied their average, which spoils" if applied else "if applied, their average spoils"
+        )
         first = self.gradients[0]
         reach = "" if first is last else f", and it spread to {first.describe()}"
         return (
             f"rank {self.rank}: in step {self.step} this rank's own gradients have NaN or infinity: those {which}. "
-            f"The backward came first to {last.describe()}{reach}; {told} the parameters of every rank. Look at this "
+            f"The backward came first to {last.describe()}{reach}; {effect} the parameters of every rank. Look at this "
             "rank's batch of that step, and run it again under torch.autograd.set_detect_anomaly(True)"
         )
 

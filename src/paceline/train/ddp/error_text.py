@@ -40,8 +40,9 @@ def missing_gradient_text(
         )
     return (
         f"{which} gave no gradient to {len(missing)} of {total} parameters "
-        f"({and_more(missing, _MOST_NAMED)}), so gradients were not averaged over the ranks. Every parameter must be used by "
-        "forward and every output of forward enter the loss; or wrap the module with find_unused_parameters=True"
+        f"({and_more(missing, _MOST_NAMED)}), so gradients were not averaged over the ranks. Every parameter must be "
+        "used by forward and every output of forward enter the loss; or wrap the module with "
+        "find_unused_parameters=True"
     )
 
 

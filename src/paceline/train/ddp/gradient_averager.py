@@ -379,7 +379,7 @@ class DelegatingAverager(GradientAverager):
     def average_again(self, copy_shared: bool) -> None:
         """Averages the gradients of a backward that follows one whose gradients were averaged.
 
-        Without any gradient it has computed those of other tensors, which concerns this rank only.
+        A backward that has left no gradient has computed those of other tensors, which concerns this rank only.
         """
         if self.gradients.any_present():
             self._average()

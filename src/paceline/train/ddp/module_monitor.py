@@ -65,7 +65,7 @@ class ModuleStructure:
             now is not before for now, before in zip(members, self._buffer_members, strict=True)
         ):
             self._buffer_members = members
-            kept = {id(each): each for each in members if each is not None and not each.is_meta}
+            kept = {id(buffer): buffer for buffer in members if buffer is not None and not buffer.is_meta}
             for owner, key in self._ignored:
                 kept.pop(id(getattr(owner, key, None)), None)
             self._buffers = list(kept.values())
