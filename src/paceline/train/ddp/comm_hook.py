@@ -32,7 +32,7 @@ class DeferredFuture(Generic[T]):
 
     def __repr__(self) -> str:
         state = "computed when waited for" if self._compute is not None else "done"
-        return f"<DeferredFuture, {state}; several: paceline.train.ddp.hooks.collect_all>"
+        return f"<DeferredFuture, {state}; several: paceline.parallel.hooks.collect_all>"
 
     def done(self) -> bool:
         """Returns whether the value has been computed."""

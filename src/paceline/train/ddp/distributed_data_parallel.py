@@ -370,7 +370,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
         The hook is called as `hook(state, bucket)` with a `GradBucket`. It returns a `torch.futures.Future` of the
         averaged flat buffer, or the `Work` of a collective on it that was called with `async_op=True`. Every rank must
-        register the same hook. `paceline.train.ddp.hooks` has hooks that compress gradients. A second backward of one
+        register the same hook. `paceline.parallel.hooks` has hooks that compress gradients. A second backward of one
         forward passes averaged gradients to the hook again.
 
         Raises:
