@@ -96,7 +96,7 @@ def test_a_few_are_chosen_among_them_the_last(count):
 def test_odd_tensors_are_counted():
     tensors = [torch.ones(3), torch.tensor([1, math.nan, -math.inf, math.inf]), torch.ones(2, dtype=torch.int32)]
     (found,) = find_non_finite(zip(range(3), "abc", tensors, strict=True))
-    assert (found.place, found.name, found.nans, found.infs, found.numel) == (1, "b", 1, 2, 4)
+    assert (found.position, found.name, found.nans, found.infs, found.numel) == (1, "b", 1, 2, 4)
 
 
 def test_the_numbers_of_a_sparse_tensor_are_those_of_its_rows():
