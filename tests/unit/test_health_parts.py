@@ -96,7 +96,7 @@ def test_a_few_are_chosen_among_them_the_last(count):
 def test_odd_tensors_are_counted():
     tensors = [torch.ones(3), torch.tensor([1, math.nan, -math.inf, math.inf]), torch.ones(2, dtype=torch.int32)]
     (found,) = find_non_finite(zip(range(3), "abc", tensors, strict=True))
-    assert (found.place, found.name, found.nans, found.infs, found.numel) == (1, "b", 1, 2, 4)
+    assert (found.position, found.name, found.nans, found.infs, found.numel) == (1, "b", 1, 2, 4)
 
 
 def test_the_numbers_of_a_sparse_tensor_are_those_of_its_rows():
@@ -119,44 +119,44 @@ def test_a_device_looks_at_the_first_numbers_of_each_tensor():
 
 def test_odd_gradients_are_told_once_they_are_applied():
     story = NonFiniteHistory()
-    assert story.odd(finding(3)) is None
+    assert story.not_finite(finding(3)) is None
     told = story.applied()
     assert told is not None
     assert told.step == 3
-    assert story.is_told
-    assert story.odd(finding(4)) is None
+    assert story.has_warned
+    assert story.not_finite(finding(4)) is None
     assert story.applied() is None
-    story.finite(average_is_odd=False)
-    assert story.odd(finding(6)) is None
+    story.finite(average_is_finite=True)
+    assert story.not_finite(finding(6)) is None
     assert story.applied() == finding(6)
 
 
 def test_odd_gradients_that_nobody_applies_are_forgotten():
     story = NonFiniteHistory()
-    story.odd(finding(1))
-    story.odd(finding(2))
-    story.finite(average_is_odd=False)
+    story.not_finite(finding(1))
+    story.not_finite(finding(2))
+    story.finite(average_is_finite=True)
     assert story.applied() is None
 
 
 def test_a_rank_is_silent_about_what_an_average_brought():
     story = NonFiniteHistory()
-    story.finite(average_is_odd=True)
-    assert story.odd(finding(2, spoiled=True)) is None
+    story.finite(average_is_finite=False)
+    assert story.not_finite(finding(2, spoiled=True)) is None
     assert story.pending is None
 
 
 def test_parameters_that_something_else_spoiled_are_told():
     story = NonFiniteHistory()
-    story.finite(average_is_odd=False)
-    assert story.odd(finding(2, spoiled=True)) == finding(2, spoiled=True)
-    assert story.odd(finding(3, spoiled=True)) is None
+    story.finite(average_is_finite=True)
+    assert story.not_finite(finding(2, spoiled=True)) == finding(2, spoiled=True)
+    assert story.not_finite(finding(3, spoiled=True)) is None
 
 
 def test_gradients_applied_without_an_optimizer_are_told():
     story = NonFiniteHistory()
-    story.odd(finding(1))
-    assert story.odd(finding(2, spoiled=True)) == finding(1)
+    story.not_finite(finding(1))
+    assert story.not_finite(finding(2, spoiled=True)) == finding(1)
 
 
 def test_the_message_names_rank_step_and_parameters():

@@ -1,7 +1,4 @@
-"""Finds the tensors that a forward returned, the parameters it used, and whether a backward is running.
-
-Calls functions at the end of a backward.
-"""
+"""Autograd's graph: the tensors in nested outputs, the parameters that they use, and the running backward."""
 
 from __future__ import annotations
 
@@ -18,19 +15,19 @@ from paceline.comm.group.eager import eager
 NO_BACKWARD = -1
 
 _MOST_ENTRIES = 1000
-_FEW = 100  # entries, which are looked at one by one
+_FEW = 100  # the number of entries up to which a container is searched entry by entry
 _LEAVES: frozenset[type] = frozenset((int, float, complex, bool, str, bytes, type(None)))
 _Open: TypeAlias = Callable[[Any], Iterator[object]]
 
 
 def running_backward() -> int:
-    """Returns the autograd engine's number of the backward that runs on this thread; NO_BACKWARD if none does."""
+    """Returns the autograd engine's number of the backward that runs on this thread, or NO_BACKWARD."""
     task: int = torch._C._current_graph_task_id()
     return task
 
 
 def in_backward() -> bool:
-    """Returns whether a backward calls this, as `torch.utils.checkpoint` does to compute outputs again."""
+    """Returns whether a backward runs on this thread, as when `torch.utils.checkpoint` recomputes outputs."""
     return running_backward() != NO_BACKWARD
 
 
@@ -54,13 +51,13 @@ def untraced() -> Iterator[None]:
 def find_tensors(output: object) -> Iterator[torch.Tensor]:
     """Yields the tensors in an output, which may be nested in lists, tuples, sets, mappings and dataclasses.
 
-    It looks once into each of these, which may contain itself.
+    Each container is searched once, so it may contain itself.
     """
     return (tensor for tensor in _walk(output, sys.maxsize) if tensor is not None)
 
 
 def find_first_tensors(inputs: object) -> Iterator[torch.Tensor | None]:
-    """Yields the tensors in a forward's inputs as `find_tensors` does; None at the end if there is more to look at.
+    """Yields the tensors among the first entries of a forward's inputs, and then None if there are more entries.
 
     Inputs may have any number of entries that are no tensors, such as the words of a text.
     """
@@ -68,14 +65,14 @@ def find_first_tensors(inputs: object) -> Iterator[torch.Tensor | None]:
 
 
 def may_require_grad(inputs: object) -> bool:
-    """Returns whether a tensor in a forward's inputs requires a gradient; True where not all could be looked at."""
+    """Returns whether a tensor in a forward's inputs requires a gradient; True if there were too many entries."""
     return any(tensor is None or tensor.requires_grad for tensor in find_first_tensors(inputs))
 
 
 def _walk(value: object, most: int) -> Iterator[torch.Tensor | None]:
-    """Yields the tensors among the first `most` entries in the order of a recursion, and None if there are more."""
+    """Yields the tensors among the first `most` entries, depth first, and then None if there are more entries."""
     open_by_type: dict[type, _Open | None] = dict.fromkeys(_LEAVES)
-    seen: dict[int, object] = {}  # which keeps them, so that no other has the same id
+    seen: dict[int, object] = {}  # keeps the objects alive, so that ids stay unique
     waiting: list[Iterator[object]] = [iter((value,))]
     while waiting:
         for entry in waiting[-1]:
@@ -106,7 +103,7 @@ def _has_leaves_only(entries: object) -> bool:
 
 
 def _open_of(kind: type) -> _Open | None:
-    """Returns what gets the entries of a value of this type, None if it has none."""
+    """Returns a function that iterates over the entries of a value of this type; None if such values have none."""
     if issubclass(kind, (torch.Tensor, list, tuple, set, frozenset)):
         return iter
     if issubclass(kind, Mapping):
@@ -147,7 +144,7 @@ class BackwardEnd:
         self._task = NO_BACKWARD
 
     def begin(self) -> None:
-        """Notes that a backward is running; hooks call this.
+        """Registers the running backward; hooks call this.
 
         Raises:
             RuntimeError: another backward has begun and not ended.
@@ -165,7 +162,7 @@ class BackwardEnd:
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def forget(self) -> None:
-        """Forgets a backward that failed and will not end."""
+        """Discards a backward that failed and will not end."""
         self._task = NO_BACKWARD
 
     @eager

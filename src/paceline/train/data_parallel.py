@@ -1,10 +1,7 @@
-"""Data parallel training in one process: the batch is split between devices, and the module copied to each.
+"""DataParallel: training on several devices in one process, with a replica of the module and a thread for each device.
 
-Splits a call's arguments between devices, and puts their results together again.
-
-Runs several modules at once, each on its device and in a thread of its own.
-
-Copies of a module for several devices, whose gradients flow to the module.
+`scatter` and `gather` divide and concatenate the arguments and outputs, `replicate` copies the module so that gradients
+flow back to it, and `parallel_apply` runs the replicas in threads.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ Device = torch.device | str | int
 
 
 def to_device(device: Device) -> torch.device:
-    """Returns the device; a bare number means a GPU."""
+    """Returns the device; a number means a GPU."""
     chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if chosen.type == "cuda" and chosen.index is None:
         return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
@@ -33,17 +30,18 @@ def to_device(device: Device) -> torch.device:
 
 
 def scatter(value: object, devices: Sequence[Device], dim: int = 0) -> list[object]:
-    """Splits every tensor in `value` along `dim`, one part for each device.
+    """Splits every tensor in `value` along `dim` into one part for each device.
 
-    Tensors may be nested in lists, tuples, named tuples, mappings and dataclasses; everything else goes to all devices.
+    Tensors may be nested in lists, tuples, named tuples, mappings and dataclasses. All other values are passed to every
+    device.
 
     Args:
         value: an object of any kind.
-        devices: a device may be named several times.
-        dim: the batch dimension; tensors with fewer dimensions go whole to every device.
+        devices: the devices, which may repeat.
+        dim: the batch dimension; tensors with fewer dimensions are copied whole to every device.
 
     Returns:
-        A list with a value for each device; it has fewer, but at least one, if the batch is smaller than their number.
+        A list with a value for each device; it is shorter, but not empty, if the batch is smaller than that.
 
     >>> [part.tolist() for part in scatter(torch.arange(5), ["cpu", "cpu"])]
     [[0, 1, 2], [3, 4]]
@@ -51,10 +49,10 @@ def scatter(value: object, devices: Sequence[Device], dim: int = 0) -> list[obje
     sizes = {tensor.shape[dim] for tensor in _tensors(value) if tensor.dim() > dim}
     count = min([len(devices), *(_chunks(size, len(devices)) for size in sizes)])
 
-    def part(at: int) -> object:
-        return map_tensors(value, lambda tensor: _part(tensor, at, count, dim, to_device(devices[at])))
+    def part(index: int) -> object:
+        return map_tensors(value, lambda tensor: _part(tensor, index, count, dim, to_device(devices[index])))
 
-    return [part(at) for at in range(count)]
+    return [part(index) for index in range(count)]
 
 
 def scatter_arguments(
@@ -76,33 +74,34 @@ def gather(outputs: Sequence[object], output_device: Device, dim: int = 0) -> ob
     first = outputs[0]
     device = to_device(output_device)
     if isinstance(first, torch.Tensor):
-        tensors = [each for each in outputs if isinstance(each, torch.Tensor)]
+        tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
         if len(tensors) == len(outputs):
             moved = [tensor.to(device) for tensor in tensors]
             return torch.stack(moved) if first.dim() == 0 else torch.cat(moved, dim)
-    if any(type(each) is not type(first) for each in outputs):
-        kinds = sorted({type(each).__name__ for each in outputs})
+    if any(type(output) is not type(first) for output in outputs):
+        kinds = sorted({type(output).__name__ for output in outputs})
         raise TypeError(
             f"the replicas returned outputs of the types {' and '.join(kinds)}; forward must return the same type on "
             "every device, whatever the batch"
         )
-    inner = [_children(each) for each in outputs]
+    inner = [_children(output) for output in outputs]
     if inner[0] is None:
-        if any(each != first for each in outputs):
+        if any(output != first for output in outputs):
             raise TypeError(
                 f"the replicas returned different values of type {type(first).__name__}: "
                 f"{', '.join(map(repr, outputs))}; only tensors can be concatenated, so forward must return a "
                 "tensor here"
             )
         return first
-    lists = [each for each in inner if each is not None]
-    if len({tuple(each) for each in lists}) != 1:
+    nests = [children for children in inner if children is not None]
+    if len({tuple(children) for children in nests}) != 1:
         raise TypeError(
             f"the replicas returned values of type {type(first).__name__} with different entries: "
-            f"{' and '.join(str(list(each)) for each in lists)}; forward must return the same entries on every device, "
-            "whatever the batch"
+            f"{' and '.join(str(list(children)) for children in nests)}; forward must return the same entries on "
+            "every device, whatever the batch"
         )
-    return _with_children(first, {key: gather([each[key] for each in lists], device, dim) for key in lists[0]})
+    gathered = {key: gather([children[key] for children in nests], device, dim) for key in nests[0]}
+    return _with_children(first, gathered)
 
 
 def map_tensors(value: object, change: Callable[[torch.Tensor], torch.Tensor]) -> object:
@@ -116,18 +115,18 @@ def map_tensors(value: object, change: Callable[[torch.Tensor], torch.Tensor]) -
 
 
 def _chunks(size: int, count: int) -> int:
-    """Returns how many parts torch.chunk makes of `size` when asked for `count`."""
+    """Returns the number of parts that torch.chunk makes of `size` for a request of `count`."""
     return -(-size // -(-size // count)) if size else 1
 
 
-def _part(tensor: torch.Tensor, at: int, count: int, dim: int, device: torch.device) -> torch.Tensor:
+def _part(tensor: torch.Tensor, index: int, count: int, dim: int, device: torch.device) -> torch.Tensor:
     if tensor.dim() <= dim:
         return tensor.to(device)
     parts = tensor.chunk(count, dim)
     if len(parts) != count:
-        # Another tensor of the call, with a smaller batch, has decided how many parts there are.
+        # Another tensor of the call, with a smaller batch, has determined the number of parts.
         parts = tensor.tensor_split(count, dim)
-    return parts[at].to(device, non_blocking=True)
+    return parts[index].to(device, non_blocking=True)
 
 
 def _tensors(value: object) -> list[torch.Tensor]:
@@ -138,13 +137,13 @@ def _tensors(value: object) -> list[torch.Tensor]:
 
 
 def _children(value: object) -> dict[object, object] | None:
-    """Returns what a nest holds, by key; None if `value` is not a nest."""
+    """Returns the children of a nest by key; None if `value` is not a nest."""
     if isinstance(value, (list, tuple)):
         return dict(enumerate(value))
     if isinstance(value, Mapping):
         return dict(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return None
 
 
@@ -170,44 +169,44 @@ def parallel_apply(
     kwargs_tup: Sequence[Mapping[str, object]] | None = None,
     devices: Sequence[Device] | None = None,
 ) -> list[object]:
-    """Returns what each module returns for its inputs.
+    """Calls each module with its inputs in a thread of its own, and returns their outputs.
 
     The threads inherit the caller's grad mode, inference mode and autocast.
 
     Args:
-        modules: one for each device.
-        inputs: for each module a tuple of arguments, or a single argument.
-        kwargs_tup: keyword arguments for each module.
-        devices: the modules' devices, which errors name; a GPU becomes the current device of its thread.
+        modules: the modules, one for each device.
+        inputs: the inputs of each module: a tuple of arguments, or a single argument.
+        kwargs_tup: the keyword arguments of each module.
+        devices: the modules' devices, for errors; a GPU becomes the current device of its thread.
 
     Raises:
         ValueError: the arguments have different lengths.
-        Exception: the error that a module raised; its message names the replica and its device, and has the traceback.
+        Exception: the error that a module raised; its message has the replica, its device, and the traceback.
     """
     keywords = [{}] * len(modules) if kwargs_tup is None else list(kwargs_tup)
-    places = ["cpu"] * len(modules) if devices is None else list(devices)
-    if not len(modules) == len(inputs) == len(keywords) == len(places):
+    chosen: Sequence[Device] = ["cpu"] * len(modules) if devices is None else list(devices)
+    if not len(modules) == len(inputs) == len(keywords) == len(chosen):
         raise ValueError(
             f"parallel_apply got {len(modules)} modules, {len(inputs)} inputs, {len(keywords)} kwargs_tup and "
-            f"{len(places)} devices; it needs as many of each"
+            f"{len(chosen)} devices; it needs as many of each"
         )
     results: list[object] = [None] * len(modules)
     in_mode = _ThreadModes()
 
-    def run(at: int) -> None:
-        device = to_device(places[at])
-        given = inputs[at]
+    def run(index: int) -> None:
+        device = to_device(chosen[index])
+        given = inputs[index]
         arguments = given if isinstance(given, (list, tuple)) else (given,)
         try:
             with in_mode.entered(device):
-                results[at] = modules[at](*arguments, **keywords[at])
+                results[index] = modules[index](*arguments, **keywords[index])
         except Exception:
-            results[at] = ExceptionWrapper(where=f"in replica {at} on device {device}")
+            results[index] = ExceptionWrapper(where=f"in replica {index} on device {device}")
 
     if len(modules) == 1:
         run(0)
     else:
-        threads = [threading.Thread(target=run, args=(at,), name=f"replica {at}") for at in range(len(modules))]
+        threads = [threading.Thread(target=run, args=(i,), name=f"replica {i}") for i in range(len(modules))]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -219,7 +218,7 @@ def parallel_apply(
 
 
 class _ThreadModes:
-    """The grad mode, inference mode and autocast of the thread that creates this."""
+    """The grad mode, inference mode and autocast of the thread that creates this object."""
 
     def __init__(self) -> None:
         self._grad = torch.is_grad_enabled()
@@ -230,7 +229,7 @@ class _ThreadModes:
 
     @contextmanager
     def entered(self, device: torch.device) -> Iterator[None]:
-        """Applies these modes in another thread, which works on `device`."""
+        """Applies these modes in another thread, whose current device becomes `device`."""
         with ExitStack() as stack:
             if device.type == "cuda":
                 stack.enter_context(torch.cuda.device(device))
@@ -243,25 +242,24 @@ class _ThreadModes:
 
 
 def replicate(module: nn.Module, devices: Sequence[Device], detach: bool = False) -> list[nn.Module]:
-    """Returns a replica of `module` for each device; a device may be named several times.
+    """Returns a replica of `module` for each device.
 
-    In place of parameters the replicas have copies, through which backward reaches the parameters of the module, where
-    the gradients of all replicas add up. The first replica has the module's own buffers, so that what forward writes
-    to them (as BatchNorm does) stays; the others have copies.
+    The replicas have copies in place of parameters. Backward passes through these to the parameters of the module,
+    where the gradients of all replicas are added. The first replica has the module's own buffers, so that updates by
+    forward (as of BatchNorm) persist; the others have copies.
 
     Args:
-        module: has all parameters and buffers on the first device.
-        devices: one for each replica.
-        detach: detach the replicas' parameters from the module's.
+        module: the module, with all parameters and buffers on the first device.
+        devices: the device of each replica; devices may repeat.
+        detach: whether the replicas' parameters are detached from the module's.
     """
-    chosen = [to_device(device) for device in devices]
     modules = list(module.modules())
-    number = {id(each): at for at, each in enumerate(modules)}
+    number = {id(layer): index for index, layer in enumerate(modules)}
     replicas: list[nn.Module] = []
-    for at, device in enumerate(chosen):
+    for index, device in enumerate(map(to_device, devices)):
         copies = {id(p): _copy_of(p.detach() if detach else p, device) for p in module.parameters()}
-        copies |= {id(b): b if at == 0 else b.to(device, copy=True) for b in module.buffers()}
-        mirrored: list[nn.Module] = [each._replicate_for_data_parallel() for each in modules]
+        copies |= {id(b): b if index == 0 else b.to(device, copy=True) for b in module.buffers()}
+        mirrored: list[nn.Module] = [layer._replicate_for_data_parallel() for layer in modules]
         for original, replica in zip(modules, mirrored, strict=True):
             children = (None if child is None else mirrored[number[id(child)]] for child in original._modules.values())
             _fill(original, replica, copies, list(children))
@@ -294,15 +292,15 @@ def _copy_of(param: torch.Tensor, device: torch.device) -> torch.Tensor:
 class DataParallel(nn.Module):
     """Splits the batch between devices, runs a replica of `module` on each in a thread, and concatenates the outputs.
 
-    The replicas live for one forward, and the gradients of all replicas are added in the module. The threads share one
+    The replicas exist for one forward, and the gradients of all replicas are added in the module. The threads share one
     interpreter, and the module is copied in every step: `DistributedDataParallel`, with a process for each device, is
     faster.
 
     Args:
         module: a module whose parameters are on the first device.
-        device_ids: a number means a GPU; a device may be named several times, as in `["cpu", "cpu"]`. None means all
-            GPUs; if there are none, the module is called directly.
-        output_device: where results are concatenated; the first device if None.
+        device_ids: the devices, which may repeat, as in `["cpu", "cpu"]`; a number means a GPU. None means all GPUs; if
+            there are none, the module is called directly.
+        output_device: the device of the concatenated outputs; the first device if None.
         dim: the batch dimension.
 
     Raises:
@@ -335,7 +333,7 @@ class DataParallel(nn.Module):
             raise ValueError(absent)
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """Calls the replicas on parts of the batch; arguments other than tensors go to every replica as they are."""
+        """Calls the replicas with parts of the batch; arguments other than tensors are passed to every replica."""
         if not self.device_ids:
             return self.module(*args, **kwargs)
         require_on(self.module, self.device_ids[0])
@@ -354,8 +352,8 @@ def data_parallel(
 
     Args:
         module, device_ids, output_device, dim: the arguments of `DataParallel`.
-        inputs: a tuple of arguments, or a single argument.
-        module_kwargs: keyword arguments.
+        inputs: the inputs of the module: a tuple of arguments, or a single argument.
+        module_kwargs: the keyword arguments of the module.
     """
     arguments = inputs if isinstance(inputs, tuple) else (inputs,)
     return DataParallel(module, device_ids, output_device, dim)(*arguments, **(module_kwargs or {}))
@@ -370,7 +368,7 @@ def apply_on_devices(
     kwargs: Mapping[str, object],
     call: Callable[..., object] | None = None,
 ) -> object:
-    """Calls replicas of the module on parts of the batch; where there is one part, calls `call`, or the module."""
+    """Calls replicas of the module with parts of the batch; a single part is passed to `call`, or to the module."""
     parts = scatter_arguments(args, kwargs, devices, dim)
     used = devices[: len(parts)]
     if len(used) == 1:
@@ -381,10 +379,10 @@ def apply_on_devices(
 
 
 def require_on(module: nn.Module, device: torch.device) -> None:
-    """Raises unless the module is on `device`.
+    """Requires that the module is on `device`.
 
     Raises:
-        RuntimeError: a parameter or buffer is not on `device`; the message names it.
+        RuntimeError: a parameter or buffer is not on `device`; the message has its name.
     """
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.device != device:

@@ -1,7 +1,7 @@
-"""Marks the gradients that optimizers have used; others wait for a step, as between the backwards of an accumulation.
+"""Marks on gradients that optimizers have used; all others await a step, as between the backwards of an accumulation.
 
-After each step of an optimizer, an attribute of each gradient says which version of it was used. A later backward adds
-to the gradient, which changes its version, or makes another one.
+After each step of an optimizer, an attribute of each gradient holds the version of it that was used. A later backward
+adds to the gradient, which changes its version, or creates another one.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ _USED = "_paceline_used"
 
 
 class GradientUse:
-    """Follows the optimizers of this process.
+    """A hook on all optimizers of this process that marks the gradients they use.
 
-    Attributes: `has_seen_step`, whether one has made a step since `follow` was called first.
+    Attributes:
+        has_seen_step: whether an optimizer has made a step since the first call of `follow`.
     """
 
     def __init__(self) -> None:
@@ -28,7 +29,7 @@ class GradientUse:
         self.has_seen_step = False
 
     def follow(self) -> None:
-        """Marks what optimizers use from now on."""
+        """Starts marking the gradients that optimizers use; idempotent."""
         if not self._is_following:
             self._is_following = True
             optimizers.register_optimizer_step_post_hook(self._after_step)
@@ -53,7 +54,7 @@ def mark_used(params: Iterable[torch.Tensor]) -> None:
 
 
 def is_pending(param: torch.Tensor) -> bool:
-    """Whether a parameter has a gradient that no step has used, as far as steps have been followed."""
+    """Returns whether a parameter has a gradient that no step since the first call of `follow` has used."""
     gradient = param.grad
     return gradient is not None and getattr(gradient, _USED, None) != _version(gradient)
 

@@ -1,4 +1,4 @@
-"""Training on uneven inputs: a rank that has run out keeps taking part in the others' calls until all have.
+"""Join: a context for training on uneven inputs, in which a rank that has run out keeps making the others' calls.
 
 The protocol is that of `torch.distributed.algorithms.join`: everything that communicates in a training step is a
 `Joinable`, and has a `JoinHook` that makes the same calls, without effect, on a rank that has no step of its own.
@@ -17,17 +17,17 @@ import torch
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.group.work import Work
 
-_FAR_BEHIND = 1000  # the number of steps after which a rank that only waits gives a warning
+_FAR_BEHIND = 1000  # the number of steps without inputs after which a rank warns
 
 
 class JoinHook:
-    """What a rank does once it has run out of inputs."""
+    """The calls of a rank that has run out of inputs."""
 
     def main_hook(self) -> None:
-        """Makes the collectives of one training step; it is called as long as any rank has inputs."""
+        """Makes the collectives of one training step; called repeatedly while any rank has inputs."""
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Runs once, when all ranks have run out.
+        """Completes the training when all ranks have run out; called once.
 
         Args:
             is_last_joiner: whether this rank was among the last to run out.
@@ -36,7 +36,7 @@ class JoinHook:
 
 @dataclass(frozen=True)
 class JoinConfig:
-    """The settings of the context that a joinable is in."""
+    """The settings of a joinable's context."""
 
     enable: bool = False
     throw_on_early_termination: bool = False
@@ -44,7 +44,7 @@ class JoinConfig:
 
 
 class Joinable(ABC):
-    """Something that communicates in each training step. It calls `Join.notify_join_context` before it does."""
+    """An object that communicates in each training step, after a call of `Join.notify_join_context`."""
 
     @abstractmethod
     def __init__(self) -> None:
@@ -53,27 +53,27 @@ class Joinable(ABC):
 
     @abstractmethod
     def join_hook(self, **kwargs: object) -> JoinHook:
-        """Returns the hook; `kwargs` are those given to `Join`, the same for all its joinables."""
+        """Returns the hook; `kwargs` are those of `Join`, which passes them to all joinables."""
 
     @property
     @abstractmethod
     def join_device(self) -> torch.device:
-        """The device of the tensors that are exchanged."""
+        """The device of the tensors that ranks exchange."""
 
     @property
     @abstractmethod
     def join_process_group(self) -> ProcessGroup:
-        """The ranks that take part."""
+        """The ranks."""
 
 
 class Join:
     """A context in which ranks may run out of inputs at different times.
 
     Args:
-        joinables: everything that communicates in a step, with one process group; hooks are called in this order.
-        enable: False makes the context do nothing.
-        throw_on_early_termination: raise on all ranks as soon as one has run out.
-        kwargs: passed to the joinables' `join_hook`.
+        joinables: the objects that communicate in a step, all in one process group; hooks are called in this order.
+        enable: whether the context has any effect.
+        throw_on_early_termination: whether all ranks raise an error as soon as one has run out.
+        kwargs: the arguments of the joinables' `join_hook`.
 
     Raises:
         ValueError: there are no joinables, or they have different process groups.
@@ -82,7 +82,7 @@ class Join:
     Example::
 
         with paceline.Join([model, optimizer]):
-            for inputs, targets in loader:  # of another length on each rank
+            for inputs, targets in loader:  # its length differs between ranks
                 ...
     """
 
@@ -109,8 +109,8 @@ class Join:
         self._device = joinables[0].join_device
 
     def __enter__(self) -> None:
-        for at, joinable in enumerate(self._joinables):
-            joinable._join_config = JoinConfig(self._enable, self._throw, is_first_joinable=at == 0)
+        for index, joinable in enumerate(self._joinables):
+            joinable._join_config = JoinConfig(self._enable, self._throw, is_first_joinable=index == 0)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -152,10 +152,10 @@ class Join:
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> Work | None:
-        """Announces that this rank makes a step. A joinable calls this before its own collectives of the step.
+        """Announces a step of this rank; a joinable calls this before its own collectives of the step.
 
         Returns:
-            The work of the call that counts active ranks, if `joinable` is the context's first; else None.
+            The work of the call that counts active ranks if `joinable` is the context's first, or None.
 
         Raises:
             RuntimeError: another rank has run out, with `throw_on_early_termination`.

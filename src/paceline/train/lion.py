@@ -1,4 +1,4 @@
-"""The optimizer Lion (Chen et al. 2023), which torch does not have."""
+"""Lion: an optimizer (Chen et al. 2023) that torch does not have."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch.optim import Optimizer
 class Lion(Optimizer):
     """Moves each element by the learning rate in the direction of the sign of its momentum ("evolved sign momentum").
 
-    It holds one number of state for each element, half as many as Adam, and treats each element by itself.
+    The state is one number for each element, half as many as for Adam, and the update is elementwise.
 
     Args:
-        params: parameters or parameter groups, as for any optimizer.
+        params: the parameters or parameter groups.
         lr: the learning rate; about a third to a tenth of that for AdamW.
-        betas: the weights of the momentum, in the direction and in the momentum itself.
+        betas: the coefficients of the momentum, in the direction and in the momentum's own update.
         weight_decay: the decoupled weight decay; about three to ten times that for AdamW.
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: an argument is out of range.
 
     Example::
 
@@ -44,7 +44,7 @@ class Lion(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the parameters; `closure`, which computes the loss and its gradients, is called first."""
+        """Updates the parameters, after calling `closure`, which computes the loss and its gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

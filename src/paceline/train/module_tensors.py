@@ -1,9 +1,4 @@
-"""Which parameters and buffers of a module take part in data parallel training.
-
-Copies tensors of any type and layout from one rank to all.
-
-Digests of tensors, by which ranks compare what they hold without sending it.
-"""
+"""TrackedTensors: the tensors of a module that wrappers average and copy, their broadcast, and their digests."""
 
 from __future__ import annotations
 
@@ -20,7 +15,7 @@ from paceline.comm.group.variable_size import as_memory
 
 
 def by_device(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Returns the tensors of each device, since a call takes tensors of one device."""
+    """Returns the tensors of each device, since a collective takes tensors of one device."""
     groups: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.device, []).append(tensor)
@@ -28,23 +23,22 @@ def by_device(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def byte_views(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the memory of contiguous tensors as uint8, so that several dtypes travel in one call."""
+    """Returns the memory of contiguous tensors as uint8, so that one call can send several dtypes."""
     return [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
 
 
 def broadcast_tensors(tensors: list[torch.Tensor], group: ProcessGroup, root: int = 0) -> None:
-    """Copies the root's values to all ranks, whatever the dtypes and layouts."""
+    """Copies the root's values to all ranks, for any dtypes and layouts."""
     plain = [tensor for tensor in tensors if is_plain(tensor)]
-    kept = {id(tensor) for tensor in plain}
     for together in by_device(plain):
         group.broadcast(byte_views(together), root)
     for tensor in tensors:
-        if id(tensor) not in kept:
+        if not is_plain(tensor):
             group.broadcast(tensor.detach(), root)
 
 
 def digest_of(tensors: Sequence[torch.Tensor]) -> int:
-    """Returns a digest (XXH3, 63 bits) of tensors, of their types, shapes and values."""
+    """Returns a digest (XXH3, 63 bits) of the dtypes, shapes and values of tensors."""
     total = xxhash.xxh3_64(seed=0)
     for tensor in tensors:
         total.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
@@ -58,7 +52,7 @@ def digest_of_text(text: str) -> int:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Returns the bytes of a tensor, or of a contiguous copy of it in the CPU's memory, without another copy."""
+    """Returns the bytes of a tensor, or of a contiguous copy in host memory, without another copy."""
     flat = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
     kept = as_memory(flat)
     return kept if memory_layout(flat) == memory_layout(tensor) else memoryview(bytes(kept))
@@ -69,9 +63,14 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's DistributedDataParalle
 
 @dataclass(frozen=True)
 class TrackedTensors:
-    """A module's trained parameters, frozen parameters and buffers by name, without those that are to be ignored.
+    """The parameters and buffers of a module by name, without ignored ones.
 
-    `sparse` holds the names of trained parameters whose layers make sparse gradients; `ignored` the ignored names.
+    Attributes:
+        trained: the parameters that require gradients.
+        frozen: the other parameters.
+        buffers: the buffers.
+        sparse: the names of trained parameters whose layers compute sparse gradients.
+        ignored: the names of ignored tensors.
     """
 
     trained: dict[str, nn.Parameter]
@@ -81,16 +80,16 @@ class TrackedTensors:
     ignored: frozenset[str]
 
     def tensors(self, with_buffers: bool = True) -> list[torch.Tensor]:
-        """Returns all parameters and, by default, buffers, but those on the meta device, which have no values."""
-        buffers = [each for each in self.buffers.values() if not each.is_meta] if with_buffers else []
+        """Returns all parameters and, by default, all buffers that have values, as those on the meta device do not."""
+        buffers = [buffer for buffer in self.buffers.values() if not buffer.is_meta] if with_buffers else []
         return [*self.trained.values(), *self.frozen.values(), *buffers]
 
 
 def collect_tracked(module: nn.Module, also_ignored: Iterable[str] = ()) -> TrackedTensors:
-    """Returns the tensors of a module in order of registration; a tensor with several names has its first.
+    """Returns the tensors of a module in order of registration; a tensor with several names has the first one.
 
     Args:
-        module: the module; its class or a call of `ignore_tensors` may name tensors to be ignored.
+        module: the module; its class or `ignore_tensors` may name tensors to be ignored.
         also_ignored: the names of further tensors to be ignored.
     """
     ignored = frozenset(getattr(module, _IGNORED, ())) | frozenset(also_ignored)
@@ -98,8 +97,8 @@ def collect_tracked(module: nn.Module, also_ignored: Iterable[str] = ()) -> Trac
     all_buffers = list(module.named_buffers(remove_duplicate=False))
     left_out = {id(tensor) for name, tensor in (*all_params, *all_buffers) if name in ignored}
     params = {name: param for name, param in module.named_parameters() if id(param) not in left_out}
-    embeddings = [each for each in module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
-    sparse = {id(each.weight) for each in embeddings if each.sparse}
+    embeddings = [layer for layer in module.modules() if isinstance(layer, (nn.Embedding, nn.EmbeddingBag))]
+    sparse = {id(layer.weight) for layer in embeddings if layer.sparse}
     return TrackedTensors(
         trained={name: param for name, param in params.items() if param.requires_grad},
         frozen={name: param for name, param in params.items() if not param.requires_grad},
@@ -110,7 +109,7 @@ def collect_tracked(module: nn.Module, also_ignored: Iterable[str] = ()) -> Trac
 
 
 def ignore_tensors(module: nn.Module, names: Iterable[str]) -> None:
-    """Excludes these parameters and buffers of `module` from what wrappers copy and average.
+    """Excludes these parameters and buffers of `module` from the tensors that wrappers copy and average.
 
     Raises:
         ValueError: the module has no such parameter or buffer.

@@ -1,9 +1,4 @@
-"""Checks, before training starts, that every rank wraps the same model in the same way.
-
-Error texts for devices that a program names and that the machine or the module does not have.
-
-Checks whether a module and a machine are fit for data parallel training.
-"""
+"""Checks before a module is wrapped: the same model on all ranks, supported tensors, existing devices, spare cores."""
 
 from __future__ import annotations
 
@@ -27,7 +22,7 @@ from paceline.train.module_tensors import TrackedTensors
 
 
 def absent_device_text(device_ids: Sequence[torch.device], output_device: torch.device | None) -> str | None:
-    """Returns text on a named GPU that this machine does not have, with the fix; None if it has all of them."""
+    """Returns the text of an error about a GPU that this machine does not have; None if it has all of them."""
     named = {"device_ids": device_ids, "output_device": [] if output_device is None else [output_device]}
     for argument, devices in named.items():
         for device in devices:
@@ -47,7 +42,7 @@ def absent_device_text(device_ids: Sequence[torch.device], output_device: torch.
 
 
 def wrong_device_text(name: str, tensor: torch.Tensor, device: torch.device) -> str:
-    """Returns text that says that a parameter or buffer is not on the first of `device_ids`, with the fix."""
+    """Returns the text of an error about a parameter or buffer that is not on the first of `device_ids`."""
     if tensor.is_meta:
         move = f"module.to_empty(device={str(device)!r}) gives it memory, which must then be filled"
     elif tensor.is_cpu:
@@ -62,17 +57,16 @@ Entry = list[object]
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What a rank reports about itself to all ranks.
+    """The facts that a rank reports to all ranks.
 
     Attributes:
-        overlaps: whether it was told to overlap reduction with backward, or can since its tensors are on a GPU; None if
-            that depends on the cores.
-        host: the name of its host.
-        local_ranks: how many ranks its host has, those of other groups too; 0 if it does not know.
-        cores: those that it may run on.
-        quota: how many cores' time its cgroup gets; 0 for no limit.
-        cgroup: which cgroup that is.
-        threads: torch's threads.
+        overlaps: whether reduction overlaps with backward on this rank; None if the cores decide.
+        host: the name of the host.
+        local_ranks: the number of ranks on the host, including those of other groups; 0 if unknown.
+        cores: the cores that the rank may run on.
+        quota: the limit of the cgroup's CPU time, in cores; 0 for no limit.
+        cgroup: the number of the cgroup.
+        threads: the number of torch's threads.
     """
 
     overlaps: bool | None
@@ -102,16 +96,18 @@ def require_same_module(
     problem: Exception | None,
     group: ProcessGroup,
 ) -> list[RankFacts]:
-    """Compares the model, and the options it is wrapped with, over the ranks; returns every rank's facts.
+    """Compares the model and the options of its wrapper over the ranks; returns the facts of every rank.
 
     Args:
         tracked: the tensors of the module that this rank wraps.
-        options: arguments that must be the same on every rank.
-        facts: what this rank reports about itself.
-        problem: why this rank cannot wrap its module; it is raised here, after the other ranks have received it.
+        options: the arguments that must be equal on every rank.
+        facts: the facts about this rank.
+        problem: the reason why this rank cannot wrap its module. It is raised here, after the other ranks have received
+            it.
 
     Raises:
-        CollectiveMismatchError: on every rank, naming the first difference and which ranks are on which side of it.
+        CollectiveMismatchError: models or options differ; raised on every rank, with the first difference and the
+            ranks on each side of it.
     """
     description = [] if problem is not None else describe_tensors(tracked)
     digest = hashlib.blake2b(json.dumps(description).encode(), digest_size=16).hexdigest()
@@ -128,10 +124,10 @@ def require_same_module(
             )
     for option, value in options.items():
         values = [other["options"].get(option) for other in everyone]
-        if any(each != value for each in values):
-            told = _sides([f"{option}={each!r}" for each in values], group.ranks)
+        if any(theirs != value for theirs in values):
+            sides = _sides([f"{option}={theirs!r}" for theirs in values], group.ranks)
             raise CollectiveMismatchError(
-                f"rank {group.me.rank}: the module is not wrapped alike: {told}. Pass the same arguments on every rank"
+                f"rank {group.me.rank}: the module is not wrapped alike: {sides}. Pass the same arguments on every rank"
             )
     if any(other["digest"] != digest for other in everyone):
         descriptions = [json.loads(data) for data in group.all_gather_bytes(json.dumps(description).encode())]
@@ -143,26 +139,25 @@ def require_same_module(
 
 
 def _first_difference(descriptions: Sequence[list[Entry]], ranks: Sequence[int]) -> str:
-    for at in range(max(map(len, descriptions))):
-        said = [_say(entries[at] if at < len(entries) else None) for entries in descriptions]
-        if any(each != said[0] for each in said):
-            return _sides(said, ranks)
+    for index in range(max(map(len, descriptions))):
+        texts = [_entry_text(entries[index] if index < len(entries) else None) for entries in descriptions]
+        if any(text != texts[0] for text in texts):
+            return _sides(texts, ranks)
     raise AssertionError("descriptions whose digests differ are equal")
 
 
 def _sides(values: Sequence[str], ranks: Sequence[int], most: int = 8) -> str:
-    """Returns text that says which ranks hold which value, beginning with rank 0's."""
+    """Returns a text with the ranks that have each value, beginning with the value of rank 0."""
     holders: dict[str, list[int]] = {}
     for rank, value in zip(ranks, values, strict=True):
         holders.setdefault(value, []).append(rank)
-    told = []
-    for value, who in holders.items():
-        listed = and_more(who, most)
-        told.append(f"rank{'s' if len(who) > 1 else ''} {listed}: {value}")
-    return "; ".join(told)
+    return "; ".join(
+        f"rank{'s' if len(held_by) > 1 else ''} {and_more(held_by, most)}: {value}"
+        for value, held_by in holders.items()
+    )
 
 
-def _say(entry: Entry | None) -> str:
+def _entry_text(entry: Entry | None) -> str:
     if entry is None:
         return "nothing in its place"
     kind, name, shape, stride, dtype, requires_grad = entry
@@ -179,14 +174,14 @@ def unsupported_reason(
     output_device: torch.device | None = None,
     has_delayed: bool = False,
 ) -> Exception | None:
-    """Returns why a module cannot be wrapped, or None if it can.
+    """Returns an error if the module cannot be wrapped, or None.
 
     Args:
         tracked: the module's tensors.
         group: the ranks.
-        device_ids: the module must be on the first of these devices, if there are any.
+        device_ids: the devices of the wrapper; the module must be on the first one.
         output_device: the device of the outputs.
-        has_delayed: parameters other than the tracked ones are averaged, so there may be no tracked ones.
+        has_delayed: whether parameters other than the tracked ones are averaged, so that these may be empty.
     """
     absent = absent_device_text(device_ids, output_device)
     if absent is not None:
@@ -224,7 +219,7 @@ def unsupported_reason(
 
 
 def rank_facts(group: ProcessGroup, overlap: bool | None, on_cpu: bool = True) -> RankFacts:
-    """Returns what this rank reports about itself; on a GPU, reducing during backward needs no core."""
+    """Returns the facts about this rank; on a GPU, reducing during backward requires no core."""
     named = os.environ.get("LOCAL_WORLD_SIZE", "")
     quota, cgroup = _core.cpu_quota()
     return RankFacts(
@@ -239,44 +234,44 @@ def rank_facts(group: ProcessGroup, overlap: bool | None, on_cpu: bool = True) -
 
 
 def reduces_during_backward(everyones: Sequence[RankFacts]) -> bool:
-    """Returns whether every rank was told to, or has a core for its progress thread besides those it computes on."""
+    """Returns whether every rank overlaps reduction by request, or has a core to spare for its progress thread."""
     return all(
         _has_core_to_spare(facts, everyones) if facts.overlaps is None else facts.overlaps for facts in everyones
     )
 
 
 def _has_core_to_spare(mine: RankFacts, everyones: Sequence[RankFacts]) -> bool:
-    here = [facts for facts in everyones if facts.host == mine.host]
-    beside = [facts for facts in here if not set(facts.cores).isdisjoint(mine.cores)]
-    sharing = [facts for facts in here if facts.cgroup == mine.cgroup]
+    on_host = [facts for facts in everyones if facts.host == mine.host]
+    beside = [facts for facts in on_host if not set(facts.cores).isdisjoint(mine.cores)]
+    sharing = [facts for facts in on_host if facts.cgroup == mine.cgroup]
     if mine.quota and sum(facts.threads + 1 for facts in sharing) > mine.quota:
         return False
-    # Ranks that are not in this group compete as well, unless the ranks of this host have cores of their own.
-    absent = max(0, mine.local_ranks - len(here)) if len(beside) == len(here) else 0
+    # Ranks of other groups compete as well, unless the ranks of this host have cores of their own.
+    absent = max(0, mine.local_ranks - len(on_host)) if len(beside) == len(on_host) else 0
     needed = sum(facts.threads + 1 for facts in beside) + absent * (mine.threads + 1)
     return len({core for facts in beside for core in facts.cores}) >= needed
 
 
 def warn_of_too_many_threads(everyones: Sequence[RankFacts], group: ProcessGroup) -> None:
-    """Warns once, on one rank of each host, if its ranks have more threads than cores."""
+    """Warns once, on one rank of each host, if the host's ranks have more threads than cores."""
     global _warned
     mine = everyones[group.rank()]
-    here = [rank for rank, facts in enumerate(everyones) if facts.host == mine.host]
-    threads = sum(everyones[rank].threads for rank in here)
-    cores = len({core for rank in here for core in everyones[rank].cores})
-    if mine.quota and all(everyones[rank].cgroup == mine.cgroup for rank in here):
+    on_host = [rank for rank, facts in enumerate(everyones) if facts.host == mine.host]
+    threads = sum(everyones[rank].threads for rank in on_host)
+    cores = len({core for rank in on_host for core in everyones[rank].cores})
+    if mine.quota and all(everyones[rank].cgroup == mine.cgroup for rank in on_host):
         cores = min(cores, math.ceil(mine.quota))
-    if threads <= cores or len(here) < 2 or here[0] != group.rank() or _warned:
+    if threads <= cores or len(on_host) < 2 or on_host[0] != group.rank() or _warned:
         return
     _warned = True
-    fair = max(1, cores // len(here))
+    fair = max(1, cores // len(on_host))
     advice = [f"Give each {fair}: set OMP_NUM_THREADS={fair}, or call torch.set_num_threads({fair}) before wrapping"]
-    if all(everyones[rank].threads <= fair for rank in here):
+    if all(everyones[rank].threads <= fair for rank in on_host):
         advice = []
-    if len(here) > cores:
+    if len(on_host) > cores:
         advice.append(f"Start no more than {cores} ranks here")
     warnings.warn(
-        f"rank {group.me.rank}: the {len(here)} ranks on {mine.host} compute with {threads} threads on "
+        f"rank {group.me.rank}: the {len(on_host)} ranks on {mine.host} compute with {threads} threads on "
         f"{cores} cores, so they slow each other down. {'. '.join(advice)}",
         stacklevel=4,
     )

@@ -1,7 +1,4 @@
-"""Batch normalisation over the batches of all ranks.
-
-Means and variances of parts of a batch, and of the whole batch computed from them.
-"""
+"""SyncBatchNorm: batch normalization over the batches of all ranks."""
 
 from __future__ import annotations
 
@@ -22,25 +19,25 @@ from paceline.comm.group.queries import is_initialized
 
 @dataclass(frozen=True)
 class ChannelStatistics:
-    """For each channel, in float64: the number of values, their mean, and the sum of squared distances from it."""
+    """The number of values, their mean, and the sum of squared distances from it, for each channel in float64."""
 
     count: float
     mean: torch.Tensor
     squares: torch.Tensor
 
     def pack(self) -> torch.Tensor:
-        """Returns one tensor with all of it."""
+        """Returns all of these in one tensor."""
         return torch.cat([self.mean.new_tensor([self.count]), self.mean, self.squares])
 
     @staticmethod
     def unpack(packed: torch.Tensor) -> ChannelStatistics:
-        """Returns what `pack` packed."""
+        """Returns the statistics in a tensor that `pack` has returned."""
         mean, squares = packed[1:].chunk(2)
         return ChannelStatistics(float(packed[0]), mean, squares)
 
 
 def measure(values: torch.Tensor) -> ChannelStatistics:
-    """Returns the statistics of each channel, the second dimension."""
+    """Returns the statistics of each channel (the second dimension)."""
     count = values.numel() // values.shape[1]
     if count == 0:
         nothing = torch.zeros(values.shape[1], dtype=torch.float64, device=values.device)
@@ -51,7 +48,7 @@ def measure(values: torch.Tensor) -> ChannelStatistics:
 
 
 def combine(parts: Sequence[ChannelStatistics]) -> ChannelStatistics:
-    """Returns the statistics of all values together (Chan, Golub and LeVeque 1979).
+    """Returns the statistics of the values of all parts (Chan, Golub and LeVeque 1979).
 
     >>> whole = combine([measure(torch.tensor([[1.0], [2.0]])), measure(torch.tensor([[6.0]]))])
     >>> whole.count, whole.mean.item(), whole.squares.item()
@@ -68,18 +65,18 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """BatchNorm1d, 2d or 3d over the batches of all ranks together, whose sizes may differ.
+    """BatchNorm1d, 2d or 3d over the batches of all ranks, whose sizes may differ.
 
-    In training it makes one small collective in forward and one in backward. In evaluation, or without a process group,
-    it makes none and is an ordinary BatchNorm. The gradients of weight and bias are this rank's own;
-    `DistributedDataParallel` averages them.
+    In training, forward and backward make one small collective each. In evaluation, or without a process group, the
+    layer is an ordinary BatchNorm. The gradients of weight and bias are this rank's own; `DistributedDataParallel`
+    averages them.
 
     Args:
         num_features: the number of channels, the second dimension of the input.
-        eps: added to the variance.
-        momentum: weight of the newest batch in the running statistics; None for their plain average.
+        eps: the number added to the variance.
+        momentum: the weight of the newest batch in the running statistics; None for their cumulative average.
         affine: whether the layer has weight and bias.
-        track_running_stats: whether it keeps running statistics, which evaluation uses.
+        track_running_stats: whether the layer keeps running statistics, which evaluation uses.
         process_group: the ranks; None for the default group.
         device, dtype: the device and dtype of parameters and buffers.
 
@@ -129,7 +126,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         return default_group() if is_initialized() else None
 
     def _count_batch(self) -> float | None:
-        """Returns the weight of this batch in the running statistics; None if there are none."""
+        """Counts a batch, and returns its weight in the running statistics; None if the layer has no statistics."""
         if self.num_batches_tracked is None:
             return None
         self.num_batches_tracked.add_(1)
@@ -165,7 +162,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: M, process_group: ProcessGroup | None = None) -> M | SyncBatchNorm:
-        """Does the same as the function `convert_sync_batchnorm`."""
+        """Calls the function `convert_sync_batchnorm`."""
         return convert_sync_batchnorm(module, process_group)
 
 
@@ -173,8 +170,8 @@ def convert_sync_batchnorm(module: M, process_group: ProcessGroup | None = None)
     """Replaces every BatchNorm layer in `module` by a `SyncBatchNorm` with the same parameters and buffers.
 
     Args:
-        module: the module, which is changed; convert it before wrapping it and before creating the optimizer.
-        process_group: the ranks that normalise together; None for the default group.
+        module: the module, which is changed in place; convert it before wrapping it and before creating the optimizer.
+        process_group: the ranks; None for the default group.
 
     Returns:
         The module, or the new layer if it is a BatchNorm itself.
@@ -222,7 +219,7 @@ class _Normalise(torch.autograd.Function):
         own = measure(input).pack()
         everyones = [torch.empty_like(own) for _ in range(group.size())]
         group.all_gather(everyones, own)
-        whole = combine([ChannelStatistics.unpack(each) for each in everyones])
+        whole = combine([ChannelStatistics.unpack(theirs) for theirs in everyones])
         if whole.count <= 1:
             raise ValueError(
                 f"SyncBatchNorm got {int(whole.count)} value for each channel from all {group.size()} ranks, whose "
@@ -250,11 +247,11 @@ class _Normalise(torch.autograd.Function):
         whole = ChannelStatistics.unpack(packed)
         kind = torch.promote_types(input.dtype, torch.float32)
         shape = [1, -1] + [1] * (input.dim() - 2)
-        over = [at for at in range(input.dim()) if at != 1]
+        dims = [dim for dim in range(input.dim()) if dim != 1]
         gradient = gradient.to(kind)
         normal = (input.to(kind) - whole.mean.to(kind).view(shape)) * inverse.to(kind).view(shape)
         sums = torch.stack(
-            [gradient.sum(over, dtype=torch.float64), (gradient * normal).sum(over, dtype=torch.float64)]
+            [gradient.sum(dims, dtype=torch.float64), (gradient * normal).sum(dims, dtype=torch.float64)]
         )
         of_bias, of_weight = sums.clone()
         ctx.group.all_reduce(sums)

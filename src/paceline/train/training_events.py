@@ -1,4 +1,4 @@
-"""What the recording gets to know of training: steps, backwards, buckets and optimizers."""
+"""Events of training in the recording: steps, backwards, buckets and optimizers."""
 
 from __future__ import annotations
 
@@ -23,61 +23,61 @@ class RecordedSteps:
     """The steps and backwards of one wrapped module.
 
     Args:
-        name: what wraps it, such as "ddp".
+        name: the name of the wrapper, such as "ddp".
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._is_new = True  # no forward since the gradients were averaged
+        self._is_new = True  # there was no forward since the gradients were averaged
         self._backward = 0
         record_optimizers()
 
     def forward_begins(self) -> None:
-        """Begins a step, if the gradients of the one before were averaged."""
+        """Begins a step, if the gradients of the previous one were averaged."""
         if self._is_new:
             self._is_new = False
             STEPS.begin(self, self._name)
 
     def backward_begins(self) -> None:
-        """Notes the first gradient of a backward."""
+        """Records the first gradient of a backward."""
         if not self._backward:
             self._backward = begin_event(_BACKWARD, self._name)
 
     def backward_ended(self, *, averaged: bool) -> None:
-        """Notes the end of a backward, and that the next forward is one of another step if it averaged gradients."""
+        """Records the end of a backward; if it averaged gradients, the next forward begins another step."""
         _core.record_end(self._backward)
         self._backward = 0
         self._is_new = self._is_new or averaged
 
 
 class RecordedBuckets:
-    """The buckets of gradients that have not been averaged yet, by their numbers.
+    """The buckets of gradients that were not averaged yet, by number.
 
     Args:
-        name: what averages them, such as "ddp".
+        name: the name of the wrapper, such as "ddp".
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._stamps: dict[int, int] = {}
 
-    def ready(self, at: int, nbytes: int) -> None:
-        """Notes that all gradients of a bucket are there; does nothing if that was noted before."""
-        if at not in self._stamps:
-            self._stamps[at] = begin_event(_BUCKET, self._name, at, nbytes)
+    def ready(self, bucket: int, nbytes: int) -> None:
+        """Records that all gradients of a bucket are computed; idempotent."""
+        if bucket not in self._stamps:
+            self._stamps[bucket] = begin_event(_BUCKET, self._name, bucket, nbytes)
 
-    def sent(self, at: int) -> None:
-        """Notes that the bucket's average has been asked for."""
-        _core.record_sent(self._stamps.get(at, 0))
+    def sent(self, bucket: int) -> None:
+        """Records that the average of a bucket was requested."""
+        _core.record_sent(self._stamps.get(bucket, 0))
 
-    def done(self, at: int) -> None:
-        """Notes that the average is there."""
-        _core.record_end(self._stamps.pop(at, 0))
+    def done(self, bucket: int) -> None:
+        """Records that a bucket was averaged."""
+        _core.record_end(self._stamps.pop(bucket, 0))
 
     def forget(self) -> None:
-        """Ends what a failed backward has left."""
-        for at in list(self._stamps):
-            self.done(at)
+        """Ends the events that a failed backward has left open."""
+        for bucket in list(self._stamps):
+            self.done(bucket)
 
 
 def record_optimizers() -> None:

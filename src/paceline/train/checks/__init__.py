@@ -1,7 +1,6 @@
-"""Notices what spoils a training without an error: gradients that are not finite, and replicas that differ.
+"""Checks that detect failures of training that raise no error: gradients that are not finite, and replicas that differ.
 
-Who averages gradients shows them to `GradientCheck` before and after, and asks `ReplicaCheck` to compare the replicas.
-
-May use: `group` and below, and the other modules of `parallel`. Start reading at `gradients.py` and `replicas.py`;
-`findings.py` and `verdict.py` hold the decisions and texts, `pace.py` how often something is looked at.
+May use: `comm` and below, and the files of `train` itself. Start reading at `module_checks.py`, which a wrapper of a
+module calls around each average: `finite_check.py` examines the gradients, and `replica_check.py` compares the
+replicas.
 """

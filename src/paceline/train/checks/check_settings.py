@@ -1,4 +1,7 @@
-"""What the user has said about checks: an argument of the wrapper, or else an environment variable."""
+"""Settings of the checks: an argument of the wrapper or, in its absence, an environment variable.
+
+It does not import torch, since the launcher reads it.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ VARIABLE = "PACELINE_CHECKS"
 
 @dataclass(frozen=True)
 class Checks:
-    """Which checks run.
+    """The checks that run.
 
     Attributes:
-        are_on: whether gradients and replicas are checked at all.
-        every: the number of steps from one comparison of the replicas to the next; None if its cost decides.
+        are_on: whether gradients and replicas are checked.
+        every: the number of steps between two comparisons of the replicas; None if their cost determines it.
     """
 
     are_on: bool
@@ -25,10 +28,10 @@ class Checks:
 
 
 def choose_checks(checks: bool | int | None) -> Checks:
-    """Returns what `checks` asks for or, if it is None, the environment variable PACELINE_CHECKS.
+    """Returns the checks that the argument selects or, if it is None, the environment variable PACELINE_CHECKS.
 
     Raises:
-        ValueError: either is no such value.
+        ValueError: the argument is negative, or the variable is malformed.
     """
     if checks is None:
         return parse_checks(os.environ.get(VARIABLE, "on"))
@@ -41,10 +44,10 @@ def choose_checks(checks: bool | int | None) -> Checks:
 
 
 def parse_checks(text: str) -> Checks:
-    """Returns the checks that PACELINE_CHECKS chooses.
+    """Returns the checks that a value of PACELINE_CHECKS selects.
 
     Raises:
-        ValueError: the text does not have the variable's form.
+        ValueError: the value is malformed.
     """
     if text in ("on", "off"):
         return Checks(text == "on")

@@ -1,10 +1,8 @@
-"""Looks for NaN and infinity in a rank's own gradients, before they are averaged with those of the others.
+"""GradientCheck: detects NaN and infinity in a rank's own gradients, before they are averaged over the ranks.
 
-NaN that arises in a forward or a backward spreads to the gradients of all layers before it. In most steps it is
-therefore enough to look at the first numbers of a few gradients, among them the one that is computed last; all of them
-are read now and then. Both happen as often as their measured costs allow.
-
-What is said of gradients that are not finite, and when.
+A NaN that arises in a forward or a backward spreads to the gradients of all earlier layers. In most steps it is
+therefore enough to read the first numbers of a few gradients, among them the one that is computed last; all of them
+are read now and then. The measured costs determine how often.
 """
 
 from __future__ import annotations
@@ -29,33 +27,33 @@ from paceline.train.checks.optimizer_steps import OPTIMIZER_STEPS, CheckInterval
 
 @dataclass(frozen=True)
 class NonFiniteTensor:
-    """A tensor that has NaN or infinity among its numbers; `place` is its place in the order of the module."""
+    """A tensor that contains NaN or infinity; `position` is that in the order of the module."""
 
-    place: int
+    position: int
     name: str
     nans: int
     infs: int
     numel: int
 
     def describe(self) -> str:
-        """Returns the name and how many numbers are odd."""
+        """Returns the name and the counts of NaN and infinity."""
         return f"{self.name!r} ({self.nans} NaN and {self.infs} infinite of {self.numel} numbers)"
 
 
 def find_non_finite(named: Iterable[tuple[int, str, torch.Tensor]]) -> list[NonFiniteTensor]:
-    """Returns those of the tensors, given with their places and names, that have NaN or infinity."""
+    """Returns the tensors that contain NaN or infinity, given triples of a position, a name and a tensor."""
     found = []
-    for place, name, tensor in named:
+    for position, name, tensor in named:
         values = numbers_of(tensor)
         if values is not None and (values.is_floating_point() or values.is_complex()):
             nans, infs = int(values.isnan().sum()), int(values.isinf().sum())
             if nans or infs:
-                found.append(NonFiniteTensor(place, name, nans, infs, values.numel()))
+                found.append(NonFiniteTensor(position, name, nans, infs, values.numel()))
     return found
 
 
 def numbers_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Returns the numbers that a tensor holds: all of them, or those of the rows of a sparse one; None without any."""
+    """Returns the values of a tensor, or of the rows of a sparse one; None if it has no values."""
     values = tensor.detach()
     if values.layout is torch.sparse_coo:
         values = values._values()
@@ -69,8 +67,8 @@ class NonFiniteGradients:
     Attributes:
         rank: the rank.
         step: the number of the backward, among those whose gradients were averaged.
-        gradients: the gradients in the order of the module; none if only the parameters are known to be odd.
-        count: how many parameters the module trains.
+        gradients: the gradients that are not finite, in the order of the module; empty if only parameters were found.
+        count: the number of parameters that the module trains.
         parameters: the parameters that were not finite before that backward.
     """
 
@@ -81,7 +79,11 @@ class NonFiniteGradients:
     parameters: Sequence[NonFiniteTensor] = ()
 
     def text(self, applied: bool) -> str:
-        """Returns the message; `applied` says whether an optimizer has made a step with these gradients."""
+        """Returns the text of the warning.
+
+        Args:
+            applied: whether an optimizer has made a step with these gradients.
+        """
         if self.parameters:
             return self._spoiled_text()
         last = self.gradients[-1]
@@ -89,12 +91,14 @@ class NonFiniteGradients:
             which = f"of all {self.count} parameters, so the loss or the end of the backward was not finite either"
         else:
             which = f"of {len(self.gradients)} of {self.count} parameters"
-        told = "an optimizer has applied their average, which spoils" if applied else "if applied, their average spoils"
+        effect = (
+            "an optimizer has applied their average, which spoils" if applied else "if applied, their average spoils"
+        )
         first = self.gradients[0]
         reach = "" if first is last else f", and it spread to {first.describe()}"
         return (
             f"rank {self.rank}: in step {self.step} this rank's own gradients have NaN or infinity: those {which}. "
-            f"The backward came first to {last.describe()}{reach}; {told} the parameters of every rank. Look at this "
+            f"The backward came first to {last.describe()}{reach}; {effect} the parameters of every rank. Look at this "
             "rank's batch of that step, and run it again under torch.autograd.set_detect_anomaly(True)"
         )
 
@@ -108,61 +112,59 @@ class NonFiniteGradients:
 
 
 class NonFiniteHistory:
-    """Decides which odd gradients are worth a message: the first ones, of the rank where they arose, if they do harm.
+    """A state machine that decides which findings cause a warning: the first ones, on the rank where they arose.
 
-    A rank whose gradients are odd because an average brought NaN from another rank stays silent. So does one whose odd
-    gradients no optimizer applies, as while a GradScaler looks for its scale. After a message all is silent until a
-    backward is finite again.
+    There is no warning on a rank whose gradients are not finite because an average brought NaN from another rank, nor
+    while no optimizer applies the gradients, as when a GradScaler searches for its scale. After a warning there is no
+    other one until a backward was finite.
     """
 
     def __init__(self) -> None:
-        self.pending: NonFiniteGradients | None = None  # nobody has applied it yet
-        self._is_told = False
-        self._is_received = (
-            False  # the averages of the latest backward were odd, and this rank's own gradients were not
-        )
+        self.pending: NonFiniteGradients | None = None  # a finding that no optimizer has applied yet
+        self._has_warned = False
+        self._is_received = False  # the averages of the latest backward were not finite, but this rank's gradients were
 
     @property
-    def is_told(self) -> bool:
-        """Returns whether gradients have been odd in every backward since the last message."""
-        return self._is_told
+    def has_warned(self) -> bool:
+        """Returns whether no backward has been finite since the last warning."""
+        return self._has_warned
 
-    def finite(self, average_is_odd: bool) -> None:
-        """Notes a backward in which this rank's gradients were finite."""
+    def finite(self, average_is_finite: bool) -> None:
+        """Records a backward in which this rank's gradients were finite."""
         self.pending = None
-        self._is_received = average_is_odd
-        self._is_told = self._is_told and average_is_odd
+        self._is_received = not average_is_finite
+        self._has_warned = self._has_warned and not average_is_finite
 
-    def odd(self, finding: NonFiniteGradients) -> NonFiniteGradients | None:
-        """Notes a backward in which they were not, and returns what is to be told at once."""
-        if self._is_told or (self._is_received and finding.parameters):
+    def not_finite(self, finding: NonFiniteGradients) -> NonFiniteGradients | None:
+        """Records a backward in which they were not, and returns the finding to warn of at once, if any."""
+        if self._has_warned or (self._is_received and finding.parameters):
             return None
         earlier, self.pending = self.pending, None
         if not finding.parameters:
             self.pending = finding
             return None
-        self._is_told = True
-        return finding if earlier is None else earlier  # something that is no optimizer has applied the earlier one
+        self._has_warned = True
+        return finding if earlier is None else earlier  # the earlier one was applied, but not by an optimizer
 
     def applied(self) -> NonFiniteGradients | None:
-        """Notes that an optimizer has applied the latest averages, and returns what is to be told."""
-        told, self.pending = self.pending, None
-        self._is_told = self._is_told or told is not None
-        return told
+        """Records that an optimizer has applied the latest averages, and returns the finding to warn of, if any."""
+        finding, self.pending = self.pending, None
+        self._has_warned = self._has_warned or finding is not None
+        return finding
 
 
-_SOME_TENSORS = 8  # of those that are averaged together, in most steps
-_SOME_BYTES = 4096  # of each of them
+_SOME_TENSORS = 8  # the number of tensors that a partial check reads, of those that are averaged together
+_SOME_BYTES = 4096  # the number of bytes that it reads of each
 _ALL_BYTES = 1 << 62
-_SOME_SHARE = 0.003  # of the time of a step
-_ALL_SHARE = 0.001
+_SOME_SHARE = 0.003  # the share of a step's time that partial checks may take
+_ALL_SHARE = 0.001  # the share that complete checks may take
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class _Pieces(NamedTuple):
-    """Memory of one type: an address and a length in bytes for each tensor, in turn, and what keeps it.
+    """Memory of one dtype: the address and the length in bytes of each tensor, alternating, and the tensors.
 
-    Without numbers the memory is a GPU's.
+    Without addresses the memory is a GPU's.
     """
 
     numbers: Sequence[int]
@@ -170,58 +172,58 @@ class _Pieces(NamedTuple):
     tensors: Sequence[torch.Tensor]
 
     def has_non_finite(self, nbytes: int) -> bool:
-        """Returns whether any of the first `nbytes` of a tensor are NaN or infinity."""
+        """Returns whether the first `nbytes` of any tensor contain NaN or infinity."""
         if self.numbers:
             return _core.first_not_finite(self.numbers, self.dtype, nbytes) >= 0
         return has_non_finite_on_device(self.tensors, nbytes)
 
 
 class GradientCheck:
-    """Notes the first gradients of this rank that are not finite, and warns once an optimizer has applied them.
+    """Detects the first gradients of this rank that are not finite, and warns once an optimizer has applied them.
 
     Args:
-        named: the parameters that are trained, by name and in the order of the module.
+        named: the trained parameters by name, in the order of the module.
         group: the ranks over which gradients are averaged.
     """
 
     def __init__(self, named: Mapping[str, torch.Tensor], group: ProcessGroup) -> None:
-        self.story = NonFiniteHistory()
+        self.history = NonFiniteHistory()
         self._group = group
         self._params = list(named.values())
         self._names = list(named)
-        self._places = {name: at for at, name in enumerate(self._names)}
+        self._positions = {name: position for position, name in enumerate(self._names)}
         self._ids = {id(param) for param in self._params}
-        # - When it looks
+        # - The intervals of partial and complete checks
         self._clock = StepClock()
         self._some = CheckInterval(_SOME_SHARE)
         self._all = CheckInterval(_ALL_SHARE)
-        self._bytes = _ALL_BYTES  # how much of each gradient it looks at in this backward, 0 if at none
-        # - What it has seen in this backward
+        self._bytes = _ALL_BYTES  # the bytes of each gradient that are read in this backward; 0 for no check
+        # - The findings of this backward
         self._cost_s = 0.0
-        self._is_odd = False
-        self._odd: list[NonFiniteTensor] = []  # what is told of it
+        self._has_found = False
+        self._found: list[NonFiniteTensor] = []  # those to be named in a warning
         self._seen: list[_Pieces] = []
         OPTIMIZER_STEPS.follow()
         _checks.add(self)
 
     @property
     def is_looking(self) -> bool:
-        """Whether it looks at the gradients of this backward, and then at their averages."""
+        """Whether the gradients of this backward, and then their averages, are checked."""
         return bool(self._bytes)
 
     @property
     def has_found(self) -> bool:
-        """Whether it has seen gradients of this backward that are not finite; then it needs no averages."""
-        return self._is_odd
+        """Whether a gradient of this backward was not finite; then averages are not needed."""
+        return self._has_found
 
     def look(self, names: Sequence[str], tensors: Sequence[torch.Tensor], pieces: Sequence[int], dtype: int) -> None:
-        """Looks at gradients of this rank that are about to be averaged where they are.
+        """Checks gradients of this rank that are about to be averaged in place.
 
         Args:
             names: the names of their parameters, roughly in the order in which the gradients were computed.
-            tensors: the gradients; more may follow that belong to no parameter.
-            pieces: an address and a length in bytes for each, in turn.
-            dtype: the code of their type.
+            tensors: the gradients; tensors that belong to no parameter may follow.
+            pieces: the address and the length in bytes of each tensor, alternating.
+            dtype: the code of the tensors' dtype.
         """
         if not self._bytes:
             return
@@ -229,18 +231,18 @@ class GradientCheck:
         chosen: Sequence[int] = range(len(pieces) // 2)
         if self._bytes == _SOME_BYTES:
             chosen = spread_out(len(pieces) // 2)
-            pieces = [number for at in chosen for number in pieces[2 * at : 2 * at + 2]]
+            pieces = [number for index in chosen for number in pieces[2 * index : 2 * index + 2]]
         if tensors[0].is_cpu:
             seen = _Pieces(pieces, dtype, tensors)
         else:
-            seen = _Pieces((), dtype, [tensors[at] for at in chosen])
+            seen = _Pieces((), dtype, [tensors[index] for index in chosen])
         self._seen.append(seen)
         if self._has_non_finite([seen]):
             self._note(names, tensors)
         self._cost_s += time.perf_counter() - started
 
     def look_at(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        """Looks at gradients of any types, also sparse ones, wherever they lie; they are in the order of the module."""
+        """Checks gradients of any dtypes and layouts, also sparse ones, given in the order of the module."""
         if self._bytes:
             started = time.perf_counter()
             if self._has_non_finite(self._chosen(tensors)):
@@ -248,47 +250,51 @@ class GradientCheck:
             self._cost_s += time.perf_counter() - started
 
     def averaged(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Takes averages that are elsewhere than the gradients were, to look at them when the backward ends."""
+        """Receives averages that are not in the gradients' memory, to be checked when the backward ends."""
         if self._bytes:
             self._seen += self._chosen(tensors)
 
     def _chosen(self, tensors: Sequence[torch.Tensor]) -> list[_Pieces]:
-        """Returns where those tensors are that are looked at in this backward."""
+        """Returns the memory of the tensors that are checked in this backward."""
         if self._bytes == _SOME_BYTES:
-            tensors = [tensors[-1 - at] for at in spread_out(len(tensors))]
+            tensors = [tensors[-1 - index] for index in spread_out(len(tensors))]
         return _pieces(tensors)
 
     def _has_non_finite(self, pieces: Sequence[_Pieces]) -> bool:
-        return any(each.has_non_finite(self._bytes) for each in pieces)
+        return any(piece.has_non_finite(self._bytes) for piece in pieces)
 
     def _note(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        """Finds what is odd in these gradients, and in this backward looks at all that follow."""
-        self._is_odd = True
+        """Records which of these gradients are not finite; all further gradients of this backward are checked."""
+        self._has_found = True
         self._bytes = _ALL_BYTES
-        if not self.story.is_told:
-            self._odd += find_non_finite(
-                (self._places[name], name, each) for name, each in zip(names, tensors, strict=False)
+        if not self.history.has_warned:
+            self._found += find_non_finite(
+                (self._positions[name], name, tensor) for name, tensor in zip(names, tensors, strict=False)
             )
 
     def forget(self) -> None:
-        """Forgets what this backward has shown, since its gradients are not averaged."""
+        """Discards the findings of this backward, whose gradients are not averaged."""
         self._cost_s = 0.0
-        self._is_odd = False
-        self._odd.clear()
+        self._has_found = False
+        self._found.clear()
         self._seen.clear()
 
     def end(self, step: int, averages: Sequence[torch.Tensor] | None = None) -> None:
-        """Ends the `step`-th backward: `averages` or, if it is None, what was shown and averaged where it was."""
+        """Completes a backward.
+
+        Args:
+            step: the number of the backward.
+            averages: the averages; None if they are in the memory of the gradients that were checked.
+        """
         now = time.perf_counter()
         self._clock.tick(now)
         if self._bytes:
-            if self._is_odd:
+            if self._has_found:
                 self._judge(step)
             else:
-                self.story.finite(
-                    average_is_odd=self._has_non_finite(self._seen if averages is None else self._chosen(averages))
-                )
-            if self.story.pending is None:
+                pieces = self._seen if averages is None else self._chosen(averages)
+                self.history.finite(average_is_finite=not self._has_non_finite(pieces))
+            if self.history.pending is None:
                 OPTIMIZER_STEPS.ignore(self)
             else:
                 OPTIMIZER_STEPS.listen(self)
@@ -299,34 +305,33 @@ class GradientCheck:
         self._bytes = _ALL_BYTES if self._all.is_due(step + 1) else _SOME_BYTES if is_due else 0
 
     def _judge(self, step: int) -> None:
-        if self.story.is_told:
+        if self.history.has_warned:
             return
-        gradients = sorted({each.place: each for each in self._odd}.values(), key=lambda each: each.place)
+        by_position = {found.position: found for found in self._found}
+        gradients = [by_position[position] for position in sorted(by_position)]
         parameters = find_non_finite(zip(range(len(self._params)), self._names, self._params, strict=True))
         if gradients:
             note_event(int(EventKind.NOT_FINITE), gradients[-1].name, step, len(gradients))
         finding = NonFiniteGradients(self._group.me.rank, step, gradients, len(self._params), parameters)
-        self._tell(self.story.odd(finding), True)
+        self._warn(self.history.not_finite(finding), applied=True)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Warns of the gradients that this optimizer has applied."""
         if any(id(param) in self._ids for group in optimizer.param_groups for param in group["params"]):
             OPTIMIZER_STEPS.ignore(self)
-            self._tell(self.story.applied(), True)
+            self._warn(self.history.applied(), applied=True)
 
     def warn_pending(self) -> None:
-        """Warns of gradients that nobody has applied, when the program ends: it may have ended because of them."""
-        self._tell(self.story.applied(), False)
+        """Warns of gradients that no optimizer has applied; called at exit, for which they may be the reason."""
+        self._warn(self.history.applied(), applied=False)
 
-    def _tell(self, finding: NonFiniteGradients | None, applied: bool) -> None:
+    def _warn(self, finding: NonFiniteGradients | None, *, applied: bool) -> None:
         if finding is not None:
             warnings.warn(finding.text(applied), RuntimeWarning, stacklevel=3)
 
 
 def spread_out(count: int) -> range:
-    """Returns a few of the numbers below `count` from the last one down, every n-th.
-
-    n is odd, since weights and biases alternate.
+    """Returns every n-th number below `count`, from the last one down; n is odd, since weights and biases alternate.
 
     >>> list(spread_out(3)), list(spread_out(40))
     ([2, 1, 0], [39, 34, 29, 24, 19, 14, 9, 4])
@@ -335,15 +340,15 @@ def spread_out(count: int) -> range:
 
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> list[_Pieces]:
-    """Returns where the tensors' numbers lie, or copies of those with gaps, for each type and kind of device."""
+    """Returns the memory of the tensors, or of contiguous copies of strided ones, by dtype and kind of device."""
     found: dict[tuple[torch.dtype, bool], list[torch.Tensor]] = {}
-    for each in tensors:
-        values = numbers_of(each)
+    for tensor in tensors:
+        values = numbers_of(tensor)
         if values is not None:
             found.setdefault((values.dtype, values.is_cpu), []).append(values.contiguous())
     return [
         _Pieces(
-            [number for each in dense for number in (each.data_ptr(), each.nbytes)] if is_cpu else (),
+            [number for values in dense for number in (values.data_ptr(), values.nbytes)] if is_cpu else (),
             DTYPE_CODES[dtype],
             dense,
         )
@@ -352,10 +357,10 @@ def _pieces(tensors: Sequence[torch.Tensor]) -> list[_Pieces]:
 
 
 def has_non_finite_on_device(tensors: Sequence[torch.Tensor], nbytes: int) -> bool:
-    """Returns whether any of the first `nbytes` of a tensor are NaN or infinity; waits for the device."""
-    firsts = [each.detach().reshape(-1)[: nbytes // each.element_size()] for each in tensors]
-    known = [each for each in firsts if each.numel() and (each.is_complex() or each.dtype in _FLOATS)]
-    return bool(known) and not bool(torch.stack([each.isfinite().all() for each in known]).all())
+    """Returns whether the first `nbytes` of any tensor contain NaN or infinity; waits for the device."""
+    starts = [tensor.detach().reshape(-1)[: nbytes // tensor.element_size()] for tensor in tensors]
+    floats = [values for values in starts if values.numel() and (values.is_complex() or values.dtype in _FLOATS)]
+    return bool(floats) and not bool(torch.stack([values.isfinite().all() for values in floats]).all())
 
 
 _checks: weakref.WeakSet[GradientCheck] = weakref.WeakSet()

@@ -1,4 +1,4 @@
-"""The checks of one wrapped module, as whoever averages its gradients calls them."""
+"""ModuleChecks: the checks of one wrapped module, called around each average of its gradients."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class ModuleChecks:
     """Checks the gradients of each backward, and now and then the replicas.
 
     Args:
-        module: the module that is wrapped.
-        tracked: its tensors.
+        module: the wrapped module.
+        tracked: the module's tensors.
         group: the ranks.
-        checks: what the user has said.
-        with_buffers: whether buffers are the same on all ranks at the end of a backward.
+        checks: the user's settings.
+        with_buffers: whether buffers are equal on all ranks at the end of a backward, and so are compared too.
     """
 
     def __init__(
@@ -36,31 +36,31 @@ class ModuleChecks:
             self._replicas = ReplicaCheck(module, tracked.ignored, group, checks.every, with_buffers=with_buffers)
 
     def look(self, names: Sequence[str], tensors: Sequence[torch.Tensor], pieces: Sequence[int], dtype: int) -> None:
-        """Looks at gradients of this rank; see `GradientCheck.look`."""
+        """Examines gradients of this rank before they are averaged in place; see `GradientCheck.look`."""
         if self._gradients is not None:
             self._gradients.look(names, tensors, pieces, dtype)
 
     def look_at(self, names: Sequence[str], gradients: Sequence[torch.Tensor | None]) -> None:
-        """Looks at those gradients of this rank that there are, wherever they lie."""
+        """Examines the gradients of this rank that are not None, in any layout."""
         if self._gradients is not None:
-            found = [(name, each) for name, each in zip(names, gradients, strict=False) if each is not None]
-            self._gradients.look_at([name for name, _ in found], [each for _, each in found])
+            found = {name: gradient for name, gradient in zip(names, gradients, strict=False) if gradient is not None}
+            self._gradients.look_at(list(found), list(found.values()))
 
     def averaged(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Takes averages that are elsewhere than the gradients were; see `GradientCheck.averaged`."""
+        """Receives averages that are not in the gradients' memory; see `GradientCheck.averaged`."""
         if self._gradients is not None:
-            self._gradients.averaged([each for each in gradients if each is not None])
+            self._gradients.averaged([gradient for gradient in gradients if gradient is not None])
 
     def forget(self) -> None:
-        """Forgets a backward whose gradients are not averaged."""
+        """Discards the findings of a backward whose gradients are not averaged."""
         if self._gradients is not None:
             self._gradients.forget()
 
     def end(self, averages: Sequence[torch.Tensor] | None = None) -> None:
-        """Ends a backward whose gradients were averaged; all ranks call it equally often.
+        """Completes a backward whose gradients were averaged; all ranks call it equally often.
 
         Args:
-            averages: the averages, unless they are where the gradients were.
+            averages: the averages, or None if they are in the gradients' memory.
 
         Raises:
             CollectiveError: the replicas could not be compared.
@@ -72,11 +72,11 @@ class ModuleChecks:
             self._replicas.end(self._step)
 
     def make_fewer_steps(self) -> None:
-        """Notes that this rank's optimizer makes fewer steps than others, so that its state is its own."""
+        """Excludes optimizers from comparisons, since this rank's makes fewer steps than those of other ranks."""
         self.is_uneven = True
         if self._replicas is not None:
             self._replicas.compares_optimizers = False
 
     def allow_differences(self) -> None:
-        """Stops comparing the replicas, since something of the user's averages gradients, maybe not over all ranks."""
+        """Stops comparing the replicas, since the user's code averages gradients, maybe over a subset of the ranks."""
         self._replicas = None

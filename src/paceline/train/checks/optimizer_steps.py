@@ -1,7 +1,4 @@
-"""Follows the steps of all optimizers of this process, with one of torch's global hooks.
-
-How often a check runs, so that it takes at most a certain share of the time that steps take.
-"""
+"""Steps of all optimizers of this process (by one of torch's global hooks), and the interval between two checks."""
 
 from __future__ import annotations
 
@@ -12,31 +9,31 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-_FORGETS = 1.01  # how fast the shortest step is forgotten, when steps become longer
+_GROWTH = 1.01  # the factor of the shortest duration in each step, so that it follows steps that become longer
 
 
 class StepClock:
-    """Measures how long a step takes, as the shortest of the latest ones: others may include an evaluation."""
+    """Measures the duration of a step as the shortest of the latest ones, since others may include an evaluation."""
 
     def __init__(self) -> None:
         self.shortest_s = math.inf
         self._ended_s: float | None = None
 
     def tick(self, now_s: float) -> None:
-        """Notes that a step ends now."""
+        """Records that a step ends now."""
         if self._ended_s is not None:
-            self.shortest_s = min(self.shortest_s * _FORGETS, now_s - self._ended_s)
+            self.shortest_s = min(self.shortest_s * _GROWTH, now_s - self._ended_s)
         self._ended_s = now_s
 
 
 class CheckInterval:
-    """Decides in which steps something is done that costs time.
+    """Chooses the steps in which a check runs, so that it takes a limited share of the time.
 
     Args:
-        share: the largest share of the time that it may take.
-        first: the first step in which it is done.
-        least: the least number of steps from one time to the next.
-        fixed: the number of steps from one time to the next, whatever it costs; None if the costs decide.
+        share: the largest share of the time that the check may take.
+        first: the first step in which it runs.
+        least: the smallest number of steps between two runs.
+        fixed: the number of steps between two runs, whatever they cost; None if the cost determines it.
     """
 
     def __init__(self, share: float, *, first: int = 1, least: int = 1, fixed: int | None = None) -> None:
@@ -47,32 +44,32 @@ class CheckInterval:
         self.next = first if fixed is None else fixed
 
     def is_due(self, step: int) -> bool:
-        """Returns whether it is done in this step."""
+        """Returns whether the check runs in this step."""
         return step >= self.next
 
     def plan(self, step: int, cost_s: float, step_s: float) -> None:
-        """Plans when it is done next.
+        """Chooses the step of the next run.
 
         Args:
-            step: the step in which it was done.
-            cost_s: how long it took.
-            step_s: how long a step takes; infinite if that is not known yet.
+            step: the step of the latest run.
+            cost_s: the duration of that run.
+            step_s: the duration of a step; infinite if it was not measured yet.
         """
-        self._cost_s = min(cost_s, 2 * self._cost_s)  # a process may have had to wait for a core just then
-        wanted = math.ceil(self._cost_s / (self._share * step_s)) if step_s > 0 else self._least
-        self.next = step + (self._fixed or max(self._least, wanted))
+        self._cost_s = min(cost_s, 2 * self._cost_s)  # this time, the process may have waited for a core
+        interval = math.ceil(self._cost_s / (self._share * step_s)) if step_s > 0 else self._least
+        self.next = step + (self._fixed or max(self._least, interval))
 
 
 class StepListener(Protocol):
-    """Something that waits for the step of an optimizer."""
+    """An object that `OptimizerSteps` calls after a step of an optimizer."""
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Is called after a step that has changed the parameters of `optimizer`."""
+        """Handles a step that has changed the parameters of `optimizer`."""
         ...
 
 
 class OptimizerSteps:
-    """The optimizers that have made steps, and who waits for the next one; both are kept weakly."""
+    """The optimizers that have made steps, and the listeners for the next one; both are weak references."""
 
     def __init__(self) -> None:
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -80,7 +77,7 @@ class OptimizerSteps:
         self._is_following = False
 
     def follow(self) -> None:
-        """Begins to note which optimizers make steps; idempotent."""
+        """Starts recording which optimizers make steps; idempotent."""
         if not self._is_following:
             self._is_following = True
             register_optimizer_step_post_hook(self._after_step)
@@ -94,7 +91,7 @@ class OptimizerSteps:
         self._listeners.add(listener)
 
     def ignore(self, listener: StepListener) -> None:
-        """Calls the listener no more; idempotent."""
+        """Stops calling the listener; idempotent."""
         self._listeners.discard(listener)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -103,7 +100,7 @@ class OptimizerSteps:
         self._seen.add(optimizer)
         if not self._listeners:
             return
-        # A GradScaler lets fused optimizers see for themselves that they must leave the parameters alone.
+        # With a GradScaler, a fused optimizer checks this itself, and then leaves the parameters unchanged.
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None and float(found_inf) > 0:
             return

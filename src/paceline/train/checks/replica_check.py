@@ -1,8 +1,6 @@
-"""Compares what the ranks hold, by digests, and says which of them differ, since when and in what.
+"""ReplicaCheck: compares digests of the ranks' replicas, and reports which ranks differ, since which step and in what.
 
-Which ranks differ from the others, judged by digests of what each of them holds, and what is said of it.
-
-What a replica consists of, as digests by name: parameters, buffers, the state of optimizers, random numbers.
+A replica consists of parameters, buffers, the state of optimizers, and random states.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ class RankDigests:
     """The digests of one part of the state on one rank.
 
     Attributes:
-        shape: a digest of what there is; only ranks with the same are compared, and 0 says that there is nothing.
+        shape: a digest of the names; only ranks with equal ones are compared. 0 if there are none.
         total: a digest of the values.
     """
 
@@ -43,7 +41,7 @@ class RankDigests:
 
 @dataclass(frozen=True)
 class DisagreeingRanks:
-    """Ranks that hold different values: the larger side first, and all of equal size if nobody has the majority."""
+    """Ranks whose values differ, as sides with equal values: the largest side first."""
 
     sides: tuple[tuple[int, ...], ...]
 
@@ -54,12 +52,12 @@ class DisagreeingRanks:
 
     @property
     def odd(self) -> tuple[int, ...]:
-        """Returns the ranks that are not of the majority, all if there is none."""
+        """Returns the ranks outside of the majority, or all ranks without a majority."""
         sides = self.sides[1:] if self.has_majority else self.sides
         return tuple(sorted(rank for side in sides for rank in side))
 
     def describe(self, ranks: Sequence[int]) -> str:
-        """Returns who differs from whom; `ranks` are the numbers by which the ranks are named."""
+        """Returns a text with the ranks that differ; `ranks` are the global numbers of the group's ranks."""
         if self.has_majority:
             odd, majority = self.odd, self.sides[0]
             return f"{_named(odd, ranks)} {'differs' if len(odd) == 1 else 'differ'} from {_named(majority, ranks)}"
@@ -70,7 +68,7 @@ class DisagreeingRanks:
 
 
 def compare_digests(everyones: Sequence[RankDigests]) -> DisagreeingRanks | None:
-    """Returns which ranks differ in one part of the state, None if none do that can be compared.
+    """Returns the ranks that differ in one part of the state; None if all comparable ones are equal.
 
     >>> compare_digests([RankDigests(1, 7), RankDigests(1, 7), RankDigests(1, 8)]).describe([0, 1, 2])
     'rank 2 differs from ranks 0 and 1'
@@ -78,9 +76,9 @@ def compare_digests(everyones: Sequence[RankDigests]) -> DisagreeingRanks | None
     'ranks 0 and 1 differ, and no majority says which is right'
     """
     by_shape: dict[int, dict[int, list[int]]] = {}
-    for rank, each in enumerate(everyones):
-        if each.shape:
-            by_shape.setdefault(each.shape, {}).setdefault(each.total, []).append(rank)
+    for rank, digests in enumerate(everyones):
+        if digests.shape:
+            by_shape.setdefault(digests.shape, {}).setdefault(digests.total, []).append(rank)
     different = [values for values in by_shape.values() if len(values) > 1]
     if not different:
         return None
@@ -91,9 +89,9 @@ def compare_digests(everyones: Sequence[RankDigests]) -> DisagreeingRanks | None
 
 
 def differing_names(sides: DisagreeingRanks, everyones: Sequence[Mapping[str, int]]) -> list[str]:
-    """Returns the names whose digests are not the same on all ranks of these sides, in their order."""
-    members = [everyones[rank] for side in sides.sides for rank in side]
-    return [name for name in members[0] if any(each.get(name) != members[0][name] for each in members[1:])]
+    """Returns, in order, the names of tensors whose digests differ between the given sides of ranks."""
+    first, *others = [everyones[rank] for side in sides.sides for rank in side]
+    return [name for name in first if any(other.get(name) != first[name] for other in others)]
 
 
 @dataclass(frozen=True)
@@ -101,10 +99,10 @@ class ReplicaDifference:
     """A part of the state that is not the same on all ranks.
 
     Attributes:
-        part: what differs, such as "parameters".
-        sides: which ranks differ, by their numbers in the group.
-        names: what differs first, and so on, in the order of the module.
-        count: how many names there are.
+        part: the name of the part, such as "parameters".
+        sides: the ranks that differ, by their numbers in the group.
+        names: the names of the values that differ, in the order of the module.
+        count: the number of all values of the part.
     """
 
     part: str
@@ -113,7 +111,7 @@ class ReplicaDifference:
     count: int
 
     def describe(self, ranks: Sequence[int]) -> str:
-        """Returns who differs from whom and in what; `ranks` are the numbers by which the ranks are named."""
+        """Returns a text with the ranks and values that differ; `ranks` are the global numbers of the group's ranks."""
         return (
             f"{self.sides.describe(ranks)} in {len(self.names)} of {self.count} {self.part}, first in {self.names[0]}"
         )
@@ -133,7 +131,7 @@ _PLAIN = (bool, int, float, complex, str, type(None))
 
 @dataclass(frozen=True)
 class StateDigests:
-    """A part of the state: the digest of each of its values, by name and in an order that is the same on every rank."""
+    """A part of the state: the digest of each of its values by name, in the same order on every rank."""
 
     values: Mapping[str, int]
 
@@ -147,31 +145,31 @@ class StateDigests:
 
 
 def tensors_part(named: Mapping[str, torch.Tensor]) -> StateDigests:
-    """Returns the digests of tensors; those without memory of their own, such as sparse ones, are left out."""
-    return StateDigests({repr(name): digest_of([each]) for name, each in named.items() if _has_memory(each)})
+    """Returns the digests of the tensors that have memory of their own, unlike sparse ones."""
+    return StateDigests({repr(name): digest_of([tensor]) for name, tensor in named.items() if _has_memory(tensor)})
 
 
 def optimizers_part(optimizers: Iterable[torch.optim.Optimizer], params: Mapping[str, nn.Parameter]) -> StateDigests:
-    """Returns the digests of the settings of the optimizers of these parameters, and of their states for them.
+    """Returns the digests of the settings and states of the optimizers that have some of these parameters.
 
     With ZeRO, each rank has an optimizer or states of some parameters only, and so names of its own. Ranks with
     different names are not compared.
     """
     names = {id(param): name for name, param in params.items()}
-    places = {key: at for at, key in enumerate(names)}
+    positions = {key: position for position, key in enumerate(names)}
     own: list[tuple[list[int], str, torch.optim.Optimizer]] = []
     for optimizer in optimizers:
         ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
-        if any(each in names for each in ids):
-            own.append((sorted(places[each] for each in ids if each in names), type(optimizer).__name__, optimizer))
+        if found := sorted(positions[key] for key in ids if key in positions):
+            own.append((found, type(optimizer).__name__, optimizer))
     values: dict[str, int] = {}
-    for number, (_, kind, optimizer) in enumerate(sorted(own, key=lambda each: each[:2])):
+    for number, (_, kind, optimizer) in enumerate(sorted(own, key=lambda entry: entry[:2])):
         values |= _optimizer_values(kind if number == 0 else f"{kind} {number + 1}", optimizer, names)
     return StateDigests(values)
 
 
 def random_part() -> StateDigests:
-    """Returns the digests of the states of torch's and Python's random numbers on the CPU."""
+    """Returns the digests of the states of torch's and Python's random number generators on the CPU."""
     return StateDigests(
         {
             "torch's random state": digest_of([torch.get_rng_state()]),
@@ -182,8 +180,8 @@ def random_part() -> StateDigests:
 
 def _optimizer_values(kind: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, int]:
     values: dict[str, int] = {}
-    for at, group in enumerate(optimizer.param_groups):
-        where = f"of {kind}'s group {at}" if len(optimizer.param_groups) > 1 else f"of {kind}"
+    for number, group in enumerate(optimizer.param_groups):
+        where = f"of {kind}'s group {number}" if len(optimizer.param_groups) > 1 else f"of {kind}"
         for key in sorted(key for key in group if key not in ("params", "param_names")):
             _add(values, f"{key!r} {where}", group[key])
         for param in group["params"]:
@@ -194,27 +192,27 @@ def _optimizer_values(kind: str, optimizer: torch.optim.Optimizer, names: Mappin
 
 
 def _add(values: dict[str, int], name: str, value: object) -> None:
-    """Adds the digest of a tensor or a plain value; others may have a representation that says nothing."""
+    """Adds the digest of a tensor or a plain value; the `repr` of other values may not depend on their contents."""
     if isinstance(value, torch.Tensor):
         if _has_memory(value):
             values[name] = digest_of([value])
-    elif isinstance(value, _PLAIN) or (isinstance(value, Sequence) and all(isinstance(each, _PLAIN) for each in value)):
+    elif isinstance(value, _PLAIN) or (isinstance(value, Sequence) and all(isinstance(item, _PLAIN) for item in value)):
         values[name] = digest_of_text(repr(value))
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Returns whether the tensor's numbers are in its own memory, and not in that of tensors which it wraps."""
+    """Returns whether the tensor has values in memory of its own, and not in that of tensors which it wraps."""
     return tensor.layout is torch.strided and not tensor.is_meta and not hasattr(tensor, "__tensor_flatten__")
 
 
 FIRST_STEP = 10
-LEAST_STEPS = 100  # from one check to the next, unless the user has said how many
-_SHARE = 0.001  # of the time of a step
+LEAST_STEPS = 100  # the smallest number of steps between two checks, unless the user has chosen a number
+_SHARE = 0.001  # the share of a step's time that checks may take
 
 
 @dataclass(frozen=True)
 class _Gathered:
-    """What all ranks have said in one check: their digests of each part, and the largest cost and shortest step."""
+    """The reports of all ranks in one check: their digests of each part, the largest cost, and the shortest step."""
 
     parts: dict[str, list[RankDigests]]
     cost_s: float
@@ -222,18 +220,18 @@ class _Gathered:
 
 
 class ReplicaCheck:
-    """Compares the replicas of a module every now and then, at the end of a backward, and warns on the first rank.
+    """Compares the replicas of a module now and then at the end of a backward, and warns on rank 0.
 
     At that time every rank has applied the same steps and is in the same call, whatever forwards some have made alone.
-    Parameters and the optimizers that have made steps are compared. Random states are not, since ranks may have seeds
-    of their own, and evaluations on one rank.
+    Parameters and the optimizers that have made steps are compared. Random states are not, since ranks may have their
+    own seeds, and run evaluations alone.
 
     Args:
-        module: the module, of which tensors with ignored names are left out.
-        ignored: names of tensors that may differ.
+        module: the module.
+        ignored: the names of tensors that may differ.
         group: the ranks.
-        every: the number of steps from one check to the next; None if it depends on what a check costs.
-        with_buffers: whether buffers are the same on all ranks at the end of a backward.
+        every: the number of steps between two checks; None if their cost determines it.
+        with_buffers: whether buffers are compared too, since they are equal on all ranks at the end of a backward.
     """
 
     def __init__(
@@ -245,7 +243,7 @@ class ReplicaCheck:
         *,
         with_buffers: bool = False,
     ) -> None:
-        self.compares_optimizers = True  # not where ranks have made different numbers of steps
+        self.compares_optimizers = True  # False if ranks have made different numbers of steps
         self._module = module
         self._ignored = list(ignored)
         self._with_buffers = with_buffers
@@ -253,14 +251,14 @@ class ReplicaCheck:
         self._clock = StepClock()
         self._pace = CheckInterval(_SHARE, first=FIRST_STEP, least=LEAST_STEPS, fixed=every)
         self._equal_step = 0  # the latest step in which all ranks were equal
-        self._told: set[tuple[str, tuple[int, ...]]] = set()
+        self._reported: set[tuple[str, tuple[int, ...]]] = set()
         OPTIMIZER_STEPS.follow()
 
     def end(self, step: int) -> None:
-        """Ends a backward whose gradients were averaged over all ranks, the `step`-th one.
+        """Completes the `step`-th backward whose gradients were averaged over all ranks.
 
         Raises:
-            CollectiveError: a call failed.
+            CollectiveError: the replicas could not be compared.
         """
         started = time.perf_counter()
         self._clock.tick(started)
@@ -288,23 +286,24 @@ class ReplicaCheck:
         }
         if not sides:
             self._equal_step = step
-            self._told.clear()
+            self._reported.clear()
             return
-        new = {part: each for part, each in sides.items() if (part, each.odd) not in self._told}
-        self._told.update((part, each.odd) for part, each in new.items())
+        new = {(part, found.odd) for part, found in sides.items()} - self._reported
+        self._reported |= new
         if not new:
             return
         differences = find_differences(gathered, parts, self._group)
-        for each in differences:
-            note_event(int(EventKind.DIFFERENCE), each.names[0], step, self._group.ranks[each.sides.odd[0]])
+        for difference in differences:
+            rank = self._group.ranks[difference.sides.odd[0]]
+            note_event(int(EventKind.DIFFERENCE), difference.names[0], step, rank)
         if self._group.rank() == 0:
             warnings.warn(self._text(step, differences), RuntimeWarning, stacklevel=2)
 
     def _text(self, step: int, differences: Sequence[ReplicaDifference]) -> str:
-        told = "; ".join(each.describe(self._group.ranks) for each in differences)
+        found = "; ".join(difference.describe(self._group.ranks) for difference in differences)
         before = f"at step {self._equal_step} all were equal" if self._equal_step else "this was the first comparison"
         return (
-            f"the replicas of {type(self._module).__name__} are not the same since step {step}: {told} ({before}). "
+            f"the replicas of {type(self._module).__name__} are not the same since step {step}: {found} ({before}). "
             "The ranks train different models. Go on from a checkpoint, and look for what only some ranks do, such as "
             "writing to parameters, another learning rate, or clipping under a condition; if there is nothing, suspect "
             "a machine. paceline.check_replicas(model, optimizer) in every step finds the first one"
@@ -321,25 +320,25 @@ def check_replicas(
 ) -> list[ReplicaDifference]:
     """Compares the parameters and buffers of `module`, and the state of its optimizer, over all ranks.
 
-    Every rank must call it at the same place. Buffers are equal only right after they were copied, unless the forwards
+    Every rank must call it at the same point. Buffers are equal only right after they were copied, unless the forwards
     of all ranks change them in the same way: running statistics differ after a forward in training mode.
 
     Args:
         module: the module, wrapped or not.
-        optimizer: its optimizer, or several, whose settings and state are compared as well.
+        optimizer: the optimizer or optimizers of the module, whose settings and states are compared too.
         group: the ranks; the default group if None.
-        random_state: whether the states of torch's and Python's random numbers on the CPU are compared.
-        raises: whether a difference is an error.
+        random_state: whether the states of torch's and Python's random number generators on the CPU are compared.
+        raises: whether a difference raises an error.
 
     Returns:
-        The parts of the state that differ, the same on every rank; an empty list if none does.
+        The parts of the state that differ, the same list on every rank.
 
     Raises:
-        ReplicasDifferError: replicas differ; on every rank, with the ranks that differ and what differs first.
+        ReplicasDifferError: replicas differ; raised on every rank, with the ranks and the first values that differ.
 
     Example::
 
-        paceline.check_replicas(model, optimizer)  # the first tensor that differs is named on every rank
+        paceline.check_replicas(model, optimizer)  # every rank reports the first tensor that differs
     """
     inner = module
     wrapped_for = getattr(module, "process_group", None)
@@ -358,11 +357,11 @@ def check_replicas(
     gathered = gather_digests(parts, group)
     differences = find_differences(gathered, parts, group)
     if differences and raises:
-        told = "; ".join(each.describe(group.ranks) for each in differences)
+        found = "; ".join(difference.describe(group.ranks) for difference in differences)
         raise ReplicasDifferError(
-            f"rank {group.me.rank}: the replicas of {type(inner).__name__} are not the same: {told}. Look for what "
+            f"rank {group.me.rank}: the replicas of {type(inner).__name__} are not the same: {found}. Look for what "
             "only some ranks do between the latest call that found no difference and this one",
-            ranks=tuple(sorted({group.ranks[rank] for each in differences for rank in each.sides.odd})),
+            ranks=tuple(sorted({group.ranks[rank] for found in differences for rank in found.sides.odd})),
         )
     return differences
 
@@ -370,29 +369,32 @@ def check_replicas(
 def gather_digests(
     parts: Mapping[str, StateDigests], group: ProcessGroup, cost_s: float = 0.0, step_s: float = 0.0
 ) -> _Gathered:
-    """Sends this rank's digests of all parts to all ranks, and what its check costs."""
+    """Gathers the digests of all parts from all ranks, and the cost of a check and the duration of a step."""
     digests = [part.digests() for part in parts.values()]
     times = torch.tensor([cost_s, step_s], dtype=torch.float64, device="cpu").view(torch.int64)
-    numbers = [number for each in digests for number in (each.shape, each.total)]
+    numbers = [number for part in digests for number in (part.shape, part.total)]
     mine = torch.cat([times, torch.tensor(numbers, dtype=torch.int64, device="cpu")])
     everyones = [torch.empty_like(mine) for _ in group.ranks]
     group.all_gather(everyones, mine)
-    said = [each[2:].tolist() for each in everyones]
-    costs = torch.stack([each[:2].view(torch.float64) for each in everyones])
-    by_part = {part: [RankDigests(*each[2 * at : 2 * at + 2]) for each in said] for at, part in enumerate(parts)}
+    gathered = torch.stack(everyones)
+    costs = gathered[:, :2].contiguous().view(torch.float64)
+    by_part = {
+        part: [RankDigests(shape, total) for shape, total in gathered[:, first : first + 2].tolist()]
+        for first, part in zip(range(2, len(mine), 2), parts, strict=True)
+    }
     return _Gathered(by_part, float(costs[:, 0].max()), float(costs[:, 1].min()))
 
 
 def find_differences(
     gathered: _Gathered, parts: Mapping[str, StateDigests], group: ProcessGroup
 ) -> list[ReplicaDifference]:
-    """Returns what differs; all ranks call this after `gather_digests`, and exchange names where something does."""
+    """Returns the parts that differ; all ranks call this after `gather_digests`, and exchange the names of these."""
     differences = []
     for part, digests in gathered.parts.items():
         sides = compare_digests(digests)
         if sides is not None:
-            said = group.all_gather_bytes(json.dumps(dict(parts[part].values)).encode())
-            everyones: list[dict[str, int]] = [json.loads(each) for each in said]
+            texts = group.all_gather_bytes(json.dumps(dict(parts[part].values)).encode())
+            everyones: list[dict[str, int]] = [json.loads(text) for text in texts]
             names = differing_names(sides, everyones)
             differences.append(ReplicaDifference(part, sides, tuple(names), len(everyones[sides.sides[0][0]])))
     return differences
@@ -400,5 +402,5 @@ def find_differences(
 
 def _parameters(module: nn.Module, tracked: TrackedTensors) -> dict[str, nn.Parameter]:
     """Returns the tracked parameters in the order of the module."""
-    wanted = tracked.trained | tracked.frozen
-    return {name: param for name, param in module.named_parameters() if name in wanted}
+    names = tracked.trained.keys() | tracked.frozen.keys()
+    return {name: param for name, param in module.named_parameters() if name in names}

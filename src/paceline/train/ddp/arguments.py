@@ -1,4 +1,4 @@
-"""The arguments of DistributedDataParallel: what torch's mean here, and which of them contradict each other."""
+"""Arguments of DistributedDataParallel: their defaults, the meaning of torch's, and those that exclude each other."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ DEFAULT_BUCKET_CAP_MB = 25
 
 
 def choose_group(process_group: ProcessGroup | None, device_mesh: DeviceMesh | None) -> ProcessGroup:
-    """Returns the group that these arguments name, or the default group if both are None.
+    """Returns the group that these arguments select, or the default group if both are None.
 
     Raises:
         RuntimeError: both are given, or the mesh has several dimensions.
-        ValueError: the mesh does not hold all ranks of the default group in their order.
-        TypeError: `process_group` is not a group of Paceline's.
+        ValueError: the mesh does not have all ranks of the default group in their order.
+        TypeError: `process_group` is not a Paceline group.
     """
     if device_mesh is None:
         return given_or_default(process_group)
@@ -47,7 +47,7 @@ def choose_group(process_group: ProcessGroup | None, device_mesh: DeviceMesh | N
 
 
 def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
-    """Returns whether buffers are copied when the module is wrapped, and whether before each forward."""
+    """Returns whether buffers are copied when the module is wrapped, and whether they are before each forward."""
     if forward_sync_buffers is None:
         both = broadcast_buffers is None or broadcast_buffers
         return both, both
@@ -62,7 +62,7 @@ def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: boo
 
 
 def choose_bucket_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> tuple[int, ...]:
-    """Returns the caps of a module's buckets in bytes, as `make_buckets` takes them.
+    """Returns the caps of a module's buckets in bytes, for `make_buckets`.
 
     Raises:
         ValueError: a cap is not positive.
@@ -77,10 +77,10 @@ def choose_bucket_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence
 
 
 def choose_reduce_dtype(mixed_precision: _MixedPrecision | None) -> torch.dtype | None:
-    """Returns the dtype in which gradients are averaged, None if it is their own.
+    """Returns the dtype in which gradients are averaged; None for their own.
 
     Raises:
-        ValueError: the argument asks to cast parameters or buffers.
+        ValueError: the argument requests to cast parameters or buffers.
     """
     if mixed_precision is None:
         return None
@@ -102,7 +102,7 @@ def require_whole_pairs(
     delay_all_reduce_named_params: object,
     param_to_hook_all_reduce: object,
 ) -> None:
-    """Requires that arguments which need each other are given together.
+    """Requires that arguments which depend on each other are given together.
 
     Raises:
         ValueError: one is given without the other, or with one that excludes it.

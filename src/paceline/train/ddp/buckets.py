@@ -1,6 +1,6 @@
-"""Divides the parameters into buckets, whose gradients are reduced together.
+"""Buckets: the division of a model's parameters into groups whose gradients are reduced together.
 
-Counts gradients as backward computes them, until a bucket is full.
+It is pure, and does not import torch: `paceline plan` uses it too.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def caps_of(cap_bytes: int) -> tuple[int, int]:
 def make_buckets(sizes: Sequence[int], dtypes: Sequence[Hashable], caps_bytes: Sequence[int]) -> list[Bucket]:
     """Divides the parameters, beginning with the last one, into buckets of limited size.
 
-    This is about the order in which backward computes their gradients. A parameter that is larger than the cap has a
-    bucket of its own. A bucket has one dtype, but a model that alternates between two dtypes still gets full buckets of
-    each. The buckets are in the order in which their last gradient is computed.
+    This is roughly the order in which backward computes their gradients. A parameter larger than the cap has a bucket
+    of its own. A bucket has one dtype, but a model that alternates between two dtypes still gets full buckets of each.
+    The buckets are in the order in which their last gradient is computed.
 
     Args:
-        sizes: the bytes of each parameter, in the order of registration.
+        sizes: the size of each parameter in bytes, in the order of registration.
         dtypes: the parameters' dtypes, or other values that must be equal in a bucket.
-        caps_bytes: for each dtype, the largest number of bytes of its first bucket, its second, and so on; the last
-            number is for all others.
+        caps_bytes: the largest size in bytes of each dtype's first bucket, second bucket and so on; the last one
+            applies to all further buckets.
 
     >>> make_buckets([4, 4, 4], ["float32"] * 3, caps_bytes=[4, 8])
     [Bucket(params=(2,), nbytes=4), Bucket(params=(1, 0), nbytes=8)]
@@ -72,62 +72,7 @@ def bucket_params(
     params: Sequence[nn.Parameter], caps_bytes: Sequence[int], left_out: Collection[int] = ()
 ) -> list[Bucket]:
     """Returns the buckets of `params`, except for the indices in `left_out`; a bucket has one dtype and one device."""
-    kept = [at for at in range(len(params)) if at not in left_out]
-    kinds = [(params[at].dtype, params[at].device) for at in kept]
-    buckets = make_buckets([params[at].nbytes for at in kept], kinds, caps_bytes)
-    return [Bucket(tuple(kept[at] for at in bucket.params), bucket.nbytes) for bucket in buckets]
-
-
-class Countdown:
-    """Counts the gradients that the first `early` buckets still wait for, and decides which bucket starts next.
-
-    Buckets start strictly in their order, in whatever order they become full: every rank must make the same calls in
-    the same order, and autograd's order may differ between ranks.
-    """
-
-    def __init__(self, buckets: Sequence[Bucket], params: int, early: int) -> None:
-        # - The same for every backward
-        self._buckets = buckets
-        self._early = early
-        self._expected = [1] * params  # the number of gradients that each parameter gets
-        self._full = [len(bucket.params) for bucket in buckets]  # the number of parameters that each bucket waits for
-        # - The state of this backward
-        self.next = 0  # the first bucket that has not been started
-        self.reset()
-
-    def reset(self) -> None:
-        """Resets the counts before a backward."""
-        self.next = 0
-        self._counts = [0] * len(self._expected)
-        self._left = list(self._full)
-
-    def count(self, index: int, bucket: int) -> int:
-        """Counts a gradient of the parameter `index`.
-
-        Returns:
-            How many parameters its bucket still waits for, or -1 if the bucket was started without this gradient.
-        """
-        self._counts[index] += 1
-        if self._counts[index] == self._expected[index]:
-            self._left[bucket] -= 1
-        elif bucket < self.next:
-            return -1
-        return self._left[bucket]
-
-    def may_start(self) -> bool:
-        """Returns whether the next bucket is full and may start before backward ends."""
-        return self.next < self._early and self._left[self.next] == 0
-
-    def learn(self, anywhere: Sequence[bool]) -> None:
-        """Expects from now on as many gradients of each parameter as were counted in this backward.
-
-        Args:
-            anywhere: for each parameter, whether any rank has a gradient for it.
-        """
-        self._expected = list(self._counts)
-        for at, bucket in enumerate(self._buckets):
-            self._full[at] = sum(self._counts[index] > 0 for index in bucket.params if anywhere[index])
-
-    def count_each_once(self) -> None:
-        """Counts one gradient of every parameter, on a rank that takes part in the others' backward with zeros."""
-        self._counts = [1] * len(self._expected)
+    kept = [index for index in range(len(params)) if index not in left_out]
+    kinds = [(params[index].dtype, params[index].device) for index in kept]
+    buckets = make_buckets([params[index].nbytes for index in kept], kinds, caps_bytes)
+    return [Bucket(tuple(kept[position] for position in bucket.params), bucket.nbytes) for bucket in buckets]

@@ -1,7 +1,4 @@
-"""Communication hooks: functions of the user's that reduce the gradients, a bucket at a time.
-
-Futures whose callbacks run on the thread that waits for them.
-"""
+"""CommHook: a communication hook, which is a user's function that averages a bucket, and the future that it returns."""
 
 from __future__ import annotations
 
@@ -20,12 +17,12 @@ S = TypeVar("S")
 class DeferredFuture(Generic[T]):
     """A future that computes its value when a thread waits for it.
 
-    Callbacks may make collectives, which must be made in the same order on every rank. The callbacks of this future run
-    in the order in which the reducer waits, which is the same on every rank. Those of `Work.get_future` run in the
-    order in which calls end, which may differ between ranks.
+    Callbacks may call collectives, which must have the same order on every rank. The callbacks of this future run in
+    the order in which the reducer waits, which is the same on every rank. Those of `Work.get_future` run in the order
+    in which calls complete, which may differ between ranks.
 
     It is not a `torch.futures.Future`, because torch waits for several of those in C++, where nothing would compute the
-    value. `torch.futures.collect_all` therefore refuses it; `collect_all` of this module takes its place.
+    value. `torch.futures.collect_all` therefore refuses it; use `collect_all` of this module.
     """
 
     def __init__(self, compute: Callable[[], T]) -> None:
@@ -35,14 +32,14 @@ class DeferredFuture(Generic[T]):
 
     def __repr__(self) -> str:
         state = "computed when waited for" if self._compute is not None else "done"
-        return f"<DeferredFuture, {state}; several: paceline.train.ddp.hooks.collect_all>"
+        return f"<DeferredFuture, {state}; several: paceline.parallel.hooks.collect_all>"
 
     def done(self) -> bool:
         """Returns whether the value has been computed."""
         return self._compute is None
 
     def wait(self) -> T:
-        """Returns the value, which the first call computes. If that fails, every call raises the error."""
+        """Returns the value, computed by the first call. If that fails, every call raises the error."""
         compute, self._compute = self._compute, None
         if compute is not None:
             try:
@@ -54,7 +51,7 @@ class DeferredFuture(Generic[T]):
         return self._value
 
     def value(self) -> T:
-        """Does what `wait` does, for callbacks that ask for the value of the future that they were added to."""
+        """Returns the value like `wait`, for callbacks that read the future that they were added to."""
         return self.wait()
 
     def then(self, callback: Callable[[DeferredFuture[T]], S]) -> DeferredFuture[S]:
@@ -77,7 +74,7 @@ def future_of(work: Work | None) -> DeferredFuture[list[torch.Tensor]]:
 
 
 def collect_all(futures: Sequence[AnyFuture[T]]) -> DeferredFuture[list[T]]:
-    """Returns a future of the values of `futures`; it waits for them in order, and fails with their first error."""
+    """Returns a future of the values of `futures`, which waits for them in order and raises their first error."""
     return DeferredFuture(lambda: [future.wait() for future in futures])
 
 
@@ -85,7 +82,7 @@ Reduced = torch.Tensor | Sequence[torch.Tensor]
 
 
 class GradBucket:
-    """The argument of a communication hook: the gradients of a bucket, concatenated in a flat tensor.
+    """The gradients of a bucket, concatenated in a flat tensor: the argument of a communication hook.
 
     It has the methods of `torch.distributed.GradBucket`.
     """
@@ -97,7 +94,7 @@ class GradBucket:
         self._params = list(params)
 
     def index(self) -> int:
-        """Returns the bucket's number; on every rank, a backward passes its buckets to the hook in this order."""
+        """Returns the bucket's number; backward passes buckets to the hook in this order on every rank."""
         return self._index
 
     def is_last(self) -> bool:
@@ -125,8 +122,10 @@ class GradBucket:
                 f"bucket's gradients have {total}; call gradients() before set_buffer()"
             )
         parts = self._buffer.split([param.numel() for param in self._params])
-        layouts = (torch.empty_like(param, device="meta").stride() for param in self._params)
-        return [p.as_strided(param.shape, at) for p, param, at in zip(parts, self._params, layouts, strict=True)]
+        return [
+            part.as_strided(param.shape, torch.empty_like(param, device="meta").stride())
+            for part, param in zip(parts, self._params, strict=True)
+        ]
 
     def parameters(self) -> list[torch.Tensor]:
         """Returns the parameters, in the order of their gradients."""
@@ -137,7 +136,7 @@ Hook = Callable[[object, GradBucket], "AnyFuture[Reduced] | Work"]
 
 
 class HookedWork:
-    """A bucket that the hook averages; `wait` copies its result into the gradients."""
+    """A bucket that the hook is averaging; `wait` copies the result into the gradients."""
 
     def __init__(self, future: AnyFuture[Reduced] | Work, bucket: GradBucket, memory: GradientMemory) -> None:
         self._future = future
@@ -159,8 +158,9 @@ class HookedWork:
                 f"gradients have {self._memory.count}; its future must hold the averaged gradients in the order of "
                 "bucket.buffer()"
             )
-        flat = _flat_views(self._memory.tensors)
-        for gradient, part in zip(flat, reduced.reshape(-1).split([each.numel() for each in flat]), strict=True):
+        gradients = _flat_views(self._memory.tensors)
+        parts = reduced.reshape(-1).split([gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part)
 
 
@@ -180,7 +180,7 @@ class CommHook:
         """
         bucket = GradBucket(index, is_last, torch.cat(_flat_views(memory.tensors)), gradients.params)
         future = self._hook(self._state, bucket)
-        # What torch's own `then` returns is of the class that torch.futures.Future is derived from.
+        # torch's own `then` returns an object of the base class of torch.futures.Future.
         if not isinstance(future, (torch._C.Future, DeferredFuture, Work)):
             raise TypeError(
                 f"the communication hook {self.name} returned {type(future).__name__}; it must return a "
@@ -190,5 +190,5 @@ class CommHook:
 
 
 def _flat_views(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns flat views of the tensors, whose elements are in the order of their memory, as on every other rank."""
+    """Returns flat views of the tensors with elements in the order of memory, which is the same on every rank."""
     return [tensor.detach().as_strided((tensor.numel(),), (1,)) for tensor in tensors]

@@ -1,16 +1,8 @@
-"""Data-parallel training: each rank holds the model and computes on its part of the batch; gradients are averaged.
+"""DistributedDataParallel: each rank has the whole model and a part of the batch, and backward averages the gradients.
 
-The part of DistributedDataParallel that copies and pickles a wrapped module.
-
-What DistributedDataParallel does in `Join`: a rank without inputs takes part in the others' steps with zeros.
-
-Attributes and methods of torch's DistributedDataParallel that programs use although torch does not document them.
-
-The part of DistributedDataParallel that trains on uneven inputs, within `Join`.
-
-The part of DistributedDataParallel that trains in an elastic job, where ranks come and go.
-
-Makes the replicas of a module alike before training starts.
+The class also has the attributes of torch's DistributedDataParallel that programs use although torch does not document
+them, the calls for elastic jobs (`average_by`, `weight`, `skip_batch`), and the hook that lets a rank without inputs
+take part in the steps of the others within `Join`.
 """
 
 from __future__ import annotations
@@ -46,10 +38,17 @@ from paceline.train.ddp.arguments import (
 )
 from paceline.train.ddp.comm_hook import CommHook, Hook
 from paceline.train.ddp.error_text import add_context, sending_buffers_context
-from paceline.train.ddp.gradient_averager import DelayedParameters, choose_wire, require_delayed
+from paceline.train.ddp.gradient_averager import (
+    DelayedParameters,
+    DelegatingAverager,
+    ExternalAverager,
+    GradientAverager,
+    choose_wire,
+    require_delayed,
+)
 from paceline.train.ddp.hooks import allreduce_hook, compress_wrapper
 from paceline.train.ddp.module_monitor import ModuleMonitor
-from paceline.train.ddp.reducer import DelegatingReducer, ExternalAverager, Reducer
+from paceline.train.ddp.reducer import Reducer
 from paceline.train.join import Join, Joinable, JoinHook
 from paceline.train.logical_shards.sharded_replica import ShardedReplica
 from paceline.train.module_tensors import TrackedTensors, broadcast_tensors, collect_tracked, ignore_tensors
@@ -65,9 +64,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn.parallel.distributed import _MixedPrecision
 
-
 _OF_THIS_PROCESS = (
     "process_group",
+    "_averager",
     "_reducer",
     "_replica",
     "_watched",
@@ -78,497 +77,57 @@ _OF_THIS_PROCESS = (
     "_call_module",
 )
 
-
-class CopyableModule(nn.Module):
-    """A wrapped module whose copies have a group and hooks of their own.
-
-    A deep copy keeps the process group. An unpickled module has the default group of the process that loads it.
-    """
-
-    process_group: ProcessGroup
-
-    def __getstate__(self) -> dict[str, object]:
-        state: Callable[[], dict[str, object]] = super().__getstate__  # without what `compile()` has made
-        return {name: value for name, value in state().items() if name not in _OF_THIS_PROCESS}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state)
-        self.process_group = default_group()
-        self._start()
-
-    def __deepcopy__(self, memo: dict[int, object]) -> CopyableModule:
-        copied = self.__class__.__new__(self.__class__)
-        memo[id(self)] = copied
-        copied.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
-        copied.process_group = self.process_group
-        copied._start()
-        return copied
-
-    def _start(self) -> None:
-        """Creates what `__getstate__` leaves out, except for the group."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class _Step:
-    """A step: for each rank whether it takes part with inputs, averages gradients, and sends its buffers first."""
-
-    is_active: list[bool]
-    averages: list[bool]
-    sends_buffers: list[bool]
-
-
-class UnevenSteps:
-    """Exchanges between the ranks within `Join` which of them make the next step, and sets the divisor of gradients.
-
-    Every step begins with one such exchange, in which all ranks take part: those with inputs in their forward, and the
-    others in their join hook.
-    """
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self.divides_by_initial_world_size = True
-        self._group = group
-
-    def announce(self, reducer: Reducer, averages: bool, sends_buffers: bool) -> int:
-        """Announces a step of this rank, and returns the rank whose buffers are copied."""
-        step = self._exchange(reducer, is_active=True, averages=averages, sends_buffers=sends_buffers)
-        return step.sends_buffers.index(True) if any(step.sends_buffers) else 0
-
-    def follow(self, reducer: Reducer) -> _Step:
-        """Returns the step that other ranks announce."""
-        return self._exchange(reducer, is_active=False, averages=False, sends_buffers=False)
-
-    def last_rank(self, is_last: bool) -> int:
-        """Returns the first of the ranks that have trained longest."""
-        return self._gather(is_last, False, False).is_active.index(True)
-
-    def _exchange(self, reducer: Reducer, is_active: bool, averages: bool, sends_buffers: bool) -> _Step:
-        step = self._gather(is_active, averages, sends_buffers)
-        if any(step.is_active):
-            size = self._group.size()
-            reducer.set_scale(1.0 if self.divides_by_initial_world_size else size / sum(step.is_active))
-        return step
-
-    def _gather(self, is_active: bool, averages: bool, sends_buffers: bool) -> _Step:
-        own = torch.tensor([is_active, averages, sends_buffers], device="cpu")
-        everyones = [torch.empty_like(own) for _ in range(self._group.size())]
-        self._group.all_gather(everyones, own)
-        return _Step(*torch.stack(everyones, 1).tolist())
-
-
-class DdpJoinHook(JoinHook):
-    """Makes the calls of a module's forward and backward on a rank that has run out of inputs."""
-
-    def __init__(
-        self, reducer: Reducer, watched: ModuleMonitor, steps: UnevenSteps, group: ProcessGroup, syncs_buffers: bool
-    ) -> None:
-        self._reducer = reducer
-        self._watched = watched
-        self._steps = steps
-        self._group = group
-        self._syncs_buffers = syncs_buffers
-        self._own_gradients: list[torch.Tensor | None] | None = None
-
-    def main_hook(self) -> None:
-        """Takes part in a step with zeros; an optimizer that steps afterwards uses the others' average."""
-        step = self._steps.follow(self._reducer)
-        if not any(step.averages):
-            return
-        if any(step.sends_buffers):
-            self._watched.send_buffers(step.sends_buffers.index(True))
-        before = self._reducer.contribute_zeros()
-        if self._own_gradients is None:
-            self._own_gradients = before
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Copies the model of a rank that has trained longest to all ranks, and restores this rank's gradients."""
-        root = self._steps.last_rank(is_last_joiner)
-        broadcast_tensors(self._watched.current_tensors(with_buffers=self._syncs_buffers), self._group, root)
-        self._reducer.set_scale(1.0)
-        if self._own_gradients is not None:
-            self._reducer.set_gradients(self._own_gradients)
-
-
 _INSIDES = {
     "reducer": "there is no torch Reducer; use no_sync(), register_comm_hook() or static_graph=True",
     "logger": "there is no torch Logger; use _get_ddp_logging_data() or communication_wait_s()",
 }
 
 
-class TorchNames(nn.Module):
-    """The part of `DistributedDataParallel` for programs that were written for torch's."""
-
-    module: nn.Module
-    process_group: ProcessGroup
-    forward_sync_buffers: bool
-    find_unused_parameters: bool
-    gradient_as_bucket_view: bool
-    static_graph: bool
-    require_backward_grad_sync: bool
-    _reducer: Reducer
-    _watched: ModuleMonitor
-
-    def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
-        if name in _INSIDES:
-            raise AttributeError(f"paceline.DistributedDataParallel has no attribute {name!r}: {_INSIDES[name]}")
-        return super().__getattr__(name)
-
-    @property
-    def broadcast_buffers(self) -> bool:
-        """Returns `forward_sync_buffers`."""
-        return self.forward_sync_buffers
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value: bool) -> None:
-        self.forward_sync_buffers = value
-
-    @property
-    def require_forward_param_sync(self) -> bool:
-        """Returns whether the next forward may copy buffers, which it does not within `no_sync`."""
-        return self.require_backward_grad_sync
-
-    @property
-    def device(self) -> torch.device:
-        """Returns the device of the first parameter."""
-        return next(self.module.parameters()).device
-
-    @property
-    def device_type(self) -> str:
-        """Returns the type of `device`, such as "cpu"."""
-        return self.device.type
-
-    @property
-    def is_multi_device_module(self) -> bool:
-        """Returns whether the module's parameters are on several devices."""
-        return len({param.device for param in self.module.parameters()}) > 1
-
-    @property
-    def parameters_to_ignore(self) -> set[str]:
-        """Returns the names of the parameters and buffers that are neither copied nor averaged with the others."""
-        return set(self._watched.tracked.ignored)
-
-    @property
-    def named_module_buffers(self) -> dict[str, torch.Tensor]:
-        """Returns the module's buffers by name, without those that are ignored."""
-        ignored = self._watched.tracked.ignored
-        return {name: buffer for name, buffer in self.module.named_buffers() if name not in ignored}
-
-    @property
-    def modules_buffers(self) -> list[torch.Tensor]:
-        """Returns the values of `named_module_buffers`."""
-        return list(self.named_module_buffers.values())
-
-    def will_sync_module_buffers(self) -> bool:
-        """Returns whether a forward whose backward averages would copy buffers now, as it does in training mode."""
-        syncs = self.require_backward_grad_sync and self.forward_sync_buffers and self.training
-        return syncs and self._watched.has_buffers()
-
-    def _get_ddp_logging_data(self) -> dict[str, str | int]:
-        """Returns those of torch's figures about a wrapped module that have a meaning here."""
-        params = self._watched.tracked.trained.values()
-        hook = self._reducer.comm_hook
-        return {
-            "module_name": type(self.module).__name__,
-            "backend_name": self.process_group.backend,
-            "world_size": self.process_group.size(),
-            "rank": self.process_group.rank(),
-            "iteration": self._reducer.forwards,
-            "bucket_sizes": ", ".join(map(str, self._reducer.bucket_sizes())),
-            "num_parameter_tensors": len(params),
-            "total_parameter_size_bytes": sum(param.nbytes for param in params),
-            "dtypes": ", ".join(sorted({str(param.dtype).removeprefix("torch.") for param in params})),
-            "broadcast_buffers": int(self.forward_sync_buffers),
-            "find_unused_parameters": int(self.find_unused_parameters),
-            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
-            "static_graph": int(self.static_graph),
-            "comm_hook": "" if hook is None else hook.name,
-        }
-
-    def _set_static_graph(self) -> None:
-        """Does what `static_graph=True` does, for programs that decide between wrapping and the first forward.
-
-        Raises:
-            RuntimeError: there was a forward already.
-        """
-        if self.static_graph:
-            return
-        if self._reducer.forwards:
-            raise RuntimeError(
-                "_set_static_graph was called after a forward, whose backward expects that the graph may change; call "
-                "it before the first forward, or wrap the module with static_graph=True"
-            )
-        self.static_graph = True
-        self._reducer.make_static()
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(
-        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
-    ) -> None:
-        """Makes wrappers that are created afterwards neither copy nor average the tensors with these names."""
-        ignore_tensors(module, params_and_buffers_to_ignore)
-
-
-class JoinableModule(TorchNames, Joinable):
-    """A wrapped module whose ranks may run out of inputs at different times."""
-
-    _steps: UnevenSteps
-    _delayed: DelayedParameters | None
-    _replica: ShardedReplica | None
-
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Join:
-        """Returns a context in which ranks may run out of inputs at different times.
-
-        A rank that has run out takes part in the others' steps with zeros; at the end all ranks receive the parameters
-        and buffers of one that trained longest. Every step must consist of one forward and one backward.
-
-        Args:
-            divide_by_initial_world_size: whether gradients are divided by the number of all ranks, which gives every
-                input the same weight; otherwise by the number of ranks that still have inputs.
-            enable: False makes the context do nothing.
-            throw_on_early_termination: whether all ranks raise an error instead, as soon as one has run out.
-
-        Example::
-
-            with model.join():
-                for inputs, targets in loader:  # its length differs between ranks
-                    loss_function(model(inputs), targets).backward()
-        """
-        return Join(
-            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
-        )
-
-    def join_hook(self, **kwargs: object) -> JoinHook:
-        """Returns what this module does in `Join`; takes `divide_by_initial_world_size`.
-
-        Raises:
-            ValueError: the module is `deterministic`, which divides every step evenly among all ranks, or it has
-                `delay_all_reduce_named_params`, in whose averages a rank without inputs cannot take part.
-        """
-        self._require_not_deterministic("Join")
-        if self._delayed is not None:
-            raise ValueError(
-                "Join got a module that was wrapped with delay_all_reduce_named_params; wrap it without, or give all "
-                "ranks as many inputs"
-            )
-        self._steps.divides_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
-        return DdpJoinHook(self._reducer, self._watched, self._steps, self.process_group, self.forward_sync_buffers)
-
-    @property
-    def join_device(self) -> torch.device:
-        """Returns the device of the parameters."""
-        return self.device
-
-    @property
-    def join_process_group(self) -> ProcessGroup:
-        """Returns the ranks that take part."""
-        return self.process_group
-
-    def _announce_step(self) -> int:
-        """Announces a step to the ranks without inputs, and returns the rank whose buffers are copied."""
-        Join.notify_join_context(self)
-        return self._steps.announce(self._reducer, self.require_backward_grad_sync, self.will_sync_module_buffers())
-
-    def _require_not_deterministic(self, call: str) -> None:
-        if self._replica is not None:
-            raise ValueError(
-                f"{call} got a module with deterministic=True, whose gradients are added in a fixed order; "
-                "wrap it without deterministic"
-            )
-
-
-class DelegatingModule(JoinableModule):
-    """A wrapped module whose gradients somebody else may average."""
-
-    process_group: ProcessGroup
-    module: nn.Module
-    _averages: ExternalAverager | None = None
-    wire: WireKind | None
-    _bucket_caps: tuple[int, ...]
-
-    def weight(self, weight: float) -> None:
-        """Sets the weight of this rank's next backward in the mean over the ranks; it is 1 otherwise.
-
-        Needs a `paceline.ElasticState` that holds this module. With the number of a batch's tokens, for example, the
-        gradients are the mean over all ranks' tokens if each rank's loss is the mean over its own. If all ranks have
-        weight zero, the gradients stay as they were before the forward.
-
-        Args:
-            weight: a number that is not negative.
-
-        Raises:
-            RuntimeError: no ElasticState holds this module.
-            ValueError: the weight is negative, infinite or NaN.
-        """
-        if self._averages is None:
-            raise RuntimeError(
-                f"rank {self.process_group.me.rank}: weight({weight}) was called on a DistributedDataParallel that no "
-                "ElasticState holds; only elastic jobs weight their ranks, others multiply the loss by the weight over "
-                "the mean weight"
-            )
-        self._averages.set_weight(weight)
-
-    def average_by(self, averages: ExternalAverager) -> tuple[list[nn.Parameter], Callable[[], list[torch.Tensor]]]:
-        """Has `averages` average the gradients from now on, and copy the buffers where that was asked for.
-
-        Returns:
-            The parameters whose gradients are averaged, and what returns the buffers that must be the same everywhere.
-
-        Raises:
-            ValueError: the module was wrapped with an option that needs ranks which stay.
-        """
-        self._require_delegable()
-        self._reducer.close()
-        reducer = DelegatingReducer(
-            self._watched.tracked,
-            self._bucket_caps,
-            self.process_group,
-            averages,
-            name=type(self.module).__name__,
-            find_unused=self.find_unused_parameters or self.static_graph,
-            checks=self._reducer.checks,
-        )
-        weakref.finalize(self, reducer.close).atexit = False
-        self._reducer, self._averages = reducer, averages
-        return reducer.params, self._watched.current_buffers if self.forward_sync_buffers else list
-
-    def skip_batch(self) -> None:
-        """Takes part in the mean of the other ranks' gradients; see `ElasticState.skip_batch`."""
-        assert isinstance(self._reducer, DelegatingReducer)
-        self._reducer.skip()
-
-    def join_hook(self, **kwargs: object) -> JoinHook:
-        """Returns what this module does in `Join`; takes `divide_by_initial_world_size`.
-
-        Raises:
-            ValueError: the module is `deterministic`, or has `delay_all_reduce_named_params`.
-            RuntimeError: an ElasticState holds the module.
-        """
-        self._require_not_elastic("Join", "its StatefulLoader gives every rank a batch in every step")
-        return super().join_hook(**kwargs)
-
-    def require_averaged(self) -> None:
-        """Requires that the latest backward was averaged.
-
-        Raises:
-            RuntimeError: it was not, since parameters have no gradient.
-        """
-        assert isinstance(self._reducer, DelegatingReducer)
-        self._reducer.require_averaged()
-
-    def _require_delegable(self) -> None:
-        tracked = self._watched.tracked
-        refused = {
-            "deterministic=True; use LogicalShards": self._replica is not None,
-            "delay_all_reduce_named_params": self._delayed is not None,
-            "a communication hook, or a reduce_dtype": self._reducer.comm_hook is not None,
-            "overlap=True; in an elastic job gradients are averaged when backward ends": self.asks_for_overlap,
-            "process_group; leave it out, since an elastic job has no other group": self.process_group.size() != 1,
-            "wire; workers that come and go average gradients exactly": self.wire is not None,
-            "parameters on other devices than the CPU": any(not each.is_cpu for each in tracked.trained.values()),
-            "sparse gradients; use sparse=False": bool(tracked.sparse),
-            "SyncBatchNorm, whose forward needs all ranks": any(
-                isinstance(each, nn.SyncBatchNorm) or type(each).__name__ == "SyncBatchNorm"
-                for each in self.module.modules()
-            ),
-        }
-        if found := [option for option, is_used in refused.items() if is_used]:
-            raise ValueError(
-                f"ElasticState got a DistributedDataParallel with {found[0]}: that needs ranks which stay, and those "
-                "of an elastic job come and go"
-            )
-
-    def _require_not_elastic(self, call: str, instead: str) -> None:
-        if self._averages is not None:
-            raise RuntimeError(
-                f"{call} was called on a DistributedDataParallel that an ElasticState holds, where ranks come and go; "
-                f"{instead}"
-            )
-
-
-def synchronize_replicas(
-    tracked: TrackedTensors,
-    compared: dict[str, object],
-    overlap: bool | None,
-    problem: Exception | None,
-    group: ProcessGroup,
-    with_buffers: bool,
-) -> bool:
-    """Compares the ranks' modules and arguments, and copies rank 0's parameters to all ranks.
-
-    Args:
-        tracked: the module's tensors.
-        compared: the wrapper's arguments that must be the same on every rank, by name.
-        overlap: whether this rank asks for reduction during backward; None if it depends on the ranks' cores.
-        problem: why this rank cannot wrap its module, if so.
-        group: the ranks.
-        with_buffers: whether the buffers are copied too.
-
-    Returns:
-        Whether gradients are reduced during backward, which is the same on every rank.
-
-    Raises:
-        CollectiveMismatchError: modules or arguments differ; raised on every rank.
-    """
-    facts = rank_facts(group, overlap, on_cpu=any(tensor.is_cpu for tensor in tracked.trained.values()))
-    everyones = require_same_module(tracked, compared, facts, problem, group)
-    warn_of_too_many_threads(everyones, group)
-    # By `data`, which counts no writes: no backward is to come yet, and whoever shares the parameters between the ranks
-    # of a host (SharedModelOptimizer) would take a write to them for one that a single rank has made.
-    broadcast_tensors([tensor.data for tensor in tracked.tensors(with_buffers)], group)
-    return reduces_during_backward(everyones)
-
-
-class DistributedDataParallel(DelegatingModule, CopyableModule):
+class DistributedDataParallel(nn.Module, Joinable):
     """Wraps `module` so that its backward averages the gradients over the ranks.
 
     Args:
-        module: a model on the CPU, or on GPUs if there is a backend for them, the same on every rank; rank 0's
-            parameters and buffers are copied to all.
-        device_ids: the device of the module, to which forward moves its inputs; a number stands for a GPU. With several
-            devices, which may be the CPU several times, each has a replica and a part of the batch. If None, the module
-            is called as it is, on whatever devices its layers are.
+        module: the model, the same on every rank, on the CPU or on GPUs for which the group has a backend. The
+            parameters and buffers of rank 0 are copied to all ranks.
+        device_ids: the device of the module, to which forward moves its inputs; a number means a GPU. With several
+            devices, each gets a replica and a part of the batch; the CPU may be named several times. If None, the
+            module is called with its inputs as they are, wherever its layers are.
         output_device: the device on which the outputs of several devices are concatenated; the first one if None.
         dim: the dimension along which the batch is split between the devices.
-        broadcast_buffers: the older name of `forward_sync_buffers`; with False, buffers are not copied when the module
-            is wrapped either.
-        init_sync: whether the models are compared and copied at the start; without it the ranks must hold the same one
-            already.
-        process_group: the ranks that take part; the default group if None.
-        bucket_cap_mb: the MiB of gradients that are reduced together; 25 if None.
+        broadcast_buffers: the older name of `forward_sync_buffers`. False also disables the copy of buffers when the
+            module is wrapped.
+        init_sync: whether the models are compared and copied at the start; if False, they must be equal already.
+        process_group: the ranks; the default group if None.
+        bucket_cap_mb: the size of a bucket of gradients in MiB; 25 if None.
         find_unused_parameters: whether parameters may get no gradient. A gradient that no rank has stays None; one that
             only other ranks have is zero on this rank. Nothing is reduced before backward ends.
         check_reduction: has no effect, as in torch.
-        gradient_as_bucket_view: has no effect, since gradients are reduced where they are, without copies for buckets.
-        static_graph: whether all backwards are alike: the first one shows which parameters get no gradient, and which
-            get several.
-        delay_all_reduce_named_params: pairs of a name and a parameter, whose gradients are averaged apart from all
+        gradient_as_bucket_view: has no effect: gradients are reduced in place, without copies for buckets.
+        static_graph: whether all backwards are alike. The first one determines which parameters get no gradient, and
+            which get several.
+        delay_all_reduce_named_params: pairs of a name and a parameter whose gradients are averaged apart from all
             others, also within `no_sync`, at the end of each backward that reaches `param_to_hook_all_reduce`.
-        param_to_hook_all_reduce: a parameter that is trained.
-        mixed_precision: torch's `_MixedPrecision`. Gradients are averaged in its `reduce_dtype`; it may not cast
-            parameters or buffers, for which there is `torch.autocast`.
-        device_mesh: a mesh of one dimension with all ranks, which stands for the default group.
-        skip_all_reduce_unused_params: has no effect, since a gradient that no rank has is never reduced.
-        bucket_cap_mb_list: the MiB of the first bucket, the second, and so on; the last number is for all others.
-        batched_grad_copy: has no effect, since there are no copies for buckets.
+        param_to_hook_all_reduce: a parameter that requires a gradient.
+        mixed_precision: torch's `_MixedPrecision`. Gradients are averaged in its `reduce_dtype`; it must not cast
+            parameters or buffers (use `torch.autocast`).
+        device_mesh: a mesh of one dimension with all ranks; it selects the default group.
+        skip_all_reduce_unused_params: has no effect: a gradient that no rank has is never reduced.
+        bucket_cap_mb_list: the sizes of the buckets in MiB, in order; the last one applies to all further buckets.
+        batched_grad_copy: has no effect: there are no copies for buckets.
         forward_sync_buffers: whether rank 0's buffers are copied to all ranks before each forward in training mode, and
             at the end of `join`; True if None.
-        lazy_bucket_allocation: has no effect, since there is no memory for buckets.
+        lazy_bucket_allocation: has no effect: buckets have no memory of their own.
         deterministic: whether training ends with the same bits on any number of ranks that is a power of two (see
             docs/reproducible.md).
-        logical_shards: with `deterministic`, a power of two that is at least the number of ranks. A step's samples are
-            divided among that many shards, each of which is computed alone. Runs with the same number end with the same
-            bits.
+        logical_shards: with `deterministic`, the number of shards that each step's samples are divided into; a power
+            of two, at least the number of ranks. Each shard is computed alone, and runs with the same number of shards
+            end with the same bits.
         seed: with `deterministic`, the seed of the shards' random numbers.
         overlap: whether gradients are reduced while backward computes others. If None, they are where each rank of this
             host has a core to spare (see docs/data-parallel.md), and always on GPUs.
-        checks: whether a warning is given when gradients are not finite or replicas differ (see docs/data-parallel.md);
-            a number says how many steps pass between comparisons of the replicas. If None, PACELINE_CHECKS says so.
-        wire: "bf16", "int8" or "int4" to have gradients rounded on their way between hosts, with error feedback (see
+        checks: whether to warn when gradients are not finite or replicas differ (see docs/data-parallel.md); a number
+            is the number of steps between comparisons of the replicas. If None, PACELINE_CHECKS decides.
+        wire: the format that gradients are rounded to between hosts, with error feedback: "bf16", "int8" or "int4" (see
             docs/slow-networks.md); the group's if None.
 
     Raises:
@@ -576,8 +135,8 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
         ValueError: a parameter is on a device for which the group has no engine, or not on the first of `device_ids`;
             `device_ids` or `output_device` names a GPU that does not exist; or arguments contradict each other.
         RuntimeError: no parameter requires a gradient.
-        TypeError: the module has parameters of a dtype that cannot be averaged, or `process_group` is not a group of
-            Paceline's.
+        TypeError: the module has parameters of a dtype that cannot be averaged, or `process_group` is not a Paceline
+            group.
 
     The attribute `module` is the wrapped model. `state_dict` has the model's keys with the prefix "module.".
 
@@ -647,7 +206,7 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
         self.checks = choose_checks(checks)
         tracked = collect_tracked(module, [name for name, _ in self._delayed_pairs])
         if not (init_sync_buffers or self.forward_sync_buffers):
-            tracked = replace(tracked, buffers={})  # they are each rank's own, of whatever kind
+            tracked = replace(tracked, buffers={})  # each rank has buffers of its own, of any dtype and shape
         has_delayed = bool(self._delayed_pairs)
         problem = unsupported_reason(tracked, self.process_group, self.device_ids, self.output_device, has_delayed)
         excluded = {"deterministic=True": deterministic, "mixed_precision": self._reduce_dtype is not None}
@@ -677,9 +236,53 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
         if self._delayed is not None:
             self._delayed.broadcast()
 
+    def _start(self) -> None:
+        """Creates everything that belongs to this process, in `__init__` and in a copy; `__getstate__` omits it."""
+        self._averages: ExternalAverager | None = None
+        self._call_module = own_code(_call_module)
+        self._watched = ModuleMonitor(
+            self.module,
+            self.process_group,
+            [name for name, _ in self._delayed_pairs],
+            may_leave_out=self.find_unused_parameters,
+        )
+        tracked, exact = self._watched.tracked, self.logical_shards is not None
+        self._checks = ModuleChecks(self.module, tracked, self.process_group, self.checks, with_buffers=exact)
+        self._averager = GradientAverager(
+            tracked,
+            self._bucket_caps,
+            self.process_group,
+            checks=self._checks,
+            overlap=self.overlap,
+            find_unused=self.find_unused_parameters,
+            static_graph=self.static_graph,
+            wire=self.wire,
+        )
+        if self._reduce_dtype is not None:
+            hook = compress_wrapper(self._reduce_dtype, allreduce_hook)
+            self._averager.comm_hook = CommHook(self.process_group, hook)
+        self._reduce_with(self._averager)
+        self._steps = UnevenSteps(self._averager)
+        self._delayed: DelayedParameters | None = None
+        (trigger,) = self._delay_trigger
+        if trigger is not None:
+            self._delayed = DelayedParameters(self.module, self._delayed_pairs, trigger, self.process_group)
+            weakref.finalize(self, self._delayed.close).atexit = False
+        self._replica = None
+        if self.logical_shards is not None:
+            torch.set_num_threads(1)  # kernels split sums by the number of threads
+            self._replica = ShardedReplica(
+                self.module, tracked, self.logical_shards, self.seed, self.dim, self.process_group, self._checks
+            )
+
+    def _reduce_with(self, averager: GradientAverager) -> None:
+        self._averager, self._reducer = averager, Reducer(averager, type(self.module).__name__)
+        # The hooks must not outlive the wrapper: the module may be wrapped again.
+        weakref.finalize(self, self._reducer.close).atexit = False
+
     @eager_around
     def forward(self, *args: object, **kwargs: object) -> object:
-        """Calls the module; the backward of what it returns averages the gradients (see `no_sync`).
+        """Calls the module. The backward of its outputs averages the gradients, except within `no_sync`.
 
         Inside a backward, where `torch.utils.checkpoint` calls a module again, no buffers are copied; the gradients are
         averaged by that backward.
@@ -688,7 +291,7 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
             RuntimeError: the last backward left gradients that were not averaged, or a module with `deterministic` is
                 called inside a backward.
         """
-        # What surrounds the module is no part of what torch.compile compiles.
+        # torch.compile must compile the module only, and not the code around it.
         compiler = set_eval_frame(None)
         try:
             return self._forward(args, kwargs, compiler)
@@ -723,7 +326,7 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
         return output
 
     def _prepare(self, args: Sequence[object], kwargs: Mapping[str, object], root: int) -> None:
-        """Does what comes before a forward whose backward averages."""
+        """Prepares a forward whose backward averages: checks the module, and copies buffers."""
         self._reducer.before_forward((args, kwargs))
         self._watched.check_unchanged()
         if self.forward_sync_buffers and self.training and self._averages is None:
@@ -750,9 +353,9 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Returns a context in which the backwards of forwards accumulate gradients without averaging them.
+        """Returns a context whose forwards have backwards that accumulate gradients without averaging them.
 
-        The backward of the first forward after the context averages what was accumulated.
+        The backward of the first forward after the context averages the accumulated gradients.
         """
         self._require_not_elastic("no_sync", "without it, gradients accumulate too, and are averaged in each backward")
         before = self.require_backward_grad_sync
@@ -763,16 +366,16 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
             self.require_backward_grad_sync = before
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Makes `hook(state, bucket)` average the gradients, a bucket at a time, instead of the engine.
+        """Registers a hook that averages the gradients of each bucket in place of the engine.
 
-        `bucket` is a `GradBucket`; the hook returns a `torch.futures.Future` of the averaged flat buffer, or the `Work`
-        of a collective on it that was called with `async_op=True`. Every rank must register the same hook. Hooks that
-        compress gradients are in `paceline.train.ddp.hooks`. A second backward of one forward passes gradients that were
-        averaged to the hook again.
+        The hook is called as `hook(state, bucket)` with a `GradBucket`. It returns a `torch.futures.Future` of the
+        averaged flat buffer, or the `Work` of a collective on it that was called with `async_op=True`. Every rank must
+        register the same hook. `paceline.parallel.hooks` has hooks that compress gradients. A second backward of one
+        forward passes averaged gradients to the hook again.
 
         Raises:
             TypeError: `hook` is not callable.
-            RuntimeError: the module has a hook already.
+            RuntimeError: the module has a hook already, or an ElasticState holds it.
             ValueError: the module is `deterministic`, or has a `wire`.
         """
         self._require_not_deterministic("register_comm_hook")
@@ -783,60 +386,413 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
             )
         if self.wire is not None:
             raise ValueError(f"register_comm_hook was called on a module with wire={self.wire!r}; use one of the two")
-        if self._reducer.comm_hook is not None:
+        if self._averager.comm_hook is not None:
             raise RuntimeError(
                 "register_comm_hook was called twice on this module; wrap the module again to give it another hook"
             )
-        self._reducer.comm_hook = CommHook(state, hook)
+        self._averager.comm_hook = CommHook(state, hook)
         if self.checks.every is None and not (getattr(hook, "__module__", None) or "").startswith("paceline."):
-            self._checks.allow_differences()  # the hook may average over some of the ranks only
+            self._checks.allow_differences()  # the hook may average over a subset of the ranks
 
     def communication_wait_s(self) -> float:
-        """Returns the seconds that backwards have spent at their ends on reducing gradients and waiting for that."""
+        """Returns the total time in seconds that backwards have spent reducing, and waiting for it, when they end."""
         return self._reducer.wait_s
 
-    def _start(self) -> None:
-        self._call_module = own_code(_call_module)
-        self._watched = ModuleMonitor(
-            self.module,
-            self.process_group,
-            [name for name, _ in self._delayed_pairs],
-            may_leave_out=self.find_unused_parameters,
-        )
-        self._steps = UnevenSteps(self.process_group)
-        tracked, exact = self._watched.tracked, self.logical_shards is not None
-        self._checks = ModuleChecks(self.module, tracked, self.process_group, self.checks, with_buffers=exact)
-        self._reducer = Reducer(
-            tracked,
+    def weight(self, weight: float) -> None:
+        """Sets the weight of this rank's next backward in the mean over the ranks; the default is 1.
+
+        A `paceline.ElasticState` must hold this module. If each rank's loss is the mean over its tokens, and the weight
+        is their number, the gradients are the mean over the tokens of all ranks. If all ranks have weight zero, the
+        gradients stay as they were before the forward.
+
+        Args:
+            weight: the weight, which must not be negative.
+
+        Raises:
+            RuntimeError: no ElasticState holds this module.
+            ValueError: the weight is negative, infinite or NaN.
+        """
+        if self._averages is None:
+            raise RuntimeError(
+                f"rank {self.process_group.me.rank}: weight({weight}) was called on a DistributedDataParallel that no "
+                "ElasticState holds; only elastic jobs weight their ranks, others multiply the loss by the weight over "
+                "the mean weight"
+            )
+        self._averages.set_weight(weight)
+
+    def average_by(self, averages: ExternalAverager) -> tuple[list[nn.Parameter], Callable[[], list[torch.Tensor]]]:
+        """Lets an elastic job average the gradients from now on, and copy the buffers.
+
+        Returns:
+            The parameters whose gradients are averaged, and a function that returns the buffers to be copied.
+
+        Raises:
+            ValueError: the module was wrapped with an option that requires a fixed set of ranks.
+        """
+        self._require_delegable()
+        self._reducer.close()
+        averager = DelegatingAverager(
+            self._watched.tracked,
             self._bucket_caps,
             self.process_group,
-            name=type(self.module).__name__,
-            find_unused=self.find_unused_parameters,
-            static_graph=self.static_graph,
-            overlap=self.overlap,
+            averages,
             checks=self._checks,
-            wire=self.wire,
+            find_unused=self.find_unused_parameters or self.static_graph,
         )
-        # The hooks must not outlive the wrapper: the module may be wrapped again.
-        weakref.finalize(self, self._reducer.close).atexit = False
-        if self._reduce_dtype is not None:
-            self._reducer.comm_hook = CommHook(self.process_group, compress_wrapper(self._reduce_dtype, allreduce_hook))
-        self._delayed: DelayedParameters | None = None
-        (trigger,) = self._delay_trigger
-        if trigger is not None:
-            self._delayed = DelayedParameters(self.module, self._delayed_pairs, trigger, self.process_group)
-            weakref.finalize(self, self._delayed.close).atexit = False
-        self._replica = None
-        if self.logical_shards is not None:
-            torch.set_num_threads(1)  # how kernels split sums depends on it
-            self._replica = ShardedReplica(
-                self.module, tracked, self.logical_shards, self.seed, self.dim, self.process_group, self._checks
+        self._averages = averages
+        self._reduce_with(averager)
+        return averager.gradients.params, self._watched.current_buffers if self.forward_sync_buffers else list
+
+    def skip_batch(self) -> None:
+        """Takes part in the other ranks' average without a backward; see `ElasticState.skip_batch`."""
+        assert self._averages is not None
+        self._reducer.skip(self._averages.skip)
+
+    def require_averaged(self) -> None:
+        """Requires that the gradients of the latest backward were averaged.
+
+        Raises:
+            RuntimeError: they were not, since parameters have no gradient.
+        """
+        self._reducer.require_averaged()
+
+    def _require_delegable(self) -> None:
+        tracked = self._watched.tracked
+        refused = {
+            "deterministic=True; use LogicalShards": self._replica is not None,
+            "delay_all_reduce_named_params": self._delayed is not None,
+            "a communication hook, or a reduce_dtype": self._averager.comm_hook is not None,
+            "overlap=True; in an elastic job gradients are averaged when backward ends": self.asks_for_overlap,
+            "process_group; leave it out, since an elastic job has no other group": self.process_group.size() != 1,
+            "wire; workers that come and go average gradients exactly": self.wire is not None,
+            "parameters on other devices than the CPU": any(not param.is_cpu for param in tracked.trained.values()),
+            "sparse gradients; use sparse=False": bool(tracked.sparse),
+            "SyncBatchNorm, whose forward needs all ranks": any(
+                isinstance(layer, nn.SyncBatchNorm) or type(layer).__name__ == "SyncBatchNorm"
+                for layer in self.module.modules()
+            ),
+        }
+        if found := [option for option, is_used in refused.items() if is_used]:
+            raise ValueError(
+                f"ElasticState got a DistributedDataParallel with {found[0]}: that needs ranks which stay, and those "
+                "of an elastic job come and go"
             )
 
+    def _require_not_elastic(self, call: str, instead: str) -> None:
+        if self._averages is not None:
+            raise RuntimeError(
+                f"{call} was called on a DistributedDataParallel that an ElasticState holds, where ranks come and go; "
+                f"{instead}"
+            )
 
-def _call_module(module: nn.Module, *args: object, **kwargs: object) -> object:
-    """Calls the module in a frame that torch.compile compiles, which it does not do with frames of PyTorch's layers."""
-    return module(*args, **kwargs)
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Returns a context in which ranks may run out of inputs at different times.
+
+        A rank that has run out takes part in the others' steps with zeros. At the end all ranks receive the parameters
+        and buffers of one that trained longest. Every step must consist of one forward and one backward.
+
+        Args:
+            divide_by_initial_world_size: whether gradients are divided by the number of all ranks, which gives every
+                input the same weight; otherwise by the number of ranks that still have inputs.
+            enable: whether the context has any effect.
+            throw_on_early_termination: whether all ranks raise an error as soon as one has run out.
+
+        Example::
+
+            with model.join():
+                for inputs, targets in loader:  # its length differs between ranks
+                    loss_function(model(inputs), targets).backward()
+        """
+        return Join(
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+        )
+
+    def join_hook(self, **kwargs: object) -> JoinHook:
+        """Returns the module's hook for `Join`; accepts the keyword argument `divide_by_initial_world_size`.
+
+        Raises:
+            ValueError: the module is `deterministic`, which divides every step evenly among all ranks; or it has
+                `delay_all_reduce_named_params`, which a rank without inputs cannot average.
+            RuntimeError: an ElasticState holds the module.
+        """
+        self._require_not_elastic("Join", "its StatefulLoader gives every rank a batch in every step")
+        self._require_not_deterministic("Join")
+        if self._delayed is not None:
+            raise ValueError(
+                "Join got a module that was wrapped with delay_all_reduce_named_params; wrap it without, or give all "
+                "ranks as many inputs"
+            )
+        self._steps.divides_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
+        return DdpJoinHook(self._averager, self._reducer, self._watched, self._steps, self.forward_sync_buffers)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Returns the device of the parameters."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        """Returns the ranks that take part."""
+        return self.process_group
+
+    def _announce_step(self) -> int:
+        """Announces a step to all ranks within `Join`, and returns the rank whose buffers are copied."""
+        Join.notify_join_context(self)
+        return self._steps.announce(self.require_backward_grad_sync, self.will_sync_module_buffers())
+
+    def _require_not_deterministic(self, call: str) -> None:
+        if self._replica is not None:
+            raise ValueError(
+                f"{call} got a module with deterministic=True, whose gradients are added in a fixed order; "
+                "wrap it without deterministic"
+            )
+
+    def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
+        if name in _INSIDES:
+            raise AttributeError(f"paceline.DistributedDataParallel has no attribute {name!r}: {_INSIDES[name]}")
+        return super().__getattr__(name)
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Returns `forward_sync_buffers`."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    @property
+    def require_forward_param_sync(self) -> bool:
+        """Returns whether the next forward may copy buffers, as it does outside `no_sync`."""
+        return self.require_backward_grad_sync
+
+    @property
+    def device(self) -> torch.device:
+        """Returns the device of the first parameter."""
+        return next(self.module.parameters()).device
+
+    @property
+    def device_type(self) -> str:
+        """Returns the type of `device`, such as "cpu"."""
+        return self.device.type
+
+    @property
+    def is_multi_device_module(self) -> bool:
+        """Returns whether the module's parameters are on several devices."""
+        return len({param.device for param in self.module.parameters()}) > 1
+
+    @property
+    def parameters_to_ignore(self) -> set[str]:
+        """Returns the names of the parameters and buffers that are neither copied nor averaged."""
+        return set(self._watched.tracked.ignored)
+
+    @property
+    def named_module_buffers(self) -> dict[str, torch.Tensor]:
+        """Returns the module's buffers by name, without those that are ignored."""
+        ignored = self._watched.tracked.ignored
+        return {name: buffer for name, buffer in self.module.named_buffers() if name not in ignored}
+
+    @property
+    def modules_buffers(self) -> list[torch.Tensor]:
+        """Returns the values of `named_module_buffers`."""
+        return list(self.named_module_buffers.values())
+
+    def will_sync_module_buffers(self) -> bool:
+        """Returns whether a forward whose backward averages would copy buffers now, as it does in training mode."""
+        syncs = self.require_backward_grad_sync and self.forward_sync_buffers and self.training
+        return syncs and bool(self._watched.current_buffers())
+
+    def _get_ddp_logging_data(self) -> dict[str, str | int]:
+        """Returns the entries of torch's logging data that apply to this class."""
+        params = self._watched.tracked.trained.values()
+        hook = self._averager.comm_hook
+        return {
+            "module_name": type(self.module).__name__,
+            "backend_name": self.process_group.backend,
+            "world_size": self.process_group.size(),
+            "rank": self.process_group.rank(),
+            "iteration": self._reducer.forwards,
+            "bucket_sizes": ", ".join(str(bucket.nbytes) for bucket in self._averager.gradients.buckets),
+            "num_parameter_tensors": len(params),
+            "total_parameter_size_bytes": sum(param.nbytes for param in params),
+            "dtypes": ", ".join(sorted({str(param.dtype).removeprefix("torch.") for param in params})),
+            "broadcast_buffers": int(self.forward_sync_buffers),
+            "find_unused_parameters": int(self.find_unused_parameters),
+            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
+            "static_graph": int(self.static_graph),
+            "comm_hook": "" if hook is None else hook.name,
+        }
+
+    def _set_static_graph(self) -> None:
+        """Applies `static_graph=True` between wrapping and the first forward.
+
+        Raises:
+            RuntimeError: forward has been called.
+        """
+        if self.static_graph:
+            return
+        if self._reducer.forwards:
+            raise RuntimeError(
+                "_set_static_graph was called after a forward, whose backward expects that the graph may change; call "
+                "it before the first forward, or wrap the module with static_graph=True"
+            )
+        self.static_graph = True
+        self._reducer.make_static()
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
+    ) -> None:
+        """Excludes the tensors with these names from what later wrappers of `module` copy and average."""
+        ignore_tensors(module, params_and_buffers_to_ignore)
+
+    # - Copies: a deep copy keeps the process group; an unpickled module gets the default group of its process
+
+    def __getstate__(self) -> dict[str, object]:
+        state: Callable[[], dict[str, object]] = super().__getstate__  # omits the result of `compile()`
+        return {name: value for name, value in state().items() if name not in _OF_THIS_PROCESS}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self.process_group = default_group()
+        self._start()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> DistributedDataParallel:
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        copied.process_group = self.process_group
+        copied._start()
+        return copied
 
 
 DistributedDataParallelCPU = DistributedDataParallel
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Whether each rank has inputs in this step, averages gradients, and sends its buffers beforehand."""
+
+    is_active: list[bool]
+    averages: list[bool]
+    sends_buffers: list[bool]
+
+
+class UnevenSteps:
+    """Exchanges which ranks make the next step within `Join`, and sets the divisor of gradients.
+
+    Every step begins with one exchange over all ranks: those with inputs call it in forward, the others in their hook.
+    """
+
+    def __init__(self, averager: GradientAverager) -> None:
+        self.divides_by_initial_world_size = True
+        self._averager = averager
+        self._group = averager.group
+
+    def announce(self, averages: bool, sends_buffers: bool) -> int:
+        """Announces a step of this rank, and returns the rank whose buffers are copied."""
+        step = self._exchange(True, averages, sends_buffers)
+        return step.sends_buffers.index(True) if any(step.sends_buffers) else 0
+
+    def follow(self) -> _Step:
+        """Returns the step that other ranks have announced."""
+        return self._exchange(False, False, False)
+
+    def last_rank(self, is_last: bool) -> int:
+        """Returns the lowest of the ranks that have trained longest."""
+        return self._gather(is_last, False, False).is_active.index(True)
+
+    def _exchange(self, is_active: bool, averages: bool, sends_buffers: bool) -> _Step:
+        step = self._gather(is_active, averages, sends_buffers)
+        if any(step.is_active):
+            size = self._group.size()
+            self._averager.scale = 1.0 if self.divides_by_initial_world_size else size / sum(step.is_active)
+        return step
+
+    def _gather(self, is_active: bool, averages: bool, sends_buffers: bool) -> _Step:
+        own = torch.tensor([is_active, averages, sends_buffers], device="cpu")
+        everyones = [torch.empty_like(own) for _ in range(self._group.size())]
+        self._group.all_gather(everyones, own)
+        return _Step(*torch.stack(everyones, 1).tolist())
+
+
+class DdpJoinHook(JoinHook):
+    """Makes the collectives of a module's forward and backward on a rank that has run out of inputs."""
+
+    def __init__(
+        self,
+        averager: GradientAverager,
+        reducer: Reducer,
+        watched: ModuleMonitor,
+        steps: UnevenSteps,
+        syncs_buffers: bool,
+    ) -> None:
+        self._averager = averager
+        self._reducer = reducer
+        self._watched = watched
+        self._steps = steps
+        self._syncs_buffers = syncs_buffers
+        self._own_gradients: list[torch.Tensor | None] | None = None
+
+    def main_hook(self) -> None:
+        """Takes part in a step with zeros; this rank's optimizer steps with the average over the other ranks."""
+        step = self._steps.follow()
+        if not any(step.averages):
+            return
+        if any(step.sends_buffers):
+            self._watched.send_buffers(step.sends_buffers.index(True))
+        before = self._reducer.contribute_zeros()
+        if self._own_gradients is None:
+            self._own_gradients = before
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Copies the model from a rank that has trained longest, and restores this rank's own gradients."""
+        root = self._steps.last_rank(is_last_joiner)
+        tensors = self._watched.current_tensors(with_buffers=self._syncs_buffers)
+        broadcast_tensors(tensors, self._averager.group, root)
+        self._averager.scale = 1.0
+        if self._own_gradients is not None:
+            self._averager.gradients.set_values(self._own_gradients)
+
+
+def synchronize_replicas(
+    tracked: TrackedTensors,
+    compared: dict[str, object],
+    overlap: bool | None,
+    problem: Exception | None,
+    group: ProcessGroup,
+    with_buffers: bool,
+) -> bool:
+    """Compares the ranks' modules and arguments, and copies rank 0's parameters to all ranks.
+
+    Args:
+        tracked: the module's tensors.
+        compared: the wrapper's arguments that must be equal on every rank, by name.
+        overlap: whether this rank requests reduction during backward; None if the ranks' cores decide.
+        problem: the reason why this rank cannot wrap its module, or None.
+        group: the ranks.
+        with_buffers: whether buffers are copied too.
+
+    Returns:
+        Whether gradients are reduced during backward; the same on every rank.
+
+    Raises:
+        CollectiveMismatchError: modules or arguments differ; raised on every rank.
+    """
+    facts = rank_facts(group, overlap, on_cpu=any(tensor.is_cpu for tensor in tracked.trained.values()))
+    everyones = require_same_module(tracked, compared, facts, problem, group)
+    warn_of_too_many_threads(everyones, group)
+    # `data` does not increment the version counter: no backward needs that yet, and SharedModelOptimizer, which shares
+    # parameters between the ranks of a host, would take the write for one that a single rank has made.
+    broadcast_tensors([tensor.data for tensor in tracked.tensors(with_buffers)], group)
+    return reduces_during_backward(everyones)
+
+
+def _call_module(module: nn.Module, *args: object, **kwargs: object) -> object:
+    """Calls the module from a frame of its own, since torch.compile skips frames of PyTorch's layers."""
+    return module(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The texts of errors about gradients that could not be averaged, with what to do about them."""
+"""Texts of errors about gradients that could not be averaged, with the fix."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ AFTER_AN_ERROR = (
     "theirs. End the program, or wrap the module again on every rank"
 )
 
-
+_MOST_NAMED = 10  # parameters in an error
 _ENDINGS = {1: "st", 2: "nd", 3: "rd"}
 
 
@@ -21,8 +21,8 @@ def missing_gradient_text(
     """Returns the text of the error about parameters without a gradient.
 
     Args:
-        which: the backward, such as "the last backward".
-        missing: the names of parameters without a gradient.
+        which: the name of the backward, such as "the last backward".
+        missing: the names of the parameters without a gradient.
         frozen: the names of all parameters that no longer require a gradient.
         total: the number of parameters.
         static_graph: whether the module was wrapped with `static_graph=True`.
@@ -30,23 +30,24 @@ def missing_gradient_text(
     missing_and_frozen = [name for name in missing if name in frozen]
     if missing_and_frozen:
         return (
-            f"{which} gave no gradient to {listed(missing_and_frozen)}, which were frozen "
+            f"{which} gave no gradient to {and_more(missing_and_frozen, _MOST_NAMED)}, which were frozen "
             "after the module was wrapped. Freeze parameters first and wrap the module afterwards (again, if need be)"
         )
     if static_graph:
         return (
-            f"{which} gave no gradient to {listed(missing)}, which had one in the first backward; "
+            f"{which} gave no gradient to {and_more(missing, _MOST_NAMED)}, which had one in the first backward; "
             "static_graph=True promises that all backwards are alike. Wrap with find_unused_parameters=True instead"
         )
     return (
         f"{which} gave no gradient to {len(missing)} of {total} parameters "
-        f"({listed(missing)}), so gradients were not averaged over the ranks. Every parameter must be used by "
-        "forward and every output of forward enter the loss; or wrap the module with find_unused_parameters=True"
+        f"({and_more(missing, _MOST_NAMED)}), so gradients were not averaged over the ranks. Every parameter must be "
+        "used by forward and every output of forward enter the loss; or wrap the module with "
+        "find_unused_parameters=True"
     )
 
 
 def late_gradient_text(name: str, static_graph: bool) -> str:
-    """Returns the text of the error about a parameter that got a gradient after its bucket was passed on."""
+    """Returns the text of the error about a parameter that got a gradient after its bucket was started."""
     if static_graph:
         return (
             f"parameter {name!r} got more gradients than in the first backward; "
@@ -80,14 +81,14 @@ def sending_buffers_context(module: str, forward: int, awaits_backward: bool) ->
     return f"This was where buffers are copied before the {ordinal(forward)} forward of {module}.{skipped}"
 
 
-def add_context(error: Exception, place: str) -> None:
-    """Adds to an error's message a text that says which step of the training loop it interrupted."""
-    told = str(error.args[0]) if error.args else ""
-    error.args = (f"{told.rstrip('.')}. {place}", *error.args[1:])
+def add_context(error: Exception, context: str) -> None:
+    """Appends `context`, which describes the interrupted step of the training loop, to an error's message."""
+    message = str(error.args[0]) if error.args else ""
+    error.args = (f"{message.rstrip('.')}. {context}", *error.args[1:])
 
 
 def ordinal(number: int) -> str:
-    """Returns 1st, 2nd, 3rd, 4th and so on.
+    """Returns an ordinal number, such as 1st or 2nd.
 
     >>> [ordinal(number) for number in (1, 2, 3, 11, 21)]
     ['1st', '2nd', '3rd', '11th', '21st']
@@ -95,8 +96,3 @@ def ordinal(number: int) -> str:
     if number % 100 in (11, 12, 13):
         return f"{number}th"
     return f"{number}{_ENDINGS.get(number % 10, 'th')}"
-
-
-def listed(names: Sequence[str], most: int = 10) -> str:
-    """Returns the names, or the first of them if there are many."""
-    return and_more(names, most)

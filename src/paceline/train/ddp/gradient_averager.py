@@ -1,13 +1,8 @@
-"""The calls that average a module's gradients over the ranks.
+"""GradientAverager: averages the gradients of a module over the ranks, a bucket at a time.
 
-What buckets of gradients are rounded to between hosts, and what that has lost so far.
-
-Detects that ranks read the same batches, without a collective of its own.
-
-In the first few steps, a vector with an element for each rank is sent along with the gradients. Each rank writes a
-digest of its inputs to its own element, and zeros to the others, so the average contains all ranks' digests.
-
-Parameters whose gradients are averaged apart from all others (`delay_all_reduce_named_params`).
+The file also has the collaborators of the averager: the wire formats that buckets are rounded to between hosts
+(`BucketWires`), the comparison of the ranks' batches (`SameBatches`), and the parameters that are averaged apart from
+all others (`DelayedParameters`).
 """
 
 from __future__ import annotations
@@ -16,7 +11,8 @@ import ctypes
 import hashlib
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -28,9 +24,10 @@ from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.group.work import Work
 from paceline.errors import and_more
 from paceline.train.autograd_graph import NO_BACKWARD, find_first_tensors, running_backward
+from paceline.train.checks.check_settings import Checks
 from paceline.train.checks.module_checks import ModuleChecks
-from paceline.train.ddp.buckets import Countdown
 from paceline.train.ddp.comm_hook import CommHook, HookedWork
+from paceline.train.ddp.error_text import late_gradient_text, missing_gradient_text
 from paceline.train.ddp.gradient_buckets import (
     BucketGradients,
     GradientBuckets,
@@ -42,44 +39,394 @@ from paceline.train.ddp.optimizer_in_backward import step_params, take_over_step
 from paceline.train.module_tensors import TrackedTensors, broadcast_tensors, collect_tracked
 from paceline.train.training_events import RecordedBuckets
 
+_COMPARED_STEPS = 3  # the number of steps whose digests must agree for a warning
+_DIGEST_BITS = 20  # exact in float32, also when divided by the number of ranks
+_MOST_NAMED = 8  # ranks in the warning
+_MOST_BYTES = 1 << 16  # the part of each tensor that is hashed
 
-class BucketWires:
-    """Keeps a `Wire` for each bucket.
+
+class GradientAverager:
+    """Averages the gradients of a module over the ranks of `group`, in place.
+
+    Buckets start strictly in their order, in whatever order they become full: every rank must make the same calls in
+    the same order, and autograd's order may differ between ranks.
 
     Args:
-        kind: of all; None if gradients are not rounded.
+        tracked: the module's tensors.
+        bucket_caps_bytes: the sizes of the buckets, as for `make_buckets`.
+        group: the ranks.
+        checks: the checks of gradients and replicas.
+        overlap: whether full buckets are reduced while backward continues; the same on every rank.
+        find_unused: whether parameters may have no gradient after a backward.
+        static_graph: whether all backwards are alike, so that the first one shows how many gradients each parameter
+            gets, and which parameters get none. Overrides `find_unused`.
+        compares_batches: whether digests of the ranks' batches are sent along with the first gradients.
+        wire: the format that gradients are rounded to between hosts, with error feedback; None for no rounding. Digests
+            of batches would not survive it, and are not sent then.
+    """
+
+    def __init__(
+        self,
+        tracked: TrackedTensors,
+        bucket_caps_bytes: Sequence[int],
+        group: ProcessGroup,
+        *,
+        checks: ModuleChecks,
+        overlap: bool = False,
+        find_unused: bool = False,
+        static_graph: bool = False,
+        compares_batches: bool = True,
+        wire: WireKind | None = None,
+    ) -> None:
+        # - How gradients are averaged
+        self.gradients = GradientBuckets(tracked, bucket_caps_bytes)
+        self.group = group
+        self._checks = checks
+        self.comm_hook: CommHook | None = None  # the hook that averages in place of the engine
+        self.scale = 1.0  # the factor of averages: within `join`, only some of the ranks may count
+        on_cpu = all(param.is_cpu for param in self.gradients.params)
+        self._same_batches = SameBatches(group, on_cpu=compares_batches and on_cpu and wire is None)
+        self._wires = BucketWires(wire)
+
+        # - The options of the wrapper
+        self._overlap = overlap
+        self._static_graph = static_graph
+        self._find_unused = find_unused and not static_graph
+        self._is_recording = static_graph  # the first backward of a static graph has not ended yet
+
+        # - The counts of gradients, by parameter and by bucket
+        self._expected_counts = [1] * len(self.gradients.params)  # the number of gradients that each parameter gets
+        self._full_counts = [len(bucket.params) for bucket in self.gradients.buckets]
+        self._early = self._count_early()
+        self.reset_counts()
+
+        # - The calls of this backward
+        self._recorded = RecordedBuckets("ddp")
+        self._in_flight: list[tuple[int, Work | HookedWork, GradientMemory]] = []
+        self._averaged: list[GradientMemory] = []  # not written back yet
+
+    @property
+    def allows_unused(self) -> bool:
+        """Returns whether parameters may get no gradient."""
+        return self._find_unused or self._static_graph
+
+    def make_static(self) -> None:
+        """Applies `static_graph=True` before the first forward."""
+        self._static_graph = self._is_recording = True
+        self._find_unused = False
+        self._early = self._count_early()
+
+    def before_forward(self, inputs: object) -> None:
+        """Receives the inputs of a forward whose backward averages."""
+        if not self._same_batches.is_over:
+            self._same_batches.look(inputs)
+
+    # - While backward runs
+
+    def early_params(self) -> Iterator[tuple[int, int]]:
+        """Yields the bucket and the index of each parameter whose bucket may start before backward ends."""
+        for bucket in range(self._early):
+            for index in self.gradients.buckets[bucket].params:
+                yield bucket, index
+
+    def _count_early(self) -> int:
+        """Returns the number of buckets that may start early; with `find_unused` any parameter may be left out."""
+        return max(0, len(self.gradients.buckets) - 1) if self._overlap and not self._find_unused else 0
+
+    def reset_counts(self) -> None:
+        """Resets the counts before a backward."""
+        self._next = 0  # the first bucket that was not started
+        self._counts = [0] * len(self._expected_counts)
+        self._left = list(self._full_counts)  # the number of parameters that each bucket waits for
+
+    def count(self, index: int, bucket: int) -> bool:
+        """Counts a gradient of the parameter `index`, and starts the buckets that are full now.
+
+        Returns:
+            False if the bucket was started without this gradient.
+        """
+        self._counts[index] += 1
+        if self._counts[index] == self._expected_counts[index]:
+            self._left[bucket] -= 1
+        elif bucket < self._next:
+            return False
+        if self._left[bucket] == 0 and not self._is_recording:
+            self._recorded.ready(bucket, self.gradients.buckets[bucket].nbytes)
+            self._start_full()
+        return True
+
+    def _start_full(self) -> None:
+        """Starts full buckets, strictly in their order, on the group's progress thread.
+
+        A gradient that shares its memory is averaged in a copy, since the backward continues and may still read it.
+        """
+        self.gradients.fill_absent()
+        while self._next < self._early and self._left[self._next] == 0:
+            gradients = self.gradients.active[self._next]
+            if gradients is not None:
+                memory = gradients.collect(copy_shared=True)
+                if memory is None:
+                    return  # a hook of the user's has removed a gradient, which is an error when backward ends
+                self._start(self._next, gradients, memory, async_op=True)
+            self._next += 1
+
+    # - When backward ends
+
+    def record_static(self) -> bool:
+        """Records the first backward of a static graph: how many gradients each parameter gets, and on which ranks.
+
+        Returns:
+            False if the first backward is still to come: no rank has a gradient of the module's parameters.
+        """
+        if not self._is_recording:
+            return True
+        anywhere = self.gradients.settle_present(self.group)
+        if not any(anywhere):
+            return False
+        self._is_recording = False
+        self._expected_counts = list(self._counts)
+        for number, bucket in enumerate(self.gradients.buckets):
+            self._full_counts[number] = sum(self._counts[index] > 0 for index in bucket.params if anywhere[index])
+        return True
+
+    def average_rest(self, copy_shared: bool, *, after_started: bool = False) -> bool:
+        """Averages the gradients unless some are missing, and waits for all calls.
+
+        Args:
+            copy_shared: whether gradients that share memory with other tensors are averaged in copies.
+            after_started: whether buckets that were started early are left out, rather than averaged again.
+
+        Returns:
+            False if gradients are missing.
+        """
+        self.gradients.fill_absent()
+        if self._find_unused:
+            self.gradients.take_present(self.group)
+        return self._average_from(self._next if after_started else 0, copy_shared)
+
+    def average_again(self, copy_shared: bool) -> None:
+        """Averages the gradients of a backward that follows one whose gradients were averaged.
+
+        If gradients are missing, those are averaged that any rank has. Without any gradient this rank makes no call: a
+        rank that computes the gradients of other tensors, with `torch.autograd.grad`, may do so alone.
+        """
+        if self._find_unused or not self.gradients.are_incomplete():
+            self.average_rest(copy_shared)
+        elif self.gradients.any_present():
+            with self.gradients.only_present(self.group):
+                self._average_from(0, copy_shared)
+
+    def _average_from(self, first: int, copy_shared: bool) -> bool:
+        active = enumerate(self.gradients.active)
+        rest = [(bucket, gradients) for bucket, gradients in active if bucket >= first and gradients is not None]
+        memories = _collect(rest, copy_shared)
+        sparse = self.gradients.active_sparse()
+        if len(memories) != len(rest) or any(param.grad is None for param in sparse):
+            self._finish()
+            self._checks.forget()
+            return False
+        if have_aliases(memories):
+            # On another rank, with a batch of another size, they may not, and all ranks must reduce the same.
+            memories = _collect(rest, copy_shared=True)
+        if self.comm_hook is None and memories and not self._same_batches.is_over:
+            self._same_batches.add_to(memories[-1], rest[-1][1].dtype)
+        for (bucket, gradients), memory in zip(rest, memories, strict=True):
+            self._start(bucket, gradients, memory, async_op=False)
+        if sparse:
+            self._checks.look_at(self.gradients.active_sparse_names(), [param.grad for param in sparse])
+            average_sparse(sparse, self.group, self.scale)
+            self._checks.averaged([param.grad for param in sparse])
+        self._finish()
+        self._checks.end()
+        return True
+
+    def _start(self, bucket: int, gradients: BucketGradients, memory: GradientMemory, async_op: bool) -> None:
+        work: Work | HookedWork | None
+        self._recorded.ready(bucket, self.gradients.buckets[bucket].nbytes)
+        self._checks.look(gradients.names, memory.tensors, memory.pieces, gradients.dtype_code)
+        self._recorded.sent(bucket)
+        if self.comm_hook is None:
+            work = self.group.all_reduce_memory(
+                memory.pieces,
+                memory.tensors,
+                gradients.dtype_code,
+                memory.count,
+                ReduceOp.AVG,
+                async_op,
+                self._wires.of(bucket, gradients.names),
+            )
+        else:
+            work = self.comm_hook.start(bucket, self.gradients.is_last(bucket), gradients, memory)
+        if work is None:
+            self._recorded.done(bucket)
+            self._averaged.append(memory)
+        else:
+            self._in_flight.append((bucket, work, memory))
+
+    def _finish(self) -> None:
+        in_flight, self._in_flight = self._in_flight, []
+        averaged, self._averaged = self._averaged, []
+        for bucket, work, memory in in_flight:
+            work.wait()
+            self._recorded.done(bucket)
+            averaged.append(memory)
+        if not self._same_batches.is_over:
+            self._same_batches.arrive()
+        for memory in averaged:
+            if self.scale != 1:
+                torch._foreach_mul_(memory.tensors, self.scale)
+            memory.write_back()
+
+    def abandon(self) -> None:
+        """Discards the calls in flight after an error, without waiting for them."""
+        self._in_flight.clear()
+        self._averaged.clear()
+        self._checks.forget()
+        self._recorded.forget()
+        self._same_batches.is_over = True
+
+    # - Without a backward, and for messages
+
+    def replace_by_zeros(self) -> list[torch.Tensor | None]:
+        """Replaces the gradients by zeros on a rank that has no inputs in this step.
+
+        Returns:
+            The gradients that this rank had before.
+        """
+        own = self.gradients.values()
+        self._checks.make_fewer_steps()
+        self._counts = [1] * len(self._counts)
+        self._same_batches.drop_digest()
+        self.gradients.set_values([None] * len(own) if self._find_unused else self.gradients.zeros())
+        return own
+
+    def missing_text(self, which: str) -> str:
+        """Returns the text of an error about the parameters without a gradient; `which` names the backward."""
+        missing, frozen = self.gradients.missing(), self.gradients.frozen()
+        return missing_gradient_text(which, missing, frozen, len(self.gradients.names), self._static_graph)
+
+    def late_text(self, index: int) -> str:
+        """Returns the text of an error about a parameter that got a gradient after its bucket was started."""
+        return late_gradient_text(self.gradients.names[index], self._static_graph)
+
+
+def _collect(buckets: Sequence[tuple[int, BucketGradients]], copy_shared: bool) -> list[GradientMemory]:
+    """Returns the memory of the buckets in which no gradient is missing."""
+    return [memory for _, gradients in buckets if (memory := gradients.collect(copy_shared)) is not None]
+
+
+class ExternalAverager(Protocol):
+    """An object outside of this package that averages a module's gradients, such as an elastic job's."""
+
+    def before_forward(self) -> None:
+        """Prepares a forward whose backward averages."""
+        ...
+
+    def average(self) -> None:
+        """Replaces the gradients by their mean over the ranks."""
+        ...
+
+    def skip(self) -> None:
+        """Does the same on a rank whose own gradients do not count."""
+        ...
+
+    def set_weight(self, weight: float) -> None:
+        """Sets the weight of this rank in the next mean."""
+        ...
+
+
+class DelegatingAverager(GradientAverager):
+    """Has an `ExternalAverager` average the gradients when backward ends; nothing is reduced before that.
+
+    Args:
+        tracked: the module's tensors.
+        bucket_caps_bytes: the sizes of the buckets.
+        group: a group of this rank only.
+        averages: the object that averages.
+        checks: the checks of this rank's gradients.
+        find_unused: whether parameters may have no gradient after a backward.
+    """
+
+    def __init__(
+        self,
+        tracked: TrackedTensors,
+        bucket_caps_bytes: Sequence[int],
+        group: ProcessGroup,
+        averages: ExternalAverager,
+        *,
+        checks: ModuleChecks,
+        find_unused: bool,
+    ) -> None:
+        super().__init__(tracked, bucket_caps_bytes, group, checks=checks, find_unused=find_unused)
+        self._averages = averages
+
+    def make_static(self) -> None:
+        """Lets backwards leave out parameters; nothing else depends on whether they are alike."""
+        self._find_unused = True
+
+    def before_forward(self, inputs: object) -> None:
+        """Prepares a forward whose backward averages."""
+        super().before_forward(inputs)
+        self._averages.before_forward()
+
+    def average_rest(self, copy_shared: bool, *, after_started: bool = False) -> bool:
+        """Averages the gradients; returns False if some are missing."""
+        if not self._find_unused and self.gradients.are_incomplete():
+            return False
+        self._average()
+        return True
+
+    def average_again(self, copy_shared: bool) -> None:
+        """Averages the gradients of a backward that follows one whose gradients were averaged.
+
+        A backward that has left no gradient has computed those of other tensors, which concerns this rank only.
+        """
+        if self.gradients.any_present():
+            self._average()
+
+    def _average(self) -> None:
+        self._checks.look_at(self.gradients.names, self.gradients.values())
+        self._averages.average()
+        self._checks.end([gradient for gradient in self.gradients.values() if gradient is not None])
+
+
+class BucketWires:
+    """The `Wire` of each bucket, which keeps the rounding errors of its gradients.
+
+    Args:
+        kind: the format of all wires; None if gradients are not rounded.
     """
 
     def __init__(self, kind: WireKind | None) -> None:
         self.kind = kind
         self._wires: dict[int, tuple[Sequence[str], Wire]] = {}
 
-    def of(self, at: int, names: Sequence[str]) -> Wire | None:
-        """Returns the wire of the bucket with the number `at`, whose gradients are those of `names`.
+    def of(self, bucket: int, names: Sequence[str]) -> Wire | None:
+        """Returns the wire of a bucket, whose gradients are those of `names`.
 
-        Where other gradients were in the bucket before, since ranks leave some out, it begins anew.
+        A bucket gets a new wire when its gradients change, as when ranks leave some out.
         """
         if self.kind is None:
             return None
-        known = self._wires.get(at)
+        known = self._wires.get(bucket)
         if known is None or known[0] != names:
-            known = self._wires[at] = (names, Wire(self.kind))
+            known = self._wires[bucket] = (names, Wire(self.kind))
         return known[1]
 
 
 def choose_wire(
     wire: WireKind | None, group: ProcessGroup, excluded: Mapping[str, bool], params: Mapping[str, nn.Parameter]
 ) -> tuple[WireKind | None, Exception | None]:
-    """Returns what gradients are rounded to between hosts, and why this module's cannot be rounded if they cannot.
+    """Returns the format that gradients are rounded to between hosts, and an error if this module's cannot be rounded.
 
     Args:
-        wire: the argument of the wrapper. Without it the group's own wire counts, if that goes with all else.
+        wire: the argument of the wrapper. If it is None, the group's wire is used where all else allows it.
         group: the ranks.
-        excluded: arguments that do not go with `wire`, and whether they are given.
-        params: what the module trains.
+        excluded: the arguments that exclude `wire`, and whether each of them was given.
+        params: the trained parameters by name.
 
     Raises:
-        ValueError: there is no such wire, or it does not go with another argument.
+        ValueError: there is no such wire, or another argument excludes it.
     """
     given = [name for name, is_given in excluded.items() if is_given]
     if wire is not None and given:
@@ -87,30 +434,28 @@ def choose_wire(
             f"wire={wire!r} was given with {given[0]}, which decides how gradients travel; give one of them"
         )
     chosen = group.wire if wire is None else checked_kind(wire)
-    unfit = [name for name, each in params.items() if each.dtype not in QUANTISED_TYPES or not each.is_cpu]
+    unfit = [name for name, param in params.items() if param.dtype not in QUANTISED_TYPES or not param.is_cpu]
     if wire is None:
         return (None if given or unfit else chosen), None
     if not unfit:
         return chosen, None
-    of, types = params[unfit[0]], ", ".join(str(dtype).removeprefix("torch.") for dtype in QUANTISED_TYPES)
+    param, types = params[unfit[0]], ", ".join(str(dtype).removeprefix("torch.") for dtype in QUANTISED_TYPES)
     return chosen, TypeError(
-        f"wire={wire!r}: the parameter {unfit[0]!r} is of {of.dtype} on {of.device}; only gradients of {types} on the "
-        "CPU are rounded. Convert the module, or leave wire out"
+        f"wire={wire!r}: the parameter {unfit[0]!r} is of {param.dtype} on {param.device}; only gradients of {types} "
+        "on the CPU are rounded. Convert the module, or leave wire out"
     )
 
 
-_LOOKS = 3  # the number of steps whose digests must agree for a warning
-_DIGEST_BITS = 20  # exact in float32, also when divided by the number of ranks
-_MOST_NAMED = 8  # ranks in the warning
-_MOST_BYTES = 1 << 16  # the part of each tensor that is hashed
-
-
 class SameBatches:
-    """Compares the ranks' batches in the first steps; afterwards `is_over` is true.
+    """Detects that ranks read the same batches, without a collective of its own.
+
+    In the first steps, a vector with an element for each rank is sent along with the gradients. Each rank writes a
+    digest of its inputs to its own element and zeros to the others, so the average contains the digests of all ranks.
+    After these steps `is_over` is true.
 
     Args:
         group: the ranks.
-        on_cpu: whether the gradients are on the CPU. Batches are not compared on a GPU, which would have to wait.
+        on_cpu: whether the gradients are on the CPU. Batches are not compared on a GPU, where the digest would block.
     """
 
     def __init__(self, group: ProcessGroup, on_cpu: bool) -> None:
@@ -121,15 +466,15 @@ class SameBatches:
         self._seen: list[list[float]] = []
 
     def look(self, inputs: object) -> None:
-        """Computes the digest of a forward's inputs."""
+        """Computes the digest of the inputs of a forward."""
         self._mine = digest(inputs)
 
     def drop_digest(self) -> None:
-        """Drops the digest, on a rank that has no inputs in this step."""
+        """Discards the digest, on a rank that has no inputs in this step."""
         self._mine = None
 
     def add_to(self, memory: GradientMemory, dtype: torch.dtype) -> None:
-        """Adds the digest to gradients of `dtype`, if that dtype can represent it exactly."""
+        """Appends the digest to gradients of `dtype`, if that dtype can represent it exactly."""
         if self.is_over or dtype not in (torch.float32, torch.float64):
             return
         self._sent = torch.zeros(self._group.size(), dtype=dtype, device="cpu")
@@ -140,16 +485,16 @@ class SameBatches:
         memory.count += len(self._sent)
 
     def arrive(self) -> None:
-        """Reads the digests after the gradients that they were added to were averaged."""
+        """Reads the digests from the averaged memory that they were appended to."""
         if self._sent is None:
             return
         self._seen.append(self._sent.tolist())
         self._sent = None
-        if len(self._seen) == _LOOKS:
+        if len(self._seen) == _COMPARED_STEPS:
             self.is_over = True
-            self._tell()
+            self._warn_if_equal()
 
-    def _tell(self) -> None:
+    def _warn_if_equal(self) -> None:
         histories = list(zip(*self._seen, strict=True))
         me = self._group.rank()
         if min(histories[me]) < 0:
@@ -157,9 +502,10 @@ class SameBatches:
         alike = [rank for rank, history in enumerate(histories) if history == histories[me]]
         if len(alike) > 1 and alike[0] == me:
             ranks = [self._group.ranks[rank] for rank in alike]
-            named = and_more(ranks, _MOST_NAMED) if len(ranks) > _MOST_NAMED else _listed(ranks)
+            listed = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+            named = and_more(ranks, _MOST_NAMED) if len(ranks) > _MOST_NAMED else listed
             warnings.warn(
-                f"ranks {named} read the same batches: their first {_LOOKS} "
+                f"ranks {named} read the same batches: their first {_COMPARED_STEPS} "
                 "batches were equal, so they compute the same gradients, and training gains nothing from the "
                 "additional ranks. Give the DataLoader sampler=paceline.DistributedSampler(dataset), or use another "
                 "seed for the batches on each rank",
@@ -167,14 +513,10 @@ class SameBatches:
             )
 
 
-def _listed(ranks: Sequence[int]) -> str:
-    return f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-
-
 def digest(inputs: object) -> int | None:
-    """Returns a digest of the tensors in `inputs`, None if each is constant or one is not on the CPU."""
+    """Returns a digest of the tensors in `inputs`; None if all are constant, or one is not on the CPU."""
     hashed = hashlib.blake2b(digest_size=8)
-    tells = False
+    varies = False
     for tensor in find_first_tensors(inputs):
         if tensor is None:
             break
@@ -185,179 +527,15 @@ def digest(inputs: object) -> int | None:
         data = ctypes.string_at(flat.data_ptr(), flat.nbytes)
         hashed.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
         hashed.update(data)
-        tells = tells or (len(flat) > 1 and data != data[: flat.element_size()] * len(flat))
-    return int.from_bytes(hashed.digest(), "big") % (1 << _DIGEST_BITS) if tells else None
-
-
-class GradientAverager:
-    """Averages `gradients` over the ranks of `group`, in place, when the caller says so.
-
-    Args:
-        gradients: the gradients of a module.
-        group: the ranks.
-        compares_batches: whether digests of the ranks' batches are sent along with the first gradients.
-        checks: looks at the gradients, and is told of each averaged backward.
-        wire: what gradients are rounded to between hosts, with error feedback; None if they are not. Digests of batches
-            would not survive it, and are not sent then.
-    """
-
-    def __init__(
-        self,
-        gradients: GradientBuckets,
-        group: ProcessGroup,
-        *,
-        compares_batches: bool = True,
-        checks: ModuleChecks | None = None,
-        wire: WireKind | None = None,
-    ) -> None:
-        # - How gradients are averaged
-        self._gradients = gradients
-        self._group = group
-        self._checks = checks
-        self.comm_hook: CommHook | None = None  # the hook that averages instead of the engine
-        self.scale = 1.0  # the factor of averages: within `join`, not all ranks may count
-        on_cpu = all(param.is_cpu for param in gradients.params)
-        self.same_batches = SameBatches(group, on_cpu=compares_batches and on_cpu and wire is None)
-        self._wires = BucketWires(wire)
-
-        # - The calls of this backward
-        self._recorded = RecordedBuckets("ddp")
-        self._in_flight: list[
-            tuple[int, Work | HookedWork, GradientMemory]
-        ] = []  # on the group's progress thread, or with the hook
-        self._over: list[GradientMemory] = []  # averaged, but not written back yet
-
-    def note_ready(self, at: int) -> None:
-        """Records that a bucket's gradients are there, before it may be its turn."""
-        self._recorded.ready(at, self._gradients.buckets[at].nbytes)
-
-    def start_full(self, countdown: Countdown) -> None:
-        """Starts the buckets that are full now, strictly in their order."""
-        self._gradients.fill_absent()
-        while countdown.may_start():
-            if not self._start_early(countdown.next):
-                return  # a hook of the user's has removed a gradient, which is an error when backward ends
-            countdown.next += 1
-
-    def _start_early(self, at: int) -> bool:
-        """Averages a bucket on the group's progress thread; if a gradient is missing, does nothing and returns False.
-
-        A gradient that shares its memory is averaged in a copy, since the backward goes on and may still read it.
-        """
-        gradients = self._gradients.active[at]
-        if gradients is None:
-            return True
-        memory = gradients.collect(copy_shared=True)
-        if memory is None:
-            return False
-        self._start(at, gradients, memory, async_op=True)
-        return True
-
-    def average_from(self, first: int, copy_shared: bool) -> bool:
-        """Averages the buckets from `first` on, unless gradients are missing, and waits for all calls.
-
-        Args:
-            first: the number of the first bucket that was not started early.
-            copy_shared: whether gradients that share memory with other tensors are averaged in copies.
-
-        Returns:
-            False if gradients are missing.
-        """
-        active = enumerate(self._gradients.active)
-        rest = [(at, gradients) for at, gradients in active if at >= first and gradients is not None]
-        memories = _collect(rest, copy_shared)
-        sparse = self._gradients.active_sparse()
-        if len(memories) != len(rest) or any(param.grad is None for param in sparse):
-            self._finish()
-            if self._checks is not None:
-                self._checks.forget()
-            return False
-        if have_aliases(memories):
-            # On another rank, with a batch of another size, they may not, and all ranks must reduce the same.
-            memories = _collect(rest, copy_shared=True)
-        if self.comm_hook is None and memories and not self.same_batches.is_over:
-            self.same_batches.add_to(memories[-1], rest[-1][1].dtype)
-        for (at, gradients), memory in zip(rest, memories, strict=True):
-            self._start(at, gradients, memory, async_op=False)
-        if sparse:
-            if self._checks is not None:
-                self._checks.look_at(self._gradients.active_sparse_names(), [param.grad for param in sparse])
-            average_sparse(sparse, self._group, self.scale)
-            if self._checks is not None:
-                self._checks.averaged([param.grad for param in sparse])
-        self._finish()
-        if self._checks is not None:
-            self._checks.end()
-        return True
-
-    def average_present(self, copy_shared: bool) -> None:
-        """Averages the gradients that any rank has; zeros stand in on the ranks that do not have them.
-
-        Without any gradient it makes no call: a rank that computes the gradients of other tensors, with
-        `torch.autograd.grad`, may do so alone.
-        """
-        if self._gradients.any_present():
-            with self._gradients.only_present(self._group):
-                self.average_from(0, copy_shared)
-
-    def abandon(self) -> None:
-        """Gives up the calls in flight after an error, without waiting for them."""
-        self._in_flight.clear()
-        self._over.clear()
-        if self._checks is not None:
-            self._checks.forget()
-        self._recorded.forget()
-        self.same_batches.is_over = True
-
-    def _start(self, at: int, gradients: BucketGradients, memory: GradientMemory, async_op: bool) -> None:
-        work: Work | HookedWork | None
-        self.note_ready(at)
-        if self._checks is not None:
-            self._checks.look(gradients.names, memory.tensors, memory.pieces, gradients.dtype_code)
-        self._recorded.sent(at)
-        if self.comm_hook is None:
-            work = self._group.all_reduce_memory(
-                memory.pieces,
-                memory.tensors,
-                gradients.dtype_code,
-                memory.count,
-                ReduceOp.AVG,
-                async_op,
-                self._wires.of(at, gradients.names),
-            )
-        else:
-            work = self.comm_hook.start(at, self._gradients.is_last(at), gradients, memory)
-        if work is None:
-            self._recorded.done(at)
-            self._over.append(memory)
-        else:
-            self._in_flight.append((at, work, memory))
-
-    def _finish(self) -> None:
-        in_flight, self._in_flight = self._in_flight, []
-        over, self._over = self._over, []
-        for at, work, memory in in_flight:
-            work.wait()
-            self._recorded.done(at)
-            over.append(memory)
-        if not self.same_batches.is_over:
-            self.same_batches.arrive()
-        for memory in over:
-            if self.scale != 1:
-                torch._foreach_mul_(memory.tensors, self.scale)
-            memory.write_back()
-
-
-def _collect(buckets: Sequence[tuple[int, BucketGradients]], copy_shared: bool) -> list[GradientMemory]:
-    """Returns the memory of the buckets in which no gradient is missing."""
-    return [memory for _, gradients in buckets if (memory := gradients.collect(copy_shared)) is not None]
+        varies = varies or (len(flat) > 1 and data != data[: flat.element_size()] * len(flat))
+    return int.from_bytes(hashed.digest(), "big") % (1 << _DIGEST_BITS) if varies else None
 
 
 class DelayedParameters:
     """Averages the gradients of some parameters at the end of each backward that reaches `trigger`.
 
-    They are averaged in one call for each dtype, whatever buckets the other parameters have, and also within `no_sync`.
-    A parameter without a gradient contributes zeros, as in torch.
+    They are averaged in one call for each dtype, apart from the buckets of other parameters, also within `no_sync`. A
+    parameter without a gradient contributes zeros, as in torch (`delay_all_reduce_named_params`).
 
     Args:
         module: the module that has the parameters.
@@ -373,8 +551,8 @@ class DelayedParameters:
         trained = {name: param for name, param in self.params.items() if param.requires_grad}
         sparse = collect_tracked(module).sparse & set(trained)
         tracked = TrackedTensors(trained, frozen={}, buffers={}, sparse=sparse, ignored=frozenset())
-        self._gradients = GradientBuckets(tracked, [sys.maxsize])
-        self._averager = GradientAverager(self._gradients, group, compares_batches=False)
+        checks = ModuleChecks(module, tracked, group, Checks(are_on=False), with_buffers=False)
+        self._averager = GradientAverager(tracked, [sys.maxsize], group, checks=checks, compares_batches=False)
         self._stepped = take_over_steps(trained)
         self._group = group
         self._task = NO_BACKWARD  # the autograd engine's number of the backward that reached the trigger
@@ -385,7 +563,7 @@ class DelayedParameters:
         broadcast_tensors(list(self.params.values()), self._group)
 
     def close(self) -> None:
-        """Takes the hook off the trigger; idempotent."""
+        """Removes the hook from the trigger; idempotent."""
         self._hook.remove()
 
     @eager
@@ -398,17 +576,15 @@ class DelayedParameters:
     @eager
     def _end(self) -> None:
         self._task = NO_BACKWARD
-        for param, zero in zip(self._gradients.params, self._gradients.zeros(), strict=True):
-            if param.grad is None:
-                param.grad = zero
-        self._averager.average_from(0, copy_shared=True)
+        self._averager.gradients.fill_missing()
+        self._averager.average_rest(copy_shared=True)
         step_params(self._stepped)
 
 
 def require_delayed(
     module: nn.Module, named: Iterable[tuple[str, nn.Parameter]] | None, trigger: nn.Parameter | None
 ) -> list[tuple[str, nn.Parameter]]:
-    """Returns the pairs of `named`, and requires that they are the module's.
+    """Returns the pairs of `named`, and requires that they belong to the module.
 
     Raises:
         ValueError: a parameter does not have the name that it is paired with, or the trigger requires no gradient.

@@ -1,12 +1,9 @@
-"""The gradients of a module in buckets, without those that no rank has.
-
-The gradients of a bucket as memory that is reduced where autograd put it.
+"""GradientBuckets: the gradients of a module in buckets, as memory that is reduced where autograd has put it.
 
 A gradient is reduced in place if it has its parameter's dtype and layout, as autograd's gradients do. All others are
-reduced in copies, which are written back when all reductions are over. A gradient that shares its memory with other
-tensors is also reduced in a copy, if that matters; the copy replaces it, and the other tensors keep their values.
-
-Averages sparse gradients, which hold some rows of a parameter, not the same ones on every rank.
+reduced in copies, which are written back when all reductions have completed. A gradient that shares its memory with
+other tensors is also reduced in a copy where that matters; the copy replaces it, and the other tensors keep their
+values. Sparse gradients hold some rows of a parameter, other ones on each rank, and are averaged one by one.
 """
 
 from __future__ import annotations
@@ -31,22 +28,158 @@ _numel = torch.Tensor.numel
 _dtype = attrgetter("dtype")
 
 
-def _references(tensor: torch.Tensor) -> int:
-    assert _storage_use_count is not None
-    return _storage_use_count(tensor.untyped_storage()._cdata)
+class GradientBuckets:
+    """The gradients of the parameters that a module trains, and which of them are averaged.
 
+    Dense gradients are in buckets; sparse ones are averaged one by one after them. An index of a parameter is that in
+    `params`.
 
-_ALONE = _references(torch.empty(1, device="cpu")) if _storage_use_count is not None else 0
-
-
-def shares_memory(gradient: torch.Tensor) -> bool:
-    """Returns whether another tensor has the same storage; True if torch does not provide the number of references.
-
-    A parameter's gradient may be a tensor that autograd still passes on to other layers: in `x + p.unsqueeze(0)`, with
-    one sample, the gradients of `x` and `p` are views of one tensor. If it were reduced in place, those layers would
-    receive the average.
+    Args:
+        tracked: the module's tensors.
+        bucket_caps_bytes: the sizes of the buckets, as for `make_buckets`.
     """
-    return _storage_use_count is None or _references(gradient) > _ALONE
+
+    def __init__(self, tracked: TrackedTensors, bucket_caps_bytes: Sequence[int]) -> None:
+        # - The parameters that the module trains, which never change
+        self.names = list(tracked.trained)
+        self.params = list(tracked.trained.values())
+        sparse = [index for index, name in enumerate(self.names) if name in tracked.sparse]
+        self.buckets = bucket_params(self.params, bucket_caps_bytes, left_out=sparse)
+
+        # - The gradients that every backward should compute, without those that `settle_present` has left out for good
+        self._expected: list[BucketGradients | None] = [self._gradients_of(bucket.params) for bucket in self.buckets]
+        self._expected_sparse = sparse
+        # In a static graph, the parameters for which only other ranks have a gradient; this rank contributes zeros.
+        self._absent: list[int] = []
+
+        # - The gradients that are averaged now, also without those that `take_present` has left out of this backward.
+        #   A bucket is None when no rank has any of its gradients.
+        self.active = self._expected
+        self._active_sparse = self._expected_sparse
+
+    def _gradients_of(self, indices: Sequence[int]) -> BucketGradients:
+        return BucketGradients([self.params[index] for index in indices], [self.names[index] for index in indices])
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """Returns the parameters by name."""
+        return dict(zip(self.names, self.params, strict=True))
+
+    def active_sparse(self) -> list[nn.Parameter]:
+        """Returns the parameters whose sparse gradients are averaged now."""
+        return [self.params[index] for index in self._active_sparse]
+
+    def active_sparse_names(self) -> list[str]:
+        """Returns the names of these parameters."""
+        return [self.names[index] for index in self._active_sparse]
+
+    def is_last(self, bucket: int) -> bool:
+        """Returns whether no bucket after this one is averaged."""
+        return all(later is None for later in self.active[bucket + 1 :])
+
+    # - Which gradients there are
+
+    def missing(self) -> list[str]:
+        """Returns the names of the parameters that should have a gradient and have none."""
+        missing = {name for gradients in self._expected if gradients is not None for name in gradients.missing()}
+        missing.update(self.names[index] for index in self._expected_sparse if self.params[index].grad is None)
+        return [name for name in self.names if name in missing]
+
+    def are_incomplete(self) -> bool:
+        """Returns whether a gradient is missing that `fill_absent` would not set."""
+        absent = {self.names[index] for index in self._absent}
+        return not absent.issuperset(self.missing())
+
+    def any_present(self) -> bool:
+        """Returns whether any parameter has a gradient."""
+        return any(param.grad is not None for param in self.params)
+
+    def names_without(self, ids: Collection[int]) -> set[str]:
+        """Returns the names of the parameters whose `id` is not in `ids`."""
+        return {name for name, param in self.named().items() if id(param) not in ids}
+
+    def frozen(self) -> set[str]:
+        """Returns the names of the parameters that no longer require a gradient."""
+        return {name for name, param in self.named().items() if not param.requires_grad}
+
+    # - Which of them are averaged
+
+    def take_present(self, group: ProcessGroup) -> None:
+        """Leaves gradients that no rank has out of this backward, and sets those that only other ranks have to zero."""
+        anywhere = self._present_anywhere(group)
+        self.active, self._active_sparse = self._restricted(anywhere)
+        self._fill([index for index, is_present in enumerate(anywhere) if is_present])
+
+    @contextmanager
+    def only_present(self, group: ProcessGroup) -> Iterator[None]:
+        """Returns a context in which `take_present` leaves gradients out; after it, all are averaged again."""
+        self.take_present(group)
+        try:
+            yield
+        finally:
+            self.active, self._active_sparse = self._expected, self._expected_sparse
+
+    def settle_present(self, group: ProcessGroup) -> list[bool]:
+        """Leaves gradients that no rank has now out of all backwards, and records those that only other ranks have.
+
+        If no rank has any gradient, it does neither: that was no backward of the module's parameters.
+
+        Returns:
+            For each parameter, whether any rank has a gradient for it.
+        """
+        mine = [param.grad is not None for param in self.params]
+        anywhere = self._present_anywhere(group)
+        if any(anywhere):
+            self._absent = [index for index, is_present in enumerate(anywhere) if is_present and not mine[index]]
+            self._expected, self._expected_sparse = self.active, self._active_sparse = self._restricted(anywhere)
+        return anywhere
+
+    # - Their values
+
+    def fill_absent(self) -> None:
+        """Sets the gradients that, in a static graph, only other ranks have to zeros."""
+        self._fill(self._absent)
+
+    def fill_missing(self) -> None:
+        """Sets all gradients that are None to zeros."""
+        self._fill(range(len(self.params)))
+
+    def zeros(self) -> list[torch.Tensor]:
+        """Returns a zero gradient for each parameter."""
+        return [self._zero(index) for index in range(len(self.params))]
+
+    def values(self) -> list[torch.Tensor | None]:
+        """Returns each parameter's gradient."""
+        return [param.grad for param in self.params]
+
+    def set_values(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Sets each parameter's gradient."""
+        for param, gradient in zip(self.params, gradients, strict=True):
+            param.grad = gradient
+
+    def _present_anywhere(self, group: ProcessGroup) -> list[bool]:
+        if not self.params:
+            return []
+        present = torch.frombuffer(bytearray(param.grad is not None for param in self.params), dtype=torch.uint8)
+        group.all_reduce(present, ReduceOp.MAX)
+        return [bool(is_present) for is_present in present.tolist()]
+
+    def _restricted(self, kept: Sequence[bool]) -> tuple[list[BucketGradients | None], list[int]]:
+        restricted: list[BucketGradients | None] = []
+        for bucket, gradients in zip(self.buckets, self._expected, strict=True):
+            chosen = [index for index in bucket.params if kept[index]]
+            if len(chosen) != len(bucket.params):
+                gradients = self._gradients_of(chosen) if chosen else None
+            restricted.append(gradients)
+        return restricted, [index for index in self._expected_sparse if kept[index]]
+
+    def _fill(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            if self.params[index].grad is None:
+                self.params[index].grad = self._zero(index)
+
+    def _zero(self, index: int) -> torch.Tensor:
+        param = self.params[index]
+        return empty_gradient(param) if index in self._expected_sparse else torch.zeros_like(param)
 
 
 @dataclass
@@ -54,11 +187,11 @@ class GradientMemory:
     """The memory that one call reduces.
 
     Attributes:
-        pieces: an address and a length in bytes for each tensor, in turn.
-        tensors: the owners of the memory.
+        pieces: the address and the length in bytes of each tensor, alternating.
+        tensors: the tensors that own the memory.
         count: the number of elements.
-        copies: tensors that are written back to the gradients of their parameters.
-        successors: tensors that replace the gradients of their parameters.
+        copies: the tensors that are written back to the gradients of their parameters.
+        successors: the tensors that replace the gradients of their parameters.
     """
 
     pieces: list[int]
@@ -68,7 +201,7 @@ class GradientMemory:
     successors: list[tuple[nn.Parameter, torch.Tensor]] = field(default_factory=list)
 
     def write_back(self) -> None:
-        """Writes the results that are in copies to the parameters' gradients."""
+        """Writes results in copies to the parameters' gradients."""
         for param, reduced in self.copies:
             assert param.grad is not None
             param.grad.detach().copy_(reduced)
@@ -77,7 +210,12 @@ class GradientMemory:
 
 
 class BucketGradients:
-    """The gradients of `params`, which have one dtype; `names` are used in errors."""
+    """The gradients of one bucket: parameters of one dtype on one device.
+
+    Args:
+        params: the parameters.
+        names: their names, for errors.
+    """
 
     def __init__(self, params: Sequence[nn.Parameter], names: Sequence[str]) -> None:
         self.params = list(params)
@@ -99,14 +237,14 @@ class BucketGradients:
         return [name for name, param in zip(self.names, self.params, strict=True) if param.grad is None]
 
     def collect(self, copy_shared: bool) -> GradientMemory | None:
-        """Returns the memory of the gradients as they are now, None if a parameter has no gradient.
+        """Returns the memory of the present gradients; None if a parameter has no gradient.
 
         Args:
             copy_shared: whether gradients that share memory with other tensors are copied.
 
         Raises:
-            TypeError: a gradient is sparse, or of another type than its parameter had.
-            ValueError: a gradient is on another device than its parameter was, or has another shape.
+            TypeError: a gradient is sparse, or its dtype is not that of the parameter at wrapping.
+            ValueError: a gradient's device or shape is not that of the parameter at wrapping.
         """
         gradients = [gradient for param in self.params if (gradient := param.grad) is not None]
         if len(gradients) != len(self.params):
@@ -122,9 +260,9 @@ class BucketGradients:
             pieces = self._pieces.copy()
             pieces[0::2] = [gradient.data_ptr() for gradient in gradients]
             return GradientMemory(pieces, gradients, self._count)
-        return self._collect_each(gradients, copy_shared)
+        return self._collect_singly(gradients, copy_shared)
 
-    def _collect_each(self, gradients: Sequence[torch.Tensor], copy_shared: bool) -> GradientMemory:
+    def _collect_singly(self, gradients: Sequence[torch.Tensor], copy_shared: bool) -> GradientMemory:
         memory = GradientMemory([], [], self._count)
         known = zip(self.params, self.names, self._shapes, self._layouts, gradients, strict=True)
         for param, name, shape, layout, gradient in known:
@@ -135,7 +273,7 @@ class BucketGradients:
                 dense = torch.empty_strided(gradient.shape, layout, dtype=gradient.dtype, device=gradient.device).copy_(
                     dense
                 )
-                # The user has made this view and reads its base, so it is written to. Autograd makes no views.
+                # Autograd makes no views: the user has made this one and reads its base, so it is written to.
                 (memory.successors if shared and not gradient._is_view() else memory.copies).append((param, dense))
             memory.pieces += (dense.data_ptr(), dense.nbytes)
             memory.tensors.append(dense)
@@ -170,7 +308,7 @@ def have_aliases(memories: Sequence[GradientMemory]) -> bool:
     """Returns whether the memory of two gradients overlaps.
 
     A gradient may be a part of another one: in `torch.cat([fixed, p]) + q`, the gradient of `p` is a view of that of
-    `q`. Memory that does not overlap ends, piece after piece, before the next piece starts.
+    `q`. Without an overlap, each piece ends before the next one starts.
     """
     starts = sorted(address for memory in memories for address in memory.pieces[0::2])
     ends = sorted(end for memory in memories for end in map(add, memory.pieces[0::2], memory.pieces[1::2]))
@@ -178,7 +316,7 @@ def have_aliases(memories: Sequence[GradientMemory]) -> bool:
 
 
 def _layout_of(param: nn.Parameter) -> tuple[int, ...]:
-    """Returns the strides that autograd gives to the parameter's gradient."""
+    """Returns the strides of the gradient that autograd computes for the parameter."""
     return torch.empty_like(param, device="meta").stride()
 
 
@@ -199,7 +337,7 @@ def empty_gradient(param: nn.Parameter) -> torch.Tensor:
 def average_sparse(params: list[nn.Parameter], group: ProcessGroup, scale: float) -> None:
     """Averages sparse gradients over the ranks, and multiplies them by `scale`.
 
-    It makes one call for the numbers of rows, and one for each parameter.
+    One call exchanges the numbers of rows, and one call for each parameter the rows.
     """
     gradients = [_coalesced(param) for param in params]
     counts = torch.tensor([gradient._nnz() for gradient in gradients], device="cpu")
@@ -218,140 +356,19 @@ def _coalesced(param: nn.Parameter) -> torch.Tensor:
     return (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
 
 
-class GradientBuckets:
-    """The gradients of the parameters that a module trains.
+def _references(tensor: torch.Tensor) -> int:
+    assert _storage_use_count is not None
+    return _storage_use_count(tensor.untyped_storage()._cdata)
 
-    Dense gradients are in buckets; sparse ones are averaged one by one after them. A number that stands for a parameter
-    is its index in `params`.
+
+_ALONE = _references(torch.empty(1, device="cpu")) if _storage_use_count is not None else 0
+
+
+def shares_memory(gradient: torch.Tensor) -> bool:
+    """Returns whether another tensor has the same storage; True if torch does not provide the number of references.
+
+    A parameter's gradient may be a tensor that autograd still passes to other layers: in `x + p.unsqueeze(0)`, with one
+    sample, the gradients of `x` and `p` are views of one tensor. If it were reduced in place, those layers would
+    receive the average.
     """
-
-    def __init__(self, tracked: TrackedTensors, bucket_caps_bytes: Sequence[int]) -> None:
-        # - What the module trains, which never changes
-        self.names = list(tracked.trained)
-        self.params = list(tracked.trained.values())
-        self.buckets = bucket_params(
-            self.params,
-            bucket_caps_bytes,
-            left_out=[at for at, name in enumerate(self.names) if name in tracked.sparse],
-        )
-
-        # - The gradients that every backward should compute, without those that `settle_present` has left out for good
-        self._expected: list[BucketGradients | None] = [self._gradients_of(bucket.params) for bucket in self.buckets]
-        self._expected_sparse = [at for at, name in enumerate(self.names) if name in tracked.sparse]
-        # In a static graph, the parameters for which only other ranks have a gradient; this rank contributes zeros.
-        self._absent: list[int] = []
-
-        # - The gradients that are averaged now, also without those that `take_present` has left out of this backward.
-        #   A bucket is None when no rank has any of its gradients.
-        self.active = self._expected
-        self._active_sparse = self._expected_sparse
-
-    def _gradients_of(self, indices: Sequence[int]) -> BucketGradients:
-        return BucketGradients([self.params[at] for at in indices], [self.names[at] for at in indices])
-
-    def active_sparse(self) -> list[torch.nn.Parameter]:
-        """Returns the parameters whose sparse gradients are averaged now."""
-        return [self.params[at] for at in self._active_sparse]
-
-    def active_sparse_names(self) -> list[str]:
-        """Returns the names of these parameters."""
-        return [self.names[at] for at in self._active_sparse]
-
-    def is_last(self, bucket: int) -> bool:
-        """Returns whether no bucket after this one is averaged."""
-        return all(later is None for later in self.active[bucket + 1 :])
-
-    def missing(self) -> list[str]:
-        """Returns the names of the parameters that should have a gradient and have none."""
-        missing = {name for gradients in self._expected if gradients is not None for name in gradients.missing()}
-        missing.update(self.names[at] for at in self._expected_sparse if self.params[at].grad is None)
-        return [name for name in self.names if name in missing]
-
-    def names_without(self, ids: Collection[int]) -> set[str]:
-        """Returns the names of the parameters whose `id` is not in `ids`."""
-        return {name for name, param in zip(self.names, self.params, strict=True) if id(param) not in ids}
-
-    def frozen(self) -> set[str]:
-        """Returns the names of the parameters that no longer require a gradient."""
-        return {name for name, param in zip(self.names, self.params, strict=True) if not param.requires_grad}
-
-    def take_present(self, group: ProcessGroup) -> None:
-        """Leaves the gradients that no rank has out of this backward, and sets those that only others have to zero."""
-        anywhere = self._present_anywhere(group)
-        self.active, self._active_sparse = self._restricted(anywhere)
-        self._fill([at for at, has in enumerate(anywhere) if has])
-
-    @contextmanager
-    def only_present(self, group: ProcessGroup) -> Iterator[None]:
-        """Returns a context in which gradients are left out as `take_present` does; after it, none is."""
-        self.take_present(group)
-        try:
-            yield
-        finally:
-            self.active, self._active_sparse = self._expected, self._expected_sparse
-
-    def are_incomplete(self) -> bool:
-        """Returns whether a gradient is missing that `fill_absent` would not set."""
-        absent = {self.names[at] for at in self._absent}
-        return not absent.issuperset(self.missing())
-
-    def any_present(self) -> bool:
-        """Returns whether any parameter has a gradient."""
-        return any(param.grad is not None for param in self.params)
-
-    def settle_present(self, group: ProcessGroup) -> list[bool]:
-        """Leaves the gradients that no rank has now out of all backwards, and notes those that only other ranks have.
-
-        If no rank has any gradient, it does neither: that was no backward of the module's parameters.
-
-        Returns:
-            For each parameter, whether any rank has a gradient for it.
-        """
-        mine = [param.grad is not None for param in self.params]
-        anywhere = self._present_anywhere(group)
-        if any(anywhere):
-            self._absent = [at for at, has in enumerate(anywhere) if has and not mine[at]]
-            self._expected, self._expected_sparse = self.active, self._active_sparse = self._restricted(anywhere)
-        return anywhere
-
-    def fill_absent(self) -> None:
-        """Sets the gradients that, in a static graph, only other ranks have to zeros."""
-        self._fill(self._absent)
-
-    def zeros(self) -> list[torch.Tensor]:
-        """Returns a zero gradient for each parameter."""
-        return [self._zero(at) for at in range(len(self.params))]
-
-    def values(self) -> list[torch.Tensor | None]:
-        """Returns each parameter's gradient."""
-        return [param.grad for param in self.params]
-
-    def set_values(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Sets each parameter's gradient."""
-        for param, gradient in zip(self.params, gradients, strict=True):
-            param.grad = gradient
-
-    def _present_anywhere(self, group: ProcessGroup) -> list[bool]:
-        if not self.params:
-            return []
-        present = torch.frombuffer(bytearray(param.grad is not None for param in self.params), dtype=torch.uint8)
-        group.all_reduce(present, ReduceOp.MAX)
-        return [bool(each) for each in present.tolist()]
-
-    def _restricted(self, kept: Sequence[bool]) -> tuple[list[BucketGradients | None], list[int]]:
-        restricted: list[BucketGradients | None] = []
-        for bucket, gradients in zip(self.buckets, self._expected, strict=True):
-            chosen = [index for index in bucket.params if kept[index]]
-            if len(chosen) != len(bucket.params):
-                gradients = self._gradients_of(chosen) if chosen else None
-            restricted.append(gradients)
-        return restricted, [at for at in self._expected_sparse if kept[at]]
-
-    def _fill(self, indices: Sequence[int]) -> None:
-        for at in indices:
-            if self.params[at].grad is None:
-                self.params[at].grad = self._zero(at)
-
-    def _zero(self, at: int) -> torch.Tensor:
-        param = self.params[at]
-        return empty_gradient(param) if at in self._expected_sparse else torch.zeros_like(param)
+    return _storage_use_count is None or _references(gradient) > _ALONE

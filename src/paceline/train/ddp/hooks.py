@@ -1,14 +1,7 @@
 """Communication hooks for `DistributedDataParallel.register_comm_hook`.
 
-`average.py` sends gradients as they are or in half precision, `int8.py` as 8-bit integers, `power_sgd.py` as factors of
-low rank. May use: `parallel/ddp` and `group`. Start reading at `average.py`. All divide by the number of ranks, and all
-leave the same bits on every rank.
-
-Averages buckets as they are, or in half precision.
-
-Averages buckets as 8-bit integers, and carries rounding errors over into the next step.
-
-PowerSGD: gradients are sent as factors of low rank (Vogels et al. 2019).
+They send gradients as they are, in half precision, as 8-bit integers, or as factors of low rank (PowerSGD, Vogels et
+al. 2019). All divide by the number of ranks, and all leave the same bits on every rank.
 """
 
 from __future__ import annotations
@@ -36,19 +29,19 @@ def allreduce_hook(process_group: object, bucket: GradBucket) -> AnyFuture[Reduc
     """Averages the bucket as the wrapper does without a hook, but in a flat copy.
 
     Args:
-        process_group: the hook's state; None for the default group.
+        process_group: the hook's state: the ranks, or None for the default group.
         bucket: the gradients.
     """
     return average(bucket.buffer(), group_of(process_group)).then(lambda done: done.value()[0])
 
 
 def fp16_compress_hook(process_group: object, bucket: GradBucket) -> AnyFuture[Reduced]:
-    """Averages the bucket in float16, which halves the bytes; the engine adds in float32."""
+    """Averages the bucket in float16, which halves the bytes of float32; the engine adds in float32."""
     return fp16_compress_wrapper(allreduce_hook)(process_group, bucket)
 
 
 def bf16_compress_hook(process_group: object, bucket: GradBucket) -> AnyFuture[Reduced]:
-    """Averages the bucket in bfloat16, which has float32's range and fewer digits than float16."""
+    """Averages the bucket in bfloat16, which has the range of float32 and fewer digits than float16."""
     return bf16_compress_wrapper(allreduce_hook)(process_group, bucket)
 
 
@@ -81,7 +74,7 @@ def compress_wrapper(dtype: torch.dtype, hook: Hook) -> FutureHook:
 
 
 def group_of(process_group: object) -> ProcessGroup:
-    """Returns the group that a hook's state names.
+    """Returns the group of a hook's state.
 
     Raises:
         TypeError: the state is not a group.
@@ -106,14 +99,14 @@ class Int8State:
     Args:
         process_group: the ranks; None for the default group.
         block_size: the number of elements that share one float32 scale.
-        use_error_feedback: add to each gradient the rounding error of the previous step.
+        use_error_feedback: whether the rounding error of a step is added to the next gradient.
     """
 
     process_group: ProcessGroup | None = None
     block_size: int = 256
     use_error_feedback: bool = True
-    lost: dict[int, torch.Tensor] = field(default_factory=dict)  # by bucket, for this rank's gradients
-    lost_of_average: dict[int, torch.Tensor] = field(default_factory=dict)  # for this rank's part of the average
+    lost: dict[int, torch.Tensor] = field(default_factory=dict)  # the errors of this rank's gradients, by bucket
+    lost_of_average: dict[int, torch.Tensor] = field(default_factory=dict)  # those of this rank's part of the average
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
@@ -121,12 +114,12 @@ class Int8State:
 
 
 def int8_hook(state: Int8State, bucket: GradBucket) -> AnyFuture[Reduced]:
-    """Averages the bucket with about a quarter of float32's bytes.
+    """Averages the bucket with about a quarter of the bytes of float32.
 
-    Each rank sends rank r its part r of the gradients, rounded to 8 bits block by block; rank r averages what it
-    received, rounds again, and sends the result to all. The next step compensates for both roundings (error feedback;
-    Seide et al. 2014, on both sides as in Tang et al. 2021, 1-bit Adam). A block with an infinity or a NaN arrives as
-    NaN.
+    Each rank sends part r of its gradients to rank r, rounded to 8 bits block by block. Rank r averages the parts that
+    it has received, rounds the average, and sends it to all ranks. The next step compensates for both roundings (error
+    feedback; Seide et al. 2014, on both sides as in Tang et al. 2021, 1-bit Adam). A block with infinity or NaN arrives
+    as NaN.
     """
     group = group_of(state.process_group)
     size, index = group.size(), bucket.index()
@@ -162,7 +155,7 @@ def int8_hook(state: Int8State, bucket: GradBucket) -> AnyFuture[Reduced]:
 def _quantise(
     values: torch.Tensor, lost: dict[int, torch.Tensor], state: Int8State, index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns 8-bit integers and a scale for each block of them; keeps the rounding errors in `lost`."""
+    """Returns 8-bit integers and a scale for each block; stores the rounding errors in `lost`."""
     if state.use_error_feedback and index in lost and lost[index].shape == values.shape:
         values = values + lost[index]
     blocks = values.view(-1, state.block_size)
@@ -181,7 +174,7 @@ def _restore(quantised: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes(quantised: torch.Tensor, scales: torch.Tensor) -> list[torch.Tensor]:
-    """Returns integers and scales as tensors of one dtype, which travel in one call."""
+    """Returns integers and scales as tensors of one dtype, so that one call can send them."""
     return [quantised.view(torch.uint8), scales.view(torch.uint8)]
 
 
@@ -191,12 +184,12 @@ class PowerSGDState:
 
     Args:
         process_group: the ranks; None for the default group.
-        matrix_approximation_rank: r; more is closer and costs more.
-        start_powerSGD_iter: the number of steps, before gradients have settled, that are averaged uncompressed.
-        min_compression_rate: a matrix of n x m elements is compressed if (n + m) r is that many times smaller than n m.
-        use_error_feedback: add to each gradient the approximation error of the previous step.
-        warm_start: begin the power iteration where that of the previous step ended.
-        orthogonalization_epsilon: added to the norms that columns are divided by.
+        matrix_approximation_rank: the rank r of the factors; a larger one is more exact and costs more.
+        start_powerSGD_iter: the number of steps that are averaged uncompressed first, while gradients change fast.
+        min_compression_rate: the smallest ratio of n m to (n + m) r for which an n x m matrix is compressed.
+        use_error_feedback: whether the approximation error of a step is added to the next gradient.
+        warm_start: whether the power iteration starts from the result of the previous step.
+        orthogonalization_epsilon: the number added to the norms that columns are divided by.
         random_seed: the seed of the first iteration; the same on every rank.
     """
 
@@ -221,7 +214,7 @@ class PowerSGDState:
             )
 
     def is_worth_it(self, gradient: torch.Tensor) -> bool:
-        """Returns whether a gradient, as a matrix whose rows are its first dimension, is sent as factors."""
+        """Returns whether a gradient is sent as factors; the rows of its matrix are the first dimension."""
         if gradient.dim() < 2 or gradient.numel() == 0:
             return False
         rows, columns = len(gradient), gradient.numel() // len(gradient)
@@ -229,11 +222,11 @@ class PowerSGDState:
         return factors * self.min_compression_rate < rows * columns
 
     def first_right(self, index: int, matrices: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns the Q that the iteration begins with."""
-        shapes = [(each.shape[1], min(self.matrix_approximation_rank, *each.shape)) for each in matrices]
+        """Returns the initial Q of the iteration for each matrix."""
+        shapes = [(matrix.shape[1], min(self.matrix_approximation_rank, *matrix.shape)) for matrix in matrices]
         known = self.rights.get(index)
         fits = known is not None and [q.shape for q in known] == shapes
-        # The factors are not finite after gradients that were not.
+        # Gradients that are not finite have left such factors.
         if self.warm_start and known is not None and fits and all(bool(q.isfinite().all()) for q in known):
             return known
         generator = torch.Generator().manual_seed(self.random_seed + self.iter * 1009 + index)
@@ -241,10 +234,10 @@ class PowerSGDState:
 
 
 def power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> AnyFuture[Reduced]:
-    """Averages matrices M as P Qᵀ, with P and Q of r columns, and vectors as they are.
+    """Averages matrices M as P Qᵀ, with P and Q of r columns, and vectors uncompressed.
 
-    Each step makes one power iteration: P = M Q, averaged and made orthonormal; then Q = Mᵀ P, averaged. The part of
-    this rank's gradient that P Qᵀ leaves out is added to its next one.
+    Each step makes one power iteration: P = M Q, averaged and orthonormalized; then Q = Mᵀ P, averaged. The difference
+    between this rank's gradient and P Qᵀ is added to its next gradient.
     """
     group = group_of(state.process_group)
     index = bucket.index()
@@ -258,11 +251,10 @@ def power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> AnyFuture[Reduce
     if state.use_error_feedback and error is not None and error.shape == gradient.shape:
         gradient.add_(error)
     views = bucket.gradients()
-    compressed = [at for at, each in enumerate(views) if state.is_worth_it(each)]
-    plain = [each for at, each in enumerate(views) if at not in compressed]
-    # The product is computed in float32 at least, whatever the gradients' type.
-    wide = torch.promote_types(gradient.dtype, torch.float32)
-    matrices = [views[at].reshape(len(views[at]), -1).to(wide, copy=True) for at in compressed]
+    compressed = [number for number, view in enumerate(views) if state.is_worth_it(view)]
+    plain = [view for number, view in enumerate(views) if number not in compressed]
+    wide = torch.promote_types(gradient.dtype, torch.float32)  # products are computed in float32 at least
+    matrices = [views[number].reshape(len(views[number]), -1).to(wide, copy=True) for number in compressed]
     rights = [q.to(m.dtype) for q, m in zip(state.first_right(index, matrices), matrices, strict=True)]
     rights = [_orthonormal(q, state.orthogonalization_epsilon) for q in rights]
     lefts = [m @ q for m, q in zip(matrices, rights, strict=True)]
@@ -279,14 +271,14 @@ def power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> AnyFuture[Reduce
         averaged = [m.mT @ p for m, p in zip(matrices, bases, strict=True)]
         average(averaged, group).wait()
         state.rights[index] = averaged
-        for at, p, q in zip(compressed, bases, averaged, strict=True):
-            views[at].copy_((p @ q.mT).view(views[at].shape))
+        for number, p, q in zip(compressed, bases, averaged, strict=True):
+            views[number].copy_((p @ q.mT).view(views[number].shape))
         if state.use_error_feedback:
-            lost = torch.zeros_like(gradient)  # what was sent uncompressed has lost nothing
-            parts = zip(bucket.parameters(), lost.split([p.numel() for p in bucket.parameters()]), strict=True)
-            lost_of = [part.as_strided(p.shape, views[at].stride()) for at, (p, part) in enumerate(parts)]
-            for at, m in zip(compressed, matrices, strict=True):
-                lost_of[at].copy_(m.view(views[at].shape) - views[at])
+            lost = torch.zeros_like(gradient)  # uncompressed gradients have no error
+            parts = lost.split([view.numel() for view in views])
+            for number, m in zip(compressed, matrices, strict=True):
+                view = views[number]
+                parts[number].as_strided(view.shape, view.stride()).copy_(m.view(view.shape) - view)
             state.errors[index] = lost.nan_to_num_(0, 0, 0)
         return gradient
 
@@ -294,15 +286,15 @@ def power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> AnyFuture[Reduce
 
 
 def _orthonormal(columns: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Orthogonalises the columns: with an epsilon by Gram-Schmidt, as torch's hook does, and without one by QR."""
+    """Orthonormalizes the columns: with an epsilon by Gram-Schmidt, as torch's hook does, and without one by QR."""
     if epsilon == 0:
         basis: torch.Tensor = torch.linalg.qr(columns)[0]
         return basis
     columns = columns.clone()
-    for at in range(columns.shape[1]):
-        column = columns[:, at]
+    for index in range(columns.shape[1]):
+        column = columns[:, index]
         column /= column.norm() + epsilon
-        rest = columns[:, at + 1 :]
+        rest = columns[:, index + 1 :]
         rest -= torch.outer(column, column @ rest)
     return columns
 

@@ -1,7 +1,4 @@
-"""Checks between forwards whether a wrapped module was changed, and copies its buffers.
-
-Detects that a module was changed, fast enough for regular checks during training.
-"""
+"""ModuleMonitor: detects changes of a wrapped module between forwards, and copies its buffers."""
 
 from __future__ import annotations
 
@@ -17,9 +14,9 @@ from paceline.train.module_tensors import broadcast_tensors, by_device, byte_vie
 
 
 class ModuleStructure:
-    """The parameters and submodules that a module had when this was created, or when `accept` was called.
+    """The parameters and submodules of a module at creation, or at the latest call of `accept`.
 
-    It compares identities in code that runs in C, which takes about 0.1 ms for a module of 400 layers. To iterate over
+    Identities are compared by code in C, which takes about 0.1 ms for a module of 400 layers; iterating over
     `parameters()` takes several times as long.
 
     Args:
@@ -36,23 +33,20 @@ class ModuleStructure:
         self.accept()
 
     def accept(self) -> None:
-        """Takes the parameters and submodules that the module has now for unchanged."""
+        """Takes the module's present parameters and submodules as the unchanged state."""
         modules = list(self._module.modules())
-        self._tables: list[dict[str, nn.Parameter | None] | dict[str, nn.Module | None]] = []
-        self._tables += [each._parameters for each in modules if each._parameters]
-        self._tables += [each._modules for each in modules if each._modules]
+        tables = [table for module in modules for table in (module._parameters, module._modules)]
+        self._tables = [table for table in tables if table]
         # Layers without parameters or submodules may get some later, so these tables must stay empty.
-        self._empty: list[dict[str, nn.Parameter | None] | dict[str, nn.Module | None]] = []
-        self._empty += [each._parameters for each in modules if not each._parameters]
-        self._empty += [each._modules for each in modules if not each._modules]
+        self._empty = [table for table in tables if not table]
         self._members = self._list_members()
         self._ids = [id(member) for member in self._members]
-        self._buffer_tables = [each._buffers for each in modules]
-        # A layer that got another name keeps those that were ignored under the former one.
+        self._buffer_tables = [module._buffers for module in modules]
+        # A layer with a new name keeps the buffers that were ignored under the former one.
         self._ignored += [
-            (each, key)
-            for prefix, each in self._module.named_modules(remove_duplicate=False)
-            for key, _ in each._buffers.items()
+            (module, key)
+            for prefix, module in self._module.named_modules(remove_duplicate=False)
+            for key in module._buffers
             if (f"{prefix}.{key}" if prefix else key) in self._ignored_names
         ]
         self._buffer_members.clear()
@@ -65,16 +59,13 @@ class ModuleStructure:
         return not any(self._empty) and self._ids == list(map(id, self._list_members()))
 
     def buffers(self) -> list[torch.Tensor]:
-        """Returns the module's buffers that are not ignored, each once; the module may replace them at any time.
-
-        Those on the meta device are left out, since they have no values.
-        """
+        """Returns each of the module's present buffers once, except ignored ones, and those on the meta device."""
         members = list(chain.from_iterable(table.values() for table in self._buffer_tables))
         if len(members) != len(self._buffer_members) or any(
             now is not before for now, before in zip(members, self._buffer_members, strict=True)
         ):
             self._buffer_members = members
-            kept = {id(each): each for each in members if each is not None and not each.is_meta}
+            kept = {id(buffer): buffer for buffer in members if buffer is not None and not buffer.is_meta}
             for owner, key in self._ignored:
                 kept.pop(id(getattr(owner, key, None)), None)
             self._buffers = list(kept.values())
@@ -85,13 +76,13 @@ _CHECK_EVERY = 16  # forwards
 
 
 class ModuleMonitor:
-    """A wrapped module; its attribute `tracked` has the tensors that the module had when it was wrapped.
+    """A wrapped module, its tensors at wrapping (`tracked`), and its buffers.
 
     Args:
         module: the module.
         group: the ranks.
-        also_ignored: the names of tensors that are left alone besides those that the module names.
-        may_leave_out: whether parameters may get no gradient, and so may also be taken out of the module.
+        also_ignored: the names of tensors to be ignored besides those that the module names.
+        may_leave_out: whether parameters may get no gradient, and so may also be removed from the module.
     """
 
     def __init__(
@@ -101,18 +92,18 @@ class ModuleMonitor:
         self._may_leave_out = may_leave_out
         self._module = module
         self._group = group
-        self._known = {id(param): param for param in module.parameters()}  # those that are ignored, too
+        self._known = {id(param): param for param in module.parameters()}  # including ignored ones
         self._untrained: dict[str, nn.Parameter] = dict(self.tracked.frozen)
         self._structure = ModuleStructure(module, self.tracked.ignored)
         self._forwards = 0
-        self._buffers_sent: list[tuple[int, int]] = []  # where their values are, and the number of bytes there
+        self._buffers_sent: list[tuple[int, int]] = []  # the address and the number of bytes of each
         self._buffer_bytes: list[list[torch.Tensor]] = []  # byte views, for each device
 
     def check_unchanged(self) -> None:
-        """Checks at every 16th call that what the module trains has not been changed; all else may change.
+        """Checks at every 16th call that the module still trains the same parameters; all else may change.
 
         Raises:
-            RuntimeError: parameters were replaced, added or taken out, or a parameter was unfrozen.
+            RuntimeError: parameters were replaced, added or removed, or a parameter was unfrozen.
         """
         self._forwards += 1
         if self._forwards % _CHECK_EVERY != 1:
@@ -128,7 +119,7 @@ class ModuleMonitor:
             self._accept_change()
 
     def _accept_change(self) -> None:
-        """Takes the module as it is now for unchanged, if it trains the same parameters as before."""
+        """Takes the module's present structure as the unchanged state if it trains the same parameters as before."""
         now = {id(param): name for name, param in self._module.named_parameters()}
         unknown = {
             name: param
@@ -138,41 +129,37 @@ class ModuleMonitor:
         new = [name for name, param in unknown.items() if param.requires_grad]
         gone = [name for name, param in self.tracked.trained.items() if id(param) not in now and name not in new]
         if new or (gone and not self._may_leave_out):
-            told = [f"new: {', '.join(new[:5])}"] if new else []
-            told += [f"gone: {', '.join(gone[:5])}"] if gone else []
+            changes = [f"new: {', '.join(new[:5])}"] if new else []
+            changes += [f"gone: {', '.join(gone[:5])}"] if gone else []
             raise RuntimeError(
                 f"{self._me()}: the module changed after wrapping: parameters were added, removed or replaced "
-                f"({'; '.join(told)}), and the gradients of new ones would not be averaged over the ranks. Change the "
-                "module first and wrap it afterwards (again, if need be)"
+                f"({'; '.join(changes)}), and the gradients of new ones would not be averaged over the ranks. Change "
+                "the module first and wrap it afterwards (again, if need be)"
             )
         self._untrained.update(unknown)
         self._structure.accept()
 
     def current_tensors(self, with_buffers: bool) -> list[torch.Tensor]:
-        """Returns the module's present parameters, and its buffers if asked for, since they may have been replaced."""
+        """Returns the module's present parameters, and its buffers if requested; both may have been replaced."""
         return collect_tracked(self._module, self.tracked.ignored).tensors(with_buffers)
 
     def current_buffers(self) -> list[torch.Tensor]:
-        """Returns the buffers that `send_buffers` would copy, also those of layers that are new."""
+        """Returns the buffers that `send_buffers` copies, including those of new layers."""
         if not self._structure.is_unchanged():
             self._accept_change()
         return self._structure.buffers()
 
-    def has_buffers(self) -> bool:
-        """Returns whether the module has buffers that `send_buffers` would copy."""
-        return bool(self.current_buffers())
-
     def send_buffers(self, root: int) -> None:
         """Copies the root's buffers to all ranks."""
-        # Not `detach()`, which would count writes for autograd: as in torch, another forward before the backward is no
-        # error, though batch normalization keeps its statistics for the backward.
+        # `data` does not increment the version counter, unlike `detach()`: as in torch, another forward before the
+        # backward is no error, though batch normalization keeps its statistics for the backward.
         buffers = [buffer.data for buffer in self.current_buffers()]
         if not buffers:
             return
         if not all(map(is_plain, buffers)):
             broadcast_tensors(buffers, self._group, root)
             return
-        # A buffer may become a longer view of the same memory; of plain ones, nothing else has to be compared.
+        # A buffer may become a longer view of the same memory; plain ones can differ in nothing else.
         memory = [(buffer.data_ptr(), buffer.nbytes) for buffer in buffers]
         if memory != self._buffers_sent:
             self._buffer_bytes = [byte_views(together) for together in by_device(buffers)]

@@ -10,7 +10,7 @@ from torch import nn
 
 from paceline.comm.group.eager import eager
 
-_OPTIMIZERS = "_in_backward_optimizers"  # as torch's _apply_optimizer_in_backward sets it
+_OPTIMIZERS = "_in_backward_optimizers"  # torch's _apply_optimizer_in_backward sets the same attribute
 _HOOK = "_paceline_step_hook"
 
 
@@ -22,12 +22,12 @@ def apply_optimizer_in_backward(
     """Gives each parameter its own optimizer, which steps inside backward and frees the gradient at once.
 
     If the module is wrapped in `DistributedDataParallel` afterwards, the optimizers step when backward ends, with the
-    averaged gradients; backwards within `no_sync` only accumulate. The program calls neither `step` nor `zero_grad`.
+    averaged gradients; backwards within `no_sync` only accumulate. Do not call `step` or `zero_grad`.
 
     Args:
-        optimizer_class: a class that is called with a list of one parameter and `optimizer_kwargs`.
-        params: parameters that require gradients, and whose module is not wrapped yet.
-        optimizer_kwargs: the optimizer's options, such as `{"lr": 0.1}`.
+        optimizer_class: the class of the optimizers, called with a list of one parameter and `optimizer_kwargs`.
+        params: the parameters, which require gradients and belong to a module that is not wrapped yet.
+        optimizer_kwargs: the options of the optimizers, such as `{"lr": 0.1}`.
 
     Raises:
         ValueError: a parameter has an optimizer in backward already.
@@ -48,7 +48,7 @@ def take_over_steps(params: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
         The parameters that have optimizers.
 
     Raises:
-        TypeError: another function than Paceline's has put optimizers into backward; they would step too early.
+        TypeError: a function other than Paceline's has put optimizers into backward; they would step too early.
     """
     stepped = []
     for name, param in params.items():

@@ -1,7 +1,4 @@
-"""Gradients that do not depend on how many ranks compute them, to the last bit.
-
-Evaluation in logical shards: each sample counts once, and the bits do not depend on the number of ranks.
-"""
+"""LogicalShards: training and evaluation whose results do not depend on the number of ranks, to the last bit."""
 
 from __future__ import annotations
 
@@ -19,7 +16,14 @@ from paceline.comm.record.spans import STEPS, RecordedSpan
 from paceline.train.checks.check_settings import choose_checks
 from paceline.train.checks.module_checks import ModuleChecks
 from paceline.train.ddp.distributed_data_parallel import DistributedDataParallel
-from paceline.train.logical_shards.shard_batches import Batch, ShardBatch, StepBatches, random_stream
+from paceline.train.logical_shards.shard_batches import (
+    EVALUATION,
+    TRAINING,
+    Batch,
+    ShardBatch,
+    StepBatches,
+    random_stream,
+)
 from paceline.train.logical_shards.tree_sum import (
     Node,
     Values,
@@ -35,118 +39,52 @@ from paceline.train.module_tensors import broadcast_tensors, collect_tracked
 from paceline.train.preconditions import rank_facts, require_same_module
 from paceline.train.training_events import record_optimizers
 
-_EVALUATING = 4  # the purpose of a random stream; `loader`, `logical` and `replica` have the others
-
 Measure = Callable[[Any], torch.Tensor]
 
 
-class ShardSums:
-    """The sum of `measure` over the batches of each shard.
-
-    Args:
-        measure: returns a CPU tensor, of the same shape and dtype for each batch, given a batch's data.
-        seed: of the random streams.
-    """
-
-    def __init__(self, measure: Measure, seed: int) -> None:
-        self._measure, self._seed = measure, seed
-        self._steps: list[StepBatches] = []
-        self._sums: dict[int, torch.Tensor] = {}
-
-    def add_up(self, steps: Iterator[StepBatches]) -> None:
-        """Adds up the batches of this rank's shards."""
-        for batches in steps:
-            for batch in batches:
-                self._add(batch)
-            self._steps.append(batches.without_data())
-
-    def value_of(self, shard: int) -> Values:
-        """Returns the sum of a shard, whose batches are read now if they were another rank's."""
-        if shard not in self._sums:
-            for batches in self._steps:
-                if (batch := batches.of(shard)) is not None:
-                    self._add(batch)
-        return [self._sums[shard].clone()]
-
-    def _add(self, batch: ShardBatch) -> None:
-        with random_stream(self._seed, _EVALUATING, *batch.key):
-            value = self._measure(batch.data).detach()
-        shard = batch.key[2]
-        self._sums[shard] = self._sums[shard] + value if shard in self._sums else value.clone()
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Returns a context in which `module` is in evaluation mode and no gradients are computed."""
-    modes = {each: each.training for each in module.modules()}
-    module.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for each, mode in modes.items():
-            each.training = mode
-
-
-_TRAINING = 2  # the purpose of a random stream; `loader` has the others
-
-
-class Evaluated(Protocol):
-    """What `ShardLoader` offers for an evaluation."""
+class EvaluationLoader(Protocol):
+    """A loader that an evaluation can read, such as `ShardLoader`."""
 
     def whole_epoch(self) -> Iterator[StepBatches]:
-        """Yields all steps of an epoch, always the same."""
+        """Yields all steps of an epoch, which is always the same one."""
         ...
 
 
 class Sums(Protocol):
-    """Adds up the values of all shards."""
+    """An object that adds up the values of all shards."""
 
     def total(self, value_of: Callable[[int], Values], is_step: bool = False) -> Values:
-        """Returns the sum over all shards in the tree's order; `value_of` computes the value of one of them.
+        """Returns the sum over all shards in the tree's order.
 
-        `is_step` says that it is the gradient of a training step.
+        Args:
+            value_of: a function that computes the value of a shard.
+            is_step: whether the sum is the gradient of a training step.
         """
         ...
 
 
-class GroupSums:
-    """The ranks of `group` each compute a run of the `count` shards."""
-
-    def __init__(self, count: int, group: ProcessGroup) -> None:
-        self._count, self._group = count, group
-
-    def total(self, value_of: Callable[[int], Values], is_step: bool = False) -> Values:
-        """Returns the sum over all shards."""
-        size = self._group.size()
-        root = Node(0, self._count)
-        nodes = [nodes_within(run_of_rank(self._count, size, rank), root) for rank in range(size)]
-        mine = {node: add_up(node, add, value_of, {}) for node in nodes[self._group.rank()]}
-        return sum_over_ranks(mine, nodes, self._count, self._group, in_place=True)
-
-
 class LogicalShards:
-    """Cuts every step into `count` shards and adds their gradients in an order that does not depend on ranks.
+    """Divides every step into `count` shards and adds their gradients in an order that does not depend on ranks.
 
-    Each shard has its own forward and backward, with its own random numbers (dropout) and with
-    normalisation over that shard; losses, gradients and changes of buffers (running statistics) are added in a pairwise
-    tree over the shards. So parameters have the same bits after training on 1, 2 or 4 ranks, or any other number up
-    to `count`. Powers of two that divide `count` move no more bytes than an all-reduce; others move more, and share
-    the work unevenly where they do not divide it.
+    Each shard has its own forward and backward, with its own random numbers (dropout) and with normalization over that
+    shard. Losses, gradients and changes of buffers (running statistics) are added in a pairwise tree over the shards.
+    Parameters therefore have the same bits after training on 1, 2 or 4 ranks, or any other number up to `count`. Powers
+    of two that divide `count` move no more bytes than an all-reduce. Other numbers of ranks move more bytes, and share
+    the work unevenly where they do not divide `count`.
 
-    The kind of CPU, the version of torch and its number of threads must be the same too; the latter is set for this
-    process.
+    The kind of CPU, the version of torch and its number of threads must be the same too; the constructor sets the
+    latter for this process.
 
     Args:
-        module: the model, not in a wrapper, the same on every rank; rank 0's parameters and buffers are copied to all.
+        module: the unwrapped model, the same on every rank; rank 0's parameters and buffers are copied to all.
         count: the number of shards, at least the number of ranks.
         seed: the seed of all random streams; the same on every rank.
         process_group: the ranks; None for the default group.
-        threads: torch's threads: 1 or, for fewer ranks with more cores each, a number to be kept in all runs.
+        threads: the number of torch's threads, the same in all runs; more than 1 suits few ranks with many cores.
         checks: whether gradients and replicas are checked, as for `DistributedDataParallel`.
 
     Raises:
-        CollectiveMismatchError: the model or these arguments differ between ranks; on every rank.
+        CollectiveMismatchError: the model or these arguments differ between ranks; raised on every rank.
         TypeError: the module is in a `DistributedDataParallel`.
         ValueError: there are fewer shards than ranks.
 
@@ -196,23 +134,23 @@ class LogicalShards:
         record_optimizers()
 
     def sum_by(self, sums: Sums, on_batch: Callable[[], None]) -> None:
-        """Has `sums` add up the shards' values from now on, and calls `on_batch` before a loader begins a batch."""
+        """Delegates the sum over shards to `sums`; a loader then calls `on_batch` before each batch."""
         self._sums, self._on_batch = sums, on_batch
         self._checks.allow_differences()  # the members of an elastic job vote on their state
 
     def begin_batch(self) -> None:
-        """Is called by a loader before it moves to the next batch or ends an epoch."""
+        """Prepares the next batch or the end of an epoch; loaders call it."""
         self._on_batch()
 
     def backward(self, loss_of: Callable[[Any], torch.Tensor], batches: Sequence[Batch]) -> torch.Tensor:
         """Computes the gradient of the mean loss over the step's samples, and adds it to the parameters' gradients.
 
         Args:
-            loss_of: returns the mean loss over a batch's samples, as a scalar, given the batch's data.
-            batches: one for each of this rank's shards that has samples.
+            loss_of: a function from a batch's data to the mean loss over its samples, a scalar.
+            batches: the batch of each of this rank's shards that has samples.
 
         Returns:
-            The mean loss, which is the same on every rank, as are the gradients.
+            The mean loss. It is the same on every rank, as are the gradients.
         """
         STEPS.begin(self, "shards")
         named = {name: param for name, param in self.module.named_parameters() if param.requires_grad}
@@ -236,15 +174,15 @@ class LogicalShards:
         self._checks.end(rest[: len(params)])
         return loss.clone()
 
-    def evaluate(self, measure: Measure, loader: Evaluated) -> torch.Tensor:
+    def evaluate(self, measure: Measure, loader: EvaluationLoader) -> torch.Tensor:
         """Returns the sum of `measure` over all batches of `loader`, in evaluation mode and without gradients.
 
         Each sample counts once, and the result has the same bits on every rank and for every number of ranks.
 
         Args:
-            measure: returns a CPU tensor, of the same shape and dtype for each batch, given a batch's data; a sum over
-                its samples, such as the number of correct answers.
-            loader: a `ShardLoader` of these shards, of its own and with shuffle=False.
+            measure: a function from a batch's data to a sum over its samples, such as the number of correct answers: a
+                CPU tensor, whose shape and dtype are the same for each batch.
+            loader: a separate `ShardLoader` of these shards, with shuffle=False.
 
         Raises:
             ValueError: the loader is in the middle of an epoch, or has fewer samples than there are shards.
@@ -269,14 +207,14 @@ class LogicalShards:
         buffers: Sequence[torch.Tensor],
         before: Sequence[torch.Tensor],
     ) -> Values:
-        """Returns a shard's loss, which parameters have gradients, the gradients, and the changes of its buffers."""
+        """Returns a shard's loss, a flag for each gradient that exists, the gradients, and the changes of buffers."""
         for buffer, value in zip(buffers, before, strict=True):
             buffer.copy_(value)
         for param in params:
             param.grad = None
         loss = torch.zeros(())
         if batch is not None:
-            with random_stream(self.seed, _TRAINING, *batch.key):
+            with random_stream(self.seed, TRAINING, *batch.key):
                 with RecordedSpan(EventKind.FORWARD, "shards", shard):
                     loss = loss_of(batch.data) * batch.weight
                 with RecordedSpan(EventKind.BACKWARD, "shards", shard):
@@ -294,31 +232,90 @@ class LogicalShards:
     def _update(
         buffers: Sequence[torch.Tensor], before: Sequence[torch.Tensor], changes: Sequence[torch.Tensor]
     ) -> None:
-        """Adds the shards' mean change to floating-point buffers; takes the others from shard 0."""
+        """Adds the shards' mean change to floating-point buffers, and copies other buffers from shard 0."""
         for buffer, old, change in zip(buffers, before, changes, strict=True):
             buffer.copy_(old + change if buffer.is_floating_point() else change)
 
 
+class GroupSums:
+    """The sum over `count` shards, of which each rank of `group` computes a run."""
+
+    def __init__(self, count: int, group: ProcessGroup) -> None:
+        self._count, self._group = count, group
+
+    def total(self, value_of: Callable[[int], Values], is_step: bool = False) -> Values:
+        """Returns the sum over all shards."""
+        size = self._group.size()
+        root = Node(0, self._count)
+        nodes = [nodes_within(run_of_rank(self._count, size, rank), root) for rank in range(size)]
+        mine = {node: add_up(node, add, value_of, {}) for node in nodes[self._group.rank()]}
+        return sum_over_ranks(mine, nodes, self._count, self._group, in_place=True)
+
+
+class ShardSums:
+    """The sum of `measure` over the batches of each shard, for an evaluation.
+
+    Args:
+        measure: a function from a batch's data to a CPU tensor, whose shape and dtype are the same for each batch.
+        seed: the seed of the random streams.
+    """
+
+    def __init__(self, measure: Measure, seed: int) -> None:
+        self._measure, self._seed = measure, seed
+        self._steps: list[StepBatches] = []
+        self._sums: dict[int, torch.Tensor] = {}
+
+    def add_up(self, steps: Iterator[StepBatches]) -> None:
+        """Adds up the batches of this rank's shards."""
+        for batches in steps:
+            for batch in batches:
+                self._add(batch)
+            self._steps.append(batches.without_data())
+
+    def value_of(self, shard: int) -> Values:
+        """Returns the sum of a shard, reading its batches if they belong to another rank."""
+        if shard not in self._sums:
+            for batches in self._steps:
+                if (batch := batches.of(shard)) is not None:
+                    self._add(batch)
+        return [self._sums[shard].clone()]
+
+    def _add(self, batch: ShardBatch) -> None:
+        with random_stream(self._seed, EVALUATION, *batch.key):
+            value = self._measure(batch.data).detach()
+        shard = batch.key[2]
+        self._sums[shard] = self._sums[shard] + value if shard in self._sums else value.clone()
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Returns a context in which `module` is in evaluation mode and no gradients are computed."""
+    modes = {layer: layer.training for layer in module.modules()}
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for layer, mode in modes.items():
+            layer.training = mode
+
+
 def _nothing() -> None:
-    """Is called where there is nothing to do."""
+    """Does nothing, in place of a callback."""
 
 
 def _change(after: torch.Tensor, before: torch.Tensor, weight: float) -> torch.Tensor:
-    """Returns a shard's share in the mean change of a buffer; entries that stay infinite or NaN have not changed."""
+    """Returns a shard's share in the mean change of a buffer; the change of entries that stay infinite is zero."""
     return torch.where(after == before, 0, after - before).mul_(weight)
 
 
 def _of_first_shard(buffer: torch.Tensor, shard: int) -> torch.Tensor:
     """Returns the buffer on shard 0 and zeros on the others, so that the sum over all shards is that of shard 0."""
-    summable = _summable(buffer)
+    summable = buffer.to(torch.uint8) if buffer.dtype is torch.bool else buffer
     return summable.clone() if shard == 0 else torch.zeros_like(summable)
 
 
-def _summable(buffer: torch.Tensor) -> torch.Tensor:
-    return buffer.to(torch.uint8) if buffer.dtype is torch.bool else buffer
-
-
 def _reader(batches: Sequence[Batch]) -> Callable[[int], Batch | None]:
-    """Returns a function from a shard to its batch, which is None if the shard has no samples in this step."""
+    """Returns a function from a shard to its batch, or to None if the shard has no samples in this step."""
     by_shard = {batch.key[2]: batch for batch in batches}
     return batches.of if isinstance(batches, StepBatches) else by_shard.get

@@ -1,9 +1,4 @@
-"""Which samples each shard has in each step of an epoch.
-
-What a step is computed from: the batches of a rank's shards, and those of other shards if they are needed.
-
-Random numbers that belong to a shard of a step, whichever rank computes it.
-"""
+"""The samples, the batches and the random numbers of each shard, which do not depend on the rank that computes it."""
 
 from __future__ import annotations
 
@@ -18,9 +13,12 @@ import torch
 
 from paceline.train.logical_shards.tree_sum import run_of_rank
 
+# The purposes of random streams: the second number of their keys, after the seed. Their values determine results.
+ORDER, READING, TRAINING, FORWARD, EVALUATION = range(5)
+
 
 class Batch(Protocol):
-    """What `ShardLoader` yields for a shard."""
+    """A shard's batch, such as `ShardLoader` yields."""
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -37,9 +35,12 @@ class Batch(Protocol):
 
 @dataclass(frozen=True)
 class ShardBatch:
-    """A shard's part of a step.
+    """The part of a step that belongs to a shard.
 
-    `key` holds the epoch, the step and the shard; `weight` is this batch's fraction of the step's samples.
+    Attributes:
+        key: the epoch, the step and the shard.
+        weight: the batch's fraction of the step's samples.
+        data: the data that the loss is computed from.
     """
 
     key: tuple[int, int, int]
@@ -51,27 +52,27 @@ class StepBatches(list[ShardBatch]):
     """The batches of this rank's shards in one step.
 
     Args:
-        batches: one for each of this rank's shards that has samples.
-        read: reads the batch of any shard of the step; None if the shard has no samples in it.
+        batches: the batch of each of this rank's shards that has samples.
+        read: a function that reads the batch of any shard of the step, or returns None if the shard has no samples.
     """
 
     def __init__(self, batches: Iterable[ShardBatch], read: Callable[[int], ShardBatch | None]) -> None:
         super().__init__(batches)
-        self._here: dict[int, ShardBatch] = {batch.key[2]: batch for batch in self}
+        self._own: dict[int, ShardBatch] = {batch.key[2]: batch for batch in self}
         self._read = read
 
     def without_data(self) -> StepBatches:
-        """Returns the same step with nothing read yet."""
+        """Returns the same step without any batch; `of` reads them again."""
         return StepBatches([], self._read)
 
     def of(self, shard: int) -> ShardBatch | None:
-        """Returns the batch of a shard, which is read now if it is another rank's; None if it has no samples."""
-        return self._here[shard] if shard in self._here else self._read(shard)
+        """Returns the batch of a shard, reading it if it is another rank's; None if the shard has no samples."""
+        return self._own[shard] if shard in self._own else self._read(shard)
 
 
 @contextmanager
 def random_stream(*key: int) -> Iterator[None]:
-    """Returns a context in which torch (on CPU) and `random` draw from the stream of `key`; it restores their state."""
+    """Returns a context in which torch (on CPU) and `random` draw from the stream of `key`; restores their states."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     torch_state, python_state = torch.get_rng_state(), random.getstate()
     torch.default_generator.manual_seed(int.from_bytes(digest, "little"))
@@ -83,16 +84,13 @@ def random_stream(*key: int) -> Iterator[None]:
         random.setstate(python_state)
 
 
-_ORDER = 0  # the purpose of a random stream
-
-
 @dataclass(frozen=True)
 class EpochPlan:
-    """The samples of an epoch in its order, and how steps and shards divide them.
+    """The samples of an epoch in its order, and their division into steps and shards.
 
     Attributes:
-        epoch: the epoch.
-        order: the samples.
+        epoch: the number of the epoch.
+        order: the indices of the samples.
         shards: the number of logical shards.
         batch_size: the number of samples of each shard in a step.
     """
@@ -104,10 +102,10 @@ class EpochPlan:
 
     @classmethod
     def of(cls, epoch: int, samples: int, shards: int, batch_size: int, *, seed: int, shuffle: bool) -> EpochPlan:
-        """Returns the plan of an epoch of so many samples, which is the same on every rank."""
+        """Returns the plan of an epoch over `samples` samples, the same on every rank."""
         order = torch.arange(samples)
         if shuffle:
-            with random_stream(seed, _ORDER, epoch):
+            with random_stream(seed, ORDER, epoch):
                 order = torch.randperm(samples)
         return cls(epoch, order, shards, batch_size)
 
@@ -117,7 +115,7 @@ class EpochPlan:
         return min(whole, len(self.order) - step * whole)
 
     def samples_of(self, step: int, shard: int) -> list[int]:
-        """Returns the samples of a shard in a step; none if the last step has fewer samples than shards."""
+        """Returns the samples of a shard in a step; empty for some shards if the last step has too few."""
         first = step * self.shards * self.batch_size
         run = run_of_rank(self.samples_of_step(step), self.shards, shard)
         listed: list[int] = self.order[first + run.start : first + run.stop].tolist()
@@ -128,7 +126,7 @@ class EpochPlan:
         return len(run_of_rank(self.samples_of_step(step), self.shards, shard))
 
     def batches(self, steps: range, mine: range) -> Iterator[list[Any]]:
-        """Yields what some shards read in some steps: (epoch, step, shard), and then the samples."""
+        """Yields a list for each shard in each step: the key (epoch, step, shard), followed by the samples."""
         for step in steps:
             for shard in mine:
                 if samples := self.samples_of(step, shard):

@@ -1,4 +1,4 @@
-"""Loads batches by logical shard, which are the same for every number of ranks."""
+"""ShardLoader: loads batches by logical shard, the same for every number of ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from paceline.comm.record.spans import recorded_waits
 from paceline.train.logical_shards.logical_shards import LogicalShards
-from paceline.train.logical_shards.shard_batches import EpochPlan, ShardBatch, StepBatches, random_stream
-
-_READING = 1  # the purpose of a random stream
+from paceline.train.logical_shards.shard_batches import READING, EpochPlan, ShardBatch, StepBatches, random_stream
 
 
 class Indexed(Protocol):
@@ -26,9 +24,9 @@ class Indexed(Protocol):
 
 
 class ShardLoader:
-    """Yields in each step the batches of this rank's shards, a list of `ShardBatch`.
+    """Yields a list of the batches of this rank's shards (`ShardBatch`) in each step.
 
-    Which samples a shard gets in a step depends on the number of shards, not on that of ranks. The last step of an
+    The samples of a shard in a step depend on the number of shards, and not on the number of ranks. The last step of an
     epoch divides the remaining samples among all shards; shards without a sample have no batch. Samples are read in the
     random stream of their shard and step, so that augmentation does not depend on the number of ranks or workers
     either. Each iteration is an epoch, or the rest of one.
@@ -36,9 +34,9 @@ class ShardLoader:
     Args:
         dataset: a dataset with a length that can be indexed.
         batch_size: the number of samples of each shard in a step.
-        shards: the logical shards, which say how many there are and which are this rank's.
-        shuffle: permute the samples differently in each epoch.
-        num_workers, collate_fn, prefetch_factor, persistent_workers: as for torch's DataLoader.
+        shards: the logical shards.
+        shuffle: whether the samples are permuted, differently in each epoch.
+        num_workers, collate_fn, prefetch_factor, persistent_workers: the arguments of torch's DataLoader.
 
     Example::
 
@@ -65,7 +63,7 @@ class ShardLoader:
         self._plan: EpochPlan | None = None  # of the latest epoch
         self._collate: Callable[[list[Any]], Any] = default_collate if collate_fn is None else collate_fn
         self._reading = _Reading(dataset, shards.seed)
-        reading: Any = self._reading  # a Dataset in all but its base class
+        reading: Any = self._reading  # has a Dataset's methods, but not its base class
         self._upcoming = _Batches()
         self._loader: DataLoader[Any] = DataLoader(
             reading,
@@ -85,7 +83,7 @@ class ShardLoader:
         self._next_step = 0
 
     def whole_epoch(self) -> Iterator[StepBatches]:
-        """Yields all steps of epoch 0, for an evaluation, which leaves the position as it is.
+        """Yields all steps of epoch 0, for an evaluation, and then restores the position.
 
         Raises:
             ValueError: an epoch has begun and not ended, or there are fewer samples than shards.
@@ -109,18 +107,18 @@ class ShardLoader:
         return self._steps() - self._next_step
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the position in the epoch after the steps that were yielded so far."""
+        """Returns the position after the steps that were yielded so far."""
         return {"epoch": self.epoch, "step": self._next_step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continues where `state` was taken, on any number of ranks, with the same number of shards and batch size."""
+        """Restores the position in `state`, on any number of ranks, for the same number of shards and batch size."""
         self.epoch, self._next_step = state["epoch"], state["step"]
 
     def _steps(self) -> int:
         return -(-len(self._dataset) // (self._shards.count * self._batch_size))
 
     def _plan_of(self, epoch: int) -> EpochPlan:
-        """Returns the plan of an epoch, which is kept for the next time."""
+        """Returns the plan of an epoch, which is cached."""
         if self._plan is None or (self._plan.epoch, len(self._plan.order)) != (epoch, len(self._dataset)):
             samples, shards = len(self._dataset), self._shards
             self._plan = EpochPlan.of(
@@ -129,7 +127,7 @@ class ShardLoader:
         return self._plan
 
     def _steps_as_dealt(self) -> Iterator[StepBatches]:
-        """Yields the remaining steps of the epoch for as long as this rank has the shards that it has now."""
+        """Yields the remaining steps of the epoch until this rank gets other shards."""
         mine = self._shards.mine
         remaining = self._remaining(mine)
         while self._next_step < self._steps():
@@ -140,9 +138,9 @@ class ShardLoader:
 
     def _remaining(self, mine: range) -> Iterator[StepBatches]:
         plan, steps = self._plan_of(self.epoch), self._steps()
-        # They are listed when the DataLoader asks for them: a view of an elastic job begins without waiting for that.
+        # This is lazy: an elastic job continues in a new view without waiting for the list of all batches.
         self._upcoming.listed = plan.batches(range(self._next_step, steps), mine)
-        # Without shards, as while a worker catches up with others, no loader processes are needed.
+        # A rank without shards, such as a worker that catches up with others, starts no loader processes.
         batches = recorded_waits(iter(self._loader) if mine else iter(()), "ShardLoader")
         while self._next_step < steps:
             step = self._next_step
@@ -153,7 +151,7 @@ class ShardLoader:
             )
 
     def _read_in(self, plan: EpochPlan, step: int, shard: int) -> ShardBatch | None:
-        """Reads a shard's batch of a step in this process; None if it has no samples."""
+        """Reads a shard's batch of a step in this process; returns None if it has no samples."""
         key, samples = (plan.epoch, step, shard), plan.samples_of(step, shard)
         if not samples:
             return None
@@ -166,7 +164,7 @@ class ShardLoader:
 class _Batches:
     """Yields each batch to the DataLoader as its key followed by its indices.
 
-    It does not refer to the loader: in a cycle, the collector of garbage would end the loader's processes, which takes
+    It has no reference to the loader: in a cycle, the garbage collector would end the loader's processes, which takes
     five seconds for each.
     """
 
@@ -188,5 +186,5 @@ class _Reading:
 
     def __getitems__(self, keyed: Sequence[Any]) -> list[Any]:
         key, *indices = keyed
-        with random_stream(self._seed, _READING, *key):
+        with random_stream(self._seed, READING, *key):
             return [self._dataset[index] for index in indices]

@@ -1,9 +1,9 @@
-"""A rank's forward and backward in logical shards, for any data parallel training loop.
+"""ShardedReplica: a rank's forward and backward in logical shards, for any data parallel training loop.
 
-Rank r's batch has the samples r, r + n, r + 2n, ... of a step, as `DistributedSampler` deals them out to n ranks. Dealt
-out to `count` shards in the same way, shard s has the same samples for every n, and rank r has the shards r, r + n, ...
-Their gradients are added in the tree that first splits the shards by the last bit of their number, so that the shards
-of a rank are a node of it.
+Rank r's batch has the samples r, r + n, r + 2n, ... of a step, as `DistributedSampler` distributes them to n ranks.
+Distributed to `count` shards in the same way, shard s has the same samples for every n, and rank r has the shards r,
+r + n, ... Their gradients are added in the tree that first splits the shards by the last bit of their number, so that
+the shards of a rank are a node of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.comm.group.process_group import ProcessGroup
 from paceline.train.autograd_graph import NO_BACKWARD, in_backward, running_backward
 from paceline.train.checks.module_checks import ModuleChecks
 from paceline.train.data_parallel import gather, map_tensors
-from paceline.train.logical_shards.shard_batches import random_stream
+from paceline.train.logical_shards.shard_batches import FORWARD, random_stream
 from paceline.train.logical_shards.tree_sum import (
     Node,
     Values,
@@ -32,33 +32,37 @@ from paceline.train.logical_shards.tree_sum import (
 )
 from paceline.train.module_tensors import TrackedTensors, broadcast_tensors
 
-_FORWARD = 3  # the purpose of a random stream; `loader` and `logical` have the others
-
 
 @dataclass(eq=False)
 class _Forward:
-    """What a forward keeps for its backward: the parameters and changes of buffers of each of this rank's shards."""
+    """The state of a forward until its backward.
+
+    Attributes:
+        reduces: whether the backward averages the gradients.
+        params: the parameters of each of this rank's shards.
+        changes: the changes of floating-point buffers by each shard.
+        whole: the other buffers, after the first shard.
+        is_reduced: whether the gradients were averaged.
+    """
 
     reduces: bool
     params: list[list[torch.Tensor]] = field(default_factory=list)
     changes: list[list[torch.Tensor]] = field(default_factory=list)
-    whole: list[torch.Tensor] = field(
-        default_factory=list
-    )  # buffers that are not floating-point, after the first shard
-    is_over: bool = False
+    whole: list[torch.Tensor] = field(default_factory=list)
+    is_reduced: bool = False
 
 
 class ShardedReplica:
-    """Calls `module` once for each of this rank's shards, and gives all ranks the average of all shards' gradients.
+    """Calls `module` once for each of this rank's shards, and averages the gradients over all shards.
 
     Args:
-        module: a module on CPU, the same on every rank.
+        module: a module on the CPU, the same on every rank.
         tracked: the module's tensors.
         count: the number of shards; a power of two like the number of ranks, and at least as large.
         seed: the seed of the shards' random streams.
         dim: the batch dimension of inputs and outputs.
         group: the ranks.
-        checks: looks at the gradients of each shard, and is told of each averaged backward.
+        checks: the checks of gradients and replicas.
 
     Raises:
         ValueError: the number of shards or ranks is not a power of two, or there are fewer shards than ranks.
@@ -91,24 +95,24 @@ class ShardedReplica:
         self._checks = checks
         self._local = count // size
         self._forwards = 0
-        self._waiting: list[_Forward] = []  # forwards whose backward has run and whose gradients are not reduced yet
+        self._waiting: list[_Forward] = []  # forwards whose backward has run and whose gradients were not reduced yet
         self._begun: list[_Forward] = []  # forwards that the running backward has reached
-        self._task = NO_BACKWARD  # the engine's number of the backward that runs
+        self._task = NO_BACKWARD  # the autograd engine's number of the running backward
 
     def __call__(
         self, args: Sequence[object], kwargs: Mapping[str, object], reduces: bool, compiler: Compiler = None
     ) -> object:
-        """Returns what the module returns for this rank's batch, with its shards put together.
+        """Returns the module's output for this rank's batch, concatenated from its shards.
 
         Args:
             args: the module's positional arguments.
-            kwargs: its keyword arguments.
-            reduces: the backward averages the gradients; otherwise they are kept for a backward that does.
-            compiler: what compiles the module.
+            kwargs: the module's keyword arguments.
+            reduces: whether the backward averages the gradients; otherwise they are kept for a backward that does.
+            compiler: the compiler of the module, if any.
 
         Raises:
-            ValueError: the samples of the batch cannot be dealt out evenly.
-            RuntimeError: a backward calls this.
+            ValueError: the shards cannot have equally many samples of the batch.
+            RuntimeError: a backward runs.
         """
         if in_backward():
             raise RuntimeError(
@@ -135,7 +139,7 @@ class ShardedReplica:
         forward.params.append(list(params.values()))
         inputs: Any = map_tensors((tuple(args), dict(kwargs)), lambda tensor: self._deal_out(tensor, shard))
         number = shard * self._group.size() + self._group.rank()
-        with random_stream(self._seed, _FORWARD, self._forwards, number):
+        with random_stream(self._seed, FORWARD, self._forwards, number):
             output = compiled_by(compiler, torch.func.functional_call, self._module, {**params, **buffers}, *inputs)
         changed = [(buffers[name], old) for name, old in self._tracked.buffers.items() if old.is_floating_point()]
         forward.changes.append([torch.where(new == old, 0, new - old) for new, old in changed])
@@ -144,7 +148,7 @@ class ShardedReplica:
         return map_tensors(output, lambda tensor: self._watch(tensor, forward))
 
     def _deal_out(self, tensor: torch.Tensor, shard: int) -> torch.Tensor:
-        """Returns a shard's samples in their own memory, since the layout of inputs may change what kernels compute."""
+        """Returns a shard's samples in memory of their own, since results of kernels may depend on the layout."""
         if tensor.dim() <= self._dim:
             return tensor
         samples = tensor.shape[self._dim]
@@ -157,7 +161,7 @@ class ShardedReplica:
         return apart.select(self._dim + 1, shard).clone(memory_format=torch.contiguous_format)
 
     def _deal_back(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the samples in the order of the batch, given the order of shards."""
+        """Returns the samples, which are in the order of shards, in the order of the batch."""
         if tensor.dim() <= self._dim or self._local == 1:
             return tensor
         by_shard: torch.Tensor = tensor.unflatten(self._dim, (self._local, tensor.shape[self._dim] // self._local))
@@ -166,7 +170,7 @@ class ShardedReplica:
     def _watch(self, tensor: torch.Tensor, forward: _Forward) -> torch.Tensor:
         @eager
         def begin(gradient: torch.Tensor) -> torch.Tensor:
-            if forward.is_over:
+            if forward.is_reduced:
                 raise RuntimeError(
                     f"rank {self._group.me.rank}: a second backward of one forward; with "
                     "deterministic=True its gradients were averaged after the first. Call the module again"
@@ -186,9 +190,13 @@ class ShardedReplica:
 
     @eager
     def _end(self) -> None:
-        """Averages the gradients at the end of a backward, if one of its forwards asked for it."""
+        """Averages the gradients at the end of a backward, if one of its forwards reduces."""
         self._task = NO_BACKWARD
-        begun = [f for f in self._begun if any(param.grad is not None for params in f.params for param in params)]
+        begun = [
+            forward
+            for forward in self._begun
+            if any(param.grad is not None for params in forward.params for param in params)
+        ]
         self._waiting += [forward for forward in begun if forward not in self._waiting]
         if any(forward.reduces for forward in begun):
             ready, self._waiting = self._waiting, []
@@ -197,13 +205,13 @@ class ShardedReplica:
     @torch.no_grad()
     def _reduce(self, forwards: Sequence[_Forward]) -> None:
         rank, size = self._group.rank(), self._group.size()
-        runs = [_run(place * self._local, self._local) for place in map(_reversing(size), range(size))]
+        firsts = [position * self._local for position in map(_reversing(size), range(size))]
         shard_of = _reversing(self._local)
 
         def value_of(leaf: int) -> Values:
-            return self._values(forwards, shard_of(leaf - runs[rank].start))
+            return self._values(forwards, shard_of(leaf - firsts[rank]))
 
-        nodes = [[Node(run.start, run.stop)] for run in runs]
+        nodes = [[Node(first, first + self._local)] for first in firsts]
         node = nodes[rank][0]
         mine = {node: add_up(node, add, value_of, {})}
         total = sum_over_ranks(mine, nodes, self._count, self._group, in_place=True)
@@ -223,25 +231,23 @@ class ShardedReplica:
             broadcast_tensors(whole, self._group)  # rank 0 has the first shard
         self._checks.end(rest[: len(params)])
         for forward in forwards:
-            forward.is_over = True
+            forward.is_reduced = True
             forward.params.clear()
 
     def _values(self, forwards: Sequence[_Forward], shard: int) -> Values:
-        """Returns one shard's values: which parameters have gradients, the gradients, and the buffers' changes."""
+        """Returns one shard's values: a flag for each gradient that exists, the gradients, and changes of buffers."""
         params = list(self._tracked.trained.values())
         gradients: list[torch.Tensor | None] = [None] * len(params)
         for forward in forwards:
-            for at, param in enumerate(forward.params[shard]):
-                old, new = gradients[at], param.grad
-                gradients[at] = old if new is None else new if old is None else old + new
+            for index, param in enumerate(forward.params[shard]):
+                old, new = gradients[index], param.grad
+                gradients[index] = old if new is None else new if old is None else old + new
         self._checks.look_at(list(self._tracked.trained), gradients)
-        changes = [torch.stack(each).sum(0) for each in zip(*(f.changes[shard] for f in forwards), strict=True)]
+        changes = [
+            torch.stack(of_buffer).sum(0) for of_buffer in zip(*(f.changes[shard] for f in forwards), strict=True)
+        ]
         found = torch.tensor([float(gradient is not None) for gradient in gradients])
         return [found, *map(gradient_or_zeros, params, gradients), *changes]
-
-
-def _run(first: int, length: int) -> range:
-    return range(first, first + length)
 
 
 def _reversing(count: int) -> Callable[[int], int]:

@@ -1,15 +1,11 @@
-"""Adds the ranks' sums over their shards, in the order of the tree over all shards.
+"""The sum over shards in the order of one binary tree, computed by all ranks together.
 
-Where each rank has one node, and the tree over the nodes is the one over ranks, the core adds them where they are, if
-it can follow that order (see `ProcessGroup.sums_as_tree`). Otherwise each rank adds one slice of the values, and all
-ranks gather the slices. That moves as many bytes as an all-reduce, but in an order that this module controls: engines
-add over ranks, most of them in another order than a tree, and some round half-precision sums once for all ranks, which
-a tree over shards could not continue.
-
-The order in which the values of S shards are added, and which part of that each rank can do alone.
-
-It is a pairwise tree over the shards' numbers, like the core's over ranks: ((0 1) (2 3)) ((4 5) ...). A node of the
-tree is the run of shards below it, so it has the same value whichever rank computes it.
+The tree is pairwise over the shards' numbers, like the core's over ranks: ((0 1) (2 3)) ((4 5) ...). A node is the run
+of shards below it, and has the same value whichever rank computes it. If each rank has one node, and the tree over
+these nodes is the one over ranks, the core adds them in place, provided that it can follow that order (see
+`ProcessGroup.sums_as_tree`). Otherwise each rank adds one slice of the values, and all ranks gather the slices. That
+moves as many bytes as an all-reduce, but in a defined order: most engines add over ranks in another order than a tree,
+and some round half-precision sums once for all ranks, which a tree over shards could not continue.
 """
 
 from __future__ import annotations
@@ -27,14 +23,14 @@ Value = TypeVar("Value")
 
 
 class Node(NamedTuple):
-    """The shards from `first` to before `stop`."""
+    """A node of the tree: the shards from `first` to before `stop`."""
 
     first: int
     stop: int
 
     @property
     def halves(self) -> tuple[Node, Node]:
-        """The two nodes whose sum this one is, if it has more than one shard."""
+        """The two children of a node with more than one shard."""
         half = 1 << ((self.stop - self.first - 1).bit_length() - 1)
         return Node(self.first, self.first + half), Node(self.first + half, self.stop)
 
@@ -45,13 +41,13 @@ def run_of_rank(shards: int, num_ranks: int, rank: int) -> range:
     >>> [list(run_of_rank(8, 3, rank)) for rank in range(3)]
     [[0, 1, 2], [3, 4, 5], [6, 7]]
     """
-    each, more = divmod(shards, num_ranks)
-    first = rank * each + min(rank, more)
-    return range(first, first + each + (rank < more))
+    length, longer = divmod(shards, num_ranks)
+    first = rank * length + min(rank, longer)
+    return range(first, first + length + (rank < longer))
 
 
 def nodes_within(run: range, node: Node) -> list[Node]:
-    """Returns the largest nodes at or below `node` within `run`: those that can be added without other ranks.
+    """Returns the largest nodes at or below `node` within `run`, which a rank can add without other ranks.
 
     There is only one node if the number of ranks is a power of two that divides the number of shards.
 
@@ -67,7 +63,7 @@ def nodes_within(run: range, node: Node) -> list[Node]:
 
 
 def is_tree_over_ranks(root: Node, nodes: Sequence[Sequence[Node]]) -> bool:
-    """Returns whether the sum over all shards is the pairwise tree over ranks of one node each.
+    """Returns whether each rank has one node, and the tree over these nodes is the pairwise tree over ranks.
 
     >>> is_tree_over_ranks(Node(0, 8), [[Node(0, 4)], [Node(4, 8)]])
     True
@@ -88,7 +84,7 @@ def add_up(
 ) -> Value:
     """Returns the value of `node`: a known one, that of a single shard, or the sum of its halves, the left one first.
 
-    The sum is computed depth first, so that at most one value for each level of the tree is held at a time.
+    The sum is computed depth first, so that memory holds at most one value for each level of the tree.
     """
     if node in known:
         return known[node]
@@ -122,14 +118,14 @@ def unpack(flat: Flat, like: Sequence[torch.Tensor]) -> Values:
 
 
 def gradient_or_zeros(param: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
-    """Returns a parameter's gradient where autograd put it, but zeros for None and a copy if it shares its memory."""
+    """Returns a parameter's gradient itself, but zeros for None, and a copy if it shares its memory."""
     if gradient is None:
         return torch.zeros_like(param, requires_grad=False)
     return gradient.detach().clone() if shares_memory(gradient) else gradient.detach()
 
 
 def laid_out_as(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Returns a gradient with the strides of the parameter, which optimizers are fastest with."""
+    """Returns a gradient with the strides of the parameter, for which optimizers are fastest."""
     if gradient.stride() == param.stride():
         return gradient
     return torch.empty_like(param, requires_grad=False).copy_(gradient)
@@ -152,12 +148,12 @@ def sum_over_ranks(
     """Returns the sum over all shards, which has the same bits on every rank of any group.
 
     Args:
-        mine: the sums of this rank's nodes; with the same dtypes and shapes on all ranks. The result of a group of one
-            rank may be one of them.
-        nodes: each rank's nodes of the tree, which together hold every shard once.
+        mine: the sums of this rank's nodes, with the same dtypes and shapes on all ranks. In a group of one rank, the
+            result may be one of them.
+        nodes: the nodes of each rank, which together contain every shard once.
         shards: the number of shards.
         group: the ranks.
-        in_place: the result may take the memory of `mine`, which otherwise does not change.
+        in_place: whether the result may use the memory of `mine`; otherwise `mine` does not change.
     """
     root = Node(0, shards)
     own = [mine[node] for node in nodes[group.rank()]]
@@ -171,13 +167,13 @@ def sum_over_ranks(
 def _sum_in_core(own: Values, group: ProcessGroup, in_place: bool) -> Values:
     total = own if in_place else [torch.empty_like(tensor) for tensor in own]
     for dtype in dict.fromkeys(tensor.dtype for tensor in own):
-        places = [at for at, tensor in enumerate(own) if tensor.dtype == dtype]
-        group.sum_as_tree([total[at] for at in places], [own[at] for at in places])
+        indices = [index for index, tensor in enumerate(own) if tensor.dtype == dtype]
+        group.sum_as_tree([total[index] for index in indices], [own[index] for index in indices])
     return total
 
 
 def _sum_in_slices(own: Sequence[Values], nodes: Sequence[Sequence[Node]], root: Node, group: ProcessGroup) -> Values:
-    # A rank without shards does not know what is added.
+    # A rank without shards has neither the dtypes nor the shapes.
     like = own[0] if all(nodes) else _announced(own, nodes, group)
     flat = [pack(values) for values in own]
     lengths: dict[torch.dtype, int] = {}
@@ -191,16 +187,16 @@ def _sum_in_slices(own: Sequence[Values], nodes: Sequence[Sequence[Node]], root:
 
 
 def _added(left: Values, right: Values) -> Values:
-    """Returns the sum in memory of its own, since the values that were given may be needed again."""
+    """Returns the sum in new memory, since the given values may be needed again."""
     return list(torch._foreach_add(left, right))
 
 
 def _announced(own: Sequence[Values], nodes: Sequence[Sequence[Node]], group: ProcessGroup) -> Values:
-    """Returns tensors with the dtypes and shapes of those that are added, on ranks without a value too."""
+    """Returns tensors with the dtypes and shapes of the values, on ranks without a value too."""
     first = next(rank for rank, theirs in enumerate(nodes) if theirs)
-    said = [[(str(each.dtype).removeprefix("torch."), list(each.shape)) for each in own[0]] if own else []]
-    broadcast_object_list(said, group_src=first, group=group)
-    return [torch.empty(shape, dtype=getattr(torch, name), device="meta") for name, shape in said[0]]
+    specs = [[(str(value.dtype).removeprefix("torch."), list(value.shape)) for value in own[0]] if own else []]
+    broadcast_object_list(specs, group_src=first, group=group)
+    return [torch.empty(shape, dtype=getattr(torch, name), device="meta") for name, shape in specs[0]]
 
 
 def _sum_of_dtype(
@@ -212,8 +208,8 @@ def _sum_of_dtype(
     length: int,
 ) -> torch.Tensor:
     size, rank = group.size(), group.rank()
-    each = -(-length // size)
-    bounds = [(min(length, r * each), min(length, (r + 1) * each)) for r in range(size)]
+    slice_length = -(-length // size)
+    bounds = [(min(length, r * slice_length), min(length, (r + 1) * slice_length)) for r in range(size)]
     inputs = [[value[start:stop] for value in own] for start, stop in bounds]
     width = bounds[rank][1] - bounds[rank][0]
     outputs = [[like.new_empty(width) for _ in theirs] for theirs in nodes]
@@ -224,10 +220,10 @@ def _sum_of_dtype(
         for node, value in zip(theirs, values, strict=True)
     }
     total = add_up(root, torch.Tensor.add_, _no_leaf, known)
-    if width < each:
-        total = torch.cat([total, like.new_zeros(each - width)])
-    whole = like.new_empty(each * size)
-    group.all_gather(list(whole.split(each)), total)
+    if width < slice_length:
+        total = torch.cat([total, like.new_zeros(slice_length - width)])
+    whole = like.new_empty(slice_length * size)
+    group.all_gather(list(whole.split(slice_length)), total)
     return whole[:length]
 
 
