@@ -74,7 +74,7 @@ def groups_by_host(group: ProcessGroup) -> HostGroups:
     return HostGroups(group, host, across, ranks, ranks.here == hosts[0])
 
 
-class Exchange:
+class GradientExchange:
     """Averages gradients over the ranks of `groups`.
 
     Args:
