@@ -1,7 +1,7 @@
 """Timing and participants of exchanges, as two state machines without communication or a clock.
 
-`ExchangeTimetable` schedules the beginning of each fragment's exchange and the use of its result. Exchanges are numbered
-from 0. Exchange k is of fragment k mod `fragments`, in round k // `fragments`. A round has `every` inner steps, over
+`ExchangeTimetable` schedules the beginning of each fragment's exchange and the use of its result. Exchanges count from
+0. Exchange k is of fragment k mod `fragments`, in round k // `fragments`. A round has `every` inner steps, over
 which its exchanges are spread evenly. A late rank adopts the step count of the others, so that it does not fall further
 behind in each round.
 
