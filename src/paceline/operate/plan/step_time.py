@@ -24,7 +24,7 @@ WIRES = {"bf16": 1 / 2, "int8": 66 / 256, "int4": 34 / 256}
 """The size of float32 gradients between hosts, relative to unrounded ones; 64 integers share a scale of two bytes."""
 
 EXACT_RANKS = 256
-"""The largest number of ranks for which every size is simulated; beyond, sizes between powers of four are interpolated."""
+"""The largest number of ranks for which every size is simulated; beyond it, powers of four are, with interpolation."""
 
 SIMULATED_RANKS = 2048
 """The largest number of ranks to simulate where one host cannot represent all; beyond, the closed forms are used."""
@@ -74,14 +74,14 @@ Simulate = Callable[[str, Operation, int, Network], SimulatedTiming]
 
 @dataclass(frozen=True)
 class TimedCall:
-    """A call: the algorithm that the engine would choose, and the seconds that it takes."""
+    """A call: the algorithm that the engine would choose, and its duration in seconds."""
 
     algorithm: str
     seconds: float
 
 
 class CallTimes:
-    """The times of collectives on one network; each different call is simulated once.
+    """The durations of collectives on one network; each different call is simulated once.
 
     Args:
         network: the hosts and their links.
