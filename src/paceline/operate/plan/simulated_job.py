@@ -333,7 +333,7 @@ class SimulatedJob:
             self._add_machine()
 
     def play(self, failures: int) -> JobOutcome:
-        """Runs until `failures` failures have happened and the time of the next has come, or the job ends."""
+        """Runs until the job has recovered from `failures` failures, or ends."""
         self.after(_CALM_S + self._next_failure_s(), self._fail, failures)
         self._run(lambda: self._has_ended)
         return self._result()
@@ -437,7 +437,10 @@ class SimulatedJob:
 
     def _fail(self, left: int) -> None:
         if left == 0:
-            self._has_ended = True
+            if self._recent_failures:  # the job recovers from the last failure first
+                self.after(self.times.step_s, self._fail, 0)
+            else:
+                self._has_ended = True
             return
         failures, machines = self._failures, list(self._machines)
         machine_rate = len(machines) / failures.machine_s if failures.machine_s else 0.0
