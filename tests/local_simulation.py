@@ -101,7 +101,7 @@ class Simulation:
             elif action.exchange >= rank.decided:
                 rank.offered.add(action.exchange)
                 self._say(number, action.exchange)
-            rank.course.did(action)
+            rank.course.complete(action)
         self._begin_step(number, rank)
 
     def _say(self, number: int, what: int) -> None:
@@ -111,14 +111,14 @@ class Simulation:
     def _hear(self, number: int, what: int) -> None:
         if what != FINISHED:
             self.first_s.setdefault(what, self.now_s)
-        self.roll.came(number, what, self.now_s)
+        self.roll.arrived(number, what, self.now_s)
         self._call()
 
     def _call(self) -> None:
         if self.now_s < self.free_s:
             self._at(self.free_s, self._call)
             return
-        verdict = self.roll.call(self.now_s)
+        verdict = self.roll.decide(self.now_s)
         if verdict is None:
             due_s = self.roll.due_s()
             if due_s is not None and due_s > self.now_s:

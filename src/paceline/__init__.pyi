@@ -165,7 +165,7 @@ from paceline.train.ddp.distributed_data_parallel import DistributedDataParallel
 from paceline.train.ddp.distributed_data_parallel import DistributedDataParallelCPU as DistributedDataParallelCPU
 from paceline.train.ddp.optimizer_in_backward import apply_optimizer_in_backward as apply_optimizer_in_backward
 from paceline.train.diloco.diloco import DiLoCo as DiLoCo
-from paceline.train.diloco.local_sgd import LocalSGD as LocalSGD
+from paceline.train.diloco.diloco import LocalSGD as LocalSGD
 from paceline.train.elastic.worker.agreement import ViewChange as ViewChange
 from paceline.train.elastic.worker.elastic_state import ElasticState as ElasticState
 from paceline.train.elastic.worker.vote import DivergenceError as DivergenceError

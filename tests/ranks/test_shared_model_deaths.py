@@ -17,7 +17,7 @@ from world import Ranks
 
 import paceline as dist
 from paceline.train.shared_model import shared_model_optimizer as one_copy
-from paceline.train.shared_model.gradient_exchange import Exchange
+from paceline.train.shared_model.gradient_exchange import GradientExchange
 
 STEPS, FATAL_STEP = 5, 3
 OPTIONS = {"lr": 0.05, "fused": True}
@@ -57,13 +57,13 @@ def prepare_death(dies: str) -> None:
     if dies == "between rounds":
         rounds = []
 
-        def kill_in_the_second(self: Exchange, ready: object, update: object) -> None:
+        def kill_in_the_second(self: GradientExchange, ready: object, update: object) -> None:
             rounds.append(ready)
             if len(rounds) == 2:  # so that some slices have been updated
                 os.kill(os.getpid(), signal.SIGKILL)
             average(self, ready, update)
 
-        average, Exchange.average = Exchange.average, kill_in_the_second  # type: ignore[method-assign]
+        average, GradientExchange.average = GradientExchange.average, kill_in_the_second  # type: ignore[method-assign]
     else:
         timer = threading.Timer(random.uniform(0, 0.002), os.kill, (os.getpid(), signal.SIGKILL))
         timer.start()

@@ -9,7 +9,7 @@ import pytest
 import streams
 
 from paceline import StatefulLoader
-from paceline.train.data.remaining_samples import EpochStep, RankSlot, RemainingSamples
+from paceline.train.data.epoch_order import EpochStep, RankSlot, RemainingSamples
 
 
 class Dealt:

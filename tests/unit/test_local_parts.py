@@ -33,7 +33,7 @@ def actions(rhythm: ExchangeInterval, steps: int) -> dict[int, list[object]]:
 def all_due(course: ExchangeTimetable) -> list[BeginExchange | UseResult]:
     done: list[BeginExchange | UseResult] = []
     while (action := course.due()) is not None:
-        course.did(action)
+        course.complete(action)
         done.append(action)
     return done
 
@@ -96,44 +96,44 @@ def test_a_rank_that_is_not_late_keeps_its_steps():
 
 def test_late_ranks_are_waited_for_only_so_long():
     roll = ArrivalTracker(3, grace_s=5.0)
-    assert roll.call(100.0) is None
-    roll.came(1, 0, 100.0)
-    roll.came(0, 0, 104.0)
-    assert roll.call(104.9) is None
+    assert roll.decide(100.0) is None
+    roll.arrived(1, 0, 100.0)
+    roll.arrived(0, 0, 104.0)
+    assert roll.decide(104.9) is None
     assert roll.due_s() == 105.0
-    assert roll.call(105.0) == Participants((True, True, False))
-    roll.came(2, 0, 106.0)  # too late: this opens no window for the exchange that comes next
+    assert roll.decide(105.0) == Participants((True, True, False))
+    roll.arrived(2, 0, 106.0)  # too late: this opens no window for the exchange that comes next
     assert roll.due_s() is None
-    assert roll.call(1e9) is None
+    assert roll.decide(1e9) is None
 
 
 def test_nobody_waits_once_all_are_there():
     roll = ArrivalTracker(2, grace_s=5.0)
     for rank in range(2):
-        roll.came(rank, 0, 1.0)
-    assert roll.call(1.0) == Participants((True, True))
+        roll.arrived(rank, 0, 1.0)
+    assert roll.decide(1.0) == Participants((True, True))
 
 
 def test_a_rank_may_be_an_exchange_ahead():
     roll = ArrivalTracker(2, grace_s=5.0)
-    roll.came(0, 0, 1.0)
-    roll.came(0, 1, 2.0)
-    assert roll.call(6.0) == Participants((True, False))
+    roll.arrived(0, 0, 1.0)
+    roll.arrived(0, 1, 2.0)
+    assert roll.decide(6.0) == Participants((True, False))
     assert roll.due_s() == 7.0
-    roll.came(1, 1, 6.5)
-    assert roll.call(6.5) == Participants((True, True))
+    roll.arrived(1, 1, 6.5)
+    assert roll.decide(6.5) == Participants((True, True))
 
 
 def test_finished_ranks_are_not_waited_for():
     roll = ArrivalTracker(3, grace_s=5.0)
-    roll.came(0, FINISHED, 1.0)
-    roll.came(1, 0, 1.0)
-    roll.came(2, 0, 1.0)
-    assert roll.call(1.0) == Participants((False, True, True))
-    roll.came(1, FINISHED, 2.0)
-    assert roll.call(2.0) is None
-    roll.came(2, FINISHED, 3.0)
-    assert roll.call(3.0) == Participants((False, False, False), is_final=True)
+    roll.arrived(0, FINISHED, 1.0)
+    roll.arrived(1, 0, 1.0)
+    roll.arrived(2, 0, 1.0)
+    assert roll.decide(1.0) == Participants((False, True, True))
+    roll.arrived(1, FINISHED, 2.0)
+    assert roll.decide(2.0) is None
+    roll.arrived(2, FINISHED, 3.0)
+    assert roll.decide(3.0) == Participants((False, False, False), is_final=True)
 
 
 def test_ranks_at_different_exchanges_are_refused():

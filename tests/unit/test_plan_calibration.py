@@ -148,5 +148,6 @@ def test_a_plan_without_a_calibration_says_so(capsys, tmp_path):
 
 
 def test_predicting_needs_no_torch():
-    code = "import sys, paceline.operate.plan.report, paceline.operate.plan.advice, paceline.cli.plan; sys.exit('torch' in sys.modules)"
+    modules = "paceline.operate.plan.report, paceline.operate.plan.advice, paceline.cli.plan"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -6,13 +6,40 @@ import pytest
 from sampling import FACTOR
 
 from paceline.comm.schedule.cost_model import CostModel, LinkCost
-from paceline.comm.schedule.hierarchical import reduce_in_blocks
 from paceline.comm.schedule.network import Network
 from paceline.comm.schedule.simulation import simulate_schedules
+from paceline.comm.schedule.steps import Buffer, BufferSlice, Operation, Schedule, combine, copy, receive, send
 from paceline.comm.schedule.verify import verify
 
 NEAR = LinkCost(1e-8, 1e-11)
 NBYTES = 1 << 20
+
+
+def reduce_in_blocks(rank: int, world_size: int, block: int) -> Schedule:
+    """Returns a rank's schedule of the all-reduce in native/host/reducing.cpp, in blocks of consecutive ranks.
+
+    Each rank of a block, which is a part of the machine, reduces one slice of the tensor over its block. The ranks
+    with the same place in all blocks exchange their slices and reduce them, and each block passes the results around.
+
+    Raises:
+        ValueError: the ranks cannot be cut into such blocks.
+    """
+    if block < 1 or world_size % block:
+        raise ValueError(f"{world_size} ranks cannot be cut into blocks of {block}")
+    first, place = rank - rank % block, rank % block
+    near = [first + i for i in range(block)]
+    slices = [BufferSlice(Buffer.OUTPUT, i) for i in range(block)]
+    own, total = slices[place], BufferSlice(Buffer.SCRATCH, place)
+    others = [peer for peer in near if peer != rank]
+    alike = [peer for peer in range(place, world_size, block) if peer != rank]
+    steps = [send(peer, slices[peer - first]) for peer in others]
+    steps += [combine(peer, own, own, final=not alike and peer == others[-1]) for peer in others]
+    steps += [send(peer, own) for peer in alike]
+    steps += [combine(peer, total, total if turn else own, peer == alike[-1]) for turn, peer in enumerate(alike)]
+    steps += [copy(own, total)] if alike else []
+    steps += [send(peer, own) for peer in others]
+    steps += [receive(peer, slices[peer - first]) for peer in others]
+    return Schedule(Operation.ALL_REDUCE, "in blocks", rank, world_size, -1, block, tuple(steps))
 
 
 def world(world_size, block):

@@ -137,7 +137,7 @@ def test_steps_have_the_bits_of_one_process(tmp_path_factory, kind, ranks, stage
 
 
 def require_in_file(optimizer: dist.ZeroRedundancyOptimizer) -> None:
-    memory = optimizer._kept._file
+    memory = optimizer._storage._file
     assert memory is not None
     for target, state in optimizer.state.items():
         assert target.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""Draws a schedule: who sends what to whom, and when, as `timing` simulates it."""
+"""draw_call: an SVG diagram of a simulated call, with its messages over time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.comm.schedule.simulation import CallTiming, SimulatedMessage, find
 from paceline.comm.schedule.steps import ROOTED, Operation, Schedule
 
 MOST_RANKS, MOST_MESSAGES = 64, 5_000
-"""A picture of more cannot be read."""
+"""The limits of a readable picture."""
 
 COLOURS = ("#0369a1", "#15803d", "#a16207", "#6d28d9", "#b91c1c", "#0e7490", "#be185d", "#4d7c0f")
 LEFT, RIGHT, TOP, WIDTH, ROW = 110, 24, 70, 960, 44
@@ -29,8 +29,8 @@ STYLE = """
 def draw_call(algorithm: str, operation: Operation, nbytes: int, network: Network, root: int = 0) -> str:
     """Returns an SVG of a call: ranks from top to bottom, time from left to right, and a band for each message.
 
-    A band begins on its sender's line while its bytes leave, and ends on the receiver's while they arrive. Its colour
-    is that of its first block.
+    A band begins on its sender's line while its bytes leave, and ends on the receiver's line while they arrive. Its
+    colour is that of its first block.
 
     Raises:
         ValueError: the algorithm does not have the operation, or there are too many ranks or messages for a picture.
@@ -102,22 +102,22 @@ class _CallDiagram:
             for part in (0, 0.25, 0.5, 0.75, 1)
         ]
 
-    def _message(self, each: SimulatedMessage) -> str:
-        latency_s = min(find_path(self.network, each.source, each.target).latency_s, each.end_s - each.begin_s)
-        up = [(each.begin_s, each.source), (each.end_s - latency_s, each.source)]
-        down = [(each.end_s, each.target), (each.begin_s + latency_s, each.target)]
-        points = " ".join(f"{self._x(at):.1f},{self._y(rank):.1f}" for at, rank in [*up, *down])
-        src = self.schedules[each.source].steps[each.step].src
+    def _message(self, message: SimulatedMessage) -> str:
+        source, target, begin_s, end_s = message.source, message.target, message.begin_s, message.end_s
+        latency_s = min(find_path(self.network, source, target).latency_s, end_s - begin_s)
+        corners = [(begin_s, source), (end_s - latency_s, source), (end_s, target), (begin_s + latency_s, target)]
+        points = " ".join(f"{self._x(time_s):.1f},{self._y(rank):.1f}" for time_s, rank in corners)
+        src = self.schedules[source].steps[message.step].src
         first, length = (src.first, src.length) if src is not None else (0, 0)
         colour = COLOURS[first % len(COLOURS)]
-        when = f"{format_seconds(each.begin_s)} to {format_seconds(each.end_s)}"
+        times = f"{format_seconds(begin_s)} to {format_seconds(end_s)}"
         what = f"block {first}" if length == 1 else f"blocks {first} to {first + length - 1}" if length else "nothing"
-        said = f"rank {each.source} to rank {each.target}: {what}, {each.nbytes:,.0f} bytes, {when}"
+        title = f"rank {source} to rank {target}: {what}, {message.nbytes:,.0f} bytes, {times}"
         look = f'fill="{colour}" fill-opacity="0.35" stroke="{colour}" stroke-opacity="0.8"'
-        return f'<polygon points="{points}" {look}><title>{said}</title></polygon>'
+        return f'<polygon points="{points}" {look}><title>{title}</title></polygon>'
 
     def _now(self) -> str:
-        """Returns a line that goes from left to right, again and again."""
+        """Returns a line that moves from left to right repeatedly."""
         moves = "".join(
             f'<animate attributeName="{end}" from="{LEFT}" to="{WIDTH - RIGHT}" dur="{PLAYS_S}s" '
             'repeatCount="indefinite"/>'

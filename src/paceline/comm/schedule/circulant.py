@@ -1,31 +1,28 @@
-"""Reduce-scatter and all-gather on a circulant graph: few rounds as in a tree, few bytes as in a ring, for any number.
+"""The circulant graph: few rounds as in a tree and few bytes as in a ring, for any number of members; and rails.
 
-A member first holds contributions to the blocks of all n members. In a round it keeps those of itself and the members
-that follow up to a distance, and sends the rest, each part straight to a member at whose place it begins. So with parts
-of half (`radix` 2), what is left halves in each round, as in Träff 2024, "Optimal, non-pipelined reduce-scatter and
-allreduce algorithms"; more parts save rounds where messages take long. No byte is sent more often than in a ring. Every
-member does the same relative to its own place.
+In the reduce-scatter, a member first holds contributions to the blocks of all n members. In a round it keeps those of
+itself and of the next members up to a distance, and sends each part of the rest to the member with which the part
+begins. With halves (`radix` 2) the remaining data halves in each round, as in Träff 2024, "Optimal, non-pipelined
+reduce-scatter and allreduce algorithms"; more parts save rounds on links with a long latency. No byte is sent more
+often than in a ring. All members have the same steps relative to their own position.
 
-All-reduces on rails: within each host first, then between hosts, where all ranks of a host exchange at once.
+In an all-reduce on rails, the l-th ranks of all hosts are the l-th rail, which owns the l-th slice of the tensor. Rings
+within the hosts reduce the slice, the rail exchanges it between hosts on the circulant graph, and rings within the
+hosts pass the slices around. The tensor is cut into segments: while one is exchanged between hosts, the next one is
+reduced within them. Each host's rings move the blocks in the order in which its rails need them.
 
-The l-th ranks of all hosts are the l-th rail, which owns the l-th slice of the tensor: rings within the hosts reduce
-the slice, the rail exchanges it between hosts (`circulant.py`), and rings within the hosts pass the slices around. The
-tensor is cut into segments: while one is under way between hosts, the next one is reduced within them. Each host's
-rings move the blocks in the order in which its rails need them.
-
-`LONG` is what `hierarchical` uses: a rank exchanges with one other host at a time, and the segments are many. `SHORT`
-makes the algorithm `circulant`: it takes fewer rounds, in which a rank sends to several hosts at the same time, and
-cuts less, for tensors whose messages' alphas count more than their bytes.
+`hierarchical.py` uses `LONG`: a rank exchanges with one other host at a time, and there are many segments. The
+algorithm `circulant` uses `SHORT`, for tensors whose latency outweighs their bytes: there are fewer rounds, in which a
+rank sends to several hosts at the same time, and fewer segments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from paceline.comm.schedule import ring, tree
-from paceline.comm.schedule.cost_model import Case, Cost, LinkCost, message_s
-from paceline.comm.schedule.cost_model import doubling_rounds as doublings
+from paceline.comm.schedule.cost_model import Case, Cost, LinkCost, doubling_rounds, message_s
 from paceline.comm.schedule.steps import (
     BlocksAndSteps,
     Buffer,
@@ -45,21 +42,22 @@ from paceline.comm.schedule.steps import (
 
 
 class CirculantRound(NamedTuple):
-    """What is reduced to the blocks at distances below `width` from those below `reach`, in parts of `width`."""
+    """A round that reduces the blocks at distances below `reach` to those below `width`, in parts of `width`."""
 
     width: int
     reach: int
 
     @property
     def parts(self) -> list[tuple[int, int]]:
-        """The parts that are sent, as distances and numbers of blocks."""
-        return [(at, min(self.width, self.reach - at)) for at in range(self.width, self.reach, self.width)]
+        """The parts that are sent, as their distances and numbers of blocks."""
+        distances = range(self.width, self.reach, self.width)
+        return [(distance, min(self.width, self.reach - distance)) for distance in distances]
 
 
 def circulant_rounds(n: int, radix: int) -> list[CirculantRound]:
     """Returns the rounds of a reduce-scatter among n members; an all-gather has them in reverse.
 
-    They are as few as parts of a `radix`-th allow, and have no more parts than so few rounds need.
+    They are as few as with parts of a `radix`-th, and have the smallest number of parts with so few rounds.
     """
     found = _rounds_of_radix(n, radix)
     while radix > 2 and len(smaller := _rounds_of_radix(n, radix - 1)) == len(found):
@@ -79,7 +77,7 @@ def _rounds_of_radix(n: int, radix: int) -> list[CirculantRound]:
 def send_order(n: int, me: int, radix: int) -> list[int]:
     """Returns the blocks in the order in which member `me` sends them in a reduce-scatter, its own last."""
     first = circulant_rounds(n, radix)[0].width if n > 1 else 0
-    return [(me + first + at) % n for at in range(n)]
+    return [(me + first + distance) % n for distance in range(n)]
 
 
 def reduce_phase(
@@ -90,57 +88,55 @@ def reduce_phase(
     `members[me]` is this rank; there are as many blocks as members.
     """
     n, steps = len(members), list[Step]()
-    for each in circulant_rounds(n, radix):
-        for at, count in each.parts:
-            steps += [send(members[(me + at) % n], src) for src in _slices_around(blocks, me + at, count)]
-        for at, count in each.parts:
-            complete = final and each.width == 1 and at == each.reach - 1
-            source = members[(me - at) % n]
+    for turn in circulant_rounds(n, radix):
+        for distance, count in turn.parts:
+            target = members[(me + distance) % n]
+            steps += [send(target, src) for src in _slices_around(blocks, me + distance, count)]
+        for distance, count in turn.parts:
+            complete = final and turn.width == 1 and distance == turn.reach - 1
+            source = members[(me - distance) % n]
             steps += [combine(source, dst, dst, complete) for dst in _slices_around(blocks, me, count)]
     return steps
 
 
 def gather_phase(members: Sequence[int], me: int, blocks: Sequence[int], radix: int) -> list[Step]:
-    """Returns an all-gather of OUTPUT: blocks[i], which member i holds, ends up with all members."""
+    """Returns an all-gather of OUTPUT: all members get blocks[i], which member i holds."""
     n, steps = len(members), list[Step]()
-    for each in reversed(circulant_rounds(n, radix)):
-        for at, count in each.parts:
-            steps += [send(members[(me - at) % n], src) for src in _slices_around(blocks, me, count)]
-        for at, count in each.parts:
-            steps += [receive(members[(me + at) % n], dst) for dst in _slices_around(blocks, me + at, count)]
+    for turn in reversed(circulant_rounds(n, radix)):
+        for distance, count in turn.parts:
+            steps += [send(members[(me - distance) % n], src) for src in _slices_around(blocks, me, count)]
+        for distance, count in turn.parts:
+            source = members[(me + distance) % n]
+            steps += [receive(source, dst) for dst in _slices_around(blocks, me + distance, count)]
     return steps
 
 
 def _slices_around(blocks: Sequence[int], first: int, count: int) -> list[BufferSlice]:
-    return contiguous_slices(Buffer.OUTPUT, _blocks_around(blocks, first, count))
-
-
-def _blocks_around(blocks: Sequence[int], first: int, count: int) -> Iterator[int]:
-    return (blocks[(first + at) % len(blocks)] for at in range(count))
+    return contiguous_slices(Buffer.OUTPUT, (blocks[index % len(blocks)] for index in range(first, first + count)))
 
 
 def phase_latency_s(n: int, radix: int, link: LinkCost, calls: int = 1) -> float:
-    """Returns the seconds that messages wait in as many phases of n members as `calls` says, one after another.
+    """Returns the seconds of latency in `calls` sequential phases of n members.
 
-    The messages of a round are under way together, while each keeps its rank busy for a part of its alpha.
+    The messages of a round are in flight together, while each occupies its rank for a part of its alpha.
     """
-    under_way_s = link.alpha_s - link.busy_s
-    return sum(under_way_s + calls * len(each.parts) * link.busy_s for each in circulant_rounds(n, radix))
+    flight_s = link.alpha_s - link.busy_s
+    return sum(flight_s + calls * len(turn.parts) * link.busy_s for turn in circulant_rounds(n, radix))
 
 
 class RailParameters(NamedTuple):
-    """How rails divide their work.
+    """The division of the work of rails.
 
     Attributes:
-        radix: into how many parts a round between hosts divides what a rank has.
-        segments: into how many parts the tensor is cut where hosts have several ranks.
+        radix: the number of parts into which a round between hosts divides a rank's data.
+        segments: the number of parts into which the tensor is cut where hosts have several ranks.
     """
 
     radix: int
     segments: int
 
     def segments_for(self, n_hosts: int, n_local: int) -> int:
-        """Returns the number of segments on so many hosts of so many ranks."""
+        """Returns the number of segments on `n_hosts` hosts of `n_local` ranks."""
         return self.segments if n_hosts > 1 and n_local > 1 else 1
 
 
@@ -149,7 +145,7 @@ SHORT = RailParameters(radix=12, segments=2)
 
 
 def all_reduce(home: HostPosition, cut: RailParameters) -> BlocksAndSteps:
-    """Returns a rank's part of an all-reduce between hosts of equally many ranks."""
+    """Returns a rank's steps of an all-reduce between hosts with the same number of ranks."""
     hosts, host, local, me = home
     n_hosts, n_local = len(hosts), len(local)
     segments = range(cut.segments_for(n_hosts, n_local))
@@ -158,24 +154,24 @@ def all_reduce(home: HostPosition, cut: RailParameters) -> BlocksAndSteps:
         firsts = range(segment * n_local * n_hosts, (segment + 1) * n_local * n_hosts, n_hosts)
         return [contiguous_slices(Buffer.OUTPUT, (first + block for block in order)) for first in firsts]
 
-    mine = [range(first, first + n_hosts) for first in ((each * n_local + me) * n_hosts for each in segments)]
+    own = [range(first, first + n_hosts) for first in ((segment * n_local + me) * n_hosts for segment in segments)]
     needed, complete = send_order(n_hosts, host, cut.radix), rotated(range(n_hosts), host)
     steps: list[Step] = []
     for segment in segments:
         chunks = slices(segment, needed)
         steps += ring.reduce_phase(local, me, chunks, chunks, final=n_hosts == 1)
-    for blocks in mine:
+    for blocks in own:
         steps += reduce_phase(home.rail, host, blocks, cut.radix)
-    for blocks in mine:
+    for blocks in own:
         steps += gather_phase(home.rail, host, blocks, cut.radix)
     for segment in segments:
         steps += ring.gather_phase(local, me, slices(segment, complete))
     return len(segments) * n_local * n_hosts, steps
 
 
-def _short_all_reduce(at: RankTopology) -> BlocksAndSteps:
-    """Rails with few rounds; hosts that are not equal leave the exchange to their leaders."""
-    hosts, host, local, me = home = find_host_position(at)
+def _short_all_reduce(topology: RankTopology) -> BlocksAndSteps:
+    """Rails with few rounds; on uneven hosts the leaders make the exchange."""
+    hosts, host, local, me = home = find_host_position(topology)
     if home.is_even:
         return all_reduce(home, SHORT)
     tensor, blocks = BufferSlice(Buffer.OUTPUT, 0, len(hosts)), range(len(hosts))
@@ -187,18 +183,18 @@ def _short_all_reduce(at: RankTopology) -> BlocksAndSteps:
 
 
 ALIKE = frozenset((Operation.ALL_REDUCE,))
-"""As in `hierarchical.py`."""
+"""See `hierarchical.ALIKE`."""
 
 OFFERS: dict[Operation, Builder] = {Operation.ALL_REDUCE: _short_all_reduce}
 
 
 def cost(case: Case, cut: RailParameters) -> float:
-    """Returns the seconds of an all-reduce between hosts of equally many ranks."""
+    """Returns the seconds of an all-reduce between hosts with the same number of ranks."""
     return _phase_s(case, cut, case.gamma) + _phase_s(case, cut, 0)
 
 
 def _phase_s(case: Case, cut: RailParameters, gamma: float) -> float:
-    """Returns the seconds of the rings within hosts and of the rails, two stages through which the segments pass."""
+    """Returns the seconds of the rings within hosts and of the rails, two stages of a pipeline of segments."""
     segments = cut.segments_for(case.n_hosts, case.local)
     turns, slice_nbytes = case.local - 1, case.nbytes / case.local
     within = turns * segments * case.model.within_host.alpha_s + turns * slice_nbytes * (
@@ -216,11 +212,11 @@ def _between_s(case: Case, radix: int, segments: int, nbytes: float, sharing: in
 
 
 def _short_cost(case: Case) -> float:
-    if len(set(case.host_sizes)) == 1:
+    if case.is_even:
         return cost(case, SHORT)
     up, down = (message_s(case.model.within_host, case.nbytes, gamma) for gamma in (case.gamma, 0))
     between = sum(_between_s(case, SHORT.radix, 1, case.nbytes, 1, gamma) for gamma in (case.gamma, 0))
-    return doublings(case.local) * (up + down) + between
+    return doubling_rounds(case.local) * (up + down) + between
 
 
 COSTS: dict[Operation, Cost] = {Operation.ALL_REDUCE: _short_cost}

@@ -1,8 +1,6 @@
-"""Predicts what each algorithm would take for a call, chooses the fastest, and explains the choice.
+"""Prediction of each algorithm's duration for a call, choice of the fastest, and lower bounds of an all-reduce.
 
-The closed forms are the `COSTS` of each algorithm; `cost_model.py` says in which terms they are written.
-
-What no all-reduce can beat on a network of equal hosts, and what the best known algorithms strive for.
+The closed forms are the `COSTS` of each algorithm, in the terms of `cost_model.py`.
 """
 
 from __future__ import annotations
@@ -18,47 +16,16 @@ from paceline.comm.schedule.registry import ALGORITHMS, COSTS, algorithms_offeri
 from paceline.comm.schedule.steps import Operation
 
 
-def least_all_reduce_s(network: Network, nbytes: int) -> float:
-    """Returns a time below which no all-reduce ends, whatever its algorithm.
-
-    Of H hosts, on average each sends 2 (H - 1) / H of the bytes at least (Patarasuk and Yuan 2009), and the last of
-    them needs the latency of the way. The same is true of the ranks of one host.
-    """
-    n_hosts, per_host = len(network.hosts), len(network.hosts[0])
-    members, link = (n_hosts, network.node) if n_hosts > 1 else (per_host, network.within_host)
-    if members == 1:
-        return 0.0
-    return link.latency_s + _transfer_s(members, nbytes, link.bytes_per_s)
-
-
-def alpha_beta_s(network: Network, nbytes: int) -> float:
-    """Returns the alpha-beta bound of an all-reduce on H hosts with L ranks each.
-
-    ceil(log2 H) alpha + ceil(log2 L) alpha' + max(2 (H - 1) / H * nbytes * beta, 2 (L - 1) / L * nbytes * beta'), where
-    alpha and beta are those between hosts, and alpha' and beta' those within one: what a rank knows reaches twice as
-    many with each message, and no byte needs to be sent more often. No known algorithm attains both terms at once.
-    """
-    n_hosts, per_host = len(network.hosts), len(network.hosts[0])
-    far, near = network.node, network.within_host
-    waiting = doubling_rounds(n_hosts) * far.cost.alpha_s + doubling_rounds(per_host) * near.cost.alpha_s
-    moving = max(_transfer_s(n_hosts, nbytes, far.bytes_per_s), _transfer_s(per_host, nbytes, near.bytes_per_s))
-    return waiting + moving
-
-
-def _transfer_s(members: int, nbytes: int, bytes_per_s: float) -> float:
-    return 2 * (members - 1) / members * nbytes / bytes_per_s
-
-
 @dataclass(frozen=True)
 class AlgorithmPrediction:
-    """The seconds that one algorithm would take."""
+    """The predicted duration of one algorithm."""
 
     algorithm: str
     seconds: float
 
 
 class PreferredAlgorithm(NamedTuple):
-    """An algorithm that is taken although another is predicted to be a little faster, and what it has over that."""
+    """An algorithm that is chosen although another one is predicted to be slightly faster, and its advantage."""
 
     prediction: AlgorithmPrediction
     merit: str
@@ -66,7 +33,7 @@ class PreferredAlgorithm(NamedTuple):
 
 @dataclass(frozen=True)
 class AlgorithmChoice:
-    """The algorithm for a call, all candidates from the fastest to the slowest, and why."""
+    """The algorithm for a call, all candidates from the fastest to the slowest, and the reason for the choice."""
 
     operation: Operation
     nbytes: int
@@ -78,8 +45,8 @@ class AlgorithmChoice:
 
     @cached_property
     def seconds(self) -> float:
-        """What the chosen algorithm is predicted to take."""
-        return next(each.seconds for each in self.candidates if each.algorithm == self.algorithm)
+        """The predicted duration of the chosen algorithm."""
+        return next(candidate.seconds for candidate in self.candidates if candidate.algorithm == self.algorithm)
 
 
 def predict(
@@ -90,15 +57,16 @@ def predict(
     world_size: int,
     hosts: Sequence[Sequence[int]] | None = None,
 ) -> float:
-    """Returns the seconds that the algorithm takes.
+    """Returns the predicted duration of the algorithm, in seconds.
 
     Args:
         model: the costs of links and reductions.
-        algorithm: its name.
-        operation: which collective.
-        nbytes: the longest buffer of a rank: the tensor, or all blocks of a gather, a scatter, an all-to-all together.
+        algorithm: the name of the algorithm.
+        operation: the collective.
+        nbytes: the size of the longest buffer of a rank: the tensor, or all blocks of a gather, a scatter or an
+            all-to-all.
         world_size: the number of ranks.
-        hosts: the ranks of each host; without it all ranks are on one host.
+        hosts: the ranks of each host; None if all ranks are on one host.
 
     Raises:
         ValueError: the algorithm does not have the operation, or `hosts` does not have `world_size` ranks.
@@ -119,18 +87,18 @@ def choose(
     hosts: Sequence[Sequence[int]] | None = None,
     forced: str | None = None,
 ) -> AlgorithmChoice:
-    """Returns the fastest algorithm for the call, or `forced`, with what all others would take.
+    """Returns the fastest algorithm for the call, or `forced`, with the predictions of all others.
 
     The arguments are those of `predict`.
 
     Raises:
-        ValueError: `forced` is no algorithm, or does not have the operation.
+        ValueError: `forced` is not an algorithm, or does not have the operation.
     """
     times = [
         AlgorithmPrediction(name, predict(model, name, operation, nbytes, world_size, hosts))
         for name in algorithms_offering(operation)
     ]
-    # The times are rounded so that the first one in the registry wins among algorithms that coincide in this case.
+    # The times are rounded so that among algorithms that coincide in this case the first one in the registry wins.
     candidates = tuple(sorted(times, key=lambda prediction: float(f"{prediction.seconds:.9g}")))
     return forced_or_best(operation, nbytes, world_size, len(hosts or [0]), candidates, forced)
 
@@ -144,16 +112,16 @@ def forced_or_best(
     forced: str | None,
     preferred: PreferredAlgorithm | None = None,
 ) -> AlgorithmChoice:
-    """Returns the choice of the first candidate, which is the fastest, or of another one.
+    """Returns the choice of the forced, the preferred, or the fastest algorithm.
 
     Args:
         operation, nbytes, world_size, n_hosts: the call.
         candidates: the algorithms from the fastest to the slowest.
-        forced: the algorithm to take; None leaves the choice.
-        preferred: one that is about as fast, which is taken instead of the fastest.
+        forced: the algorithm to take, or None.
+        preferred: an algorithm that is about as fast as the fastest, to take instead, or None.
 
     Raises:
-        ValueError: `forced` is no algorithm, or does not have the operation.
+        ValueError: `forced` is not an algorithm, or does not have the operation.
     """
     if forced:
         chosen, why = _forced(forced, operation, candidates), "is forced"
@@ -169,8 +137,8 @@ def _reason(chosen: AlgorithmPrediction, candidates: Sequence[AlgorithmPredictio
     others = [candidate for candidate in candidates if candidate != chosen]
     if not others:
         return f"{chosen.algorithm} is the only algorithm that has the operation"
-    mine, theirs = format_seconds(chosen.seconds), format_seconds(others[0].seconds)
-    return f"{chosen.algorithm} {why}: it takes {mine}, and of the others the best, {others[0].algorithm}, {theirs}"
+    own_s, other_s = format_seconds(chosen.seconds), format_seconds(others[0].seconds)
+    return f"{chosen.algorithm} {why}: it takes {own_s}, and of the others the best, {others[0].algorithm}, {other_s}"
 
 
 def _forced(name: str, operation: Operation, candidates: Sequence[AlgorithmPrediction]) -> AlgorithmPrediction:
@@ -182,8 +150,39 @@ def _forced(name: str, operation: Operation, candidates: Sequence[AlgorithmPredi
     raise ValueError(f"{name} has no {operation}; these have: {', '.join(algorithms_offering(operation))}")
 
 
+def least_all_reduce_s(network: Network, nbytes: int) -> float:
+    """Returns a lower bound of the duration of an all-reduce, whatever its algorithm.
+
+    Each of H hosts on average sends at least 2 (H - 1) / H of the bytes (Patarasuk and Yuan 2009), and the last byte
+    takes the latency. The same is true of the ranks of one host.
+    """
+    n_hosts, per_host = len(network.hosts), len(network.hosts[0])
+    members, link = (n_hosts, network.node) if n_hosts > 1 else (per_host, network.within_host)
+    if members == 1:
+        return 0.0
+    return link.latency_s + _transfer_s(members, nbytes, link.bytes_per_s)
+
+
+def alpha_beta_s(network: Network, nbytes: int) -> float:
+    """Returns the alpha-beta bound of an all-reduce on H hosts with L ranks each.
+
+    ceil(log2 H) alpha + ceil(log2 L) alpha' + max(2 (H - 1) / H * nbytes * beta, 2 (L - 1) / L * nbytes * beta'), where
+    alpha and beta are between hosts, and alpha' and beta' within a host. A rank's data reaches twice as many ranks with
+    each message, and no byte needs to be sent more often. No known algorithm attains both terms at once.
+    """
+    n_hosts, per_host = len(network.hosts), len(network.hosts[0])
+    far, near = network.node, network.within_host
+    waiting = doubling_rounds(n_hosts) * far.cost.alpha_s + doubling_rounds(per_host) * near.cost.alpha_s
+    moving = max(_transfer_s(n_hosts, nbytes, far.bytes_per_s), _transfer_s(per_host, nbytes, near.bytes_per_s))
+    return waiting + moving
+
+
+def _transfer_s(members: int, nbytes: int, bytes_per_s: float) -> float:
+    return 2 * (members - 1) / members * nbytes / bytes_per_s
+
+
 def explain_text(choice: AlgorithmChoice) -> str:
-    """Returns a table of all candidates, the reason for the choice, and why a star loses."""
+    """Returns a table of all candidates, the reason for the choice, and a comparison with a star."""
     hosts = "1 host" if choice.n_hosts == 1 else f"{choice.n_hosts} hosts"
     lines = [f"{choice.operation} of {choice.nbytes:,} bytes on {choice.world_size} ranks, {hosts}", ""]
     fastest = choice.candidates[0].seconds

@@ -1,10 +1,9 @@
-"""The terms in which each algorithm states its cost: a message costs alpha, a byte beta, a reduced byte gamma.
+"""CostModel: the terms of the algorithms' costs, where a message costs alpha, a byte beta, and a reduced byte gamma.
 
 The terms are the usual ones: Hockney 1994 for a message, Thakur, Rabenseifner, Gropp 2005 for trees and for halving and
 doubling, Patarasuk and Yuan 2009 for rings. A rank sends one message and receives one at a time. The formulas assume
-that ranks are numbered host by host, and that the ranks of a host which use its network link at the same time share it.
-
-Each algorithm's `COSTS` stands beside its `OFFERS`; `cost.py` evaluates them.
+that ranks are numbered host by host, and that the ranks of a host share its network link. Each algorithm's file has its
+`COSTS` beside its `OFFERS`; `cost.py` evaluates them.
 """
 
 from __future__ import annotations
@@ -14,16 +13,17 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 PIPE_NBYTES = 128 << 10
-"""How many bytes of a long slice a rank receives before it starts to pass them on."""
+"""The number of bytes of a long slice that a rank receives before it starts to pass them on."""
 
 
 @dataclass(frozen=True)
 class LinkCost:
-    """A message takes `alpha_s` seconds, and `beta_s_per_byte` more for each byte.
+    """The cost of a message on a link.
 
     Attributes:
-        overhead_s: the part of alpha for which the message keeps its ranks from others; None, if it is not known,
-            stands for half.
+        alpha_s: the seconds of a message.
+        beta_s_per_byte: the additional seconds for each byte.
+        overhead_s: the part of alpha in which the message occupies its ranks; None if unknown, which means half.
     """
 
     alpha_s: float
@@ -32,13 +32,13 @@ class LinkCost:
 
     @property
     def busy_s(self) -> float:
-        """How long a message keeps its ranks from others, whatever its length."""
+        """The seconds for which a message occupies its ranks, whatever its length."""
         return self.alpha_s / 2 if self.overhead_s is None else self.overhead_s
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """The links between two ranks of a host, the link of a host to the network, and the reduction of one byte."""
+    """The costs of a link between two ranks of a host, of a host's link to the network, and of reducing a byte."""
 
     within_host: LinkCost
     between_hosts: LinkCost
@@ -47,7 +47,7 @@ class CostModel:
 
 @dataclass(frozen=True)
 class Case:
-    """A call: `nbytes` is the longest buffer of a rank (all blocks of a gather, a scatter, an all-to-all together)."""
+    """A call; `nbytes` is the longest buffer of a rank, with all blocks of a gather, a scatter or an all-to-all."""
 
     model: CostModel
     nbytes: int
@@ -69,18 +69,23 @@ class Case:
         return max(self.host_sizes)
 
     @property
+    def is_even(self) -> bool:
+        """Whether all hosts have the same number of ranks."""
+        return len(set(self.host_sizes)) == 1
+
+    @property
     def block(self) -> float:
         """The number of bytes in one rank's block."""
         return self.nbytes / self.n
 
     @property
     def gamma(self) -> float:
-        """The seconds that it takes to reduce a byte."""
+        """The seconds per reduced byte."""
         return self.model.gamma_s_per_byte
 
     @property
     def slowest(self) -> LinkCost:
-        """The link that sets the pace where all ranks move data at once."""
+        """The slowest link where all ranks move data at once."""
         return self.model.between_hosts if self.n_hosts > 1 else self.model.within_host
 
     def link(self, distance: int) -> LinkCost:
@@ -94,10 +99,10 @@ Cost: TypeAlias = Callable[[Case], float]
 
 
 def message_s(link: LinkCost, nbytes: float, extra_s_per_byte: float = 0) -> float:
-    """Returns the seconds of one message, whose bytes may also be reduced at `extra_s_per_byte`."""
+    """Returns the seconds of one message, with `extra_s_per_byte`, for example to reduce the bytes."""
     return link.alpha_s + nbytes * (link.beta_s_per_byte + extra_s_per_byte)
 
 
 def doubling_rounds(n: int) -> int:
-    """Returns how many rounds reach n ranks if each round doubles the ranks that are reached."""
+    """Returns the number of rounds that reach n ranks if each round doubles the number of ranks reached."""
     return (n - 1).bit_length()

@@ -1,8 +1,8 @@
-"""Proves that ranks which should have equal results have equal bits, although sums and PACK round.
+"""Proof that ranks with equal results have equal bits, although sums and PACK round.
 
-What a place holds is spelt as a term of how it came about: a rank's own block, a sum of two terms, a term packed or
-unpacked, a mean. Equal terms have equal bits. `symbolic.verify` proves that the order of events decides nothing, so one
-order is enough: each rank takes its steps in their order, and links hold whatever is under way.
+The value of a block is represented by a term of its computation: a rank's own block, a sum of two terms, a packed or
+unpacked term, or a mean. Equal terms have equal bits. `verify` proves that the order of events does not matter, so one
+order is enough: each rank executes its steps in order, and links hold any number of messages.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ _OF_ALL = frozenset((Operation.ALL_REDUCE, Operation.ALL_GATHER))
 
 
 def require_equal_bits(schedules: Sequence[Schedule]) -> None:
-    """Requires that all ranks end an all_reduce or an all_gather with the same bits in OUTPUT.
+    """Proves that all ranks end an all_reduce or an all_gather with the same bits in OUTPUT.
 
-    The schedules, those of all ranks in their order, are known to be right otherwise.
+    Args:
+        schedules: the schedules of all ranks in order, which `verify` accepts.
 
     Raises:
-        ValueError: the operation gives each rank a result of its own.
-        ScheduleError: two ranks may end with different bits; it names them and the block.
+        ValueError: the operation has different results on different ranks.
+        ScheduleError: two ranks may end with different bits; the message names them and the block.
     """
     first = schedules[0]
     if first.operation not in _OF_ALL:
@@ -42,16 +43,13 @@ def require_equal_bits(schedules: Sequence[Schedule]) -> None:
 
 
 class TermExecution:
-    """One run of the schedules of a world on terms.
-
-    Two terms that are spelt alike are one number: each is entered into a table, by the numbers of its parts.
-    """
+    """Runs the schedules of a world on terms. A term is a number in a table, where its key has its parts' numbers."""
 
     def __init__(self, schedules: Sequence[Schedule]) -> None:
         self._schedules = schedules
         self._numbers: dict[tuple[object, ...], Term] = {}
         self._links: dict[tuple[int, int], deque[list[Term]]] = defaultdict(deque)
-        self._moved = 0  # how often a message was sent or received so far
+        self._moved = 0  # the number of messages sent or received so far
         self._memories = [self._initial(schedule) for schedule in schedules]
 
     def _initial(self, schedule: Schedule) -> dict[_Place, Term]:
@@ -64,21 +62,21 @@ class TermExecution:
         }
 
     def to_the_end(self) -> None:
-        """Lets the ranks take turns, each going on until it waits for a message.
+        """Runs the ranks in turn, each until it waits for a message.
 
         Raises:
-            ScheduleError: all wait.
+            ScheduleError: all ranks wait.
         """
-        going = deque((rank, self._steps(rank)) for rank in range(len(self._schedules)))
+        running = deque((rank, self._steps(rank)) for rank in range(len(self._schedules)))
         idle = 0
-        while going:
-            rank, steps = going.popleft()
+        while running:
+            rank, steps = running.popleft()
             moved_before = self._moved
             number = next(steps, None)
             if number is not None:
-                going.append((rank, steps))
+                running.append((rank, steps))
             idle = 0 if number is None or self._moved > moved_before else idle + 1
-            if number is not None and idle > len(going):
+            if number is not None and idle > len(running):
                 raise step_error(self._schedules[rank], number, "waits for ever for its message")
 
     def output(self, rank: int) -> list[Term]:
@@ -87,7 +85,7 @@ class TermExecution:
         return [held[place] for place in sorted(held) if place[0] is Buffer.OUTPUT]
 
     def _steps(self, rank: int) -> Iterator[int]:
-        """Takes the steps of a rank; yields the number of one that must wait for its message."""
+        """Executes the steps of a rank; yields the number of a step that must wait for its message."""
         schedule, held = self._schedules[rank], self._memories[rank]
         for number, (kind, peer, dst, src, final) in enumerate(schedule.steps):
             if kind is StepKind.SEND:
@@ -102,20 +100,20 @@ class TermExecution:
                 received = incoming.popleft()
                 self._moved += 1
             local = [held[place] for place in _places(src)]
-            for at, place in enumerate(_places(dst)):
+            for index, place in enumerate(_places(dst)):
                 match kind:
                     case StepKind.RECV:
-                        held[place] = received[at]
+                        held[place] = received[index]
                     case StepKind.REDUCE:
-                        held[place] = self._sum(local[at], received[at], final)
+                        held[place] = self._sum(local[index], received[index], final)
                     case StepKind.ADD:
-                        held[place] = self._sum(held[place], self._term("unpacked", local[at]), final)
+                        held[place] = self._sum(held[place], self._term("unpacked", local[index]), final)
                     case StepKind.PACK:
-                        held[place] = self._term("packed", local[at])
+                        held[place] = self._term("packed", local[index])
                     case StepKind.UNPACK:
-                        held[place] = self._term("unpacked", local[at])
+                        held[place] = self._term("unpacked", local[index])
                     case _:
-                        held[place] = local[at]
+                        held[place] = local[index]
 
     def _sum(self, one: Term, other: Term, final: bool) -> Term:
         return self._term("mean" if final else "sum", *sorted((one, other)))  # a + b and b + a have the same bits
@@ -125,4 +123,4 @@ class TermExecution:
 
 
 def _places(blocks: BufferSlice | None) -> list[_Place]:
-    return [] if blocks is None else [(blocks.buffer, blocks.first + at) for at in range(blocks.length)]
+    return [] if blocks is None else [(blocks.buffer, blocks.first + index) for index in range(blocks.length)]

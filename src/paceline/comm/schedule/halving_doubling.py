@@ -1,9 +1,9 @@
 """Recursive halving and doubling: log2(n) rounds as in a tree, few bytes as in a ring.
 
-It is a reduce-scatter in which partners exchange halves of what they still have, then an all-gather that retraces the
-rounds: Rabenseifner 2004, "Optimization of Collective Reduction Operations". If the world size is no power of two, the
-first ranks are folded, as in that paper: the odd rank of each of the first pairs hands its data to the even one, and
-receives the result at the end. Broadcast is a scatter and an all-gather (Barnett et al. 1994; Thakur, Rabenseifner,
+It is a reduce-scatter in which partners exchange halves of their remaining data, then an all-gather that retraces the
+rounds: Rabenseifner 2004, "Optimization of Collective Reduction Operations". If the world size is not a power of two,
+the first ranks are folded, as in that paper: the odd rank of each of the first pairs sends its data to the even one,
+and receives the result at the end. Broadcast is a scatter and an all-gather (Barnett et al. 1994; Thakur, Rabenseifner,
 Gropp 2005); the barrier is the dissemination barrier (Hensgen, Finkel, Manber 1988).
 """
 
@@ -34,10 +34,9 @@ from paceline.comm.schedule.steps import (
 
 
 class _Fold(NamedTuple):
-    """The ranks that take part after folding. `slot` is this rank's number in `active`, whose length is a power of two.
+    """The ranks that remain after folding. `slot` is this rank's number in `active`, whose length is a power of two.
 
-    `partner` is the other rank of a folded pair, or -1 if there is none; `folded` is set on the rank of the pair that
-    only waits.
+    `partner` is the other rank of a folded pair, or -1; `folded` is set on the rank of the pair that only waits.
     """
 
     active: list[int]
@@ -55,17 +54,17 @@ def _fold(group: Sequence[int], me: int) -> _Fold:
 
 
 def _even_edges(fold: _Fold) -> range:
-    """Returns the edges for one block a slot: slot i's blocks are those from edges[i] up to edges[i + 1]."""
+    """Returns the edges for one block per slot; slot i has the blocks from edges[i] to before edges[i + 1]."""
     return range(len(fold.active) + 1)
 
 
 def _rank_edges(fold: _Fold, world_size: int) -> list[int]:
-    """Returns the edges for the blocks of each slot's ranks: both ranks' blocks where a pair was folded."""
+    """Returns the edges for the blocks of each slot's ranks; a folded pair has two blocks."""
     return [*fold.active, world_size]
 
 
 def halving_phase(fold: _Fold, edges: Sequence[int], own: Buffer, into: Buffer) -> list[Step]:
-    """Returns a reduce-scatter: slot i's blocks of all slots' `own` end up reduced in its `into`."""
+    """Returns a reduce-scatter: slot i's `into` gets the sums of its blocks of all slots' `own`."""
     steps: list[Step] = []
     low, high = 0, len(fold.active)
     while (half := (high - low) // 2) > 0:
@@ -79,7 +78,7 @@ def halving_phase(fold: _Fold, edges: Sequence[int], own: Buffer, into: Buffer) 
 
 
 def doubling_phase(fold: _Fold, edges: Sequence[int], buffer: Buffer) -> list[Step]:
-    """Returns an all-gather: the blocks of each slot end up in all slots."""
+    """Returns an all-gather: all slots get the blocks of each slot."""
     steps: list[Step] = []
     width = 1
     while width < len(fold.active):
@@ -95,9 +94,9 @@ def _span(buffer: Buffer, edges: Sequence[int], low: int, high: int) -> BufferSl
     return BufferSlice(buffer, edges[low], edges[high] - edges[low])
 
 
-def all_reduce(at: RankTopology) -> BlocksAndSteps:
+def all_reduce(topology: RankTopology) -> BlocksAndSteps:
     """Folds, halves, doubles and unfolds, all in place."""
-    fold = _fold(range(at.world_size), at.rank)
+    fold = _fold(range(topology.world_size), topology.rank)
     edges = _even_edges(fold)
     tensor = _span(Buffer.OUTPUT, edges, 0, -1)
     if fold.folded:
@@ -108,12 +107,12 @@ def all_reduce(at: RankTopology) -> BlocksAndSteps:
     return tensor.length, steps
 
 
-def reduce(at: RankTopology) -> BlocksAndSteps:
+def reduce(topology: RankTopology) -> BlocksAndSteps:
     """Folds, halves, and gathers to the root, which is slot 0."""
-    world = rotated(range(at.world_size), at.root)
-    fold = _fold(world, world.index(at.rank))
+    world = rotated(range(topology.world_size), topology.root)
+    fold = _fold(world, world.index(topology.rank))
     edges = _even_edges(fold)
-    own, into = (Buffer.OUTPUT, Buffer.OUTPUT) if at.rank == at.root else (Buffer.INPUT, Buffer.SCRATCH)
+    own, into = (Buffer.OUTPUT, Buffer.OUTPUT) if topology.rank == topology.root else (Buffer.INPUT, Buffer.SCRATCH)
     tensor, partial = _span(own, edges, 0, -1), _span(into, edges, 0, -1)
     if fold.folded:
         return tensor.length, [send(fold.partner, tensor)]
@@ -124,10 +123,10 @@ def reduce(at: RankTopology) -> BlocksAndSteps:
     return tensor.length, steps + tree.gather_phase(fold.active, fold.slot, [[i] for i in edges[:-1]], into)
 
 
-def broadcast(at: RankTopology) -> BlocksAndSteps:
+def broadcast(topology: RankTopology) -> BlocksAndSteps:
     """Scatters from the root, which is slot 0, then doubles and unfolds."""
-    world = rotated(range(at.world_size), at.root)
-    fold = _fold(world, world.index(at.rank))
+    world = rotated(range(topology.world_size), topology.root)
+    fold = _fold(world, world.index(topology.rank))
     edges = _even_edges(fold)
     tensor = _span(Buffer.OUTPUT, edges, 0, -1)
     if fold.folded:
@@ -137,14 +136,14 @@ def broadcast(at: RankTopology) -> BlocksAndSteps:
     return tensor.length, [*steps, send(fold.partner, tensor)] if fold.partner >= 0 else steps
 
 
-def all_gather(at: RankTopology) -> BlocksAndSteps:
+def all_gather(topology: RankTopology) -> BlocksAndSteps:
     """Folds, doubles and unfolds."""
-    n = at.world_size
-    fold = _fold(range(n), at.rank)
+    n = topology.world_size
+    fold = _fold(range(n), topology.rank)
     everything = BufferSlice(Buffer.OUTPUT, 0, n)
     if fold.folded:
         return n, [send(fold.partner, OWN_INPUT), receive(fold.partner, everything)]
-    own = copy(BufferSlice(Buffer.OUTPUT, at.rank), OWN_INPUT)
+    own = copy(BufferSlice(Buffer.OUTPUT, topology.rank), OWN_INPUT)
     steps = doubling_phase(fold, _rank_edges(fold, n), Buffer.OUTPUT)
     if fold.partner >= 0:
         taken = receive(fold.partner, BufferSlice(Buffer.OUTPUT, fold.partner))
@@ -152,16 +151,16 @@ def all_gather(at: RankTopology) -> BlocksAndSteps:
     return n, [own, *steps]
 
 
-def reduce_scatter(at: RankTopology) -> BlocksAndSteps:
-    """Folds, halves, and hands the folded rank its block."""
-    n = at.world_size
+def reduce_scatter(topology: RankTopology) -> BlocksAndSteps:
+    """Folds, halves, and sends the folded rank its block."""
+    n = topology.world_size
     if n == 1:
         return 1, [copy(OWN_OUTPUT, OWN_INPUT)]
-    fold = _fold(range(n), at.rank)
+    fold = _fold(range(n), topology.rank)
     tensor, partial = BufferSlice(Buffer.INPUT, 0, n), BufferSlice(Buffer.SCRATCH, 0, n)
     if fold.folded:
         return n, [send(fold.partner, tensor), receive(fold.partner, OWN_OUTPUT)]
-    own = copy(OWN_OUTPUT, BufferSlice(Buffer.SCRATCH, at.rank))
+    own = copy(OWN_OUTPUT, BufferSlice(Buffer.SCRATCH, topology.rank))
     edges = _rank_edges(fold, n)
     if fold.partner < 0:
         return n, [*halving_phase(fold, edges, Buffer.INPUT, Buffer.SCRATCH), own]
@@ -170,7 +169,7 @@ def reduce_scatter(at: RankTopology) -> BlocksAndSteps:
 
 
 def disseminate_phase(group: Sequence[int], me: int) -> list[Step]:
-    """Returns a barrier: in each round the news comes from twice as many members to the left."""
+    """Returns a barrier: each round doubles the number of members to the left that are known to have arrived."""
     n, steps, distance = len(group), list[Step](), 1
     while distance < n:
         steps += [send(group[(me + distance) % n], NOTHING), receive(group[me - distance], NOTHING)]
@@ -178,9 +177,9 @@ def disseminate_phase(group: Sequence[int], me: int) -> list[Step]:
     return steps
 
 
-def barrier(at: RankTopology) -> BlocksAndSteps:
+def barrier(topology: RankTopology) -> BlocksAndSteps:
     """The dissemination barrier."""
-    return 0, disseminate_phase(range(at.world_size), at.rank)
+    return 0, disseminate_phase(range(topology.world_size), topology.rank)
 
 
 OFFERS: dict[Operation, Builder] = {
@@ -194,17 +193,17 @@ OFFERS: dict[Operation, Builder] = {
 
 
 _OVERLAP = 4 / 3
-"""How much longer the rounds of long halves take because they overlap.
+"""The factor by which overlap slows down the rounds of long halves.
 
-The lower half arrives first. Partners who need that one begin their next round while others are still in this one, and
-take a part of their links, which nobody uses afterwards. Simulations of 4 to 32 ranks give 1.32 to 1.4.
+The lower half arrives first. Ranks that need it begin their next round while others are still in this one, and use a
+part of their links, which are idle afterwards. Simulations of 4 to 32 ranks give 1.32 to 1.4.
 """
 
 
 def _halves(case: Case, gamma: float = 0, *, alone: bool = False) -> float:
-    """Returns the seconds of rounds that move 1/2, 1/4, 1/8... of the bytes; with `gamma` they are reduced.
+    """Returns the seconds of rounds that move 1/2, 1/4, 1/8... of the bytes, and with `gamma` reduce them.
 
-    Between hosts the ranks of a host share its link, unless only one of them is active (`alone`).
+    The ranks of a host share its link to other hosts, unless only one of them is active (`alone`).
     """
     width = 1 << case.n.bit_length() - 1
     total, nbytes, distance = 0.0, case.nbytes / 2, width // 2
@@ -218,7 +217,7 @@ def _halves(case: Case, gamma: float = 0, *, alone: bool = False) -> float:
 
 
 def _fold_s(case: Case, nbytes: float, gamma: float = 0) -> float:
-    """Returns the seconds in which folded ranks hand over or get back their data, if the world is no power of two."""
+    """Returns the seconds in which folded ranks send or receive their data, if the world is not a power of two."""
     return message_s(case.link(1), nbytes, gamma) if case.n & (case.n - 1) else 0
 
 

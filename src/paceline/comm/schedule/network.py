@@ -1,18 +1,16 @@
-"""Describes a network: hosts with links of their own, racks or regions that share an uplink, and the ranks on them.
+"""Network: hosts with their links, racks or regions that share an uplink, and the ranks on the hosts.
 
-Every link is full duplex. A message from one host to another goes up its host's link and down the other's, and through
-the uplinks of both groups if it leaves one. It takes the largest of its hosts' latencies and, where it passes uplinks,
-the largest of theirs in addition. A pair of hosts with a link of its own in `pairs` has that one's latency instead, and
-shares its rate besides.
+Every link is full duplex. A message from one host to another passes up the source's link and down the target's, and
+through the uplinks of both groups if it leaves a group. Its latency is the largest of the hosts' latencies plus, if it
+passes uplinks, the largest of the uplinks'. A pair of hosts with a link in `pairs` has that link's latency instead, and
+also shares its rate.
 
-A lost packet costs twice. All packets that are lost are sent again, so that of a rate r only r (1 - p) is left, and TCP
-slows down: a transfer is at most as fast as Mathis et al. 1997 ("The macroscopic behavior of the TCP congestion
-avoidance algorithm") say, MSS / RTT * sqrt(3 / (2 p)).
+Packet loss has two costs. Lost packets are sent again, so that only r (1 - p) of a rate r is left; and TCP slows down
+to at most MSS / RTT * sqrt(3 / (2 p)) (Mathis et al. 1997, "The macroscopic behavior of the TCP congestion avoidance
+algorithm").
 
-Finds out which links of a network differ, from what every pair of hosts has measured between its two.
-
-The pairs take turns as in a tournament, so that as many as possible measure at once: what two pairs share, such as the
-uplink of a rack, then shows in the rates of both.
+`describe_differences` derives a network from measurements of all pairs of hosts. The pairs measure in the rounds of a
+tournament, as many as possible at once, so that a shared link, such as the uplink of a rack, shows in their rates.
 """
 
 from __future__ import annotations
@@ -38,9 +36,9 @@ class NetworkLink:
 
     Attributes:
         latency_s: the seconds from the sending of a byte to its arrival.
-        bytes_per_s: how much it carries each way.
+        bytes_per_s: the rate in each direction.
         loss: the share of packets that are lost.
-        overhead_s: how long a message keeps its sender and its receiver from others, whatever its length.
+        overhead_s: the seconds for which a message occupies its sender and its receiver, whatever its length.
     """
 
     latency_s: float
@@ -56,13 +54,13 @@ class NetworkLink:
 
     @property
     def cost(self) -> LinkCost:
-        """What a message costs on it, in the terms of the closed forms."""
+        """The cost of a message on the link, in the terms of the closed forms."""
         rate = min(self.bytes_per_s * (1 - self.loss), most_with_loss(self.latency_s, self.loss))
         return LinkCost(self.latency_s + self.overhead_s, 1 / rate, self.overhead_s)
 
 
 def most_with_loss(latency_s: float, loss: float) -> float:
-    """Returns the most bytes a second that one TCP connection moves over a path that loses packets."""
+    """Returns the maximal rate, in bytes per second, of one TCP connection over a path that loses packets."""
     if loss == 0 or latency_s == 0:
         return float("inf")
     return MSS_NBYTES / (2 * latency_s) * sqrt(1.5 / loss)
@@ -70,7 +68,7 @@ def most_with_loss(latency_s: float, loss: float) -> float:
 
 @dataclass(frozen=True)
 class UplinkGroup:
-    """A rack or a region: hosts, by their numbers, that share one uplink for what leaves the group or comes into it."""
+    """A rack or a region: hosts, by their numbers, that share one uplink for traffic into and out of the group."""
 
     name: str
     hosts: tuple[int, ...]
@@ -83,12 +81,12 @@ class Network:
 
     Attributes:
         hosts: the ranks of each host.
-        within_host: between two ranks of a host; a rank's transfers to others share its rate, and so do those from
-            others.
-        node: each host's own link, which its ranks share.
-        groups: racks or regions; a host is in at most one.
-        pairs: links of two hosts of their own, by (source, target).
-        gamma_s_per_byte: what it costs a rank to reduce a byte.
+        within_host: the link between two ranks of a host; all transfers to other ranks share a rank's rate, and so do
+            all transfers from them.
+        node: the link of each host, which its ranks share.
+        groups: the racks or regions; a host is in at most one.
+        pairs: additional links of pairs of hosts, by (source, target).
+        gamma_s_per_byte: the seconds that a rank takes to reduce a byte.
         nodes: the links of hosts whose link is not `node`.
     """
 
@@ -116,17 +114,17 @@ class Network:
     def uniform(
         cls, n_hosts: int, per_host: int, *, node: NetworkLink, within_host: NetworkLink, gamma_s_per_byte: float = 0.0
     ) -> Network:
-        """Returns equal hosts with `per_host` ranks each, which are numbered host by host."""
+        """Returns a network of equal hosts with `per_host` ranks each, numbered host by host."""
         starts = range(0, n_hosts * per_host, per_host)
         hosts = tuple(tuple(range(first, first + per_host)) for first in starts)
         return cls(hosts, within_host, node, gamma_s_per_byte=gamma_s_per_byte)
 
     @classmethod
     def of_costs(cls, model: CostModel, hosts: tuple[tuple[int, ...], ...]) -> Network:
-        """Returns a network of these costs: a message first keeps its ranks busy, then it is under way.
+        """Returns a network of these costs; a message first occupies its ranks, then it is in flight.
 
-        Of a measured alpha half is taken to be each, since which part is that of system calls, and which that of the
-        way and of a thread's waking, is not known.
+        A measured alpha counts half as each, since the share of system calls in it, as opposed to that of the network
+        and of waking a thread, is not known.
         """
 
         def link(cost: LinkCost) -> NetworkLink:
@@ -146,12 +144,12 @@ class Network:
 
     @cached_property
     def group_of(self) -> Mapping[int, int]:
-        """The group of each host that is in one."""
+        """The group of each host that is in a group."""
         return {host: number for number, group in enumerate(self.groups) for host in group.hosts}
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all hosts have the same links and equally many ranks, numbered host by host."""
+        """Whether all hosts have the same links and the same number of ranks, numbered host by host."""
         per_host = len(self.hosts[0])
         in_order = all(
             tuple(host) == tuple(range(number * per_host, (number + 1) * per_host))
@@ -165,22 +163,22 @@ class Network:
 
     def among(self, ranks: Sequence[int]) -> Network:
         """Returns the part of the network that a group of these ranks uses; group rank r is ranks[r]."""
-        place = {rank: number for number, rank in enumerate(ranks)}
-        kept = [number for number, host in enumerate(self.hosts) if any(rank in place for rank in host)]
+        index = {rank: number for number, rank in enumerate(ranks)}
+        kept = [number for number, host in enumerate(self.hosts) if any(rank in index for rank in host)]
         new = {host: number for number, host in enumerate(kept)}
         groups = (
             replace(group, hosts=tuple(new[host] for host in group.hosts if host in new)) for group in self.groups
         )
         return replace(
             self,
-            hosts=tuple(tuple(sorted(place[rank] for rank in self.hosts[host] if rank in place)) for host in kept),
+            hosts=tuple(tuple(sorted(index[rank] for rank in self.hosts[host] if rank in index)) for host in kept),
             groups=tuple(group for group in groups if group.hosts),
             pairs={(new[a], new[b]): link for (a, b), link in self.pairs.items() if a in new and b in new},
             nodes={new[host]: link for host, link in self.nodes.items() if host in new},
         )
 
     def cost_model(self) -> CostModel:
-        """Returns the terms of the closed forms, which know one link between hosts: the slowest, and the farthest."""
+        """Returns the terms of the closed forms, with one link between hosts: the worst latency and the worst rate."""
         if len(self.hosts) == 1:
             return CostModel(self.within_host.cost, self.within_host.cost, self.gamma_s_per_byte)
         used = [self.node_of(host).cost for host in range(len(self.hosts))]
@@ -207,13 +205,13 @@ _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def parse_links(text: str) -> dict[str, NetworkLink]:
-    """Returns links by name, as in `node=25gbit,0.05ms,region=1gbit,20ms,loss=0.1%`.
+    """Parses links by name, as in `node=25gbit,0.05ms,region=1gbit,20ms,loss=0.1%`.
 
-    Each name is followed by a rate (kbit, mbit or gbit a second), a latency (us, ms or s) and, after `loss=`, the share
-    of lost packets in percent, the latter two if they are not 0.
+    Each name is followed by a rate (kbit, mbit or gbit per second), and, unless they are 0, a latency (us, ms or s) and
+    the share of lost packets in percent, after `loss=`.
 
     Raises:
-        ValueError: a part is none of these, or a link has no rate.
+        ValueError: a part has another form, or a link has no rate.
     """
     parts: dict[str, dict[str, float]] = {}
     current: dict[str, float] = {}
@@ -249,19 +247,17 @@ def _quantity(part: str) -> dict[str, float]:
 
 
 Pair: TypeAlias = tuple[int, int]
-"""Two hosts by their numbers, the lower one first."""
+"""The numbers of two hosts, the lower one first."""
 
-_SLOW_FRACTION = (
-    0.5  # of the rate that is expected; measured rates of equal links differ by less, or not again and again
-)
+_SLOW_FRACTION = 0.5  # of the expected rate; measured rates of equal links differ by less, or not repeatedly
 
 
 def round_robin_rounds(n: int) -> list[list[Pair]]:
-    """Returns rounds of disjoint pairs of n hosts, in which each pair comes once: n - 1 of them, or n if n is odd.
+    """Returns n - 1 rounds (n if n is odd) of disjoint pairs of n hosts, which together have each pair once.
 
-    All hosts but the first turn around a circle, as in round-robin tournaments.
+    All hosts but the first rotate on a circle, as in round-robin tournaments.
     """
-    circle = list(range(n)) + [-1] * (n % 2)  # whom -1 meets has a rest
+    circle = list(range(n)) + [-1] * (n % 2)  # the host paired with -1 pauses
     rounds = []
     for _ in range(len(circle) - 1):
         meeting = zip(circle[: len(circle) // 2], reversed(circle), strict=False)
@@ -271,13 +267,13 @@ def round_robin_rounds(n: int) -> list[list[Pair]]:
 
 
 def describe_differences(n: int, measured: Mapping[Pair, NetworkLink]) -> str:
-    """Returns the network of n hosts as PACELINE_NETWORK says it; "" if all links are alike, or follow no rule.
+    """Returns the network of n hosts in the form of PACELINE_NETWORK, or "" if all links are alike or follow no rule.
 
-    What differs may be the links of single hosts, the uplinks of racks, or what a few pairs have between them.
+    It distinguishes slow links of single hosts, uplinks of racks, and slow links between a few pairs.
 
     Args:
         n: the number of hosts.
-        measured: the link of each pair as it was measured in `tournament`.
+        measured: the link of each pair as measured in `round_robin_rounds`.
     """
     fastest = [max(link.bytes_per_s for pair, link in measured.items() if host in pair) for host in range(n)]
     usual = median_high(fastest)
@@ -310,20 +306,18 @@ def _link_of(host: int, bytes_per_s: float, measured: Mapping[Pair, NetworkLink]
 
 
 def _racks(n: int, thin: set[Pair]) -> list[list[int]]:
-    """Returns the groups of hosts that only thin links join; a single one if the thin links do not divide them."""
+    """Returns the groups of hosts between which all links are thin, or a single group if there is no such division."""
     racks: list[list[int]] = []
     for host in range(n):
         near = [rack for rack in racks if any((other, host) not in thin for other in rack)]
-        racks = [rack for rack in racks if rack not in near] + [
-            sorted([host, *(each for rack in near for each in rack)])
-        ]
+        racks = [rack for rack in racks if rack not in near] + [sorted([host, *(h for rack in near for h in rack)])]
     if any(pair in thin for rack in racks for pair in combinations(rack, 2)):
         return [list(range(n))]
     return sorted(racks)
 
 
 def _uplink(n: int, rack: Sequence[int], measured: Mapping[Pair, NetworkLink], near_s: float) -> NetworkLink:
-    """Returns the uplink of a rack: the most that pairs which leave it carried together in any round."""
+    """Returns the uplink of a rack, whose rate is the largest sum of rates, in any round, of pairs that leave it."""
 
     def leaving(pairs: Sequence[Pair]) -> Iterator[NetworkLink]:
         return (measured[pair] for pair in pairs if (pair[0] in rack) != (pair[1] in rack))

@@ -1,17 +1,17 @@
-"""Quantised: what goes between hosts is rounded to few bits; within a host, everything is exact.
+"""Quantised algorithms: data between hosts is rounded to few bits, while data within a host is exact.
 
 Ranks sum within each host first, as in `hierarchical.py`, and the l-th ranks of all hosts form the l-th rail. On a rail
-each rank sends every other one its part of the host's sum, packed, and adds up what it receives: a direct exchange,
-since in a ring each hop would round again. The owner of a sum packs it once and sends that to all, and uses what the
-packed sum stands for itself, so that all ranks end with the same bits. `verify/equal_bits.py` proves that.
+each rank sends every other rank its part of the host's sum, packed, and adds up the parts that it receives. This is a
+direct exchange, since in a ring each hop would round again. The owner of a sum packs it once, sends it to all, and
+uses the unpacked sum itself, so that all ranks get the same bits. `equal_bits.py` proves that.
 
-A byte crosses the network as often as in a ring. Each element is rounded twice on its way, once in a host's sum and
-once in the whole sum; a rank packs each element of its slice once in a call, which is why one array of residuals
-suffices for error feedback (Seide et al. 2014, "1-bit stochastic gradient descent"; for both roundings as in Tang et
-al. 2021, "1-bit Adam").
+A byte crosses the network as often as in a ring. Each element is rounded twice, once in a host's sum and once in the
+whole sum. A rank packs each element of its slice once in a call, so that one array of residuals suffices for error
+feedback (Seide et al. 2014, "1-bit stochastic gradient descent"; for both roundings as in Tang et al. 2021, "1-bit
+Adam").
 
-Two hosts send each other their whole sums instead, and both add up the packed sums. That is as many bytes, but one
-message after another fewer, and each element is rounded once.
+With two hosts, both send their whole sums instead, and both add up the packed sums. That takes as many bytes but fewer
+sequential messages, and each element is rounded once.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from paceline.comm.schedule.steps import (
 )
 
 WIRES = ("bf16", "int8", "int4")
-"""What elements are rounded to; the number of each in native/wire/wire.hpp is one more than its place here."""
+"""The formats on the wire; the number of each in native/wire/wire.hpp is its index here plus one."""
 
-_Where = Callable[[int], BufferSlice]  # where a rank keeps a block of the tensor
+_SliceOf = Callable[[int], BufferSlice]  # the slice in which a rank keeps a block of the tensor
 
 
-def all_reduce(at: RankTopology) -> BlocksAndSteps:
-    """Rails; without them, trees within the hosts and an exchange between the leaders."""
-    if len(at.hosts) == 1:
-        return hierarchical.all_reduce(at)
-    hosts, _, local, me = home = find_host_position(at)
+def all_reduce(topology: RankTopology) -> BlocksAndSteps:
+    """Rails; on uneven hosts, trees within the hosts and an exchange between the leaders."""
+    if len(topology.hosts) == 1:
+        return hierarchical.all_reduce(topology)
+    hosts, _, local, me = home = find_host_position(topology)
     n_hosts = len(hosts)
     if home.is_even:
         slices = [[BufferSlice(Buffer.OUTPUT, owner * n_hosts, n_hosts)] for owner in range(len(local))]
         steps = ring.reduce_phase(local, me, slices, slices, final=False)
         steps += _all_reduce_phase(home, [[me * n_hosts + number] for number in range(n_hosts)])
-        return at.world_size, steps + ring.gather_phase(local, me, slices)
+        return topology.world_size, steps + ring.gather_phase(local, me, slices)
     tensor = BufferSlice(Buffer.OUTPUT, 0, n_hosts)
     steps = tree.reduce_phase(local, me, tensor, tensor, final=False)
     if me == 0:
@@ -64,11 +64,11 @@ def all_reduce(at: RankTopology) -> BlocksAndSteps:
     return n_hosts, steps + tree.broadcast_phase(local, me, tensor)
 
 
-def reduce_scatter(at: RankTopology) -> BlocksAndSteps:
+def reduce_scatter(topology: RankTopology) -> BlocksAndSteps:
     """Ranks collect their host's sums for their rail, or leaders for their host, and exchange them."""
-    if len(at.hosts) == 1:
-        return hierarchical.reduce_scatter(at)
-    n, (hosts, _, local, me) = at.world_size, (home := find_host_position(at))
+    if len(topology.hosts) == 1:
+        return hierarchical.reduce_scatter(topology)
+    n, (hosts, _, local, me) = topology.world_size, (home := find_host_position(topology))
     if home.is_even:
         own, into = (
             [[BufferSlice(buffer, ranks[owner]) for ranks in hosts] for owner in range(len(local))]
@@ -76,7 +76,7 @@ def reduce_scatter(at: RankTopology) -> BlocksAndSteps:
         )
         steps = ring.reduce_phase(local, me, own, into, final=False)
         held = Buffer.SCRATCH if steps else Buffer.INPUT
-        steps.append(copy(OWN_OUTPUT, BufferSlice(held, at.rank)))
+        steps.append(copy(OWN_OUTPUT, BufferSlice(held, topology.rank)))
         blocks = [[rank] for rank in home.rail]
         return n, steps + _reduce_phase(home, blocks, lambda b: BufferSlice(held, b), lambda _: OWN_OUTPUT, count())
     tensor, partial = BufferSlice(Buffer.INPUT, 0, n), BufferSlice(Buffer.SCRATCH, 0, n)
@@ -84,20 +84,20 @@ def reduce_scatter(at: RankTopology) -> BlocksAndSteps:
     if me == 0:
         held = Buffer.SCRATCH if steps else Buffer.INPUT
         if held is Buffer.INPUT:
-            steps.append(copy(BufferSlice(Buffer.SCRATCH, at.rank), BufferSlice(Buffer.INPUT, at.rank)))
+            steps.append(copy(BufferSlice(Buffer.SCRATCH, topology.rank), BufferSlice(Buffer.INPUT, topology.rank)))
         steps += _reduce_phase(
             home, hosts, lambda b: BufferSlice(held, b), lambda b: BufferSlice(Buffer.SCRATCH, b), count()
         )
     steps += tree.scatter_phase(local, me, [[rank] for rank in local], Buffer.SCRATCH)
-    return n, [*steps, copy(OWN_OUTPUT, BufferSlice(Buffer.SCRATCH, at.rank))]
+    return n, [*steps, copy(OWN_OUTPUT, BufferSlice(Buffer.SCRATCH, topology.rank))]
 
 
-def all_gather(at: RankTopology) -> BlocksAndSteps:
-    """Blocks go along the rails, or through the leaders; all ranks get what the rounded blocks stand for."""
-    if len(at.hosts) == 1:
-        return hierarchical.all_gather(at)
-    n, (hosts, host, local, me) = at.world_size, (home := find_host_position(at))
-    mine = BufferSlice(Buffer.OUTPUT, at.rank)
+def all_gather(topology: RankTopology) -> BlocksAndSteps:
+    """Blocks pass along the rails, or through the leaders; all ranks get the rounded blocks."""
+    if len(topology.hosts) == 1:
+        return hierarchical.all_gather(topology)
+    n, (hosts, host, local, me) = topology.world_size, (home := find_host_position(topology))
+    mine = BufferSlice(Buffer.OUTPUT, topology.rank)
     steps = [copy(mine, OWN_INPUT)]
     if home.is_even:
         steps += _gather_phase(home, [[rank] for rank in home.rail], count())
@@ -111,9 +111,9 @@ def all_gather(at: RankTopology) -> BlocksAndSteps:
 
 
 def _all_reduce_phase(home: HostPosition, blocks: Sequence[Sequence[int]]) -> list[Step]:
-    """Returns the exchange between the hosts, in place; `blocks[i]` are those that the rail's rank on host i owns."""
+    """Returns the exchange between the hosts, in place; the rail's rank on host i owns `blocks[i]`."""
     if len(home.hosts) == 2:
-        return _swap_phase(home, [block for each in blocks for block in each])
+        return _swap_phase(home, [block for owned in blocks for block in owned])
     slots = count()
 
     def output(block: int) -> BufferSlice:
@@ -124,8 +124,8 @@ def _all_reduce_phase(home: HostPosition, blocks: Sequence[Sequence[int]]) -> li
 
 def _swap_phase(home: HostPosition, blocks: Sequence[int]) -> list[Step]:
     """Returns the exchange between two hosts, in place. Both add the second host's blocks to those of the first."""
-    peer = home.rail[1 - home.host]
-    of_hosts = [[BufferSlice(Buffer.WIRE, host * len(blocks) + at) for at in range(len(blocks))] for host in range(2)]
+    peer, n = home.rail[1 - home.host], len(blocks)
+    of_hosts = [[BufferSlice(Buffer.WIRE, host * n + index) for index in range(n)] for host in range(2)]
     own, others = of_hosts[home.host], of_hosts[1 - home.host]
     floats = [BufferSlice(Buffer.OUTPUT, block) for block in blocks]
     steps: list[Step] = []
@@ -137,11 +137,11 @@ def _swap_phase(home: HostPosition, blocks: Sequence[int]) -> list[Step]:
 
 
 def _reduce_phase(
-    home: HostPosition, blocks: Sequence[Sequence[int]], held: _Where, total: _Where, slots: Iterator[int]
+    home: HostPosition, blocks: Sequence[Sequence[int]], held: _SliceOf, total: _SliceOf, slots: Iterator[int]
 ) -> list[Step]:
     """Returns the direct exchange of `held` blocks, after which `total` has the sums of this rank's blocks.
 
-    At the start `total` has this host's contributions. Others' are added in the order of the hosts after this one.
+    At the start `total` has this host's contributions. Those of other hosts are added in the order after this host.
     """
     rail, me, n = home.rail, home.host, len(home.hosts)
     steps: list[Step] = []
@@ -159,7 +159,7 @@ def _reduce_phase(
 
 
 def _gather_phase(home: HostPosition, blocks: Sequence[Sequence[int]], slots: Iterator[int]) -> list[Step]:
-    """Returns the steps by which all ranks of the rail get each block of OUTPUT, rounded, from its owner."""
+    """Returns the exchange in which all ranks of the rail get each block of OUTPUT, rounded, from its owner."""
     rail, me, n = home.rail, home.host, len(home.hosts)
     steps: list[Step] = []
     for block in blocks[me]:

@@ -1,6 +1,7 @@
-"""The algorithms by name. A new algorithm is a file beside this one with its `OFFERS` and `COSTS`, and one line here.
+"""Registry of the algorithms: their names, operations and costs.
 
-The tests then prove its schedules and hold its costs against a simulated run.
+To add an algorithm, add a file beside this one with its `OFFERS` and `COSTS`, and one line here. The tests then prove
+its schedules and compare its costs with a simulation.
 """
 
 from __future__ import annotations
@@ -24,27 +25,26 @@ _ENTRIES: dict[str, _Entry] = {
 }
 
 ALGORITHMS = {name: offered for name, (offered, _) in _ENTRIES.items()}
-"""For each algorithm the operations that it has, with the function that builds a rank's schedule."""
+"""The operations of each algorithm, with the functions that build a rank's schedule."""
 
 QUANTISED = dict.fromkeys(quantised.WIRES, quantised.OFFERS)
-"""The same for what loses digits, by what elements are rounded to. No cost model chooses it: a call asks for it."""
+"""The operations of each format of quantised data. No cost model chooses them: a call requests them."""
 
 SYNTHESISED = "synthesised"
-"""What the schedules are called that `synthesis/` makes for one network."""
+"""The name of schedules that `synthesis.py` makes for one network."""
 
 _SYNTHESISED_NUMBER = 63
 _QUANTISED_FROM = 64  # kQuantised in native/call/call.hpp
 
 COSTS = {name: costs for name, (_, costs) in _ENTRIES.items()}
-"""For each algorithm the same operations, with the closed form of the seconds that they take."""
-
+"""The operations of each algorithm, with the closed forms of their durations in seconds."""
 
 ALIKE: dict[str, frozenset[Operation]] = {
     "ring": ring.ALIKE,
     "hierarchical": hierarchical.ALIKE,
     "circulant": circulant.ALIKE,
 }
-"""For algorithms that have such, the operations in which, on equal hosts, all hosts do the same in their places."""
+"""The operations of some algorithms in which, on equal hosts, all hosts have the same steps relative to the host."""
 
 _NAMES = {
     **dict(enumerate(ALGORITHMS, 1)),
@@ -60,17 +60,17 @@ def algorithms_offering(operation: Operation) -> list[str]:
 
 
 def number_of(algorithm: str) -> int:
-    """Returns the number by which the core knows an algorithm, or one that quantises; 0 is for a call without one."""
+    """Returns the core's number of an algorithm or of a quantised format; 0 means a call without an algorithm."""
     return _NUMBERS[algorithm]
 
 
 def wire_of(algorithm: str) -> int:
-    """Returns the number in native/wire/wire.hpp of what the algorithm puts on the wire; 0 for the data as it is."""
+    """Returns the number in native/wire/wire.hpp of the algorithm's format on the wire; 0 for unrounded data."""
     return [*QUANTISED].index(algorithm) + 1 if algorithm in QUANTISED else 0
 
 
 def name_of(number: int) -> str | None:
-    """Returns the algorithm, or what quantises, with the number; None if there is none."""
+    """Returns the algorithm or the quantised format with the number, or None if there is none."""
     return _NAMES.get(number)
 
 
@@ -82,18 +82,18 @@ def build(
     root: int = -1,
     hosts: Sequence[Sequence[int]] | None = None,
 ) -> Schedule:
-    """Returns what `rank` does in the operation under the algorithm.
+    """Builds the schedule of a rank.
 
     Args:
-        algorithm: its name, or what is on the wire between hosts if the schedule quantises.
-        operation: which collective.
-        rank: the rank whose schedule is built.
+        algorithm: the name of the algorithm, or the format on the wire between hosts if the schedule quantises.
+        operation: the collective.
+        rank: the rank.
         world_size: the number of ranks.
-        root: a rank for broadcast, reduce, gather and scatter, otherwise -1.
-        hosts: the ranks of each host; `hierarchical`, `circulant` and what quantises need it, the others ignore it.
+        root: the root of broadcast, reduce, gather and scatter, otherwise -1.
+        hosts: the ranks of each host; required by `hierarchical`, `circulant` and quantised formats, ignored by others.
 
     Raises:
-        ValueError: a name is unknown, or a number does not fit the others.
+        ValueError: a name is unknown, or a number is out of range.
     """
     builder = _builder(algorithm, operation)
     if not 0 <= rank < world_size:

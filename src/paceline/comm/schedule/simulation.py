@@ -1,18 +1,11 @@
-"""The interface of the simulation: how long a call takes, and who sends what to whom meanwhile.
+"""Simulation of a collective on a network, event by event, with the schedules and the order of steps of the executor.
 
-Which links a message between two ranks crosses, and what they do to it.
+`simulate_call` is the interface. `find_path` computes the links and the latency of a message, and `SimulationInput` is
+the input of the core (native/simulate): programs, the routes between them, and links.
 
-Lays out what the core simulates: programs, the routes between them, and links.
-
-On a uniform network, and if all ranks arrive at the same time and are equally fast, the first host stands for all if
-the schedules are alike on all hosts (`ALIKE` of their algorithm): turning the hosts turns schedules and network into
-themselves, and what is decided by nothing but these is then the same on all hosts. This is exact.
-
-Simulates a collective on a network, event by event, with the schedules and the order of steps of the executor.
-
-`crossing.py` says which links a message crosses, `scene.py` lays out what the core simulates (native/simulate), with
-equal ranks as one where that is exact, and `calls.py` is the interface. May use: the rest of `schedule`, and the core.
-Start reading at `calls.py`.
+The first host represents all hosts if the network is uniform, all ranks arrive at the same time and are equally fast,
+and the schedules are alike on all hosts (`ALIKE` of their algorithm). This is exact: a rotation of the hosts maps the
+schedules and the network onto themselves, so that everything that depends only on these is the same on all hosts.
 """
 
 from __future__ import annotations
@@ -27,10 +20,13 @@ from paceline.comm.schedule.network import Network, NetworkLink, most_with_loss
 from paceline.comm.schedule.registry import ALIKE, build, wire_of
 from paceline.comm.schedule.steps import ROOTED, Operation, Schedule, StepKind, flatten
 
+MOST_STEPS = 30_000_000
+"""The largest number of steps, of all ranks together, whose simulation fits into a machine's memory."""
+
 
 @dataclass(frozen=True)
 class LinkDirection:
-    """One direction of a link: of a rank to the others of its host, of a host, of a group, or of a pair of hosts."""
+    """One direction of a link: of a rank within its host, of a host, of a group, or of a pair of hosts."""
 
     kind: str
     number: int
@@ -38,23 +34,23 @@ class LinkDirection:
     other: int = -1
 
     def name(self, network: Network) -> str:
-        """Returns the way as a reader knows it: `host 3 up`, `hosts 1-2`, `rack0 down`."""
+        """Formats the direction for users: `host 3 up`, `hosts 1-2`, `rack0 down`."""
         if self.kind == "hosts":
             return f"hosts {self.number}-{self.other}"
-        of = network.groups[self.number].name if self.kind == "group" else f"{self.kind} {self.number}"
-        return f"{of} {self.direction}"
+        owner = network.groups[self.number].name if self.kind == "group" else f"{self.kind} {self.number}"
+        return f"{owner} {self.direction}"
 
 
 @dataclass(frozen=True)
 class MessagePath:
-    """What a message meets on its way.
+    """The path of a message.
 
     Attributes:
         latency_s: the seconds from the departure of a byte to its arrival.
-        overhead_s: how long the message keeps its sender and its receiver from others.
-        most: the most bytes a second that one connection gets there.
+        overhead_s: the seconds for which the message occupies its sender and its receiver.
+        most: the maximal rate of one connection, in bytes per second.
         weight: the bytes that a link carries for each byte that arrives.
-        ways: the links that it crosses, with their bytes a second.
+        ways: the links that the message crosses, with their rates in bytes per second.
     """
 
     latency_s: float
@@ -65,35 +61,35 @@ class MessagePath:
 
 
 def find_path(network: Network, source: int, target: int) -> MessagePath:
-    """Returns what a message from the rank `source` to the rank `target` meets."""
-    here, there = network.host_of[source], network.host_of[target]
-    if here == there:
+    """Returns the path of a message from the rank `source` to the rank `target`."""
+    source_host, target_host = network.host_of[source], network.host_of[target]
+    if source_host == target_host:
         link = network.within_host
         ways = (
             (LinkDirection("rank", source, "out"), link.bytes_per_s),
             (LinkDirection("rank", target, "in"), link.bytes_per_s),
         )
-        return _crossing([link], link.latency_s, ways)
-    ends = network.node_of(here), network.node_of(there)
+        return _path([link], link.latency_s, ways)
+    ends = network.node_of(source_host), network.node_of(target_host)
     between = [
-        (LinkDirection("host", here, "up"), ends[0].bytes_per_s),
-        (LinkDirection("host", there, "down"), ends[1].bytes_per_s),
+        (LinkDirection("host", source_host, "up"), ends[0].bytes_per_s),
+        (LinkDirection("host", target_host, "down"), ends[1].bytes_per_s),
     ]
     uplinks: list[NetworkLink] = []
-    groups = network.group_of.get(here), network.group_of.get(there)
+    groups = network.group_of.get(source_host), network.group_of.get(target_host)
     for group, direction in zip(groups, ("up", "down"), strict=True):
         if group is not None and groups[0] != groups[1]:
             uplinks.append(network.groups[group].uplink)
             between.append((LinkDirection("group", group, direction), uplinks[-1].bytes_per_s))
     latency_s = max(link.latency_s for link in ends) + max((link.latency_s for link in uplinks), default=0.0)
-    own = network.pairs.get((here, there))
+    own = network.pairs.get((source_host, target_host))
     if own is not None:
-        between.append((LinkDirection("hosts", here, "", there), own.bytes_per_s))
-        return _crossing([*ends, *uplinks, own], own.latency_s, tuple(between))
-    return _crossing([*ends, *uplinks], latency_s, tuple(between))
+        between.append((LinkDirection("hosts", source_host, "", target_host), own.bytes_per_s))
+        return _path([*ends, *uplinks, own], own.latency_s, tuple(between))
+    return _path([*ends, *uplinks], latency_s, tuple(between))
 
 
-def _crossing(links: list[NetworkLink], latency_s: float, ways: tuple[tuple[LinkDirection, float], ...]) -> MessagePath:
+def _path(links: list[NetworkLink], latency_s: float, ways: tuple[tuple[LinkDirection, float], ...]) -> MessagePath:
     arrives = 1.0
     for link in links:
         arrives *= 1 - link.loss
@@ -103,14 +99,24 @@ def _crossing(links: list[NetworkLink], latency_s: float, ways: tuple[tuple[Link
 
 @dataclass
 class SimulationInput:
-    """What the core simulates. A program is for the rank of the same number, and for those that it stands for.
+    """The input of the core's simulator. A program is that of the rank with its number, and of ranks it represents.
 
-    `routes` are in the form of `_core.simulate`; `pairs` are the ranks of each, `ways` the links by their numbers.
+    Attributes:
+        network: the network.
+        standing: a function that returns the rank whose program represents a rank.
+        turned: a function of (rank, by) that rotates `rank` as `by` is rotated to the rank that represents it.
+        blocks: the number of blocks of the schedules.
+        schedules: the programs.
+        speeds: the relative speed of each rank within its host, or () if all are 1.
+        routes: the routes in the form of `_core.simulate`.
+        pairs: the ranks of each route.
+        ways: the number of each link.
+        capacities: the rates of the links, in bytes per second.
     """
 
     network: Network
-    standing: Callable[[int], int]  # the rank whose program stands for a rank
-    turned: Callable[[int, int], int]  # (rank, by): what `rank` is if the rank `by` is turned to the one for it
+    standing: Callable[[int], int]
+    turned: Callable[[int, int], int]
     blocks: int = 0
     schedules: list[_core.Schedule] = field(default_factory=list)
     speeds: Sequence[float] = ()
@@ -123,17 +129,18 @@ class SimulationInput:
         """Adds the programs in the order of their ranks."""
         for schedule in schedules:
             self.blocks = schedule.blocks
-            self.schedules.append(_to_core(schedule))
+            numbers = schedule.blocks, schedule.rank, schedule.world_size
+            self.schedules.append(_core.Schedule.make(0, *numbers, flatten(schedule), wire_of(schedule.algorithm)))
             for peer in dict.fromkeys(step.peer for step in schedule.steps if step.kind is StepKind.SEND):
                 self._add_route(schedule.rank, peer)
 
     def _add_route(self, source: int, target: int) -> None:
-        crossing = find_path(self.network, source, target)
+        path = find_path(self.network, source, target)
         self.pairs.append((source, target))
         numbers = (source, target, self.standing(target), self.turned(source, target))
-        self.routes.extend((*numbers, crossing.latency_s, crossing.overhead_s, crossing.most, len(crossing.ways)))
-        for way, bytes_per_s in crossing.ways:
-            self.routes.extend((self._number_of(way, bytes_per_s), crossing.weight))
+        self.routes.extend((*numbers, path.latency_s, path.overhead_s, path.most, len(path.ways)))
+        for way, bytes_per_s in path.ways:
+            self.routes.extend((self._number_of(way, bytes_per_s), path.weight))
 
     def _number_of(self, way: LinkDirection, bytes_per_s: float) -> int:
         way = self.stands_for(way)
@@ -144,7 +151,7 @@ class SimulationInput:
         return self.ways[way]
 
     def stands_for(self, way: LinkDirection) -> LinkDirection:
-        """Returns the way that is simulated for a way."""
+        """Returns the link direction that represents `way` in the simulation."""
         if way.kind == "rank":
             return LinkDirection("rank", self.standing(way.number), way.direction)
         if way.kind == "host":
@@ -154,12 +161,12 @@ class SimulationInput:
 
 
 def full_simulation(network: Network, speeds: Sequence[float]) -> SimulationInput:
-    """Returns a scene in which every rank stands for itself."""
+    """Returns an input in which every rank represents itself."""
     return SimulationInput(network, lambda rank: rank, lambda rank, _: rank, speeds=speeds)
 
 
 def folded_simulation(network: Network) -> SimulationInput:
-    """Returns a scene in which the ranks of the first host stand for those in the same place on others."""
+    """Returns an input in which the ranks of the first host represent those with the same index on others."""
     per_host, world_size = len(network.hosts[0]), network.world_size
 
     def turned(rank: int, by: int) -> int:
@@ -168,20 +175,11 @@ def folded_simulation(network: Network) -> SimulationInput:
     return SimulationInput(network, lambda rank: rank % per_host, turned)
 
 
-def _to_core(schedule: Schedule) -> _core.Schedule:
-    at = schedule.blocks, schedule.rank, schedule.world_size
-    return _core.Schedule.make(0, *at, flatten(schedule), wire_of(schedule.algorithm))
-
-
-MOST_STEPS = 30_000_000
-"""How many steps of all ranks together are simulated at most; more would not fit into a machine's memory."""
-
-
 @dataclass(frozen=True)
 class SimulatedMessage:
     """A message, from the departure of its first byte to the arrival of its last, in seconds after time 0.
 
-    `step` is the place of its SEND in the sender's schedule.
+    `step` is the index of its SEND in the sender's schedule.
     """
 
     source: int
@@ -194,13 +192,13 @@ class SimulatedMessage:
 
 @dataclass(frozen=True)
 class CallTiming:
-    """How a call went.
+    """The result of a simulation.
 
     Attributes:
-        seconds: from the last rank's arrival to the last one's end.
-        ends: when each rank ends, in seconds after time 0.
-        bytes_per_link: what each link that is used carries, one entry for each direction.
-        transfers: all messages in the order in which they arrive, if they were asked for.
+        seconds: the seconds from the last rank's arrival to the end of the last rank.
+        ends: the end of each rank, in seconds after time 0.
+        bytes_per_link: the bytes on each used link, with one entry for each direction.
+        transfers: all messages in the order of arrival, if they were recorded.
     """
 
     seconds: float
@@ -224,19 +222,19 @@ def simulate_call(
     """Simulates a call on all ranks of a network.
 
     Args:
-        algorithm: its name, or what is on the wire if the schedule quantises.
-        operation: which collective.
-        nbytes: the longest buffer of a rank, as for `cost.predict`.
+        algorithm: the name of the algorithm, or the format on the wire if the schedule quantises.
+        operation: the collective.
+        nbytes: the size of the longest buffer of a rank, as for `cost.predict`.
         network: the ranks and the links between them.
-        arrivals: when each rank makes the call, in seconds; all at 0 if left out.
-        speeds: how fast each rank copies and reduces, compared with others; all 1 if left out.
-        record: whether the timing has the transfers.
-        root: the root, of operations that have one.
-        fold: whether one host stands for all where that is exact.
+        arrivals: the time in seconds at which each rank makes the call; 0 by default.
+        speeds: the relative speed at which each rank copies and reduces; 1 by default.
+        record: whether to record the messages.
+        root: the root of operations that have one.
+        fold: whether one host may represent all where that is exact.
 
     Raises:
-        ValueError: the algorithm does not have the operation, there are not as many arrivals or speeds as ranks, or the
-            schedules have too many steps.
+        ValueError: the algorithm does not have the operation, the numbers of arrivals or speeds differ from that of
+            ranks, or the schedules have too many steps.
     """
     n = network.world_size
 
@@ -245,11 +243,7 @@ def simulate_call(
 
     alike = operation in ALIKE.get(algorithm, ()) and network.is_uniform and not record
     if fold and alike and len(set(arrivals or [0])) == len(set(speeds or [1])) == 1:
-        schedules = map(schedule, network.hosts[0])
-        scene = folded_simulation(network)
-        return _simulate(
-            scene, schedules, nbytes, _one_per_rank(arrivals, 0.0, n), _one_per_rank(speeds, 1.0, n), record
-        )
+        return _simulate(folded_simulation(network), map(schedule, network.hosts[0]), nbytes, arrivals, speeds, record)
     steps = len(schedule(n - 1).steps) * n
     if steps > MOST_STEPS:
         raise ValueError(
@@ -267,10 +261,8 @@ def simulate_schedules(
     speeds: Sequence[float] | None = None,
     record: bool = False,
 ) -> CallTiming:
-    """Simulates a call of these schedules, one for each rank in their order; see `simulate_call`."""
-    n = network.world_size
-    scene = full_simulation(network, speeds or ())
-    return _simulate(scene, schedules, nbytes, _one_per_rank(arrivals, 0.0, n), _one_per_rank(speeds, 1.0, n), record)
+    """Simulates a call of these schedules, one for each rank in order; see `simulate_call`."""
+    return _simulate(full_simulation(network, speeds or ()), schedules, nbytes, arrivals, speeds, record)
 
 
 def _one_per_rank(values: Sequence[float] | None, default: float, n: int) -> Sequence[float]:
@@ -283,14 +275,16 @@ def _simulate(
     scene: SimulationInput,
     schedules: Iterable[Schedule],
     nbytes: int,
-    arrivals: Sequence[float],
-    speeds: Sequence[float],
+    arrivals: Sequence[float] | None,
+    speeds: Sequence[float] | None,
     record: bool,
 ) -> CallTiming:
     network = scene.network
+    arrivals = _one_per_rank(arrivals, 0.0, network.world_size)
+    speeds = _one_per_rank(speeds, 1.0, network.world_size)
     scene.add(schedules)
     simulated = len(scene.schedules)
-    # A block has a byte at least, which stands for the headers of its messages.
+    # A block has at least one byte, for the headers of its messages.
     block_nbytes = max(1.0, nbytes / max(1, scene.blocks))
     ends, carried, transfers = _core.simulate(
         scene.schedules,
@@ -315,7 +309,7 @@ def _simulate(
 
 
 def _by_name(scene: SimulationInput, carried: Sequence[float]) -> dict[str, float]:
-    """Returns the bytes of each link that carries any, also of those for which another was simulated."""
+    """Returns the bytes of each used link, including those that another link represents."""
     network = scene.network
     ways = dict.fromkeys(scene.ways)
     if len(scene.schedules) < network.world_size:

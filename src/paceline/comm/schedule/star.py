@@ -1,8 +1,8 @@
-"""The star, or parameter server: everything goes through one rank, the root or rank 0.
+"""The star, or parameter server: all data passes through one rank, the root or rank 0.
 
-It is here for comparison. A message takes two hops at most, but all bytes of all ranks cross the one link of the
-middle, so its time grows with the world while that of the other algorithms hardly does. It may win for a handful of
-ranks and tiny tensors.
+It serves as a baseline. A message takes at most two hops, but all bytes of all ranks cross the link of the rank in the
+middle, so that its time grows with the world much faster than that of the other algorithms. It may win for few ranks
+and tiny tensors.
 """
 
 from __future__ import annotations
@@ -26,82 +26,82 @@ from paceline.comm.schedule.steps import (
 )
 
 
-def _others(at: RankTopology, middle: int) -> list[int]:
-    return [(middle + distance) % at.world_size for distance in range(1, at.world_size)]
+def _others(topology: RankTopology, middle: int) -> list[int]:
+    return [(middle + distance) % topology.world_size for distance in range(1, topology.world_size)]
 
 
 def _add_up(others: list[int], own: BufferSlice, into: BufferSlice) -> list[Step]:
-    """Adds the others' tensors one after another."""
+    """Adds the other ranks' tensors sequentially."""
     return [
         combine(peer, into, into if turn else own, final=turn == len(others) - 1) for turn, peer in enumerate(others)
     ]
 
 
-def all_reduce(at: RankTopology) -> BlocksAndSteps:
+def all_reduce(topology: RankTopology) -> BlocksAndSteps:
     """Rank 0 sums all tensors and sends the result to each rank."""
-    others = _others(at, 0)
-    if at.rank:
+    others = _others(topology, 0)
+    if topology.rank:
         return 1, [send(0, OWN_OUTPUT), receive(0, OWN_OUTPUT)]
     return 1, _add_up(others, OWN_OUTPUT, OWN_OUTPUT) + [send(peer, OWN_OUTPUT) for peer in others]
 
 
-def reduce(at: RankTopology) -> BlocksAndSteps:
+def reduce(topology: RankTopology) -> BlocksAndSteps:
     """The root sums all tensors."""
-    if at.rank != at.root:
-        return 1, [send(at.root, OWN_INPUT)]
-    return 1, _add_up(_others(at, at.root), OWN_OUTPUT, OWN_OUTPUT)
+    if topology.rank != topology.root:
+        return 1, [send(topology.root, OWN_INPUT)]
+    return 1, _add_up(_others(topology, topology.root), OWN_OUTPUT, OWN_OUTPUT)
 
 
-def broadcast(at: RankTopology) -> BlocksAndSteps:
+def broadcast(topology: RankTopology) -> BlocksAndSteps:
     """The root sends its tensor to each rank."""
-    if at.rank != at.root:
-        return 1, [receive(at.root, OWN_OUTPUT)]
-    return 1, [send(peer, OWN_OUTPUT) for peer in _others(at, at.root)]
+    if topology.rank != topology.root:
+        return 1, [receive(topology.root, OWN_OUTPUT)]
+    return 1, [send(peer, OWN_OUTPUT) for peer in _others(topology, topology.root)]
 
 
-def gather(at: RankTopology) -> BlocksAndSteps:
+def gather(topology: RankTopology) -> BlocksAndSteps:
     """The root receives a block from each rank."""
-    if at.rank != at.root:
-        return at.world_size, [send(at.root, OWN_INPUT)]
-    steps = [receive(peer, BufferSlice(Buffer.OUTPUT, peer)) for peer in _others(at, at.root)]
-    return at.world_size, [copy(BufferSlice(Buffer.OUTPUT, at.rank), OWN_INPUT), *steps]
+    if topology.rank != topology.root:
+        return topology.world_size, [send(topology.root, OWN_INPUT)]
+    steps = [receive(peer, BufferSlice(Buffer.OUTPUT, peer)) for peer in _others(topology, topology.root)]
+    return topology.world_size, [copy(BufferSlice(Buffer.OUTPUT, topology.rank), OWN_INPUT), *steps]
 
 
-def scatter(at: RankTopology) -> BlocksAndSteps:
+def scatter(topology: RankTopology) -> BlocksAndSteps:
     """The root sends each rank its block."""
-    if at.rank != at.root:
-        return at.world_size, [receive(at.root, OWN_OUTPUT)]
-    steps = [send(peer, BufferSlice(Buffer.INPUT, peer)) for peer in _others(at, at.root)]
-    return at.world_size, [*steps, copy(OWN_OUTPUT, BufferSlice(Buffer.INPUT, at.rank))]
+    if topology.rank != topology.root:
+        return topology.world_size, [receive(topology.root, OWN_OUTPUT)]
+    steps = [send(peer, BufferSlice(Buffer.INPUT, peer)) for peer in _others(topology, topology.root)]
+    return topology.world_size, [*steps, copy(OWN_OUTPUT, BufferSlice(Buffer.INPUT, topology.rank))]
 
 
-def all_gather(at: RankTopology) -> BlocksAndSteps:
+def all_gather(topology: RankTopology) -> BlocksAndSteps:
     """Rank 0 collects all blocks and sends all of them to each rank."""
-    n, everything = at.world_size, BufferSlice(Buffer.OUTPUT, 0, at.world_size)
-    if at.rank:
+    n, everything = topology.world_size, BufferSlice(Buffer.OUTPUT, 0, topology.world_size)
+    if topology.rank:
         return n, [send(0, OWN_INPUT), receive(0, everything)]
     steps = [copy(BufferSlice(Buffer.OUTPUT, 0), OWN_INPUT)]
-    steps += [receive(peer, BufferSlice(Buffer.OUTPUT, peer)) for peer in _others(at, 0)]
-    return n, steps + [send(peer, everything) for peer in _others(at, 0)]
+    steps += [receive(peer, BufferSlice(Buffer.OUTPUT, peer)) for peer in _others(topology, 0)]
+    return n, steps + [send(peer, everything) for peer in _others(topology, 0)]
 
 
-def reduce_scatter(at: RankTopology) -> BlocksAndSteps:
+def reduce_scatter(topology: RankTopology) -> BlocksAndSteps:
     """Rank 0 sums all tensors and sends each rank its block."""
-    n, others = at.world_size, _others(at, 0)
+    n, others = topology.world_size, _others(topology, 0)
     if n == 1:
         return 1, [copy(OWN_OUTPUT, OWN_INPUT)]
-    if at.rank:
+    if topology.rank:
         return n, [send(0, BufferSlice(Buffer.INPUT, 0, n)), receive(0, OWN_OUTPUT)]
     steps = _add_up(others, BufferSlice(Buffer.INPUT, 0, n), BufferSlice(Buffer.SCRATCH, 0, n))
     steps += [send(peer, BufferSlice(Buffer.SCRATCH, peer)) for peer in others]
     return n, [*steps, copy(OWN_OUTPUT, BufferSlice(Buffer.SCRATCH, 0))]
 
 
-def barrier(at: RankTopology) -> BlocksAndSteps:
-    """All ranks send a token to rank 0, which then answers each."""
-    if at.rank:
+def barrier(topology: RankTopology) -> BlocksAndSteps:
+    """All ranks send a token to rank 0, which then sends one to each."""
+    if topology.rank:
         return 0, [send(0, NOTHING), receive(0, NOTHING)]
-    others = _others(at, 0)
+    others = _others(topology, 0)
     return 0, [receive(peer, NOTHING) for peer in others] + [send(peer, NOTHING) for peer in others]
 
 
@@ -118,7 +118,7 @@ OFFERS: dict[Operation, Builder] = {
 
 
 def _serve(case: Case, nbytes: float, gamma: float = 0) -> float:
-    """Returns the seconds in which the middle exchanges `nbytes` with each of the others, one after another."""
+    """Returns the seconds in which the middle exchanges `nbytes` with each other rank, sequentially."""
     near, far = case.local - 1, case.n - case.local
     return near * message_s(case.model.within_host, nbytes, gamma) + far * message_s(
         case.model.between_hosts, nbytes, gamma

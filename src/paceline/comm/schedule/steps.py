@@ -1,17 +1,17 @@
-"""What a schedule is: a rank's sends, receives, reductions and copies over slices of a few buffers.
+"""Schedule: a rank's sends, receives, reductions and copies over slices of a few buffers.
 
-How a schedule is executed, and what its author may rely on:
+A schedule is executed by these rules:
 
-- Each ordered pair of ranks is a first-in-first-out link. The k-th SEND to a peer meets the peer's k-th RECV or REDUCE
-  from this rank, and both move equally many bytes.
+- Each ordered pair of ranks is a first-in-first-out link. The k-th SEND to a peer matches the peer's k-th RECV or
+  REDUCE from this rank, and both move the same number of bytes.
 - A step starts once the earlier steps of its rank that touch the same bytes in a conflicting way (read after write,
   write after read, write after write) are done with these bytes. Otherwise the order between different peers, and
   between sending and receiving, is free: a long chain of steps is a pipeline without being cut up.
-- A link may hold nothing: a SEND may end only when its receiver has taken it.
-- A slice of no blocks (in a barrier) has no bytes that could order it. Instead a SEND of nothing starts once all
-  earlier receives of its rank are done; a RECV of nothing may always start.
+- A link may have no buffer: a SEND may complete only when its receiver has taken the data.
+- An empty slice (in a barrier) has no bytes that could order it. Instead an empty SEND starts once all earlier
+  receives of its rank are done; an empty RECV may always start.
 
-These are the buffers of each operation, where n is the world size. It has no others:
+These are the buffers of each operation, where n is the world size:
 
 | operation | INPUT (never written) | OUTPUT | SCRATCH |
 | --- | --- | --- | --- |
@@ -25,13 +25,8 @@ These are the buffers of each operation, where n is the world size. It has no ot
 | all_to_all | n blocks, each of its own size | n blocks, each of its own size | |
 | barrier | | | |
 
-The schedules of `quantised.py` have a fourth buffer, WIRE, of blocks in the form in which they travel between hosts. It
-has as many as they use, and each is as large as the block that is packed into it, or unpacked from it, needs. PACK
-rounds, and the other steps lose nothing.
-
-Spells a schedule as the numbers that the core reads.
-
-Where a rank is: its host, and its place among the ranks of that host and of the others.
+The schedules of `quantised.py` have a fourth buffer, WIRE, of blocks in the form in which they are sent between hosts.
+It has as many blocks as the schedule uses, each as large as its packed block needs. Only PACK loses precision.
 """
 
 from __future__ import annotations
@@ -43,7 +38,7 @@ from typing import NamedTuple, TypeAlias
 
 
 class Operation(IntEnum):
-    """A collective. Its value is its number in native/call/call.hpp, and its text is its name: `all_reduce`."""
+    """A collective. Its value is its number in native/call/call.hpp; `str` returns its name, such as `all_reduce`."""
 
     ALL_REDUCE = 1
     BROADCAST = 2
@@ -58,15 +53,15 @@ class Operation(IntEnum):
     def __str__(self) -> str:
         return self.name.lower()
 
-    def __format__(self, spec: str) -> str:  # that of an int would show the number
+    def __format__(self, spec: str) -> str:  # an int's would return the number
         return format(str(self), spec)
 
     @classmethod
     def named(cls, name: str) -> Operation:
-        """Returns the operation of that name.
+        """Returns the operation `name`.
 
         Raises:
-            ValueError: there is none.
+            ValueError: the name is unknown.
         """
         for operation in cls:
             if str(operation) == name:
@@ -78,7 +73,7 @@ ROOTED = frozenset((Operation.BROADCAST, Operation.REDUCE, Operation.GATHER, Ope
 
 
 class Buffer(IntEnum):
-    """Where a slice lies; the table above says what an operation keeps there."""
+    """A buffer of a rank; the table above lists its content for each operation."""
 
     INPUT = 0
     OUTPUT = 1
@@ -87,7 +82,7 @@ class Buffer(IntEnum):
 
 
 class StepKind(IntEnum):
-    """What a step does."""
+    """The kind of a step; see `Step`."""
 
     SEND = 0
     RECV = 1
@@ -107,12 +102,13 @@ class BufferSlice(NamedTuple):
 
 
 class Step(NamedTuple):
-    """SEND src to peer; RECV dst from peer; REDUCE: receive, dst = src op received; COPY: dst = src.
+    """A step of a rank.
 
-    PACK: dst, in WIRE, = src rounded; UNPACK: dst = src, which is in WIRE; ADD: dst = dst + src, which is in WIRE.
+    SEND src to peer; RECV dst from peer; REDUCE: receive, dst = src op received; COPY: dst = src.
+    PACK: dst (in WIRE) = src rounded; UNPACK: dst = src (in WIRE); ADD: dst = dst + src (in WIRE).
 
-    `final` is set on the REDUCE or ADD after which dst holds the contributions of all ranks: an average is divided
-    there.
+    `final` is set on the REDUCE or ADD after which dst holds the contributions of all ranks, where an average is
+    divided.
     """
 
     kind: StepKind
@@ -123,7 +119,7 @@ class Step(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """Everything that one rank does in one collective."""
+    """All steps of one rank in one collective."""
 
     operation: Operation
     algorithm: str
@@ -135,7 +131,7 @@ class Schedule(NamedTuple):
 
 
 class RankTopology(NamedTuple):
-    """The rank that a schedule is for. `root` is -1 if there is none; `hosts` lists the ranks of each host."""
+    """The rank of a schedule, and its world. `root` is -1 if there is none; `hosts` lists the ranks of each host."""
 
     rank: int
     world_size: int
@@ -144,14 +140,13 @@ class RankTopology(NamedTuple):
 
 
 BlocksAndSteps: TypeAlias = tuple[int, list[Step]]
-"""What an algorithm returns: into how many blocks a tensor is cut, and the steps."""
+"""The result of an algorithm: the number of blocks of a tensor, and the steps."""
 
 Builder: TypeAlias = Callable[[RankTopology], BlocksAndSteps]
 
 NOTHING = BufferSlice(Buffer.OUTPUT, 0, 0)
 OWN_INPUT = BufferSlice(Buffer.INPUT, 0, 1)
 OWN_OUTPUT = BufferSlice(Buffer.OUTPUT, 0, 1)
-
 
 # A large world's ring has tens of thousands of steps, and the constructor of a named tuple takes twice as long.
 _new = tuple.__new__
@@ -169,7 +164,7 @@ def receive(peer: int, dst: BufferSlice) -> Step:
 
 
 def combine(peer: int, dst: BufferSlice, src: BufferSlice, final: bool = False) -> Step:
-    """Returns a step that receives from the peer and sets dst to src combined with it."""
+    """Returns a step that sets dst to src combined with data that it receives from the peer."""
     return _new(Step, (_REDUCE, peer, dst, src, final))
 
 
@@ -184,17 +179,17 @@ def pack(dst: BufferSlice, src: BufferSlice) -> Step:
 
 
 def unpack(dst: BufferSlice, src: BufferSlice) -> Step:
-    """Returns a step that sets dst to what src, in WIRE, stands for."""
+    """Returns a step that sets dst to the unpacked value of src, which is in WIRE."""
     return _new(Step, (_UNPACK, -1, dst, src, False))
 
 
 def add(dst: BufferSlice, src: BufferSlice, final: bool = False) -> Step:
-    """Returns a step that adds to dst what src, in WIRE, stands for."""
+    """Returns a step that adds the unpacked value of src, which is in WIRE, to dst."""
     return _new(Step, (_ADD, -1, dst, src, final))
 
 
 def contiguous_slices(buffer: Buffer, blocks: Iterable[int]) -> list[BufferSlice]:
-    """Returns the blocks, in their order, as few slices: 4, 5, 0, 1, 2 are two."""
+    """Returns the blocks, in their order, as few slices as possible: 4, 5, 0, 1, 2 are two slices."""
     found: list[BufferSlice] = []
     first = count = 0
     for block in blocks:
@@ -210,14 +205,14 @@ def contiguous_slices(buffer: Buffer, blocks: Iterable[int]) -> list[BufferSlice
 
 
 def one_block_chunks(buffer: Buffer, blocks: Iterable[int]) -> list[list[BufferSlice]]:
-    """Returns one chunk for each block, which holds that block alone."""
+    """Returns a chunk of one block for each block."""
     return [[BufferSlice(buffer, block)] for block in blocks]
 
 
 def rotated(ranks: Sequence[int], first: int) -> list[int]:
     """Returns the ranks in their order, beginning with `first`."""
-    at = ranks.index(first)
-    return [*ranks[at:], *ranks[:at]]
+    start = ranks.index(first)
+    return [*ranks[start:], *ranks[:start]]
 
 
 def flatten(schedule: Schedule) -> bytes:
@@ -232,42 +227,41 @@ def _slice_numbers(slice_: BufferSlice | None) -> tuple[int, int, int]:
     return (slice_.buffer, slice_.first, slice_.length) if slice_ is not None else (1, 0, 0)
 
 
-Hosts = Sequence[Sequence[int]]
-
-
 class HostPosition(NamedTuple):
-    """The hosts, and where this rank is: it is local[me], where `local` are the ranks of hosts[host]."""
+    """The position of a rank, which is local[me], where `local` are the ranks of hosts[host]."""
 
-    hosts: Hosts
+    hosts: Sequence[Sequence[int]]
     host: int
     local: Sequence[int]
     me: int
 
     @property
     def is_even(self) -> bool:
-        """Whether all hosts have equally many ranks."""
-        return len({len(host) for host in self.hosts}) == 1
+        """Whether all hosts have the same number of ranks."""
+        return len(set(map(len, self.hosts))) == 1
 
     @property
     def rail(self) -> list[int]:
-        """The ranks at this rank's place on all hosts. For a leader these are the leaders."""
+        """The ranks with this rank's index on all hosts; for a leader these are the leaders."""
         return [host[self.me] for host in self.hosts]
 
 
-def find_host_position(at: RankTopology) -> HostPosition:
-    """Finds this rank's host. If there is a root, its host comes first, and the root comes first on that host.
+def find_host_position(topology: RankTopology) -> HostPosition:
+    """Finds this rank's host. If there is a root, the root's host is first, and the root is first on that host.
 
     Raises:
         ValueError: the hosts do not list each rank once.
     """
-    if sorted(rank for host in at.hosts for rank in host) != list(range(at.world_size)) or not all(at.hosts):
+    if sorted(rank for host in topology.hosts for rank in host) != list(range(topology.world_size)) or not all(
+        topology.hosts
+    ):
         raise ValueError(
-            f"the algorithm needs hosts that list each of the {at.world_size} ranks once, and none empty; got "
-            f"{at.hosts}"
+            f"the algorithm needs hosts that list each of the {topology.world_size} ranks once, and none empty; got "
+            f"{topology.hosts}"
         )
-    hosts = at.hosts
-    if at.root >= 0:
-        first = next(number for number, host in enumerate(hosts) if at.root in host)
-        hosts = [rotated(hosts[first], at.root), *hosts[first + 1 :], *hosts[:first]]
-    number = next(number for number, host in enumerate(hosts) if at.rank in host)
-    return HostPosition(hosts, number, hosts[number], hosts[number].index(at.rank))
+    hosts = topology.hosts
+    if topology.root >= 0:
+        first = next(number for number, host in enumerate(hosts) if topology.root in host)
+        hosts = [rotated(hosts[first], topology.root), *hosts[first + 1 :], *hosts[:first]]
+    number = next(number for number, host in enumerate(hosts) if topology.rank in host)
+    return HostPosition(hosts, number, hosts[number], hosts[number].index(topology.rank))

@@ -1,16 +1,9 @@
-"""Makes schedules for an uneven network, proves them, and tells by simulation when they are the fastest.
+"""Synthesis of an all-reduce for a network whose links differ: schedules, their proof, and a choice by simulation.
 
-Makes the schedule of an all-reduce for a network whose links differ.
-
-`trees.py` packs trees into the network, along which the parts of a tensor are summed and spread; `ordering.py` puts
-their transfers into an order, and `emitting.py` turns them into steps of all ranks of the hosts; `choosing.py` proves
-the schedules, and simulates whether they are faster than the fixed algorithms. May use: the rest of `schedule`. Start
-reading at `trees.py`.
-
-Turns the transfers of packed trees into the steps of each rank.
-
-If all hosts have equally many ranks, the l-th ranks of all hosts run the trees on the l-th slice of the tensor, which
-rings within the hosts have reduced and pass around afterwards, as in `hierarchical.py`. Otherwise the leaders do.
+`tree_packing.py` packs trees into the network, along which the parts of a tensor are summed and spread. The transfers
+become steps of each rank here. If all hosts have the same number of ranks, the l-th ranks of all hosts run the trees on
+the l-th slice of the tensor, and rings within the hosts reduce the slices before and pass them around afterwards, as in
+`hierarchical.py`. Otherwise the leaders run the trees on the whole tensor.
 """
 
 from __future__ import annotations
@@ -37,27 +30,38 @@ from paceline.comm.schedule.steps import (
 from paceline.comm.schedule.tree_packing import DETOURS, MOST_HOSTS, TreeTransfer, by_begin, by_level, pack
 from paceline.comm.schedule.verify import verify
 
+MOST_RANKS = 64
+"""The largest number of ranks whose proof takes less than a second."""
 
-def synthesised_all_reduce(at: RankTopology, transfers: Sequence[TreeTransfer]) -> Schedule:
-    """Returns a rank's schedule. The hosts of `at` are those that the transfers join."""
-    _, host, local, me = home = find_host_position(at)
+_LONG_NBYTES = 16 << 20
+_NEARLY = 1.25  # times the duration of the fastest
+_COMPETING = 1.05  # times the simulated duration, if several connections may share an uplink
+_LIGHTER = 0.75  # of the fastest algorithm's bytes on its busiest link
+_AS_FAST = 1.02  # times the duration of the fastest
+
+
+def synthesised_all_reduce(topology: RankTopology, transfers: Sequence[TreeTransfer]) -> Schedule:
+    """Returns a rank's schedule. The transfers are between the hosts of `topology`."""
+    _, host, local, me = home = find_host_position(topology)
     n_local, n_parts = len(local), 1 + max(each.part for each in transfers)
     if home.is_even:
         slices = [[BufferSlice(Buffer.OUTPUT, owner * n_parts, n_parts)] for owner in range(n_local)]
         steps = ring.reduce_phase(local, me, slices, slices, final=False)
         steps += _transfer_steps(transfers, home.rail, host, me * n_parts)
         steps += ring.gather_phase(local, me, slices)
-        return Schedule(Operation.ALL_REDUCE, SYNTHESISED, at.rank, at.world_size, -1, n_local * n_parts, tuple(steps))
+        return Schedule(
+            Operation.ALL_REDUCE, SYNTHESISED, topology.rank, topology.world_size, -1, n_local * n_parts, tuple(steps)
+        )
     tensor = BufferSlice(Buffer.OUTPUT, 0, n_parts)
     steps = tree.reduce_phase(local, me, tensor, tensor, final=False)
     if me == 0:
         steps += _transfer_steps(transfers, home.rail, host, 0)
     steps += tree.broadcast_phase(local, me, tensor)
-    return Schedule(Operation.ALL_REDUCE, SYNTHESISED, at.rank, at.world_size, -1, n_parts, tuple(steps))
+    return Schedule(Operation.ALL_REDUCE, SYNTHESISED, topology.rank, topology.world_size, -1, n_parts, tuple(steps))
 
 
 def _transfer_steps(transfers: Sequence[TreeTransfer], members: Sequence[int], host: int, first: int) -> list[Step]:
-    """Returns the steps of members[host]. All members take the transfers in the same order, so none waits for ever."""
+    """Returns the steps of members[host]. All members use the same order of transfers, so that none waits forever."""
     steps: list[Step] = []
     for each in transfers:
         block = BufferSlice(Buffer.OUTPUT, first + each.part)
@@ -70,31 +74,21 @@ def _transfer_steps(transfers: Sequence[TreeTransfer], members: Sequence[int], h
     return steps
 
 
-MOST_RANKS = 64
-"""The proof of so many ranks takes less than a second."""
-
-_LONG_NBYTES = 16 << 20
-_NEARLY = 1.25  # times as long as the fastest
-_COMPETING = 1.05  # times as long as simulated, if several connections may share an uplink
-_LIGHTER = 0.75  # of the bytes that the fastest sends over its busiest link
-_AS_FAST = 1.02  # times as long as the fastest
-
-
 def can_synthesise(network: Network) -> bool:
-    """Returns whether a schedule is worth making: some links differ, and the hosts and the ranks are not too many."""
+    """Returns whether synthesis is useful: some links differ, and there are not too many hosts and ranks."""
     uneven = bool(network.groups or network.pairs or network.nodes)
     return uneven and 1 < len(network.hosts) <= MOST_HOSTS and network.world_size <= MOST_RANKS
 
 
 def synthesise(network: Network) -> list[Schedule]:
-    """Returns an all-reduce's schedules for all ranks of a network, which are proved to be right.
+    """Returns an all-reduce's schedules for all ranks of a network, which are proved correct.
 
-    Of several packings and orders of their transfers, those are taken that are the fastest in a simulation of a long
-    tensor, those through gateways also if they are a little slower. The same network gives the same schedules on every
+    They have the packing and the order of transfers that are the fastest in a simulation of a long tensor; packings
+    through gateways are preferred if they are only slightly slower. The same network has the same schedules on every
     machine.
 
     Raises:
-        ScheduleError: the schedules are wrong, which would be a fault of this package.
+        ScheduleError: the schedules are wrong, which is a bug in this package.
     """
     n = network.world_size
     found: list[tuple[float, list[Schedule]]] = []
@@ -115,11 +109,11 @@ def synthesise(network: Network) -> list[Schedule]:
 def choose_all_reduce(
     network: Network, schedules: Sequence[Schedule], nbytes: int, forced: str | None = None
 ) -> AlgorithmChoice:
-    """Returns the best algorithm for an all-reduce of so many bytes by simulation, or `forced`.
+    """Returns the best algorithm for an all-reduce of `nbytes` by simulation, or `forced`.
 
-    That is the fastest, unless another is nearly as fast and loads its busiest link much less, or is as fast with as
-    little on that link and fewer messages: what a simulation leaves out, such as a core that serves many connections,
-    or a queue that overflows, costs most where much is sent, and each message costs something.
+    That is the fastest, unless another one is nearly as fast and loads its busiest link much less, or is as fast with
+    no more load on that link and fewer messages. Effects that the simulation ignores, such as a core that serves many
+    connections, or a queue that overflows, are worst where much data is sent, and each message has some cost.
     """
     n = network.world_size
     worlds = {SYNTHESISED: schedules}
@@ -138,12 +132,12 @@ def choose_all_reduce(
 def _preferred(
     candidates: Sequence[AlgorithmPrediction], most: Mapping[str, float], messages: Mapping[str, int]
 ) -> PreferredAlgorithm | None:
-    """Returns one that is about as fast as the first candidate, and better otherwise.
+    """Returns an algorithm that is about as fast as the first candidate and better otherwise, or None.
 
     Args:
         candidates: the algorithms from the fastest to the slowest.
-        most: the bytes on the busiest link of each.
-        messages: the steps of the rank that has most, for each.
+        most: the bytes on the busiest link of each algorithm.
+        messages: the largest number of steps of a rank in each algorithm.
     """
     seconds, nbytes = candidates[0].seconds, most[candidates[0].algorithm]
     for each in candidates:
@@ -159,5 +153,5 @@ def _preferred(
 
 
 def _most_nbytes(timing: CallTiming) -> float:
-    """Returns the bytes on the link of a host that carries most."""
+    """Returns the bytes on the busiest link of a host."""
     return max((nbytes for name, nbytes in timing.bytes_per_link.items() if name.startswith("host ")), default=0.0)

@@ -1,4 +1,4 @@
-"""The binomial tree: every round doubles the ranks that are done, so a world takes log2(n) rounds.
+"""The binomial tree: every round doubles the number of ranks that are done, so a world takes log2(n) rounds.
 
 It is best for short messages. Gather and scatter move each subtree's blocks in few messages. The tree is the one of
 MPICH (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH").
@@ -49,7 +49,7 @@ def subtree_of(member: int, n: int) -> range:
 def reduce_phase(
     group: Sequence[int], me: int, own: BufferSlice, into: BufferSlice, *, final: bool = True
 ) -> list[Step]:
-    """Sums all members' `own` in group[0]'s `into`; the others' `into` holds partial sums. group[me] is this rank."""
+    """Sums all members' `own` in group[0]'s `into`; other members' `into` hold partial sums. group[me] is this rank."""
     steps: list[Step] = []
     children = children_of(me, len(group))
     for child in children:
@@ -67,7 +67,7 @@ def broadcast_phase(group: Sequence[int], me: int, tensor: BufferSlice) -> list[
 
 
 def gather_phase(group: Sequence[int], me: int, holdings: Sequence[Sequence[int]], store: Buffer) -> list[Step]:
-    """Brings all blocks to group[0]; member i starts with the blocks holdings[i]. All members keep them in `store`."""
+    """Gathers all blocks on group[0]; member i starts with the blocks holdings[i]. All members use buffer `store`."""
     steps: list[Step] = []
     for child in children_of(me, len(group)):
         steps += [receive(group[child], part) for part in _carried(store, holdings, child)]
@@ -77,7 +77,7 @@ def gather_phase(group: Sequence[int], me: int, holdings: Sequence[Sequence[int]
 
 
 def scatter_phase(group: Sequence[int], me: int, holdings: Sequence[Sequence[int]], store: Buffer) -> list[Step]:
-    """Brings the blocks holdings[i] from group[0] to member i: `gather_phase` backwards."""
+    """Scatters the blocks holdings[i] from group[0] to member i, the reverse of `gather_phase`."""
     steps: list[Step] = []
     if me:
         steps += [receive(group[parent_of(me)], part) for part in _carried(store, holdings, me)]
@@ -87,13 +87,13 @@ def scatter_phase(group: Sequence[int], me: int, holdings: Sequence[Sequence[int
 
 
 def arrive_phase(group: Sequence[int], me: int) -> list[Step]:
-    """Tells group[0] that all members have come."""
+    """Reports to group[0] that all members have arrived."""
     steps = [receive(group[child], NOTHING) for child in children_of(me, len(group))]
     return [*steps, send(group[parent_of(me)], NOTHING)] if me else steps
 
 
 def leave_phase(group: Sequence[int], me: int) -> list[Step]:
-    """Lets group[0] tell all members that they may leave."""
+    """Reports from group[0] to all members that they may leave."""
     return broadcast_phase(group, me, NOTHING)
 
 
@@ -101,73 +101,75 @@ def _carried(store: Buffer, holdings: Sequence[Sequence[int]], member: int) -> l
     return contiguous_slices(store, (block for below in subtree_of(member, len(holdings)) for block in holdings[below]))
 
 
-def all_reduce(at: RankTopology) -> BlocksAndSteps:
+def all_reduce(topology: RankTopology) -> BlocksAndSteps:
     """A reduction to rank 0, then a broadcast."""
-    world = range(at.world_size)
-    up = reduce_phase(world, at.rank, OWN_OUTPUT, OWN_OUTPUT)
-    return 1, up + broadcast_phase(world, at.rank, OWN_OUTPUT)
+    world = range(topology.world_size)
+    up = reduce_phase(world, topology.rank, OWN_OUTPUT, OWN_OUTPUT)
+    return 1, up + broadcast_phase(world, topology.rank, OWN_OUTPUT)
 
 
-def reduce(at: RankTopology) -> BlocksAndSteps:
-    """A reduction up the tree. Partial sums are kept in SCRATCH, the root's in its tensor."""
-    world = rotated(range(at.world_size), at.root)
-    me = world.index(at.rank)
+def reduce(topology: RankTopology) -> BlocksAndSteps:
+    """A reduction up the tree, with partial sums in SCRATCH, and the root's in its tensor."""
+    world = rotated(range(topology.world_size), topology.root)
+    me = world.index(topology.rank)
     if me == 0:
         return 1, reduce_phase(world, me, OWN_OUTPUT, OWN_OUTPUT)
     return 1, reduce_phase(world, me, OWN_INPUT, BufferSlice(Buffer.SCRATCH, 0))
 
 
-def broadcast(at: RankTopology) -> BlocksAndSteps:
-    """The tensor goes down the tree from the root."""
-    world = rotated(range(at.world_size), at.root)
-    return 1, broadcast_phase(world, world.index(at.rank), OWN_OUTPUT)
+def broadcast(topology: RankTopology) -> BlocksAndSteps:
+    """The tensor is sent down the tree from the root."""
+    world = rotated(range(topology.world_size), topology.root)
+    return 1, broadcast_phase(world, world.index(topology.rank), OWN_OUTPUT)
 
 
-def gather(at: RankTopology) -> BlocksAndSteps:
-    """Blocks go up the tree; a leaf sends its INPUT directly, the other ranks collect a subtree's blocks in SCRATCH."""
-    world = rotated(range(at.world_size), at.root)
-    me = world.index(at.rank)
-    if me and not children_of(me, at.world_size):
-        return at.world_size, [send(world[parent_of(me)], OWN_INPUT)]
+def gather(topology: RankTopology) -> BlocksAndSteps:
+    """Blocks are sent up the tree; a leaf sends its INPUT, other ranks collect their subtree's blocks in SCRATCH."""
+    world = rotated(range(topology.world_size), topology.root)
+    me = world.index(topology.rank)
+    if me and not children_of(me, topology.world_size):
+        return topology.world_size, [send(world[parent_of(me)], OWN_INPUT)]
     store = Buffer.SCRATCH if me else Buffer.OUTPUT
-    own = copy(BufferSlice(store, at.rank), OWN_INPUT)
-    return at.world_size, [own, *gather_phase(world, me, [[rank] for rank in world], store)]
+    own = copy(BufferSlice(store, topology.rank), OWN_INPUT)
+    return topology.world_size, [own, *gather_phase(world, me, [[rank] for rank in world], store)]
 
 
-def scatter(at: RankTopology) -> BlocksAndSteps:
-    """Blocks go down the tree; a leaf receives its OUTPUT, the other ranks keep a subtree's blocks in SCRATCH."""
-    world = rotated(range(at.world_size), at.root)
-    me = world.index(at.rank)
-    if me and not children_of(me, at.world_size):
-        return at.world_size, [receive(world[parent_of(me)], OWN_OUTPUT)]
+def scatter(topology: RankTopology) -> BlocksAndSteps:
+    """Blocks are sent down the tree; a leaf receives its OUTPUT, other ranks keep their subtree's blocks in SCRATCH."""
+    world = rotated(range(topology.world_size), topology.root)
+    me = world.index(topology.rank)
+    if me and not children_of(me, topology.world_size):
+        return topology.world_size, [receive(world[parent_of(me)], OWN_OUTPUT)]
     store = Buffer.SCRATCH if me else Buffer.INPUT
-    own = copy(OWN_OUTPUT, BufferSlice(store, at.rank))
-    return at.world_size, [*scatter_phase(world, me, [[rank] for rank in world], store), own]
+    own = copy(OWN_OUTPUT, BufferSlice(store, topology.rank))
+    return topology.world_size, [*scatter_phase(world, me, [[rank] for rank in world], store), own]
 
 
-def all_gather(at: RankTopology) -> BlocksAndSteps:
+def all_gather(topology: RankTopology) -> BlocksAndSteps:
     """A gather to rank 0, then a broadcast of all blocks."""
-    world = range(at.world_size)
-    steps = [copy(BufferSlice(Buffer.OUTPUT, at.rank), OWN_INPUT)]
-    steps += gather_phase(world, at.rank, [[rank] for rank in world], Buffer.OUTPUT)
-    return at.world_size, steps + broadcast_phase(world, at.rank, BufferSlice(Buffer.OUTPUT, 0, at.world_size))
+    world = range(topology.world_size)
+    steps = [copy(BufferSlice(Buffer.OUTPUT, topology.rank), OWN_INPUT)]
+    steps += gather_phase(world, topology.rank, [[rank] for rank in world], Buffer.OUTPUT)
+    return topology.world_size, steps + broadcast_phase(
+        world, topology.rank, BufferSlice(Buffer.OUTPUT, 0, topology.world_size)
+    )
 
 
-def reduce_scatter(at: RankTopology) -> BlocksAndSteps:
+def reduce_scatter(topology: RankTopology) -> BlocksAndSteps:
     """A reduction to rank 0, then a scatter."""
-    n = at.world_size
+    n = topology.world_size
     world = range(n)
     if n == 1:
         return 1, [copy(OWN_OUTPUT, OWN_INPUT)]
-    steps = reduce_phase(world, at.rank, BufferSlice(Buffer.INPUT, 0, n), BufferSlice(Buffer.SCRATCH, 0, n))
-    steps += scatter_phase(world, at.rank, [[rank] for rank in world], Buffer.SCRATCH)
-    return n, [*steps, copy(OWN_OUTPUT, BufferSlice(Buffer.SCRATCH, at.rank))]
+    steps = reduce_phase(world, topology.rank, BufferSlice(Buffer.INPUT, 0, n), BufferSlice(Buffer.SCRATCH, 0, n))
+    steps += scatter_phase(world, topology.rank, [[rank] for rank in world], Buffer.SCRATCH)
+    return n, [*steps, copy(OWN_OUTPUT, BufferSlice(Buffer.SCRATCH, topology.rank))]
 
 
-def barrier(at: RankTopology) -> BlocksAndSteps:
-    """News of the arrivals goes up the tree, and leave to go comes down."""
-    world = range(at.world_size)
-    return 0, arrive_phase(world, at.rank) + leave_phase(world, at.rank)
+def barrier(topology: RankTopology) -> BlocksAndSteps:
+    """Arrivals are reported up the tree, and permission to leave is sent down."""
+    world = range(topology.world_size)
+    return 0, arrive_phase(world, topology.rank) + leave_phase(world, topology.rank)
 
 
 OFFERS: dict[Operation, Builder] = {

@@ -1,24 +1,14 @@
-"""The symbolic executor: proves that the schedules of a world do what their operation promises.
+"""verify: proof, by symbolic execution, that the schedules of a world do what their operation promises.
 
-It runs them all on values that say whose contributions they hold (`meaning.py`), over links that hold nothing, block by
-block, each as soon as `steps.py` allows. One run proves every run: what a step waits for follows from the schedules,
-not from the order of events, so if one order ends well every order does, and if one order is stuck every order is.
+All schedules run on symbolic values, over links without buffers, block by block, each block as soon as the rules in
+`steps.py` allow. One run proves every run: the waits of a step follow from the schedules, not from the order of events,
+so if one order completes every order does, and if one order is stuck every order is.
 
-Proves that the schedules of a world are right.
+A block's value is (identity, contributors): the number of the block, and the set of ranks, as bits, whose contributions
+are summed in it. The blocks of all ranks form one row of places. A barrier has no blocks; its proof is separate: no
+rank leaves before all have arrived, and none waits forever.
 
-May use: the rest of `schedule`. Schedules of `synthesis` are proved before they run, all others in tests only. Start
-reading at `symbolic.py`.
-
-Matches each SEND with its RECV or REDUCE: on every link the k-th meets the k-th.
-
-Proves a barrier: no rank leaves before all have come, and none waits for ever.
-
-Says symbolically what the buffers of an operation hold before and after it, for the proof in `symbolic.py`.
-
-A block's value is (identity, contributors): which block of the tensors it is, and the set of ranks, as bits, whose
-contributions are summed in it.
-
-Lays the blocks of all ranks out as one row of places, and plans what every step must wait for there.
+Synthesised schedules are proved before they run, all others only in tests.
 """
 
 from __future__ import annotations
@@ -31,10 +21,18 @@ from typing import NamedTuple, TypeAlias
 from paceline.comm.schedule.steps import Buffer, BufferSlice, Operation, Schedule, Step, StepKind
 from paceline.errors import and_more
 
+BlockValue: TypeAlias = tuple[int, int]
+Blocks: TypeAlias = list[BlockValue | None]
+
+REDUCING = frozenset((Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER))
+CUT_LIKE_THE_TENSOR = frozenset((Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST))
+
 # As in steps.py, the constructor of a named tuple would take twice as long, and there are many moves.
 _new = tuple.__new__
 _SEND, _RECV, _REDUCE, *_ = StepKind
 _LOCAL = frozenset(StepKind) - {_SEND, _RECV, _REDUCE}
+_INPUT, _WIRE = Buffer.INPUT, Buffer.WIRE
+_CONVERTING = frozenset((StepKind.PACK, StepKind.UNPACK, StepKind.ADD))
 
 
 class ScheduleError(AssertionError):
@@ -42,7 +40,7 @@ class ScheduleError(AssertionError):
 
 
 class Move(NamedTuple):
-    """Blocks that go from a SEND to the step that receives them. A local step is a move from and to itself."""
+    """A move of blocks from a SEND to the step that receives them, or from a local step to itself."""
 
     source: int
     source_step: int
@@ -51,10 +49,12 @@ class Move(NamedTuple):
 
 
 def moves_by_link(schedules: Sequence[Schedule]) -> list[list[Move]]:
-    """Returns the moves of every link in their order, and every local step as a list of its own.
+    """Returns the moves of every link in their order, and every local step as a separate list.
+
+    The k-th SEND on a link is matched with the k-th RECV or REDUCE.
 
     Raises:
-        ScheduleError: a step names no other rank, or a SEND and its RECV or REDUCE do not match.
+        ScheduleError: a step's peer is not another rank, or a SEND and its RECV or REDUCE do not match.
     """
     sends: dict[tuple[int, int], list[int]] = defaultdict(list)
     receives: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -94,14 +94,14 @@ def _match_link(
 
 
 def step_error(schedule: Schedule, number: int, what: str) -> ScheduleError:
-    """Returns the error that says what is wrong with a step."""
+    """Returns the error for a step, with its position and text."""
     step = schedule.steps[number]
     where = f"{schedule.algorithm} {schedule.operation} of {schedule.world_size}, rank {schedule.rank}"
     return ScheduleError(f"{where}, step {number} ({format_step(step)}): {what}")
 
 
 def format_step(step: Step) -> str:
-    """Formats a step for a reader: `REDUCE OUTPUT[3:5] = OUTPUT[3:5] + from 2, final`."""
+    """Formats a step, such as `REDUCE OUTPUT[3:5] = OUTPUT[3:5] + from 2, final`."""
     match step.kind:
         case StepKind.SEND:
             return f"SEND {_format_slice(step.src)} to {step.peer}"
@@ -127,20 +127,20 @@ def _format_slice(blocks: BufferSlice | None) -> str:
 
 
 def verify_barrier(schedules: Sequence[Schedule]) -> None:
-    """Checks that at its end every rank has heard of every rank's start.
+    """Checks that every rank's arrival reaches every rank before that rank leaves.
 
-    A SEND of nothing passes on what the earlier receives of its rank, in the order of steps, have brought, since it
-    waits for these only. Later ones may have arrived by then, but the proof may not rely on that.
+    An empty SEND passes on the arrivals that the earlier receives of its rank, in the order of steps, have brought,
+    since it waits only for these. Later messages may have been received by then, but the proof may not rely on that.
 
     Raises:
-        ScheduleError: a rank may leave too early, or waits for ever.
+        ScheduleError: a rank may leave too early, or waits forever.
     """
     for schedule in schedules:
         for number, step in enumerate(schedule.steps):
             blocks = step.src if step.kind == StepKind.SEND else step.dst
             if step.kind not in (StepKind.SEND, StepKind.RECV) or blocks is None or blocks.length:
                 raise step_error(schedule, number, "a barrier sends and receives slices of no blocks")
-    heard: list[dict[int, int | None]] = [
+    received: list[dict[int, int | None]] = [
         {number: None for number, step in enumerate(schedule.steps) if step.kind == StepKind.RECV}
         for schedule in schedules
     ]
@@ -149,8 +149,8 @@ def verify_barrier(schedules: Sequence[Schedule]) -> None:
     while progress:
         progress = False
         for link in links:
-            while link and (news := _ranks_arrived(heard, link[0].source, link[0].source_step)) is not None:
-                heard[link[0].target][link[0].target_step] = news
+            while link and (arrived := _ranks_arrived(received, link[0].source, link[0].source_step)) is not None:
+                received[link[0].target][link[0].target_step] = arrived
                 link.popleft()
                 progress = True
     stuck = [link[0] for link in links if link]
@@ -158,33 +158,26 @@ def verify_barrier(schedules: Sequence[Schedule]) -> None:
         move = min(stuck, key=lambda move: (move.source_step, move.source))
         raise step_error(schedules[move.source], move.source_step, "waits for ever for an earlier receive of its rank")
     for rank, schedule in enumerate(schedules):
-        unheard = ((1 << len(schedules)) - 1) & ~(_ranks_arrived(heard, rank, len(schedule.steps)) or 0)
-        if unheard:
-            missing = unheard.bit_length() - 1
+        absent = ((1 << len(schedules)) - 1) & ~(_ranks_arrived(received, rank, len(schedule.steps)) or 0)
+        if absent:
+            missing = absent.bit_length() - 1
             raise ScheduleError(f"{schedule.algorithm} barrier: rank {rank} may leave before rank {missing} has come")
 
 
-def _ranks_arrived(heard: Sequence[dict[int, int | None]], rank: int, before: int) -> int | None:
-    """Returns which ranks, as bits, a rank has surely heard of before a step; None while a receive is outstanding."""
+def _ranks_arrived(received: Sequence[dict[int, int | None]], rank: int, before: int) -> int | None:
+    """Returns, as bits, the ranks whose arrival surely reached `rank` before a step; None if a receive is pending."""
     known = 1 << rank
-    for number, news in heard[rank].items():
+    for number, arrived in received[rank].items():
         if number >= before:
             break
-        if news is None:
+        if arrived is None:
             return None
-        known |= news
+        known |= arrived
     return known
 
 
-BlockValue: TypeAlias = tuple[int, int]
-Blocks: TypeAlias = list[BlockValue | None]
-
-REDUCING = frozenset((Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER))
-CUT_LIKE_THE_TENSOR = frozenset((Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST))
-
-
 def initial_buffers(schedule: Schedule) -> tuple[Blocks, Blocks, Blocks]:
-    """Returns INPUT, OUTPUT and SCRATCH of the schedule's rank before its first step; None is undefined."""
+    """Returns INPUT, OUTPUT and SCRATCH of the schedule's rank before its first step; None means undefined."""
     n, rank, blocks = schedule.world_size, schedule.rank, schedule.blocks
     is_root = rank == schedule.root
     tensor: Blocks = [(block, 1 << rank) for block in range(blocks)]
@@ -212,7 +205,7 @@ def initial_buffers(schedule: Schedule) -> tuple[Blocks, Blocks, Blocks]:
 
 
 def required_output(schedule: Schedule) -> Blocks:
-    """Returns what OUTPUT of the schedule's rank must hold after its last step."""
+    """Returns the required content of OUTPUT on the schedule's rank after its last step."""
     n, rank, root = schedule.world_size, schedule.rank, schedule.root
     everyone = (1 << n) - 1
     match schedule.operation:
@@ -237,18 +230,14 @@ def required_output(schedule: Schedule) -> Blocks:
 
 
 def block_fits(operation: Operation, rank: int, index: int, value: BlockValue) -> bool:
-    """Returns whether a block of a writable buffer has the size of the value: not all blocks are equally long."""
+    """Returns whether a block of a writable buffer has the size of the value, since block sizes differ."""
     if operation in CUT_LIKE_THE_TENSOR:
         return value[0] == index
     return operation is not Operation.ALL_TO_ALL or value == (rank, 1 << index)
 
 
-_SEND, _RECV, _REDUCE, *_ = StepKind
-_INPUT, _WIRE = Buffer.INPUT, Buffer.WIRE
-_CONVERTING = frozenset((StepKind.PACK, StepKind.UNPACK, StepKind.ADD))
-
 Accesses: TypeAlias = tuple[list[tuple[int, int]], list[tuple[int, int]]]
-"""The places that a step reads, and those that it writes, block by block, with what must have happened there before.
+"""The places that a step reads, and those that it writes, block by block, each with a number of earlier accesses.
 
 A read waits until the place has been written as often as the earlier steps of its rank write it; a write waits until
 the place has been read and written as often as they do. A step that updates in place (src is dst) is one write.
@@ -256,7 +245,7 @@ the place has been read and written as often as they do. A step that updates in 
 
 
 class SymbolicMemory:
-    """The `values` of all places, and how often each was `written` and `accessed` (read or written) so far."""
+    """The `values` of all places, and the counts of how often each was `written` and `accessed` (read or written)."""
 
     def __init__(self, schedules: Sequence[Schedule]) -> None:
         buffers = [
@@ -270,15 +259,15 @@ class SymbolicMemory:
 
     def buffer(self, rank: int, buffer: Buffer) -> range:
         """Returns the places of a rank's buffer."""
-        at = len(Buffer) * rank + buffer
-        return range(self._firsts[at], self._firsts[at + 1])
+        number = len(Buffer) * rank + buffer
+        return range(self._firsts[number], self._firsts[number + 1])
 
     def start(self, rank: int, buffer: Buffer) -> int:
         """Returns the first place of a rank's buffer."""
         return self._firsts[len(Buffer) * rank + buffer]
 
     def name(self, place: int, rank: int) -> str:
-        """Formats a place for a reader: `OUTPUT[3]`."""
+        """Formats a place, such as `OUTPUT[3]`."""
         for buffer in Buffer:
             places = self.buffer(rank, buffer)
             if place in places:
@@ -287,7 +276,7 @@ class SymbolicMemory:
 
 
 def _plan_accesses(memory: SymbolicMemory, schedules: Sequence[Schedule]) -> list[list[Accesses]]:
-    """Returns the accesses of each step of each rank, as they follow from the order of the rank's steps."""
+    """Returns the accesses of each step of each rank, which follow from the order of the rank's steps."""
     written = [0] * len(memory.values)
     accessed = [0] * len(memory.values)
     planned: list[list[Accesses]] = []
@@ -301,15 +290,15 @@ def _plan_accesses(memory: SymbolicMemory, schedules: Sequence[Schedule]) -> lis
             reads = writes = nothing
             if src is not None and src is not dst and src != dst:
                 found = places.get(src) or places.setdefault(src, _places(memory, schedule, number, src))
-                reads = [(at, written[at]) for at in found]
-                for at in found:
-                    accessed[at] += 1
+                reads = [(place, written[place]) for place in found]
+                for place in found:
+                    accessed[place] += 1
             if dst is not None:
                 found = places.get(dst) or places.setdefault(dst, _places(memory, schedule, number, dst))
-                writes = [(at, accessed[at]) for at in found]
-                for at in found:
-                    accessed[at] += 1
-                    written[at] += 1
+                writes = [(place, accessed[place]) for place in found]
+                for place in found:
+                    accessed[place] += 1
+                    written[place] += 1
             of_rank.append((reads, writes))
         planned.append(of_rank)
     return planned
@@ -323,7 +312,7 @@ def _places(memory: SymbolicMemory, schedule: Schedule, number: int, blocks: Buf
 
 
 def _is_simple(kind: StepKind, dst: BufferSlice | None, src: BufferSlice | None) -> bool:
-    """Returns whether a step is sound at first sight, as most are: there are many, and `_check` takes longer."""
+    """Returns whether a step is obviously valid, as most are, so that the slower `_check_step` is not needed."""
     if kind is _SEND:
         return dst is None and src is not None and src.buffer is not _WIRE
     if dst is None or dst.buffer is _INPUT or dst.buffer is _WIRE:
@@ -337,7 +326,7 @@ def _wire_blocks(schedule: Schedule) -> int:
 
 
 def _check_wire(schedule: Schedule, number: int) -> None:
-    """Requires that a step uses WIRE as its kind may: only PACK, UNPACK and ADD convert, one block at a time."""
+    """Checks the use of WIRE: only PACK, UNPACK and ADD convert, one block at a time."""
     kind, _, dst, src, _ = schedule.steps[number]
     to, source = dst is not None and dst.buffer is _WIRE, src is not None and src.buffer is _WIRE
     if any(blocks.length != 1 for blocks in (dst, src) if blocks is not None and (to or source)):
@@ -370,12 +359,12 @@ def _check_step(schedule: Schedule, number: int) -> None:
 def verify(schedules: Sequence[Schedule]) -> None:
     """Proves the schedules of all ranks, in rank order.
 
-    At the end every block holds each contribution once and no other; INPUT is never written; nothing is read before it
-    is written; blocks are only kept where they fit; `final` is set exactly where the last contribution comes in;
-    every SEND meets a step that takes as many blocks; and nothing waits for ever, even if links hold nothing.
+    At the end every block holds each contribution once and no other; INPUT is never written; no block is read before it
+    is written; blocks are only stored in places of their size; `final` is set exactly where the last contribution is
+    added; every SEND matches a step with as many blocks; and no step waits forever, even if links have no buffers.
 
     Raises:
-        ScheduleError: at the first fault; it names the rank and the step.
+        ScheduleError: the schedules have a fault; the message names the first one, with the rank and the step.
     """
     first = schedules[0]
     for rank, schedule in enumerate(schedules):
@@ -393,7 +382,7 @@ def verify(schedules: Sequence[Schedule]) -> None:
 
 
 _Wait: TypeAlias = tuple[int, int, int]
-"""A place, a rank and a step's number; the step cannot go on before an earlier one has read or written the place."""
+"""A place, a rank and a step's number; the step must wait until an earlier one has read or written the place."""
 
 
 class _SymbolicExecutor:
@@ -405,7 +394,7 @@ class _SymbolicExecutor:
         self.waiting: dict[int, list[tuple[_Wait, Iterator[_Wait]]]] = {}
 
     def run(self) -> None:
-        """Lets every link go on until it must wait for a place; a change of the place wakes it."""
+        """Runs every link until it must wait for a place; a change of the place wakes it."""
         self.ready.extend(self.link(moves) for moves in moves_by_link(self.schedules))
         while self.ready:
             link = self.ready.popleft()
@@ -413,13 +402,13 @@ class _SymbolicExecutor:
             if wait is not None:
                 self.waiting.setdefault(wait[0], []).append((wait, link))
         if self.waiting:
-            waits = [wait for sleepers in self.waiting.values() for wait, _ in sleepers]
+            waits = [wait for waiters in self.waiting.values() for wait, _ in waiters]
             place, rank, number = min(waits, key=lambda wait: (wait[2], wait[1]))
             what = f"waits for ever for an earlier step on {self.memory.name(place, rank)}"
             raise step_error(self.schedules[rank], number, what)
 
     def link(self, moves: list[Move]) -> Iterator[_Wait]:
-        """Does the moves of one link, block after block; yields at each place that is not ready."""
+        """Executes the moves of one link, block by block; yields at each place that is not ready."""
         # Nearly all of the time is spent here, so the loop works on local names.
         memory, waiting, ready, everyone = self.memory, self.waiting, self.ready, self.everyone
         values, written, accessed, accesses = memory.values, memory.written, memory.accessed, memory.accesses
@@ -471,7 +460,7 @@ class _SymbolicExecutor:
                         ready.extend([link for _, link in waiting.pop(place)])
 
     def cannot_add(self, own: BlockValue | None, received: BlockValue, rank: int, number: int) -> ScheduleError:
-        """Returns why two values have no sum: they must be of one block, and have no contributor in common."""
+        """Returns the error for two values without a sum: they need the same block and disjoint contributors."""
         schedule = self.schedules[rank]
         if schedule.operation not in REDUCING:
             return step_error(schedule, number, f"{schedule.operation} reduces nothing")
@@ -483,7 +472,7 @@ class _SymbolicExecutor:
         return step_error(schedule, number, f"counts the contributions of ranks {_ranks(twice)} twice")
 
     def is_not_final(self, contributors: int, rank: int, number: int) -> ScheduleError:
-        """Returns how a sum of `contributors` differs from what its step is marked as."""
+        """Returns the error for a sum of `contributors` whose step is marked wrongly."""
         schedule = self.schedules[rank]
         if missing := self.everyone & ~contributors:
             what = f"is marked final, but the contributions of ranks {_ranks(missing)} are missing"
@@ -491,7 +480,7 @@ class _SymbolicExecutor:
         return step_error(schedule, number, "has all contributions, but is not marked final")
 
     def check_output(self) -> None:
-        """Compares each rank's OUTPUT with what the operation promises."""
+        """Compares each rank's OUTPUT with the required content."""
         for rank, schedule in enumerate(self.schedules):
             places = self.memory.buffer(rank, Buffer.OUTPUT)
             for index, (place, promised) in enumerate(zip(places, required_output(schedule), strict=True)):

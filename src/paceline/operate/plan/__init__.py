@@ -1,6 +1,6 @@
-"""`paceline plan`: how fast a script would train on machines that are not there, and what to change.
+"""`paceline plan`: prediction of a script's training speed on machines that are not available, with advice.
 
-`measuring/` runs a script on one rank and writes a calibration, `calibration.py` is what that file holds,
-`predicting.py` works out a job on a network from it, and `advice.py` tries what could be changed. May use: every layer
-but `cli`; only `measuring/` imports torch. Start reading at `predicting.py`.
+May use: every layer but `cli`; only `measure/` imports torch. Start reading at `prediction.py`, which predicts a job on
+a network from a calibration. `measure/` runs a script on one rank and writes the calibration, `calibration.py` defines
+that file, `step_time.py` computes one step, `advice.py` tries changes, and `goodput.py` computes the cost of failures.
 """

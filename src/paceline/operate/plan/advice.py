@@ -1,4 +1,4 @@
-"""What to change: each change by itself is predicted, and those that pay are ranked by what they gain."""
+"""Advice: changes of a job, each predicted by itself, and ranked by their gain."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _MEMORY_WORTH_SAYING = 0.05
 
 @dataclass(frozen=True)
 class Change:
-    """A change, and how the job would train with it.
+    """A change, and the job with it.
 
     Attributes:
-        what: the change, as one would make it in a script or a command.
-        but: what it costs besides, or what the prediction does not know of it; "" for nothing.
-        strategy: how the job trains then.
-        per_node: how many ranks a host has then.
+        what: the change, as it would be made in a script or a command.
+        but: its disadvantage, or an effect that the prediction ignores; "" for none.
+        strategy: the choices of the job with the change.
+        per_node: the number of ranks per host with the change.
     """
 
     what: str
@@ -35,11 +35,13 @@ class Change:
 
 @dataclass(frozen=True)
 class Advice:
-    """A change, what is predicted with it, and what it gains.
+    """A change with its prediction and its gain.
 
     Attributes:
-        gain: by how much the rate grows, as a share; by samples of the job in a second.
-        saved_nbytes: by how much the memory of a rank shrinks.
+        change: the change.
+        prediction: the job with the change.
+        gain: the relative growth of the rate in samples per second.
+        saved_nbytes: the bytes of a rank's memory that the change saves.
     """
 
     change: Change
@@ -49,12 +51,12 @@ class Advice:
 
 
 def advise(calibration: Calibration, now: JobPrediction, networks: Networks, simulate: Simulate) -> list[Advice]:
-    """Returns the changes that gain at least a hundredth of the rate, or save memory, the largest gain first.
+    """Returns the changes that gain at least a hundredth of the rate, or save memory, with the largest gain first.
 
     Args:
-        calibration: what was measured on one rank.
-        now: the job as it is.
-        networks: makes the network of other numbers of ranks.
+        calibration: the measurements of one rank.
+        now: the job without changes.
+        networks: a function that builds the network of other numbers of ranks.
         simulate: `simulate_call` of `comm/schedule/simulation.py`.
     """
     times: dict[int, CallTimes] = {}
@@ -67,16 +69,16 @@ def advise(calibration: Calibration, now: JobPrediction, networks: Networks, sim
         saved = now.memory.nbytes - then.memory.nbytes
         if gain >= _WORTH_SAYING or saved >= _MEMORY_WORTH_SAYING * now.memory.nbytes:
             found.append(Advice(change, then, gain, saved))
-    return sorted(found, key=lambda each: -each.gain)
+    return sorted(found, key=lambda advice: -advice.gain)
 
 
 def work_rate(prediction: JobPrediction) -> float:
-    """Returns how many forwards all ranks of a job make in a second, which samples are a multiple of."""
+    """Returns the forwards per second of all ranks of a job, to which samples per second are proportional."""
     return prediction.ranks * prediction.strategy.forwards / prediction.step.seconds
 
 
 def changes(now: JobPrediction, calibration: Calibration) -> Iterator[Change]:
-    """Yields what could be changed in a job, one thing at a time."""
+    """Yields the single changes that are possible in a job."""
     base, per_node = now.strategy, now.per_node
     if now.ranks == 1:
         return

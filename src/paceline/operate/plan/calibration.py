@@ -1,8 +1,6 @@
-"""What a calibration holds: the times, bytes and links of one script, in a small file that people can edit.
+"""Calibration: the times, sizes and links of one script, in a small JSON file that users can edit.
 
-The file is JSON. Each name ends with its unit; `docs/plan.md` describes every entry.
-
-Networks as `paceline plan` is told them: so many hosts of so many ranks, divided evenly among regions.
+Each name ends with its unit; `docs/plan.md` describes every entry. `network_of` builds networks from the links.
 """
 
 from __future__ import annotations
@@ -20,17 +18,18 @@ VERSION = 1
 
 
 class CalibrationError(ValueError):
-    """A file is no calibration, or one of another version, or holds what cannot be."""
+    """A file is not a calibration, has another version, or has invalid values."""
 
 
 @dataclass(frozen=True)
 class MeasuredGradient:
-    """A parameter's gradient, in the order in which the module registers parameters.
+    """A parameter's gradient.
 
     Attributes:
-        name: the parameter's.
-        dtype: such as "float32"; gradients of different types are never in one bucket.
-        ready_s: when it is complete, counted from the beginning of backward.
+        name: the name of the parameter.
+        nbytes: the size of the gradient in bytes.
+        dtype: the type, such as "float32"; gradients of different types are never in one bucket.
+        ready_s: the seconds from the beginning of backward until the gradient is complete.
     """
 
     name: str
@@ -41,12 +40,14 @@ class MeasuredGradient:
 
 @dataclass(frozen=True)
 class MeasuredTimes:
-    """The medians of a step's parts on one rank that waits for nobody, in seconds.
+    """The median durations of a step's parts, in seconds, on one rank that waits for no other.
 
     Attributes:
-        data_s: waiting for the loader.
-        forward_s: one forward; `backward_s` one backward, until the last gradient is there.
-        rest_s: everything else: the loss, logging, clearing gradients.
+        data_s: the time that the rank waits for the loader.
+        forward_s: the duration of one forward.
+        backward_s: the duration of one backward, until the last gradient is ready.
+        optimizer_s: the duration of the optimizer's step.
+        rest_s: the duration of everything else, such as the loss, logging, and clearing gradients.
     """
 
     data_s: float
@@ -58,10 +59,13 @@ class MeasuredTimes:
 
 @dataclass(frozen=True)
 class MeasuredMemory:
-    """The bytes of a rank.
+    """The memory of a rank, in bytes.
 
     Attributes:
-        other_nbytes: the rest of the largest resident memory: the interpreter, libraries, activations and data.
+        parameter_nbytes: the parameters.
+        gradient_nbytes: the gradients.
+        optimizer_nbytes: the optimizer's state.
+        other_nbytes: the rest of the peak resident memory: the interpreter, libraries, activations and data.
     """
 
     parameter_nbytes: int
@@ -72,7 +76,7 @@ class MeasuredMemory:
 
 @dataclass(frozen=True)
 class HostCall:
-    """How long an all-reduce took among so many ranks of one host."""
+    """The duration of an all-reduce of `nbytes` among `ranks` ranks of one host."""
 
     ranks: int
     nbytes: int
@@ -83,7 +87,7 @@ class HostCall:
 class PairLink:
     """The link between two hosts, by their numbers in the order of the ranks.
 
-    Its rate is what one connection attained, losses included; `loss` says how many segments were sent again.
+    Its rate is that of one connection, including losses; `loss` is the share of segments that were sent again.
     """
 
     first: int
@@ -96,12 +100,12 @@ class Links:
     """The links that were measured or given.
 
     Attributes:
-        within_host: between two ranks of a host.
-        node: between a host and the network; None if it is not known.
-        region: between a group of hosts, such as a rack or a region, and the others; None without groups.
-        reduction_s_per_byte: how long it takes to add a byte to a sum.
-        host_calls: all-reduces on one host, which do not follow a schedule.
-        pairs: the links between the measured hosts; none unless there were several.
+        within_host: the link between two ranks of a host.
+        node: the link between a host and the network; None if unknown.
+        region: the link between a group of hosts, such as a rack or a region, and the others; None without groups.
+        reduction_s_per_byte: the seconds that it takes to add a byte to a sum.
+        host_calls: the measured all-reduces on one host, which do not follow a schedule.
+        pairs: the links between the measured hosts, if there were several.
     """
 
     within_host: NetworkLink
@@ -114,7 +118,7 @@ class Links:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a calibration comes from, for those who read it later."""
+    """The origin of a calibration, for its readers."""
 
     command: tuple[str, ...]
     date: str
@@ -127,16 +131,21 @@ class Origin:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What is known of a script.
+    """The measurements of a script.
 
     Attributes:
-        version: of the file's format.
-        step_s: the seconds of each measured step on its own, whose spread tells how ranks wait for each other.
-        samples: how many samples a rank trains on in a step; None if that is not known.
-        forwards: how many forwards there are in a step, more than one with gradient accumulation.
-        bucket_nbytes: the largest bytes of the first bucket, the second, and so on; the last is for all others.
-        overlaps: whether gradients are averaged while backward goes on.
-        buffer_nbytes: the buffers that rank 0 sends to all ranks before each forward.
+        version: the version of the file's format.
+        origin: the origin of the measurements.
+        times: the median durations of a step's parts.
+        step_s: the seconds of each measured step, whose spread determines how long ranks wait for each other.
+        samples: the number of samples of a rank in a step; None if unknown.
+        forwards: the number of forwards in a step, more than one with gradient accumulation.
+        gradients: the gradients, in the order in which the module registers parameters.
+        bucket_nbytes: the largest size of the first bucket, the second, and so on; the last is that of all others.
+        overlaps: whether gradients are averaged during backward.
+        buffer_nbytes: the size of the buffers that rank 0 sends to all ranks before each forward.
+        memory: the memory of a rank.
+        links: the links of the job.
     """
 
     version: int
@@ -154,7 +163,7 @@ class Calibration:
 
     @property
     def alone_s(self) -> float:
-        """A step on one rank that waits for nobody."""
+        """The seconds of a step on one rank that waits for no other."""
         times = self.times
         return times.data_s + self.forwards * (times.forward_s + times.backward_s) + times.optimizer_s + times.rest_s
 
@@ -170,10 +179,10 @@ def encode(calibration: Calibration) -> bytes:
 
 
 def decode(content: bytes, name: str = "the calibration") -> Calibration:
-    """Returns the calibration in a file's content.
+    """Parses the calibration in a file's content.
 
     Raises:
-        CalibrationError: there is none in it; the message names the entry that is wrong.
+        CalibrationError: the content is not a valid calibration; the message names the wrong entry.
     """
     try:
         version = msgspec.json.decode(content, type=dict[str, object]).get("version")
@@ -191,9 +200,9 @@ def decode(content: bytes, name: str = "the calibration") -> Calibration:
 
 
 def _problem(found: Calibration) -> str | None:
-    """Returns what cannot be in a calibration, which people may have edited."""
-    times = (*(value for value in vars(found.times).values()), *found.step_s)
-    if any(value < 0 for value in times) or any(each.ready_s < 0 or each.nbytes < 0 for each in found.gradients):
+    """Returns the message of an invalid value in a calibration, which may have been edited, or None."""
+    sizes = (value for gradient in found.gradients for value in (gradient.ready_s, gradient.nbytes))
+    if min(*vars(found.times).values(), *found.step_s, *sizes) < 0:
         return "a time or a size is negative"
     if not found.step_s or found.alone_s <= 0:
         return "a step takes no time; step_s needs the seconds of at least one step"
@@ -203,10 +212,10 @@ def _problem(found: Calibration) -> str | None:
 
 
 def read(path: str | os.PathLike[str]) -> Calibration:
-    """Returns the calibration in a file.
+    """Reads the calibration in a file.
 
     Raises:
-        CalibrationError: there is none in it.
+        CalibrationError: the file is not a valid calibration.
         OSError: the file cannot be read.
     """
     return decode(Path(path).read_bytes(), str(path))
@@ -217,11 +226,12 @@ def relative_spread(step_s: Sequence[float], in_a_row: int = 1) -> list[float]:
 
     Args:
         step_s: the seconds of each step.
-        in_a_row: how many steps ranks make before they wait for each other; then the values are of means of so many.
+        in_a_row: the number of steps that ranks make before they wait for each other; the values are means over so
+            many steps.
     """
     runs = max(1, len(step_s) // in_a_row)
     size = min(in_a_row, len(step_s))
-    means = sorted(sum(step_s[at * size : (at + 1) * size]) / size for at in range(runs))
+    means = sorted(sum(step_s[run * size : (run + 1) * size]) / size for run in range(runs))
     middle = (means[(runs - 1) // 2] + means[runs // 2]) / 2
     return [mean / middle for mean in means]
 
@@ -232,11 +242,11 @@ def network_of(links: Links, nodes: int, per_node: int, regions: int = 1) -> Net
     Args:
         links: the links that were measured or given.
         nodes: the number of hosts.
-        per_node: the number of ranks on each.
-        regions: into how many groups the hosts are divided, each of which shares one link to the others.
+        per_node: the number of ranks on each host.
+        regions: the number of equal groups of hosts, each of which shares one link to the others.
 
     Raises:
-        CalibrationError: a link that the network needs is not known.
+        CalibrationError: a link that the network needs is unknown.
         ValueError: a number is not positive, or there are more regions than hosts.
     """
     if nodes < 1 or per_node < 1 or not 1 <= regions <= nodes:
@@ -254,8 +264,8 @@ def network_of(links: Links, nodes: int, per_node: int, regions: int = 1) -> Net
     hosts = tuple(tuple(range(host * per_node, (host + 1) * per_node)) for host in range(nodes))
     groups: tuple[UplinkGroup, ...] = ()
     if regions > 1 and links.region is not None:
-        members = [range(each * nodes // regions, (each + 1) * nodes // regions) for each in range(regions)]
-        groups = tuple(UplinkGroup(f"region {at}", tuple(each), links.region) for at, each in enumerate(members))
+        members = [range(number * nodes // regions, (number + 1) * nodes // regions) for number in range(regions)]
+        groups = tuple(UplinkGroup(f"region {number}", tuple(m), links.region) for number, m in enumerate(members))
     return Network(
         hosts=hosts,
         within_host=links.within_host,
@@ -266,17 +276,9 @@ def network_of(links: Links, nodes: int, per_node: int, regions: int = 1) -> Net
 
 
 def with_rate(links: Links, times: float) -> Links:
-    """Returns the links with those of hosts and regions `times` as fast."""
-    faster = {
-        name: replace(link, bytes_per_s=link.bytes_per_s * times)
-        for name, link in (("node", links.node), ("region", links.region))
-        if link is not None
-    }
-    return Links(
-        links.within_host,
-        faster.get("node"),
-        faster.get("region"),
-        links.reduction_s_per_byte,
-        links.host_calls,
-        links.pairs,
-    )
+    """Returns the links with the rates of hosts and regions multiplied by `times`."""
+
+    def scaled(link: NetworkLink | None) -> NetworkLink | None:
+        return None if link is None else replace(link, bytes_per_s=link.bytes_per_s * times)
+
+    return replace(links, node=scaled(links.node), region=scaled(links.region))

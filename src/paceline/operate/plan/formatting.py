@@ -1,4 +1,4 @@
-"""A prediction in words and figures: the tables of the command, and the same for programs."""
+"""Predictions as text tables and as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HEADS = (
 
 
 def table_text(predictions: Sequence[JobPrediction]) -> str:
-    """Returns a line for each prediction, with what the columns mean below."""
+    """Returns a table with a row for each prediction, and the meaning of the columns below."""
     rows = [_HEADS, *(_cells(each) for each in predictions)]
     per = f"{PER_SAMPLES:,} samples" if predictions[0].samples_per_s is not None else "1,000 steps"
     notes = (
@@ -26,7 +26,7 @@ def table_text(predictions: Sequence[JobPrediction]) -> str:
 
 
 def advice_text(nodes: int, advice: Sequence[Advice]) -> str:
-    """Returns what to change on so many nodes, the largest gain first."""
+    """Returns a table of changes on `nodes` nodes, with the largest gain first."""
     if not advice:
         return f"On {nodes} nodes, none of the changes that were tried gains 1 % or saves memory.\n"
     rows = [("change", "rate", "step", "memory of a rank", "but")]
@@ -45,7 +45,7 @@ def advice_text(nodes: int, advice: Sequence[Advice]) -> str:
 
 
 def facts_of(prediction: JobPrediction) -> dict[str, object]:
-    """Returns a prediction as JSON shows it; each name ends with its unit."""
+    """Returns a prediction for JSON; each name ends with its unit."""
     step, memory, strategy = prediction.step, prediction.memory, prediction.strategy
     return {
         "nodes": prediction.nodes,
@@ -75,7 +75,7 @@ def facts_of(prediction: JobPrediction) -> dict[str, object]:
 
 
 def facts_of_advice(advice: Advice) -> dict[str, object]:
-    """Returns advice as JSON shows it."""
+    """Returns advice for JSON."""
     return {
         "change": advice.change.what,
         "but": advice.change.but,
@@ -114,13 +114,13 @@ def _cells(prediction: JobPrediction) -> tuple[str, ...]:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> str:
-    """Returns rows of cells as columns, to the right but for those in `left`."""
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    """Formats rows of cells as columns, which are right-aligned except for those in `left`."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
         cells = [
-            cell.ljust(width) if at in left else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)

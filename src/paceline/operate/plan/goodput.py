@@ -1,15 +1,8 @@
-"""How much of its time a job gets on with its work, if workers and machines fail.
+"""Goodput: the share of its time that a job spends on its work if workers and machines fail.
 
-An elastic job is played in virtual time with the coordinator that a launcher runs (`job.py`). A job that restarts is
-computed with Daly's closed form (A higher order estimate of the optimum checkpoint interval for restart dumps, 2006).
-
-What deaths cost a job: the elastic part's own coordinator, with workers and failures in virtual time.
-
-`workers.py` is a worker as the coordinator sees one, `job.py` plays a job with failures, and `goodput.py` sums up many
-of them, beside a job that restarts from checkpoints. May use: `elastic` and the rest of `plan`, and no torch. Start
-reading at `goodput.py`.
-
-What failures cost, in words and figures; and the times that people give.
+An elastic job is simulated in virtual time with the coordinator of a launcher (`simulated_job.py`). A job that restarts
+from checkpoints is computed with Daly's closed form ("A higher order estimate of the optimum checkpoint interval for
+restart dumps", 2006). The file also has the table of results and the parsing of times.
 """
 
 from __future__ import annotations
@@ -25,23 +18,27 @@ from paceline.operate.plan.simulated_job import EventTimes, JobOutcome, MeanTime
 
 _NEVER_S = 1e12
 _MOST_MACHINES, _MOST_PER_MACHINE = 16, 2
-"""The most machines, and workers of each, that are played. Of more, one stands for several and fails as often."""
+"""The largest numbers of simulated machines and workers per machine; if there are more, one represents several."""
+
+_UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
+_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(ms|s|min|h|d)")
+_SHARES = ("slowness", "replaying")  # the fields of EventTimes without a unit
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """What becomes of a job's time.
+    """The use of a job's time.
 
     Attributes:
-        nodes: machines.
-        failures_per_day: of workers and machines; those of everything at once are not among them.
-        pause_s: what a failure costs an elastic job: the median and the 95th percentile.
-        elastic: the share of its time in which an elastic job makes steps as if nothing failed, checkpoints included.
-        elastic_period_s: between its checkpoints, the best; infinite if it needs none.
-        restarting: the same share of a job that begins again from its newest checkpoint after each failure.
-        restarting_period_s: between its checkpoints, the best.
-        lost: of the jobs that were played, how many lost their state because all who had it had died.
-        played: how many jobs were played.
+        nodes: the number of machines.
+        failures_per_day: the failures of workers and machines, without those of the whole job.
+        pause_s: the median and the 95th percentile of the delay that a failure causes in an elastic job, in seconds.
+        elastic: the share of its time that an elastic job spends on steps, with checkpoints but without failures.
+        elastic_period_s: the best interval between its checkpoints, in seconds; infinite if it needs none.
+        restarting: the same share for a job that restarts from its newest checkpoint after each failure.
+        restarting_period_s: the best interval between its checkpoints, in seconds.
+        lost: the number of simulated jobs that lost their state because all workers with it had died.
+        played: the number of simulated jobs.
     """
 
     nodes: int
@@ -64,7 +61,7 @@ def goodput(
     jobs: int = 8,
     failures_of_job: int = 25,
 ) -> Goodput:
-    """Returns what becomes of the time of a job on so many nodes, from `jobs` jobs that are played.
+    """Computes the goodput of a job from `jobs` simulated jobs.
 
     Raises:
         ValueError: a time is impossible; the message names it.
@@ -73,22 +70,23 @@ def goodput(
         raise ValueError(problem)
     rate = failures.rate(nodes, per_node)
     played = [play(nodes, per_node, times, failures, seed, failures_of_job) for seed in range(jobs)] if rate else []
-    seconds = sum(each.seconds for each in played)
-    progress = sum(each.steps for each in played) * times.step_s / seconds if seconds else 1.0
+    seconds = sum(job.seconds for job in played)
+    lost = sum(job.is_lost for job in played)
+    progress = sum(job.steps for job in played) * times.step_s / seconds if seconds else 1.0
     outage = 1 / failures.job_s if failures.job_s else 0.0
     if seconds:
-        outage += sum(each.is_lost for each in played) / seconds
+        outage += lost / seconds
     elastic_period_s = best_period_s(times.saving_s, 1 / outage if outage else 0.0)
     restarting_period_s = best_period_s(times.saving_s, 1 / (rate + outage) if rate + outage else 0.0)
     return Goodput(
         nodes,
         rate * 86_400,
-        _spread([pause_s for each in played for pause_s in each.pauses_s]),
+        _spread([pause_s for job in played for pause_s in job.pauses_s]),
         min(1.0, progress) * share_with_restarts(elastic_period_s, times.saving_s, times.restarting_s, outage),
         elastic_period_s,
         share_with_restarts(restarting_period_s, times.saving_s, times.restarting_s, rate + outage),
         restarting_period_s,
-        sum(each.is_lost for each in played),
+        lost,
         len(played),
     )
 
@@ -96,7 +94,7 @@ def goodput(
 def play(
     nodes: int, per_node: int, times: EventTimes, failures: MeanTimesBetweenFailures, seed: int, most: int
 ) -> JobOutcome:
-    """Plays a job until so many failures are over."""
+    """Simulates a job until `most` failures have happened."""
     machines, per_machine = min(nodes, _MOST_MACHINES), min(per_node, _MOST_PER_MACHINE)
     fold, workers = nodes / machines, nodes * per_node
     scaled = MeanTimesBetweenFailures(failures.worker_s * machines * per_machine / workers, failures.machine_s / fold)
@@ -104,25 +102,24 @@ def play(
 
 
 def partition(nodes: int, away: int, times: EventTimes) -> JobOutcome:
-    """Plays what happens when the network cuts off `away` of the nodes; the coordinator is on the other side.
+    """Simulates a network partition that cuts off `away` of the nodes from the coordinator.
 
     Returns:
-        The job, with the pause of the side that goes on; without one it does not, and `end` says why.
+        The outcome, with the pause of the side that continues, or without a pause and with the reason in `end`.
     """
     machines = min(nodes, _MOST_MACHINES)
     cut = round(away * machines / nodes)
     cut = min(max(cut, 1), machines - 1)
-    return SimulatedJob(
-        machines, 1, replace(times, repair_s=_NEVER_S), MeanTimesBetweenFailures(machine_s=0.0), 0
-    ).part(cut)
+    job = SimulatedJob(machines, 1, replace(times, repair_s=_NEVER_S), MeanTimesBetweenFailures(machine_s=0.0), 0)
+    return job.partition(cut)
 
 
 def best_period_s(saving_s: float, between_s: float) -> float:
-    """Returns the seconds of work between two checkpoints that lose the least time (Young 1974, Daly 2006).
+    """Returns the best interval of work between two checkpoints, in seconds (Young 1974, Daly 2006).
 
     Args:
-        saving_s: by how much a checkpoint delays the training.
-        between_s: the mean time between failures after which the newest checkpoint is needed; 0 for never.
+        saving_s: the delay of the training by a checkpoint, in seconds.
+        between_s: the mean time between failures that need the newest checkpoint, in seconds; 0 for never.
     """
     if not between_s:
         return math.inf
@@ -133,13 +130,13 @@ def best_period_s(saving_s: float, between_s: float) -> float:
 
 
 def share_with_restarts(period_s: float, saving_s: float, restarting_s: float, rate: float) -> float:
-    """Returns the share of its time in which a job that restarts gets on, with exponential failures (Daly 2006).
+    """Returns the share of its time that a job with restarts spends on work, with exponential failures (Daly 2006).
 
     Args:
-        period_s: the work between two checkpoints; infinite without checkpoints.
-        saving_s: by how much a checkpoint delays the training.
-        restarting_s: until the job computes again after a failure, which may fail too.
-        rate: failures a second.
+        period_s: the seconds of work between two checkpoints; infinite without checkpoints.
+        saving_s: the delay of the training by a checkpoint, in seconds.
+        restarting_s: the seconds until the job computes again after a failure; the restart may fail too.
+        rate: the number of failures per second.
     """
     if not rate:
         return 1.0 if math.isinf(period_s) else period_s / (period_s + saving_s)
@@ -158,13 +155,8 @@ def _spread(values: Sequence[float]) -> tuple[float, float]:
     return (ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))])
 
 
-_UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
-_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(ms|s|min|h|d)")
-_SHARES = ("slowness", "replaying")  # of the times, those that are numbers without a unit
-
-
 def parse_failures(text: str) -> MeanTimesBetweenFailures:
-    """Returns mean times between failures, as in `machine=30d,worker=90d,job=60d`; what is not named never fails.
+    """Parses mean times between failures, as in `machine=30d,worker=90d,job=60d`; those left out are 0, for never.
 
     Raises:
         ValueError: a part has another form or name.
@@ -176,23 +168,23 @@ def parse_failures(text: str) -> MeanTimesBetweenFailures:
 
 
 def parse_times(text: str, times: EventTimes) -> EventTimes:
-    """Returns the times with those in place that are given, as in `repair=10min,saving=2s,slowness=1.2`.
+    """Parses changes of the times, as in `repair=10min,saving=2s,slowness=1.2`, and applies them.
 
     Raises:
         ValueError: a part has another form or name.
     """
-    names = {each.name.removesuffix("_s"): each.name for each in fields(EventTimes)}
+    names = {field.name.removesuffix("_s"): field.name for field in fields(EventTimes)}
     given = _parts(text, tuple(names), "--times")
     values = {names[name]: float(value) if name in _SHARES else _seconds(value, text) for name, value in given.items()}
     return replace(times, **values)
 
 
 def goodput_text(results: Sequence[Goodput], times: EventTimes) -> str:
-    """Returns a table of what becomes of the time of jobs, and what a partition of the largest does."""
+    """Returns a table of the goodput of jobs, and the effect of network partitions on the largest one."""
     heads = (
         "nodes", "failures a day", "pause p50", "p95", "elastic", "checkpoint every", "restarting", "checkpoint every",
     )  # fmt: skip
-    rows = [heads, *(_cells(each) for each in results)]
+    rows = [heads, *map(_cells, results)]
     notes = (
         "elastic, restarting: the share of its time in which a job makes steps as if nothing failed; in an elastic\n"
         "job the others take the work of lost workers, and in one that restarts all begin again from a checkpoint"
@@ -201,7 +193,7 @@ def goodput_text(results: Sequence[Goodput], times: EventTimes) -> str:
 
 
 def facts_of_goodput(result: Goodput) -> dict[str, object]:
-    """Returns a result as JSON shows it; each name ends with its unit."""
+    """Returns a result for JSON; each name ends with its unit."""
     return {
         "nodes": result.nodes,
         "failures_per_day": result.failures_per_day,

@@ -1,7 +1,7 @@
-"""Predicts a job of so many hosts: its step, its rate, what bounds it, its memory and its cost.
+"""JobPrediction: a job's step time, rate, bottleneck, memory and cost.
 
-A step lasts as long as its slowest rank's. The band says how the time varies from step to step: each rank's own time is
-drawn from the measured ones, and the largest of n draws lies below their q^(1/n) quantile with probability q.
+A step takes the time of its slowest rank. The band is the variation from step to step: each rank's time is drawn from
+the measured ones, and the largest of n draws is below their q^(1/n) quantile with probability q.
 """
 
 from __future__ import annotations
@@ -11,22 +11,21 @@ from dataclasses import dataclass, replace
 
 from paceline.comm.schedule.network import Network, NetworkLink
 from paceline.operate.plan.calibration import Calibration, relative_spread
-from paceline.operate.plan.step_time import WIRES, CallTimes, Simulate, StepTime, Strategy, step_of
+from paceline.operate.plan.step_time import WIRES, CallTimes, Simulate, StepTime, Strategy, map_links, step_of
 
 PER_SAMPLES = 1_000_000
-"""For so many samples, or for a thousand steps where samples are not known, node-hours are given."""
+"""The number of samples for which node-hours are given; they are for 1,000 steps if samples are unknown."""
 
-_WORTH_NAMING = 0.2  # of a step, which exposed communication or waiting for the slowest rank must take
-
-_FAST = 1e15  # bytes a second of a link that takes no time
+_WORTH_NAMING = 0.2  # the least share of a step at which communication or the slowest rank is the bottleneck
+_FAST = 1e15  # the rate of a link that takes no time, in bytes per second
 
 Networks = Callable[[int, int], Network]
-"""Returns the network of so many hosts with so many ranks each."""
+"""A function that returns the network for a number of hosts and a number of ranks per host."""
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The bytes of a rank, by what they hold."""
+    """The memory of a rank by content, in bytes."""
 
     parameter_nbytes: int
     gradient_nbytes: int
@@ -35,7 +34,7 @@ class RankMemory:
 
     @property
     def nbytes(self) -> int:
-        """All of them."""
+        """The sum."""
         return self.parameter_nbytes + self.gradient_nbytes + self.optimizer_nbytes + self.other_nbytes
 
 
@@ -44,11 +43,18 @@ class JobPrediction:
     """A job of `nodes` hosts with `per_node` ranks each.
 
     Attributes:
-        step: the median step; `low_s` and `high_s` are the 5th and the 95th percentile.
-        alone_s: the step of one rank that waits for nobody.
-        samples_per_s: of all ranks; None if a rank's samples are not known.
-        traffic_nbytes: what a host sends to others in a step.
-        bottleneck: what bounds the rate; "" where it was not looked for.
+        nodes: the number of hosts.
+        per_node: the number of ranks on each host.
+        strategy: the choices of the job.
+        step: the median step.
+        low_s: the 5th percentile of a step's duration.
+        high_s: the 95th percentile of a step's duration.
+        alone_s: the duration of a step of one rank that waits for no other.
+        samples_per_s: the rate of all ranks; None if a rank's samples are unknown.
+        node_hours: the cost of `PER_SAMPLES` samples.
+        memory: the memory of a rank.
+        traffic_nbytes: the bytes that a host sends to others in a step.
+        bottleneck: the limit of the rate, or "" if it was not computed.
     """
 
     nodes: int
@@ -66,12 +72,12 @@ class JobPrediction:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return self.nodes * self.per_node
 
     @property
     def efficiency(self) -> float:
-        """The rate divided by that of as many ranks that wait for nobody."""
+        """The rate divided by that of as many ranks without waiting."""
         return self.alone_s / self.step.seconds
 
 
@@ -84,15 +90,15 @@ def predict(
     *,
     explains: bool = True,
 ) -> JobPrediction:
-    """Returns what a job on the network would do.
+    """Predicts a job on a network.
 
     Args:
-        calibration: what was measured on one rank.
-        network: the hosts, which have equally many ranks each, and their links.
-        strategy: how the job trains.
+        calibration: the measurements of one rank.
+        network: the hosts, which have the same number of ranks, and their links.
+        strategy: the choices of the job.
         simulate: `simulate_call` of `comm/schedule/simulation.py`.
-        times: the calls' times on that network, if some are known already.
-        explains: whether the bottleneck is looked for, for which other networks are simulated.
+        times: a cache of the durations of calls on that network, or None.
+        explains: whether to compute the bottleneck, for which other networks are simulated.
     """
     times = times or CallTimes(network, calibration.links.host_calls, simulate)
     nodes, ranks = len(network.hosts), times.ranks
@@ -125,21 +131,21 @@ def _alone(calibration: Calibration, strategy: Strategy) -> float:
 
 
 def slowest_of(spread: Sequence[float], ranks: int, share: float) -> float:
-    """Returns what the largest of `ranks` draws from `spread`, which is sorted, stays below with probability `share`.
+    """Returns the `share` quantile of the largest of `ranks` draws from `spread`, which is sorted.
 
-    Between the values it interpolates; nothing is slower than the slowest that was measured.
+    Values are interpolated, and never exceed the slowest measured one.
     """
-    place: float = share ** (1 / ranks) * (len(spread) - 1)
-    at = min(int(place), len(spread) - 1)
-    above = spread[min(at + 1, len(spread) - 1)]
-    return spread[at] + (above - spread[at]) * (place - at)
+    position: float = share ** (1 / ranks) * (len(spread) - 1)
+    below = min(int(position), len(spread) - 1)
+    above = min(below + 1, len(spread) - 1)
+    return spread[below] + (spread[above] - spread[below]) * (position - below)
 
 
 def memory_of(calibration: Calibration, strategy: Strategy, ranks: int) -> RankMemory:
-    """Returns the bytes of a rank; each stage of ZeRO divides more of them among the ranks."""
+    """Returns the memory of a rank; each stage of ZeRO divides more of it among the ranks."""
     memory = calibration.memory
     parts = [1 if strategy.zero < stage else ranks for stage in (1, 2, 3)]
-    # DiLoCo keeps the outer parameters, their momentum and what is being averaged.
+    # DiLoCo keeps the outer parameters, their momentum and the tensors of an exchange.
     extra = 3 * memory.parameter_nbytes if strategy.period else 0
     return RankMemory(
         -(-memory.parameter_nbytes // parts[2]),
@@ -150,7 +156,7 @@ def memory_of(calibration: Calibration, strategy: Strategy, ranks: int) -> RankM
 
 
 def traffic_of(calibration: Calibration, strategy: Strategy, nodes: int) -> float:
-    """Returns the bytes that a host sends to others in a step: what an algorithm that sends no byte twice needs."""
+    """Returns the bytes that a host sends to others in a step, with algorithms that send no byte twice."""
     if nodes == 1:
         return 0.0
     once = (nodes - 1) / nodes
@@ -160,15 +166,13 @@ def traffic_of(calibration: Calibration, strategy: Strategy, nodes: int) -> floa
         return 2 * once * parameters * packed / strategy.period
     halves = 1 if strategy.zero >= 2 else 2
     gathers = {0: 0, 1: 1, 2: 1, 3: 2 * strategy.forwards}[strategy.zero]
-    return once * (halves * calibration.gradient_nbytes * packed + gathers * parameters) + once * (
-        0 if strategy.period else calibration.buffer_nbytes
-    )
+    return once * (halves * calibration.gradient_nbytes * packed + gathers * parameters + calibration.buffer_nbytes)
 
 
 def bottleneck_of(
     calibration: Calibration, network: Network, strategy: Strategy, simulate: Simulate, step: StepTime
 ) -> str:
-    """Returns what shortens the step most where it takes no time: the computing, or a property of the links."""
+    """Returns the part of the job whose removal shortens the step most: computing, or a property of the links."""
     alone_s = _alone(calibration, strategy)
     late_s = step.computing_s - alone_s
     if step.exposed_s > max(late_s, _WORTH_NAMING * step.seconds):
@@ -187,36 +191,21 @@ def bottleneck_of(
 
 
 def _without(network: Network) -> dict[str, Network]:
-    """Returns the network with one of its properties taking no time, by what it is called."""
+    """Returns networks in which one property takes no time, by the name of the property."""
     if len(network.hosts) == 1:
         return {}
-    idle = {"latency": _instant(network)}
-    idle["links within hosts"] = replace(network, within_host=_endless(network.within_host))
-    idle["links of hosts"] = replace(
-        network,
-        node=_endless(network.node),
-        nodes={host: _endless(link) for host, link in network.nodes.items()},
-        pairs={pair: _endless(link) for pair, link in network.pairs.items()},
-    )
-    if network.groups:
-        groups = tuple(replace(group, uplink=_endless(group.uplink)) for group in network.groups)
-        idle["uplinks of regions"] = replace(network, groups=groups)
-    return idle
 
+    def unlimited(link: NetworkLink) -> NetworkLink:
+        return replace(link, bytes_per_s=_FAST, loss=0.0)
 
-def _endless(link: NetworkLink) -> NetworkLink:
-    return replace(link, bytes_per_s=_FAST, loss=0.0)
-
-
-def _instant(network: Network) -> Network:
     def instant(link: NetworkLink) -> NetworkLink:
         return replace(link, latency_s=0.0)
 
-    return replace(
-        network,
-        within_host=instant(network.within_host),
-        node=instant(network.node),
-        groups=tuple(replace(group, uplink=instant(group.uplink)) for group in network.groups),
-        pairs={pair: instant(link) for pair, link in network.pairs.items()},
-        nodes={host: instant(link) for host, link in network.nodes.items()},
-    )
+    changed = {
+        "latency": replace(map_links(network, instant), within_host=instant(network.within_host)),
+        "links within hosts": replace(network, within_host=unlimited(network.within_host)),
+        "links of hosts": replace(map_links(network, unlimited), groups=network.groups),
+    }
+    if network.groups:
+        changed["uplinks of regions"] = replace(network, groups=map_links(network, unlimited).groups)
+    return changed

@@ -1,7 +1,4 @@
-"""The report of a plan: one file of HTML that needs nothing else, in the style of `paceline report`.
-
-The pictures of a plan's report, as SVG: the scaling curve, where a step's time goes, and a map of rates.
-"""
+"""Report of a plan: one self-contained HTML file in the style of `paceline report`, with SVG pictures."""
 
 from __future__ import annotations
 
@@ -29,7 +26,26 @@ PARTS = (
     ("optimizer", "optimizer"),
     ("other", "rest"),
 )
-"""The parts of a step: the colour's name in the page's style, and what the part is called."""
+"""The parts of a step: the name of the colour in the page's style, and the name of the part."""
+
+RATES = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""The rates of the links between hosts on the map, as multiples of the known one."""
+
+_PREDICTED = (
+    "nodes", "ranks", "step", "p5", "p95", "samples/s", "efficiency", "memory of a rank", "bottleneck", "algorithm",
+    "traffic of a node", "hidden", "node-hours",
+)  # fmt: skip
+
+_STYLE = """
+svg { width: 100%; max-width: 860px; height: auto; }
+table { border-collapse: collapse; width: 100%; }
+th, td { text-align: right; padding: 3px 8px; border-bottom: 1px solid var(--line); }
+th:first-child, td:first-child, td:nth-child(5):last-child { text-align: left; }
+td { white-space: normal; }
+.card { overflow-x: auto; }
+main { display: block; }
+main > section { margin: 0 0 14px; }
+"""
 
 _WIDTH, _HEIGHT = 640, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 16, 40
@@ -44,15 +60,15 @@ class HeatRow:
 
 
 def scaling_curve(predictions: Sequence[JobPrediction]) -> str:
-    """Returns the rate by the number of ranks on two logarithmic axes, with its band and what would be ideal."""
-    ranks = [each.ranks for each in predictions]
-    rates = [each.ranks / each.step.seconds for each in predictions]
-    ideal = [each.ranks / each.alone_s for each in predictions]
-    low = [each.ranks / each.high_s for each in predictions]
-    high = [each.ranks / each.low_s for each in predictions]
+    """Returns the rate by the number of ranks on two logarithmic axes, with its band and the ideal rate."""
+    ranks = [job.ranks for job in predictions]
+    rates = [job.ranks / job.step.seconds for job in predictions]
+    ideal = [job.ranks / job.alone_s for job in predictions]
+    low = [job.ranks / job.high_s for job in predictions]
+    high = [job.ranks / job.low_s for job in predictions]
     unit = predictions[0].samples_per_s is not None
     if unit:
-        scale = [(each.samples_per_s or 0.0) / rate for each, rate in zip(predictions, rates, strict=True)]
+        scale = [(job.samples_per_s or 0.0) / rate for job, rate in zip(predictions, rates, strict=True)]
         rates, ideal, low, high = (
             [value * by for value, by in zip(values, scale, strict=True)] for values in (rates, ideal, low, high)
         )
@@ -68,10 +84,10 @@ def scaling_curve(predictions: Sequence[JobPrediction]) -> str:
         f'<polyline points="{_points(list(zip(ranks, rates, strict=True)), across, up)}" fill="none" '
         'stroke="var(--backward)" stroke-width="2"/>',
     ]
-    for each, rate in zip(predictions, rates, strict=True):
+    for job, rate in zip(predictions, rates, strict=True):
         drawn.append(
-            f'<circle cx="{across.place(each.ranks):.1f}" cy="{up.place(rate):.1f}" r="4" fill="var(--backward)">'
-            f"<title>{each.nodes} nodes: {_short(rate)} {'samples/s' if unit else 'steps of a rank/s'}</title></circle>"
+            f'<circle cx="{across.place(job.ranks):.1f}" cy="{up.place(rate):.1f}" r="4" fill="var(--backward)">'
+            f"<title>{job.nodes} nodes: {_short(rate)} {'samples/s' if unit else 'steps of a rank/s'}</title></circle>"
         )
     name = "samples a second" if unit else "steps of all ranks a second"
     return _svg(_HEIGHT, f"{name} by the number of ranks; dashed: without waiting", drawn)
@@ -79,26 +95,26 @@ def scaling_curve(predictions: Sequence[JobPrediction]) -> str:
 
 def step_bars(predictions: Sequence[JobPrediction]) -> str:
     """Returns a bar for each number of nodes, divided into the parts of a step."""
-    longest = max(each.step.seconds for each in predictions)
+    longest = max(job.step.seconds for job in predictions)
     height = _TOP + 34 * len(predictions) + 34
     room = _WIDTH - _LEFT - 90
     drawn = []
-    for row, each in enumerate(predictions):
+    for row, job in enumerate(predictions):
         top, left = _TOP + 34 * row, float(_LEFT)
-        drawn.append(_text(_LEFT - 8, top + 16, str(each.nodes), "end"))
-        for (colour, name), seconds in zip(PARTS, _parts(each), strict=True):
+        drawn.append(_text(_LEFT - 8, top + 16, str(job.nodes), "end"))
+        for (colour, name), seconds in zip(PARTS, _parts(job), strict=True):
             width = room * seconds / longest
             drawn.append(
                 f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="22" fill="var(--{colour})">'
                 f"<title>{name}: {format_seconds(seconds)}</title></rect>"
             )
             left += width
-        drawn.append(_text(left + 6, top + 16, format_seconds(each.step.seconds)))
-    at = float(_LEFT)
+        drawn.append(_text(left + 6, top + 16, format_seconds(job.step.seconds)))
+    x = float(_LEFT)
     for colour, name in PARTS:
-        drawn.append(f'<rect x="{at:.0f}" y="{height - 20}" width="10" height="10" fill="var(--{colour})"/>')
-        drawn.append(_text(at + 14, height - 11, name))
-        at += 24 + 6.6 * len(name)
+        drawn.append(f'<rect x="{x:.0f}" y="{height - 20}" width="10" height="10" fill="var(--{colour})"/>')
+        drawn.append(_text(x + 14, height - 11, name))
+        x += 24 + 6.6 * len(name)
     return _svg(height, "the parts of a step, by the number of nodes", drawn)
 
 
@@ -107,8 +123,8 @@ def heat_map(rows: Sequence[HeatRow], rates: Sequence[str]) -> str:
     height = _TOP + 30 * len(rows) + 34
     width = (_WIDTH - _LEFT - _RIGHT) / len(rates)
     drawn = []
-    for at, row in enumerate(rows):
-        top = _TOP + 30 * at
+    for number, row in enumerate(rows):
+        top = _TOP + 30 * number
         drawn.append(_text(_LEFT - 8, top + 19, str(row.nodes), "end"))
         for column, value in enumerate(row.efficiencies):
             left = _LEFT + column * width
@@ -129,14 +145,14 @@ def _parts(prediction: JobPrediction) -> tuple[float, ...]:
 
 
 class _LogAxis:
-    """A logarithmic axis between two places of the picture."""
+    """A logarithmic axis between two coordinates of the picture."""
 
     def __init__(self, values: Sequence[float], first: float, last: float) -> None:
         self._low, self._high = min(values), max(values)
         self._first, self._last = first, last
 
     def place(self, value: float) -> float:
-        """Returns where a value is."""
+        """Returns the coordinate of a value."""
         if self._high <= self._low:
             return (self._first + self._last) / 2
         share = math.log(value / self._low) / math.log(self._high / self._low)
@@ -146,7 +162,7 @@ class _LogAxis:
         """Returns up to five values from the least to the largest."""
         if self._high <= self._low:
             return [self._low]
-        return [self._low * (self._high / self._low) ** (at / 4) for at in range(5)]
+        return [self._low * (self._high / self._low) ** (quarter / 4) for quarter in range(5)]
 
 
 def _points(values: Sequence[tuple[float, float]], across: _LogAxis, up: _LogAxis) -> str:
@@ -177,21 +193,6 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-RATES = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""The rates of the links between hosts on the map, as multiples of the known one."""
-
-_STYLE = """
-svg { width: 100%; max-width: 860px; height: auto; }
-table { border-collapse: collapse; width: 100%; }
-th, td { text-align: right; padding: 3px 8px; border-bottom: 1px solid var(--line); }
-th:first-child, td:first-child, td:nth-child(5):last-child { text-align: left; }
-td { white-space: normal; }
-.card { overflow-x: auto; }
-main { display: block; }
-main > section { margin: 0 0 14px; }
-"""
-
-
 def report(
     calibration: Calibration,
     predictions: Sequence[JobPrediction],
@@ -202,11 +203,11 @@ def report(
     """Returns the page.
 
     Args:
-        calibration: what the predictions are made from.
-        predictions: one for each number of nodes.
-        advice: for the last of them.
-        heat: what `heat_of` returned; empty where all ranks are on one host.
-        made: when and by what the report was made, for its foot.
+        calibration: the measurements.
+        predictions: the prediction for each number of nodes.
+        advice: the advice for the last of them.
+        heat: the result of `heat_of`; empty if all ranks are on one host.
+        made: the date and origin of the report, for its footer.
     """
     style = assets()["page.css"].decode() + _STYLE
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
@@ -236,24 +237,18 @@ def report(
 def heat_of(
     calibration: Calibration, predictions: Sequence[JobPrediction], simulate: Simulate, regions: int = 1
 ) -> list[HeatRow]:
-    """Returns the efficiencies of the predicted jobs where links between hosts have other rates."""
+    """Returns the efficiencies of the predicted jobs with other rates of links between hosts."""
     rows = []
-    for each in predictions:
-        if each.nodes == 1:
+    for job in predictions:
+        if job.nodes == 1:
             continue
         row = []
         for times in RATES:
             links = with_rate(calibration.links, times)
-            network = network_of(links, each.nodes, each.per_node, min(regions, each.nodes))
-            row.append(predict(calibration, network, each.strategy, simulate, explains=False).efficiency)
-        rows.append(HeatRow(each.nodes, tuple(row)))
+            network = network_of(links, job.nodes, job.per_node, min(regions, job.nodes))
+            row.append(predict(calibration, network, job.strategy, simulate, explains=False).efficiency)
+        rows.append(HeatRow(job.nodes, tuple(row)))
     return rows
-
-
-_PREDICTED = (
-    "nodes", "ranks", "step", "p5", "p95", "samples/s", "efficiency", "memory of a rank", "bottleneck", "algorithm",
-    "traffic of a node", "hidden", "node-hours",
-)  # fmt: skip
 
 
 def _cells(each: JobPrediction) -> tuple[str, ...]:

@@ -1,12 +1,9 @@
-"""One step of data-parallel training: when each bucket is ready, sent and averaged, and how much of that is exposed.
+"""StepTime: the duration of one step of data-parallel training, and the share of its communication that is exposed.
 
-A step on a rank is data, forwards, backwards, optimizer and the rest, one after the other. Buckets are averaged one at
-a time and strictly in their order, as `train/ddp/reducer.py` does it: while backward goes on, each as soon as it is
-full, but for the last one, and all others when backward has ended.
-
-How a job would train: what can be chosen without another model, and therefore tried in a prediction.
-
-How long a job's collectives take on a network: simulated, or read off what was measured on one host.
+A step on a rank is data loading, forward and backward passes, the optimizer's step and other work, in sequence. Buckets
+are averaged one at a time and strictly in their order, as in `train/ddp/reducer.py`: during backward, each bucket but
+the last as soon as it is full, and the remaining ones after backward. `CallTimes` has the durations of the collectives,
+simulated on a network or interpolated between measurements on one host.
 """
 
 from __future__ import annotations
@@ -24,21 +21,29 @@ from paceline.operate.plan.calibration import Calibration, HostCall, MeasuredGra
 from paceline.train.ddp.buckets import make_buckets
 
 WIRES = {"bf16": 1 / 2, "int8": 66 / 256, "int4": 34 / 256}
-"""The bytes that float32 gradients take between hosts; 64 integers share a scale of two bytes."""
+"""The size of float32 gradients between hosts, relative to unrounded ones; 64 integers share a scale of two bytes."""
+
+EXACT_RANKS = 256
+"""The largest number of ranks for which every size is simulated; beyond it, powers of four are, with interpolation."""
+
+SIMULATED_RANKS = 2048
+"""The largest number of ranks to simulate where one host cannot represent all; beyond, the closed forms are used."""
+
+_ON_ONE_HOST = "shared memory"
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """The choices of a job.
+    """The choices of a job that do not change the model, so that a prediction can try others.
 
     Attributes:
-        bucket_nbytes: as in `Calibration`.
-        overlaps: whether gradients are averaged while backward goes on.
-        forwards: forwards and backwards in a step, of which the last averages.
-        wire: what is sent between hosts, one of `WIRES`; None for the gradients as they are.
+        bucket_nbytes: the sizes of buckets, as in `Calibration`.
+        overlaps: whether gradients are averaged during backward.
+        forwards: the number of forwards and backwards in a step; the last backward averages.
+        wire: the format between hosts, one of `WIRES`; None for unrounded gradients.
         zero: the stage of ZeRO; 0 for DistributedDataParallel.
-        period: after how many steps ranks average their parameters; 0 if they average gradients in each.
-        algorithm: the collectives' algorithm; None for the fastest.
+        period: the number of steps after which ranks average their parameters; 0 if they average gradients in each.
+        algorithm: the algorithm of collectives; None for the fastest.
     """
 
     bucket_nbytes: tuple[int, ...]
@@ -51,25 +56,16 @@ class Strategy:
 
 
 def measured(calibration: Calibration) -> Strategy:
-    """Returns how the measured script trains."""
+    """Returns the strategy of the measured script."""
     return Strategy(calibration.bucket_nbytes, calibration.overlaps, calibration.forwards)
 
 
-EXACT_RANKS = 256
-"""Up to so many ranks every size is simulated; beyond, sizes between powers of four are interpolated."""
-
-SIMULATED_RANKS = 2048
-"""Of more ranks, calls are simulated only where one host stands for all; for the others there are the closed forms."""
-
-_ON_ONE_HOST = "shared memory"
-
-
 class SimulatedTiming(Protocol):
-    """What a simulation says of a call."""
+    """The result of a simulated call."""
 
     @property
     def seconds(self) -> float:
-        """From the last arrival to the last end."""
+        """The seconds from the last rank's arrival to the end of the last rank."""
         ...
 
 
@@ -78,14 +74,14 @@ Simulate = Callable[[str, Operation, int, Network], SimulatedTiming]
 
 @dataclass(frozen=True)
 class TimedCall:
-    """A call: the algorithm that the engine would choose, and the seconds that it takes."""
+    """A call: the algorithm that the engine would choose, and its duration in seconds."""
 
     algorithm: str
     seconds: float
 
 
 class CallTimes:
-    """The times of collectives on one network; each different call is simulated once.
+    """The durations of collectives on one network; each different call is simulated once.
 
     Args:
         network: the hosts and their links.
@@ -104,13 +100,13 @@ class CallTimes:
     def call(
         self, operation: Operation, nbytes: int, *, algorithm: str | None = None, wire: str | None = None
     ) -> TimedCall:
-        """Returns the call's time.
+        """Returns the duration of a call.
 
         Args:
-            operation: which collective.
-            nbytes: the longest buffer of a rank, as for `schedule.cost.predict`.
-            algorithm: the one that is used where it has the operation; None for the one that the engine chooses.
-            wire: what is sent between hosts; None for the data as it is.
+            operation: the collective.
+            nbytes: the size of the longest buffer of a rank, as for `schedule.cost.predict`.
+            algorithm: the algorithm to use if it has the operation; None for the engine's choice.
+            wire: the format between hosts; None for unrounded data.
         """
         if self.ranks == 1 or nbytes == 0:
             return TimedCall("none", 0.0)
@@ -122,17 +118,15 @@ class CallTimes:
         return TimedCall(name, self._simulated(name, operation, nbytes, None))
 
     def _chosen(self, operation: Operation, nbytes: int, algorithm: str | None) -> str:
-        """Returns `algorithm` where it has the operation, and otherwise the one that the engine would choose."""
+        """Returns `algorithm` if it has the operation, otherwise the engine's choice."""
         choice = choose(self.network.cost_model(), operation, nbytes, self.ranks, self._hosts)
         offered = [candidate.algorithm for candidate in choice.candidates]
-        if algorithm in offered:
-            return str(algorithm)
-        return offered[0]
+        return algorithm if algorithm in offered else offered[0]
 
     def _packed(self, wire: str, operation: Operation, nbytes: int) -> float:
-        """Returns the time of a call that packs: its own schedule's, or in a large world about that of a ring's.
+        """Returns the duration of a quantised call, or in a large world about that of a hierarchical one.
 
-        The schedule is an exchange between all pairs of hosts, which is too much to simulate in a large world.
+        The schedule is an exchange between all pairs of hosts, which is too large to simulate in a large world.
         """
         if self.ranks <= EXACT_RANKS:
             return self._at(wire, operation, nbytes, None)
@@ -151,56 +145,57 @@ class CallTimes:
         key = (algorithm, operation, nbytes, wire)
         if key not in self._known:
             network = self.network if wire is None else with_bandwidth_factor(self.network, 1 / WIRES[wire])
-            is_one_for_all = network.is_uniform and operation in ALIKE.get(algorithm, ())
-            if self.ranks <= SIMULATED_RANKS or is_one_for_all:
+            folds = network.is_uniform and operation in ALIKE.get(algorithm, ())
+            if self.ranks <= SIMULATED_RANKS or folds:
                 self._known[key] = self._simulate(algorithm, operation, nbytes, network).seconds
             else:
                 self._known[key] = predict(network.cost_model(), algorithm, operation, nbytes, self.ranks, self._hosts)
         return self._known[key]
 
     def _on_one_host(self, operation: Operation, nbytes: int) -> float:
-        """Returns the time by the measured all-reduces, of which a reduce-scatter or a gather is about one half."""
+        """Returns the duration from the measured all-reduces; a reduce-scatter or a gather takes about half of it."""
         seconds = interpolated(self._host_calls, self.ranks, nbytes)
         return seconds if operation is Operation.ALL_REDUCE else seconds / 2
 
 
 def with_bandwidth_factor(network: Network, times: float) -> Network:
-    """Returns the network as data that is packed finds it: links between hosts carry so many times as many bytes."""
+    """Returns the network with the rates of links between hosts multiplied by `times`, as for packed data."""
+    return map_links(network, lambda link: replace(link, bytes_per_s=link.bytes_per_s * times))
 
-    def more(link: NetworkLink) -> NetworkLink:
-        return replace(link, bytes_per_s=link.bytes_per_s * times)
 
+def map_links(network: Network, change: Callable[[NetworkLink], NetworkLink]) -> Network:
+    """Returns the network with all links between hosts changed."""
     return replace(
         network,
-        node=more(network.node),
-        groups=tuple(replace(group, uplink=more(group.uplink)) for group in network.groups),
-        pairs={pair: more(link) for pair, link in network.pairs.items()},
-        nodes={host: more(link) for host, link in network.nodes.items()},
+        node=change(network.node),
+        groups=tuple(replace(group, uplink=change(group.uplink)) for group in network.groups),
+        pairs={pair: change(link) for pair, link in network.pairs.items()},
+        nodes={host: change(link) for host, link in network.nodes.items()},
     )
 
 
 def interpolated(calls: Sequence[HostCall], ranks: int, nbytes: int) -> float:
-    """Returns the seconds of an all-reduce on one host between the sizes that were measured.
+    """Returns the seconds of an all-reduce on one host, interpolated between the measured sizes.
 
-    Below the least size the time is that of the least; beyond the largest it grows with the size. Where other numbers
-    of ranks were measured, the nearest one counts, and the time grows with the number, as ranks share the memory.
+    Below the least size the time is that of the least; beyond the largest it grows with the size. If this number of
+    ranks was not measured, the nearest one is used, and the time grows with the number, as ranks share the memory.
     """
     nearest = min({call.ranks for call in calls}, key=lambda measured: (abs(measured - ranks), measured))
     points = sorted((call.nbytes, call.seconds) for call in calls if call.ranks == nearest)
     more = ranks / nearest
     sizes = [size for size, _ in points]
-    at = bisect_left(sizes, nbytes)
-    if at == 0:
+    index = bisect_left(sizes, nbytes)
+    if index == 0:
         return points[0][1] * more
-    if at == len(points):
+    if index == len(points):
         return points[-1][1] * nbytes / sizes[-1] * more
-    (low, low_s), (high, high_s) = points[at - 1], points[at]
+    (low, low_s), (high, high_s) = points[index - 1], points[index]
     return (low_s + (high_s - low_s) * (nbytes - low) / (high - low)) * more
 
 
 @dataclass(frozen=True)
 class PlannedBucket:
-    """A bucket of gradients: its bytes, and when it can be sent, counted from the beginning of backward."""
+    """A bucket of gradients: its size, and the seconds from the beginning of backward until it can be sent."""
 
     nbytes: int
     ready_s: float
@@ -211,8 +206,14 @@ class StepTime:
     """The parts of a step, in seconds.
 
     Attributes:
-        exposed_s: what ranks spend waiting for communication; `communication_s` how long the network is used.
-        algorithm: what the largest call uses.
+        data_s: the time that a rank waits for the loader.
+        forward_s: the duration of all forwards.
+        backward_s: the duration of all backwards.
+        exposed_s: the time that ranks wait for communication.
+        optimizer_s: the duration of the optimizer's step.
+        rest_s: the duration of everything else.
+        communication_s: the time that the network is used.
+        algorithm: the algorithm of the largest call.
     """
 
     data_s: float
@@ -226,46 +227,46 @@ class StepTime:
 
     @property
     def computing_s(self) -> float:
-        """What a rank does by itself."""
+        """The duration of the parts that need no other rank."""
         return self.data_s + self.forward_s + self.backward_s + self.optimizer_s + self.rest_s
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
+        """The duration of the whole step."""
         return self.computing_s + self.exposed_s
 
     @property
     def overlap(self) -> float:
-        """The share of the communication that is hidden behind computing; 1 if there is none."""
+        """The share of the communication that is hidden behind computing; 1 without communication."""
         return max(0.0, 1 - self.exposed_s / self.communication_s) if self.communication_s else 1.0
 
 
 def buckets_of(gradients: Sequence[MeasuredGradient], caps_nbytes: Sequence[int]) -> list[PlannedBucket]:
-    """Returns the buckets as `DistributedDataParallel` makes them; a bucket is sent after those before it."""
-    made = make_buckets([each.nbytes for each in gradients], [each.dtype for each in gradients], caps_nbytes)
+    """Returns the buckets of `DistributedDataParallel`; a bucket is sent after the previous ones."""
+    sizes, dtypes = [gradient.nbytes for gradient in gradients], [gradient.dtype for gradient in gradients]
     planned: list[PlannedBucket] = []
     latest_s = 0.0
-    for bucket in made:
-        latest_s = max(latest_s, *(gradients[at].ready_s for at in bucket.params))
+    for bucket in make_buckets(sizes, dtypes, caps_nbytes):
+        latest_s = max(latest_s, *(gradients[index].ready_s for index in bucket.params))
         planned.append(PlannedBucket(bucket.nbytes, latest_s))
     return planned
 
 
 def step_of(calibration: Calibration, strategy: Strategy, times: CallTimes, factor: float = 1.0) -> StepTime:
-    """Returns a step.
+    """Computes the duration of a step.
 
     Args:
-        calibration: what was measured on one rank.
-        strategy: how the job trains.
-        times: the collectives of the job's network.
-        factor: by how much the slowest rank computes longer than the measured one.
+        calibration: the measurements of one rank.
+        strategy: the choices of the job.
+        times: the durations of collectives on the job's network.
+        factor: the ratio of the slowest rank's computing time to the measured one.
     """
     alone = calibration.times
     forwards = strategy.forwards
     optimizer_s = alone.optimizer_s * factor / (times.ranks if strategy.zero else 1)
     before_s = _before_forward(calibration, strategy, times)
     if strategy.period:
-        used_s, exposed_s, algorithm = _averaging_now_and_then(calibration, strategy, times, factor)
+        used_s, exposed_s, algorithm = _diloco(calibration, strategy, times, factor)
     elif strategy.zero:
         used_s, exposed_s, algorithm = _zero(calibration, strategy, times, factor)
     else:
@@ -283,7 +284,7 @@ def step_of(calibration: Calibration, strategy: Strategy, times: CallTimes, fact
 
 
 def _before_forward(calibration: Calibration, strategy: Strategy, times: CallTimes) -> float:
-    """Returns the seconds in which rank 0's buffers are copied, before the forward whose backward averages."""
+    """Returns the seconds of the broadcast of rank 0's buffers, before the forward whose backward averages."""
     if strategy.period or not calibration.buffer_nbytes:
         return 0.0
     return times.call(Operation.BROADCAST, calibration.buffer_nbytes, algorithm=strategy.algorithm).seconds
@@ -292,7 +293,7 @@ def _before_forward(calibration: Calibration, strategy: Strategy, times: CallTim
 def _averaging(
     calibration: Calibration, strategy: Strategy, times: CallTimes, factor: float, operation: Operation
 ) -> tuple[float, float, str]:
-    """Returns for how long the network is used, how much longer than backward that takes, and the algorithm."""
+    """Returns the seconds that the network is used, the seconds of that after backward, and the algorithm."""
     backward_s = calibration.times.backward_s * factor
     buckets = buckets_of(calibration.gradients, strategy.bucket_nbytes)
     free_s = used_s = 0.0
@@ -309,7 +310,7 @@ def _averaging(
 
 
 def _zero(calibration: Calibration, strategy: Strategy, times: CallTimes, factor: float) -> tuple[float, float, str]:
-    """Returns the same of ZeRO, which collects the parameters after each step, or in stage 3 before each use."""
+    """Returns the same for ZeRO, which gathers the parameters after each step, or in stage 3 before each use."""
     operation = Operation.ALL_REDUCE if strategy.zero == 1 else Operation.REDUCE_SCATTER
     used_s, exposed_s, algorithm = _averaging(calibration, strategy, times, factor, operation)
     gather = times.call(Operation.ALL_GATHER, calibration.memory.parameter_nbytes, algorithm=strategy.algorithm).seconds
@@ -320,15 +321,9 @@ def _zero(calibration: Calibration, strategy: Strategy, times: CallTimes, factor
     return used_s + gathers * gather, exposed_s + gathers * (gather - hidden_s), algorithm
 
 
-def _averaging_now_and_then(
-    calibration: Calibration, strategy: Strategy, times: CallTimes, factor: float
-) -> tuple[float, float, str]:
-    """Returns the same of DiLoCo, whose exchange of all parameters goes on beside `period` steps."""
-    call = times.call(
-        Operation.ALL_REDUCE,
-        calibration.memory.parameter_nbytes,
-        algorithm=strategy.algorithm,
-        wire=strategy.wire,
-    )
+def _diloco(calibration: Calibration, strategy: Strategy, times: CallTimes, factor: float) -> tuple[float, float, str]:
+    """Returns the same for DiLoCo, whose exchange of all parameters overlaps with `period` steps."""
+    nbytes = calibration.memory.parameter_nbytes
+    call = times.call(Operation.ALL_REDUCE, nbytes, algorithm=strategy.algorithm, wire=strategy.wire)
     left_s = max(0.0, call.seconds - strategy.period * calibration.alone_s * factor)
     return call.seconds / strategy.period, left_s / strategy.period, call.algorithm

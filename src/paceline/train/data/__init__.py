@@ -1,5 +1,6 @@
-"""Samplers and loaders, which decide which rank reads which sample.
+"""Samplers and loaders, which distribute the samples of a dataset over ranks.
 
-May use: `group` and below. Start reading at `sampler.py`; `loader.py` has the loader that can be resumed, `indexed.py`
-and `stream.py` what it does for datasets with an index and for streams, and `order.py` the rules that all follow.
+May use: `paceline.comm`. Start reading at `sampler.py`. `loader.py` has the loader that can resume in mid-epoch,
+`batches.py` its batches of indexable datasets and of streams, `stream_reader.py` the reading of a stream, and
+`epoch_order.py` the rules that all of them follow.
 """

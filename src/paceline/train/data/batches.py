@@ -1,7 +1,4 @@
-"""Deals out the batches of a stream, which has an order but no index.
-
-Deals out the batches of a dataset that can be indexed.
-"""
+"""IndexedBatches and StreamBatches: a rank's batches of an indexable dataset or of a stream, read by a DataLoader."""
 
 from __future__ import annotations
 
@@ -13,35 +10,41 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 from torch.utils.data._utils import worker as torch_worker
 
-from paceline.train.data.epoch_order import BatchSharding, step_shards
-from paceline.train.data.remaining_samples import ReadBatch, RemainingSamples
-from paceline.train.data.stream_reader import StreamPosition, StreamReader
+from paceline.train.data.epoch_order import BatchSharding, ReadBatch, RemainingSamples, StreamPosition, step_shards
+from paceline.train.data.stream_reader import StreamReader
 
 
 class IndexedBatches:
-    """The batches of an indexable dataset for one rank, read by a DataLoader."""
+    """A rank's batches of an indexable dataset."""
 
     def __init__(self, dataset: Dataset[Any], options: dict[str, Any]) -> None:
         self._indices = _Indices()
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._indices, **options)
 
-    def read(self, count: int, index_of: Callable[[int], int], deal: BatchSharding) -> Iterator[tuple[Any, int]]:
-        """Yields the batches of `count` places, and where each batch's step ends.
+    def read(self, count: int, index_of: Callable[[int], int], sharding: BatchSharding) -> Iterator[tuple[Any, int]]:
+        """Yields the batches of `count` places, each with the end of its step.
 
-        Nothing is listed beforehand, so that ranks which are dealt other parts go on at once, however long the epoch
-        is. `index_of` returns the index of the sample in a place; it must not refer to what owns this, see `_Indices`.
+        Nothing is computed in advance, so that a change of the ranks takes no time, however long the epoch is.
+
+        Args:
+            count: the number of places.
+            index_of: a function that returns the index of the sample in a place. It must not refer to the owner of
+                this object, see `_Indices`.
+            sharding: the division of a step.
         """
-        self._indices.upcoming = ([index_of(place) for place in share.places] for share in step_shards(0, count, deal))
-        # The DataLoader returns batches in the order in which it was asked for them.
-        for share, batch in zip(step_shards(0, count, deal), self._loader, strict=True):
-            yield batch, share.end
+        self._indices.upcoming = (
+            [index_of(place) for place in shard.places] for shard in step_shards(0, count, sharding)
+        )
+        # The DataLoader returns batches in the order of its requests.
+        for shard, batch in zip(step_shards(0, count, sharding), self._loader, strict=True):
+            yield batch, shard.end
 
 
 class _Indices:
     """The indices of the remaining batches, for the DataLoader.
 
-    It does not refer to what owns the DataLoader: in a cycle, the worker processes would be ended by the collector of
-    garbage, which closes their queues first, and torch then waits five seconds for each of them.
+    It must not refer to the owner of the DataLoader. In a cycle, the garbage collector would end the worker processes
+    and close their queues first, after which torch waits five seconds for each process.
     """
 
     upcoming: Iterable[list[int]]
@@ -54,22 +57,22 @@ class _Indices:
 
 
 class StepRequest(NamedTuple):
-    """What a loader asks a worker for: this rank's batch of the step at `position`.
+    """A loader's request to a worker for this rank's batch of the step at `position`.
 
-    `start` is where the worker begins to read if it has to open the stream. An order with another `reading` than the
-    one before makes it open the stream anew. If `picked` names places, the batch is the samples there.
+    `start` is the position at which the worker begins to read if it has to open the stream. A new number `reading`
+    makes it open the stream again. If `picked` lists places, the batch consists of the samples in these places.
     """
 
     reading: int
     epoch: int
     position: int
     start: StreamPosition
-    deal: BatchSharding
+    sharding: BatchSharding
     picked: tuple[int, ...] = ()
 
 
 class StepResponse(NamedTuple):
-    """The batch of a step, which begins at `before`; `end` is the position after it, or None if there is no batch."""
+    """The batch of a step that begins at `before`; `end` is the position after it, or None if there is no batch."""
 
     batch: Any
     before: StreamPosition
@@ -77,25 +80,25 @@ class StepResponse(NamedTuple):
 
 
 class StreamBatches:
-    """The batches of a stream for one rank, read by a DataLoader that is asked for one step after the other.
+    """A rank's batches of a stream, requested step by step.
 
-    A DataLoader returns what it was asked for in the order of the requests, whichever worker serves them. The main
-    process does not know where the stream ends, so it asks until a worker answers that there is no batch.
+    A DataLoader returns batches in the order of the requests, whichever worker serves them. The main process cannot
+    determine the end of the stream, so it sends requests until a worker reports that there is no batch.
     """
 
     def __init__(self, dataset: IterableDataset[Any], keeps_states: bool, options: dict[str, Any]) -> None:
-        self._orders = _RequestSampler()
+        self._requests = _RequestSampler()
         self._loader: DataLoader[Any] = DataLoader(
             _StepDataset(dataset, keeps_states),
             batch_size=None,
-            sampler=self._orders,
+            sampler=self._requests,
             **{**options, "collate_fn": _Collate(options["collate_fn"] or default_collate)},
         )
 
     def read(self, first: StepRequest, returned: tuple[int, ...]) -> Iterator[ReadBatch]:
-        """Yields each batch from the `first` on to the end of the stream, and then those of the `returned` places."""
+        """Yields the batches from the request `first` to the end of the stream, and then those of `returned` places."""
         position = first.position
-        self._orders.upcoming = (first._replace(position=at) for at in count(position, first.deal.step))
+        self._requests.upcoming = (first._replace(position=start) for start in count(position, first.sharding.step))
         for served in self._loader:
             if served.end is None:
                 break
@@ -107,21 +110,21 @@ class StreamBatches:
             yield from self._read_again(first, RemainingSamples(position, position, tuple(sorted(returned))))
 
     def _read_again(self, first: StepRequest, rest: RemainingSamples) -> Iterator[ReadBatch]:
-        """Yields the batches of the places that came back; the stream is read again for them, in their order."""
-        plan = list(step_shards(0, len(rest), first.deal))
-        picked = [tuple(rest.returned[at] for at in share.places) for share in plan]
-        self._orders.upcoming = [
-            StepRequest(first.reading, first.epoch, places[0], StreamPosition(places[0]), first.deal, places)
+        """Yields the batches of returned places, for which the stream is read again in their order."""
+        shards = list(step_shards(0, len(rest), first.sharding))
+        picked = [tuple(rest.returned[place] for place in shard.places) for shard in shards]
+        self._requests.upcoming = [
+            StepRequest(first.reading, first.epoch, places[0], StreamPosition(places[0]), first.sharding, places)
             for places in picked
         ]
         used = 0
-        for share, served in zip(plan, self._loader, strict=True):
-            yield ReadBatch(served.batch, first.start, rest.after(used), share.end - used)
-            used = share.end
+        for shard, served in zip(shards, self._loader, strict=True):
+            yield ReadBatch(served.batch, first.start, rest.after(used), shard.end - used)
+            used = shard.end
 
 
 class _RequestSampler:
-    """What the DataLoader is asked for, perhaps without end."""
+    """The requests to the DataLoader, possibly infinitely many."""
 
     upcoming: Iterable[StepRequest]
 
@@ -130,7 +133,7 @@ class _RequestSampler:
 
 
 class _StepDataset(Dataset[StepResponse]):
-    """Answers orders; each worker has a copy with a reader of its own."""
+    """Serves requests; each worker has a copy with a separate reader."""
 
     def __init__(self, dataset: IterableDataset[Any], keeps_states: bool) -> None:
         self._dataset = dataset
@@ -138,26 +141,26 @@ class _StepDataset(Dataset[StepResponse]):
         self._reading: int | None = None
         self._reader: StreamReader | None = None
 
-    def __getitem__(self, order: StepRequest) -> StepResponse:
+    def __getitem__(self, request: StepRequest) -> StepResponse:
         """Reads forward to the step and takes this rank's part of it."""
-        with _unseen_workers():
-            reader, self._reader = self._reader_for(order), None  # a reader that fails is not used again
-            reader.skip_samples(order.position - reader.position)
+        with _hidden_worker_info():
+            reader, self._reader = self._reader_for(request), None  # a reader that fails is not used again
+            reader.skip_samples(request.position - reader.position)
             before = reader.bookmark()
-            samples = reader.pick(order.picked) if order.picked else reader.take(order.deal, before)
+            samples = reader.pick(request.picked) if request.picked else reader.take(request.sharding, before)
             self._reader = reader
         return StepResponse(samples, before, reader.position if samples else None)
 
-    def _reader_for(self, order: StepRequest) -> StreamReader:
+    def _reader_for(self, request: StepRequest) -> StreamReader:
         reader = self._reader
-        if reader is None or self._reading != order.reading or reader.position > order.position:
-            reader = StreamReader(self._dataset, order.epoch, order.start, self._keeps_states)
-            self._reading = order.reading
+        if reader is None or self._reading != request.reading or reader.position > request.position:
+            reader = StreamReader(self._dataset, request.epoch, request.start, self._keeps_states)
+            self._reading = request.reading
         return reader
 
 
 class _Collate:
-    """Makes a batch of the samples that were served, in the process that has read them."""
+    """Collates the samples of a response in the process that has read them."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
@@ -167,8 +170,8 @@ class _Collate:
 
 
 @contextmanager
-def _unseen_workers() -> Iterator[None]:
-    """Lets `get_worker_info` return None, as in a main process: what splits itself would be split twice."""
+def _hidden_worker_info() -> Iterator[None]:
+    """Makes `get_worker_info` return None, as in a main process, so that a dataset does not split itself as well."""
     info = torch_worker._worker_info
     torch_worker._worker_info = None
     try:

@@ -1,9 +1,14 @@
-"""The order in which an epoch goes through a dataset, and which rank takes which part of it."""
+"""The order of an epoch, its division among ranks, and the samples that remain of it.
+
+All of this is pure. Ranks agree without communication, since they compute the same; in an elastic job the ranks may
+change between two batches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
-from typing import Any, Literal, NamedTuple, cast
+from collections.abc import Collection, Iterator, Sized
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch.utils.data import Dataset
@@ -11,22 +16,29 @@ from torch.utils.data import Dataset
 Remainder = Literal["share", "repeat", "drop"]
 
 
+class StreamPosition(NamedTuple):
+    """A position in an epoch of a stream, as the number of samples before it, and optionally the stream's own state."""
+
+    position: int
+    state: Any = None
+
+
 class StepShard(NamedTuple):
-    """What one rank takes in one step: `places` in the order of the epoch. After the step all ranks are at `end`."""
+    """The `places` that one rank takes in a step, in the order of the epoch; after the step all ranks are at `end`."""
 
     places: tuple[int, ...]
     end: int
 
 
 class BatchSharding(NamedTuple):
-    """How the samples of a step are dealt out, for one rank.
+    """The division of a step's samples, for one rank.
 
-    In a step the ranks take `num_replicas * batch_size` consecutive samples, rank 0 the first ones. The samples at the
-    end that are too few for a step:
+    In a step the ranks take `num_replicas * batch_size` consecutive samples, rank 0 the first ones. The last samples,
+    if they are too few for a step, are treated by `remainder`:
 
-    - "share": are divided as evenly as possible; if there are fewer than ranks, the last ranks have no such step.
-    - "repeat": are divided too, and ranks without one take a sample that another rank has as well.
-    - "drop": are left out.
+    - "share": They are divided as evenly as possible; if there are fewer than ranks, the last ranks have no such step.
+    - "repeat": They are divided too, and ranks without one take a sample of another rank.
+    - "drop": They are left out.
     """
 
     batch_size: int
@@ -36,11 +48,11 @@ class BatchSharding(NamedTuple):
 
     @property
     def step(self) -> int:
-        """The number of samples that all ranks take together in a whole step."""
+        """The number of samples of all ranks in a full step."""
         return self.num_replicas * self.batch_size
 
     def places(self, count: int) -> range:
-        """Returns the places that this rank takes in a step of `count` samples, from 0 to `count` - 1.
+        """Returns the places of this rank in a step of `count` samples, from 0 to `count` - 1.
 
         >>> [BatchSharding(2, 2, rank, "share").places(3) for rank in (0, 1)]
         [range(0, 2), range(2, 3)]
@@ -54,13 +66,13 @@ class BatchSharding(NamedTuple):
         return range(first, end)
 
     def batches(self, count: int) -> int:
-        """Returns how many batches this rank takes of `count` samples."""
+        """Returns the number of this rank's batches in `count` samples."""
         return count // self.step + bool(self.places(count % self.step))
 
     def earliest(self, count: int) -> int:
         """Returns the first place that this rank may take in a step of `count` or more samples.
 
-        It never decreases as `count` grows, so a rank that reads a step in order can let go of all places before it.
+        It never decreases as `count` grows, so a rank that reads a step in order can discard all places before it.
         """
         if self.remainder == "drop":
             return self.rank * self.batch_size
@@ -70,9 +82,9 @@ class BatchSharding(NamedTuple):
 
 
 def _first_place(rank: int, count: int, num_replicas: int) -> int:
-    """Returns where a rank's part begins if `count` places are divided as evenly as possible."""
-    each, more = divmod(count, num_replicas)
-    return rank * each + min(rank, more)
+    """Returns the beginning of a rank's part if `count` places are divided as evenly as possible."""
+    least, larger = divmod(count, num_replicas)
+    return rank * least + min(rank, larger)
 
 
 def epoch_order(length: int, shuffle: bool, seed: int, epoch: int) -> list[int]:
@@ -87,25 +99,125 @@ def epoch_order(length: int, shuffle: bool, seed: int, epoch: int) -> list[int]:
     return order
 
 
-def step_shards(position: int, length: int, deal: BatchSharding) -> Iterator[StepShard]:
-    """Yields a rank's shares of the places from `position` to `length`.
+def step_shards(position: int, length: int, sharding: BatchSharding) -> Iterator[StepShard]:
+    """Yields a rank's shards of the places from `position` to `length`.
 
-    The position in an epoch is one number, whatever the number of ranks.
-
-    >>> [share.places for share in step_shards(4, 11, BatchSharding(batch_size=2, num_replicas=2, rank=1, remainder="share"))]
+    >>> [shard.places for shard in step_shards(4, 11, BatchSharding(2, num_replicas=2, rank=1, remainder="share"))]
     [(6, 7), (10,)]
     """
-    for start in range(position, length, deal.step):
-        count = min(deal.step, length - start)
-        places = deal.places(count)
+    for start in range(position, length, sharding.step):
+        count = min(sharding.step, length - start)
+        places = sharding.places(count)
         if places:
             yield StepShard(tuple(start + place for place in places), start + count)
 
 
 def length_of(dataset: Dataset[Any]) -> int:
-    """Returns the number of samples; torch's type of a dataset does not say that it may have one.
+    """Returns the number of samples; torch's type `Dataset` has no `__len__`.
 
     >>> length_of(range(3))
     3
     """
     return len(cast(Sized, dataset))
+
+
+@dataclass(frozen=True)
+class RemainingSamples:
+    """The unused places of an epoch: those from `position` on, and then those that were returned.
+
+    >>> rest = RemainingSamples(position=6, length=8, returned=(2, 3))
+    >>> rest.places(1, 4), rest.after(3)
+    ([7, 2, 3], RemainingSamples(position=8, length=8, returned=(3,)))
+    """
+
+    position: int
+    length: int
+    returned: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        """Returns the number of places."""
+        return self.length - self.position + len(self.returned)
+
+    def place(self, index: int) -> int:
+        """Returns one of the places.
+
+        >>> rest = RemainingSamples(position=6, length=8, returned=(2, 3))
+        >>> [rest.place(index) for index in range(len(rest))]
+        [6, 7, 2, 3]
+        """
+        ahead = self.length - self.position
+        return self.position + index if index < ahead else self.returned[index - ahead]
+
+    def places(self, first: int, end: int) -> list[int]:
+        """Returns a slice of the places."""
+        ahead = self.length - self.position
+        fresh = range(self.position, self.length)[first:end]
+        return [*fresh, *self.returned[max(0, first - ahead) : max(0, end - ahead)]]
+
+    def after(self, count: int) -> RemainingSamples:
+        """Returns the places without the first `count`."""
+        ahead = self.length - self.position
+        return RemainingSamples(self.position + min(count, ahead), self.length, self.returned[max(0, count - ahead) :])
+
+    def with_returned(self, places: Collection[int]) -> RemainingSamples:
+        """Returns the places followed by further returned `places`."""
+        return RemainingSamples(self.position, self.length, (*self.returned, *places))
+
+
+class ReadBatch(NamedTuple):
+    """A batch of a step, in which all ranks use the first `used` places of `before`.
+
+    `bookmark` is a position in the stream at or before the step.
+    """
+
+    batch: Any
+    bookmark: StreamPosition
+    before: RemainingSamples
+    used: int
+
+
+class RankSlot(NamedTuple):
+    """One of the `ranks` among which a batch is divided; `rank` is None if it joined too late for the batch."""
+
+    ranks: int
+    rank: int | None
+
+
+@dataclass(frozen=True)
+class EpochStep:
+    """The first `count` places of `before`, divided among `ranks` ranks."""
+
+    before: RemainingSamples
+    ranks: int
+    count: int
+
+    def places_of(self, rank: int) -> list[int]:
+        """Returns the places of a rank, without those that it only repeats.
+
+        >>> step = EpochStep(RemainingSamples(4, 9), ranks=3, count=2)
+        >>> [step.places_of(rank) for rank in range(3)]
+        [[4], [5], []]
+        """
+        run = BatchSharding(1, self.ranks, rank, "share").places(self.count)
+        return self.before.places(run.start, run.stop)
+
+
+def sharding_for(slot: RankSlot, batch_size: int, remainder: Remainder) -> BatchSharding:
+    """Returns the sharding with which a rank reads: it has a batch in every step, if only to repeat a sample."""
+    return BatchSharding(batch_size, slot.ranks, slot.rank or 0, "drop" if remainder == "drop" else "repeat")
+
+
+class BatchAssigner(Protocol):
+    """Selects the ranks that share an epoch before each batch, where ranks change."""
+
+    def begin_batch(self) -> RankSlot:
+        """Returns this rank's slot in the next batch."""
+        ...
+
+    def batch_delivered(self, *, counts: bool) -> None:
+        """Is called before the loop gets its batch; `counts` is False if its samples are another rank's."""
+        ...
+
+    def end_batch(self) -> None:
+        """Is called when the loop requests the next batch."""
+        ...

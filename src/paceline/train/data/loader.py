@@ -1,7 +1,4 @@
-"""A loader that can resume in mid-epoch, even with a different number of ranks.
-
-Checks the arguments of `StatefulLoader`.
-"""
+"""StatefulLoader: a loader that can resume in mid-epoch, even with a different number of ranks."""
 
 from __future__ import annotations
 
@@ -12,21 +9,26 @@ from torch.utils.data import Dataset, IterableDataset
 
 from paceline.comm.record.spans import recorded_waits
 from paceline.train.data.batches import IndexedBatches, StepRequest, StreamBatches
-from paceline.train.data.epoch_order import BatchSharding, Remainder, epoch_order, length_of
-from paceline.train.data.remaining_samples import (
+from paceline.train.data.epoch_order import (
     BatchAssigner,
+    BatchSharding,
     EpochStep,
     RankSlot,
     ReadBatch,
+    Remainder,
     RemainingSamples,
+    StreamPosition,
+    epoch_order,
+    length_of,
     sharding_for,
 )
 from paceline.train.data.sampler import which_part
-from paceline.train.data.stream_reader import StreamPosition
+
+Sample = TypeVar("Sample")
 
 
 def require_readable(dataset: object, shuffle: bool | None, dataset_state: bool) -> None:
-    """Raises if the loader cannot read the dataset, or not in this way; see `StatefulLoader`."""
+    """Raises if the loader cannot read the dataset with these arguments; see `StatefulLoader`."""
     kind = type(dataset).__name__
     if isinstance(dataset, IterableDataset):
         if shuffle:
@@ -47,31 +49,28 @@ def require_readable(dataset: object, shuffle: bool | None, dataset_state: bool)
 
 
 def require_divisible(batch_size: int, remainder: str) -> None:
-    """Raises if an epoch cannot be divided into steps of this size, with this treatment of the last samples."""
+    """Raises if the batch size or the treatment of the last samples is invalid."""
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
     if remainder not in get_args(Remainder):
         raise ValueError(f"remainder is {remainder!r}; it must be one of {', '.join(get_args(Remainder))}")
 
 
-Sample = TypeVar("Sample")
-
-
 class StatefulLoader(Generic[Sample]):
     """Batches of this rank's part of `dataset`; an epoch can be resumed, even with a different number of ranks.
 
-    An iteration yields the rest of the epoch; the next iteration after that is the next epoch, in another order. A
-    batch counts as used once it was yielded: what the workers have read ahead does not. In a step the ranks
-    take the next `world_size * batch_size` samples of the epoch's order together, so a state, taken at the same step
-    on every rank, is a single position. Any number of ranks, with any batch size, can resume from there, and each
-    sample is used exactly once.
+    An iteration yields the rest of the epoch; the next iteration is the next epoch, in another order. A batch counts as
+    used once it was yielded; batches that the workers have read ahead do not count. In a step the ranks together take
+    the next `world_size * batch_size` samples of the epoch's order, so that a state, taken at the same step on every
+    rank, is a single position. Any number of ranks, with any batch size, can resume from there, and each sample is used
+    exactly once.
 
-    A stream (an `IterableDataset`) is dealt out in the order in which it yields its samples, by the same rules and
-    without communication. Every rank, and every loader worker, reads the whole stream and keeps its own part, unless
-    the stream can do better:
+    The samples of a stream (an `IterableDataset`) are divided in the stream's own order, by the same rules and without
+    communication. Every rank, and every loader worker, reads the whole stream and keeps its own part, unless the stream
+    supports one of these methods:
 
-    - `__iter__` returns an iterator with `advance(n)`, which moves past n samples without making them and returns how
-      many there were. Others' samples then cost no more than that call.
+    - `__iter__` returns an iterator with `advance(n)`, which moves past n samples without making them and returns their
+      number. Other ranks' samples then cost no more than that call.
     - The dataset has `skip(n)`, which returns a dataset without the first n samples. It is called when an epoch is
       resumed; otherwise the samples before the position are read again, or advanced past.
     - The dataset, or its iterator, has `state_dict` and `load_state_dict`, and `dataset_state` is true. To resume an
@@ -84,23 +83,23 @@ class StatefulLoader(Generic[Sample]):
     Args:
         dataset: a dataset with a length that can be indexed, or an `IterableDataset`.
         batch_size: the number of samples of each rank in a step.
-        shuffle, seed: permute the indices, seeded by `seed` plus the epoch; the same on every rank. By default, and
-            always, a stream stays in its own order, and all others are shuffled.
-        num_replicas, rank: the number of parts and which to take; None for the default group's at each iteration.
-        remainder: what to do with the samples at the end that do not fill a step. "share": divide them; if there are
-            fewer than ranks, some ranks have one step less than others. "repeat": those ranks take a sample that
-            another rank has as well. "drop": leave them out.
-        dataset_state: save the state of the stream with each position and resume from it. It must be exact: a state
-            that was taken after n samples leads to sample n, in any process. It travels from the workers with each
-            batch, so it should be small.
+        shuffle, seed: whether to permute the indices, seeded by `seed` plus the epoch; the same on every rank. By
+            default indexable datasets are shuffled. A stream always keeps its own order.
+        num_replicas, rank: the number of parts and the part to take; None for the default group's at each iteration.
+        remainder: the treatment of the samples at the end that do not fill a step. "share": divide them; if there are
+            fewer than ranks, some ranks have one step less than others. "repeat": those ranks take a sample of another
+            rank. "drop": leave them out.
+        dataset_state: whether to save the state of the stream with each position and resume from it. The state must be
+            exact: loaded in any process after it was taken after n samples, it leads to sample n. It is sent from the
+            workers with each batch, so it should be small.
         num_workers, collate_fn, pin_memory, timeout, worker_init_fn, multiprocessing_context, prefetch_factor,
-            persistent_workers: as for torch's DataLoader. `collate_fn` gets this rank's samples only, in the worker,
-            which makes it the place for expensive work on the samples of a stream.
+            persistent_workers: as for torch's DataLoader. `collate_fn` gets only this rank's samples, in the worker.
+            Do expensive work on the samples of a stream in it.
 
     Raises:
         TypeError: the dataset is neither a stream nor has a length and an index.
         ValueError: `batch_size` is not positive, `shuffle` is true for a stream, `dataset_state` is true for another
-            dataset, or an argument is refused by the DataLoader.
+            dataset, or the DataLoader rejects an argument.
 
     >>> loader = StatefulLoader(range(8), batch_size=2, shuffle=False, num_replicas=2, rank=0)
     >>> batch = next(iter(loader))  # rank 1 has the samples 2 and 3
@@ -144,11 +143,11 @@ class StatefulLoader(Generic[Sample]):
         self.dataset_state = dataset_state
         self.epoch = 0
         self._position = 0
-        self._returned: tuple[int, ...] = ()  # places before the position that come again at the end of the epoch
+        self._returned: tuple[int, ...] = ()  # places before the position that are read again at the end of the epoch
         self._bookmark = StreamPosition(0)  # at most a step before the position, if it has a state
-        self._dealer: BatchAssigner | None = None
-        self._step: EpochStep | None = None  # the latest one that the dealer has dealt out
-        self._ordered: tuple[tuple[int, bool, int, int], list[int]] | None = None  # the order of an epoch, and of which
+        self._assigner: BatchAssigner | None = None
+        self._step: EpochStep | None = None  # the latest step with an assigner
+        self._ordered: tuple[tuple[int, bool, int, int], list[int]] | None = None  # the key and the order of an epoch
         self._iteration = 0
         self._reading = 0
         options = {
@@ -168,11 +167,11 @@ class StatefulLoader(Generic[Sample]):
         )
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields the rest of the epoch; an earlier iterator that was not exhausted ends."""
+        """Yields the rest of the epoch; this ends an earlier iterator that was not exhausted."""
         self._iteration += 1
-        if self._dealer is not None:
-            return self._hand_out_as_dealt(self._iteration, self._dealer)
-        return self._hand_out(self._iteration)
+        if self._assigner is not None:
+            return self._iterate_assigned(self._iteration, self._assigner)
+        return self._iterate(self._iteration)
 
     def __len__(self) -> int:
         """Returns the number of batches that this rank has left in the epoch.
@@ -181,10 +180,10 @@ class StatefulLoader(Generic[Sample]):
             TypeError: the dataset is a stream that has no length.
         """
         left = max(length_of(self.dataset) - self._position, 0) + len(self._returned)
-        return self._deal().batches(left)
+        return self._sharding().batches(left)
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch: a different one begins at its start, the current one stays where it is."""
+        """Sets the epoch. A new epoch begins at its start; the current one keeps its position."""
         if epoch != self.epoch:
             self._go_to(epoch, 0)
             self._iteration += 1
@@ -192,8 +191,8 @@ class StatefulLoader(Generic[Sample]):
     def state_dict(self) -> dict[str, Any]:
         """Returns the position in the epoch after the batches that were yielded so far, as a few numbers.
 
-        It is the same on every rank, except while some ranks are in a last step that others do not have; rank 0 has
-        all steps, so save rank 0's. With `dataset_state`, the state of the stream is part of it.
+        It is the same on every rank, except during a last step that some ranks do not have; rank 0 has all steps, so
+        save rank 0's. With `dataset_state`, it includes the state of the stream.
         """
         state: dict[str, Any] = {
             "epoch": self.epoch,
@@ -209,7 +208,7 @@ class StatefulLoader(Generic[Sample]):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes where `state` was taken, with its seed.
+        """Resumes from the position and the seed of `state`.
 
         Raises:
             ValueError: the state was taken with another length of the dataset, or another `shuffle`.
@@ -224,35 +223,35 @@ class StatefulLoader(Generic[Sample]):
         self._go_to(int(state["epoch"]), int(state["position"]))
         self._returned = tuple(state.get("returned", ()))
         if isinstance(self._batches, IndexedBatches) and length is not None:
-            self._order_of_epoch(length)  # now, and not when the others of an elastic job wait for the first batch
+            self._order_of_epoch(length)  # now, not while the other ranks of an elastic job wait for the first batch
         if self.dataset_state and "stream" in state:
             self._bookmark = StreamPosition(**state["stream"])
         self._iteration += 1
 
-    def use_batch_assigner(self, dealer: BatchAssigner) -> None:
-        """Deals out every batch from now on to the ranks that `dealer` names; each rank has a batch in every step.
+    def use_batch_assigner(self, assigner: BatchAssigner) -> None:
+        """Divides all further batches among the ranks that `assigner` selects; each rank has a batch in every step.
 
         Raises:
-            ValueError: the loader was made for certain ranks.
+            ValueError: the loader has fixed `num_replicas` or `rank`.
         """
         if self.num_replicas is not None or self.rank is not None:
             raise ValueError(
                 f"StatefulLoader has num_replicas={self.num_replicas} and rank={self.rank}, but the ranks of an "
                 "elastic job change; leave both out"
             )
-        self._dealer = dealer
+        self._assigner = assigner
 
     def return_samples_of(self, ranks: Iterable[int]) -> None:
-        """Has the samples that these ranks were dealt in the latest step come again at the end of the epoch."""
+        """Schedules these ranks' samples of the latest step to be read again at the end of the epoch."""
         if self._step is not None:
             for rank in ranks:
                 self._returned += tuple(self._step.places_of(rank))
 
     def place(self) -> tuple[int, int, int]:
-        """Returns the epoch, the position in it, and how many samples before that come again."""
+        """Returns the epoch, the position in it, and the number of earlier samples that are to be read again."""
         return self.epoch, self._position, len(self._returned)
 
-    def _deal(self) -> BatchSharding:
+    def _sharding(self) -> BatchSharding:
         num_replicas, rank = which_part(self.num_replicas, self.rank)
         return BatchSharding(self.batch_size, num_replicas, rank, self.remainder)
 
@@ -269,62 +268,62 @@ class StatefulLoader(Generic[Sample]):
         self._bookmark = StreamPosition(0)
         self._reading += 1
 
-    def _read(self, deal: BatchSharding) -> Iterator[ReadBatch]:
+    def _read(self, sharding: BatchSharding) -> Iterator[ReadBatch]:
         """Yields each batch of the rest of the epoch."""
         if isinstance(self._batches, StreamBatches):
             start = StreamPosition(self._position) if self._bookmark.state is None else self._bookmark
-            order = StepRequest(self._reading, self.epoch, self._position, start, deal)
-            yield from recorded_waits(self._batches.read(order, self._returned), "StatefulLoader")
+            request = StepRequest(self._reading, self.epoch, self._position, start, sharding)
+            yield from recorded_waits(self._batches.read(request, self._returned), "StatefulLoader")
             return
         rest = RemainingSamples(self._position, length_of(self.dataset), self._returned)
         indices = self._order_of_epoch(rest.length)
-        batches = self._batches.read(len(rest), lambda at: indices[rest.place(at)], deal)
+        batches = self._batches.read(len(rest), lambda index: indices[rest.place(index)], sharding)
         used = 0
         for batch, end in recorded_waits(batches, "StatefulLoader"):
             yield ReadBatch(batch, StreamPosition(0), rest.after(used), end - used)
             used = end
 
     def _order_of_epoch(self, length: int) -> list[int]:
-        """Returns the order of the current epoch, which is kept for readings of it that begin later."""
-        which = length, self.shuffle, self.seed, self.epoch
-        if self._ordered is None or self._ordered[0] != which:
-            self._ordered = which, epoch_order(*which)
+        """Returns the order of the current epoch, which is cached for further readings of it."""
+        key = length, self.shuffle, self.seed, self.epoch
+        if self._ordered is None or self._ordered[0] != key:
+            self._ordered = key, epoch_order(*key)
         return self._ordered[1]
 
     def _use(self, taken: ReadBatch) -> None:
         left = taken.before.after(taken.used)
         self._position, self._returned, self._bookmark = left.position, left.returned, taken.bookmark
 
-    def _hand_out(self, iteration: int) -> Iterator[Any]:
+    def _iterate(self, iteration: int) -> Iterator[Any]:
         if iteration != self._iteration:
             return
-        for taken in self._read(self._deal()):
+        for taken in self._read(self._sharding()):
             self._use(taken)
             yield taken.batch
             if iteration != self._iteration:  # persistent workers serve the later iteration now
                 return
         self._go_to(self.epoch + 1, 0)
 
-    def _hand_out_as_dealt(self, iteration: int, dealer: BatchAssigner) -> Iterator[Any]:
-        seat: RankSlot | None = None
+    def _iterate_assigned(self, iteration: int, assigner: BatchAssigner) -> Iterator[Any]:
+        slot: RankSlot | None = None
         expected: tuple[int, tuple[int, ...]] | None = None
         while iteration == self._iteration:
-            now = dealer.begin_batch()
-            if now != seat or (self._position, self._returned) != expected:
-                seat = now  # the batches that were read ahead are others' now
-                batches = self._read(sharding_for(seat, self.batch_size, self.remainder))
+            now = assigner.begin_batch()
+            if now != slot or (self._position, self._returned) != expected:
+                slot = now  # the batches that were read ahead belong to other ranks now
+                batches = self._read(sharding_for(slot, self.batch_size, self.remainder))
             taken = next(batches, None)
             if taken is None:
                 self._go_to(self.epoch + 1, 0)
                 return
-            self._step = EpochStep(taken.before, seat.ranks, taken.used)
+            self._step = EpochStep(taken.before, slot.ranks, taken.used)
             self._use(taken)
             expected = self._position, self._returned
-            is_own = seat.rank is not None and bool(self._step.places_of(seat.rank))
-            dealer.batch_delivered(counts=is_own or (self.remainder == "repeat" and seat.rank is not None))
+            is_own = slot.rank is not None and bool(self._step.places_of(slot.rank))
+            assigner.batch_delivered(counts=is_own or (self.remainder == "repeat" and slot.rank is not None))
             yield taken.batch
             if iteration == self._iteration:
-                dealer.end_batch()
+                assigner.end_batch()
 
 
 def _counted(length: int | None) -> str:

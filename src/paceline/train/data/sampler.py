@@ -1,7 +1,4 @@
-"""Gives every rank its part of a dataset.
-
-Evaluation on several ranks with the result that one process would get.
-"""
+"""DistributedSampler and DistributedEvalSampler: the indices of a rank's part of a dataset; and means over samples."""
 
 from __future__ import annotations
 
@@ -21,17 +18,16 @@ from paceline.train.data.epoch_order import epoch_order
 class DistributedSampler(Sampler[int]):
     """The indices of one rank's part of `dataset`; the same sequence as torch's DistributedSampler.
 
-    All ranks get the same number of samples: without `drop_last` the first ones are repeated to fill up, with it the
-    last ones are left out. Call `set_epoch` before each epoch, or every epoch has the same order. A program that never
-    calls it is warned, once, when it has read more than half of the samples for the second time; to look at a batch or
-    two does not count.
+    All ranks get the same number of samples: the first ones are repeated, or with `drop_last` the last ones are left
+    out. Call `set_epoch` before each epoch, or every epoch has the same order. A program that never calls it gets one
+    warning, when it has read more than half of the samples for the second time.
 
     Args:
-        dataset: anything with a length.
-        num_replicas, rank: the number of parts and which to take; the default group's world size and rank if None.
-        shuffle: permute the indices, by `seed` plus the epoch.
-        seed: the same on every rank.
-        drop_last: leave out the samples that cannot be shared evenly.
+        dataset: an object with a length.
+        num_replicas, rank: the number of parts and the part to take; the default group's world size and rank if None.
+        shuffle: whether to permute the indices, seeded by `seed` plus the epoch.
+        seed: the seed, the same on every rank.
+        drop_last: whether to leave out samples that cannot be divided evenly.
 
     Raises:
         ValueError: `rank` is not from 0 to `num_replicas` - 1, or one is None and there is no default group.
@@ -57,8 +53,8 @@ class DistributedSampler(Sampler[int]):
         self.seed = seed
         self.drop_last = drop_last
         self.epoch = 0
-        self._passes = 0  # iterations that went through more than half of the samples
-        self._warned = False  # or no warning is needed, since the program calls set_epoch
+        self._passes = 0  # the number of iterations over more than half of the samples
+        self._warned = False  # also true if no warning is needed, since the program calls set_epoch
         length = len(dataset)
         if drop_last and length % num_replicas:
             self.num_samples = math.ceil((length - num_replicas) / num_replicas)
@@ -67,7 +63,7 @@ class DistributedSampler(Sampler[int]):
         self.total_size = self.num_samples * num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        """Yields this rank's indices in this epoch."""
+        """Yields this rank's indices of this epoch."""
         length = len(self.dataset)
         indices = epoch_order(length, self.shuffle, self.seed, self.epoch)
         if self.drop_last:
@@ -82,7 +78,7 @@ class DistributedSampler(Sampler[int]):
         return self.num_samples
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the order of the next iteration."""
+        """Sets the epoch, which determines the order of the next iteration."""
         self.epoch = epoch
         self._warned = True
 
@@ -106,7 +102,7 @@ class DistributedSampler(Sampler[int]):
 
 
 def which_part(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """Returns the number of parts and which one to take, by default the default group's size and rank.
+    """Returns the number of parts and the part to take, by default the default group's size and rank.
 
     Raises:
         ValueError: `rank` is not from 0 to `num_replicas` - 1.
@@ -126,8 +122,8 @@ class DistributedEvalSampler(Sampler[int]):
     `mean_over_samples`.
 
     Args:
-        dataset: anything with a length.
-        num_replicas, rank: the number of parts and which to take; the default group's world size and rank if None.
+        dataset: an object with a length.
+        num_replicas, rank: the number of parts and the part to take; the default group's world size and rank if None.
 
     Raises:
         ValueError: `rank` is not from 0 to `num_replicas` - 1, or one is None and there is no default group.
@@ -151,7 +147,7 @@ class DistributedEvalSampler(Sampler[int]):
     def gather(self, values: torch.Tensor, group: Group = None) -> torch.Tensor:
         """Gathers a value for each sample of the dataset, in the order of the dataset, on every rank.
 
-        A mean or a ranking computed from it has the same bits for every number of ranks.
+        A mean or a ranking of the result has the same bits for every number of ranks.
 
         Args:
             values: a tensor of shape (len(self), ...) with this rank's values, in the order of iteration; the other
@@ -179,15 +175,15 @@ class DistributedEvalSampler(Sampler[int]):
 
 
 def mean_over_samples(total: torch.Tensor | float, count: int, group: Group = None) -> torch.Tensor:
-    """Returns the mean over the samples of all ranks, each of which counts once.
+    """Returns the mean over the samples of all ranks, with equal weights.
 
-    The mean of the ranks' means is wrong where ranks have different numbers of samples; this divides the sum of all
-    totals by the sum of all counts, in float64.
+    The mean of the ranks' means is wrong where ranks have different numbers of samples. This function divides the sum
+    of all totals by the sum of all counts, in float64.
 
     Args:
-        total: a number or a tensor, summed over this rank's samples; it has the same shape on every rank.
-        count: the number of those samples; it may be 0.
-        group: the ranks; None for the default group.
+        total: a number or a tensor, the sum over this rank's samples; the shape is the same on every rank.
+        count: the number of this rank's samples; it may be 0.
+        group: the ranks; the default group if None.
 
     Returns:
         A float64 tensor of the shape of `total`, the same on every rank.

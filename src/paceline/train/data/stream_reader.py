@@ -1,39 +1,32 @@
-"""Reads a stream from front to back, and takes one rank's part of each step."""
+"""StreamReader: reads a stream from front to back, and takes one rank's part of each step."""
 
 from __future__ import annotations
 
 import copy
 from collections import deque
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from paceline.train.data.epoch_order import BatchSharding
-
-
-class StreamPosition(NamedTuple):
-    """A place in an epoch of a stream: the number of samples before it and, if it was asked, the stream's own state."""
-
-    position: int
-    state: Any = None
+from paceline.train.data.epoch_order import BatchSharding, StreamPosition
 
 
 class StreamReader:
-    """Goes through an epoch of `dataset` once, from `start` on.
+    """Reads an epoch of `dataset` once, from `start` on.
 
-    It reads a copy of the dataset, so that what an iteration or a loaded state leaves in the attributes of the dataset
-    is not there when the next epoch begins.
+    It reads a copy of the dataset, so that changes of attributes by an iteration or a loaded state do not affect the
+    next epoch.
 
     Args:
         dataset: the whole stream, which yields the same samples in every process.
-        epoch: passed on to the dataset's `set_epoch`, if it has one.
-        start: where to begin. The reader gets there with the state of the stream, if `start` has one, or with the
-            dataset's `skip`, or with the iterator's `advance`, or by reading; it takes the first of these that exists.
-        keeps_states: whether a bookmark has the state of the stream.
+        epoch: the argument for the dataset's `set_epoch`, if it has one.
+        start: the position at which to begin. The reader uses the first that exists of the state in `start`, the
+            dataset's `skip`, and the iterator's `advance`; otherwise it reads up to the position.
+        keeps_states: whether a bookmark includes the state of the stream.
 
     Raises:
-        TypeError: the stream has no state, or a method of it returned something else than is expected.
+        TypeError: the stream has no state, or one of its methods returned an unexpected value.
         ValueError: the stream ended before `start`.
     """
 
@@ -59,11 +52,11 @@ class StreamReader:
             )
 
     def bookmark(self) -> StreamPosition:
-        """Returns the place of the reader."""
+        """Returns the reader's position."""
         return StreamPosition(self.position, copy.deepcopy(self._owner().state_dict()) if self._keeps_states else None)
 
     def skip_samples(self, count: int) -> int:
-        """Moves past `count` samples, or to the end of the stream, and returns how many samples that were."""
+        """Moves past `count` samples, or to the end of the stream, and returns the number of skipped samples."""
         if self._advances:
             passed: int = self._samples.advance(count)
             if not isinstance(passed, int):
@@ -76,18 +69,18 @@ class StreamReader:
         self.position += passed
         return passed
 
-    def take(self, deal: BatchSharding, here: StreamPosition) -> list[Any]:
-        """Reads the next step, which begins `here`, and returns this rank's samples of it, none if there are none.
+    def take(self, sharding: BatchSharding, start: StreamPosition) -> list[Any]:
+        """Reads the next step, which begins at `start`, and returns this rank's samples (possibly empty).
 
         Afterwards the reader is at the end of the step.
         """
-        return self._take_own(deal, here) if self._advances else self._take_among_all(deal)
+        return self._take_own(sharding, start) if self._advances else self._take_among_all(sharding)
 
     def pick(self, places: tuple[int, ...]) -> list[Any]:
         """Reads forward to the samples at `places`, which are in ascending order, and returns them.
 
         Raises:
-            ValueError: the stream ended before.
+            ValueError: the stream ended before the last place.
         """
         samples: list[Any] = []
         for place in places:
@@ -100,38 +93,38 @@ class StreamReader:
             )
         return samples
 
-    def _take_among_all(self, deal: BatchSharding) -> list[Any]:
+    def _take_among_all(self, sharding: BatchSharding) -> list[Any]:
         """Reads every sample of the step.
 
-        What a rank takes of the last step depends on how many samples are left. Therefore the samples that may be its
-        own are kept until it is known: at most about a quarter of a step, or a batch if that is more.
+        A rank's part of the last step depends on the number of samples that are left. Until it is known, the samples
+        that may be this rank's are kept: at most about a quarter of a step, or a batch if that is more.
         """
         kept: deque[Any] = deque()
-        end = deal.places(deal.step).stop
+        end = sharding.places(sharding.step).stop
         first = count = 0  # `kept` has the places from `first` on
-        for sample in islice(self._samples, deal.step):
+        for sample in islice(self._samples, sharding.step):
             if count < end:
                 kept.append(sample)
             count += 1
-            while first < min(deal.earliest(count), count):
+            while first < min(sharding.earliest(count), count):
                 kept.popleft()
                 first += 1
         self.position += count
-        return [kept[place - first] for place in deal.places(count)]
+        return [kept[place - first] for place in sharding.places(count)]
 
-    def _take_own(self, deal: BatchSharding, here: StreamPosition) -> list[Any]:
+    def _take_own(self, sharding: BatchSharding, start: StreamPosition) -> list[Any]:
         """Reads this rank's samples of the step and advances past the others; a short step is read a second time."""
-        places = deal.places(deal.step)
+        places = sharding.places(sharding.step)
         self.skip_samples(places.start)
         samples = self._next(len(places))
-        self.skip_samples(here.position + deal.step - self.position)
-        count = self.position - here.position
-        if count == deal.step:
+        self.skip_samples(start.position + sharding.step - self.position)
+        count = self.position - start.position
+        if count == sharding.step:
             return samples
-        places = deal.places(count)
+        places = sharding.places(count)
         if not places:
             return []
-        again = StreamReader(self._source, self._epoch, here, self._keeps_states)
+        again = StreamReader(self._source, self._epoch, start, self._keeps_states)
         again.skip_samples(places.start)
         return again._next(len(places))
 
@@ -159,10 +152,10 @@ class StreamReader:
 
 
 def _copied(dataset: IterableDataset[Any]) -> IterableDataset[Any]:
-    twin = copy.copy(dataset)
-    if vars(twin) is vars(dataset):  # a __setstate__ that takes the dictionary as it is, as in Hugging Face's streams
-        twin.__dict__ = dict(vars(dataset))
-    return twin
+    copied = copy.copy(dataset)
+    if vars(copied) is vars(dataset):  # its __setstate__ does not copy the dictionary, as in Hugging Face's streams
+        copied.__dict__ = dict(vars(dataset))
+    return copied
 
 
 def _at_epoch(dataset: Any, epoch: int) -> Any:

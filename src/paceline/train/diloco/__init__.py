@@ -1,6 +1,6 @@
-"""Ranks that train by themselves and average now and then: DiLoCo, and local SGD, for slow networks.
+"""DiLoCo and local SGD, for slow networks: ranks train independently and average their parameters once in many steps.
 
-May use: `group` and below, and the other modules of `parallel`. Start reading at `diloco.py`. `course.py` says when a
-part of the parameters is exchanged and when the result is used, and `roll.py` who takes part in an exchange; both are
-state machines without communication or a clock. `exchanges.py` runs them on a thread beside the training.
+May use: `paceline.comm`, `train.zero`, `train.shared_model` and the modules of `train`. Start reading at `diloco.py`.
+`exchange_timetable.py` schedules exchanges and selects their participants, in state machines without communication or a
+clock. `exchanges.py` runs the exchanges on a thread beside the training.
 """

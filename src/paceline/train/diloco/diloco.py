@@ -1,7 +1,4 @@
-"""DiLoCo: ranks train by themselves and exchange what they have learned now and then.
-
-The arguments of DiLoCo: which it refuses, and what the outer optimizer gets instead of the model's parameters.
-"""
+"""DiLoCo and LocalSGD: ranks train independently and average outer gradients once in many steps."""
 
 from __future__ import annotations
 
@@ -23,25 +20,25 @@ from paceline.comm.record.spans import STEPS
 from paceline.train.diloco.exchange_mailbox import ExchangeResult
 from paceline.train.diloco.exchange_timetable import BeginExchange, ExchangeInterval, ExchangeTimetable
 from paceline.train.diloco.exchanges import BackgroundExchanges, Exchanges, NoExchanges, OuterAverager
-from paceline.train.diloco.outer_parameters import Content, OuterParameters, other_buffers
+from paceline.train.diloco.outer_parameters import ExchangeContent, OuterParameters, other_buffers
 from paceline.train.shared_model.shared_model_optimizer import SharedModelOptimizer
 from paceline.train.zero.optimizer_state import load_optimizer
 from paceline.train.zero.partitioned_optimizer import synchronize_parameters
 
 
 def choose_delay(every: int, fragments: int, delay: int | None) -> int:
-    """Returns the delay of results: if None, half the time until the next fragment's exchange begins."""
+    """Returns the delay of results, by default half the inner steps between the beginnings of two exchanges."""
     return every // (2 * fragments) if delay is None and fragments > 0 else delay or 0
 
 
 def wrong_rhythm_text(rhythm: ExchangeInterval, mix: float, grace_s: float | None, params: int) -> str | None:
-    """Returns what is wrong with the numbers that say how often and how late fragments are exchanged; None if nothing.
+    """Returns the message of the error in the frequency and delay of exchanges, or None.
 
     Args:
-        rhythm: when fragments are exchanged.
-        mix: which share of its own parameters a rank keeps.
-        grace_s: how long late ranks are waited for.
-        params: the number of parameters that are trained.
+        rhythm: the frequency of exchanges.
+        mix: the share of its own parameters that a rank keeps.
+        grace_s: the seconds that an exchange waits for late ranks, or None.
+        params: the number of trained parameters.
     """
     if params == 0:
         return "no parameter of the model requires a gradient, so there is nothing to exchange"
@@ -65,7 +62,7 @@ def wrong_rhythm_text(rhythm: ExchangeInterval, mix: float, grace_s: float | Non
 
 
 def wrong_optimizers_text(inner: Optimizer | None, outer: Optimizer, params: Sequence[nn.Parameter]) -> str | None:
-    """Returns what is wrong with the optimizers; None if nothing."""
+    """Returns the message of the error in the optimizers, or None."""
     for name, given in (("inner", inner), ("outer", outer)):
         if given is not None and not isinstance(given, Optimizer):
             return (
@@ -90,21 +87,21 @@ def wrong_optimizers_text(inner: Optimizer | None, outer: Optimizer, params: Seq
         )
     if inner is not None:
         trained = [param for group in inner.param_groups for param in group["params"] if param.requires_grad]
-        strange = sum(id(param) not in known for param in trained)
-        if strange:
+        foreign = sum(id(param) not in known for param in trained)
+        if foreign:
             return (
-                f"the inner optimizer has {strange} parameters that are not the model's; the ranks would not agree "
+                f"the inner optimizer has {foreign} parameters that are not the model's; the ranks would not agree "
                 "about them. Pass the module that holds all trained parameters"
             )
     return None
 
 
 def wrong_parameters_text(named: Sequence[tuple[str, nn.Parameter]], wire: object) -> str | None:
-    """Returns which parameter cannot be exchanged, and why; None if all can.
+    """Returns the message of the error about a parameter that cannot be exchanged or about `wire`, or None.
 
     Args:
-        named: the parameters that are trained.
-        wire: how outer gradients travel.
+        named: the trained parameters with their names.
+        wire: the rounding of outer gradients between hosts, or None.
     """
     if wire is not None and wire not in get_args(WireKind):
         return f"wire is {wire!r}; it must be one of {', '.join(get_args(WireKind))}, or None to send what there is"
@@ -119,21 +116,21 @@ def wrong_parameters_text(named: Sequence[tuple[str, nn.Parameter]], wire: objec
 
 
 def replace_parameters(outer: Optimizer, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
-    """Gives the outer optimizer the copies in place of the parameters; its groups and their options stay."""
+    """Replaces the parameters in the outer optimizer by their copies; its groups keep their options."""
     copies = {id(param): copy for param, copy in pairs}
     for group in outer.param_groups:
         group["params"] = [copies[id(param)] for param in group["params"] if id(param) in copies]
 
 
 class DiLoCo:
-    """Lets each rank train by itself, and averages over the ranks only once in many steps, while they go on training.
+    """Trains each rank independently, and averages over the ranks once in many steps, while training continues.
 
     Every rank trains the model with its `inner` optimizer, without communication. Once in `every` steps each part of
-    the parameters (a fragment) is exchanged: its *outer gradient*, by which the rank's parameters have moved away from
-    the outer ones, is averaged over the ranks, the `outer` optimizer updates the outer parameters with the mean, and
-    the rank goes on from these. This is DiLoCo (Douillard et al. 2023), with more than one fragment Streaming DiLoCo
-    (Douillard et al. 2025). It sends about `every` times less than data parallel training does, so that a slow network
-    suffices. After each exchange the outer parameters have equal bits on all ranks.
+    the parameters (a fragment) is exchanged. Its *outer gradient*, the outer parameters minus the rank's parameters, is
+    averaged over the ranks. The `outer` optimizer updates the outer parameters with the mean, and the rank continues
+    from these. This is DiLoCo (Douillard et al. 2023), or with several fragments Streaming DiLoCo (Douillard et al.
+    2025). It sends about `every` times less data than data parallel training, so that a slow network suffices. After
+    each exchange the outer parameters have equal bits on all ranks.
 
     Call `step` after each inner step and `finish` at the end. Gradient accumulation, mixed precision with a GradScaler
     and learning rate schedulers of both optimizers work as with one process.
@@ -143,27 +140,27 @@ class DiLoCo:
             Within a host it may be in a DistributedDataParallel of the host's ranks, if `process_group` holds one rank
             of each host.
         inner: the optimizer with which each rank trains.
-        outer: a new optimizer made with `model.parameters()`, such as
-            `torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)`. It gets copies of the parameters
-            instead; its groups, and a scheduler that has it, go on to work.
+        outer: a new optimizer of `model.parameters()`, such as
+            `torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)`. The parameters in it are
+            replaced by copies; its groups and its learning rate scheduler remain valid.
         every: the number of inner steps in which each fragment is exchanged once.
-        fragments: the number of parts, of about equal size, which are exchanged one after the other.
-        wire: how outer gradients travel between hosts: "bf16", "int8" or "int4", with error feedback; as they are if
-            None.
-        delay: how many inner steps after the beginning of an exchange its result is used; until then the exchange goes
-            on beside the training, and what the rank trains meanwhile is added to the result (Zhou et al. 2020, DaSGD).
+        fragments: the number of parts, of about equal size, which are exchanged sequentially.
+        wire: the rounding of outer gradients between hosts, "bf16", "int8" or "int4", with error feedback; None to
+            send them unrounded.
+        delay: the number of inner steps from the beginning of an exchange to the use of its result. Meanwhile the
+            exchange overlaps with training, and the rank's progress is added to the result (Zhou et al. 2020, DaSGD).
             By default half the steps between two exchanges.
-        mix: the share of its own parameters, as they were when the exchange began, that a rank keeps when it goes on
+        mix: the share of its own parameters from the beginning of the exchange that a rank keeps when it continues
             from the outer ones.
-        grace_s: how long an exchange waits for other ranks after the first has come to it. A late rank does not take
-            part, and its progress counts in the next exchange of the fragment. If None, all ranks are waited for, as
-            they are until each has called `step` for the first time.
+        grace_s: the seconds that an exchange waits for other ranks after the first has arrived. A late rank does not
+            take part, and its progress counts in the fragment's next exchange. If None, all ranks are waited for; so
+            they are in any case until each has called `step` for the first time.
         process_group: the ranks; the default group if None.
 
     Raises:
         CollectiveMismatchError: models or arguments differ between ranks, or another rank could not start; raised on
             every rank.
-        ValueError: an argument is wrong, as the message says.
+        ValueError: an argument is invalid.
 
     Example::
 
@@ -196,7 +193,7 @@ class DiLoCo:
         self.module, self.inner, self.outer = model, inner, outer
         self.wire, self.grace_s = wire, grace_s
         self._mix, self._wait_s = mix, 0.0
-        self._before: dict[int, list[torch.Tensor]] = {}  # of exchanges under way, what this rank gave to them
+        self._before: dict[int, list[torch.Tensor]] = {}  # this rank's parameters at the beginning of each exchange
         named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
         self._names = [name for name, _ in named]
         params = [param for _, param in named]
@@ -216,9 +213,9 @@ class DiLoCo:
         }
         problem = None if wrong is None else ValueError(f"rank {group.me.rank}: {wrong}")
         synchronize_parameters(model, [{"params": params}], compared, group, problem)
-        self._course = ExchangeTimetable(rhythm)
+        self._timetable = ExchangeTimetable(rhythm)
         self.outer_module = OuterParameters(params, fragments)
-        self.content = Content(model, self.outer_module, fragments)
+        self.content = ExchangeContent(model, self.outer_module, fragments)
         replace_parameters(outer, self.outer_module.pairs())
         self._exchanges: Exchanges = NoExchanges()
         if group.size() > 1:
@@ -231,54 +228,53 @@ class DiLoCo:
 
     @property
     def rhythm(self) -> ExchangeInterval:
-        """How often fragments are exchanged."""
-        return self._course.rhythm
+        """The frequency of exchanges."""
+        return self._timetable.rhythm
 
     @property
     def steps(self) -> int:
-        """The inner steps that count as done. A rank that is late takes the number of the others."""
-        return self._course.steps
+        """The number of completed inner steps. A late rank adopts the number of the others."""
+        return self._timetable.steps
 
     def step(self) -> None:
-        """Counts an inner step; begins exchanges and uses the results of others when it is time to.
+        """Counts an inner step; begins exchanges and uses the results of earlier ones when they are due.
 
-        Call it after each step of the inner optimizer, whether or not a GradScaler has skipped that one.
+        Call it after each step of the inner optimizer, even if a GradScaler has skipped that step.
 
         Raises:
             PeerLostError: a rank died.
-            CollectiveTimeoutError: an exchange was not over in time.
+            CollectiveTimeoutError: an exchange did not complete in time.
         """
         STEPS.begin(self, "local")
         self._proceed()
-        self._course.step()
+        self._timetable.step()
         self._proceed()
 
     def finish(self) -> None:
         """Ends the training, or a part of it: all ranks end with the mean of their parameters, in equal bits.
 
-        Every rank calls this. Ranks that have come to different numbers of exchanges wait here for the others. Buffers
-        that were not averaged become those of the first rank. Training may go on afterwards.
+        Every rank calls this, and waits for ranks that are at earlier exchanges. Buffers that were not averaged are
+        copied from the first rank. Training may continue afterwards.
         """
         self._proceed()
-        course = self._course
-        for outcome in self._exchanges.leave(range(course.used, course.begun)):
+        timetable = self._timetable
+        for outcome in self._exchanges.leave(range(timetable.used, timetable.begun)):
             self._use(outcome)
-            course.used = outcome.exchange + 1
-        course.begun = course.used
-        for fragment in range(course.rhythm.fragments):
+            timetable.used = outcome.exchange + 1
+        timetable.begun = timetable.used
+        for fragment in range(timetable.rhythm.fragments):
             mean = self._exchanges.mean(fragment, self.content.offer(fragment))
             self.outer_module.step(fragment, mean[0], None)
             self.outer_module.reset(fragment, 0.0)
             self.content.set_buffers(mean)
         self._exchanges.copy_from_first(other_buffers(self.module))
-        course.steps = self._exchanges.most(course.steps)
+        timetable.steps = self._exchanges.most(timetable.steps)
 
     @contextmanager
     def outer_parameters(self) -> Iterator[nn.Module]:
         """Returns a context in which the model has the outer parameters, which are equal on all ranks.
 
-        Evaluate and save the model within it. Afterwards this rank's own parameters are back. The buffers remain this
-        rank's own.
+        Evaluate and save the model within it. Its end restores this rank's parameters. Buffers are not changed.
         """
         pairs = self.outer_module.pairs()
         with torch.no_grad():
@@ -293,35 +289,34 @@ class DiLoCo:
                     param.copy_(kept)
 
     def communication_wait_s(self) -> float:
-        """Returns the seconds for which `step` has waited for the results of exchanges."""
+        """Returns the total time in seconds that `step` has waited for results of exchanges."""
         return self._wait_s
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the outer parameters, the states of both optimizers, and where the training is.
+        """Returns the outer parameters, the states of both optimizers, and the progress of the training.
 
-        It needs no other rank, and one rank's state serves for any number of them. Save it together with
-        `model.state_dict()`, which has this rank's own parameters. Exchanges that are under way begin again after
-        loading.
+        No communication is needed, and any number of ranks can load one rank's state. Save it together with
+        `model.state_dict()`, which has this rank's own parameters. Exchanges in flight begin again after loading.
         """
         copies = [copy.detach().clone() for _, copy in self.outer_module.pairs()]
         return {
             "parameters": dict(zip(self._names, copies, strict=True)),
             "outer": self.outer.state_dict(),
             "inner": None if self.inner is None else self.inner.state_dict(),
-            "steps": self._course.steps,
-            "used": self._course.used,
-            "every": self._course.rhythm.every,
-            "fragments": self._course.rhythm.fragments,
+            "steps": self._timetable.steps,
+            "used": self._timetable.used,
+            "every": self._timetable.rhythm.every,
+            "fragments": self._timetable.rhythm.fragments,
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a state; every rank loads the same, before its first step or after `finish`.
+        """Loads a state, the same on every rank, before the first step or after `finish`.
 
-        The numbers of steps and fragments may differ from those with which the state was saved.
+        `every` and `fragments` may differ from those of the saved state.
 
         Raises:
-            RuntimeError: exchanges are under way.
+            RuntimeError: exchanges are in flight.
             ValueError: the state is of a model with other parameters.
         """
         parameters = state["parameters"]
@@ -330,11 +325,11 @@ class DiLoCo:
             raise ValueError(
                 f"rank {me}: the state is of another model: {differ[0]!r} is a trained parameter only {where}"
             )
-        rhythm, steps, used = self._course.rhythm, state["steps"], state["used"]
+        rhythm, steps, used = self.rhythm, state["steps"], state["used"]
         if (state["every"], state["fragments"]) != (rhythm.every, rhythm.fragments):
             used = rhythm.begun_after(steps)
         self._exchanges.start(used)
-        self._course = ExchangeTimetable(rhythm, steps, used, used)
+        self._timetable = ExchangeTimetable(rhythm, steps, used, used)
         self._before.clear()
         for name, (_, copy) in zip(self._names, self.outer_module.pairs(), strict=True):
             copy.copy_(parameters[name])
@@ -342,31 +337,31 @@ class DiLoCo:
         if self.inner is not None and state["inner"] is not None:
             load_optimizer(self.inner, state["inner"])
 
-    # - For elastic jobs, whose ranks come and go
+    # - For elastic jobs, whose ranks change
 
     def exchange_by(self, exchanges: Exchanges) -> None:
-        """Leaves all exchanges to `exchanges` from now on."""
+        """Makes all further exchanges with `exchanges`."""
         self._exchanges = exchanges
 
     def own_state(self) -> dict[str, Any]:
-        """Returns what a rank that comes late needs besides the outer parameters and the outer optimizer's state."""
-        course = self._course
+        """Returns the state of a new rank except the outer parameters and the outer optimizer's state."""
+        timetable = self._timetable
         return {
             "inner": None if self.inner is None else self.inner.state_dict(),
             "buffers": [buffer.detach() for buffer in self.module.buffers()],
-            "course": [course.steps, course.begun, course.used],
+            "course": [timetable.steps, timetable.begun, timetable.used],
         }
 
     @torch.no_grad()
     def take_own_state(self, state: dict[str, Any]) -> None:
-        """Goes on from the outer parameters, and from what `own_state` returned on another rank."""
+        """Loads another rank's `own_state`, and sets the parameters to the outer ones."""
         if self.inner is not None and state["inner"] is not None:
             load_optimizer(self.inner, state["inner"])
         for buffer, value in zip(self.module.buffers(), state["buffers"], strict=True):
             buffer.copy_(value)
-        self._course = ExchangeTimetable(self._course.rhythm, *state["course"])
+        self._timetable = ExchangeTimetable(self.rhythm, *state["course"])
         self._before.clear()
-        for fragment in range(self._course.rhythm.fragments):
+        for fragment in range(self.rhythm.fragments):
             self.outer_module.reset(fragment, 0.0)
 
     def _new_group(self, use: str) -> ProcessGroup:
@@ -376,9 +371,9 @@ class DiLoCo:
         return made
 
     def _proceed(self) -> None:
-        """Does what is due."""
-        self._course.catch_up(self._exchanges.decided())
-        while (action := self._course.due()) is not None:
+        """Begins exchanges and uses results that are due."""
+        self._timetable.catch_up(self._exchanges.decided())
+        while (action := self._timetable.due()) is not None:
             if isinstance(action, BeginExchange):
                 fragment = self.rhythm.fragment(action.exchange)
                 if self.rhythm.delay:
@@ -389,15 +384,66 @@ class DiLoCo:
                 outcome = self._exchanges.outcome(action.exchange)
                 self._wait_s += time.perf_counter() - began_s
                 self._use(outcome)
-            self._course.did(action)
+            self._timetable.complete(action)
 
     def _use(self, outcome: ExchangeResult) -> None:
-        """Updates the outer parameters, and goes on from them."""
+        """Updates the outer parameters, and sets this rank's parameters from them."""
         fragment, outer = self.rhythm.fragment(outcome.exchange), self.outer_module
         before = self._before.pop(outcome.exchange, None)
         if not outcome.took_part:
-            before = outer.outer(fragment)  # all that this rank has trained counts in a later exchange
+            before = outer.outer(fragment)  # all of this rank's progress counts in a later exchange
         outer.step(fragment, outcome.mean[0], self.outer)
         outer.reset(fragment, self._mix if outcome.took_part else 0.0, before)
         if outcome.took_part:
             self.content.set_buffers(outcome.mean)
+
+
+class LocalSGD(DiLoCo):
+    """Trains each rank independently, and averages the parameters over the ranks once in `every` steps.
+
+    This is local SGD (Stich 2019), also known as periodic model averaging: DiLoCo whose outer optimizer is SGD with a
+    learning rate of 1. With a delay of 0 all ranks continue from the mean; `every=1` averages after each step.
+
+    Args:
+        model: see `DiLoCo`.
+        inner: the optimizer with which each rank trains, to include its state in `state_dict`; None to leave it out.
+        every: the number of inner steps after which the parameters are averaged.
+        fragments, wire, delay, mix, grace_s, process_group: see `DiLoCo`; the delay is 0 by default.
+
+    Example::
+
+        local = paceline.LocalSGD(model, every=16)
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss_function(model(inputs), targets).backward()
+            optimizer.step()
+            local.step()
+        local.finish()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: Optimizer | None = None,
+        every: int = 16,
+        fragments: int = 1,
+        wire: WireKind | None = None,
+        *,
+        delay: int = 0,
+        mix: float = 0.0,
+        grace_s: float | None = None,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        outer = torch.optim.SGD(model.parameters(), lr=1.0)
+        super().__init__(
+            model,
+            inner,
+            outer,
+            every,
+            fragments,
+            wire,
+            delay=delay,
+            mix=mix,
+            grace_s=grace_s,
+            process_group=process_group,
+        )

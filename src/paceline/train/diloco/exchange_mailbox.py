@@ -1,4 +1,4 @@
-"""What the training and the thread that exchanges for it hand to each other."""
+"""ExchangeMailbox: passes tensors between the training thread and the exchange thread."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class ExchangeResult:
     """The result of an exchange.
 
     Attributes:
-        exchange: its number.
+        exchange: the number of the exchange.
         mean: the means over the ranks that took part.
-        took_part: whether this rank did.
+        took_part: whether this rank took part.
     """
 
     exchange: int
@@ -30,11 +30,11 @@ class ExchangeResult:
 
 
 class MailboxClosedError(Exception):
-    """The training has no use for exchanges any more."""
+    """The mailbox was closed, because the training needs no further exchanges."""
 
 
 class ExchangeMailbox:
-    """Holds offers of the training until they are exchanged, and outcomes until they are used.
+    """Holds this rank's tensors until they are exchanged, and results until they are used.
 
     Args:
         number: the first exchange.
@@ -43,9 +43,9 @@ class ExchangeMailbox:
     def __init__(self, number: int) -> None:
         self.changed = threading.Condition()
         self.decided = number  # all exchanges before this one have been decided
-        self.is_over = False  # all ranks have finished
-        self._latest = number - 1  # the latest exchange that the training has come to
-        self._has_finished = False  # the training comes to no other
+        self._have_all_finished = False
+        self._latest = number - 1  # the latest exchange that the training has begun
+        self._has_finished = False  # whether the training begins no further exchange
         self._offers: dict[int, Tensors] = {}
         self._outcomes: dict[int, ExchangeResult] = {}
         self._error: BaseException | None = None
@@ -54,7 +54,7 @@ class ExchangeMailbox:
     # - The training's side
 
     def offer(self, number: int, tensors: Tensors) -> bool:
-        """Leaves what this rank gives to an exchange; returns False if that was decided without it."""
+        """Stores this rank's tensors for an exchange; returns False if it was decided without this rank."""
         with self.changed:
             self._latest = number
             if number < self.decided:
@@ -64,17 +64,17 @@ class ExchangeMailbox:
             return True
 
     def finish(self) -> None:
-        """Says that this rank comes to no other exchange."""
+        """Records that the training begins no further exchange."""
         with self.changed:
             self._has_finished = True
             self.changed.notify_all()
 
     def await_outcome(self, number: int, timeout_s: float) -> ExchangeResult | None:
-        """Returns the outcome of an exchange; None if all ranks have finished before it.
+        """Waits for the result of an exchange; returns None if all ranks finished before it.
 
         Raises:
-            TimeoutError: there was none in time.
-            BaseException: the thread's error.
+            TimeoutError: the result did not arrive in time.
+            BaseException: the exchange thread failed with this error.
         """
         deadline_s = time.monotonic() + timeout_s
         with self.changed:
@@ -83,7 +83,7 @@ class ExchangeMailbox:
                     return self._outcomes.pop(number)
                 if self._error is not None:
                     raise self._error
-                if self.is_over:
+                if self._have_all_finished:
                     return None
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
@@ -91,7 +91,7 @@ class ExchangeMailbox:
                 self.changed.wait(left_s)
 
     def close(self) -> None:
-        """Ends the thread's waits; idempotent."""
+        """Wakes the exchange thread and makes it end; idempotent."""
         with self.changed:
             self._is_closed = True
             self.changed.notify_all()
@@ -99,36 +99,36 @@ class ExchangeMailbox:
     # - The thread's side
 
     def pause(self, seconds: float | None) -> None:
-        """Waits for a change, up to so many seconds; `changed` is held.
+        """Waits up to `seconds` for a change; the caller holds `changed`.
 
         Raises:
-            DeskClosedError: there is nothing to wait for any more.
+            MailboxClosedError: the mailbox was closed.
         """
         if self._is_closed:
             raise MailboxClosedError
         self.changed.wait(seconds)
 
     def latest_offer_from(self, number: int) -> int | None:
-        """Returns `number` or a later exchange if the training has come to it, FINISHED, or None; `changed` is held."""
+        """Returns the latest exchange if the training has begun `number`, FINISHED, or None; caller holds `changed`."""
         if number in self._offers:
             return self._latest
         return FINISHED if self._has_finished else None
 
     def take(self, number: int, takes_part: bool, blank: Callable[[], Tensors]) -> Tensors:
-        """Returns what this rank gives to an exchange that has been decided: zeros if it does not take part."""
+        """Removes and returns this rank's tensors for an exchange that was decided, or zeros if it takes no part."""
         with self.changed:
             self.decided = number + 1
             offer = self._offers.pop(number, None)
         return offer if takes_part and offer is not None else blank()
 
     def give(self, outcome: ExchangeResult) -> None:
-        """Leaves the outcome of an exchange for the training."""
+        """Stores the result of an exchange for the training."""
         with self.changed:
             self._outcomes[outcome.exchange] = outcome
             self.changed.notify_all()
 
     def end(self, error: BaseException | None) -> None:
-        """Says that there are no exchanges any more, because all have finished or because of an error."""
+        """Records that there are no further exchanges, because all ranks finished or because of an error."""
         with self.changed:
-            self.is_over, self._error = error is None, error
+            self._have_all_finished, self._error = error is None, error
             self.changed.notify_all()

@@ -1,104 +1,32 @@
-"""When each fragment's exchange begins and when its result is used: a state machine without communication or a clock.
+"""Timing and participants of exchanges, as two state machines without communication or a clock.
 
-Exchanges are numbered from 0. Exchange k is of fragment k mod `fragments`, in round k // `fragments`; a round has
-`every` inner steps, over which its exchanges are spread evenly. A rank that is behind the others takes the number of
-steps that they have, so that it does not fall back further in each round.
+`ExchangeTimetable` schedules the beginning of each fragment's exchange and the use of its result. Exchanges count from
+0. Exchange k is of fragment k mod `fragments`, in round k // `fragments`. A round has `every` inner steps, over
+which its exchanges are spread evenly. A late rank adopts the step count of the others, so that it does not fall further
+behind in each round.
 
-Who takes part in an exchange, when late ranks are not waited for: a state machine without communication or a clock.
-
-One rank calls the roll for all. An exchange is held when all ranks have come to it, or when the grace window has
-passed since the first of them came; then those that are there take part. A rank that has finished its training is not
-waited for.
+`ArrivalTracker` selects the participants where late ranks are not waited for; one rank runs it for all. An exchange is
+held when all ranks have arrived, or when the grace window since the first arrival has passed. The ranks that have
+arrived by then take part. Ranks that have finished their training are not waited for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import or_
 
 FINISHED = -1
 
 
 @dataclass(frozen=True)
-class Participants:
-    """Who takes part in an exchange.
-
-    Attributes:
-        takes_part: for each rank, whether it does.
-        is_final: no rank has any exchange to come, since all have finished.
-    """
-
-    takes_part: tuple[bool, ...]
-    is_final: bool = False
-
-
-class ArrivalTracker:
-    """The roll of the exchanges from `number` on, one after the other.
-
-    Args:
-        ranks: how many ranks there are.
-        grace_s: how long an exchange waits after the first rank has come to it.
-        number: the first exchange.
-    """
-
-    def __init__(self, ranks: int, grace_s: float, number: int = 0) -> None:
-        self._grace_s = grace_s
-        self.number = number
-        self._offered = [number - 1] * ranks  # the latest exchange that each rank has come to
-        self._has_finished = [False] * ranks
-        self._first_s: dict[int, float] = {}  # when the first rank came to an exchange
-
-    def came(self, rank: int, number: int, now_s: float) -> None:
-        """Notes that a rank has come to an exchange, perhaps too late; FINISHED if it will come to no other."""
-        if number == FINISHED:
-            self._has_finished[rank] = True
-            return
-        for each in range(max(self._offered[rank] + 1, self.number), number + 1):
-            self._first_s.setdefault(each, now_s)
-        self._offered[rank] = max(self._offered[rank], number)
-
-    def due_s(self) -> float | None:
-        """Returns when the current exchange will be held even if nobody else comes; None if nobody has come yet."""
-        first_s = self._first_s.get(self.number)
-        return None if first_s is None else first_s + self._grace_s
-
-    def call(self, now_s: float) -> Participants | None:
-        """Returns who takes part in the current exchange, and goes on to the next one; None if it has to wait."""
-        there = tuple(offered >= self.number for offered in self._offered)
-        if not any(there):
-            return Participants(there, is_final=True) if all(self._has_finished) else None
-        awaits = any(not come and not over for come, over in zip(there, self._has_finished, strict=True))
-        due_s = self.due_s()
-        if awaits and due_s is not None and now_s < due_s:
-            return None
-        self._first_s.pop(self.number, None)
-        self.number += 1
-        return Participants(there)
-
-
-def participants_after_waiting(numbers: Sequence[int]) -> Participants:
-    """Returns who takes part if all ranks are waited for, from the exchange that each has come to, or FINISHED.
-
-    Raises:
-        ValueError: ranks that have not finished have come to different exchanges.
-
-    >>> participants_after_waiting([4, FINISHED, 4])
-    Participants(takes_part=(True, False, True), is_final=False)
-    """
-    there = tuple(number != FINISHED for number in numbers)
-    if len({number for number in numbers if number != FINISHED}) > 1:
-        raise ValueError(f"by rank, the exchanges are {', '.join(map(str, numbers))}")
-    return Participants(there, is_final=not any(there))
-
-
-@dataclass(frozen=True)
 class ExchangeInterval:
-    """How often fragments are exchanged.
+    """The frequency of exchanges.
 
     Attributes:
-        every: the inner steps of a round, in which each fragment is exchanged once.
+        every: the number of inner steps of a round, in which each fragment is exchanged once.
         fragments: the number of fragments, at most `every`.
-        delay: the inner steps between the beginning of an exchange and the use of its result, less than `every`.
+        delay: the number of inner steps from the beginning of an exchange to the use of its result, less than `every`.
     """
 
     every: int
@@ -106,11 +34,11 @@ class ExchangeInterval:
     delay: int = 0
 
     def fragment(self, exchange: int) -> int:
-        """Returns which fragment is exchanged."""
+        """Returns the fragment that is exchanged."""
         return exchange % self.fragments
 
     def begins(self, exchange: int) -> int:
-        """Returns after how many inner steps the exchange begins.
+        """Returns the number of inner steps after which the exchange begins.
 
         >>> [ExchangeInterval(every=10, fragments=4).begins(exchange) for exchange in range(6)]
         [3, 5, 8, 10, 13, 15]
@@ -119,11 +47,11 @@ class ExchangeInterval:
         return earlier * self.every - (-(fragment + 1) * self.every // self.fragments)
 
     def is_used(self, exchange: int) -> int:
-        """Returns after how many inner steps the result of the exchange is used."""
+        """Returns the number of inner steps after which the result of the exchange is used."""
         return self.begins(exchange) + self.delay
 
     def begun_after(self, steps: int) -> int:
-        """Returns how many exchanges have begun after so many inner steps.
+        """Returns the number of exchanges that have begun after `steps` inner steps.
 
         >>> [ExchangeInterval(every=10, fragments=4).begun_after(steps) for steps in (0, 2, 3, 9, 10, 23)]
         [0, 0, 1, 3, 4, 9]
@@ -136,25 +64,25 @@ class ExchangeInterval:
 
 @dataclass(frozen=True)
 class BeginExchange:
-    """An exchange is to begin with what this rank has trained so far."""
+    """An action: begin an exchange with the parameters that this rank has trained so far."""
 
     exchange: int
 
 
 @dataclass(frozen=True)
 class UseResult:
-    """The result of an exchange is to be awaited and used."""
+    """An action: wait for the result of an exchange and use it."""
 
     exchange: int
 
 
 @dataclass
 class ExchangeTimetable:
-    """Where a rank is in its training.
+    """The progress of a rank's training, and its next action.
 
     Attributes:
-        rhythm: how often fragments are exchanged.
-        steps: the inner steps that count as done.
+        rhythm: the frequency of exchanges.
+        steps: the number of completed inner steps.
         begun: the number of exchanges that have begun.
         used: the number of exchanges whose results have been used; never more than `begun`.
     """
@@ -169,22 +97,98 @@ class ExchangeTimetable:
         self.steps += 1
 
     def catch_up(self, decided: int) -> None:
-        """Takes note that the others have held the first `decided` exchanges, whether with this rank or without.
+        """Adopts the step count of the other ranks if they have held exchanges that this rank has not begun.
 
-        A rank that has not begun the latest of them is late, and goes on with the number of steps that the others had.
+        Args:
+            decided: the number of exchanges that have been held, with this rank or without it.
         """
         if decided > self.begun:
             self.steps = max(self.steps, self.rhythm.begins(decided - 1))
 
     def due(self) -> BeginExchange | UseResult | None:
-        """Returns what is to be done now; None if the next inner step is."""
+        """Returns the action that is due, or None if the next inner step comes first."""
         if self.used < self.begun and self.rhythm.is_used(self.used) <= self.steps:
             return UseResult(self.used)
         return BeginExchange(self.begun) if self.rhythm.begins(self.begun) <= self.steps else None
 
-    def did(self, action: BeginExchange | UseResult) -> None:
-        """Notes that what was due has been done."""
+    def complete(self, action: BeginExchange | UseResult) -> None:
+        """Records that an action was completed."""
         if isinstance(action, BeginExchange):
             self.begun = action.exchange + 1
         else:
             self.used = action.exchange + 1
+
+
+@dataclass(frozen=True)
+class Participants:
+    """The ranks that take part in an exchange.
+
+    Attributes:
+        takes_part: whether each rank takes part.
+        is_final: whether all ranks have finished, so that there are no further exchanges.
+    """
+
+    takes_part: tuple[bool, ...]
+    is_final: bool = False
+
+
+class ArrivalTracker:
+    """Selects the participants of successive exchanges.
+
+    Args:
+        ranks: the number of ranks.
+        grace_s: the seconds that an exchange waits after the first rank has arrived.
+        number: the first exchange.
+    """
+
+    def __init__(self, ranks: int, grace_s: float, number: int = 0) -> None:
+        self._grace_s = grace_s
+        self.number = number
+        self._offered = [number - 1] * ranks  # the latest exchange at which each rank has arrived
+        self._has_finished = [False] * ranks
+        self._first_s: dict[int, float] = {}  # the time of the first arrival at each exchange
+
+    def arrived(self, rank: int, number: int, now_s: float) -> None:
+        """Records that a rank has arrived at an exchange, perhaps too late, or FINISHED its training."""
+        if number == FINISHED:
+            self._has_finished[rank] = True
+            return
+        for exchange in range(max(self._offered[rank] + 1, self.number), number + 1):
+            self._first_s.setdefault(exchange, now_s)
+        self._offered[rank] = max(self._offered[rank], number)
+
+    def due_s(self) -> float | None:
+        """Returns the time at which the current exchange is held at the latest, or None before the first arrival."""
+        first_s = self._first_s.get(self.number)
+        return None if first_s is None else first_s + self._grace_s
+
+    def decide(self, now_s: float) -> Participants | None:
+        """Returns the participants of the current exchange and advances to the next one, or None if it has to wait."""
+        has_arrived = tuple(offered >= self.number for offered in self._offered)
+        if not any(has_arrived):
+            return Participants(has_arrived, is_final=True) if all(self._has_finished) else None
+        is_complete = all(map(or_, has_arrived, self._has_finished))
+        due_s = self.due_s()
+        if not is_complete and due_s is not None and now_s < due_s:
+            return None
+        self._first_s.pop(self.number, None)
+        self.number += 1
+        return Participants(has_arrived)
+
+
+def participants_after_waiting(numbers: Sequence[int]) -> Participants:
+    """Returns the participants where all ranks are waited for.
+
+    Args:
+        numbers: the exchange at which each rank has arrived, or FINISHED.
+
+    Raises:
+        ValueError: ranks that have not finished have arrived at different exchanges.
+
+    >>> participants_after_waiting([4, FINISHED, 4])
+    Participants(takes_part=(True, False, True), is_final=False)
+    """
+    takes_part = tuple(number != FINISHED for number in numbers)
+    if len({number for number in numbers if number != FINISHED}) > 1:
+        raise ValueError(f"by rank, the exchanges are {', '.join(map(str, numbers))}")
+    return Participants(takes_part, is_final=not any(takes_part))

@@ -1,8 +1,6 @@
-"""Exchanges of outer gradients, which go on while the ranks train.
+"""Exchanges: averages outer gradients on a thread while the ranks train, with two policies for late ranks.
 
-How ranks learn who takes part in an exchange: by waiting for all of them, or by a roll that one of them calls.
-
-Averages outer gradients over those ranks that take part in an exchange.
+`WaitForAll` waits for all ranks. With `GraceWindow`, rank 0 selects the ranks that arrive in time.
 """
 
 from __future__ import annotations
@@ -27,59 +25,60 @@ from paceline.train.diloco.exchange_mailbox import ExchangeMailbox, ExchangeResu
 from paceline.train.diloco.exchange_timetable import FINISHED, ArrivalTracker, Participants, participants_after_waiting
 from paceline.train.module_tensors import broadcast_tensors
 
-_ARRIVALS, _VERDICTS = 1, 2  # tags
-_CALLER = 0  # the rank that calls the roll
-_EVER = timedelta.max  # a round takes as long as it takes, and a rank that dies ends the wait
+_ARRIVALS, _DECISIONS = 1, 2  # tags
+_DECIDER = 0  # the rank that selects participants
+_NEVER = timedelta.max  # an exchange may take any time, and the death of a rank ends the wait
+_SLACK_S = 10.0  # by which the training waits longer than the thread, whose errors are more precise
 
 
 class ParticipantPolicy(Protocol):
-    """Says who takes part in each exchange."""
+    """Selects the participants of each exchange."""
 
-    def came(self, number: int) -> None:
-        """Tells the others that this rank has come to an exchange, or is FINISHED; the training calls this."""
+    def arrived(self, number: int) -> None:
+        """Reports this rank's arrival at an exchange, or that it FINISHED; called by the training thread."""
         ...
 
-    def is_sure(self, number: int) -> bool:
-        """Returns whether this rank takes part in an exchange whatever the verdict, which the thread asks for next."""
+    def is_certain(self, number: int) -> bool:
+        """Returns whether this rank takes part in an exchange whatever `participants` returns next."""
         ...
 
-    def verdict(self, number: int) -> Participants:
-        """Waits for the verdict about an exchange; the thread calls this."""
+    def participants(self, number: int) -> Participants:
+        """Waits for the participants of an exchange; called by the exchange thread."""
         ...
 
 
 class WaitForAll:
     """Waits for all ranks that have not finished.
 
-    Those that come need not wait for the verdict before they send what they have: it comes while they exchange that, in
-    `group`, in which there are no other calls.
+    A rank that has arrived sends its tensors without waiting for the participants, which are gathered meanwhile in
+    `group`; that group has no other calls.
     """
 
-    def __init__(self, group: ProcessGroup, desk: ExchangeMailbox) -> None:
-        self._group, self._desk = group, desk
-        self._mine = FINISHED  # what this rank tells the others
+    def __init__(self, group: ProcessGroup, mailbox: ExchangeMailbox) -> None:
+        self._group, self._mailbox = group, mailbox
+        self._own_number = FINISHED  # the number that this rank sends
 
-    def came(self, number: int) -> None:
-        """Does nothing: the ranks ask each other when they are there."""
+    def arrived(self, number: int) -> None:
+        """Does nothing, since `participants` exchanges the arrivals."""
 
-    def is_sure(self, number: int) -> bool:
-        """Waits until this rank has come, and returns True; or until it has finished, and returns False."""
-        desk = self._desk
-        with desk.changed:
-            while (mine := desk.latest_offer_from(number)) is None:
-                desk.pause(None)
-        self._mine = FINISHED if mine == FINISHED else number
-        return mine != FINISHED
+    def is_certain(self, number: int) -> bool:
+        """Waits until this rank has arrived, and returns True, or has finished, and returns False."""
+        mailbox = self._mailbox
+        with mailbox.changed:
+            while (latest := mailbox.latest_offer_from(number)) is None:
+                mailbox.pause(None)
+        self._own_number = FINISHED if latest == FINISHED else number
+        return latest != FINISHED
 
-    def verdict(self, number: int) -> Participants:
-        """Returns who takes part, once each rank has come or finished.
+    def participants(self, number: int) -> Participants:
+        """Returns the participants, once each rank has arrived or finished.
 
         Raises:
-            CollectiveMismatchError: the ranks have come to different exchanges.
-            CollectiveTimeoutError: a rank did not come within the group's time-out.
+            CollectiveMismatchError: the ranks have arrived at different exchanges.
+            CollectiveTimeoutError: a rank did not arrive within the group's time-out.
         """
         numbers = torch.zeros(self._group.size(), dtype=torch.int64)
-        self._group.all_gather(list(numbers.split(1)), torch.tensor([self._mine]))
+        self._group.all_gather(list(numbers.split(1)), torch.tensor([self._own_number]))
         try:
             return participants_after_waiting(numbers.tolist())
         except ValueError as error:
@@ -90,99 +89,98 @@ class WaitForAll:
 
 
 class GraceWindow:
-    """Rank 0 calls the roll, and does not wait for ranks that come later than the grace window allows.
+    """Does not wait for ranks that arrive later than the grace window after the first one; rank 0 decides.
 
-    The others tell it when they have come to an exchange, or finished, and wait for its verdicts on their threads.
+    The other ranks report their arrivals to rank 0, and wait for its decisions on their exchange threads.
     """
 
-    def __init__(self, group: ProcessGroup, grace_s: float, desk: ExchangeMailbox, number: int) -> None:
-        self._group, self._desk = group, desk
+    def __init__(self, group: ProcessGroup, grace_s: float, mailbox: ExchangeMailbox, number: int) -> None:
+        self._group, self._mailbox = group, mailbox
         self._sent: list[Work] = []
-        self._roll = ArrivalTracker(group.size(), grace_s, number)
-        self._calls = group.rank() == _CALLER
+        self._tracker = ArrivalTracker(group.size(), grace_s, number)
+        self._decides = group.rank() == _DECIDER
         self._arrivals: dict[int, tuple[torch.Tensor, Work]] = {}
-        if self._calls:
+        if self._decides:
             for rank in range(1, group.size()):
-                self._listen_to(rank)
+                self._receive_from(rank)
 
-    def came(self, number: int) -> None:
-        """Tells rank 0 that this rank has come to an exchange, or is FINISHED."""
-        if not self._calls:
+    def arrived(self, number: int) -> None:
+        """Reports to rank 0 that this rank has arrived at an exchange, or is FINISHED."""
+        if not self._decides:
             self._sent = [work for work in self._sent if not work.is_completed()]
-            self._send(torch.tensor([number]), _CALLER, _ARRIVALS)
+            self._send(torch.tensor([number]), _DECIDER, _ARRIVALS)
 
-    def is_sure(self, number: int) -> bool:
-        """Returns False: who comes late takes no part."""
+    def is_certain(self, number: int) -> bool:
+        """Returns False, since late ranks take no part."""
         return False
 
-    def verdict(self, number: int) -> Participants:
-        """Returns who takes part: all that came within the grace window of the first one.
+    def participants(self, number: int) -> Participants:
+        """Returns the ranks that arrived within the grace window after the first one.
 
         Raises:
             PeerLostError: a rank died.
         """
-        if not self._calls:
-            told = torch.zeros(self._group.size() + 1, dtype=torch.int64)
-            self._group.recv(told, _CALLER, _VERDICTS, async_op=False, timeout=_EVER)
-            is_final, *takes_part = [bool(each) for each in told.tolist()]
+        if not self._decides:
+            decision = torch.zeros(self._group.size() + 1, dtype=torch.int64)
+            self._group.recv(decision, _DECIDER, _DECISIONS, async_op=False, timeout=_NEVER)
+            is_final, *takes_part = map(bool, decision.tolist())
             return Participants(tuple(takes_part), is_final)
-        verdict = self._call()
-        told = torch.tensor([verdict.is_final, *verdict.takes_part], dtype=torch.int64)
+        decided = self._decide()
+        decision = torch.tensor([decided.is_final, *decided.takes_part], dtype=torch.int64)
         for rank in range(1, self._group.size()):
-            self._send(told, rank, _VERDICTS)
+            self._send(decision, rank, _DECISIONS)
         for work in self._sent:
             work.wait()
         self._sent = []
-        return verdict
+        return decided
 
-    def _call(self) -> Participants:
-        desk = self._desk
-        with desk.changed:
+    def _decide(self) -> Participants:
+        mailbox = self._mailbox
+        with mailbox.changed:
             while True:
                 now_s = time.monotonic()
                 self._take_arrivals(now_s)
-                verdict = self._roll.call(now_s)
-                if verdict is not None:
-                    return verdict
-                due_s = self._roll.due_s()
-                desk.pause(None if due_s is None else max(0.0, due_s - now_s))
+                decided = self._tracker.decide(now_s)
+                if decided is not None:
+                    return decided
+                due_s = self._tracker.due_s()
+                mailbox.pause(None if due_s is None else max(0.0, due_s - now_s))
 
     def _take_arrivals(self, now_s: float) -> None:
-        mine = self._desk.latest_offer_from(self._roll.number)
-        if mine is not None:
-            self._roll.came(_CALLER, mine, now_s)
-        for rank, (told, work) in list(self._arrivals.items()):
+        latest = self._mailbox.latest_offer_from(self._tracker.number)
+        if latest is not None:
+            self._tracker.arrived(_DECIDER, latest, now_s)
+        for rank, (received, work) in list(self._arrivals.items()):
             if not work.is_completed():
                 continue
             work.wait()
-            number = int(told)
-            self._roll.came(rank, number, now_s)
+            number = int(received)
+            self._tracker.arrived(rank, number, now_s)
             del self._arrivals[rank]
             if number != FINISHED:
-                self._listen_to(rank)
+                self._receive_from(rank)
 
-    def _listen_to(self, rank: int) -> None:
-        told = torch.zeros(1, dtype=torch.int64)
-        work = self._group.recv(told, rank, _ARRIVALS, async_op=True, timeout=_EVER)
-        self._arrivals[rank] = told, work
+    def _receive_from(self, rank: int) -> None:
+        number = torch.zeros(1, dtype=torch.int64)
+        work = self._group.recv(number, rank, _ARRIVALS, async_op=True, timeout=_NEVER)
+        self._arrivals[rank] = number, work
         work.when_over(self._wake)
 
     def _wake(self) -> None:
-        with self._desk.changed:
-            self._desk.changed.notify_all()
+        with self._mailbox.changed:
+            self._mailbox.changed.notify_all()
 
     def _send(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
-        work = self._group.send(tensor, rank, tag, async_op=True, timeout=_EVER)
+        work = self._group.send(tensor, rank, tag, async_op=True, timeout=_NEVER)
         assert work is not None
         self._sent.append(work)
 
 
 class OuterAverager:
-    """Averages tensors in place, of which a rank that takes no part gives zeros.
+    """Averages tensors in place; a rank that takes no part passes zeros.
 
-    The first tensor of a fragment is the outer gradient. It is rounded between hosts if there is a `wire`, and what the
-    rounding has lost is added in the fragment's next exchange. Others, such as the values of buffers, are sent as they
-    are.
+    The first tensor of a fragment is the outer gradient. With a `wire` it is rounded between hosts, and the rounding
+    error is added in the fragment's next exchange. Further tensors, such as the values of buffers, are sent unchanged.
     """
 
     def __init__(self, wire: WireKind | None) -> None:
@@ -190,41 +188,36 @@ class OuterAverager:
         self._wires: dict[int, Wire] = {}
 
     def begin(self, group: ProcessGroup, fragment: int, tensors: list[torch.Tensor]) -> list[Work]:
-        """Begins to add up a fragment's tensors over the ranks of `group`."""
+        """Begins to sum a fragment's tensors over the ranks of `group`."""
         gradient, *others = tensors
         works = [group.all_reduce(gradient, async_op=True, wire=self._wire_of(fragment))]
         works += [group.all_reduce(tensor, async_op=True) for tensor in others]
         return [work for work in works if work is not None]
 
     def end(self, works: list[Work], tensors: list[torch.Tensor], parts: int) -> None:
-        """Waits for sums that `begin` began, and divides them by the number of ranks that took part."""
+        """Waits for the sums of `begin`, and divides them by the number of ranks that took part."""
         for work in works:
             work.wait()
         for tensor in tensors:
             tensor.div_(parts)
 
     def average(self, group: ProcessGroup, fragment: int, tensors: list[torch.Tensor], parts: int) -> None:
-        """Averages a fragment's tensors over `parts` ranks of `group`, all of which call this."""
+        """Averages a fragment's tensors over `parts` ranks of `group`; all ranks of the group call this."""
         self.end(self.begin(group, fragment, tensors), tensors, parts)
 
     def _wire_of(self, fragment: int) -> Wire | None:
-        if self._kind is None:
-            return None
-        return self._wires.setdefault(fragment, Wire(self._kind))
-
-
-_SLACK_S = 10.0  # by which the training waits longer than the thread, whose errors say more
+        return None if self._kind is None else self._wires.setdefault(fragment, Wire(self._kind))
 
 
 class Exchanges(Protocol):
-    """Who averages the outer gradients, and how."""
+    """Averages outer gradients over some set of ranks."""
 
     def start(self, number: int) -> None:
         """Makes `number` the next exchange."""
         ...
 
     def decided(self) -> int:
-        """Returns how many exchanges have been decided, with this rank or without."""
+        """Returns the number of exchanges that have been decided, with this rank or without it."""
         ...
 
     def begin(self, number: int, offer: Tensors) -> None:
@@ -232,42 +225,42 @@ class Exchanges(Protocol):
         ...
 
     def outcome(self, number: int) -> ExchangeResult:
-        """Returns the outcome of an exchange that has begun."""
+        """Waits for the result of an exchange that has begun."""
         ...
 
     def leave(self, begun: range) -> Iterator[ExchangeResult]:
-        """Yields the outcomes of exchanges that have begun, and of those that there are until all ranks have left."""
+        """Yields the results of exchanges that this rank or others have begun, until all ranks have left."""
         ...
 
     def mean(self, fragment: int, offer: Tensors) -> Tensors:
-        """Returns a mean over all ranks, which have all left."""
+        """Returns a mean over all ranks, after all have left."""
         ...
 
     def most(self, number: int) -> int:
-        """Returns the largest of the ranks' numbers, all of which have left."""
+        """Returns the largest of the ranks' numbers, after all have left."""
         ...
 
     def copy_from_first(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copies the first rank's tensors to all, all of which have left."""
+        """Copies the first rank's tensors to all ranks, after all have left."""
         ...
 
 
 class NoExchanges:
-    """A rank that is alone: the mean is what it offers."""
+    """The exchanges of a single rank, whose own tensors are the mean."""
 
     def __init__(self) -> None:
         self._offers: dict[int, Tensors] = {}
 
     def start(self, number: int) -> None:
-        """Forgets what has begun."""
+        """Discards the exchanges that have begun."""
         self._offers.clear()
 
     def decided(self) -> int:
-        """Returns 0, since nobody decides without this rank."""
+        """Returns 0, since no exchange is decided without this rank."""
         return 0
 
     def begin(self, number: int, offer: Tensors) -> None:
-        """Keeps the offer."""
+        """Stores the offer."""
         self._offers[number] = offer
 
     def outcome(self, number: int) -> ExchangeResult:
@@ -275,7 +268,7 @@ class NoExchanges:
         return ExchangeResult(number, self._offers.pop(number), took_part=True)
 
     def leave(self, begun: range) -> Iterator[ExchangeResult]:
-        """Yields what has begun."""
+        """Yields the results of exchanges that have begun."""
         for number in begun:
             yield self.outcome(number)
 
@@ -292,17 +285,18 @@ class NoExchanges:
 
 
 class BackgroundExchanges:
-    """Exchanges that run on a thread, in groups that nothing else uses.
+    """Runs exchanges on a thread, in groups of their own.
 
-    The thread takes part in exchanges for a training that is late, or has finished, so that nobody waits for that.
+    While the training is late or has finished, the thread makes the calls of exchanges without it, so that other ranks
+    do not wait.
 
     Args:
-        group: the ranks; calls of other threads must not come between those of the exchanges.
-        arrivals: the same ranks, which tell each other there who has come.
-        grace_s: how long an exchange waits for late ranks; None to wait for all.
-        averaging: averages over the ranks.
-        fragment_of: returns the fragment of an exchange.
-        blank: returns zeros of the form of an offer for a fragment.
+        group: the ranks, in a group that no other thread uses.
+        arrivals: a second group of the same ranks, for reports of arrivals.
+        grace_s: the seconds that an exchange waits for late ranks; None to wait for all.
+        averaging: the averager of tensors over the ranks.
+        fragment_of: a function that returns the fragment of an exchange.
+        blank: a function that returns zeros in the form of an offer for a fragment.
     """
 
     def __init__(
@@ -317,8 +311,8 @@ class BackgroundExchanges:
         self._group, self._arrivals, self._grace_s = group, arrivals, grace_s
         self._averaging = averaging
         self._fragment_of, self._blank = fragment_of, blank
-        self._desk = ExchangeMailbox(0)
-        self._attendance: ParticipantPolicy | None = None
+        self._mailbox = ExchangeMailbox(0)
+        self._policy: ParticipantPolicy | None = None  # None before the thread starts and after all ranks have left
         self._next = 0
 
     def start(self, number: int) -> None:
@@ -327,7 +321,7 @@ class BackgroundExchanges:
         Raises:
             RuntimeError: exchanges have begun since the last time that all ranks left.
         """
-        if self._attendance is not None:
+        if self._policy is not None:
             raise RuntimeError(
                 f"rank {self._group.me.rank}: a state was loaded after steps, while other ranks may wait for their "
                 "exchanges; load it before the first step(), or call finish() on every rank before"
@@ -335,20 +329,20 @@ class BackgroundExchanges:
         self._next = number
 
     def decided(self) -> int:
-        """Returns how many exchanges have been decided, with this rank or without.
+        """Returns the number of exchanges that have been decided, with this rank or without it.
 
-        From the first call on, the thread takes part in exchanges.
+        The first call starts the thread.
         """
-        return self._opened().decided
+        return self._opened()[0].decided
 
     def begin(self, number: int, offer: Tensors) -> None:
         """Begins an exchange."""
-        if self._opened().offer(number, offer):
-            assert self._attendance is not None
-            self._attendance.came(number)
+        mailbox, policy = self._opened()
+        if mailbox.offer(number, offer):
+            policy.arrived(number)
 
     def outcome(self, number: int) -> ExchangeResult:
-        """Returns the outcome of an exchange that has begun, here or elsewhere.
+        """Waits for the result of an exchange that has begun, here or elsewhere.
 
         Raises:
             CollectiveError: the exchange failed.
@@ -358,19 +352,18 @@ class BackgroundExchanges:
         return found
 
     def leave(self, begun: range) -> Iterator[ExchangeResult]:
-        """Yields the outcomes of what has begun here, and then of what other ranks do until they have left too."""
-        desk = self._opened()
-        desk.finish()
-        assert self._attendance is not None
-        self._attendance.came(FINISHED)
+        """Yields the results of this rank's exchanges, and then of other ranks' until they have left too."""
+        mailbox, policy = self._opened()
+        mailbox.finish()
+        policy.arrived(FINISHED)
         number = begun.start
         while (outcome := self._await(number)) is not None:
             yield outcome
             number += 1
-        self._next, self._attendance = number, None
+        self._next, self._policy = number, None
 
     def mean(self, fragment: int, offer: Tensors) -> Tensors:
-        """Returns a mean over all ranks, which have all left."""
+        """Returns a mean over all ranks, after all have left."""
         self._averaging.average(self._group, fragment, offer, self._group.size())
         return offer
 
@@ -381,60 +374,60 @@ class BackgroundExchanges:
         return int(largest)
 
     def copy_from_first(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copies the first rank's tensors to all."""
+        """Copies the first rank's tensors to all ranks."""
         broadcast_tensors(list(tensors), self._group)
 
     def close(self) -> None:
         """Ends the thread and the groups; idempotent."""
-        self._desk.close()
+        self._mailbox.close()
         self._group.close()
         self._arrivals.close()
 
-    def _opened(self) -> ExchangeMailbox:
-        """Returns the desk, after starting a thread that serves it if there is none."""
-        if self._attendance is None:
-            desk = self._desk = ExchangeMailbox(self._next)
+    def _opened(self) -> tuple[ExchangeMailbox, ParticipantPolicy]:
+        """Returns the mailbox and the policy, after starting the exchange thread if it is not running."""
+        if self._policy is None:
+            mailbox = self._mailbox = ExchangeMailbox(self._next)
             if self._grace_s is None:
-                self._attendance = WaitForAll(self._arrivals, desk)
+                self._policy = WaitForAll(self._arrivals, mailbox)
             else:
-                self._attendance = GraceWindow(self._arrivals, self._grace_s, desk, self._next)
-            arguments = desk, self._attendance, self._next
+                self._policy = GraceWindow(self._arrivals, self._grace_s, mailbox, self._next)
+            arguments = mailbox, self._policy, self._next
             threading.Thread(target=self._serve, args=arguments, name="paceline-outer", daemon=True).start()
-        return self._desk
+        return self._mailbox, self._policy
 
-    def _serve(self, desk: ExchangeMailbox, attendance: ParticipantPolicy, number: int) -> None:
+    def _serve(self, mailbox: ExchangeMailbox, policy: ParticipantPolicy, number: int) -> None:
         """Runs the exchanges from `number` on, until all ranks have finished."""
         rank = self._group.rank()
         try:
             while True:
-                begun = self._begin(desk, number, True) if attendance.is_sure(number) else None
-                verdict = attendance.verdict(number)
-                if verdict.is_final:
+                begun = self._begin(mailbox, number, True) if policy.is_certain(number) else None
+                decided = policy.participants(number)
+                if decided.is_final:
                     break
-                takes_part = verdict.takes_part[rank]
-                works, tensors = begun if begun is not None else self._begin(desk, number, takes_part)
-                self._averaging.end(works, tensors, sum(verdict.takes_part))
-                desk.give(ExchangeResult(number, tensors, takes_part))
+                takes_part = decided.takes_part[rank]
+                works, tensors = begun if begun is not None else self._begin(mailbox, number, takes_part)
+                self._averaging.end(works, tensors, sum(decided.takes_part))
+                mailbox.give(ExchangeResult(number, tensors, takes_part))
                 number += 1
-            desk.end(None)
+            mailbox.end(None)
         except MailboxClosedError:
             pass
         except Exception as error:
             if isinstance(error, CollectiveError):
                 fragment = self._fragment_of(number)
                 add_context(error, f"This was exchange {number} of outer gradients, of fragment {fragment}")
-            desk.end(error)
+            mailbox.end(error)
 
-    def _begin(self, desk: ExchangeMailbox, number: int, takes_part: bool) -> tuple[list[Work], Tensors]:
-        """Begins to add up what the ranks give to an exchange."""
+    def _begin(self, mailbox: ExchangeMailbox, number: int, takes_part: bool) -> tuple[list[Work], Tensors]:
+        """Begins to sum the ranks' tensors of an exchange."""
         fragment = self._fragment_of(number)
-        tensors = desk.take(number, takes_part, partial(self._blank, fragment))
+        tensors = mailbox.take(number, takes_part, partial(self._blank, fragment))
         return self._averaging.begin(self._group, fragment, tensors), tensors
 
     def _await(self, number: int) -> ExchangeResult | None:
         limit_s = 2 * to_seconds(self._group.timeout) + (self._grace_s or 0) + _SLACK_S
         try:
-            return self._opened().await_outcome(number, limit_s)
+            return self._opened()[0].await_outcome(number, limit_s)
         except TimeoutError:
             raise CollectiveTimeoutError(
                 f"rank {self._group.me.rank}: exchange {number} of outer gradients was not over after {limit_s:.0f} s, "

@@ -1,7 +1,4 @@
-"""Carries out a rank's part of a program for one batch.
-
-Carries activations and gradients between the stages of different ranks.
-"""
+"""Execution: runs a rank's part of a program for one batch, and StageTransport, which exchanges its messages."""
 
 from __future__ import annotations
 
@@ -20,13 +17,16 @@ from paceline.train.pipeline.stage import Stage, Value
 
 _MOST_TENSORS = 8
 _MOST_DIMENSIONS = 8
-_HEADER = 1 + _MOST_TENSORS * (3 + _MOST_DIMENSIONS)
-"""A header has the number of tensors, and for each its dtype, whether it needs a gradient, its dimensions and shape."""
+_TENSOR_LENGTH = 3 + _MOST_DIMENSIONS  # the dtype, whether it needs a gradient, the number of dimensions, the shape
+_HEADER_LENGTH = 1 + _MOST_TENSORS * _TENSOR_LENGTH  # the number of tensors, and the tensors
+
+Ending = Callable[[Value], torch.Tensor]
+"""A function that computes a micro-batch's loss from the last stage's output."""
 
 
 @dataclass(frozen=True)
 class TensorForm:
-    """What one tensor of a message looks like."""
+    """The shape and type of a tensor in a message."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -35,19 +35,19 @@ class TensorForm:
 
 @dataclass
 class Forms:
-    """What the messages of a step look like, for one size of a batch; filled in when the first such step runs."""
+    """The forms of the messages of a step, for one size of a batch; the first such step fills them in."""
 
     is_known: bool = False
     of: dict[StageMessage, tuple[TensorForm, ...]] = field(default_factory=dict)
 
 
 class StageTransport:
-    """The messages of a rank.
+    """Sends and receives the messages of a rank.
 
     Args:
         group: the ranks of the pipeline.
-        micro_batches: how many there are, which numbers the messages' tags.
-        device: where received tensors are put.
+        micro_batches: the number of micro-batches, from which the messages' tags are computed.
+        device: the device of received tensors.
     """
 
     def __init__(self, group: ProcessGroup, micro_batches: int, device: torch.device) -> None:
@@ -59,34 +59,35 @@ class StageTransport:
         self._left: list[Work] = []
 
     def send(self, message: StageMessage, value: Value, forms: Forms) -> None:
-        """Starts to send the tensors.
+        """Starts to send the tensors of a message.
 
         Raises:
-            ValueError: there are too many of them, or with too many dimensions.
-            RuntimeError: they look other than in an earlier step with a batch of this size.
+            ValueError: there are too many tensors, or they have too many dimensions.
+            RuntimeError: their form differs from an earlier step with a batch of this size.
         """
-        form = tuple(TensorForm(tuple(each.shape), each.dtype, each.requires_grad) for each in value)
+        form = tuple(TensorForm(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in value)
         works: list[Work] = []
         if not forms.is_known:
             works.append(self._isend(_header(message, form), message, 0))
             forms.of[message] = form
         elif forms.of[message] != form:
             raise RuntimeError(
-                f"{self._group.me}: pipeline: {message}, has become {_said(form)}; with a batch of this size it was "
-                f"{_said(forms.of[message])}. The outputs of a stage must depend on the sizes of its inputs only"
+                f"{self._group.me}: pipeline: {message}, has become {_form_text(form)}; with a batch of this size it "
+                f"was {_form_text(forms.of[message])}. The outputs of a stage must depend on the sizes of its inputs "
+                "only"
             )
-        works += [self._isend(each.detach().contiguous(), message, 1 + at) for at, each in enumerate(value)]
+        works += [self._isend(tensor.detach().contiguous(), message, i) for i, tensor in enumerate(value, start=1)]
         self._sending.append(tuple(works))
 
     def post(self, message: StageMessage, forms: Forms) -> None:
-        """Starts to receive the tensors, if it is known what they look like."""
+        """Starts to receive the tensors of a message, if their form is known."""
         if forms.is_known:
             self._posted[message] = self._irecv(message, forms.of[message])
 
     def take(self, message: StageMessage, forms: Forms) -> Value:
         """Returns the tensors of a message that was posted."""
         if not forms.is_known:
-            header = torch.empty(_HEADER, dtype=torch.int64)
+            header = torch.empty(_HEADER_LENGTH, dtype=torch.int64)
             self._group.recv(header, message.source, self._tag(message, 0)).wait()
             forms.of[message] = _form(header.tolist())
             self._posted[message] = self._irecv(message, forms.of[message])
@@ -96,13 +97,13 @@ class StageTransport:
         return value
 
     def finish(self) -> None:
-        """Waits until all is sent."""
+        """Waits until all messages are sent."""
         while self._sending:
             for work in self._sending.popleft():
                 work.wait()
 
     def forget(self) -> None:
-        """Puts aside what a step that failed has left: a `Work` that is dropped waits for the other rank."""
+        """Sets aside the calls of a failed step; to drop a `Work` would wait for the other rank."""
         self._left += [work for works in self._sending for work in works]
         self._left += [work for _, works in self._posted.values() for work in works]
         self._sending.clear()
@@ -116,7 +117,8 @@ class StageTransport:
     def _irecv(self, message: StageMessage, form: tuple[TensorForm, ...]) -> tuple[Value, list[Work]]:
         value = tuple(torch.empty(each.shape, dtype=each.dtype, device=self._device) for each in form)
         works = [
-            self._group.recv(each, message.source, self._tag(message, 1 + at), True) for at, each in enumerate(value)
+            self._group.recv(tensor, message.source, self._tag(message, i), True)
+            for i, tensor in enumerate(value, start=1)
         ]
         return tuple(t.requires_grad_(each.needs_grad) for t, each in zip(value, form, strict=True)), works
 
@@ -137,33 +139,30 @@ def _header(message: StageMessage, form: tuple[TensorForm, ...]) -> torch.Tensor
     for each in form:
         padding = [0] * (_MOST_DIMENSIONS - len(each.shape))
         numbers += [DTYPE_CODES[each.dtype], int(each.needs_grad), len(each.shape), *each.shape, *padding]
-    return torch.tensor(numbers + [0] * (_HEADER - len(numbers)), device="cpu")
+    return torch.tensor(numbers + [0] * (_HEADER_LENGTH - len(numbers)), device="cpu")
 
 
 def _form(numbers: list[int]) -> tuple[TensorForm, ...]:
-    each = 3 + _MOST_DIMENSIONS
-    parts = [numbers[1 + at * each : 1 + (at + 1) * each] for at in range(numbers[0])]
+    parts = [numbers[1 + i * _TENSOR_LENGTH : 1 + (i + 1) * _TENSOR_LENGTH] for i in range(numbers[0])]
     return tuple(TensorForm(tuple(p[3 : 3 + p[2]]), DTYPES[p[0]], bool(p[1])) for p in parts)
 
 
-def _said(form: tuple[TensorForm, ...]) -> str:
+def _form_text(form: tuple[TensorForm, ...]) -> str:
     return ", ".join(f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for each in form)
 
 
-Ending = Callable[[Value], torch.Tensor]
-"""Turns the last stage's output for a micro-batch into its loss."""
-
-
 class Execution:
-    """One batch on its way through the stages of a rank.
+    """Runs one batch through the stages of a rank.
 
     Args:
+        program: the program of the pipeline.
         rank: this rank's number in the pipeline.
-        stages: those of this rank, by number.
-        forms: what the messages look like with a batch of this size.
-        inputs: the micro-batches, if the first stage is here.
-        endings: for each micro-batch, if a backward will follow and the last stage is here.
-        has_gradients: called with a stage when no more is added to its gradients.
+        stages: the stages of this rank, by number.
+        transport: the transport of messages.
+        forms: the forms of the messages with a batch of this size.
+        inputs: the micro-batches, if this rank has the first stage.
+        endings: the loss function of each micro-batch, if this rank has the last stage and a backward will follow.
+        has_gradients: a function that is called with a stage when its gradients are complete.
     """
 
     def __init__(
@@ -171,7 +170,7 @@ class Execution:
         program: PipelineProgram,
         rank: int,
         stages: Mapping[int, Stage],
-        transfers: StageTransport,
+        transport: StageTransport,
         forms: Forms,
         inputs: Sequence[Value],
         endings: Sequence[Ending] = (),
@@ -180,11 +179,11 @@ class Execution:
         self._plan = program.plan
         self._steps = program.steps[rank]
         self._stages = stages
-        self._transfers = transfers
+        self._transport = transport
         self._forms = forms
         self._endings = endings
         self._has_gradients = has_gradients
-        self._values = {(Cargo.ACTIVATION, -1, at): value for at, value in enumerate(inputs)}
+        self._values = {(Cargo.ACTIVATION, -1, number): value for number, value in enumerate(inputs)}
         self._outputs: list[Value] = []
         phases = {task.phase for task in self._plan.orders[rank]}
         self._is_split = PipelinePhase.WEIGHT in phases
@@ -195,7 +194,7 @@ class Execution:
         self._last_adds = set({task.stage: task for task in adds}.values())
 
     def run(self) -> list[Value]:
-        """Returns the outputs of the last stage, or its losses, for each micro-batch; none if it is elsewhere."""
+        """Returns the last stage's output or loss for each micro-batch, or [] if another rank has the last stage."""
         for step in self._steps:
             if isinstance(step, StageTransfer):
                 self._transfer(step)
@@ -203,19 +202,19 @@ class Execution:
                 self._forward(step)
             else:
                 self._backward(step)
-        self._transfers.finish()
+        self._transport.finish()
         self._forms.is_known = True
         return self._outputs
 
     def _transfer(self, step: StageTransfer) -> None:
         message = step.message
-        what = (message.cargo, message.stage, message.micro_batch)
+        key = (message.cargo, message.stage, message.micro_batch)
         if step.action is Action.POST:
-            self._transfers.post(message, self._forms)
+            self._transport.post(message, self._forms)
         elif step.action is Action.AWAIT:
-            self._values[what] = self._transfers.take(message, self._forms)
+            self._values[key] = self._transport.take(message, self._forms)
         else:
-            self._transfers.send(message, self._values.pop(what), self._forms)
+            self._transport.send(message, self._values.pop(key), self._forms)
 
     def _forward(self, task: Task) -> None:
         stage, is_last = self._stages[task.stage], task.stage == self._plan.stages - 1

@@ -1,4 +1,4 @@
-"""What the parts of a divided model are called in the whole one."""
+"""UndividedModel and ParameterIndex: names and numbers of a divided model's parameters in the whole model."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-_PLACE = "_paceline_place_in_whole"
+_INDEX = "_paceline_place_in_whole"
 
 
 @dataclass(frozen=True)
 class ParameterIndex:
-    """A parameter's number among those of the whole model, as `parameters()` yields them, and how many there are."""
+    """The index of a parameter in the whole model's `parameters()`, and their number."""
 
     number: int
     of: int
@@ -24,29 +24,29 @@ class UndividedModel:
     """A model before its layers were divided among ranks.
 
     Attributes:
-        names: the names of the layers in it, by their names in the `Pipeline`.
-        keys: the keys of its `state_dict()`.
+        names: the names of the layers in this model, by their names in the `Pipeline`.
+        keys: the keys of the model's `state_dict()`.
     """
 
     names: Mapping[str, str]
     keys: frozenset[str]
 
     def key_of(self, key: str) -> str:
-        """Returns a key of the whole model's `state_dict`, given one of the Pipeline's."""
+        """Returns the key in the whole model's `state_dict` for a key in the Pipeline's."""
         layer, _, rest = key.partition(".")
         return _within(self.names[layer], rest)
 
 
 def describe_undivided(names: Sequence[str], layers: Sequence[nn.Module], whole: nn.Module | None) -> UndividedModel:
-    """Describes the whole model, and has its parameters remember their places in it.
+    """Describes the whole model, and attaches its ParameterIndex to each parameter.
 
     Args:
-        names: of the layers in the Pipeline.
-        layers: all of them.
-        whole: the model that they were taken from; None for one in which they have the same names.
+        names: the names of the layers in the Pipeline.
+        layers: all layers.
+        whole: the model from which they were taken; None if the layers have the same names in it.
 
     Raises:
-        ValueError: a layer is not in the whole model, or a tensor of that is in none of the layers.
+        ValueError: a layer is not in the whole model, or the layers lack a tensor of the whole model.
     """
     if whole is None:
         paths = dict(zip(names, names, strict=True))
@@ -61,14 +61,14 @@ def describe_undivided(names: Sequence[str], layers: Sequence[nn.Module], whole:
             "in which they run"
         )
     for number, parameter in enumerate(parameters):
-        setattr(parameter, _PLACE, ParameterIndex(number, len(parameters)))
+        setattr(parameter, _INDEX, ParameterIndex(number, len(parameters)))
     return UndividedModel(paths, frozenset(keys))
 
 
 def index_in_model(parameter: torch.Tensor) -> ParameterIndex | None:
-    """Returns the place of a parameter of a `Pipeline`, whose other parameters are on other ranks; None for others."""
-    found: ParameterIndex | None = getattr(parameter, _PLACE, None)
-    return found
+    """Returns the index of a `Pipeline`'s parameter in the whole model, or None for other parameters."""
+    index: ParameterIndex | None = getattr(parameter, _INDEX, None)
+    return index
 
 
 def _found(names: Sequence[str], layers: Sequence[nn.Module], whole: nn.Module) -> dict[str, str]:

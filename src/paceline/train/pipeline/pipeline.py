@@ -1,8 +1,7 @@
-"""A model whose layers are on different ranks.
+"""Pipeline: a model whose layers are on different ranks.
 
-All ranks of a pipeline agree on the batch before anything passes between them.
-
-Divides a model's layers into stages, and a batch into micro-batches.
+Layers are divided into stages and batches into micro-batches. All ranks agree on the size of a batch before they
+exchange any activations.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ from paceline.train.pipeline.schedule import PipelineSchedule, forwards_only, ma
 from paceline.train.pipeline.stage import Stage, Value
 from paceline.train.training_events import RecordedSteps
 
-_NOT_ASKED, _MISSING, _UNEVEN = -1, -2, -3
+_NOT_NEEDED, _MISSING, _UNEVEN = -1, -2, -3  # instead of a number of rows
+_STAGE_OF = {"inputs": "first", "targets": "last"}
 
 
 def agreed_rows(
@@ -36,14 +36,16 @@ def agreed_rows(
     inputs: Sequence[torch.Tensor] | None,
     targets: Sequence[torch.Tensor] | None,
 ) -> int:
-    """Returns how many samples the batch has; all ranks call this.
+    """Returns the number of samples in the batch; all ranks call this.
 
     Args:
+        group: the ranks of the pipeline.
+        plan: the schedule.
         inputs: the batch on the rank of the first stage, None on others.
-        targets: what the rank of the last stage compares with; None on others, and if no loss is wanted.
+        targets: the targets on the rank of the last stage; None on others, and if no loss is computed.
 
     Raises:
-        ValueError: on all ranks, if a batch is missing or the sizes do not fit.
+        ValueError: a batch is missing or the sizes do not match; raised on all ranks.
     """
     mine = torch.tensor([_rows_of_batch(inputs), _rows_of_batch(targets)], device="cpu")
     everyone = [torch.empty_like(mine) for _ in range(group.size())]
@@ -51,7 +53,7 @@ def agreed_rows(
     first, last = plan.ranks_of_stages[0], plan.ranks_of_stages[-1]
     rows, wanted = int(everyone[first][0]), int(everyone[last][1])
     for name, rank, seen in (("inputs", first, rows), ("targets", last, wanted)):
-        who = f"{group.me}: pipeline: the {name} on rank {group.ranks[rank]}, which has the {_WHICH[name]} stage,"
+        who = f"{group.me}: pipeline: the {name} on rank {group.ranks[rank]}, which has the {_STAGE_OF[name]} stage,"
         if seen == _MISSING:
             raise ValueError(
                 f"{who} are missing; pass a tensor, or a tuple of tensors, with the samples along dimension 0"
@@ -60,7 +62,7 @@ def agreed_rows(
             raise ValueError(
                 f"{who} are no tensors with the same number of samples along dimension 0; pass such tensors"
             )
-    if wanted not in (_NOT_ASKED, rows):
+    if wanted not in (_NOT_NEEDED, rows):
         raise ValueError(
             f"{group.me}: pipeline: rank {group.ranks[first]} passes inputs of {rows} samples, and rank "
             f"{group.ranks[last]} targets of {wanted}; pass the same batch on both"
@@ -73,28 +75,27 @@ def agreed_rows(
     return rows
 
 
-_WHICH = {"inputs": "first", "targets": "last"}
-
-
 def _rows_of_batch(batch: Sequence[torch.Tensor] | None) -> int:
     if batch is None:
-        return _NOT_ASKED
+        return _NOT_NEEDED
     if not batch:
         return _MISSING
-    if not all(isinstance(each, torch.Tensor) and each.ndim and each.size(0) == batch[0].size(0) for each in batch):
+    if not all(isinstance(part, torch.Tensor) and part.ndim and part.size(0) == batch[0].size(0) for part in batch):
         return _UNEVEN
     return batch[0].size(0)
 
 
 def into_stages(layers: Sequence[nn.Module], stages: int, split: Sequence[int] | None) -> list[list[int]]:
-    """Returns which layers each stage has.
+    """Divides layers into stages; returns the indices of each stage's layers.
 
     Args:
-        split: how many layers each stage has; None divides them so that the largest stage has as few parameters as
-            possible, counting a layer without parameters as one.
+        layers: the layers of the model.
+        stages: the number of stages.
+        split: the number of layers of each stage. None minimizes the parameters of the largest stage, where each layer
+            counts as one parameter more than it has.
 
     Raises:
-        ValueError: there are fewer layers than stages, or `split` does not fit.
+        ValueError: there are fewer layers than stages, or `split` does not match them.
     """
     if split is not None:
         if len(split) != stages or sum(split) != len(layers) or min(split) < 1:
@@ -110,7 +111,7 @@ def into_stages(layers: Sequence[nn.Module], stages: int, split: Sequence[int] |
 
 
 def _balanced(weights: Sequence[int], parts: int) -> list[list[int]]:
-    """Returns consecutive parts of which the heaviest is as light as possible, by bisection."""
+    """Divides indices into consecutive parts so that the heaviest is as light as possible, by bisection."""
     low, high = max(weights), sum(weights)
     while low < high:
         middle = (low + high) // 2
@@ -122,26 +123,26 @@ def _balanced(weights: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def _filled(weights: Sequence[int], most: int, parts: int) -> list[list[int]]:
-    """Fills parts up to `most`, but leaves at least one element for each part that is still to come."""
+    """Fills parts up to a weight of `most`, but leaves at least one element for each further part."""
     filled: list[list[int]] = [[]]
-    weight = 0
-    for at, each in enumerate(weights):
-        still_to_come = parts - len(filled)
-        if filled[-1] and (weight + each > most or len(weights) - at <= still_to_come):
+    total = 0
+    for index, weight in enumerate(weights):
+        further = parts - len(filled)
+        if filled[-1] and (total + weight > most or len(weights) - index <= further):
             filled.append([])
-            weight = 0
-        filled[-1].append(at)
-        weight += each
+            total = 0
+        filled[-1].append(index)
+        total += weight
     return filled
 
 
 def into_micro_batches(batch: tuple[torch.Tensor, ...], micro_batches: int) -> list[tuple[torch.Tensor, ...]]:
-    """Returns the rows of each tensor as evenly divided as possible."""
-    return list(zip(*(each.tensor_split(micro_batches) for each in batch), strict=True))
+    """Divides the rows of each tensor as evenly as possible."""
+    return list(zip(*(part.tensor_split(micro_batches) for part in batch), strict=True))
 
 
 class LossFunction(Protocol):
-    """What turns the last layer's output and the target of a micro-batch into its mean loss."""
+    """Computes a micro-batch's mean loss from the last layer's output and the target."""
 
     def __call__(self, output: Any, target: Any, /) -> torch.Tensor:
         """Returns a scalar."""
@@ -150,28 +151,29 @@ class LossFunction(Protocol):
 class Pipeline(nn.Module):
     """A model whose layers are divided among the ranks of a group, and through which micro-batches pass.
 
-    Each rank keeps only the layers of its stages, under the names that they have in the whole model, so the ranks'
-    `state_dict()`s are parts of the whole one. A step adds to `.grad`, as a backward does; optimizers, schedulers and
-    `zero_grad` are used as ever, on `pipeline.parameters()`.
+    Each rank keeps only the layers of its stages, with their names in the whole model, so that the `state_dict()`s of
+    the ranks are parts of the whole one. A step adds to `.grad`, as a backward does. Use optimizers, schedulers and
+    `zero_grad` as usual, with `pipeline.parameters()`.
 
     Args:
-        layers: the whole model, the same on every rank: an `nn.Sequential`, or a list of modules, each of which is
-            called with the output of the one before. A tuple of tensors becomes several arguments. What passes between
-            stages must have sizes that depend on the sizes of the batch only.
-        loss: called on the rank of the last stage with the output and the target of a micro-batch; returns their mean.
-        micro_batches: into how many a batch is divided. The bubble, in which ranks wait, is (p - 1) / (m + p - 1) of a
-            step with m micro-batches, p ranks and one stage a rank.
+        layers: the whole model, the same on every rank: an `nn.Sequential`, or a list of modules that are called
+            sequentially. A tuple of tensors is passed on as several arguments. The sizes of tensors between stages
+            may depend only on the sizes of the batch.
+        loss: a function of a micro-batch's output and target, called on the rank of the last stage; returns the mean
+            loss.
+        micro_batches: the number of micro-batches of a batch. The bubble, in which ranks wait, is (p - 1) / (m + p - 1)
+            of a step with m micro-batches, p ranks and one stage per rank.
         schedule: `1f1b`, `gpipe`, `interleaved` or `zero_bubble`; see docs/large-models.md.
-        stages_per_rank: more than 1 with `interleaved` only.
-        split: how many layers each stage has; by default such that the largest stage has as few parameters as possible.
+        stages_per_rank: the number of stages per rank; more than 1 with `interleaved` only.
+        split: the number of layers of each stage; by default the parameters of the largest stage are minimized.
         group: the ranks of the pipeline, such as `mesh.get_group("pp")`; the default group if None.
         data_parallel_group: the ranks that have the same stages and train on other samples, such as
-            `mesh.get_group("dp")`. Gradients are averaged over them while later stages still compute.
-        whole: the model that the layers of a list were taken from, if it has other names for them, such as
-            `blocks.0` for layer 1. Checkpoints then have its names, and the order of its parameters.
+            `mesh.get_group("dp")`. Gradients are averaged over them while other stages still compute.
+        whole: the model from which the layers of a list were taken, if it has other names for them, such as
+            `blocks.0` for layer 1. Checkpoints then use its names, and the order of its parameters.
 
     Raises:
-        ValueError: the schedule does not fit the numbers, there are too few layers, two stages share a weight, or
+        ValueError: the schedule does not support the numbers, there are too few layers, two stages share a weight, or
             `whole` has other layers.
 
     Example::
@@ -202,7 +204,7 @@ class Pipeline(nn.Module):
             raise ValueError("Pipeline: this rank is not in the group; make the pipeline on the group's ranks only")
         self._group: ProcessGroup = chosen
         self._replicas = None if data_parallel_group is None else resolve(data_parallel_group)
-        self._loss: LossFunction = partial(loss)  # a module of its own would become a part of this one
+        self._loss: LossFunction = partial(loss)  # a module would otherwise be registered as a submodule
         plan = make_pipeline_schedule(schedule, chosen.size(), micro_batches, stages_per_rank)
         self._train, self._infer = program_of(plan), program_of(forwards_only(plan))
         verify_program(self._train)
@@ -212,10 +214,10 @@ class Pipeline(nn.Module):
         numbers = [str(number) for number in range(len(listed))]
         names = list(layers._modules) if isinstance(layers, nn.Sequential) else numbers
         self._whole = describe_undivided(names, listed, whole)
-        self._stages = self._kept(names, listed, divided, plan)
+        self._stages = self._keep_own(names, listed, divided, plan)
         own = next(self.parameters(), None)
         self._device = torch.device("cpu") if own is None else own.device
-        self._transfers = StageTransport(chosen, micro_batches, self._device)
+        self._transport = StageTransport(chosen, micro_batches, self._device)
         self._forms: dict[tuple[str, bool, int], Forms] = {}
         self._recorded = RecordedSteps("pipeline")
 
@@ -226,7 +228,7 @@ class Pipeline(nn.Module):
 
     @property
     def whole(self) -> UndividedModel:
-        """The names of the whole model, of which this rank has a part."""
+        """The names of the whole model."""
         return self._whole
 
     @property
@@ -245,18 +247,18 @@ class Pipeline(nn.Module):
         """Runs the forwards and backwards of a batch, and adds its gradients to `.grad`; all ranks call this.
 
         Args:
-            inputs: a tensor, or a tuple of tensors, with the samples along dimension 0. Used by the first stage; other
+            inputs: a tensor, or a tuple of tensors, with the samples along dimension 0. The first stage uses it; other
                 ranks may pass None.
-            targets: the same for the last stage's loss.
-            scaler: multiplies the loss before the backward, such as `paceline.GradScaler(group=...)`.
+            targets: the targets for the last stage's loss, in the same form; other ranks may pass None.
+            scaler: a scaler of the loss, such as `paceline.GradScaler(group=...)`.
 
         Returns:
-            The mean loss over the batch, without the scale, a detached scalar, on every rank.
+            The unscaled mean loss over the batch, a detached scalar, on every rank.
 
         Raises:
-            ValueError: on all ranks, if a batch is missing, or has other sizes on the first and the last rank, or
-                fewer samples than there are micro-batches.
-            CollectiveTimeoutError: a rank did not come in time.
+            ValueError: a batch is missing, has other sizes on the first and the last rank, or has fewer samples than
+                there are micro-batches; raised on all ranks.
+            CollectiveTimeoutError: a rank did not call this in time.
             PeerLostError: a rank died.
         """
         rows = self._begin(inputs, targets, True)
@@ -290,30 +292,30 @@ class Pipeline(nn.Module):
             return None
         return _given(tuple(torch.cat(parts) for parts in zip(*outputs, strict=True)))
 
-    def _kept(
+    def _keep_own(
         self,
         names: Sequence[str],
         layers: Sequence[nn.Module],
         divided: Sequence[Sequence[int]],
         plan: PipelineSchedule,
     ) -> dict[int, Stage]:
-        """Takes this rank's layers over, under their names; returns its stages."""
+        """Registers this rank's layers under their names; returns its stages."""
         stages = {}
         for stage, numbers in enumerate(divided):
             if plan.ranks_of_stages[stage] == self._group.rank():
-                stages[stage] = Stage([layers[each] for each in numbers])
-                for each in numbers:
-                    self.add_module(names[each], layers[each])
+                stages[stage] = Stage([layers[number] for number in numbers])
+                for number in numbers:
+                    self.add_module(names[number], layers[number])
         return stages
 
     def _begin(self, inputs: Any, targets: Any, needs_targets: bool) -> int:
-        """Returns how many samples all ranks are about to work on."""
+        """Returns the number of samples of the batch, on which all ranks agree."""
         first = _several(inputs) if self.is_first else None
         last = _several(targets) if self.is_last and needs_targets else None
         return agreed_rows(self._group, self.plan, first, last)
 
     def _endings(self, targets: Any, weight: float) -> list[Ending]:
-        """Returns what computes the micro-batches' losses on the last stage's rank; `weight` is that of a sample."""
+        """Returns the micro-batches' loss functions on the last stage's rank; `weight` is the weight of a sample."""
         if not self.is_last:
             return []
         parts = self.plan.micro_batches
@@ -328,7 +330,7 @@ class Pipeline(nn.Module):
         """Starts to average the gradients of a stage over the replicas."""
         if self._replicas is None:
             return
-        if grads := [each.grad for each in stage.parameters if each.grad is not None]:
+        if grads := [parameter.grad for parameter in stage.parameters if parameter.grad is not None]:
             work = all_reduce_coalesced(grads, ReduceOp.AVG, self._replicas, async_op=True)
             assert work is not None, "it was started in the background"
             averages.append(work)
@@ -341,14 +343,14 @@ class Pipeline(nn.Module):
         endings: Sequence[Ending] = (),
         has_gradients: Callable[[Stage], None] = lambda stage: None,
     ) -> list[Value]:
-        """Carries a program out; returns the losses or outputs of the last stage, if it is here."""
+        """Runs a program; returns the losses or outputs of the last stage, or [] on other ranks."""
         divided = into_micro_batches(_several(inputs), self.plan.micro_batches) if self.is_first else []
         forms = self._forms.setdefault((program.plan.name, self.training, rows), Forms())
-        rank, stages, transfers = self._group.rank(), self._stages, self._transfers
+        rank, stages, transport = self._group.rank(), self._stages, self._transport
         try:
-            return Execution(program, rank, stages, transfers, forms, divided, endings, has_gradients).run()
+            return Execution(program, rank, stages, transport, forms, divided, endings, has_gradients).run()
         except BaseException:
-            transfers.forget()
+            transport.forget()
             for stage in stages.values():
                 stage.forget()
             raise

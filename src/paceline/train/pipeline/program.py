@@ -1,8 +1,7 @@
-"""A plan with the messages that it needs: what each rank computes, sends and receives, in order.
+"""PipelineProgram: a schedule with the messages between its ranks, their verification, and a simulation.
 
-Shows that a program computes what it should, in an order that cannot hang, and what it keeps in memory.
-
-How long a plan takes, if each task and each message takes a given time.
+`verify_program` proves that a program computes all tasks in an order that cannot hang, and counts the activations that
+it keeps. `simulate` computes the duration of a schedule from the durations of its tasks and messages.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from paceline.train.pipeline.schedule import PipelinePhase, PipelineSchedule, Ta
 
 
 class Cargo(Enum):
-    """What a message carries."""
+    """The content of a message."""
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
@@ -24,11 +23,14 @@ class Cargo(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StageMessage:
-    """What passes between two stages on different ranks.
+    """A message between two stages on different ranks.
 
     Attributes:
-        stage: the stage whose output or input it is: an activation is the output of `stage`, and a gradient that of
-            the input of `stage`.
+        cargo: the content.
+        stage: the sending stage; an activation is its output, a gradient is the gradient of its input.
+        micro_batch: the number of the micro-batch.
+        source: the sending rank.
+        target: the receiving rank.
     """
 
     cargo: Cargo
@@ -43,14 +45,14 @@ class StageMessage:
 
 
 class Action(Enum):
-    """What a rank does with a message."""
+    """An action of a rank on a message."""
 
     SEND = "send"
-    """Starts to send what the task before has computed."""
+    """Start to send the result of the previous task."""
     POST = "post"
-    """Says where the message is to be put, without waiting for it."""
+    """Start to receive the message."""
     AWAIT = "await"
-    """Waits for a message that was posted."""
+    """Wait for a message that was posted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +68,11 @@ Step = Task | StageTransfer
 
 @dataclass(frozen=True)
 class PipelineProgram:
-    """Everything that the ranks do in a step.
+    """All actions of the ranks in a step.
 
     Attributes:
-        steps: for each rank, in order.
+        plan: the schedule.
+        steps: the tasks and transfers of each rank, in order.
     """
 
     plan: PipelineSchedule
@@ -77,37 +80,32 @@ class PipelineProgram:
 
 
 def message_needed_by(task: Task, plan: PipelineSchedule) -> StageMessage | None:
-    """Returns the message that a task needs, or None if what it needs is on its rank."""
-    own = plan.ranks_of_stages[task.stage]
-    if task.phase is PipelinePhase.FORWARD and task.stage > 0:
-        source = plan.ranks_of_stages[task.stage - 1]
-        return None if source == own else StageMessage(Cargo.ACTIVATION, task.stage - 1, task.micro_batch, source, own)
-    if task.phase in (PipelinePhase.BACKWARD, PipelinePhase.INPUT) and task.stage < plan.stages - 1:
-        source = plan.ranks_of_stages[task.stage + 1]
-        return None if source == own else StageMessage(Cargo.GRADIENT, task.stage + 1, task.micro_batch, source, own)
-    return None
+    """Returns the message that a task needs, or None if its input is on the same rank."""
+    return _message(task, task.stage - (1 if task.phase is PipelinePhase.FORWARD else -1), task.stage, plan)
 
 
 def message_made_by(task: Task, plan: PipelineSchedule) -> StageMessage | None:
-    """Returns the message with what a task has computed, or None if it is used on its rank."""
-    own = plan.ranks_of_stages[task.stage]
-    if task.phase is PipelinePhase.FORWARD and task.stage < plan.stages - 1:
-        target = plan.ranks_of_stages[task.stage + 1]
-        return None if target == own else StageMessage(Cargo.ACTIVATION, task.stage, task.micro_batch, own, target)
-    if task.phase in (PipelinePhase.BACKWARD, PipelinePhase.INPUT) and task.stage > 0:
-        target = plan.ranks_of_stages[task.stage - 1]
-        return None if target == own else StageMessage(Cargo.GRADIENT, task.stage, task.micro_batch, own, target)
-    return None
+    """Returns the message with the result of a task, or None if it is used on the same rank."""
+    return _message(task, task.stage, task.stage + (1 if task.phase is PipelinePhase.FORWARD else -1), plan)
+
+
+def _message(task: Task, source: int, target: int, plan: PipelineSchedule) -> StageMessage | None:
+    """Returns the message of a task from stage `source` to stage `target`, if both exist, on different ranks."""
+    if task.phase is PipelinePhase.WEIGHT or not (0 <= source < plan.stages and 0 <= target < plan.stages):
+        return None
+    cargo = Cargo.ACTIVATION if task.phase is PipelinePhase.FORWARD else Cargo.GRADIENT
+    sender, receiver = plan.ranks_of_stages[source], plan.ranks_of_stages[target]
+    return None if sender == receiver else StageMessage(cargo, source, task.micro_batch, sender, receiver)
 
 
 def program_of(plan: PipelineSchedule, posted_ahead: int = 1) -> PipelineProgram:
-    """Returns the plan with its messages.
+    """Returns the schedule with its messages.
 
     Args:
-        posted_ahead: how many messages a rank posts before it needs them. With 1 a message arrives while the rank
-            computes what comes before. With 0 a rank posts a message only when it is the next thing that it waits for:
-            no post stands in the way of anything else, so that such a program ends even where messages of a rank
-            block one another.
+        plan: the schedule.
+        posted_ahead: the number of messages that a rank posts before it needs them. With 1 a message arrives while the
+            rank computes the previous tasks. With 0 a rank posts a message only when it waits for it next. Such a
+            program completes even if the messages of a rank block one another.
     """
     return PipelineProgram(plan, tuple(_of_rank(order, plan, posted_ahead) for order in plan.orders))
 
@@ -119,9 +117,8 @@ def _of_rank(order: tuple[Task, ...], plan: PipelineSchedule, posted_ahead: int)
     for task in order:
         message = message_needed_by(task, plan)
         if message is not None:
-            steps += [
-                StageTransfer(Action.POST, each) for each in wanted[taken + posted_ahead : taken + posted_ahead + 1]
-            ]
+            ahead = taken + posted_ahead
+            steps += [StageTransfer(Action.POST, later) for later in wanted[ahead : ahead + 1]]
             steps.append(StageTransfer(Action.AWAIT, message))
             taken += 1
         steps.append(task)
@@ -131,31 +128,32 @@ def _of_rank(order: tuple[Task, ...], plan: PipelineSchedule, posted_ahead: int)
 
 
 class PipelineFaultError(Exception):
-    """A pipeline's plan or program is wrong."""
+    """A pipeline's schedule or program is wrong."""
 
 
 @dataclass(frozen=True)
 class VerifiedProgram:
-    """What was found of a program that is right.
+    """Properties of a correct program.
 
     Attributes:
-        most_kept: for each rank, of how many micro-batches and stages it keeps activations at most.
+        most_kept: the largest number of activations, by micro-batch and stage, that each rank keeps.
     """
 
     most_kept: tuple[int, ...]
 
 
 def verify_program(program: PipelineProgram, blocks: bool = False) -> VerifiedProgram:
-    """Checks that a program is complete, keeps every dependence, passes each message once, and ends.
+    """Checks that a program has all tasks, respects every dependence, passes each message once, and cannot hang.
 
     Args:
-        blocks: whether messages block one another: each rank then carries its sends out one after the other, and its
-            receives one after the other, in the order in which it started them, and a send ends only when it is
-            received. Paceline's messages do not, those of some other libraries do. A program that ends under this
-            rule has no receive that is posted too early.
+        program: the program.
+        blocks: whether messages block one another, as in some libraries but not in Paceline. Each rank then executes
+            its sends in order, and its receives in order, and a send completes only when it is received. A program
+            that completes under this rule posts no receive too early.
 
     Raises:
-        PipelineFaultError: it does not; the message names the task or message, and for a hang what each rank waits for.
+        PipelineFaultError: a check fails. The message names the task or message, or for a hang the step at which each
+            rank waits.
     """
     plan = program.plan
     _require_all_tasks(plan)
@@ -180,9 +178,9 @@ def _require_all_tasks(plan: PipelineSchedule) -> None:
                     f"{plan.name}: stage {stage} needs a forward and a backward of micro-batch {micro_batch}; there "
                     f"are {counted[forward]} forwards, {whole} backwards, and {parts[0]} and {parts[1]} parts of one"
                 )
-    strangers = [t for t in counted if t.stage >= plan.stages or t.micro_batch >= plan.micro_batches]
-    if strangers:
-        raise PipelineFaultError(f"{plan.name}: task {strangers[0]} belongs to no stage or micro-batch")
+    for task in counted:
+        if task.stage >= plan.stages or task.micro_batch >= plan.micro_batches:
+            raise PipelineFaultError(f"{plan.name}: task {task} belongs to no stage or micro-batch")
 
 
 def _require_all_messages(program: PipelineProgram) -> None:
@@ -201,28 +199,28 @@ def _require_all_messages(program: PipelineProgram) -> None:
 
 
 def _transfers(task: Task, plan: PipelineSchedule) -> list[StageTransfer]:
-    """Returns what a rank must do with messages for a task."""
+    """Returns a rank's actions on messages for a task."""
     taken, result = message_needed_by(task, plan), message_made_by(task, plan)
     before = [] if taken is None else [StageTransfer(Action.POST, taken), StageTransfer(Action.AWAIT, taken)]
     return before if result is None else [*before, StageTransfer(Action.SEND, result)]
 
 
 class _Rank:
-    """Where a rank is in its program, with the messages that it has started and that are not over."""
+    """The progress of a rank in its program, and its messages in flight."""
 
     def __init__(self, steps: tuple[Step, ...]) -> None:
         self.steps = steps
-        self.at = 0
+        self.position = 0
         self.sends: deque[StageMessage] = deque()
         self.receives: deque[StageMessage] = deque()
 
     @property
     def next(self) -> Step | None:
-        return self.steps[self.at] if self.at < len(self.steps) else None
+        return self.steps[self.position] if self.position < len(self.steps) else None
 
 
 def _run(program: PipelineProgram, blocks: bool) -> None:
-    """Lets all ranks go as far as they can, in any order: what is possible once stays possible."""
+    """Advances all ranks as far as they can, in any order, since a possible step stays possible."""
     plan, ranks = program.plan, [_Rank(steps) for steps in program.steps]
     computed: set[Task] = set()
     arrived: set[StageMessage] = set()
@@ -237,16 +235,16 @@ def _run(program: PipelineProgram, blocks: bool) -> None:
                     rank.sends.append(step.message)
                 elif step.action is Action.POST:
                     rank.receives.append(step.message)
-                rank.at += 1
+                rank.position += 1
                 moves = True
         moves = _deliver(ranks, arrived, blocks) or moves
-    stuck = [f"rank {number} at {_said(rank.next)}" for number, rank in enumerate(ranks) if rank.next is not None]
+    stuck = [f"rank {number} at {_step_text(step)}" for number, rank in enumerate(ranks) if (step := rank.next)]
     if stuck:
         raise PipelineFaultError(f"{plan.name}: the ranks wait for one another: {'; '.join(stuck)}")
 
 
 def _deliver(ranks: list[_Rank], arrived: set[StageMessage], blocks: bool) -> bool:
-    """Has messages arrive that are sent and posted; with `blocks`, those that are the first on both ranks."""
+    """Delivers messages that are sent and posted; with `blocks`, only if they are the first on both ranks."""
     before = len(arrived)
     for rank in ranks:
         for message in list(rank.sends)[: 1 if blocks else None]:
@@ -261,7 +259,7 @@ def _deliver(ranks: list[_Rank], arrived: set[StageMessage], blocks: bool) -> bo
 def _is_possible(step: Step, plan: PipelineSchedule, computed: set[Task], arrived: set[StageMessage]) -> bool:
     if isinstance(step, StageTransfer):
         return step.action is not Action.AWAIT or step.message in arrived
-    missing = [task for task in _before(step, plan) if not any(each in computed for each in task)]
+    missing = [tasks for tasks in _before(step, plan) if computed.isdisjoint(tasks)]
     if missing and all(plan.ranks_of_stages[t.stage] == plan.ranks_of_stages[step.stage] for t in missing[0]):
         raise PipelineFaultError(f"{plan.name}: task {step} comes before {missing[0][0]} on its own rank")
     message = message_needed_by(step, plan)
@@ -271,7 +269,7 @@ def _is_possible(step: Step, plan: PipelineSchedule, computed: set[Task], arrive
 
 
 def _before(task: Task, plan: PipelineSchedule) -> list[tuple[Task, ...]]:
-    """Returns what must be computed before a task, each as alternatives; other ranks' tasks are known by messages."""
+    """Returns the tasks that a task needs without a message, each with its alternatives."""
     stage, micro_batch = task.stage, task.micro_batch
     if task.phase is PipelinePhase.WEIGHT:
         return [(Task(stage, micro_batch, PipelinePhase.INPUT),)]
@@ -298,8 +296,8 @@ def _most_kept(order: tuple[Task, ...]) -> int:
     return most
 
 
-def _said(step: Step | None) -> str:
-    return str(step) if isinstance(step, Task) else f"{step.action.value} {step.message}" if step else "its end"
+def _step_text(step: Step) -> str:
+    return str(step) if isinstance(step, Task) else f"{step.action.value} {step.message}"
 
 
 UNIT: Mapping[PipelinePhase, float] = {
@@ -308,16 +306,17 @@ UNIT: Mapping[PipelinePhase, float] = {
     PipelinePhase.WEIGHT: 1.0,
     PipelinePhase.BACKWARD: 2.0,
 }
-"""A forward as long as either half of a backward, which is about right for layers of matrices."""
+"""Durations of the phases where a forward takes as long as each half of a backward, as about in linear layers."""
 
 
 @dataclass(frozen=True)
 class PipelineTiming:
-    """When the tasks of a plan are carried out, in seconds from the first one's beginning.
+    """The times of a schedule's tasks, in seconds from the beginning of the first one.
 
     Attributes:
-        begins: when each task begins, and `ends` when it is over.
-        busy: for how long each rank computes.
+        begins: the time at which each task begins.
+        ends: the time at which each task ends.
+        busy: the time that each rank computes.
     """
 
     begins: Mapping[Task, float]
@@ -326,12 +325,12 @@ class PipelineTiming:
 
     @property
     def length(self) -> float:
-        """How long the step takes."""
+        """The duration of the step."""
         return max(self.ends.values())
 
     @property
     def bubble(self) -> float:
-        """For which share of the step the ranks wait, on average."""
+        """The average share of the step that ranks spend waiting."""
         return 1.0 - sum(self.busy) / (len(self.busy) * self.length)
 
 
@@ -340,11 +339,12 @@ def simulate(
     times: Mapping[PipelinePhase, float] | Callable[[Task], float] = UNIT,
     message_s: float = 0.0,
 ) -> PipelineTiming:
-    """Returns when everything happens.
+    """Computes the times of a schedule's tasks.
 
     Args:
-        times: how long each phase takes, or a function that says it for each task.
-        message_s: how long after the end of a task its result is on another rank.
+        plan: the schedule.
+        times: the duration of each phase, or a function that returns the duration of a task.
+        message_s: the seconds from the end of a task to the arrival of its result on another rank.
     """
     lasts: Callable[[Task], float] = times if callable(times) else lambda task: times[task.phase]
     begins: dict[Task, float] = {}
@@ -365,7 +365,7 @@ def simulate(
 
 
 def _ready(task: Task, plan: PipelineSchedule, ends: Mapping[Task, float], message_s: float) -> float | None:
-    """Returns when a task has what it needs; None if that is not known yet."""
+    """Returns the time at which a task's inputs are available, or None if it is not known yet."""
     message = message_needed_by(task, plan)
     travels = 0.0 if message is None else message_s
     if task.phase is PipelinePhase.WEIGHT:

@@ -1,6 +1,4 @@
-"""What the ranks of a pipeline compute, in which order, as data.
-
-The schedules of the literature.
+"""PipelineSchedule: the order of each rank's computations as data, with the schedules of the literature.
 
 | name | source |
 | --- | --- |
@@ -18,17 +16,17 @@ from enum import Enum
 
 
 class PipelinePhase(Enum):
-    """What is computed for a micro-batch in a stage.
+    """A computation for a micro-batch in a stage.
 
-    A BACKWARD is an INPUT followed by a WEIGHT; schedules without a bubble of the backward separate the two.
+    A BACKWARD is an INPUT followed by a WEIGHT; zero-bubble schedules separate the two.
     """
 
     FORWARD = "F"
     BACKWARD = "B"
     INPUT = "I"
-    """The gradient of the stage's input, for which the stage before waits."""
+    """The gradient of the stage's input, for which the previous stage waits."""
     WEIGHT = "W"
-    """The gradients of the stage's weights, for which nobody waits."""
+    """The gradients of the stage's weights, for which no stage waits."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -45,13 +43,13 @@ class Task:
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """What each rank computes in a step.
+    """The computations of each rank in a step.
 
     Attributes:
-        name: what the schedule is called.
+        name: the name of the schedule.
         ranks_of_stages: the rank that has each stage.
-        micro_batches: into how many a batch is divided.
-        orders: for each rank, its tasks in the order in which it carries them out.
+        micro_batches: the number of micro-batches of a batch.
+        orders: the tasks of each rank in the order of execution.
     """
 
     name: str
@@ -96,7 +94,7 @@ def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> Pip
     """Returns the schedule in which rank r has the stages r, r + ranks, r + 2 ranks and so on.
 
     Raises:
-        ValueError: the number of micro-batches is no multiple of that of ranks.
+        ValueError: the number of micro-batches is not a multiple of the number of ranks.
     """
     if micro_batches % ranks:
         raise ValueError(
@@ -123,9 +121,9 @@ def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> Pip
 
 
 def zero_bubble(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> PipelineSchedule:
-    """Returns 1F1B with weight gradients put off to where a rank would wait; it keeps no more activations than 1F1B.
+    """Returns 1F1B with weight gradients deferred into time that a rank would spend idle, and no more activations.
 
-    The first rank delays no weight gradient, and the last as many as there are ranks before it.
+    The first rank defers no weight gradient, and each further rank one more.
     """
     _require_single(stages_per_rank, "zero_bubble")
     orders = []
@@ -160,10 +158,10 @@ SCHEDULES: dict[str, Callable[[int, int, int], PipelineSchedule]] = {
 
 
 def make_pipeline_schedule(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> PipelineSchedule:
-    """Returns the schedule of that name.
+    """Returns the schedule named `name`.
 
     Raises:
-        ValueError: there is none, or it does not fit the numbers.
+        ValueError: the name is unknown, or the schedule does not support the numbers.
     """
     if name not in SCHEDULES:
         raise ValueError(f"pipeline: there is no schedule {name!r}; there are {', '.join(SCHEDULES)}")
@@ -174,9 +172,9 @@ def make_pipeline_schedule(name: str, ranks: int, micro_batches: int, stages_per
 
 
 def _alternated(forwards: list[Task], backwards: list[Task], ahead: int) -> tuple[Task, ...]:
-    """Returns `ahead` forwards, then a forward and a backward in turns as long as there are any."""
+    """Returns `ahead` forwards, then forwards and backwards in turns, then the remaining backwards."""
     later: Iterable[Task] = forwards[ahead:]
-    turns = [each for pair in zip(later, backwards, strict=False) for each in pair]
+    turns = [task for pair in zip(later, backwards, strict=False) for task in pair]
     return (*forwards[:ahead], *turns, *backwards[len(forwards) - ahead :])
 
 

@@ -1,10 +1,9 @@
-"""The computation of one stage: forwards and backwards of micro-batches.
+"""Stage: the computation of one stage, with forwards and backwards of micro-batches.
 
-Puts off the gradients of linear layers' weights, so that a backward computes what other stages wait for first.
-
-In the backward of a linear layer y = x W' + b, the gradient of x is passed on at once, and what is needed for that of W
-and b is kept; `Delayed.finish` computes it later. Other layers' weights get their gradients at once, which is right but
-shifts less work. The idea is that of the implementation of Qi et al. 2023, "Zero Bubble Pipeline Parallelism".
+`DelayedWeights` defers the gradients of linear layers' weights, so that a backward first computes the gradients for
+which other stages wait. In the backward of a linear layer y = x W' + b, the gradient of x is computed at once, and the
+operands of the gradients of W and b are kept for `finish`. Other layers' weights get their gradients at once, which is
+correct but defers less work. This follows the implementation of Qi et al. 2023, "Zero Bubble Pipeline Parallelism".
 """
 
 from __future__ import annotations
@@ -18,22 +17,25 @@ from torch.autograd import Function
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+Value = tuple[torch.Tensor, ...]
+"""One or several tensors that are passed between stages."""
 
-class Delayed(TorchFunctionMode):
-    """While it is entered, linear layers put off the gradients of their weights."""
+
+class DelayedWeights(TorchFunctionMode):
+    """A context in which linear layers defer the gradients of their weights."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._kept: list[Callable[[], None]] = []
+        self._deferred: list[Callable[[], None]] = []
 
     def finish(self) -> None:
-        """Adds the gradients that were put off to those of the weights."""
-        for each in self._kept:
-            each()
-        self._kept.clear()
+        """Computes the deferred gradients, and adds them to the gradients of the weights."""
+        for add in self._deferred:
+            add()
+        self._deferred.clear()
 
     def keep(self, input: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Notes what the gradients of a layer's weights are computed from."""
+        """Stores the operands of the gradients of a layer's weights."""
 
         def add() -> None:
             rows = grad.flatten(0, -2) if grad.ndim > 1 else grad.unsqueeze(0)
@@ -42,7 +44,7 @@ class Delayed(TorchFunctionMode):
             if bias is not None:
                 _accumulate(bias, rows.sum(0))
 
-        self._kept.append(add)
+        self._deferred.append(add)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -56,9 +58,9 @@ class Delayed(TorchFunctionMode):
 def _layer(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
-    """Returns the arguments of a layer whose gradients can be put off; None if they cannot."""
+    """Returns the arguments of a layer if its gradients can be deferred, or None."""
     weights = [weight] if bias is None else [weight, bias]
-    if not all(each.is_leaf and each.requires_grad and not each._backward_hooks for each in weights):
+    if not all(param.is_leaf and param.requires_grad and not param._backward_hooks for param in weights):
         return None
     device = input.device.type
     if torch.is_autocast_enabled(device):
@@ -69,7 +71,7 @@ def _layer(
 class _Linear(Function):
     @staticmethod
     def forward(
-        ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, delayed: Delayed
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, delayed: DelayedWeights
     ) -> torch.Tensor:
         ctx.save_for_backward(input)
         ctx.weights, ctx.delayed = (weight, bias), delayed
@@ -91,21 +93,17 @@ def _accumulate(parameter: torch.Tensor, grad: torch.Tensor) -> None:
             parameter.grad += grad
 
 
-Value = tuple[torch.Tensor, ...]
-"""What passes between stages: one tensor or several."""
-
-
 class Stage:
     """Some consecutive layers of a model.
 
     Args:
-        layers: they are called one after the other; several outputs become several arguments.
+        layers: the layers, which are called sequentially; several outputs are passed as several arguments.
     """
 
     def __init__(self, layers: list[nn.Module]) -> None:
         self._layers = layers
         self._forwards: dict[int, tuple[Value, Value]] = {}
-        self._delayed: dict[int, Delayed] = {}
+        self._delayed: dict[int, DelayedWeights] = {}
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -113,7 +111,7 @@ class Stage:
         return list(nn.ModuleList(self._layers).parameters())
 
     def run(self, value: Value) -> Value:
-        """Returns what the layers make of `value`."""
+        """Returns the output of the layers for `value`."""
         for layer in self._layers:
             output = layer(*value)
             value = output if isinstance(output, tuple) else (output,)
@@ -125,15 +123,17 @@ class Stage:
         """Runs a forward whose backward will follow.
 
         Args:
-            ending: turns the last stage's output into a loss, from which the backward starts.
-            is_split: whether the gradients of weights are put off until `weight`.
+            micro_batch: the number of the micro-batch.
+            value: the inputs.
+            ending: a function that computes the loss from the last stage's output; the backward starts from the loss.
+            is_split: whether to defer the gradients of weights until `weight`.
 
         Returns:
             The outputs, or the loss, without their graph.
         """
-        inputs = tuple(each.detach().requires_grad_(each.requires_grad) for each in value)
+        inputs = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in value)
         if is_split:
-            self._delayed[micro_batch] = Delayed()
+            self._delayed[micro_batch] = DelayedWeights()
             with self._delayed[micro_batch]:
                 outputs = self.run(inputs)
         else:
@@ -141,30 +141,29 @@ class Stage:
         if ending is not None:
             outputs = (ending(outputs),)
         self._forwards[micro_batch] = (inputs, outputs)
-        return tuple(each.detach().requires_grad_(each.requires_grad) for each in outputs)
+        return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs)
 
     def backward(self, micro_batch: int, grads: Value) -> Value:
         """Runs the backward of a micro-batch.
 
         Args:
-            grads: the gradients of the outputs that need one; of a loss there is none.
+            micro_batch: the number of the micro-batch.
+            grads: the gradients of the outputs that need one, or () if the output is a loss.
 
         Returns:
             The gradients of the inputs that need one.
         """
         inputs, outputs = self._forwards.pop(micro_batch)
-        needing = [each for each in outputs if each.requires_grad]
-        if needing:
-            torch.autograd.backward(needing, list(grads) or None)
-        return tuple(
-            torch.zeros_like(each) if each.grad is None else each.grad for each in inputs if each.requires_grad
-        )
+        trained = [output for output in outputs if output.requires_grad]
+        if trained:
+            torch.autograd.backward(trained, list(grads) or None)
+        return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs if x.requires_grad)
 
     def weight(self, micro_batch: int) -> None:
-        """Computes the gradients that the backward of a micro-batch put off."""
+        """Computes the gradients that the backward of a micro-batch deferred."""
         self._delayed.pop(micro_batch).finish()
 
     def forget(self) -> None:
-        """Drops what a step that failed has left."""
+        """Discards the leftovers of a failed step."""
         self._forwards.clear()
         self._delayed.clear()

@@ -1,5 +1,6 @@
-"""One copy of a model for all ranks of a host: they share the memory of its parameters, and each updates a part of it.
+"""One copy of a model per host: the host's ranks share the memory of its parameters, and each updates a part.
 
-May use: `group` and below, and the other modules of `parallel`. Start reading at `optimizer.py`; `slices.py` decides
-which rank updates what, `parameters.py` holds the shared memory, and gradients travel in `exchange.py`.
+May use: `paceline.comm`, `train.zero`, `train.ddp`, `train.checks` and the modules of `train`. Start reading at
+`shared_model_optimizer.py`; `shared_shards.py` assigns slices to ranks, `shared_parameters.py` manages the shared
+memory, and `gradient_exchange.py` averages gradients.
 """

@@ -1,7 +1,7 @@
-"""Updates slices in the core, which applies an optimizer to averages while they are in the first-level cache.
+"""FusedUpdates: updates of slices in the C++ core, which applies them while the averages are in the first-level cache.
 
-The core does so for torch's Adam, AdamW and SGD with `fused=True`, which leaves it to the implementation how it rounds.
-Their state stays torch's: torch makes it in the first step, and saves and loads it.
+The core supports torch's Adam, AdamW and SGD with `fused=True`, whose rounding torch leaves to the implementation.
+Torch keeps their state: it creates it in the first step, and saves and loads it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _address = torch.Tensor.data_ptr
 
 
 class _Group(NamedTuple):
-    """The options of a parameter group in this step, and the state that each of its parameters then has."""
+    """The options of a parameter group in this step, and the names of the state tensors of its parameters."""
 
     options: _core.UpdateOptions
     state: Sequence[str]
 
 
 class _Plan(NamedTuple):
-    """The update of a round; `tensors` keeps the memory whose `addresses` it has."""
+    """The update of a round; `tensors` keeps the memory at its `addresses` alive."""
 
     update: _core.Update
     tensors: Sequence[torch.Tensor]
@@ -37,16 +37,16 @@ class _Plan(NamedTuple):
 
 
 class FusedUpdates:
-    """Gives each round the update with which the core does what `optimizer` would do.
+    """Creates the update with which the core makes a round's part of a step of `optimizer`.
 
     Args:
-        optimizer: an optimizer of the slices that this rank owns, to which no parameter group is added any more.
+        optimizer: an optimizer of the slices that this rank owns; its parameter groups are final.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._place_of = {
-            id(updated): at for at, group in enumerate(optimizer.param_groups) for updated in group["params"]
+        self._group_of = {
+            id(updated): index for index, group in enumerate(optimizer.param_groups) for updated in group["params"]
         }
         self._plans: weakref.WeakKeyDictionary[ReadyRound, _Plan] = weakref.WeakKeyDictionary()
         self._groups: list[_Group] = []  # empty if torch has to make this step
@@ -57,7 +57,7 @@ class FusedUpdates:
         self._groups = [group for group in groups if group is not None] if all(groups) else []
 
     def begin(self, ready: ReadyRound) -> _core.Update | None:
-        """Returns the update of this round, which counts as made; None if torch has to make it."""
+        """Returns the update of this round for the core to apply, or None if torch has to apply it."""
         tensors = self._tensors(ready) if self._groups else None
         if not tensors:
             return None
@@ -70,47 +70,47 @@ class FusedUpdates:
         return plan.update
 
     def _tensors(self, ready: ReadyRound) -> list[torch.Tensor] | None:
-        """Returns what the round updates, each followed by its state; None if torch has not made all state yet."""
+        """Returns the updated tensors, each followed by its state, or None if torch has not created all state yet."""
         tensors: list[torch.Tensor] = []
         for updated, _ in ready.averages:
             tensors.append(updated)
-            names = self._groups[self._place_of[id(updated)]].state
+            names = self._groups[self._group_of[id(updated)]].state
             if names:
                 state = self._optimizer.state.get(updated, {})
-                tensors += [each for name in names if (each := state.get(name)) is not None]
+                tensors += [tensor for name in names if (tensor := state.get(name)) is not None]
                 if not all(name in state for name in names):
                     return None
         return tensors
 
     def _are_usable(self, ready: ReadyRound) -> bool:
-        """Returns whether the core can work with the types and layouts of this round's state."""
+        """Returns whether the core supports the types and layouts of this round's state."""
         for updated, _ in ready.averages:
             state = self._optimizer.state.get(updated, {})
-            for name in self._groups[self._place_of[id(updated)]].state:
-                each = state[name]
-                alike = (
-                    each.dtype is torch.float32
+            for name in self._groups[self._group_of[id(updated)]].state:
+                tensor = state[name]
+                is_usable = (
+                    tensor.dtype is torch.float32
                     if name == "step"
-                    else each.dtype is updated.dtype and each.stride() == updated.stride()
+                    else tensor.dtype is updated.dtype and tensor.stride() == updated.stride()
                 )
-                if not alike or not each.is_cpu:
+                if not is_usable or not tensor.is_cpu:
                     return False
         return ready.sums.dtype in _DTYPES
 
     def _plan(self, ready: ReadyRound, tensors: Sequence[torch.Tensor]) -> _Plan:
         addresses = list(map(_address, tensors))
-        runs, at = [], 0
+        runs, start = [], 0
         for updated, _ in ready.averages:
-            place = self._place_of[id(updated)]
-            width = 1 + len(self._groups[place].state)
-            param, first, second, steps = (*addresses[at : at + width], 0, 0, 0)[:4]
-            runs.append((param, first, second, steps, updated.nbytes, place))
-            at += width
+            group = self._group_of[id(updated)]
+            width = 1 + len(self._groups[group].state)
+            param, first, second, steps = (*addresses[start : start + width], 0, 0, 0)[:4]
+            runs.append((param, first, second, steps, updated.nbytes, group))
+            start += width
         return _Plan(_core.Update(DTYPE_CODES[ready.sums.dtype], runs), tensors, addresses)
 
 
 def _options_of(optimizer: Optimizer, group: Mapping[str, Any]) -> _Group | None:
-    """Returns the options of a parameter group for the core, None if torch has to update it."""
+    """Returns the options of a parameter group for the core, or None if the core does not support them."""
     if not group.get("fused") or group.get("amsgrad"):
         return None
     lr, weight_decay, maximize = float(group["lr"]), float(group["weight_decay"]), bool(group["maximize"])

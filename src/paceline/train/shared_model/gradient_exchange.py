@@ -1,6 +1,6 @@
-"""Sums the gradients of all ranks, a round at a time, into memory of the ranks that own them.
+"""GradientExchange: sums the gradients of all ranks, one round at a time, into memory of the ranks that own them.
 
-The groups over which gradients are summed: the ranks of a host, and those that own the same slices on all hosts.
+Gradients are summed over the ranks of a host, and then over the ranks that own the same slices on all hosts.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class HostGroups:
     """The groups of a rank.
 
     Attributes:
-        whole: all ranks.
-        host: those of this host.
-        across: one of each host, which own the same slices; None if there is one host.
-        ranks: those of this host, by which they share memory.
-        is_first: whether this is the host of the whole group's first rank.
+        whole: the group of all ranks.
+        host: the group of this host's ranks.
+        across: the group of the ranks that own the same slices, one per host; None if there is only one host.
+        ranks: this host's ranks, as they share memory.
+        is_first: whether the whole group's first rank is on this host.
     """
 
     whole: ProcessGroup
@@ -45,10 +45,10 @@ class HostGroups:
 
 
 def groups_by_host(group: ProcessGroup) -> HostGroups:
-    """Divides the ranks of `group` by their hosts; every rank calls this.
+    """Divides the ranks of `group` by host; every rank calls this.
 
     Raises:
-        ValueError: the group's engine does not connect the ranks of a host by shared memory, or the hosts have
+        ValueError: the group's engine does not use shared memory between the ranks of a host, or the hosts have
             different numbers of ranks; raised on every rank.
     """
     ranks = host_ranks(group)
@@ -58,30 +58,30 @@ def groups_by_host(group: ProcessGroup) -> HostGroups:
             "SharedModelOptimizer needs the engine 'paceline'"
         )
     everyone = {tuple(json.loads(data)) for data in group.all_gather_bytes(json.dumps(ranks.here).encode())}
-    hosts = [list(here) for here in sorted(everyone)]
+    hosts = list(map(list, sorted(everyone)))
     if len(hosts) == 1:
         return HostGroups(group, group, None, ranks, True)
-    sizes = [len(here) for here in hosts]
+    sizes = list(map(len, hosts))
     if len(set(sizes)) > 1:
         raise ValueError(
             f"{group.me}: the hosts have {sizes} ranks; the slices that a rank owns must be the same on every host, so "
             "a SharedModelOptimizer needs hosts with the same number of ranks"
         )
     host = split_group(group, hosts, group_desc="ranks of this host, which share a model")
-    across = split_group(group, [list(each) for each in zip(*hosts, strict=True)], group_desc="owners of a slice")
+    across = split_group(group, list(map(list, zip(*hosts, strict=True))), group_desc="owners of a slice")
     assert not isinstance(host, NonMember)
     assert not isinstance(across, NonMember)
     return HostGroups(group, host, across, ranks, ranks.here == hosts[0])
 
 
-class Exchange:
+class GradientExchange:
     """Averages gradients over the ranks of `groups`.
 
     Args:
-        shards: what each rank owns.
+        shards: the slices that each rank owns.
         names: the names of the parameters, in the order of `shards.by_param`.
         groups: the ranks.
-        check: looks at this rank's gradients before they are averaged.
+        check: a check of this rank's gradients before they are averaged, or None.
         by_round: whether the averages of a round are used before the next round.
     """
 
@@ -102,38 +102,39 @@ class Exchange:
         self._by_round = by_round
         self._averages = groups.across is None  # whether the sum within the host is divided at once
         self._applies_updates = shards.cuts and self._averages and applies_updates(groups.host)
-        # - What the ranks have agreed on
-        self._anywhere: list[bool] = []  # which parameters have a gradient on any rank
-        self.idle = 0  # how many ranks take part without inputs
-        self.divides_by_active = False  # whether ranks without inputs do not count
+        # - The ranks' agreement
+        self._anywhere: list[bool] = []  # whether each parameter has a gradient on any rank
+        self.idle = 0  # the number of ranks without inputs
+        self.divides_by_active = False  # whether sums are divided by the number of ranks with inputs
         # - This rank's gradients
-        self._here: list[bool] = []
+        self._present: list[bool] = []  # whether each parameter has a gradient on this rank
         self._buckets: list[tuple[list[int], BucketGradients]] = []
         self._addresses: list[int] = []  # 0 without a gradient
         self._kept: list[torch.Tensor] = []
-        self._source: list[tuple[torch.Tensor | None, int]] = []  # of the averages that `step` will find, and versions
-        # - Where the averages go
+        self._source: list[tuple[torch.Tensor | None, int]] = []  # the averaged gradients, with their versions
+        # - The memory of the averages
         self._layouts: dict[tuple[bool, ...], RoundLayout] = {}
-        self._given: RoundLayout | None = None  # the one in which the shards' gradients lie
-        self._zeros = torch.zeros(0, dtype=torch.uint8)  # stand in for what this rank does not have
+        self._current: RoundLayout | None = None  # the layout whose sums are the shards' gradients
+        self._zeros = torch.zeros(0, dtype=torch.uint8)  # in place of gradients that this rank does not have
 
-    def agree(self, changed: str | None, takes_part: bool, needs_averages: bool) -> bool:
-        """Waits until all ranks are in their step, so that none reads parameters any more.
+    def agree(self, changed: str | None, has_inputs: bool, needs_averages: bool) -> bool:
+        """Waits until all ranks are in their step, so that no rank reads parameters any more.
 
         Args:
-            changed: what somebody has done to the parameters that they must not do.
-            takes_part: False on a rank that has run out of inputs.
-            needs_averages: whether this rank's gradients have still to be averaged.
+            changed: the description of a forbidden change to the parameters, or None.
+            has_inputs: whether this rank has not run out of inputs.
+            needs_averages: whether this rank's gradients have not been averaged yet.
 
         Returns:
-            Whether any rank's gradients have to be averaged; then the ranks know which parameters have gradients.
+            Whether any rank's gradients have to be averaged. If so, the ranks have exchanged which parameters have
+            gradients.
 
         Raises:
             RuntimeError: parameters were changed on any rank; raised on every rank.
         """
-        here = [takes_part and param.grad is not None for param in self._params]
+        present = [has_inputs and param.grad is not None for param in self._params]
         facts = torch.tensor(
-            [changed is not None, needs_averages, here != self._anywhere, not takes_part], dtype=torch.int64
+            [changed is not None, needs_averages, present != self._anywhere, not has_inputs], dtype=torch.int64
         )
         self._groups.whole.all_reduce(facts)
         changes, needed, differ, self.idle = facts.tolist()
@@ -141,21 +142,21 @@ class Exchange:
             self._raise_changed(changed)
         if needed:
             if differ:
-                anywhere = torch.tensor(here, dtype=torch.uint8)
+                anywhere = torch.tensor(present, dtype=torch.uint8)
                 self._groups.whole.all_reduce(anywhere, ReduceOp.MAX)
-                self._anywhere = [bool(each) for each in anywhere.tolist()]
-            self._collect(here)
+                self._anywhere = list(map(bool, anywhere.tolist()))
+            self._collect(present)
         return bool(needed)
 
     def remember(self) -> None:
-        """Notes from which gradients the averages were made."""
+        """Records the gradients that have been averaged."""
         self._source = self._gradients()
 
     def is_outdated(self) -> bool:
-        """Returns whether there are other gradients than those from which the averages were made.
+        """Returns whether the gradients are not the tensors that have been averaged.
 
         Raises:
-            RuntimeError: somebody has written to those gradients.
+            RuntimeError: an averaged gradient was written to.
         """
         now = self._gradients()
         for name, (gradient, version), (other, earlier) in zip(self._names, now, self._source, strict=True):
@@ -169,40 +170,40 @@ class Exchange:
         return any(gradient is not other for (gradient, _), (other, _) in zip(now, self._source, strict=True))
 
     def forget(self) -> None:
-        """Forgets the averages."""
+        """Discards the averages."""
         self._source = []
 
     def release(self) -> None:
-        """Lets go of this rank's gradients, which have been averaged."""
+        """Releases this rank's gradients, which have been averaged."""
         self._kept = []
 
     def _gradients(self) -> list[tuple[torch.Tensor | None, int]]:
         gradients = [param.grad for param in self._params]
-        return [(each, -1 if each is None else each._version) for each in gradients]
+        return [(gradient, -1 if gradient is None else gradient._version) for gradient in gradients]
 
     def rounds(self, whole: bool) -> Sequence[ReadyRound]:
         """Returns the rounds that sum all gradients, and makes their results the gradients of the shards.
 
         Args:
-            whole: whether the results of all rounds are needed together.
+            whole: whether the results of all rounds are needed at the same time.
         """
         whole = whole or not self._by_round
         key = (whole, *self._anywhere)
         layout = self._layouts.get(key)
         if layout is None:
-            if len(self._layouts) >= 8:  # of a model whose layers are left out at random
+            if len(self._layouts) >= 8:  # a model that skips layers at random has many
                 self._layouts.clear()
             layout = self._layouts[key] = lay_out(self._shards, self._anywhere, whole)
-        if layout is not self._given:
+        if layout is not self._current:
             for shard in self._shards.mine():
                 if shard.updated is not None:
                     shard.updated.grad = None
             for ready in layout.rounds:
                 for updated, average in ready.averages:
                     updated.grad = average
-            self._given = layout
+            self._current = layout
         needed = layout.longest_padding
-        if self._here != self._anywhere:
+        if self._present != self._anywhere:
             needed = max(needed, layout.longest_run)
         if self._zeros.numel() < needed:
             self._zeros = torch.zeros(needed, dtype=torch.uint8)
@@ -210,7 +211,7 @@ class Exchange:
 
     @property
     def may_update(self) -> bool:
-        """Whether the core can apply an update to the averages of this step: they are then final in its cache."""
+        """Whether the core can apply an update to this step's averages, since the sums within the host are final."""
         return self._applies_updates and not (self.idle and self.divides_by_active)
 
     @torch.no_grad()
@@ -219,8 +220,8 @@ class Exchange:
 
         Args:
             ready: the round.
-            update: what the core applies to the averages of this rank, if anything.
-            stores: whether the averages are stored even though there is an `update`; without one they always are.
+            update: the update that the core applies to this rank's averages, or None.
+            stores: whether to store the averages in spite of an `update`; without an update they are always stored.
         """
         if self._shards.cuts:
             self._reduce_scatter(ready, update, stores or update is None)
@@ -234,9 +235,9 @@ class Exchange:
             size = self._groups.whole.size()
             ready.sums.mul_(size / (size - self.idle))
 
-    def first_active(self, takes_part: bool) -> int:
+    def first_active(self, has_inputs: bool) -> int:
         """Returns the first rank that has inputs; every rank calls this."""
-        everyone = self._groups.whole.all_gather_bytes(bytes([takes_part]))
+        everyone = self._groups.whole.all_gather_bytes(bytes([has_inputs]))
         return everyone.index(bytes([True]))
 
     def _reduce_scatter(self, ready: ReadyRound, update: _core.Update | None, stores: bool) -> None:
@@ -249,9 +250,9 @@ class Exchange:
 
     def _reduce_to_owners(self, ready: ReadyRound) -> None:
         for owner, reads in enumerate(ready.reads):
-            if not reads.places:
+            if not reads.params:
                 continue
-            gradients = [self._gradient(place) for place in reads.places]
+            gradients = [self._gradient(index) for index in reads.params]
             if owner == self._groups.host.rank():
                 for (_, average), gradient in zip(ready.averages, gradients, strict=True):
                     average.copy_(gradient)
@@ -262,45 +263,39 @@ class Exchange:
     def _op(self) -> ReduceOp:
         return ReduceOp.AVG if self._averages else ReduceOp.SUM
 
-    def _gradient(self, place: int) -> torch.Tensor:
-        gradient = self._params[place].grad if self._here[place] else None
-        if gradient is None:
-            return self._shards.by_param[place][0].zeros()
-        return self._shards.by_param[place][0].with_layout(gradient)
+    def _gradient(self, index: int) -> torch.Tensor:
+        gradient = self._params[index].grad if self._present[index] else None
+        shard = self._shards.by_param[index][0]
+        return shard.zeros() if gradient is None else shard.with_layout(gradient)
 
-    def _collect(self, here: list[bool]) -> None:
-        """Notes where this rank's gradients are."""
-        if here != self._here:
-            self._here = here
+    def _collect(self, present: list[bool]) -> None:
+        """Collects the addresses of this rank's gradients."""
+        if present != self._present:
+            self._present = present
             self._buckets = []
             for dtype in dict.fromkeys(param.dtype for param in self._params):
-                places = [at for at, each in enumerate(self._params) if here[at] and each.dtype == dtype]
-                if places:
-                    params = [nn_parameter(self._params[at]) for at in places]
-                    self._buckets.append((places, BucketGradients(params, [self._names[at] for at in places])))
+                indices = [i for i, param in enumerate(self._params) if present[i] and param.dtype == dtype]
+                if indices:
+                    params = [param for i in indices if isinstance(param := self._params[i], nn.Parameter)]
+                    assert len(params) == len(indices), "the optimizer has tensors that are no parameters"
+                    self._buckets.append((indices, BucketGradients(params, [self._names[i] for i in indices])))
         self._addresses = [0] * len(self._params)
         self._kept = []
-        for places, bucket in self._buckets:
+        for indices, bucket in self._buckets:
             memory = bucket.collect(copy_shared=False)
             assert memory is not None
             if self._check is not None:
                 self._check.look(bucket.names, memory.tensors, memory.pieces, bucket.dtype_code)
-            for place, address in zip(places, memory.pieces[0::2], strict=True):
-                self._addresses[place] = address
+            for index, address in zip(indices, memory.pieces[0::2], strict=True):
+                self._addresses[index] = address
             self._kept += memory.tensors
 
     def _raise_changed(self, changed: str | None) -> None:
         group = self._groups.whole
         everyone = [json.loads(data) for data in group.all_gather_bytes(json.dumps(changed).encode())]
-        told = [f"rank {rank} {what}" for rank, what in zip(group.ranks, everyone, strict=True) if what]
+        changes = [f"rank {rank} {change}" for rank, change in zip(group.ranks, everyone, strict=True) if change]
         raise RuntimeError(
-            f"{group.me}: since the last step, {and_more(told, 4)}. The ranks of a host share the parameters, so "
+            f"{group.me}: since the last step, {and_more(changes, 4)}. The ranks of a host share the parameters, so "
             "whatever one writes to them the others read, even in the middle of a forward. Write to them, or load "
             "them, within `with optimizer.full_parameters():` on every rank"
         )
-
-
-def nn_parameter(tensor: torch.Tensor) -> nn.Parameter:
-    """Returns the tensor, which must be a parameter."""
-    assert isinstance(tensor, nn.Parameter)
-    return tensor

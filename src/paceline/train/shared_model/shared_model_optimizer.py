@@ -1,7 +1,4 @@
-"""An optimizer with which the ranks of a host train one copy of the model.
-
-What SharedModelOptimizer does in `Join`: a rank without inputs updates the parameters that it owns.
-"""
+"""SharedModelOptimizer: trains one copy of a model on each host, shared by the host's ranks."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ from paceline.comm.record.spans import STEPS
 from paceline.train.checks.check_settings import choose_checks
 from paceline.train.checks.finite_check import GradientCheck
 from paceline.train.ddp.distributed_data_parallel import DistributedDataParallel
-from paceline.train.join import Join, Joinable, JoinHook
+from paceline.train.join import Join, Joinable
 from paceline.train.module_tensors import broadcast_tensors
 from paceline.train.shared_model.fused_updates import FusedUpdates
-from paceline.train.shared_model.gradient_exchange import Exchange, groups_by_host
+from paceline.train.shared_model.gradient_exchange import GradientExchange, groups_by_host
 from paceline.train.shared_model.shared_parameters import SharedParameters, named_with, unshareable_reason
 from paceline.train.shared_model.shared_shards import ReadyRound, SharedShards
 from paceline.train.zero.gradient_reducer import ClippingWatch, clip_scale, total_norm
@@ -35,75 +32,41 @@ from paceline.train.zero.partitioned_optimizer import (
 )
 from paceline.train.zero.shards import is_elementwise
 
-
-class SharedJoinHook(JoinHook):
-    """Takes part in the other ranks' steps without gradients of its own.
-
-    Args:
-        zero_grad: a function that clears the gradients.
-        update: a function that makes the optimizer's step.
-        divide_by: a function that is told whether gradients are divided by the number of all ranks.
-        by_initial: whether they are.
-    """
-
-    def __init__(
-        self,
-        zero_grad: Callable[[], None],
-        update: Callable[[], None],
-        divide_by: Callable[[bool], None],
-        by_initial: bool,
-    ) -> None:
-        self._zero_grad = zero_grad
-        self._update = update
-        self._divide_by = divide_by
-        divide_by(by_initial)
-
-    def main_hook(self) -> None:
-        """Makes the step."""
-        self._zero_grad()
-        self._update()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Copies no parameters, since all ranks have the same ones after every step."""
-        self._divide_by(True)
-
-
-# Of gradients that are averaged and applied together. What a round costs in Python, and in waiting for other ranks, is
-# little beside the work on so many bytes.
+# The least size of the gradients that are averaged and applied together. Beside the work on so many bytes, the cost of
+# a round in Python and in waiting for other ranks is small.
 LEAST_ROUND_BYTES = 4 << 20
 
 
 class SharedModelOptimizer(PartitionedOptimizer):
     """Trains one copy of a model on each host: its ranks share the parameters, and each updates a part of them.
 
-    The parameters become memory that all ranks of the host map. Each rank computes its own gradients. In `step` it
-    averages its part of them, which it reads out of the other ranks' memory, and updates that part of the parameters
-    with `optimizer_class` at once, while the averages are in the cache. Nothing is copied back, since all ranks see
+    The parameters are moved to memory that all ranks of the host map. Each rank computes its own gradients. In `step`,
+    a rank reads its slice of the gradients out of the other ranks' memory, averages it, and updates its slice of the
+    parameters with `optimizer_class` while the averages are in the cache. Nothing is copied back, since all ranks see
     the same parameters. A host of n ranks thus holds the parameters and the optimizer's state once instead of n times,
     and each rank does 1/n of the optimizer's work.
 
-    This is a class of its own, rather than an option of `ZeroRedundancyOptimizer`, because the parameters are no longer
-    a rank's own: whoever writes to them writes to those of all, so that nothing but this optimizer may do so (see
-    `full_parameters`). Nor does it have stages, or anything to overlap: all communication happens in `step`.
+    This is not an option of `ZeroRedundancyOptimizer`, because a rank no longer has parameters of its own: a write to
+    them is seen by all ranks, so only this optimizer may write to them (see `full_parameters`). It has no stages and
+    no overlap, since all communication happens in `step`.
 
-    Gradients stay each rank's own until `step`, and accumulate over several backwards without communication. Clip
+    Each rank keeps its own gradients until `step`; they accumulate over several backwards without communication. Clip
     them with `clip_grad_norm_` and scale losses with `paceline.GradScaler`, which work on the averages.
 
     Args:
         module: the model, plain or in a `DistributedDataParallel`, which then no longer averages gradients. Its
-            parameters are on the CPU; rank 0's parameters and buffers are copied to all ranks. Buffers remain each
-            rank's own, and are copied from rank 0 after each step.
-        optimizer_class: an optimizer that updates each parameter independently, such as `torch.optim.AdamW`. Those
-            of torch that treat each element by itself, and `paceline.Lion`, get flat slices of parameters, others whole
-            parameters.
+            parameters must be on the CPU. Rank 0's parameters and buffers are copied to all ranks. Each rank keeps
+            its own buffers, which are copied from rank 0 after each step.
+        optimizer_class: an optimizer that updates each parameter independently, such as `torch.optim.AdamW`. Torch's
+            elementwise optimizers and `paceline.Lion` get flat slices of parameters, others whole parameters.
         params: parameters or parameter groups of the module, as for any optimizer; all parameters if None.
-        process_group: the ranks; the default group if None. Several hosts must have equally many ranks.
+        process_group: the ranks; the default group if None. All hosts must have the same number of ranks.
         defaults: keyword arguments for `optimizer_class`.
 
     Raises:
         CollectiveMismatchError: parameters or arguments differ between ranks; raised on every rank.
-        TypeError: the optimizer evaluates the loss several times in a step, or `process_group` is not a group of
-            Paceline's.
+        TypeError: the optimizer evaluates the loss several times in a step, or `process_group` is not a Paceline
+            group.
         ValueError: the group's engine is not "paceline", hosts have different numbers of ranks, or a parameter cannot
             be shared, as the message says.
 
@@ -149,11 +112,13 @@ class SharedModelOptimizer(PartitionedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Averages the gradients and updates the parameters that this rank owns; every rank calls this.
 
-        It returns when all ranks of the host have updated theirs. The function `closure`, which computes the loss and
-        its gradients, is called once.
+        It returns when all ranks of the host have updated their parameters.
+
+        Args:
+            closure: a function that computes the loss and its gradients; it is called once.
 
         Raises:
-            TypeError: `torch.amp.GradScaler` steps it.
+            TypeError: `torch.amp.GradScaler` steps this optimizer.
             RuntimeError: a rank has written to the parameters since the last step, or a step has failed before;
                 raised on every rank.
         """
@@ -168,33 +133,33 @@ class SharedModelOptimizer(PartitionedOptimizer):
 
     @property
     def owns_gradients(self) -> bool:
-        """Whether only the owner of a shard has its averaged gradient, which is so."""
+        """True: only the owner of a shard has its averaged gradient."""
         return True
 
     @torch.no_grad()
-    def _update(self, takes_part: bool = True) -> None:
+    def _update(self, has_inputs: bool = True) -> None:
         assert self._inner is not None
         STEPS.begin(self, "one copy")
         self._consolidated = None
         copy_options(self.param_groups, self._inner.param_groups)
-        needs_averages = self._agree(takes_part)
+        needs_averages = self._agree(has_inputs)
         with self._parameters.updating():
             if needs_averages:
                 self._step_by_round()
             else:
                 self._inner.step()
-            self._send_buffers(takes_part)
-            self._groups.host.barrier()  # nobody reads a parameter before all are updated
+            self._send_buffers(has_inputs)
+            self._groups.host.barrier()  # no rank reads a parameter before all are updated
         self._forget_averages()
         copy_options(self._inner.param_groups, self.param_groups)
 
-    def _agree(self, takes_part: bool = True) -> bool:
-        """Waits until all ranks are here, and returns whether gradients have to be averaged."""
+    def _agree(self, has_inputs: bool = True) -> bool:
+        """Waits until all ranks have called this, and returns whether gradients have to be averaged."""
         self._parameters.require_whole()
         needs = not self._has_averages or self._exchange.is_outdated()
         if needs:
             self._watch.check()
-        return self._exchange.agree(self._parameters.changed(), takes_part, needs)
+        return self._exchange.agree(self._parameters.changed(), has_inputs, needs)
 
     def _forget_averages(self) -> None:
         self._has_averages = False
@@ -221,7 +186,7 @@ class SharedModelOptimizer(PartitionedOptimizer):
     def own_part(self) -> Optimizer:
         """Averages this step's gradients, and returns the inner optimizer with this rank's part of them.
 
-        Every rank calls this; `step` then applies what it finds in the inner optimizer's gradients.
+        Every rank calls this; `step` then applies the gradients that the inner optimizer holds.
         """
         assert self._inner is not None
         if self._join_config.enable:
@@ -239,7 +204,7 @@ class SharedModelOptimizer(PartitionedOptimizer):
         return self._inner
 
     def _averaged_rounds(self, whole: bool) -> Iterator[tuple[ReadyRound, bool]]:
-        """Yields each round when its gradients have been averaged, and whether the core has also updated it."""
+        """Yields each round after its gradients were averaged, and whether the core has also applied them."""
         in_core = self._exchange.may_update and not whole
         if in_core:
             self._core_updates.begin_step()
@@ -253,10 +218,10 @@ class SharedModelOptimizer(PartitionedOptimizer):
         self._exchange.release()
 
     def _average_under(self, check: GradientCheck, ready: ReadyRound, update: _core.Update | None) -> None:
-        """Averages the first round of a step, of which the check sees the averages where it needs them."""
+        """Averages the first round of a step, and passes the averages to the check."""
         self._steps += 1
         if check.has_found:
-            check.end(self._steps)  # before any rank applies such gradients to parameters, at which it then looks
+            check.end(self._steps)  # looks at the parameters too, so no rank may have applied such gradients yet
             self._exchange.average(ready, update)
             return
         self._exchange.average(ready, update, stores=check.is_looking)
@@ -268,7 +233,7 @@ class SharedModelOptimizer(PartitionedOptimizer):
         self._forget_averages()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters, the same on every rank; parameters that were added before keep their owners."""
+        """Adds parameters, the same on every rank; earlier parameters keep their owners."""
         super().add_param_group(param_group)
         if self._inner is None:
             return
@@ -280,7 +245,7 @@ class SharedModelOptimizer(PartitionedOptimizer):
         self._start()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Averages the gradients, and scales the averages so that their norm is at most `max_norm`; returns the norm.
+        """Averages the gradients and scales the averages to a norm of at most `max_norm`; returns the norm before that.
 
         Every rank calls this, before `step`. `torch.nn.utils.clip_grad_norm_` would clip this rank's own gradients.
         """
@@ -293,27 +258,26 @@ class SharedModelOptimizer(PartitionedOptimizer):
         return total.float()
 
     def full_parameters(self) -> AbstractContextManager[None]:
-        """Returns a context in which every rank has parameters of its own, which it may write to or load.
+        """Returns a context in which every rank has its own parameters, and may write to them or load them.
 
-        Every rank enters it. At its end the parameters of rank 0 become those of all ranks.
+        Every rank enters it. At its end, the parameters of rank 0 are copied to all ranks.
         """
         return self._parameters.private()
 
-    def join_hook(self, **kwargs: object) -> JoinHook:
-        """Returns what this optimizer does in `Join`; takes `divide_by_initial_world_size`."""
-        by_initial = bool(kwargs.get("divide_by_initial_world_size", True))
-        return SharedJoinHook(self.zero_grad, lambda: self._update(takes_part=False), self._divide_by, by_initial)
+    def _step_without_inputs(self) -> None:
+        self.zero_grad()
+        self._update(has_inputs=False)
 
-    def _divide_by(self, initial_world_size: bool) -> None:
-        self._exchange.divides_by_active = not initial_world_size
+    def _divide_by_initial(self, divides: bool) -> None:
+        self._exchange.divides_by_active = not divides
 
     def _own_state(self) -> dict[int, dict[str, object]]:
         return super()._own_state() if self._groups.is_first else {}  # the hosts have the same state
 
-    def _send_buffers(self, takes_part: bool) -> None:
+    def _send_buffers(self, has_inputs: bool) -> None:
         buffers = list(self._module.buffers())
         if buffers:
-            root = self._exchange.first_active(takes_part) if self._exchange.idle else 0
+            root = self._exchange.first_active(has_inputs) if self._exchange.idle else 0
             broadcast_tensors(buffers, self.process_group, root)
 
     def _named(self) -> dict[str, torch.Tensor]:
@@ -325,7 +289,7 @@ class SharedModelOptimizer(PartitionedOptimizer):
         in_groups = [shards[0].param for shards in self._shards.by_param]
         trained = {names[id(param)]: param for param in in_groups if param.requires_grad}
         self._check = GradientCheck(trained, self.process_group) if choose_checks(None).are_on else None
-        self._exchange = Exchange(
+        self._exchange = GradientExchange(
             self._shards,
             [names[id(param)] for param in in_groups],
             self._groups,

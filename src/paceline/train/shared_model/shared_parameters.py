@@ -1,10 +1,8 @@
-"""Parameters in memory that all ranks of a host map, and what keeps them from being written to at the wrong time.
+"""SharedParameters: parameters in memory that all ranks of a host map, and guards against wrong writes and reads.
 
-Nobody may write to them while a rank may read them, which is always but within `updating`: between the first call of
-a step, which ends when all ranks have made it, and the barrier at its end. Everything else that writes, such as
-`load_state_dict`, does so within `private`, to copies that a rank has for itself.
-
-Keeps half-updated parameters from being used or saved as if they were whole.
+Write to these parameters only inside `updating`, between the first collective of a step and the barrier at its end; at
+any other time other ranks may be reading them. All other writers, such as `load_state_dict`, write to a rank's own
+copies inside `private`. Half-updated parameters can be neither used nor saved.
 """
 
 from __future__ import annotations
@@ -28,9 +26,10 @@ from paceline.train.zero.shards import ALIGNMENT_BYTES, flat, is_dense
 
 
 class TornGuard:
-    """A hook of a module that raises an error while `reason` says why its parameters are not whole.
+    """A hook of a module that raises an error while its parameters are updated only in part.
 
-    Copies of the module, which have parameters of their own, get a guard of their own without a reason.
+    `reason` is the error's message, or None. A copy of the module, whose parameters are not shared, gets a new guard
+    without a reason.
     """
 
     def __init__(self) -> None:
@@ -45,14 +44,13 @@ class TornGuard:
         return TornGuard, ()
 
     def watch(self, module: nn.Module) -> None:
-        """Makes forwards and `state_dict` of the module raise while there is a reason."""
+        """Registers this guard for forwards and `state_dict` of the module."""
         module.register_forward_pre_hook(self)
         module.register_state_dict_pre_hook(self)
 
 
 _version = attrgetter("_version")
 _of_modules: weakref.WeakKeyDictionary[nn.Module, SharedParameters] = weakref.WeakKeyDictionary()
-
 
 _TORN = (
     "The parameters that the ranks of this host share are therefore updated only in part, and are those of no step; "
@@ -61,17 +59,17 @@ _TORN = (
 
 
 class SharedParameters:
-    """Puts parameters into memory that the ranks of a host share.
+    """Moves parameters to memory that the ranks of a host share.
 
     Args:
         group: all ranks, of this host and others.
-        ranks: those of this host.
-        module: the module that has the parameters.
+        ranks: the ranks of this host.
+        module: the module with the parameters.
     """
 
     @classmethod
     def of(cls, module: nn.Module, group: ProcessGroup, ranks: HostRanks) -> SharedParameters:
-        """Returns the object of this module, which several optimizers may have for different parameters."""
+        """Returns the module's object, which several optimizers of different parameters may use."""
         known = _of_modules.get(module)
         if known is None or known._group is not group:
             known = _of_modules[module] = cls(group, ranks, module)
@@ -82,14 +80,14 @@ class SharedParameters:
         self._ranks = ranks
         self._params: list[torch.Tensor] = []
         self._names: list[str] = []
-        self._shared: list[torch.Tensor] = []  # what the parameters' data is, but within `private`
+        self._shared: list[torch.Tensor] = []  # the parameters' data, except within `private`
         self._is_private = False
         self._torn = TornGuard()
         self._torn.watch(module)
         self.accept()
 
     def add(self, named: Mapping[str, torch.Tensor]) -> None:
-        """Moves those parameters that are not there yet, which are the same on all ranks; every rank calls this."""
+        """Moves further parameters, which are the same on all ranks, to shared memory; every rank calls this."""
         self._drop_replaced()
         known = {id(param) for param in self._params}
         new = {name: param for name, param in named.items() if id(param) not in known and param.numel()}
@@ -98,7 +96,8 @@ class SharedParameters:
             return
         memory = share_on_host(self._group, nbytes)
         tensors = [
-            _flat_as(memory.tensor(at, param.nbytes), param) for at, param in zip(offsets, new.values(), strict=True)
+            memory.tensor(offset, param.nbytes).view(param.dtype).as_strided(param.shape, param.stride())
+            for offset, param in zip(offsets, new.values(), strict=True)
         ]
         self._write([param.data for param in new.values()], tensors)
         self._group.barrier()
@@ -110,31 +109,29 @@ class SharedParameters:
         self.accept()
 
     def accept(self) -> None:
-        """Takes the parameters as they are now for unchanged."""
+        """Records the current versions and memory of the parameters as unchanged."""
         self._versions = list(map(_version, self._params))
         self._layouts = list(map(memory_layout, self._params))
 
     def changed(self) -> str | None:
-        """Returns what somebody else has done to the parameters since `accept`, None if nothing is known."""
+        """Describes a forbidden change of the parameters since `accept`, or returns None."""
         if self._is_private:
             return "called step() within full_parameters()"
-        if list(map(_version, self._params)) != self._versions:
-            return f"wrote to {self._first(list(map(_version, self._params)), self._versions)}"
-        if list(map(memory_layout, self._params)) != self._layouts:
-            return f"replaced the memory of {self._first(list(map(memory_layout, self._params)), self._layouts)}"
+        versions = list(map(_version, self._params))
+        if versions != self._versions:
+            return f"wrote to {self._first_difference(versions, self._versions)}"
+        layouts = list(map(memory_layout, self._params))
+        if layouts != self._layouts:
+            return f"replaced the memory of {self._first_difference(layouts, self._layouts)}"
         return None
 
     def require_whole(self) -> None:
-        """Requires that no update of the parameters has ended half way.
-
-        Raises:
-            RuntimeError: one has.
-        """
+        """Raises RuntimeError if an update of the parameters has failed half way."""
         self._torn()
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Returns a context in which the ranks update the parameters; an error there leaves them unusable."""
+        """Returns a context in which the ranks update the parameters; after an error in it they are unusable."""
         self._torn.reason = _torn_reason(self._group, "an error")
         try:
             yield
@@ -144,12 +141,12 @@ class SharedParameters:
                 error.args = (f"{error}. {_TORN}", *error.args[1:])
             raise
         self._torn.reason = None
-        count_writes(self._params)  # by whichever rank
+        count_writes(self._params)  # also if another rank wrote them
         self.accept()
 
     @contextmanager
     def private(self) -> Iterator[None]:
-        """Returns a context in which every rank has parameters of its own; those of rank 0 are shared at its end."""
+        """Returns a context in which every rank has its own parameters; at its end, rank 0's are copied to all."""
         self.require_whole()
         own = [shared.clone() for shared in self._shared]
         self._bind(own)
@@ -159,7 +156,7 @@ class SharedParameters:
             own = [param.data for param in self._params]
             self._require_layout(own)
             broadcast_tensors(own, self._group)
-            self._group.barrier()  # now all have entered this, so nobody reads the shared memory
+            self._group.barrier()  # all ranks are within `private` now, so none reads the shared memory
             with self.updating():
                 self._write(own, self._shared)
                 self._group.barrier()
@@ -169,23 +166,23 @@ class SharedParameters:
             self.accept()
 
     def _drop_replaced(self) -> None:
-        """Forgets parameters that somebody has given other memory, as `module.to(dtype)` does, or a part of theirs."""
+        """Drops parameters whose memory was replaced, for example by `module.to(dtype)`, or narrowed."""
         pairs = zip(self._params, self._shared, strict=True)
-        kept = [at for at, (param, shared) in enumerate(pairs) if memory_layout(param) == memory_layout(shared)]
-        self._params = [self._params[at] for at in kept]
-        self._names = [self._names[at] for at in kept]
-        self._shared = [self._shared[at] for at in kept]
+        kept = [index for index, (param, shared) in enumerate(pairs) if memory_layout(param) == memory_layout(shared)]
+        self._params = [self._params[index] for index in kept]
+        self._names = [self._names[index] for index in kept]
+        self._shared = [self._shared[index] for index in kept]
 
     def _bind(self, tensors: Sequence[torch.Tensor]) -> None:
         for param, tensor in zip(self._params, tensors, strict=True):
             param.data = tensor
 
     def _write(self, values: Sequence[torch.Tensor], shared: Sequence[torch.Tensor]) -> None:
-        """Copies this rank's part of the values, which all ranks of the host have, to the shared memory."""
-        here = self._ranks.here
-        part, parts = here.index(self._ranks.rank), len(here)
+        """Copies this rank's part of the values, which are the same on all ranks of the host, to the shared memory."""
+        host_ranks = self._ranks.here
+        part, parts = host_ranks.index(self._ranks.rank), len(host_ranks)
         for value, tensor in zip(values, shared, strict=True):
-            first, stop = (tensor.numel() * at // parts for at in (part, part + 1))
+            first, stop = tensor.numel() * part // parts, tensor.numel() * (part + 1) // parts
             flat(tensor)[first:stop].copy_(flat(value)[first:stop])
 
     def _require_layout(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -198,14 +195,14 @@ class SharedParameters:
                     "module before the SharedModelOptimizer is made"
                 )
 
-    def _first(self, now: Sequence[object], before: Sequence[object]) -> str:
+    def _first_difference(self, now: Sequence[object], before: Sequence[object]) -> str:
         return next(f"parameter {name!r}" for name, a, b in zip(self._names, now, before, strict=True) if a != b)
 
 
 def private_parameters_of(module: nn.Module) -> AbstractContextManager[None]:
-    """Returns a context in which every rank has parameters of its own; one without effect if they are not shared.
+    """Returns `SharedParameters.private` of the module, or a context without effect if its parameters are not shared.
 
-    Every rank enters it; see `SharedParameters.private`.
+    Every rank enters it.
     """
     known = _of_modules.get(module)
     return nullcontext() if known is None else known.private()
@@ -221,15 +218,15 @@ def is_shared(module: nn.Module) -> bool:
 
 
 def named_with(module: nn.Module, others: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the parameters of the module, and those others that are not among them, by name."""
+    """Returns, by name, the parameters of the module and those of `others` that it does not have."""
     named: dict[str, torch.Tensor] = dict(module.named_parameters())
     known = {id(param) for param in named.values()}
     outside = [param for param in others if id(param) not in known]
-    return named | {f"parameter {at} outside the module": param for at, param in enumerate(outside)}
+    return named | {f"parameter {index} outside the module": param for index, param in enumerate(outside)}
 
 
 def unshareable_reason(module: nn.Module, named: Mapping[str, torch.Tensor]) -> Exception | None:
-    """Returns why these parameters, most of which are the module's, cannot be shared, None if they can."""
+    """Returns the error if these parameters cannot be shared, or None."""
     for name in collect_tracked(module).sparse:
         return ValueError(f"{name!r} has sparse gradients, of which no rank can own a slice; use sparse=False")
     ends: list[tuple[int, int, str]] = []
@@ -255,13 +252,9 @@ def unshareable_reason(module: nn.Module, named: Mapping[str, torch.Tensor]) -> 
 
 
 def _lay_out(params: Sequence[torch.Tensor]) -> tuple[list[int], int]:
-    """Returns where each parameter lies in the memory, and how much memory that takes in bytes."""
-    offsets, at = [], 0
+    """Returns the offset of each parameter in the shared memory and the size of the memory, in bytes."""
+    offsets, nbytes = [], 0
     for param in params:
-        offsets.append(at)
-        at += -(-param.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return offsets, at
-
-
-def _flat_as(memory: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    return memory.view(param.dtype).as_strided(param.shape, param.stride())
+        offsets.append(nbytes)
+        nbytes += -(-param.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return offsets, nbytes

@@ -1,12 +1,8 @@
-"""The shards of a model that ranks share, and the rounds in which they are updated.
+"""SharedShards: the shards of a model that ranks share, and the rounds in which they are averaged and updated.
 
-Decides which rank updates which elements of which parameter, and in which order.
-
-Parameters of one type are taken as one long row, which is cut into rounds, and each round into one slice a rank. In a
-round every rank receives the gradients of its slice from the others and updates the slice at once, while they are in
-the cache.
-
-Where the averages of a step's gradients lie, and what a rank reads to make them.
+Parameters of one type form one long row, which is cut into rounds, and each round into one slice per rank. In a round
+every rank reads the gradients of its slice from the others and updates the slice at once, while they are in the cache.
+`RoundLayout` holds the memory of a step's averages.
 """
 
 from __future__ import annotations
@@ -24,9 +20,14 @@ from torch import nn
 from paceline.comm.engine.codes import DTYPE_CODES
 from paceline.train.zero.shards import ALIGNMENT_BYTES, OwnedBytes, Shard, Shards, assign_to_ranks
 
+# More rounds need less memory for the averages, and more of it stays in the cache; but ranks wait for each other in
+# each round.
+_ROUNDS = 5
+_MOST_ROUND_BYTES = 32 << 20
+
 
 class ElementRun(NamedTuple):
-    """The elements of a parameter from `start` to before `stop`; `param` is its number."""
+    """The elements `[start, stop)` of the parameter number `param`."""
 
     param: int
     start: int
@@ -48,13 +49,13 @@ def cut_evenly(sizes: Sequence[int], ranks: int, round_size: int, alignment: int
     kernels treat each element as they would in the whole parameter.
 
     Args:
-        sizes: the elements of each parameter.
+        sizes: the number of elements of each parameter.
         ranks: the number of ranks.
-        round_size: the elements of a round.
-        alignment: the elements by which a cut may be off.
+        round_size: the number of elements of a round.
+        alignment: the number of elements of which cuts are multiples.
 
-    >>> cut_evenly([4, 12], 2, 16, 2)
-    [[[ElementRun(param=0, start=0, stop=4), ElementRun(param=1, start=0, stop=4)], [ElementRun(param=1, start=4, stop=12)]]]
+    >>> cut_evenly([4, 12], 2, 16, 2)[0][0]
+    [ElementRun(param=0, start=0, stop=4), ElementRun(param=1, start=0, stop=4)]
     """
     ends = list(accumulate(sizes))
     total = ends[-1] if ends else 0
@@ -62,16 +63,16 @@ def cut_evenly(sizes: Sequence[int], ranks: int, round_size: int, alignment: int
         return []
     rounds = max(1, round(total / round_size))
     slices = rounds * ranks
-    cuts = [0, *(_nearest_cut(total * at // slices, sizes, ends, alignment) for at in range(1, slices)), total]
+    cuts = [0, *(_nearest_cut(total * index // slices, sizes, ends, alignment) for index in range(1, slices)), total]
     runs = [_runs_between(first, stop, sizes, ends) for first, stop in pairwise(cuts)]
-    return [runs[at : at + ranks] for at in range(0, slices, ranks)]
+    return [runs[first : first + ranks] for first in range(0, slices, ranks)]
 
 
 def divide_whole(sizes: Sequence[int], ranks: int) -> list[Round]:
-    """Gives each parameter as a whole to one rank, as evenly as that goes, in a single round.
+    """Assigns whole parameters to ranks, as evenly as possible, in a single round.
 
-    >>> divide_whole([3, 5, 2], 2)
-    [[[ElementRun(param=1, start=0, stop=5)], [ElementRun(param=0, start=0, stop=3), ElementRun(param=2, start=0, stop=2)]]]
+    >>> divide_whole([3, 5], 2)
+    [[[ElementRun(param=1, start=0, stop=5)], [ElementRun(param=0, start=0, stop=3)]]]
     """
     owned: Round = [[] for _ in range(ranks)]
     for param, parts in enumerate(assign_to_ranks(sizes, [False] * len(sizes), [0] * ranks)):
@@ -80,7 +81,7 @@ def divide_whole(sizes: Sequence[int], ranks: int) -> list[Round]:
 
 
 def _nearest_cut(wanted: int, sizes: Sequence[int], ends: Sequence[int], alignment: int) -> int:
-    """Returns the place in the row nearest to `wanted` where it may be cut."""
+    """Returns the permitted cut of the row that is nearest to `wanted`."""
     param = bisect.bisect_right(ends, wanted)
     first = ends[param] - sizes[param]
     return first + min(sizes[param], (wanted - first + alignment // 2) // alignment * alignment)
@@ -99,15 +100,9 @@ def _runs_between(first: int, stop: int, sizes: Sequence[int], ends: Sequence[in
     return runs
 
 
-# The more rounds, the less memory the averages need, and the more of it stays in the cache; but in each round ranks
-# wait for each other.
-_ROUNDS = 5
-_MOST_ROUND_BYTES = 32 << 20
-
-
 @dataclass(frozen=True)
 class SumRound:
-    """Gradients of one type that are summed together; `runs[r]` are those of rank r, with the places of parameters."""
+    """Gradients of one type that are summed together; `runs[r]` are those of rank r, with the indices of parameters."""
 
     dtype: torch.dtype
     runs: Sequence[Sequence[ElementRun]]
@@ -117,10 +112,10 @@ class SharedShards(Shards):
     """The shards of an optimizer's parameters, which are the same on every host.
 
     Args:
-        rank: this rank's place among those of its host.
+        rank: the index of this rank among those of its host.
         size: the number of ranks on a host.
         cuts: whether parameters may be cut; otherwise each has one owner.
-        least_round_bytes: of gradients that are summed together, where parameters may be cut.
+        least_round_bytes: the least size of a round, where parameters may be cut.
     """
 
     def __init__(self, rank: int, size: int, cuts: bool, least_round_bytes: int) -> None:
@@ -130,13 +125,13 @@ class SharedShards(Shards):
         self.rounds: list[SumRound] = []
 
     def add(self, params: Sequence[torch.Tensor]) -> None:
-        """Divides further parameters; those that were added before keep their owners."""
+        """Adds the parameters of a group; earlier parameters keep their owners."""
         first = len(self.by_param)
         parts: list[list[OwnedBytes]] = [[] for _ in params]
-        for trained in (True, False):  # apart, so that both the states and the memory of gradients are divided evenly
+        for trained in (True, False):  # separately, so that states and the memory of gradients are divided evenly
             for dtype in dict.fromkeys(param.dtype for param in params):
-                chosen = [at for at, each in enumerate(params) if each.requires_grad == trained and each.dtype == dtype]
-                for runs in self._divide([params[at].numel() for at in chosen], dtype):
+                chosen = [i for i, p in enumerate(params) if p.requires_grad == trained and p.dtype == dtype]
+                for runs in self._divide([params[i].numel() for i in chosen], dtype):
                     placed = [[run._replace(param=chosen[run.param]) for run in owned] for owned in runs]
                     for owner, owned in enumerate(placed):
                         for run in owned:
@@ -156,19 +151,19 @@ class SharedShards(Shards):
 
     def _shard(self, param: torch.Tensor, part: OwnedBytes) -> Shard:
         shard = Shard(param, part, self.rank)
-        # Not the parameter itself, which has this rank's own gradient, and whose version shows who else writes to it.
+        # Not the parameter itself: that has this rank's own gradient, and its version reveals foreign writes.
         shard.updated = nn.Parameter(shard.run(param.data), param.requires_grad) if shard.is_mine else None
         return shard
 
 
 @dataclass(frozen=True)
 class SliceReads:
-    """What a rank contributes to the slice of one rank: for each run the parameter, and where and how long it is.
+    """The runs of gradients that a rank contributes to one rank's slice: parameters, and offsets and sizes in bytes.
 
-    `padding` is the number of bytes of zeros that follow, since all slices of a round are equally long.
+    `padding` bytes of zeros follow, since all slices of a round have the same length.
     """
 
-    places: Sequence[int]
+    params: Sequence[int]
     offsets: Sequence[int]
     sizes: Sequence[int]
     padding: int
@@ -177,13 +172,13 @@ class SliceReads:
         """Returns the address and the number of bytes of each run, given the addresses of the gradients.
 
         Args:
-            addresses: of each parameter's gradient, 0 without one.
-            zeros: the address of zeros that stand in for missing gradients.
+            addresses: the address of each parameter's gradient, or 0.
+            zeros: the address of zeros in place of missing gradients.
         """
-        pieces = [0] * (2 * len(self.places))
+        pieces = [0] * (2 * len(self.params))
         pieces[0::2] = [
-            addresses[place] + offset if addresses[place] else zeros
-            for place, offset in zip(self.places, self.offsets, strict=True)
+            addresses[param] + offset if addresses[param] else zeros
+            for param, offset in zip(self.params, self.offsets, strict=True)
         ]
         pieces[1::2] = self.sizes
         if self.padding:
@@ -196,10 +191,10 @@ class ReadyRound:
     """A round, with the memory for its results.
 
     Attributes:
-        dtype_code: the type.
-        reads: what this rank contributes to each rank's slice.
+        dtype_code: the code of the dtype.
+        reads: this rank's contribution to each rank's slice.
         sums: this rank's slice of the results.
-        averages: what this rank updates, and the part of `sums` that is its gradient.
+        averages: the tensors that this rank updates, each with its gradient, a part of `sums`.
     """
 
     dtype_code: int
@@ -209,13 +204,13 @@ class ReadyRound:
 
     @cached_property
     def updated(self) -> frozenset[int]:
-        """The ids of what this rank updates."""
-        return frozenset(id(each) for each, _ in self.averages)
+        """The ids of the tensors that this rank updates."""
+        return frozenset(id(updated) for updated, _ in self.averages)
 
 
 @dataclass(frozen=True)
 class RoundLayout:
-    """The rounds of a step, and the bytes of the longest padding and of the longest run in them."""
+    """The rounds of a step, and the sizes in bytes of their longest padding and longest run."""
 
     rounds: Sequence[ReadyRound]
     longest_padding: int
@@ -226,34 +221,36 @@ def lay_out(shards: SharedShards, present: Sequence[bool], whole: bool) -> Round
     """Returns the rounds for those parameters that have a gradient on some rank.
 
     Args:
-        shards: what each rank owns.
-        present: for each parameter, whether it has a gradient.
-        whole: whether the results of every round have memory of their own; otherwise they share it.
+        shards: the slices that each rank owns.
+        present: whether each parameter has a gradient.
+        whole: whether the results of every round have separate memory; otherwise all rounds share it.
     """
-    rounds = [_only(each, present) for each in shards.rounds]
-    rounds = [each for each in rounds if any(each.runs)]
-    counts = [max(sum(run.numel for run in owned) for owned in each.runs) for each in rounds]
-    needed = [_aligned(count * each.dtype.itemsize) for each, count in zip(rounds, counts, strict=True)]
+    rounds = [
+        SumRound(part.dtype, [[run for run in owned if present[run.param]] for owned in part.runs])
+        for part in shards.rounds
+    ]
+    rounds = [part for part in rounds if any(part.runs)]
+    counts = [max(sum(run.numel for run in owned) for owned in part.runs) for part in rounds]
+    needed = [
+        -(-count * part.dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        for part, count in zip(rounds, counts, strict=True)
+    ]
     memory = torch.empty(sum(needed) if whole else max(needed, default=0), dtype=torch.uint8)
-    ready, at = [], 0
-    for each, count, nbytes in zip(rounds, counts, needed, strict=True):
-        sums = memory[at : at + count * each.dtype.itemsize].view(each.dtype)
+    ready, offset = [], 0
+    for part, count, nbytes in zip(rounds, counts, needed, strict=True):
+        sums = memory[offset : offset + count * part.dtype.itemsize].view(part.dtype)
         ready.append(
             ReadyRound(
-                DTYPE_CODES[each.dtype],
-                [_reads(owned, count, each.dtype.itemsize) for owned in each.runs],
+                DTYPE_CODES[part.dtype],
+                [_reads(owned, count, part.dtype.itemsize) for owned in part.runs],
                 sums,
-                _averages(each.runs[shards.rank], shards, sums),
+                _averages(part.runs[shards.rank], shards, sums),
             )
         )
-        at += nbytes if whole else 0
-    reads = [reads for each in ready for reads in each.reads]
-    longest_run = max((size for each in reads for size in each.sizes), default=0)
-    return RoundLayout(ready, max((each.padding for each in reads), default=0), longest_run)
-
-
-def _only(each: SumRound, present: Sequence[bool]) -> SumRound:
-    return SumRound(each.dtype, [[run for run in owned if present[run.param]] for owned in each.runs])
+        offset += nbytes if whole else 0
+    reads = [slice_reads for part in ready for slice_reads in part.reads]
+    longest_run = max((size for slice_reads in reads for size in slice_reads.sizes), default=0)
+    return RoundLayout(ready, max((slice_reads.padding for slice_reads in reads), default=0), longest_run)
 
 
 def _reads(owned: Sequence[ElementRun], count: int, item: int) -> SliceReads:
@@ -268,22 +265,14 @@ def _reads(owned: Sequence[ElementRun], count: int, item: int) -> SliceReads:
 def _averages(
     owned: Sequence[ElementRun], shards: SharedShards, sums: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    averages, at = [], 0
+    averages, first = [], 0
     for run in owned:
-        shard = _shard_of(run, shards)
+        start_bytes = run.start * sums.itemsize
+        shard = next(shard for shard in shards.by_param[run.param] if shard.part.start == start_bytes)
         assert shard.updated is not None
-        average = sums[at : at + run.numel]
+        average = sums[first : first + run.numel]
         if shard.is_whole:
             average = average.as_strided(shard.shape, shard.strides, average.storage_offset())
         averages.append((shard.updated, average))
-        at += run.numel
+        first += run.numel
     return averages
-
-
-def _shard_of(run: ElementRun, shards: SharedShards) -> Shard:
-    first = run.start * shards.by_param[run.param][0].param.element_size()
-    return next(shard for shard in shards.by_param[run.param] if shard.part.start == first)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

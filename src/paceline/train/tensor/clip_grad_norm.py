@@ -1,4 +1,4 @@
-"""Clips gradients by their norm where ranks hold different parts of a model."""
+"""clip_grad_norm_: clips gradients by their norm where ranks hold different parts of a model."""
 
 from __future__ import annotations
 
@@ -21,35 +21,34 @@ def clip_grad_norm_(
     *,
     pipeline_group: Group = None,
 ) -> torch.Tensor:
-    """Clips gradients as `torch.nn.utils.clip_grad_norm_` does for the undivided model, on all ranks that share it.
+    """Clips gradients as `torch.nn.utils.clip_grad_norm_` does for the undivided model; all its ranks call this.
 
     Args:
-        parameters: this rank's parameters. The norms of those that `parallelize_module` divided are added up over the
-            ranks that have the other parts; the others count once.
-        max_norm: the largest norm that is left as it is.
-        norm_type: 2.0 by default; `inf` is the largest absolute value.
+        parameters: this rank's parameters. The norms of those that `parallelize_module` divided are summed over the
+            ranks with the other parts; the others count once.
+        max_norm: the largest norm that is not scaled.
+        norm_type: the order of the norm, 2.0 by default; `inf` is the largest absolute value.
         error_if_nonfinite: whether a norm that is NaN or infinite is an error.
-        pipeline_group: the ranks that have the other stages of a `Pipeline`, such as `mesh.get_group("pp")`.
+        pipeline_group: the ranks with the other stages of a `Pipeline`, such as `mesh.get_group("pp")`.
 
     Returns:
-        The norm of the whole model's gradients before they were clipped, a scalar of the first gradient's device.
+        The norm of the whole model's gradients before clipping, a scalar on the first gradient's device.
 
     Raises:
         RuntimeError: the norm is NaN or infinite, and `error_if_nonfinite` is set.
     """
-    several = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     by_group: dict[ProcessGroup | None, list[torch.Tensor]] = {None: []}
-    for each in several:
-        mine = slice_of(each)
-        group = None if mine is None else mine.group
-        gradients = by_group.setdefault(group, [])
-        if each.grad is not None:
-            gradients.append(each.grad)
+    for parameter in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
+        own = slice_of(parameter)
+        gradients = by_group.setdefault(None if own is None else own.group, [])
+        if parameter.grad is not None:
+            gradients.append(parameter.grad)
     total = torch.zeros((), dtype=torch.float64)
     for group, gradients in by_group.items():
-        total = _combined(total, _shared(_powers(gradients, norm_type), group, norm_type), norm_type)
+        powers = _over_ranks(_powers(gradients, norm_type), group, norm_type)
+        total = torch.maximum(total, powers) if norm_type == float("inf") else total + powers
     if pipeline_group is not None:
-        total = _shared(total, resolve(pipeline_group), norm_type)
+        total = _over_ranks(total, resolve(pipeline_group), norm_type)
     norm = total if norm_type == float("inf") else total ** (1.0 / norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
@@ -60,28 +59,25 @@ def clip_grad_norm_(
     for gradients in by_group.values():
         for gradient in gradients:
             gradient.mul_(scale)
-    first = next((each for gradients in by_group.values() for each in gradients), total)
+    first = next((gradient for gradients in by_group.values() for gradient in gradients), total)
     return norm.to(first.device, first.dtype)
 
 
 def _powers(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Returns the sum of the absolute values to the power of `norm_type`, or for infinity the largest of them."""
-    norms = [torch.linalg.vector_norm(each, norm_type, dtype=_accurate(each)).double().cpu() for each in gradients]
+    norms = [
+        torch.linalg.vector_norm(gradient, norm_type, dtype=torch.promote_types(gradient.dtype, torch.float32))
+        .double()
+        .cpu()
+        for gradient in gradients
+    ]
     if not norms:
         return torch.zeros((), dtype=torch.float64)
     together = torch.stack(norms)
     return together.max() if norm_type == float("inf") else (together**norm_type).sum()
 
 
-def _accurate(gradient: torch.Tensor) -> torch.dtype:
-    return torch.float64 if gradient.dtype == torch.float64 else torch.float32
-
-
-def _combined(one: torch.Tensor, other: torch.Tensor, norm_type: float) -> torch.Tensor:
-    return torch.maximum(one, other) if norm_type == float("inf") else one + other
-
-
-def _shared(amount: torch.Tensor, group: ProcessGroup | None, norm_type: float) -> torch.Tensor:
+def _over_ranks(amount: torch.Tensor, group: ProcessGroup | None, norm_type: float) -> torch.Tensor:
     """Returns the sum, or for infinity the maximum, of the ranks' amounts."""
     if group is not None:
         amount = amount.clone()

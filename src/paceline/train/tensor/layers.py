@@ -1,11 +1,9 @@
-"""Linear layers and embeddings of which each rank of a group has a part.
+"""Linear layers and embeddings that are divided among ranks, and the collectives between them as autograd functions.
 
-Collectives between divided layers, as functions of autograd.
-
-Outside the divided layers all ranks of the group compute the same: the same activations, the same loss, and therefore
-the same gradients. That is what tells these functions from `paceline.comm.functional`, where the losses of the ranks are
-added up. Each comes with its adjoint under that rule (Shoeybi et al. 2019, "Megatron-LM"; for the sequence, Korthikanti
-et al. 2022, "Reducing Activation Recomputation in Large Transformer Models").
+Outside the divided layers all ranks of the group compute the same activations and the same loss, and therefore the same
+gradients. `paceline.comm.functional`, in contrast, adds up the losses of the ranks. Each collective has its adjoint
+under that rule (Shoeybi et al. 2019, "Megatron-LM"; for the sequence, Korthikanti et al. 2022, "Reducing Activation
+Recomputation in Large Transformer Models").
 
 | forward | backward |
 | --- | --- |
@@ -33,10 +31,14 @@ from paceline.train.tensor.weight_slice import bounds
 
 Gradients = tuple[torch.Tensor | None, ...]
 
+WHOLE = None
+"""The layout of an activation that every rank has whole; a number is the dimension along which it is divided."""
+Layout = int | None
+
 
 @eager
 def copied(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """Returns `tensor`, which the ranks now use differently."""
+    """Returns `tensor`, for the ranks to use differently."""
     return _applied(_CopyToRanks, tensor, group)
 
 
@@ -48,19 +50,19 @@ def summed(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 @eager
 def split(tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
-    """Returns this rank's part of a tensor that all ranks have."""
+    """Returns this rank's part of a tensor that is the same on all ranks."""
     return _applied(_Split, tensor, dim % tensor.ndim, group)
 
 
 @eager
 def joined(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
-    """Returns the ranks' parts as one tensor, which is `length` long in that dimension, for all to use alike."""
+    """Joins the ranks' parts to one tensor of `length` in that dimension, which all ranks use in the same way."""
     return _applied(_Joined, tensor, dim % tensor.ndim, length, group)
 
 
 @eager
 def joined_for_parts(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
-    """Returns the ranks' parts as one tensor, which is `length` long in that dimension, for a divided layer."""
+    """Joins the ranks' parts to one tensor of `length` in that dimension, as the input of a divided layer."""
     return _applied(_JoinedForParts, tensor, dim % tensor.ndim, length, group)
 
 
@@ -157,7 +159,7 @@ def _own_part(tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tens
 
 
 def _join(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
-    """Gathers parts of unequal lengths: each rank fills the first part's length, which is the longest."""
+    """Gathers parts of unequal lengths, each padded to the length of the first part, which is the longest."""
     lengths = [stop - start for start, stop in (bounds(length, group.size(), rank) for rank in range(group.size()))]
     if tensor.size(dim) != lengths[group.rank()]:
         raise ValueError(
@@ -173,34 +175,16 @@ def _join(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> t
     return whole.movedim(0, dim).contiguous()
 
 
-WHOLE = None
-"""Stands for an activation that every rank has whole; a number is the dimension along which it is divided."""
-Layout = int | None
-
-
-def for_parts(tensor: torch.Tensor, layout: Layout, length: int | None, group: ProcessGroup) -> torch.Tensor:
-    """Returns the whole of an activation, which the ranks are about to use differently.
-
-    Args:
-        layout: how `tensor` is divided.
-        length: how long the whole is in that dimension; None for as many times as long as there are ranks.
-    """
-    if layout is WHOLE:
-        return copied(tensor, group)
-    whole = tensor.size(layout) * group.size() if length is None else length
-    return joined_for_parts(tensor, layout, whole, group)
-
-
 def sum_of_parts(tensor: torch.Tensor, layout: Layout, group: ProcessGroup) -> torch.Tensor:
-    """Returns the sum of what the ranks computed, divided as `layout` says."""
+    """Returns the sum of the ranks' tensors in the given layout."""
     return summed(tensor, group) if layout is WHOLE else summed_into_parts(tensor, layout, group)
 
 
 class ColwiseLinear(nn.Linear):
-    """A linear layer of which each rank computes some of the output features.
+    """A linear layer whose output features are divided among the ranks.
 
     Attributes:
-        all_out_features: how many output features all ranks have together.
+        all_out_features: the number of output features of all ranks.
     """
 
     group: ProcessGroup
@@ -210,14 +194,17 @@ class ColwiseLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Returns this rank's features, or all of them if the output's layout is whole."""
-        own = super().forward(for_parts(input, self.input_layout, None, self.group))
-        if self.output_layout is WHOLE:
-            return joined(own, -1, self.all_out_features, self.group)
-        return own
+        if self.input_layout is WHOLE:
+            whole = copied(input, self.group)
+        else:
+            length = input.size(self.input_layout) * self.group.size()
+            whole = joined_for_parts(input, self.input_layout, length, self.group)
+        own = super().forward(whole)
+        return joined(own, -1, self.all_out_features, self.group) if self.output_layout is WHOLE else own
 
 
 class RowwiseLinear(nn.Linear):
-    """A linear layer of which each rank uses some of the input features; the ranks' results are added up."""
+    """A linear layer whose input features are divided among the ranks; their results are summed."""
 
     group: ProcessGroup
     input_layout: Layout
@@ -231,10 +218,10 @@ class RowwiseLinear(nn.Linear):
 
 
 class ColwiseEmbedding(nn.Embedding):
-    """An embedding of which each rank has some of the features.
+    """An embedding whose features are divided among the ranks.
 
     Attributes:
-        all_embedding_dim: how many features all ranks have together.
+        all_embedding_dim: the number of features of all ranks.
     """
 
     group: ProcessGroup
@@ -248,10 +235,10 @@ class ColwiseEmbedding(nn.Embedding):
 
 
 class RowwiseEmbedding(nn.Embedding):
-    """An embedding of which each rank has the vectors of some indices.
+    """An embedding whose indices are divided among the ranks.
 
     Attributes:
-        all_num_embeddings: how many indices all ranks have together.
+        all_num_embeddings: the number of indices of all ranks.
     """
 
     group: ProcessGroup
@@ -259,10 +246,10 @@ class RowwiseEmbedding(nn.Embedding):
     output_layout: Layout
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Returns the vectors of all indices: each comes from the rank that has it.
+        """Returns the vectors of all indices.
 
         Raises:
-            IndexError: an index is negative, or too large.
+            IndexError: an index is out of range.
         """
         if input.numel() and not 0 <= int(input.min()) <= int(input.max()) < self.all_num_embeddings:
             raise IndexError(
@@ -270,6 +257,6 @@ class RowwiseEmbedding(nn.Embedding):
                 f"they must be from 0 to {self.all_num_embeddings - 1}"
             )
         start, stop = bounds(self.all_num_embeddings, self.group.size(), self.group.rank())
-        is_elsewhere = (input < start) | (input >= stop)
-        own = super().forward((input - start).masked_fill(is_elsewhere, 0))
-        return sum_of_parts(own.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), self.output_layout, self.group)
+        is_foreign = (input < start) | (input >= stop)
+        own = super().forward((input - start).masked_fill(is_foreign, 0))
+        return sum_of_parts(own.masked_fill(is_foreign.unsqueeze(-1), 0.0), self.output_layout, self.group)

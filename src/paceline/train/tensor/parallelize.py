@@ -1,10 +1,8 @@
-"""Divides a model among the ranks of a group.
+"""parallelize_module: divides modules of a model among the ranks of a group by parallel styles.
 
-How one module of a model is divided among the ranks of a group.
-
-The styles have the names and the arguments of `torch.distributed.tensor.parallel`'s, so a plan for
-`parallelize_module` can be used unchanged. Activations stay plain tensors: `Replicate()` is one that every rank has
-whole, and `Shard(dim)` one of which each rank has a part along `dim`.
+The styles have the names and the arguments of those in `torch.distributed.tensor.parallel`, so that a plan for torch's
+`parallelize_module` works unchanged. Activations are always plain tensors: `Replicate()` is one that every rank has
+whole, and `Shard(dim)` one that is divided along `dim`.
 """
 
 from __future__ import annotations
@@ -40,18 +38,18 @@ from paceline.train.tensor.weight_slice import divided, slice_of
 Divided = TypeVar("Divided", ColwiseLinear, RowwiseLinear, ColwiseEmbedding, RowwiseEmbedding)
 
 Divide = Callable[[torch.Tensor, int], nn.Parameter]
-"""Returns this rank's part of a weight along a dimension; tied weights get the same part."""
+"""A function that returns this rank's part of a weight along a dimension; tied weights have the same part."""
 
 
 class ParallelStyle(ABC):
-    """How a module is divided."""
+    """A way to divide a module."""
 
     @abstractmethod
     def apply(self, module: nn.Module, name: str, group: ProcessGroup, divide: Divide) -> None:
-        """Makes `module`, which is called `name`, the part of itself that this rank computes.
+        """Reduces the module `name` in place to the part that this rank computes.
 
         Raises:
-            TypeError: the style has no meaning for such a module.
+            TypeError: the style does not support such a module.
         """
 
 
@@ -59,10 +57,11 @@ class ColwiseParallel(ParallelStyle):
     """Divides an `nn.Linear` by output features, or an `nn.Embedding` by features.
 
     Args:
-        input_layouts: how the input comes: whole (the default), or as `Shard(dim)`, such as the sequence after a
-            `SequenceParallel` layer; it is then gathered first.
-        output_layouts: `Shard(-1)` by default: each rank has its own features. `Replicate()` gathers them.
-        use_local_output: torch's argument; tensors are always plain here.
+        input_layouts: the layout of the input: `Replicate()` (the default), or `Shard(dim)`, such as the sequence after
+            a `SequenceParallel` layer, which is then gathered.
+        output_layouts: the layout of the output: `Shard(-1)` (the default), so that each rank has its own features, or
+            `Replicate()` to gather them.
+        use_local_output: no effect; accepted for compatibility with torch.
 
     Example::
 
@@ -105,11 +104,11 @@ class RowwiseParallel(ParallelStyle):
     """Divides an `nn.Linear` by input features, or an `nn.Embedding` by indices.
 
     Args:
-        input_layouts: how a linear layer's input comes: as `Shard(-1)` (the default), such as from a
-            `ColwiseParallel` layer, or whole, as `Replicate()`. An embedding's input is always whole.
-        output_layouts: `Replicate()` by default: the ranks' results are added up. With `Shard(dim)`, such as the
-            sequence's dimension, each rank has a part of the sum.
-        use_local_output: torch's argument; tensors are always plain here.
+        input_layouts: the layout of a linear layer's input: `Shard(-1)` (the default), such as from a
+            `ColwiseParallel` layer, or `Replicate()`. An embedding's input is always whole.
+        output_layouts: the layout of the sum of the ranks' results: `Replicate()` (the default), or `Shard(dim)`, such
+            as the sequence's dimension.
+        use_local_output: no effect; accepted for compatibility with torch.
     """
 
     def __init__(
@@ -131,7 +130,7 @@ class RowwiseParallel(ParallelStyle):
             linear.weight = divide(linear.weight, 1)
             linear.in_features = linear.weight.size(1)
             if linear.bias is not None and self.output_layout is not WHOLE:
-                linear.bias.register_hook(_summing(group))  # each rank sees a part of the tokens
+                linear.bias.register_hook(_summing(group))  # each rank has a part of the tokens
         elif isinstance(module, nn.Embedding):
             _require_plain(module, name)
             embedding = _become(module, RowwiseEmbedding, group)
@@ -144,14 +143,14 @@ class RowwiseParallel(ParallelStyle):
 
 
 class SequenceParallel(ParallelStyle):
-    """Has each rank compute a part of the sequence, with whole weights: for LayerNorm, RMSNorm and Dropout.
+    """Computes a part of the sequence on each rank, with whole weights: for LayerNorm, RMSNorm and Dropout.
 
-    The module's input is that part already, as it comes from a `RowwiseParallel(output_layouts=Shard(1))`. The
-    gradients of its weights are added up over the ranks.
+    The module's input must be divided already, for example by a `RowwiseParallel(output_layouts=Shard(1))`. The
+    gradients of the module's weights are summed over the ranks.
 
     Args:
         sequence_dim: the dimension of the sequence; 1 by default.
-        use_local_output: torch's argument; tensors are always plain here.
+        use_local_output: no effect; accepted for compatibility with torch.
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = True) -> None:
@@ -165,12 +164,13 @@ class SequenceParallel(ParallelStyle):
 
 
 class PrepareModuleInput(ParallelStyle):
-    """Changes how the inputs of a module are divided.
+    """Changes the layouts of a module's inputs.
 
     Args:
-        input_layouts: how the positional arguments come, one for each; None for those that are left alone.
-        desired_input_layouts: how the module wants them. From `Shard(dim)` to `Replicate()` the parts are gathered for
-            a module that uses them differently on each rank, such as an attention whose heads are divided.
+        input_layouts: the present layout of each positional argument, or None for arguments not to change.
+        desired_input_layouts: the layouts that the module requires. From `Shard(dim)` to `Replicate()` the parts are
+            gathered for a module that uses them differently on each rank, such as an attention with divided heads.
+        use_local_output: no effect; accepted for compatibility with torch.
     """
 
     def __init__(
@@ -180,10 +180,10 @@ class PrepareModuleInput(ParallelStyle):
         desired_input_layouts: Placement | Sequence[Placement | None] | None = None,
         use_local_output: bool = True,
     ) -> None:
-        self._come, self._wanted = _listed(input_layouts), _listed(desired_input_layouts)
-        if len(self._come) != len(self._wanted):
+        self._layouts, self._desired = _listed(input_layouts), _listed(desired_input_layouts)
+        if len(self._layouts) != len(self._desired):
             raise ValueError(
-                f"PrepareModuleInput: there are {len(self._come)} input_layouts and {len(self._wanted)} "
+                f"PrepareModuleInput: there are {len(self._layouts)} input_layouts and {len(self._desired)} "
                 "desired_input_layouts; give one of each for every positional argument"
             )
 
@@ -191,20 +191,21 @@ class PrepareModuleInput(ParallelStyle):
         """See the class."""
 
         def prepare(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-            known = zip(arguments, self._come, self._wanted, strict=False)
-            changed = [_moved(each, come, wanted, group, is_input=True) for each, come, wanted in known]
+            known = zip(arguments, self._layouts, self._desired, strict=False)
+            changed = [_converted(argument, old, new, group, is_input=True) for argument, old, new in known]
             return (*changed, *arguments[len(changed) :])
 
         module.register_forward_pre_hook(prepare)
 
 
 class PrepareModuleOutput(ParallelStyle):
-    """Changes how the outputs of a module are divided.
+    """Changes the layouts of a module's outputs.
 
     Args:
-        output_layouts: how the outputs come, one for each; None for those that are left alone.
-        desired_output_layouts: how they are wanted. From `Shard(dim)` to `Replicate()` the parts are gathered, for all
-            ranks to use alike, such as for the loss.
+        output_layouts: the present layout of each output, or None for outputs not to change.
+        desired_output_layouts: the required layouts. From `Shard(dim)` to `Replicate()` the parts are gathered, and all
+            ranks must use them in the same way, for example in the loss.
+        use_local_output: no effect; accepted for compatibility with torch.
     """
 
     def __init__(
@@ -214,10 +215,10 @@ class PrepareModuleOutput(ParallelStyle):
         desired_output_layouts: Placement | Sequence[Placement | None],
         use_local_output: bool = True,
     ) -> None:
-        self._come, self._wanted = _listed(output_layouts), _listed(desired_output_layouts)
-        if len(self._come) != len(self._wanted):
+        self._layouts, self._desired = _listed(output_layouts), _listed(desired_output_layouts)
+        if len(self._layouts) != len(self._desired):
             raise ValueError(
-                f"PrepareModuleOutput: there are {len(self._come)} output_layouts and {len(self._wanted)} "
+                f"PrepareModuleOutput: there are {len(self._layouts)} output_layouts and {len(self._desired)} "
                 "desired_output_layouts; give one of each for every output"
             )
 
@@ -225,23 +226,23 @@ class PrepareModuleOutput(ParallelStyle):
         """See the class."""
 
         def prepare(_: nn.Module, __: object, output: Any) -> Any:
-            several = output if isinstance(output, tuple) else (output,)
-            known = zip(several, self._come, self._wanted, strict=False)
-            changed = [_moved(each, come, wanted, group, is_input=False) for each, come, wanted in known]
-            return (*changed, *several[len(changed) :]) if isinstance(output, tuple) else changed[0]
+            outputs = output if isinstance(output, tuple) else (output,)
+            known = zip(outputs, self._layouts, self._desired, strict=False)
+            changed = [_converted(each, old, new, group, is_input=False) for each, old, new in known]
+            return (*changed, *outputs[len(changed) :]) if isinstance(output, tuple) else changed[0]
 
         module.register_forward_hook(prepare)
 
 
-def _moved(tensor: Any, come: Placement | None, wanted: Placement | None, group: ProcessGroup, is_input: bool) -> Any:
-    if come is None or wanted is None or come == wanted or not isinstance(tensor, torch.Tensor):
+def _converted(tensor: Any, old: Placement | None, new: Placement | None, group: ProcessGroup, is_input: bool) -> Any:
+    if old is None or new is None or old == new or not isinstance(tensor, torch.Tensor):
         return tensor
-    if isinstance(come, Replicate) and isinstance(wanted, Shard):
-        return split(tensor, wanted.dim, group)
-    if isinstance(come, Shard) and isinstance(wanted, Replicate):
+    if isinstance(old, Replicate) and isinstance(new, Shard):
+        return split(tensor, new.dim, group)
+    if isinstance(old, Shard) and isinstance(new, Replicate):
         join = joined_for_parts if is_input else joined
-        return join(tensor, come.dim, tensor.size(come.dim) * group.size(), group)
-    raise ValueError(f"tensor parallelism: {come} cannot become {wanted}; use Shard(dim) and Replicate()")
+        return join(tensor, old.dim, tensor.size(old.dim) * group.size(), group)
+    raise ValueError(f"tensor parallelism: {old} cannot become {new}; use Shard(dim) and Replicate()")
 
 
 def _summing(group: ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -249,7 +250,7 @@ def _summing(group: ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _become(module: nn.Module, kind: type[Divided], group: ProcessGroup) -> Divided:
-    """Makes a layer a divided one in place, so that hooks, names and references to it stay."""
+    """Changes the class of a layer in place, so that hooks, names and references to it stay valid."""
     module.__class__ = kind
     divided_module = cast(Divided, module)
     divided_module.group = group
@@ -297,21 +298,21 @@ def parallelize_module(
     *,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """Divides modules of `module` in place, as a plan says; all ranks call this with the same model and plan.
+    """Divides modules of `module` in place; all ranks call this with the same model and plan.
 
     Args:
         module: the whole model, with the same weights on every rank unless `src_data_rank` is a rank.
         device_mesh: a mesh of one dimension, such as `mesh["tp"]`, or a group; the default group if None.
         parallelize_plan: a style for `module` itself, or styles by the names of its modules, in which `*` stands for
             one part of a name: `{"layers.*.mlp.up": ColwiseParallel()}`.
-        src_data_rank: the rank in the group whose weights are divided, as in torch; None takes each rank's own.
+        src_data_rank: the group rank whose weights are divided, as in torch; None to use each rank's own weights.
 
     Returns:
-        `module`. `parameters()` are then this rank's parts, so make optimizers afterwards.
+        `module`. Its `parameters()` are now this rank's parts, so create optimizers afterwards.
 
     Raises:
-        ValueError: a name of the plan is in no module, or the mesh has several dimensions.
-        TypeError: a style does not fit its module.
+        ValueError: a name of the plan matches no module, or the mesh has several dimensions.
+        TypeError: a style does not support its module.
     """
     group = _group_of(device_mesh)
     if parallelize_plan is None:
@@ -329,8 +330,8 @@ def parallelize_module(
         if id(parameter) not in parts:
             parts[id(parameter)] = (parameter, divided(parameter, dim, group))
         part = parts[id(parameter)][1]
-        mine = slice_of(part)
-        if mine is None or mine.dim != dim:
+        own = slice_of(part)
+        if own is None or own.dim != dim:
             raise ValueError(
                 "parallelize_module: two modules share a weight, and the plan divides it along different dimensions; "
                 "choose styles that divide it alike, such as RowwiseParallel for an embedding and ColwiseParallel for "
@@ -339,13 +340,13 @@ def parallelize_module(
         return part
 
     for pattern, style in plan.items():
-        found = [(name, each) for name, each in module.named_modules() if _matches(name, pattern)]
+        found = [(name, submodule) for name, submodule in module.named_modules() if _matches(name, pattern)]
         if not found:
             raise ValueError(
                 f"parallelize_module: no module is called {pattern!r}; the names are those of model.named_modules()"
             )
-        for name, each in found:
-            style.apply(each, name, group, divide)
+        for name, submodule in found:
+            style.apply(submodule, name, group, divide)
     return module
 
 

@@ -1,4 +1,4 @@
-"""Loss scaling for gradients that each rank holds a part of."""
+"""GradScaler: loss scaling for gradients that are divided among ranks."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from paceline.train.zero.partitioned_optimizer import PartitionedOptimizer
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` that also takes a `SharedModelOptimizer`, or a `ZeroRedundancyOptimizer` of stage 2 or 3.
+    """`torch.amp.GradScaler` that also supports `SharedModelOptimizer` and `ZeroRedundancyOptimizer` of stage 2 or 3.
 
     A rank then unscales the gradients that it owns, and all ranks agree on whether any gradient is infinite or NaN, so
     they skip the same steps and keep the same scale.
 
     Args:
         device: the device of the scale; "cpu" by default.
-        init_scale: the first scale; 65536 by default.
-        growth_factor: what the scale is multiplied by after `growth_interval` steps without infinities.
-        backoff_factor: what the scale is multiplied by after a step with infinities.
+        init_scale: the initial scale; 65536 by default.
+        growth_factor: the factor by which the scale grows after `growth_interval` steps without infinities.
+        backoff_factor: the factor by which the scale shrinks after a step with infinities.
         growth_interval: the number of steps without infinities after which the scale grows.
-        enabled: False leaves losses and gradients unscaled.
-        group: ranks that hold different parts of one model, such as those of a `Pipeline` or of `parallelize_module`;
-            they agree in the same way, with any optimizer. None if each rank has the whole model.
+        enabled: whether to scale losses and gradients.
+        group: the ranks that hold different parts of one model, such as those of a `Pipeline` or of
+            `parallelize_module`, which then agree with any optimizer. None if each rank has the whole model.
 
     Example::
 
@@ -49,14 +49,14 @@ class GradScaler(torch.amp.GradScaler):
         self._group = None if group is None else resolve(group)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Unscales the gradients, unless `unscale_` did, and steps unless one is infinite or NaN on any rank."""
+        """Unscales the gradients, unless `unscale_` did, and makes a step unless one is infinite or NaN on any rank."""
         if not isinstance(optimizer, PartitionedOptimizer):
             return super().step(optimizer, *args, **kwargs)
         optimizer.is_scaled_alike = True
         try:
             return super().step(optimizer, *args, **kwargs)
         finally:
-            optimizer.is_scaled_alike = False  # for the case that torch's scaler steps it next
+            optimizer.is_scaled_alike = False  # torch's scaler might step it next
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool

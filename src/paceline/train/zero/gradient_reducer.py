@@ -1,10 +1,9 @@
-"""Averages gradients on their owners while backward computes others, and frees them elsewhere (ZeRO stage 2).
+"""ShardedGradientReducer: averages gradients on their owners during backward and frees them elsewhere (ZeRO stage 2).
 
 A bucket is reduced when its last gradient is ready. With `in_order` it also waits for the buckets before it, so that
-all ranks reduce in the same order whatever autograd does. Buckets that are left when backward ends, because no rank or
-only some ranks had a gradient, are reduced then.
-
-Notices that gradients which are not the averages of all ranks were changed, as by torch's clip_grad_norm_.
+all ranks reduce in the same order whatever autograd does. Buckets that are incomplete when backward ends, because some
+ranks have no gradient, are reduced then. `ClippingWatch` warns about changes, such as by torch's clip_grad_norm_, to
+gradients that are not the averages of all ranks.
 """
 
 from __future__ import annotations
@@ -30,36 +29,36 @@ from paceline.train.join import Join, Joinable
 from paceline.train.training_events import RecordedBuckets
 from paceline.train.zero.shards import Shard
 
-_FEW = 4  # parameters, which torch's clip_grad_norm_ changes with all others
+_SAMPLED = 4  # the number of parameters to watch; torch's clip_grad_norm_ changes them all
 
 
 class ClippingWatch:
-    """Warns once if somebody writes to gradients between a backward and the step.
+    """Warns once if gradients are written to between a backward and the step.
 
     Args:
-        named: parameters by name.
+        named: the parameters by name.
         me: this rank, for the message.
-        what_they_are: what a parameter's gradient is before the step.
+        description: the meaning of a parameter's gradient before the step, for the message.
     """
 
-    def __init__(self, named: Mapping[str, torch.Tensor], me: str, what_they_are: str) -> None:
+    def __init__(self, named: Mapping[str, torch.Tensor], me: str, description: str) -> None:
         self._named = dict(named)
         self._me = me
-        self._what_they_are = what_they_are
-        self._versions: dict[str, int] = {}  # of the gradients when a backward left them
+        self._description = description
+        self._versions: dict[str, int] = {}  # of the gradients at the end of a backward
         self._has_warned = False
         self._handles: list[RemovableHandle] = []
 
     def follow_backwards(self) -> None:
-        """Notes a few of the gradients whenever autograd has added to them."""
-        every = len(self._named) // _FEW + 1
+        """Records the versions of a few gradients whenever autograd has added to them."""
+        every = len(self._named) // _SAMPLED + 1
         for name, param in list(self._named.items())[::every]:
             if param.requires_grad and param.is_leaf:
-                hook = partial(_note_for, weakref.ref(self), name)  # which does not keep the model
+                hook = partial(_note_for, weakref.ref(self), name)  # a reference that does not keep the model alive
                 self._handles.append(param.register_post_accumulate_grad_hook(hook))
 
     def note(self) -> None:
-        """Notes all gradients as they are now."""
+        """Records the current versions of all gradients."""
         for name, param in self._named.items():
             self._note(name, param)
 
@@ -70,14 +69,14 @@ class ClippingWatch:
         self._handles = []
 
     def check(self) -> None:
-        """Warns, the first time, if a gradient was written to since it was noted; what follows may be rightly done."""
+        """Warns, the first time, if a recorded gradient was written to since; then discards the records."""
         for name, version in self._versions.items():
             gradient = self._named[name].grad
             if gradient is not None and gradient._version > version and not self._has_warned:
                 self._has_warned = True
                 warnings.warn(
                     f"{self._me}: the gradient of {name!r} was changed between backward and step(), where it is "
-                    f"{self._what_they_are}. If torch.nn.utils.clip_grad_norm_ did that, each rank has clipped by "
+                    f"{self._description}. If torch.nn.utils.clip_grad_norm_ did that, each rank has clipped by "
                     "another norm: call optimizer.clip_grad_norm_(max_norm) instead, which clips by that of the "
                     "averages. Only a factor that is the same on every rank does no harm",
                     RuntimeWarning,
@@ -105,15 +104,16 @@ class ShardedGradientReducer:
     Args:
         shards: the shards of each parameter that requires a gradient.
         names: the names of these parameters.
-        buckets: indices of `shards`, each in one bucket; the same on every rank.
+        buckets: the indices into `shards` of each bucket; the same on every rank.
         group: the ranks.
-        ends: calls this reducer when a backward ends.
-        shard: only the owners keep a gradient; if false, all ranks do.
-        in_order: reduce the buckets one at a time, in the order given.
-        overlap: reduce on the group's progress thread while backward goes on.
-        joinable: within `Join` everything is reduced when backward ends, so that ranks without inputs can take part.
-        reduced: is called with a bucket's number when its gradients on this rank are no longer needed.
-        replicas: compares what all ranks hold; None if they hold different parts.
+        ends: the object that reports the end of a backward.
+        shard: whether only the owners keep a gradient; otherwise all ranks do.
+        in_order: whether to reduce the buckets in the given order, one at a time.
+        overlap: whether to reduce on the group's progress thread during backward.
+        joinable: the optimizer; within `Join` all buckets are reduced at the end of backward, so that ranks without
+            inputs can make the same calls.
+        reduced: a function that is called with a bucket's number when this rank no longer needs its gradients.
+        replicas: the check that compares the ranks' replicas, or None if they hold different parts.
     """
 
     def __init__(
@@ -139,9 +139,9 @@ class ShardedGradientReducer:
         self._backwards = 0
         self._shards = [list(its_shards) for its_shards in shards]
         # Whether this rank keeps the gradient of the whole parameter.
-        self._keeps = [not shard or (each[0].is_whole and each[0].is_mine) for each in shards]
+        self._keeps = [not shard or (parts[0].is_whole and parts[0].is_mine) for parts in shards]
         self._buckets = [list(bucket) for bucket in buckets]
-        self._bucket_of = {index: at for at, bucket in enumerate(buckets) for index in bucket}
+        self._bucket_of = {index: number for number, bucket in enumerate(buckets) for index in bucket}
         self._group = group
         self._ends = ends
         self._shard = shard
@@ -150,7 +150,7 @@ class ShardedGradientReducer:
         self._reduced = reduced
         self._joinable = joinable
         self.divide_by_initial_world_size = True  # within Join
-        self.active = [True] * group.size()  # the ranks that have made this backward
+        self.active = [True] * group.size()  # whether each rank made this backward
         self._scale = 1.0
         self._recorded = RecordedBuckets("zero")
         ends.callbacks.append(self._finish)
@@ -170,7 +170,7 @@ class ShardedGradientReducer:
             self._ends.callbacks.remove(self._finish)
 
     def forget(self) -> None:
-        """Resets this to the state before a backward."""
+        """Resets the reducer to its state before a backward."""
         self._arrived: set[int] = set()
         self._done = [False] * len(self._buckets)
         self._left = [len(bucket) for bucket in self._buckets]
@@ -182,7 +182,7 @@ class ShardedGradientReducer:
 
     @eager
     def _set_aside(self, index: int, _: torch.Tensor) -> None:
-        """Sets a gradient that was averaged in an earlier backward aside, before autograd adds the new one to it."""
+        """Saves the average of an earlier backward, before autograd adds the new gradient to it."""
         param = self._params[index]
         if param.grad is not None:
             self._earlier[self._shards[index][0]] = param.grad
@@ -214,12 +214,12 @@ class ShardedGradientReducer:
         self._recorded.ready(bucket, sum(self._params[index].nbytes for index in indices))
         if self._check is not None:
             self._look(self._check, indices)
-        alike: dict[tuple[int, torch.dtype], list[tuple[Shard, torch.Tensor]]] = {}
+        calls: dict[tuple[int, torch.dtype], list[tuple[Shard, torch.Tensor]]] = {}
         for index in indices:
             for shard, gradient in self._take(index):
                 owner = shard.owner if self._shard else -1
-                alike.setdefault((owner, gradient.dtype), []).append((shard, gradient))
-        for (owner, _), members in alike.items():
+                calls.setdefault((owner, gradient.dtype), []).append((shard, gradient))
+        for (owner, _), members in calls.items():
             gradients = [gradient for _, gradient in members]
             if owner >= 0:
                 work = self._group.reduce(gradients, owner, ReduceOp.AVG, async_op=self._overlap)
@@ -242,7 +242,7 @@ class ShardedGradientReducer:
         check.look_at([name for name, _ in own], [gradient for _, gradient in own])
 
     def _take(self, index: int) -> list[tuple[Shard, torch.Tensor]]:
-        """Returns this rank's gradient, cut into the parts of its owners; the reduction writes to their memory."""
+        """Returns this rank's gradient, cut into the owners' parts; the reduction writes to their memory."""
         param, shards = self._params[index], self._shards[index]
         gradient = param.grad
         if index not in self._arrived:
@@ -271,12 +271,12 @@ class ShardedGradientReducer:
                 shard.add_gradient(gradient)
 
     def _finish(self) -> None:
-        """Reduces the buckets that are left at the end of a backward."""
+        """Reduces the incomplete buckets at the end of a backward."""
         Join.notify_join_context(self._joinable)
         self._finish_with(is_active=True)
 
     def contribute_zeros(self) -> None:
-        """Takes part without gradients in a backward that other ranks make."""
+        """Makes the calls of a backward of the other ranks, without gradients."""
         self.forget()
         self._finish_with(is_active=False)
 
@@ -287,7 +287,7 @@ class ShardedGradientReducer:
         somewhere[count + self._group.rank()] = is_active
         self._group.all_reduce(somewhere, ReduceOp.MAX)
         present: list[int] = somewhere.tolist()
-        self.active = [bool(each) for each in present[count:]]
+        self.active = [bool(flag) for flag in present[count:]]
         self._scale = 1.0 if self.divide_by_initial_world_size else self._group.size() / sum(self.active)
         for bucket, done in enumerate(self._done):
             if not done:
@@ -301,7 +301,7 @@ class ShardedGradientReducer:
             updated = [param.grad for param in self._params] + [
                 shard.updated.grad for shards in self._shards for shard in shards if shard.updated is not None
             ]
-            self._check.end(self._backwards, [each for each in updated if each is not None])
+            self._check.end(self._backwards, [gradient for gradient in updated if gradient is not None])
         if self._replicas is not None:
             self._replicas.end(self._backwards)
         self.forget()
@@ -309,7 +309,7 @@ class ShardedGradientReducer:
 
 def total_norm(gradients: Sequence[torch.Tensor], norm_type: float, group: ProcessGroup) -> torch.Tensor:
     """Returns the norm of all ranks' gradients together, in float64."""
-    norms = [torch.linalg.vector_norm(each, norm_type).double() for each in gradients]
+    norms = [torch.linalg.vector_norm(gradient, norm_type).double() for gradient in gradients]
     mine = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
     if norm_type == float("inf"):
         total = mine.max()
@@ -321,5 +321,5 @@ def total_norm(gradients: Sequence[torch.Tensor], norm_type: float, group: Proce
 
 
 def clip_scale(total: torch.Tensor, max_norm: float) -> float:
-    """Returns by what gradients whose norm is `total` are multiplied so that it is at most `max_norm`, as in torch."""
+    """Returns the factor that scales gradients of norm `total` to a norm of at most `max_norm`, as in torch."""
     return float((max_norm / (total + 1e-6)).clamp(max=1.0))

@@ -1,10 +1,7 @@
-"""Converts parameter groups and states between the whole optimizer and the part of it that a rank runs.
+"""Conversion of optimizer states between the undivided optimizer and the part of it that a rank runs.
 
-Loads the state of an optimizer with the bits that it had.
-
-Gathers the optimizer's state on one rank, as the unsharded optimizer would have it.
-
-Nothing is pickled: numbers are sent as JSON, and tensors as their bytes.
+Also gathers the parts on one rank, without pickle (numbers are sent as JSON, tensors as bytes), and loads states
+without rounding them.
 """
 
 from __future__ import annotations
@@ -20,18 +17,23 @@ from torch.optim import Optimizer
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.train.zero.shards import Shard
 
-_STEP = "step"  # of which torch itself keeps the type
+StateByIndex = dict[int, dict[str, object]]
+Group = dict[str, Any]
+
+_PLAIN = (bool, int, float, str, type(None))
+_STEP = "step"  # the only scalar whose type torch keeps
+_WHOLE_ONLY = ("params", "param_names")  # the keys of a group that the part of a rank does not copy
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Loads what `state_dict` returned; scalars keep the types that they have there.
+    """Loads a `state_dict` into the optimizer; scalars keep the types that they have in it.
 
-    Torch gives all but the number of steps the type of the parameter, and so rounds the float32 scalars of NAdam and
-    ASGD where that is bfloat16.
+    Torch converts all scalars but the number of steps to the type of the parameter, which rounds the float32 scalars
+    of NAdam and ASGD where the parameter is bfloat16.
     """
     optimizer.load_state_dict(state)
     if "param_groups" not in state or not isinstance(state.get("state"), Mapping):
-        return  # an optimizer of others may have a state of its own kind
+        return  # a third-party optimizer, whose state may have another form
     numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for number, param in zip(numbers, params, strict=False):
@@ -45,13 +47,8 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
                     own[key] = value.to(loaded.device, copy=True)
 
 
-StateByIndex = dict[int, dict[str, object]]
-
-_PLAIN = (bool, int, float, str, type(None))
-
-
 def gather_state(mine: Mapping[int, Mapping[str, object]], group: ProcessGroup, to: int) -> StateByIndex | None:
-    """Returns the states of all ranks' shards, by number, on group rank `to`, and None on the others.
+    """Gathers the states of all ranks' shards, by number, on group rank `to`; returns None on the others.
 
     Raises:
         TypeError: a state has a value other than a tensor, a number, a string or None; raised on every rank.
@@ -59,9 +56,9 @@ def gather_state(mine: Mapping[int, Mapping[str, object]], group: ProcessGroup, 
     problem = _unsendable(mine)
     described = [] if problem else [[index, name, _describe(value)] for index, name, value in _flat(mine)]
     everyone = [json.loads(data) for data in group.all_gather_bytes(json.dumps([problem, described]).encode())]
-    for rank, (told, _) in zip(group.ranks, everyone, strict=True):
-        if told:
-            raise TypeError(f"consolidate_state_dict: rank {rank} has {told}")
+    for rank, (reported, _) in zip(group.ranks, everyone, strict=True):
+        if reported:
+            raise TypeError(f"consolidate_state_dict: rank {rank} has {reported}")
     if group.rank() != to:
         tensors = [value for _, _, value in _flat(mine) if isinstance(value, torch.Tensor)]
         if tensors:
@@ -110,24 +107,19 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-Group = dict[str, Any]
-
-_WHOLE_ONLY = ("params", "param_names")
-
-
 def part_of_group(group: Group, owned: Sequence[torch.Tensor]) -> Group:
     """Returns the group with only the parameters in `owned`."""
     return {**_options(group), "params": list(owned)}
 
 
 def copy_options(source: Sequence[Group], target: Sequence[Group]) -> None:
-    """Sets learning rates and the like of `target` to those of `source`."""
+    """Copies the options, such as learning rates, of the groups `source` to the groups `target`."""
     for from_group, to_group in zip(source, target, strict=True):
         to_group.update(_options(from_group))
 
 
 def to_state_dict(groups: Sequence[Group], state: StateByIndex) -> dict[str, Any]:
-    """Returns what the unsharded optimizer's `state_dict` would return."""
+    """Returns the `state_dict` of the unsharded optimizer."""
     packed: list[Group] = []
     first = 0
     for group in groups:
@@ -142,7 +134,7 @@ def to_state_dict(groups: Sequence[Group], state: StateByIndex) -> dict[str, Any
 def part_of_state_dict(
     state_dict: Mapping[str, Any], groups: Sequence[Group], shards: Sequence[Sequence[Shard]]
 ) -> dict[str, Any]:
-    """Returns what this rank's optimizer must load, given the `state_dict` of an unsharded one.
+    """Returns the part of an unsharded optimizer's `state_dict` that this rank's optimizer loads.
 
     Args:
         state_dict: the whole state.
@@ -156,16 +148,16 @@ def part_of_state_dict(
     _require_same_groups(saved, groups)
     state: StateByIndex = {}
     packed: list[Group] = []
-    place = number = 0
+    index = number = 0
     for group in saved:
         first = number
         for key in group["params"]:
-            for shard in shards[place]:
+            for shard in shards[index]:
                 if shard.is_mine:
                     if key in state_dict["state"]:
                         state[number] = {name: _part(v, shard) for name, v in state_dict["state"][key].items()}
                     number += 1
-            place += 1
+            index += 1
         packed.append({**_options(group), "params": list(range(first, number))})
     return {"state": state, "param_groups": packed}
 
@@ -176,11 +168,11 @@ def state_dict_of_parts(
     groups: Sequence[Group],
     shards: Sequence[Sequence[Shard]],
 ) -> dict[str, Any]:
-    """Returns what this rank's optimizer must load, given the states of its own shards.
+    """Returns the state that this rank's optimizer loads, given the states of its own shards.
 
     Args:
         saved: the groups of the unsharded optimizer.
-        states: of each shard that is this rank's, in the order of the parameters.
+        states: the state of each shard of this rank, in the order of the parameters.
         groups: the parameter groups of this optimizer.
         shards: the shards of each parameter, in the order of the groups.
 
@@ -189,14 +181,14 @@ def state_dict_of_parts(
     """
     _require_same_groups(saved, groups)
     packed: list[Group] = []
-    place = number = 0
+    index = number = 0
     for group in saved:
         first = number
         for _ in group["params"]:
-            number += sum(shard.is_mine for shard in shards[place])
-            place += 1
+            number += sum(shard.is_mine for shard in shards[index])
+            index += 1
         packed.append({**_options(dict(group)), "params": list(range(first, number))})
-    return {"state": {at: dict(values) for at, values in enumerate(states) if values}, "param_groups": packed}
+    return {"state": {i: dict(values) for i, values in enumerate(states) if values}, "param_groups": packed}
 
 
 def _require_same_groups(saved: Sequence[Mapping[str, Any]], groups: Sequence[Group]) -> None:
@@ -209,27 +201,27 @@ def _require_same_groups(saved: Sequence[Mapping[str, Any]], groups: Sequence[Gr
 
 
 def join_parts(state: StateByIndex, shards: Sequence[Sequence[Shard]]) -> StateByIndex:
-    """Returns the states of parameters, given those of their shards by number.
+    """Joins the states of shards to the states of parameters.
 
     Args:
-        state: the states of shards.
+        state: the states of shards, by their number.
         shards: the shards of each parameter.
     """
     joined: StateByIndex = {}
     number = 0
-    for place, parts in enumerate(shards):
-        found = [state[at] for at in range(number, number + len(parts)) if at in state]
+    for index, parts in enumerate(shards):
+        found = [state[i] for i in range(number, number + len(parts)) if i in state]
         number += len(parts)
         if found:
-            joined[place] = {
-                name: _whole([each[name] for each in found], parts) if len(parts) > 1 else found[0][name]
+            joined[index] = {
+                name: _whole([values[name] for values in found], parts) if len(parts) > 1 else found[0][name]
                 for name in found[0]
             }
     return joined
 
 
 def _part(value: object, shard: Shard) -> object:
-    """Returns a copy, since this optimizer will write to it, and the caller may go on using the original."""
+    """Returns a copy of a shard's part, since the optimizer writes to it and the caller may still use the original."""
     if not isinstance(value, torch.Tensor):
         return value
     return (shard.run_of_any(value) if value.shape == shard.shape else value).clone()

@@ -1,6 +1,7 @@
-"""What optimizers that are divided among the ranks have in common: their state, and how it is saved and loaded.
+"""PartitionedOptimizer: the base of optimizers that are divided among ranks, and the checks of their arguments.
 
-The arguments of ZeroRedundancyOptimizer: which ones it refuses, and what must be the same on every rank.
+Each rank runs an inner optimizer on the shards that it owns. The state is saved and loaded whole, in the form of the
+undivided optimizer.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.train.checks.check_settings import choose_checks
 from paceline.train.checks.replica_check import ReplicaCheck
-from paceline.train.join import Joinable
+from paceline.train.join import Joinable, JoinHook
 from paceline.train.module_tensors import TrackedTensors, broadcast_tensors
 from paceline.train.preconditions import rank_facts, require_same_module
 from paceline.train.zero.optimizer_state import (
@@ -38,7 +39,7 @@ Stage = Literal[1, 2, 3]
 
 
 def require_fit(group: ProcessGroup, stage: int, module: nn.Module | None, optimizer_class: type[Optimizer]) -> None:
-    """Requires arguments that ZeroRedundancyOptimizer can work with.
+    """Checks the stage, the module and the class of the inner optimizer of a ZeroRedundancyOptimizer.
 
     Raises:
         ValueError: `stage` is not 1, 2 or 3, or is 3 without a module.
@@ -59,7 +60,7 @@ def require_fit(group: ProcessGroup, stage: int, module: nn.Module | None, optim
 
 
 def require_one_evaluation(optimizer_class: type[Optimizer], group: ProcessGroup) -> None:
-    """Requires an optimizer that can be divided among ranks.
+    """Checks that an optimizer can be divided among ranks.
 
     Raises:
         TypeError: the optimizer evaluates the loss several times in a step.
@@ -82,11 +83,11 @@ def synchronize_parameters(
     """Compares the ranks' parameters and arguments, and copies rank 0's parameters and buffers to all ranks.
 
     Args:
-        module: the module, if it is known.
+        module: the module, or None if only parameters were given.
         param_groups: the optimizer's groups.
-        arguments: what else must be the same on every rank.
+        arguments: further values that must be the same on every rank.
         group: the ranks.
-        problem: why this rank cannot start; it is raised once the others know.
+        problem: the reason why this rank cannot start; it is raised after the other ranks have received it.
 
     Raises:
         CollectiveMismatchError: parameters or arguments differ; raised on every rank.
@@ -94,8 +95,8 @@ def synchronize_parameters(
     params = [param for param_group in param_groups for param in param_group["params"]]
     names = {} if module is None else {id(param): name for name, param in module.named_parameters()}
     named = {
-        names.get(id(param), f"number {at}"): nn.Parameter(param.detach(), param.requires_grad)
-        for at, param in enumerate(params)
+        names.get(id(param), f"number {index}"): nn.Parameter(param.detach(), param.requires_grad)
+        for index, param in enumerate(params)
         if problem is None
     }
     tracked = TrackedTensors(trained=named, frozen={}, buffers={}, sparse=frozenset(), ignored=frozenset())
@@ -107,14 +108,14 @@ def synchronize_parameters(
     require_same_module(tracked, options, rank_facts(group, False), problem, group)
     everything = {id(param): param for param in params}
     if module is not None:
-        everything.update({id(each): each for each in (*module.parameters(), *module.buffers())})
+        everything.update({id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())})
     broadcast_tensors([tensor.data for tensor in everything.values()], group)
 
 
 def replica_check(module: nn.Module | None, params: Sequence[torch.Tensor], group: ProcessGroup) -> ReplicaCheck | None:
-    """Returns what compares the ranks' copies of the parameters that the optimizer has; None if it is switched off.
+    """Returns the check that compares the ranks' copies of the optimizer's parameters, or None if checks are off.
 
-    The state of the optimizer is not compared, since each rank holds a part of its own.
+    The state of the optimizer is not compared, since each rank holds another part of it.
     """
     checks = choose_checks(None)
     if module is None or not checks.are_on or group.size() == 1:
@@ -126,14 +127,38 @@ def replica_check(module: nn.Module | None, params: Sequence[torch.Tensor], grou
     return check
 
 
+class PartitionedJoinHook(JoinHook):
+    """Joins the other ranks' steps on a rank that has run out of inputs.
+
+    Args:
+        step: a function that makes a step without gradients of this rank's own.
+        divide_by_initial: a function that sets whether averages are divided by the number of all ranks, or else of
+            those that have inputs.
+        by_initial: the value to set until all ranks have run out.
+    """
+
+    def __init__(self, step: Callable[[], None], divide_by_initial: Callable[[bool], None], by_initial: bool) -> None:
+        self._step = step
+        self._divide_by_initial = divide_by_initial
+        divide_by_initial(by_initial)
+
+    def main_hook(self) -> None:
+        """Makes the step."""
+        self._step()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Copies no parameters, since all ranks have the same ones after every step."""
+        self._divide_by_initial(True)
+
+
 class PartitionedOptimizer(Optimizer, Joinable):
-    """An optimizer of which each rank of `process_group` runs the part `_inner`, for the shards that it owns."""
+    """Runs an inner optimizer on each rank of `process_group`, for the shards that the rank owns."""
 
     process_group: ProcessGroup
     _shards: Shards
     _inner: Optimizer | None = None
     _consolidated: StateByIndex | None = None
-    is_scaled_alike = False  # whether a GradScaler that checks all ranks for infinities is stepping it
+    is_scaled_alike = False  # whether the GradScaler that steps it checks all ranks for infinities
 
     @property
     @abstractmethod
@@ -142,18 +167,27 @@ class PartitionedOptimizer(Optimizer, Joinable):
 
     @abstractmethod
     def own_part(self) -> Optimizer:
-        """Returns the inner optimizer, with this rank's part of the parameters and of the averaged gradients."""
+        """Returns the inner optimizer, which holds this rank's part of the parameters and of the averaged gradients."""
 
-    def _make_inner(self, optimizer_class: Callable[..., Optimizer], defaults: dict[str, Any]) -> None:
-        """Makes the optimizer of what this rank updates, whose state and options become this one's."""
+    @abstractmethod
+    def _step_without_inputs(self) -> None:
+        """Makes a step in which this rank has no gradients of its own."""
+
+    @abstractmethod
+    def _divide_by_initial(self, divides: bool) -> None:
+        """Sets whether averages within `Join` are divided by the number of all ranks."""
+
+    def _make_inner(self, optimizer_class: Callable[..., Optimizer], defaults: dict[str, Any]) -> Optimizer:
+        """Makes and returns the optimizer of this rank's shards, and shares its state and options."""
         self._inner = optimizer_class([self._part_of(group) for group in self.param_groups], **defaults)
         self.defaults = self._inner.defaults
         self.state = self._inner.state
         copy_options(self._inner.param_groups, self.param_groups)
+        return self._inner
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Makes torch's GradScaler pass what it found to `step`, which can then refuse the scaler."""
+        """Makes torch's GradScaler pass `found_inf` to `step`, which can then reject the scaler."""
         return self.owns_gradients and not self.is_scaled_alike
 
     def _require_own_scaler(self, option: str) -> None:
@@ -170,19 +204,24 @@ class PartitionedOptimizer(Optimizer, Joinable):
 
     @property
     def join_process_group(self) -> ProcessGroup:
-        """Returns the ranks that take part."""
+        """Returns the group of ranks."""
         return self.process_group
 
+    def join_hook(self, **kwargs: object) -> JoinHook:
+        """Returns the hook for `Join`; accepts `divide_by_initial_world_size`."""
+        by_initial = bool(kwargs.get("divide_by_initial_world_size", True))
+        return PartitionedJoinHook(self._step_without_inputs, self._divide_by_initial, by_initial)
+
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gathers the whole state on rank `to` of the group, where `state_dict` returns it; every rank calls this."""
+        """Gathers the whole state on group rank `to`, where `state_dict` then returns it; every rank calls this."""
         gathered = gather_state(self._own_state(), self.process_group, to)
         self._consolidated = None if gathered is None else join_parts(gathered, self._shards.by_param)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state that the unsharded optimizer would have, which it can load; on one rank only.
+        """Returns the whole state, on the rank that gathered it; an unsharded optimizer can load it.
 
         Raises:
-            RuntimeError: `consolidate_state_dict` was not called since the last step, or with another rank.
+            RuntimeError: `consolidate_state_dict` was not called since the last step, or was called for another rank.
         """
         if self._consolidated is None:
             raise RuntimeError(
@@ -200,42 +239,43 @@ class PartitionedOptimizer(Optimizer, Joinable):
         self._load(part_of_state_dict(state_dict, self.param_groups, self._shards.by_param))
 
     def own_parts(self) -> Iterator[tuple[int, Shard, Mapping[str, object]]]:
-        """Yields the shards that this rank updates, each with its parameter's number and the state that it has.
+        """Yields the number of the parameter, the shard and its state for each shard that this rank updates.
 
-        Of several ranks that update the same, as on several hosts with one copy of the model each, one has states here.
+        If several ranks update the same shard, as hosts with one copy of the model each do, one of them has its state.
         """
         states = self._own_state()
         number = 0
-        for place, shards in enumerate(self._shards.by_param):
+        for index, shards in enumerate(self._shards.by_param):
             for shard in shards:
                 if shard.is_mine:
-                    yield place, shard, states.get(number, {})
+                    yield index, shard, states.get(number, {})
                 number += 1
 
     def gradient_holders(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields the parameters that this rank updates a part of, each with the tensor that has the part's gradient."""
+        """Yields a parameter and the tensor with its gradient for each shard that this rank updates."""
         for shard in self._shards.mine():
             if shard.updated is not None:
                 yield shard.param, shard.updated
 
     def load_own_parts(self, groups: Sequence[dict[str, Any]], states: Sequence[Mapping[str, object]]) -> None:
-        """Loads the options of the groups, and the states of the shards that `own_parts` yields.
+        """Loads the options of the groups, and the states of the shards in the order of `own_parts`.
 
         Raises:
             ValueError: the groups have other numbers of parameters.
         """
         self._load(state_dict_of_parts(groups, states, self.param_groups, self._shards.by_param))
 
-    def _load(self, part: dict[str, Any]) -> None:
-        """Loads what the inner optimizer must load."""
+    def _load(self, part: dict[str, Any]) -> Optimizer:
+        """Loads the state of the inner optimizer, which it returns."""
         assert self._inner is not None
-        own = {id(s.target): s for s in self._shards.mine()}
-        targets = [each for group in self._inner.param_groups for each in group["params"]]
-        load_masters(part["state"], [own[id(each)] for each in targets])
+        own = {id(shard.target): shard for shard in self._shards.mine()}
+        targets = [target for group in self._inner.param_groups for target in group["params"]]
+        load_masters(part["state"], [own[id(target)] for target in targets])
         load_optimizer(self._inner, part)
         self.state = self._inner.state
         self._consolidated = None
         copy_options(self._inner.param_groups, self.param_groups)
+        return self._inner
 
     def _own_state(self) -> dict[int, dict[str, object]]:
         """Returns the state of the shards that this rank updates, by their numbers."""
@@ -250,5 +290,5 @@ class PartitionedOptimizer(Optimizer, Joinable):
         return [param for group in self.param_groups for param in group["params"]]
 
     def _part_of(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Returns the group with only what this rank updates of its parameters."""
+        """Returns the group reduced to the tensors that this rank updates."""
         return part_of_group(group, self._shards.mine_of(group["params"]))

@@ -1,11 +1,9 @@
-"""Parameters that only their owners hold; other ranks have them while a layer needs them (ZeRO stage 3).
+"""ShardedParameters: parameters that only their owners hold, except while a layer needs them (ZeRO stage 3).
 
 A layer's parameters are copied from their owners before its forward, and again before its backward, and freed after
-each. What autograd saved for backward are views of the parameters' storage, so the storage itself is freed and filled
-again, and the views hold what they held before. In between a parameter has no elements, so that code which reads it
-gets an error instead of freed memory.
-
-Decides which parameters of a module are gathered together (ZeRO stage 3).
+each. Autograd saves views of the parameters' storage for backward. The storage itself is therefore freed and filled
+again, and the views are valid again. In between, a parameter has no elements, so that code that reads it gets an error
+instead of freed memory.
 """
 
 from __future__ import annotations
@@ -40,13 +38,13 @@ class Unit:
 def find_units(module: nn.Module, params: Collection[torch.Tensor]) -> list[Unit]:
     """Returns a unit for each element of `nn.Sequential`, `nn.ModuleList` or `nn.ModuleDict`, and for the module.
 
-    Those elements are the layers of a model, which are called one after the other. A unit within another one keeps its
-    parameters to itself. All other parameters, and those that several units share, belong to the unit of the whole
-    module: they are present while any code runs that may read them.
+    These elements are the layers of a model, which run sequentially. The parameters of a nested unit do not belong to
+    the outer unit. All other parameters, and those that several units share, belong to the unit of the whole module,
+    so they are present while any code runs that may read them.
 
     Args:
         module: the model.
-        params: the parameters to be divided among units; others are left out.
+        params: the parameters to divide among units; others are ignored.
     """
     wanted = {id(param) for param in params}
     layers: dict[int, tuple[str, nn.Module]] = {}
@@ -73,29 +71,29 @@ def find_units(module: nn.Module, params: Collection[torch.Tensor]) -> list[Unit
     members: dict[int, list[torch.Tensor]] = {home: [] for home in layers}
     members[id(module)] = []
     for key, param in found.items():
-        among = homes[key]
-        members[min(among) if len(among) == 1 else id(module)].append(param)
+        units = homes[key]
+        members[min(units) if len(units) == 1 else id(module)].append(param)
     layers[id(module)] = ("", module)
     return [Unit(*layers[home], tuple(members[home])) for home in members if members[home]]
 
 
 def buckets_of_units(units: Sequence[Unit], trained: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Returns for each unit the indices in `trained` of its parameters, whose gradients are averaged together."""
-    index_of = {id(param): at for at, param in enumerate(trained)}
+    """Returns, for each unit, the indices in `trained` of its parameters, whose gradients are averaged together."""
+    index_of = {id(param): index for index, param in enumerate(trained)}
     return [[index_of[id(param)] for param in unit.params if id(param) in index_of] for unit in units]
 
 
 def names_of(params: Sequence[torch.Tensor], module: nn.Module | None) -> list[str]:
-    """Returns the names that the module gives these parameters, or numbers if they are not known to be in one."""
+    """Returns the names of parameters in the module, or their numbers where the module does not have them."""
     known = {} if module is None else {id(param): name for name, param in module.named_parameters()}
-    return [known.get(id(param), f"parameter {at}") for at, param in enumerate(params)]
+    return [known.get(id(param), f"parameter {index}") for index, param in enumerate(params)]
 
 
 Layer = TypeVar("Layer", bound=Hashable)
 
 
 class LayerOrder(Generic[Layer]):
-    """Predicts which layer follows another one: the layer that followed it last time.
+    """Predicts that a layer is followed by the layer that followed it last time.
 
     >>> order = LayerOrder()
     >>> [order.visit(layer) for layer in (0, 1, 2)]
@@ -110,11 +108,7 @@ class LayerOrder(Generic[Layer]):
         self._latest: Layer | None = None
 
     def visit(self, layer: Layer) -> Layer | None:
-        """Notes that a layer runs; a pass ends where a layer runs again.
-
-        Returns:
-            The layer that is likely to run next.
-        """
+        """Records that a layer runs, and returns the layer that is likely to run next; a repeated layer ends a pass."""
         if layer in self._visited:
             self._visited.clear()
             self._latest = None
@@ -127,9 +121,9 @@ class LayerOrder(Generic[Layer]):
 
 @dataclass(frozen=True)
 class _Flight:
-    """A unit that is being gathered: for each owner the number of the unit that it sent, and the calls in flight."""
+    """A unit that is being gathered: the number of the unit that each owner sends, and the calls in flight."""
 
-    told: dict[int, torch.Tensor]
+    sent_units: dict[int, torch.Tensor]
     works: list[Work]
 
 
@@ -140,8 +134,8 @@ class ShardedParameters:
         units: the parameters that are gathered together; the same on every rank.
         shards: the shards of each parameter, by its `id`.
         group: the ranks.
-        ends: calls this object when a backward ends.
-        ahead: gather the unit that will probably run next on the group's progress thread while one runs.
+        ends: the object that reports the end of a backward.
+        ahead: whether to gather the unit that will probably run next on the group's progress thread meanwhile.
     """
 
     def __init__(
@@ -162,10 +156,8 @@ class ShardedParameters:
         self._keep_runs()
         self._pinned = False
         self._ahead = ahead
-        self._orders: dict[bool, LayerOrder[int]] = {
-            False: LayerOrder(),
-            True: LayerOrder(),
-        }  # in forward, and in backward
+        self._order_in_forward: LayerOrder[int] = LayerOrder()
+        self._order_in_backward: LayerOrder[int] = LayerOrder()
         self._flying: dict[int, _Flight] = {}
         self._handles: list[RemovableHandle] = []
         for number, unit in enumerate(units):
@@ -175,7 +167,7 @@ class ShardedParameters:
         self.free_all()
 
     def close(self) -> None:
-        """Gives all parameters back to every rank for good; idempotent."""
+        """Restores all parameters on every rank, and removes the hooks; idempotent."""
         for number in range(len(self._units)):
             self._gather_if_absent(number)
         for _, _, shard in self._runs():
@@ -200,18 +192,18 @@ class ShardedParameters:
             self.free_all()
 
     def shards_of(self, param: torch.Tensor) -> Sequence[Shard] | None:
-        """Returns the shards of a parameter that only their owners hold now; None if every rank holds it."""
+        """Returns the shards of a freed parameter, or None if every rank holds the parameter."""
         return None if self._pinned else self._shards.get(id(param))
 
     @staticmethod
     def own_run(shard: Shard) -> torch.Tensor | None:
-        """Returns the elements of a shard as long as the parameters are freed; None on ranks that do not own it."""
+        """Returns this rank's slice of a freed parameter, or None if another rank owns it."""
         if not shard.is_mine or shard.updated is None:
             return None
         return shard.param.data if shard.is_whole else shard.updated.data
 
     def refresh(self) -> None:
-        """Gathers the updated parameters after a step, where all parameters are present."""
+        """Gathers the updated parameters after a step within `all_present`."""
         if self._pinned:
             for number in range(len(self._units)):
                 self._present[number] = False
@@ -239,7 +231,7 @@ class ShardedParameters:
             return
         self._gather_if_absent(number)
         if self._ahead:
-            follower = self._orders[in_backward()].visit(number)
+            follower = (self._order_in_backward if in_backward() else self._order_in_forward).visit(number)
             if follower is not None and not self._present[follower] and follower not in self._flying:
                 self._start(follower, async_op=True)
 
@@ -259,12 +251,12 @@ class ShardedParameters:
                     shard.run(whole).copy_(shard.updated.detach())
                 start, stop, owner = shard.part
                 parts.setdefault(owner, []).append(_bytes_of(whole)[start:stop])
-        told = {owner: torch.tensor([number]) for owner in sorted(parts)}
+        sent_units = {owner: torch.tensor([number]) for owner in sorted(parts)}
         works = [
-            self._group.broadcast([layer.view(torch.uint8), *parts[owner]], owner, async_op=async_op)
-            for owner, layer in told.items()
+            self._group.broadcast([unit.view(torch.uint8), *parts[owner]], owner, async_op=async_op)
+            for owner, unit in sent_units.items()
         ]
-        self._flying[number] = _Flight(told, [work for work in works if work is not None])
+        self._flying[number] = _Flight(sent_units, [work for work in works if work is not None])
 
     def _arrive(self, number: int) -> None:
         flight = self._flying.pop(number)
@@ -274,23 +266,19 @@ class ShardedParameters:
         for param, whole in zip(self._units[number].params, self._wholes[number], strict=True):
             if not self._stays(param):
                 param.data = whole
-        for owner, layer in flight.told.items():  # raises only after the other ranks have received everything
-            if int(layer) != number:
-                self._raise_apart(number, int(layer), owner)
-
-    def _raise_apart(self, number: int, other: int, owner: int) -> None:
-        ranks, names = self._group.ranks, [unit.name or "the module itself" for unit in self._units]
-        raise CollectiveMismatchError(
-            f"rank {ranks[self._group.rank()]} runs layer {names[number]!r} where rank {ranks[owner]} runs "
-            f"{names[other]!r}. With stage=3 every rank must go through the same layers in the same order"
-        )
+        for owner, unit in flight.sent_units.items():  # raises only after the other ranks have received everything
+            if (other := int(unit)) != number:
+                ranks, names = self._group.ranks, [unit.name or "the module itself" for unit in self._units]
+                raise CollectiveMismatchError(
+                    f"rank {ranks[self._group.rank()]} runs layer {names[number]!r} where rank {ranks[owner]} runs "
+                    f"{names[other]!r}. With stage=3 every rank must go through the same layers in the same order"
+                )
 
     @eager
     def _before_forward(self, number: int, module: nn.Module, inputs: object) -> None:
         self._gather(number)
-        if torch.is_grad_enabled() and not self._is_trained(
-            number
-        ):  # otherwise its gradients show when its backward has ended
+        if torch.is_grad_enabled() and not self._is_trained(number):
+            # There are no parameter gradients that show when its backward has ended.
             for tensor in find_tensors(inputs):
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._after_backward, number))
@@ -302,7 +290,7 @@ class ShardedParameters:
             for tensor in outputs:
                 tensor.register_hook(partial(self._before_backward, number))
             if not outputs and self._is_trained(number):
-                return  # no hook would announce its backward, so the parameters stay
+                return  # no hook would run before its backward, so the parameters stay
         if not in_backward():  # a checkpointed layer runs again there, and its backward follows
             self.free(number)
 
@@ -321,7 +309,7 @@ class ShardedParameters:
         return first.is_whole and first.is_mine
 
     def _runs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Shard]]:
-        """Yields the whole data, the updated run and the shard of each run of a parameter that this rank owns."""
+        """Yields the whole data, the updated run and the shard for each run that this rank owns."""
         for unit, wholes in zip(self._units, self._wholes, strict=True):
             for param, whole in zip(unit.params, wholes, strict=True):
                 for shard in self._shards[id(param)]:
@@ -338,9 +326,9 @@ class ShardedParameters:
 
 
 def sharded_parameters_of(module: nn.Module) -> ShardedParameters | None:
-    """Returns what gathers and frees the parameters of a module; None if every rank holds them."""
-    for each in module.modules():
-        for hook in each._forward_pre_hooks.values():
+    """Returns the ShardedParameters of a module, or None if every rank holds its parameters."""
+    for submodule in module.modules():
+        for hook in submodule._forward_pre_hooks.values():
             owner = getattr(getattr(hook, "func", None), "__self__", None)
             if isinstance(owner, ShardedParameters):
                 return owner
@@ -348,7 +336,7 @@ def sharded_parameters_of(module: nn.Module) -> ShardedParameters | None:
 
 
 def _own_storage(param: torch.Tensor) -> torch.Tensor:
-    """Returns the parameter's data in a storage of its own."""
+    """Returns the parameter's data, after moving it to a separate storage if it shares one."""
     data = param.data
     storage = data.untyped_storage()
     if data.storage_offset() or storage.nbytes() != _nbytes(data) or not storage.resizable():

@@ -1,7 +1,4 @@
-"""Shards: whole parameters, or runs of their elements, each of which one rank updates.
-
-Decides which rank updates which bytes of which parameter.
-"""
+"""Shards: whole parameters, or runs of their elements, each updated by one rank; and their assignment to ranks."""
 
 from __future__ import annotations
 
@@ -19,14 +16,14 @@ from paceline.train.module_tensors import byte_views
 ALIGNMENT_BYTES = 256  # of cuts, so that they keep whole elements of every dtype, whole cache lines, and whole vectors
 _UNEVEN = 0.02  # the fraction by which a rank may exceed an even share before a parameter is cut
 
-_TORCHS = (
+_ELEMENTWISE_IN_TORCH = (
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 )  # fmt: skip
-_ELEMENTWISE = frozenset([Lion, *(getattr(torch.optim, name) for name in _TORCHS)])
+_ELEMENTWISE = frozenset([Lion, *(getattr(torch.optim, name) for name in _ELEMENTWISE_IN_TORCH)])
 
 
 class OwnedBytes(NamedTuple):
-    """The bytes of a parameter from `start` to before `stop`, and the rank that updates them."""
+    """The bytes `[start, stop)` of a parameter, and the rank that updates them."""
 
     start: int
     stop: int
@@ -36,34 +33,34 @@ class OwnedBytes(NamedTuple):
 def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:
     """Returns whether the optimizer is known to update elements independently, so that parameters may be cut.
 
-    Only torch's own classes and `Lion` are known; a class derived from them may look at a parameter as a whole.
+    Only torch's own classes and `Lion` qualify; a derived class may use a parameter as a whole.
     """
     return optimizer_class in _ELEMENTWISE
 
 
 def assign_to_ranks(sizes: Sequence[int], may_cut: Sequence[bool], loads: list[int]) -> list[list[OwnedBytes]]:
-    """Gives each parameter, largest first, to the rank that has least so far, and cuts those that exceed its share.
+    """Assigns each parameter, largest first, to the rank with the least load, and cuts those that exceed its share.
 
     Largest first is at most 4/3 of the best partition into whole parameters (Graham 1969), and is what torch does. The
     bytes of a parameter beyond an even share go to the next rank; that happens at most once for each rank.
 
     Args:
-        sizes: bytes of each parameter.
-        may_cut: for each parameter, whether it may be cut.
-        loads: bytes that each rank has already; this function updates them.
+        sizes: the size of each parameter in bytes.
+        may_cut: whether each parameter may be cut.
+        loads: the bytes that each rank has already; this function updates them.
 
     Returns:
         The parts of each parameter, in order.
 
-    >>> assign_to_ranks([256, 1280, 512, 512], [True] * 4, loads := [0, 0]), loads
-    ([[OwnedBytes(start=0, stop=256, owner=1)], [OwnedBytes(start=0, stop=1280, owner=0)], [OwnedBytes(start=0, stop=512, owner=1)], \
-[OwnedBytes(start=0, stop=512, owner=1)]], [1280, 1280])
+    >>> assign_to_ranks([256, 1280, 512], [True] * 3, loads := [0, 256]), loads
+    ([[OwnedBytes(start=0, stop=256, owner=1)], [OwnedBytes(start=0, stop=1280, owner=0)], \
+[OwnedBytes(start=0, stop=512, owner=1)]], [1280, 1024])
     >>> assign_to_ranks([1024], [True], loads := [0, 0])
     [[OwnedBytes(start=0, stop=512, owner=0), OwnedBytes(start=512, stop=1024, owner=1)]]
     """
     even = -(-(sum(loads) + sum(sizes)) // len(loads))
     parts: list[list[OwnedBytes]] = [[] for _ in sizes]
-    for index in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         start, stop = 0, sizes[index]
         while start < stop or not parts[index]:
             rank = loads.index(min(loads))
@@ -79,9 +76,9 @@ def assign_to_ranks(sizes: Sequence[int], may_cut: Sequence[bool], loads: list[i
 class Shard:
     """The part of `param` that one rank updates: all of it, or a run of elements in the order of their memory.
 
-    `updated` is the whole parameter, or, on the owner, a one-dimensional tensor for the run, which shares the
-    parameter's memory; None for a run on other ranks. The inner optimizer gets `target`: that, or its copy `master`,
-    from which `updated` is rounded.
+    `updated` is the whole parameter. For a run it is, on the owner, a one-dimensional tensor that shares the
+    parameter's memory, and None on other ranks. The inner optimizer updates `target`, which is either `updated` or its
+    copy `master`, from which `updated` is rounded.
     """
 
     master: torch.Tensor | None = None
@@ -102,7 +99,7 @@ class Shard:
 
     @property
     def target(self) -> torch.Tensor | None:
-        """What the inner optimizer updates."""
+        """The tensor that the inner optimizer updates."""
         return self.updated if self.master is None else self.master
 
     @property
@@ -112,7 +109,7 @@ class Shard:
 
     @property
     def elements(self) -> tuple[int, int]:
-        """The first element in the order of memory, and the one after the last."""
+        """The range `[first, stop)` of the shard's elements in the order of memory."""
         return self._first, self._stop
 
     @property
@@ -130,8 +127,8 @@ class Shard:
 
     def with_layout(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns any tensor of the parameter's shape in the parameter's layout; copies it if its layout differs."""
-        is_alike = tensor.layout is torch.strided and tensor.stride() == self.strides
-        if is_alike and not tensor.is_conj() and not tensor.is_neg():
+        has_layout = tensor.layout is torch.strided and tensor.stride() == self.strides
+        if has_layout and not tensor.is_conj() and not tensor.is_neg():
             return tensor
         return torch.empty_strided(self.shape, self.strides, dtype=tensor.dtype).copy_(tensor.to_dense())
 
@@ -140,10 +137,10 @@ class Shard:
         return torch.empty_strided(self.shape, self.strides, dtype=self.param.dtype).zero_()
 
     def follow(self) -> None:
-        """Makes `updated` share the memory that the parameter has now.
+        """Rebinds `updated` to the current memory of the parameter.
 
         Raises:
-            RuntimeError: the parameter's layout has changed since the optimizer was made.
+            RuntimeError: the parameter's layout has changed since the optimizer was created.
         """
         if self.is_mine and not self.is_whole:
             if self.param.shape != self.shape or self.param.stride() != self.strides:
@@ -157,7 +154,7 @@ class Shard:
             self.updated.data = self.run(self.param.data)
 
     def take_to_master(self) -> None:
-        """Moves the gradient to the copy that the inner optimizer updates, in its type."""
+        """Moves the gradient to the master copy, in the copy's type."""
         if self.master is None or self.updated is None or self.updated.grad is None:
             return
         gradient = self.updated.grad.detach().to(self.master)
@@ -166,9 +163,9 @@ class Shard:
 
     @torch.no_grad()
     def refresh_master(self) -> None:
-        """Takes over the elements of the parameter that others have changed since `round_master`, as by loading it.
+        """Updates the master copy where the parameter was changed since `round_master`, for example by loading it.
 
-        All other elements are what the copy rounds to, and it keeps its digits.
+        The copy keeps its digits in all other elements, which equal the rounded copy.
         """
         if self.master is None or self.updated is None:
             return
@@ -179,13 +176,13 @@ class Shard:
 
     @torch.no_grad()
     def round_master(self) -> None:
-        """Makes the parameter what its copy rounds to; the gradient has been used up."""
+        """Rounds the master copy to the parameter, and clears the copy's gradient."""
         if self.master is not None and self.updated is not None:
             self.updated.copy_(self.master)
             self.master.grad = None
 
     def add_gradient(self, gradient: torch.Tensor) -> None:
-        """Adds to the gradient of a run, which has its own memory."""
+        """Adds to the gradient of a run, which does not share memory with the parameter's gradient."""
         assert self.updated is not None
         if self.updated.grad is None:
             self.updated.grad = gradient.detach().clone()
@@ -205,12 +202,12 @@ class Shards:
     def __init__(self, rank: int, size: int, cuts: bool) -> None:
         self.rank = rank
         self.cuts = cuts
-        # Frozen parameters, which have no state, are divided separately, so that the states are divided evenly.
+        # Frozen parameters have no state. They are divided separately, so that the states are divided evenly.
         self._loads = {True: [0] * size, False: [0] * size}
         self.by_param: list[list[Shard]] = []
 
     def add(self, params: Sequence[torch.Tensor]) -> None:
-        """Adds the parameters of a group; parameters that were added before keep their owners."""
+        """Adds the parameters of a group; earlier parameters keep their owners."""
         parts: dict[int, list[OwnedBytes]] = {}
         for trained, loads in self._loads.items():
             chosen = [param for param in params if param.requires_grad == trained]
@@ -219,7 +216,7 @@ class Shards:
         self.by_param += [[Shard(param, part, self.rank) for part in parts[id(param)]] for param in params]
 
     def all(self) -> list[Shard]:
-        """Returns all shards; a shard's place in this list is its number."""
+        """Returns all shards; a shard's index in this list is its number."""
         return [shard for shards in self.by_param for shard in shards]
 
     def mine(self) -> list[Shard]:
@@ -227,25 +224,25 @@ class Shards:
         return [shard for shard in self.all() if shard.is_mine]
 
     def mine_of(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns what the inner optimizer updates for these parameters."""
+        """Returns the targets of the inner optimizer for these parameters."""
         wanted = {id(param) for param in params}
         return [s.target for s in self.mine() if s.target is not None and id(s.param) in wanted]
 
     def follow(self) -> None:
-        """Makes runs share the memory that their parameters have now."""
+        """Rebinds runs to the current memory of their parameters."""
         for shard in self.mine():
             shard.follow()
 
     def copy_from_owners(self, group: ProcessGroup) -> None:
-        """Copies to all ranks what each owner has updated (stages 1 and 2)."""
+        """Copies each owner's updated shards to all ranks (stages 1 and 2)."""
         for owner in range(group.size()):
             _copy_from_owner([s.run(s.param.detach()) for s in self.all() if s.owner == owner], owner, group)
 
     def take_gradients(self, free: bool) -> None:
-        """Gives the runs that this rank updates their parts of the parameters' gradients.
+        """Sets the gradients of the runs that this rank updates from the parameters' gradients.
 
         Args:
-            free: free the gradients that this rank does not need; otherwise runs share the gradients' memory.
+            free: whether to free the gradients that this rank does not need; otherwise runs share their memory.
         """
         for shards in self.by_param:
             param = shards[0].param
@@ -262,11 +259,11 @@ class Shards:
                 param.grad = None
 
     def gradients(self) -> list[torch.Tensor]:
-        """Returns the gradients of what this rank updates."""
+        """Returns the gradients of the tensors that this rank's inner optimizer updates."""
         return [s.target.grad for s in self.mine() if s.target is not None and s.target.grad is not None]
 
     def forget_run_gradients(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of runs and copies; those of whole parameters stay as they are."""
+        """Clears the gradients of runs and master copies, but not those of whole parameters."""
         for shard in self.mine():
             if shard.master is not None:
                 shard.master.grad = None
@@ -278,7 +275,7 @@ class Shards:
 
 
 def _copy_from_owner(tensors: list[torch.Tensor], owner: int, group: ProcessGroup) -> None:
-    """Copies all contiguous tensors in one call, whatever their types, and each of the others in a call of its own."""
+    """Copies all contiguous tensors of any type in one call, and each of the others in a separate call."""
     if plain := [tensor for tensor in tensors if is_plain(tensor)]:
         group.broadcast(byte_views(plain), owner)
     for tensor in tensors:

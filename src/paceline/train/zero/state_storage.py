@@ -1,11 +1,9 @@
-"""What an optimizer keeps for what a rank updates: of which type, and in which memory.
+"""StateStorage: the type and the memory of a rank's optimizer state.
 
 An optimizer may update copies of the parameters in a type with more digits ("master weights", Micikevicius et al. 2018,
-"Mixed Precision Training"), from which the parameters are rounded. It may have these copies and its state in the memory
-of the CPU while the parameters are on a GPU, or in a file (Ren et al. 2021, "ZeRO-Offload"; Rajbhandari et al. 2021,
-"ZeRO-Infinity").
-
-Memory for tensors in a file, of which the system keeps in memory what it has room for.
+"Mixed Precision Training"), from which the parameters are rounded. These copies and the state may be in the CPU's
+memory while the parameters are on a GPU, or in a memory-mapped file (Ren et al. 2021, "ZeRO-Offload"; Rajbhandari et
+al. 2021, "ZeRO-Infinity").
 """
 
 from __future__ import annotations
@@ -26,21 +24,25 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.train.zero.shards import Shard
 
-_CHUNK_NBYTES = 16 << 20  # that small tensors share
+MASTER = "master"
+"""The key of a parameter's master copy in the saved state of the optimizer."""
+
+_CPU = "cpu"
+_CHUNK_NBYTES = 16 << 20  # the size of a chunk of the file that small tensors share
 _ALIGNMENT_NBYTES = 64
 
 
 class FileMemory:
-    """Tensors that lie in a file, which has no name, so that nothing is left behind however the process ends.
+    """Allocates tensors in a memory-mapped file without a name, which disappears however the process ends.
 
-    The disk's space is reserved before it is used: a write to memory could not report that the disk is full.
+    The disk's space is reserved before it is used, since a write to memory could not report that the disk is full.
 
     Args:
-        directory: where the file is made.
+        directory: the directory of the file.
         me: this rank, for messages.
 
     Raises:
-        OSError: a file cannot be made there.
+        OSError: a file cannot be created in the directory.
     """
 
     def __init__(self, directory: str | os.PathLike[str], me: str) -> None:
@@ -56,18 +58,18 @@ class FileMemory:
         weakref.finalize(self, self._file.close)
         self._nbytes = 0
         self._mappings: list[tuple[int, int]] = []  # the addresses at which they begin and end
-        self._chunk = torch.empty(0, dtype=torch.uint8, device="cpu")  # the rest of the last one
+        self._chunk = torch.empty(0, dtype=torch.uint8, device="cpu")  # the unused rest of the last chunk
 
     @property
     def nbytes(self) -> int:
-        """How large the file is."""
+        """The size of the file in bytes."""
         return self._nbytes
 
     def zeros(self, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Returns a tensor of zeros in the file, whose elements fill its memory.
+        """Allocates a dense tensor of zeros in the file.
 
         Raises:
-            OSError: the disk has no room.
+            OSError: the disk is full.
         """
         nbytes = prod(shape) * dtype.itemsize
         if nbytes == 0:
@@ -79,7 +81,7 @@ class FileMemory:
         return memory.view(dtype).as_strided(shape, strides)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Returns whether a tensor lies in the file."""
+        """Returns whether a tensor's memory is in the file."""
         address = tensor.data_ptr()
         return tensor.is_cpu and any(start <= address < stop for start, stop in self._mappings)
 
@@ -100,18 +102,12 @@ class FileMemory:
         return memory
 
 
-MASTER = "master"
-"""The name of the copy of a parameter in the state of the optimizer, as it is saved."""
-
-_CPU = "cpu"
-
-
 class StateStorage:
-    """How an optimizer keeps its copies of parameters and its state.
+    """Allocates an optimizer's master copies of parameters and its state.
 
     Args:
         dtype: the type of the copies; None to update the parameters themselves.
-        offload: `"cpu"`, or a directory for the file; None to keep the state where the parameters are.
+        offload: `"cpu"`, or the directory of a file; None to keep the state on the parameters' device.
         me: this rank, for messages.
 
     Raises:
@@ -123,17 +119,17 @@ class StateStorage:
             raise TypeError(f"{me}: master_dtype is {dtype}; it must be a floating-point type such as torch.float32")
         self._dtype, self._offload, self._me = dtype, offload, me
         self._file: FileMemory | None = None
-        self._places: dict[tuple[int, object], torch.Tensor] = {}  # of the state in the file
+        self._tensors: dict[tuple[int, object], torch.Tensor] = {}  # the state in the file, by parameter and key
 
     @property
     def arguments(self) -> dict[str, object]:
-        """What must be the same on every rank; each may have a directory of its own."""
-        where = self._offload if self._offload in (None, _CPU) else "a directory"
-        return {"master_dtype": str(self._dtype), "offload": where}
+        """The settings that must be the same on every rank; the directories may differ."""
+        offload = self._offload if self._offload in (None, _CPU) else "a directory"
+        return {"master_dtype": str(self._dtype), "offload": offload}
 
-    def problem(self, params: Iterable[torch.Tensor]) -> Exception | None:
-        """Makes the file, if there is to be one; returns why this rank cannot keep anything for these parameters."""
-        if self._offload == _CPU and any(each.is_cpu for each in params):
+    def open(self, params: Iterable[torch.Tensor]) -> Exception | None:
+        """Creates the file, if one is needed; returns the error if the settings do not work for these parameters."""
+        if self._offload == _CPU and any(param.is_cpu for param in params):
             return ValueError(
                 f"{self._me}: offload='cpu' has no meaning for parameters that are on the CPU; give a directory, to "
                 "keep the optimizer's state in a file"
@@ -146,11 +142,11 @@ class StateStorage:
         return None
 
     def copies(self, param: torch.Tensor) -> bool:
-        """Returns whether the optimizer updates a copy of a parameter."""
+        """Returns whether the optimizer updates a master copy of a parameter."""
         return self._dtype_for(param) != param.dtype or (self._offload is not None and not param.is_cpu)
 
     def make_masters(self, shards: Iterable[Shard]) -> None:
-        """Gives each shard that this rank updates a copy, where it needs one.
+        """Creates master copies for the shards of this rank that need one.
 
         Raises:
             OSError: the disk is full.
@@ -164,7 +160,7 @@ class StateStorage:
                 shard.master = nn.Parameter(copy, updated.requires_grad)
 
     def step(self, inner: Optimizer) -> None:
-        """Has the optimizer step, and make its state in the file, if there is one.
+        """Makes a step of the optimizer, whose new state is created in the file, if there is one.
 
         Raises:
             OSError: the disk is full.
@@ -172,14 +168,14 @@ class StateStorage:
         if self._file is None:
             inner.step()
             return
-        updated = [each for group in inner.param_groups for each in group["params"]]
-        is_new = any(each.grad is not None and not inner.state.get(each) for each in updated)
-        with _MakingIn(self._file, updated) if is_new else nullcontext():
+        updated = [param for group in inner.param_groups for param in group["params"]]
+        is_new = any(param.grad is not None and not inner.state.get(param) for param in updated)
+        with _AllocationIn(self._file, updated) if is_new else nullcontext():
             inner.step()
         self.settle(inner)
 
     def settle(self, inner: Optimizer) -> None:
-        """Moves what the optimizer has made elsewhere, such as by loading it, into the file, if there is one.
+        """Moves state that the optimizer has in other memory, for example after loading, into the file, if any.
 
         Raises:
             OSError: the disk is full.
@@ -191,20 +187,20 @@ class StateStorage:
                 if not isinstance(value, torch.Tensor) or value.shape != updated.shape or value.ndim == 0:
                     continue
                 if not self._file.holds(value) and value.numel():
-                    known = self._places.get((id(updated), key))
-                    has_room = known is not None and known.dtype == value.dtype
-                    place = known if known is not None and has_room else self._like(updated, value.dtype)
-                    values[key] = place.copy_(value)
-                self._places[id(updated), key] = values[key]
+                    tensor = self._tensors.get((id(updated), key))
+                    if tensor is None or tensor.dtype != value.dtype:
+                        tensor = self._like(updated, value.dtype)
+                    values[key] = tensor.copy_(value)
+                self._tensors[id(updated), key] = values[key]
 
     def _dtype_for(self, updated: torch.Tensor) -> torch.dtype:
-        has_fewer_digits = (
-            self._dtype is not None and updated.is_floating_point() and updated.dtype.itemsize < self._dtype.itemsize
-        )
-        return self._dtype if has_fewer_digits and self._dtype is not None else updated.dtype
+        wide = self._dtype
+        if wide is None or not updated.is_floating_point() or updated.dtype.itemsize >= wide.itemsize:
+            return updated.dtype
+        return wide
 
     def _like(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a tensor with this one's layout where the optimizer's state is kept."""
+        """Allocates a tensor with the layout of `tensor` in the memory of the optimizer's state."""
         strides = torch.empty_like(tensor, device="meta").stride()
         if self._file is not None:
             return self._file.zeros(tensor.shape, strides, dtype)
@@ -212,13 +208,13 @@ class StateStorage:
         return torch.empty_strided(tensor.shape, strides, dtype=dtype, device=device)
 
 
-class _MakingIn(TorchFunctionMode):
-    """Has zeros like something that an optimizer updates made in a file, as optimizers make their state."""
+class _AllocationIn(TorchFunctionMode):
+    """Allocates `zeros_like` of an optimizer's parameters, with which optimizers create their state, in a file."""
 
     def __init__(self, memory: FileMemory, updated: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self._memory = memory
-        self._updated = {id(each) for each in updated}
+        self._updated = set(map(id, updated))
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -231,7 +227,7 @@ class _MakingIn(TorchFunctionMode):
 
 
 def state_of_shard(shard: Shard, inner: Optimizer) -> dict[str, object]:
-    """Returns what an optimizer keeps for a shard, with the copy of the parameter if that has more digits."""
+    """Returns an optimizer's state for a shard, including the master copy if it has more digits than the parameter."""
     target = shard.target
     assert target is not None
     state = dict(inner.state.get(target, {}))
@@ -242,9 +238,9 @@ def state_of_shard(shard: Shard, inner: Optimizer) -> dict[str, object]:
 
 @torch.no_grad()
 def load_masters(states: Mapping[int, dict[str, Any]], shards: Sequence[Shard]) -> None:
-    """Takes the copies of parameters out of states that are to be loaded, into the shards in the same order.
+    """Moves the master copies from the states into the shards, which have the same order.
 
-    A shard whose state has none takes its parameter's value when the optimizer steps next.
+    A shard without a copy in its state takes its parameter's value in the next step.
     """
     for number, state in states.items():
         loaded = state.pop(MASTER, None)

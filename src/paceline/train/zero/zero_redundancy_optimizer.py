@@ -1,7 +1,4 @@
-"""An optimizer that shards its state over the ranks, and optionally gradients and parameters too.
-
-What ZeroRedundancyOptimizer does in `Join`: a rank without inputs updates the parameters that it owns.
-"""
+"""ZeroRedundancyOptimizer: shards its state over the ranks, and optionally gradients and parameters too."""
 
 from __future__ import annotations
 
@@ -37,75 +34,41 @@ from paceline.train.zero.shards import Shards, is_elementwise
 from paceline.train.zero.state_storage import StateStorage
 
 
-class ZeroJoinHook(JoinHook):
-    """Takes part in the other ranks' steps.
-
-    Args:
-        reducer: the optimizer's reducer, None if a wrapper averages the gradients.
-        zero_grad: a function that clears the gradients.
-        update: a function that makes the optimizer's step.
-        divide_by_initial_world_size: whether gradients are divided by the number of all ranks.
-    """
-
-    def __init__(
-        self,
-        reducer: ShardedGradientReducer | None,
-        zero_grad: Callable[[], None],
-        update: Callable[[], None],
-        divide_by_initial_world_size: bool,
-    ) -> None:
-        self._reducer = reducer
-        self._zero_grad = zero_grad
-        self._update = update
-        if reducer is not None:
-            reducer.divide_by_initial_world_size = divide_by_initial_world_size
-
-    def main_hook(self) -> None:
-        """Takes part without gradients in a backward, unless a wrapper averages, and makes the step."""
-        if self._reducer is not None:
-            self._zero_grad()
-            self._reducer.contribute_zeros()
-        self._update()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Copies no parameters, since all ranks have the same ones after every step."""
-        if self._reducer is not None:
-            self._reducer.divide_by_initial_world_size = True
-
-
 class ZeroRedundancyOptimizer(PartitionedOptimizer):
-    """Runs `optimizer_class` on every rank for a part of the parameters, so that each holds a part of the state.
+    """Runs `optimizer_class` on every rank for a part of the parameters, so that each rank holds a part of the state.
 
-    Every parameter has an owner, the rank that updates it (ZeRO, Rajbhandari et al. 2020); one that exceeds a
-    rank's even share is cut, if the optimizer is one of torch's that update each element independently. Stage 1 shards
-    the optimizer's state; stage 2 the gradients as well, which are averaged on their owners and freed elsewhere; stage
-    3 the parameters too, which other ranks hold only while a layer needs them.
+    Every parameter has an owner, the rank that updates it (ZeRO, Rajbhandari et al. 2020). A parameter that exceeds a
+    rank's even share is cut if the optimizer is one of torch's that update each element independently. Stage 1 shards
+    the optimizer's state. Stage 2 also shards the gradients, which are averaged on their owners and freed elsewhere.
+    Stage 3 also shards the parameters, which other ranks hold only while a layer needs them.
 
     Args:
         params: the module, plain or in a `DistributedDataParallel`; or parameters or parameter groups, as for any
-            optimizer. With the module, gradients are averaged: by the wrapper in stage 1, else by this optimizer.
-            With parameters, they must have been averaged when `step` is called, as a wrapper around their module
-            does; stage 2 then frees them in `step`, not earlier.
+            optimizer. Given the module, this optimizer averages the gradients, except in stage 1 with a
+            `DistributedDataParallel`, which does so itself. Given parameters, the gradients must have been averaged
+            before `step`, for example by a wrapper around their module; stage 2 then frees them in `step`, not earlier.
         optimizer_class: an optimizer that updates each parameter independently, such as `torch.optim.AdamW`.
         process_group: the ranks; the default group if None.
-        parameters_as_bucket_view: has no effect: parameters are sent from where they are.
-        overlap: average gradients on the group's progress thread while backward goes on; in stage 3 also gather the
-            next layer's parameters there.
+        parameters_as_bucket_view: no effect; accepted for compatibility with torch.
+        overlap: whether to average gradients on the group's progress thread during backward; in stage 3 also to
+            gather the next layer's parameters there.
         stage: 1, 2 or 3; 3 needs the module.
-        module: the module, where `params` are groups of its parameters.
-        bucket_cap_mb: MiB of gradients that are averaged together in backward.
-        master_dtype: the optimizer updates copies of this type, such as `torch.float32`, of parameters that have fewer
-            digits, such as bfloat16; the parameters are rounded from them. None to update the parameters themselves.
-        offload: a directory: the copies and the state are kept in a file there, of which the system keeps in memory
-            what it has room for. `"cpu"`: they are kept in the memory of the CPU, for parameters on a GPU.
+        module: the module, if `params` are groups of its parameters.
+        bucket_cap_mb: the size in MiB of the buckets in which gradients are averaged.
+        master_dtype: the type, such as `torch.float32`, of master copies of parameters with fewer digits, such as
+            bfloat16. The optimizer updates the copies, and the parameters are rounded from them. None to update the
+            parameters themselves.
+        offload: a directory for a memory-mapped file that holds the copies and the state; or `"cpu"` to keep them in
+            the CPU's memory, for parameters on a GPU.
         defaults: keyword arguments for `optimizer_class`.
 
     Raises:
         CollectiveMismatchError: parameters or arguments differ between ranks; raised on every rank.
-        TypeError: the optimizer evaluates the loss several times in a step, or `process_group` is not a group of
-            Paceline's.
-        ValueError: `stage` is not 1, 2 or 3, or is 3 without a module, or `offload="cpu"` with parameters on the CPU.
-        OSError: no file can be made in the directory of `offload`, or the disk is full.
+        TypeError: the optimizer evaluates the loss several times in a step, or `process_group` is not a Paceline
+            group.
+        ValueError: `stage` is not 1, 2 or 3, or is 3 without a module, or `offload` is `"cpu"` with parameters on the
+            CPU.
+        OSError: no file can be created in the directory `offload`, or the disk is full.
 
     Example::
 
@@ -143,7 +106,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         self._module = module
         self._rank = self.process_group.rank()
         self._shards = Shards(self._rank, self.process_group.size(), cuts=is_elementwise(optimizer_class))
-        self._kept = StateStorage(master_dtype, offload, f"rank {self.process_group.me.rank}")
+        self._storage = StateStorage(master_dtype, offload, f"rank {self.process_group.me.rank}")
         self._copies = False  # whether the inner optimizer updates copies of parameters, on any rank
         self._ends = BackwardEnd()
         self._reducer: ShardedGradientReducer | None = None
@@ -154,22 +117,22 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         synchronize_parameters(
             self._module,
             self.param_groups,
-            {"stage": stage, "optimizer_class": optimizer_class.__name__, **self._kept.arguments},
+            {"stage": stage, "optimizer_class": optimizer_class.__name__, **self._storage.arguments},
             self.process_group,
-            self._kept.problem(self._params()),
+            self._storage.open(self._params()),
         )
-        self._kept.make_masters(self._shards.mine())
-        self._make_inner(optimizer_class, defaults)
-        self._settle()
+        self._storage.make_masters(self._shards.mine())
+        self._storage.settle(self._make_inner(optimizer_class, defaults))
         self._start()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters that this rank owns, and copies them to all ranks. Every rank calls this.
 
-        The function `closure`, which computes the loss and its gradients, is called once.
+        Args:
+            closure: a function that computes the loss and its gradients; it is called once.
 
         Raises:
-            TypeError: in stages 2 and 3, `torch.amp.GradScaler` steps it.
+            TypeError: `torch.amp.GradScaler` steps this optimizer in stage 2 or 3.
         """
         self._require_own_scaler(f"in stage {self.stage}")
         loss = None
@@ -200,7 +163,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             self._sharded.free_all()  # the parameters that were gathered ahead will be out of date
         for shard in self._shards.mine():
             shard.refresh_master()
-        self._kept.step(self._inner)
+        self._storage.step(self._inner)
         for shard in self._shards.mine():
             shard.round_master()
         copy_options(self._inner.param_groups, self.param_groups)
@@ -208,7 +171,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             self._shards.copy_from_owners(self.process_group)
         else:
             self._sharded.refresh()
-        count_writes(shards[0].param for shards in self._shards.by_param)  # by whichever rank
+        count_writes(shards[0].param for shards in self._shards.by_param)  # also if another rank wrote them
         if self.stage == 1:
             self._shards.forget_run_gradients()
         if self._averages and self._module is not None:
@@ -216,7 +179,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             broadcast_tensors(list(self._module.buffers()), self.process_group, root)
 
     def own_part(self) -> Optimizer:
-        """Returns the inner optimizer, with this rank's part of the parameters and of the gradients."""
+        """Returns the inner optimizer, which holds this rank's part of the parameters and of the gradients."""
         assert self._inner is not None
         if self._watch is not None:
             self._watch.check()
@@ -226,7 +189,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         return self._inner
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients, and anything that a failed backward has left."""
+        """Clears the gradients and the leftovers of a failed backward."""
         super().zero_grad(set_to_none)
         self._shards.forget_run_gradients(set_to_none)
         self._ends.forget()
@@ -234,16 +197,16 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             self._reducer.forget()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters, the same on every rank; parameters that were added before keep their owners."""
+        """Adds parameters, the same on every rank; earlier parameters keep their owners."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         self._shards.add(group["params"])
-        self._copies = self._copies or any(map(self._kept.copies, group["params"]))
+        self._copies = self._copies or any(map(self._storage.copies, group["params"]))
         if self._inner is not None:
-            self._kept.make_masters(self._shards.mine())
+            self._storage.make_masters(self._shards.mine())
             self._inner.add_param_group(self._part_of(group))
             copy_options(self._inner.param_groups, self.param_groups)
-            self._settle()
+            self._storage.settle(self._inner)
             self._stop()
             self._start()
 
@@ -263,7 +226,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         return total.float()
 
     def join_hook(self, **kwargs: object) -> JoinHook:
-        """Returns what this optimizer does in `Join`; takes `divide_by_initial_world_size`, where it averages.
+        """Returns the hook for `Join`; accepts `divide_by_initial_world_size`, for gradients that this object averages.
 
         Raises:
             ValueError: the stage is 3, which gathers parameters in forward; a rank without inputs makes no forward.
@@ -273,8 +236,17 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
                 f"rank {self.process_group.me.rank}: Join got a ZeroRedundancyOptimizer with stage=3, whose parameters "
                 "are gathered in forward, and a rank without inputs makes no forward; use stage=2"
             )
-        by_initial = bool(kwargs.get("divide_by_initial_world_size", True))
-        return ZeroJoinHook(self._reducer, self.zero_grad, self._update, by_initial)
+        return super().join_hook(**kwargs)
+
+    def _step_without_inputs(self) -> None:
+        if self._reducer is not None:
+            self.zero_grad()
+            self._reducer.contribute_zeros()
+        self._update()
+
+    def _divide_by_initial(self, divides: bool) -> None:
+        if self._reducer is not None:
+            self._reducer.divide_by_initial_world_size = divides
 
     def full_parameters(self) -> AbstractContextManager[None]:
         """Returns a context in which every rank holds all parameters, to save or load the module in stage 3.
@@ -283,13 +255,10 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         """
         return nullcontext() if self._sharded is None else self._sharded.all_present()
 
-    def _load(self, part: dict[str, Any]) -> None:
-        super()._load(part)
-        self._settle()
-
-    def _settle(self) -> None:
-        assert self._inner is not None
-        self._kept.settle(self._inner)
+    def _load(self, part: dict[str, Any]) -> Optimizer:
+        inner = super()._load(part)
+        self._storage.settle(inner)
+        return inner
 
     def _start(self) -> None:
         if not self._averages:

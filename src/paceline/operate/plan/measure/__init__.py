@@ -1,7 +1,6 @@
-"""Measures a script: it runs on one rank, which waits for nobody, while hooks note when each gradient is there.
+"""Measurement of a script, which runs on one rank that waits for no other, while hooks record its times.
 
-`worker.py` is the program that the launcher starts; it measures the links with the other ranks (`links.py`) and then
-runs the script under a `StepWatch` (`watching.py`), whose notes `summing.py` turns into a calibration. May use: `group`
-and below, `parallel`, `observe`, and what is in `plan` itself; unlike the rest of `plan`, this folder imports torch.
-Start reading at `worker.py`.
+May use: `paceline.comm`, `paceline.train`, `operate/diagnosis` and the rest of `plan`; unlike the latter, this folder
+imports torch. Start reading at `worker.py`, the program that the launcher starts. It measures the links to the other
+ranks (`links.py`), and then runs the script under a `StepWatch` (`step_watch.py`), which yields the calibration.
 """

@@ -1,4 +1,4 @@
-"""Measures the links of a job: between two ranks of a host, between every two hosts, and all-reduces on one host."""
+"""Measurement of a job's links: between ranks of a host, between all pairs of hosts, and all-reduces on one host."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from paceline.operate.plan.calibration import HostCall, Links, PairLink
 from paceline.operate.plan.measure.step_watch import reduction_s_per_byte
 
 MOST_HOSTS = 32
-"""Of more hosts, only the link between the first two is measured."""
+"""The largest number of hosts whose pairs are measured; with more, only the link between the first two is."""
 
 _BUDGET_S = 2.0  # for the short messages of a link, and for the long ones
-_ALL_ROUNDS_S = 30.0  # for those of all rounds between hosts
+_ALL_ROUNDS_S = 30.0  # for the messages of all rounds between hosts
 _SHORT_MESSAGES = 100
 _LONGEST_NBYTES = 64 << 20
-_LONG_S = 0.2  # a message of a rate's measurement takes at least so long, unless it is one of the longest
+_LONG_S = 0.2  # the least duration of a message that measures a rate, unless it has the longest size
 _HOST_SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
 _HOST_CALLS_S = 0.2
 
 UNMEASURED_WITHIN = NetworkLink(latency_s=2e-6, bytes_per_s=1e10)
-"""Shared memory as the engine takes it to be before it has measured it."""
+"""The engine's assumption about shared memory before it has measured it."""
 
 
 def hosts_of(names: Sequence[str]) -> list[list[int]]:
-    """Returns the ranks of each host, by the names of the hosts that the ranks are on."""
+    """Returns the ranks of each host, given the name of each rank's host."""
     hosts: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         hosts.setdefault(name, []).append(rank)
@@ -40,7 +40,7 @@ def hosts_of(names: Sequence[str]) -> list[list[int]]:
 
 
 def measure_links(hosts: Sequence[Sequence[int]]) -> Links:
-    """Returns the links as rank 0 sees them; every rank of the default group calls this.
+    """Measures the links from rank 0's point of view; every rank of the default group calls this.
 
     Args:
         hosts: the ranks of each host.
@@ -53,30 +53,30 @@ def measure_links(hosts: Sequence[Sequence[int]]) -> Links:
 
 
 def measure_pairs(hosts: Sequence[Sequence[int]]) -> tuple[PairLink, ...]:
-    """Returns the links between every two hosts, as their first ranks see them; every rank of the job calls this.
+    """Measures the links between the first ranks of all pairs of hosts; every rank of the job calls this.
 
-    The pairs take turns in rounds, in which as many as possible measure at once, so that what they share shows.
+    The pairs measure in rounds, as many as possible at once, so that shared links show in their rates.
     """
     rounds = round_robin_rounds(len(hosts))
     budget_s = min(_BUDGET_S, _ALL_ROUNDS_S / max(1, len(rounds)))
-    mine: dict[Pair, NetworkLink] = {}
+    own: dict[Pair, NetworkLink] = {}
     for pairs in rounds:
         for one, other in pairs:
             link = measure_link(hosts[one][0], hosts[other][0], budget_s)
             if link is not None:
-                mine[one, other] = link
+                own[one, other] = link
     losses = _losses()
-    found = [
-        (*pair, link.latency_s, link.bytes_per_s, losses.get(hosts[pair[1]][0], 0.0)) for pair, link in mine.items()
+    measured = [
+        (*pair, link.latency_s, link.bytes_per_s, losses.get(hosts[pair[1]][0], 0.0)) for pair, link in own.items()
     ]
-    everyones: list[list[tuple[int, int, float, float, float]]] = [[] for _ in range(paceline.get_world_size())]
-    paceline.all_gather_object(everyones, found)
-    gathered = sorted(numbers for each in everyones for numbers in each)
+    by_rank: list[list[tuple[int, int, float, float, float]]] = [[] for _ in range(paceline.get_world_size())]
+    paceline.all_gather_object(by_rank, measured)
+    gathered = sorted(numbers for of_rank in by_rank for numbers in of_rank)
     return tuple(PairLink(first, second, NetworkLink(*numbers)) for first, second, *numbers in gathered)
 
 
 def usual_link(pairs: Sequence[PairLink]) -> NetworkLink | None:
-    """Returns a link as good as half of the measured ones; None without any."""
+    """Returns a link with the median latency and the median rate, or None if no link was measured."""
     if not pairs:
         return None
     links = [pair.link for pair in pairs]
@@ -84,7 +84,7 @@ def usual_link(pairs: Sequence[PairLink]) -> NetworkLink | None:
 
 
 def _losses() -> Mapping[int, float]:
-    """Returns the share of segments that were sent again to each rank of another host, as far as it was recorded."""
+    """Returns the recorded share of retransmitted segments to each rank of another host."""
     with contextlib.suppress(OSError, NoRecordingError), handed_memory() as fd:
         if fd is not None:
             return {link.peer: link.retransmits / link.segments for link in read_live(fd).links if link.segments}
@@ -92,14 +92,14 @@ def _losses() -> Mapping[int, float]:
 
 
 def measure_link(first: int, second: int, budget_s: float = _BUDGET_S) -> NetworkLink | None:
-    """Returns the link between two ranks on `first`, and None elsewhere; others return at once.
+    """Measures the link between two ranks; returns it on `first`, and None on others, which return at once.
 
-    The latency is half the median round trip of a byte, and the rate that of long messages, of which the answer is a
+    The latency is half the median round trip of a byte, and the rate is that of long messages that are answered with a
     byte.
 
     Args:
         first, second: the ranks.
-        budget_s: how long the short messages are repeated, and the long ones, in seconds; each a few times at least.
+        budget_s: the seconds for which short messages are repeated, and then long ones, each at least a few times.
     """
     rank = paceline.get_rank()
     if rank == first:
@@ -127,7 +127,7 @@ def _ask(peer: int, budget_s: float) -> NetworkLink:
     long = _repeated(lambda: round_trip(nbytes), 5, time.monotonic() + budget_s)
     paceline.send(torch.tensor([0]), peer)
     latency_s = median(short) / 2
-    # A long message is offered before it is sent, so two round trips are not spent on its bytes.
+    # A long message is announced before it is sent, so two round trips do not transfer its bytes.
     return NetworkLink(latency_s=latency_s, bytes_per_s=nbytes / max(1e-9, median(long) - 4 * latency_s))
 
 
@@ -142,7 +142,7 @@ def _answer(peer: int) -> None:
 
 
 def _repeated(measure: Callable[[], float], most: int, deadline: float) -> list[float]:
-    """Returns what up to `most` measurements give, fewer at the deadline but at least three."""
+    """Returns the results of up to `most` measurements, of fewer at the deadline, but of at least three."""
     found: list[float] = []
     while len(found) < most and (len(found) < 3 or time.monotonic() < deadline):
         found.append(measure())
@@ -150,7 +150,7 @@ def _repeated(measure: Callable[[], float], most: int, deadline: float) -> list[
 
 
 def _host_calls(here: Sequence[int]) -> tuple[HostCall, ...]:
-    """Returns the times of all-reduces among the ranks of one host; ranks of others only make the group."""
+    """Measures all-reduces among the ranks of one host; other ranks only create the group."""
     group = paceline.new_group(list(here))
     if paceline.get_rank() not in here:
         return ()

@@ -1,12 +1,8 @@
-"""Watches a script's steps from outside: hooks on its modules, parameters, optimizers and loaders note the times.
+"""StepWatch: records a script's steps by hooks on its modules, parameters, optimizers and loaders.
 
-In the first step every module's forward is watched, to find the outermost ones with parameters: a
-`DistributedDataParallel`, or the model itself. From then on only these are, so that the hooks cost a few microseconds a
-step, and a microsecond for each parameter.
-
-What is noted of one step while a script runs, and the medians of many; without torch.
-
-Sums up what was noted of a script's steps: the calibration without its links.
+In the first steps every module's forward is watched, to find the outermost modules with parameters: a
+`DistributedDataParallel`, or the model itself. Later only these are watched, so that the hooks take a few microseconds
+per step, and a microsecond per parameter. `calibration_of` computes the calibration from the records.
 """
 
 from __future__ import annotations
@@ -44,15 +40,25 @@ from paceline.train.ddp.arguments import DEFAULT_BUCKET_CAP_MB
 from paceline.train.ddp.buckets import MIB, caps_of
 from paceline.train.ddp.distributed_data_parallel import DistributedDataParallel
 
+LEFT_OUT = 3
+"""The number of steps at the beginning that are not measured, in which caches and the allocator still grow."""
+
+_BEFORE_SETTLED = 2  # the number of optimizer steps in which modules are discovered and memory is allocated
+
 
 @dataclass
 class StepNotes:
-    """One step, from the end of an optimizer's step to the end of its next; times are of one clock, in seconds.
+    """The record of one step, from the end of an optimizer's step to the end of its next, in seconds.
 
     Attributes:
-        forward_s, backward_s: each forward and each backward.
-        ready_s: by parameter, when its gradient was there, from the beginning of the last backward that reached it.
-        samples: how many the forwards got.
+        begin_s: the time of the beginning.
+        end_s: the time of the end.
+        data_s: the time that the step waited for the loader.
+        forward_s: the duration of each forward.
+        backward_s: the duration of each backward.
+        optimizer_s: the duration of the optimizers' steps.
+        ready_s: the time at which each parameter's gradient was ready, from the beginning of its last backward.
+        samples: the number of samples that were passed to forwards.
     """
 
     begin_s: float
@@ -66,18 +72,18 @@ class StepNotes:
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
+        """The duration of the whole step."""
         return self.end_s - self.begin_s
 
     @property
     def rest_s(self) -> float:
-        """What is none of the parts."""
+        """The duration of everything besides the other parts."""
         known = self.data_s + sum(self.forward_s) + sum(self.backward_s) + self.optimizer_s
         return max(0.0, self.seconds - known)
 
 
 class TooFewStepsError(RuntimeError):
-    """A script ended, or never trained, before anything could be measured."""
+    """A script made too few steps to measure."""
 
 
 def times_of(steps: Sequence[StepNotes]) -> MeasuredTimes:
@@ -103,30 +109,27 @@ def times_of(steps: Sequence[StepNotes]) -> MeasuredTimes:
 
 
 def forwards_of(steps: Sequence[StepNotes]) -> int:
-    """Returns how many forwards there are in a step, by the median."""
+    """Returns the median number of forwards in a step."""
     return max(1, round(median(len(step.backward_s) for step in steps)))
 
 
 def ready_of(steps: Sequence[StepNotes]) -> Mapping[str, float]:
-    """Returns the median time at which each gradient was there, of those that any step had."""
+    """Returns the median time at which each gradient was ready, over the steps that had it."""
     names = dict.fromkeys(name for step in steps for name in step.ready_s)
     return {name: median(step.ready_s[name] for step in steps if name in step.ready_s) for name in names}
 
 
 def samples_of(steps: Sequence[StepNotes]) -> float | None:
-    """Returns the samples of a step by the median; None if no forward got a tensor."""
+    """Returns the median number of samples in a step, or None if no forward got a tensor."""
     return median(step.samples for step in steps) or None
 
 
-_BEFORE_SETTLED = 2  # steps of an optimizer in which the modules are looked for, and what they make is allocated
-
-
 class StepWatch:
-    """Notes the steps of this process from now on, until `close`.
+    """Records the steps of this process until `close`.
 
     Args:
-        after_step: is called after each step of the script, with the steps so far; the modules, if they are known.
-        clock: returns seconds.
+        after_step: a function that is called with this object after each recorded step of the script.
+        clock: a function that returns the time in seconds.
     """
 
     def __init__(self, after_step: Callable[[StepWatch], None], clock: Callable[[], float] = time.perf_counter) -> None:
@@ -152,7 +155,7 @@ class StepWatch:
         dataloader._BaseDataLoaderIter.__next__ = self._timed_next()  # type: ignore[method-assign, assignment]
 
     def close(self) -> None:
-        """Takes all hooks off; idempotent."""
+        """Removes all hooks; idempotent."""
         for handle in (*self._finding, *self._handles):
             handle.remove()
         self._finding, self._handles = [], []
@@ -169,7 +172,7 @@ class StepWatch:
         self._depth -= 1
 
     def _settle(self) -> None:
-        """Watches the modules that were found, and no others any more."""
+        """Stops discovering modules and watches those found so far."""
         for handle in self._finding:
             handle.remove()
         self._finding = []
@@ -188,7 +191,7 @@ class StepWatch:
         if torch.is_grad_enabled():
             self._end_backward()
             self._forward_began = self._clock()
-            first = next((each for each in find_tensors((args, kwargs)) if each.dim() > 0), None)
+            first = next((tensor for tensor in find_tensors((args, kwargs)) if tensor.dim() > 0), None)
             if first is not None and module is self.roots[0]:
                 self._notes.samples += first.shape[0]
 
@@ -254,21 +257,17 @@ def _trains(module: nn.Module) -> bool:
     return module.training and any(param.requires_grad for param in module.parameters())
 
 
-LEFT_OUT = 3
-"""Steps at the beginning that do not count, in which caches and the allocator still grow."""
-
-
 def calibration_of(watch: StepWatch, links: Links, command: Sequence[str], together: int) -> Calibration:
-    """Returns the calibration of the script that was watched.
+    """Returns the calibration of a script.
 
     Args:
-        watch: what was noted.
-        links: those that were measured before.
+        watch: the records of the script.
+        links: the measured links.
         command: the script and its arguments.
-        together: how many ranks of this machine ran the script at the same time.
+        together: the number of ranks of this machine that ran the script at the same time.
 
     Raises:
-        TooFewStepsError: the script has not trained for long enough.
+        TooFewStepsError: the script made too few steps.
     """
     steps = watch.steps[LEFT_OUT:]
     wrapped = next((root for root in watch.roots if isinstance(root, DistributedDataParallel)), None)
@@ -330,15 +329,16 @@ def _memory(watch: StepWatch) -> MeasuredMemory:
 
 
 def reduction_s_per_byte() -> float:
-    """Returns how long it takes this core to add a byte to a sum, as the engine measures it."""
+    """Measures the seconds that a core takes to add a byte to a sum, as the engine does."""
     nbytes = 1 << 20
     return _core.time_reduction(nbytes) / nbytes
 
 
 def world_of_one(local_ranks: int) -> dict[str, str]:
-    """Returns the variables with which `init_process_group` makes a world of this process alone.
+    """Returns the variables with which `init_process_group` creates a world of this process alone.
 
-    LOCAL_WORLD_SIZE stays that of the machine, since `DistributedDataParallel` decides by it whether a core is spare.
+    LOCAL_WORLD_SIZE is still that of the machine, since `DistributedDataParallel` uses it to find out whether a core is
+    spare.
     """
     from paceline.operate.launch.workers.environment import free_port
 

@@ -1,11 +1,10 @@
-"""Runs on each rank of `paceline plan --measure`: measures the links, then runs the script on a rank by itself.
+"""Program on each rank of `paceline plan --measure`: measures the links, then runs the script on separate ranks.
 
     python -m paceline.operate.plan.measure.worker SETTINGS SCRIPT ARGS...
 
-SETTINGS is JSON, as `Settings` says. The script ends with the last step that is measured: the process exits there, so
-that nothing that the script does at its end happens after a few steps.
-
-Ranks that measure at the same time tell each other by files how far they are, since each is a world of its own.
+SETTINGS is the JSON of a `MeasureSettings`. The process exits after the last measured step, so that the script's final
+actions, such as saving a model, do not happen after a few steps. Ranks that measure at the same time synchronize by
+files, since each is a world of its own.
 """
 
 from __future__ import annotations
@@ -36,15 +35,17 @@ from paceline.operate.plan.measure.step_watch import (
 )
 
 _PAUSE_S = 0.01
+_LATEST_S = 300.0  # the time-out for the ranks that run together to begin
+_MOST_EXTRA_STEPS = 10  # the limit of a rank's steps while others still measure, as a multiple of the measured ones
 
 
 class FileBarrier:
-    """What the ranks of a machine have said in a directory that they share.
+    """Signals between the ranks of a machine, as files in a shared directory.
 
     Args:
         directory: the directory, which exists.
         rank: this rank's number on the machine.
-        ranks: how many there are.
+        ranks: the number of ranks on the machine.
     """
 
     def __init__(self, directory: Path, rank: int, ranks: int) -> None:
@@ -52,17 +53,17 @@ class FileBarrier:
         self._rank = rank
         self.ranks = ranks
 
-    def say(self, word: str) -> None:
-        """Tells the others."""
+    def signal(self, word: str) -> None:
+        """Sends a signal to the other ranks."""
         (self._directory / f"{word}.{self._rank}").touch()
 
     def all_signalled(self, word: str) -> bool:
-        """Returns whether all have said the word."""
+        """Returns whether all ranks have sent the signal."""
         return all((self._directory / f"{word}.{rank}").exists() for rank in range(self.ranks))
 
     def signal_and_wait(self, word: str, timeout_s: float) -> bool:
-        """Says the word and waits until all have said it; returns whether they have within the time."""
-        self.say(word)
+        """Sends a signal and waits until all ranks have sent it; returns False on timeout."""
+        self.signal(word)
         deadline = time.monotonic() + timeout_s
         while not self.all_signalled(word):
             if time.monotonic() >= deadline:
@@ -71,20 +72,16 @@ class FileBarrier:
         return True
 
 
-_LATEST_S = 300.0  # for the ranks that run together to begin
-_MOST_EXTRA_STEPS = 10  # times the measured ones, in which a rank waits for others that still measure
-
-
 @dataclass(frozen=True)
 class MeasureSettings:
-    """What the command asks of its workers.
+    """The settings of the command for its workers.
 
     Attributes:
         output: the file that rank 0 writes.
-        directory: an empty one of this machine, for the ranks that run together.
-        steps: how many are measured.
-        together: whether all ranks of the first machine run the script, each as a world of its own, or only rank 0.
-        links: what is known of the links already; they are then not measured.
+        directory: an empty directory on this machine, for the ranks that run together.
+        steps: the number of steps to measure.
+        together: whether all ranks of the first machine run the script, each as a separate world, or only rank 0.
+        links: the links, if they are known and need not be measured.
     """
 
     output: str
@@ -95,7 +92,7 @@ class MeasureSettings:
 
 
 def main(words: Sequence[str]) -> None:
-    """Measures as the settings say."""
+    """Runs the measurement with the given command-line arguments."""
     settings = msgspec.json.decode(words[0], type=MeasureSettings)
     script, arguments = words[1], list(words[2:])
     links, hosts = _links(settings)
@@ -119,7 +116,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def _links(settings: MeasureSettings) -> tuple[Links, list[list[int]]]:
-    """Returns the links, and the ranks of each host."""
+    """Returns the links and the ranks of each host."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return settings.links or Links(UNMEASURED_WITHIN, None, None, reduction_s_per_byte()), [[0]]
     paceline.init_process_group()
@@ -133,7 +130,7 @@ def _links(settings: MeasureSettings) -> tuple[Links, list[list[int]]]:
 
 
 class _Measurement:
-    """Ends the script once enough steps were measured, here and on the ranks that run beside this one."""
+    """Ends the script once this rank and those that run together with it have measured enough steps."""
 
     def __init__(
         self, settings: MeasureSettings, links: Links, command: Sequence[str], meeting: FileBarrier, *, is_first: bool
@@ -146,28 +143,28 @@ class _Measurement:
         self._written = False
 
     def after_step(self, watch: StepWatch) -> None:
-        """Looks whether that was the last step."""
+        """Writes the calibration after the last step, and exits once all ranks have."""
         done, needed = len(watch.steps), LEFT_OUT + self._settings.steps
         if done == 1 and not self._meeting.signal_and_wait("begun", _LATEST_S):
             print("paceline plan: not all ranks of this machine train yet; this one goes on", file=sys.stderr)
         if done == needed:
             self._write(watch)
-            self._meeting.say("measured")
+            self._meeting.signal("measured")
         if done >= needed and (self._meeting.all_signalled("measured") or done >= needed * _MOST_EXTRA_STEPS):
             _exit_now()
 
     def finish(self, watch: StepWatch) -> None:
-        """Writes what was measured of a script that has ended by itself.
+        """Writes the calibration of a script that has ended by itself.
 
         Raises:
-            SystemExit: it made too few steps.
+            SystemExit: the script made too few steps.
         """
         if not self._written:
             try:
                 self._write(watch)
             except TooFewStepsError as error:
                 raise SystemExit(f"paceline plan: {' '.join(self._command)}: {error}") from None
-        self._meeting.say("measured")
+        self._meeting.signal("measured")
 
     def _write(self, watch: StepWatch) -> None:
         self._written = True
@@ -179,7 +176,7 @@ class _Measurement:
 
 
 def _exit_now() -> NoReturn:
-    """Ends the process without the script's own endings, which would save a model of a few steps over a better one."""
+    """Ends the process without the script's final actions, which could overwrite a better model with this one."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 
 from paceline.comm.group.process_group import ProcessGroup
+from paceline.train.data.epoch_order import RankSlot
 from paceline.train.data.loader import StatefulLoader
-from paceline.train.data.remaining_samples import RankSlot
 from paceline.train.ddp.distributed_data_parallel import DistributedDataParallel
 from paceline.train.ddp.gradient_buckets import shares_memory
 from paceline.train.elastic.failpoints import failpoint
