@@ -18,7 +18,6 @@ Checks that a reduction is defined for a call's tensors.
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -28,15 +27,15 @@ import torch
 from paceline import _core
 from paceline.comm.engine.channel import CollectiveCall
 from paceline.comm.engine.codes import DTYPE_CODES, NO_REDUCTION, PremulSum, ReduceOp, Reduction
-from paceline.comm.engine.failures import RankIdentity
 from paceline.comm.group.buffers import Buffers, Tensors, as_list, count_elements, dtype_code
-from paceline.comm.group.work import Work
 from paceline.comm.schedule.steps import Operation
 from paceline.durations import Timeout
 from paceline.errors import short_repr
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
+
+    from paceline.comm.group.process_group import ProcessGroup
 
 
 _UNSET = timedelta(0)
@@ -119,92 +118,10 @@ def one_list(lists: Sequence[Tensors], call: str) -> Sequence[torch.Tensor]:
     return cast("Sequence[torch.Tensor]", lists[0])
 
 
-class BaseGroup(ABC):
-    """A process group as the modules below `process_group.py` see it.
-
-    Attributes:
-        ranks: the ranks of the group's members in the default group, in the order of their group ranks.
-        name: the group's name in messages.
-    """
-
-    ranks: list[int]
-    name: str
-
-    @property
-    @abstractmethod
-    def me(self) -> RankIdentity:
-        """Returns this rank with its host and process."""
-
-    @abstractmethod
-    def rank(self) -> int:
-        """Returns this process's rank in the group."""
-
-    @property
-    @abstractmethod
-    def members(self) -> tuple[RankIdentity, ...]:
-        """Returns the ranks with their hosts and processes, in the order of their group ranks."""
-
-    @abstractmethod
-    def size(self) -> int:
-        """Returns the number of ranks."""
-
-    @property
-    @abstractmethod
-    def timeout(self) -> Timeout:
-        """Returns how long calls wait for the other ranks."""
-
-    @abstractmethod
-    def all_reduce(
-        self, tensors: Tensors, op: Reduction = ReduceOp.SUM, async_op: bool = False, timeout: Timeout | None = None
-    ) -> Work | None:
-        """Reduces `tensors` over all ranks, in place."""
-
-    @abstractmethod
-    def all_gather(
-        self, outputs: Sequence[Tensors], tensors: Tensors, async_op: bool = False, timeout: Timeout | None = None
-    ) -> Work | None:
-        """Copies every rank's `tensors` to all ranks."""
-
-    @abstractmethod
-    def reduce_scatter(
-        self,
-        output: Tensors,
-        inputs: Sequence[Tensors],
-        op: Reduction | TorchOptions = ReduceOp.SUM,
-        async_op: bool | None = None,
-        timeout: Timeout | None = None,
-    ) -> Work | None:
-        """Reduces the ranks' `inputs[r]` into rank r's `output`."""
-
-    @abstractmethod
-    def all_to_all(
-        self,
-        outputs: Sequence[Tensors],
-        inputs: Sequence[Tensors],
-        async_op: bool = False,
-        timeout: Timeout | None = None,
-    ) -> Work | None:
-        """Copies `inputs[r]` to rank r."""
-
-    @abstractmethod
-    def barrier(self, async_op: bool | TorchOptions | None = None, timeout: Timeout | None = None) -> Work | None:
-        """Waits until every rank has called it."""
-
-    @abstractmethod
-    def recv(
-        self, tensors: Tensors, src: int = -1, tag: int = 0, async_op: bool = True, timeout: Timeout | None = None
-    ) -> Work:
-        """Receives a message into `tensors`."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Ends the group for this rank."""
-
-
 _MOST_TAG = 2**31 - 1  # the core's tags are of 32 bits
 
 
-def group_rank_of(group: BaseGroup, rank: int) -> int:
+def group_rank_of(group: ProcessGroup, rank: int) -> int:
     """Returns the group rank of a rank of the default group.
 
     Raises:
@@ -216,7 +133,7 @@ def group_rank_of(group: BaseGroup, rank: int) -> int:
 
 
 def root_rank(
-    group: BaseGroup, rank: int | None, group_rank: int | None, call: str, name: str, default: int | None = None
+    group: ProcessGroup, rank: int | None, group_rank: int | None, call: str, name: str, default: int | None = None
 ) -> int:
     """Returns the group rank that a call names by `rank`, which is a rank of the default group, or by `group_rank`.
 
@@ -236,7 +153,7 @@ def root_rank(
     return group_rank
 
 
-def require_root(group: BaseGroup, root: int, call: str) -> None:
+def require_root(group: ProcessGroup, root: int, call: str) -> None:
     """Requires that `root` is a group rank.
 
     Raises:
@@ -248,7 +165,7 @@ def require_root(group: BaseGroup, root: int, call: str) -> None:
         )
 
 
-def require_peer(group: BaseGroup, peer: int, call: str, name: str) -> None:
+def require_peer(group: ProcessGroup, peer: int, call: str, name: str) -> None:
     """Requires that the group rank `peer` is another rank of the group.
 
     Raises:
@@ -275,7 +192,7 @@ def checked_tag(tag: int, call: str) -> int:
     return tag
 
 
-def parts_by_rank(whole: torch.Tensor, count: int, group: BaseGroup, call: str, name: str) -> list[torch.Tensor]:
+def parts_by_rank(whole: torch.Tensor, count: int, group: ProcessGroup, call: str, name: str) -> list[torch.Tensor]:
     """Returns the ranks' parts of `whole`, of `count` elements each, as one-dimensional views.
 
     Raises:
@@ -293,7 +210,7 @@ def parts_by_rank(whole: torch.Tensor, count: int, group: BaseGroup, call: str, 
 
 
 def rows_by_rank(
-    whole: torch.Tensor, sizes: Sequence[int] | None, group: BaseGroup, call: str, name: str
+    whole: torch.Tensor, sizes: Sequence[int] | None, group: ProcessGroup, call: str, name: str
 ) -> list[torch.Tensor]:
     """Returns the ranks' parts of `whole` along its first dimension.
 
@@ -324,7 +241,7 @@ def rows_by_rank(
     return list(whole.detach().split(list(sizes)))
 
 
-def lists_by_rank(lists: Sequence[Tensors], group: BaseGroup, call: str, argument: str) -> list[list[torch.Tensor]]:
+def lists_by_rank(lists: Sequence[Tensors], group: ProcessGroup, call: str, argument: str) -> list[list[torch.Tensor]]:
     """Returns `lists`, one entry for each rank, each as a list of tensors.
 
     Raises:
@@ -337,7 +254,9 @@ def lists_by_rank(lists: Sequence[Tensors], group: BaseGroup, call: str, argumen
     return [as_list(each, f"{call}: {argument}") for each in lists]
 
 
-def require_counts(lists: Sequence[list[torch.Tensor]], count: int, group: BaseGroup, call: str, argument: str) -> None:
+def require_counts(
+    lists: Sequence[list[torch.Tensor]], count: int, group: ProcessGroup, call: str, argument: str
+) -> None:
     """Requires that each of `lists` has `count` elements.
 
     Raises:
@@ -414,7 +333,7 @@ def plan_broadcast(tensors: Tensors, root: int, timeout_ns: int, any_order: bool
     return CollectiveCall(Operation.BROADCAST, code, NO_REDUCTION, root, count, timeout_ns, [], outputs), buffers
 
 
-def plan_reduce(group: BaseGroup, tensors: Tensors, root: int, op: Reduction, timeout_ns: int) -> CallPlan:
+def plan_reduce(group: ProcessGroup, tensors: Tensors, root: int, op: Reduction, timeout_ns: int) -> CallPlan:
     """Returns the plan of a reduce to group rank `root`."""
     listed = as_list(tensors, "reduce")
     code, reduce_code, buffers = checked_reduction(listed, op, "reduce")
@@ -425,13 +344,13 @@ def plan_reduce(group: BaseGroup, tensors: Tensors, root: int, op: Reduction, ti
     ), buffers
 
 
-def plan_all_gather(group: BaseGroup, outputs: Sequence[Tensors], tensors: Tensors, timeout_ns: int) -> CallPlan:
+def plan_all_gather(group: ProcessGroup, outputs: Sequence[Tensors], tensors: Tensors, timeout_ns: int) -> CallPlan:
     """Returns the plan of an all_gather."""
     return _plan_gather(Operation.ALL_GATHER, group, outputs, tensors, -1, timeout_ns)
 
 
 def plan_gather(
-    group: BaseGroup, outputs: Sequence[Tensors] | None, tensors: Tensors, root: int, timeout_ns: int
+    group: ProcessGroup, outputs: Sequence[Tensors] | None, tensors: Tensors, root: int, timeout_ns: int
 ) -> CallPlan:
     """Returns the plan of a gather to group rank `root`; `outputs` is None or empty on other ranks."""
     if bool(outputs) != (group.rank() == root):
@@ -443,7 +362,7 @@ def plan_gather(
 
 
 def _plan_gather(
-    operation: Operation, group: BaseGroup, outputs: Sequence[Tensors], tensors: Tensors, root: int, timeout_ns: int
+    operation: Operation, group: ProcessGroup, outputs: Sequence[Tensors], tensors: Tensors, root: int, timeout_ns: int
 ) -> CallPlan:
     name = str(operation)
     here = operation is Operation.ALL_GATHER or group.rank() == root
@@ -459,7 +378,7 @@ def _plan_gather(
 
 
 def plan_reduce_scatter(
-    group: BaseGroup, output: Tensors, inputs: Sequence[Tensors], op: Reduction, timeout_ns: int
+    group: ProcessGroup, output: Tensors, inputs: Sequence[Tensors], op: Reduction, timeout_ns: int
 ) -> CallPlan:
     """Returns the plan of a reduce_scatter."""
     written = as_list(output, "reduce_scatter")
@@ -477,7 +396,7 @@ def plan_reduce_scatter(
 
 
 def plan_scatter(
-    group: BaseGroup, output: Tensors, inputs: Sequence[Tensors] | None, root: int, timeout_ns: int
+    group: ProcessGroup, output: Tensors, inputs: Sequence[Tensors] | None, root: int, timeout_ns: int
 ) -> CallPlan:
     """Returns the plan of a scatter from group rank `root`; `inputs` is None or empty on other ranks."""
     if bool(inputs) != (group.rank() == root):
@@ -499,7 +418,7 @@ def plan_scatter(
 
 
 def plan_all_to_all(
-    group: BaseGroup, outputs: Sequence[Tensors], inputs: Sequence[Tensors], timeout_ns: int
+    group: ProcessGroup, outputs: Sequence[Tensors], inputs: Sequence[Tensors], timeout_ns: int
 ) -> CallPlan:
     """Returns the plan of an all_to_all."""
     read = lists_by_rank(inputs, group, "all_to_all", "input_tensor_list")

@@ -36,7 +36,7 @@ from paceline.comm.group.default import (
     set_default_world,
 )
 from paceline.comm.group.engines import Engines
-from paceline.comm.group.process_group import ProcessGroup, QuantisingGroup
+from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.one_port.dialer import choose_port
 from paceline.comm.record import recorder
 from paceline.comm.rendezvous.rendezvous import RendezvousResult, rendezvous
@@ -149,12 +149,18 @@ def open_on(
     members = [engines.members[rank] for rank in ranks]
     opened = openers["cpu"](torch.device("cpu"))
     group_rank = list(ranks).index(engines.rank)
-    everybody = engines.members
-    kind = ProcessGroup if wire is None else QuantisingGroup
-    group = kind(
-        opened, members, group_rank, timeout, name, backend.text, openers, everybody=everybody, identity=identity
+    group = ProcessGroup(
+        opened,
+        members,
+        group_rank,
+        timeout,
+        name,
+        backend.text,
+        openers,
+        everybody=engines.members,
+        identity=identity,
+        wire=wire,
     )
-    group.wire = wire
     try:
         # No rank may end the group, or its store, before all ranks have found each other in it.
         group.barrier()

@@ -13,18 +13,21 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from paceline.comm.engine.codes import PremulSum, ReduceOp, Reduction
-from paceline.comm.group.call_plan import BaseGroup
 from paceline.comm.group.work import Work, ended
 from paceline.durations import Timeout
 from paceline.errors import CollectiveMismatchError
 
+if TYPE_CHECKING:
+    from paceline.comm.group.process_group import ProcessGroup
+
 
 def all_reduce_sparse(
-    group: BaseGroup, tensor: torch.Tensor, op: Reduction, async_op: bool, timeout: Timeout | None
+    group: ProcessGroup, tensor: torch.Tensor, op: Reduction, async_op: bool, timeout: Timeout | None
 ) -> Work | None:
     """Reduces a sparse COO tensor over all ranks, in place; afterwards it is coalesced.
 
@@ -71,7 +74,7 @@ class GatheredRows:
         rooms: `rooms[r]` receives what rank r sends.
     """
 
-    def __init__(self, group: BaseGroup, mine: torch.Tensor, counts: Sequence[int]) -> None:
+    def __init__(self, group: ProcessGroup, mine: torch.Tensor, counts: Sequence[int]) -> None:
         self._shape = mine.shape
         indices, values = mine.indices().T.contiguous(), mine.values().contiguous()
         self._rows = [
@@ -88,7 +91,7 @@ class GatheredRows:
         return torch.sparse_coo_tensor(indices, values, self._shape, check_invariants=False).coalesce()
 
 
-def _counts_of_all(group: BaseGroup, mine: torch.Tensor, timeout: Timeout | None) -> list[int]:
+def _counts_of_all(group: ProcessGroup, mine: torch.Tensor, timeout: Timeout | None) -> list[int]:
     kind = f"shape {list(mine.shape)}, {mine.dtype}, {mine.sparse_dim()} sparse dimensions"
     told = torch.tensor([mine._nnz(), zlib.crc32(kind.encode())], device="cpu")
     everyone = [torch.empty_like(told) for _ in group.ranks]
@@ -131,7 +134,7 @@ def empty_buffers(lengths: Sequence[int]) -> list[torch.Tensor]:
 
 
 def all_gather_pieces(
-    group: BaseGroup,
+    group: ProcessGroup,
     mine: Sequence[torch.Tensor],
     rooms: Sequence[Sequence[torch.Tensor]],
     timeout: Timeout | None,
@@ -147,7 +150,7 @@ def all_gather_pieces(
 
 
 def gather_pieces(
-    group: BaseGroup,
+    group: ProcessGroup,
     mine: Sequence[torch.Tensor],
     rooms: Sequence[Sequence[torch.Tensor]],
     root: int,
@@ -160,7 +163,7 @@ def gather_pieces(
 
 
 def scatter_pieces(
-    group: BaseGroup,
+    group: ProcessGroup,
     theirs: Sequence[Sequence[torch.Tensor]],
     room: Sequence[torch.Tensor],
     root: int,

@@ -47,7 +47,7 @@ from paceline.comm.group.collectives.point_to_point import peer_rank
 from paceline.comm.group.compression import Wire, WireLike, with_wire
 from paceline.comm.group.default import Group, resolve
 from paceline.comm.group.eager import eager
-from paceline.comm.group.process_group import ProcessGroup, RunningGroup
+from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.group.work import ProfiledCall, Work
 from paceline.durations import Timeout, to_nanoseconds
 
@@ -176,7 +176,7 @@ class EngineCall(PersistentCall):
     def __init__(
         self,
         name: str,
-        group: RunningGroup,
+        group: ProcessGroup,
         plan: CallPlan,
         prepared: _core.PreparedCall,
         tensors: Sequence[torch.Tensor],
@@ -188,7 +188,7 @@ class EngineCall(PersistentCall):
         # Other tensors on the same memory, which keep it even if the program gives its own tensors another.
         plan[1].kept = [each.detach() for each in plan[1].kept]
         self._prepared = prepared
-        self._limits: RunningGroup | _Limits = group if timeout is None else _Limits(to_nanoseconds(timeout))
+        self._limits: ProcessGroup | _Limits = group if timeout is None else _Limits(to_nanoseconds(timeout))
         self._written = group.written_by(plan)
         self.arm(
             prepared,
@@ -274,7 +274,7 @@ class RepeatedCall(PersistentCall):
 
 def prepared_call(
     name: str,
-    group: RunningGroup,
+    group: ProcessGroup,
     plan: CallPlan,
     make: Callable[[bool], Work | None],
     tensors: Sequence[torch.Tensor],
