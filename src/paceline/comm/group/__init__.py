@@ -2,4 +2,5 @@
 
 May use: `engine` and below; not `group/collectives`, whose public calls use this folder. Start reading at
 `process_group.py`, where a call passes from its arguments to the engine; `call_plan.py` checks unusual arguments.
-`init.py` creates and ends groups, `default.py` holds the default group."""
+`init.py` creates and ends groups, `default.py` holds the default group.
+"""

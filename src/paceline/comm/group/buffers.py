@@ -1,6 +1,7 @@
 """Addresses of a call's tensors, which the engine reads and writes, with copies of the tensors that are not plain.
 
-The engine writes to memory without PyTorch, so `count_writes` reports the writes to autograd."""
+The engine writes to memory without PyTorch, so `count_writes` reports the writes to autograd.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 Its state is a `World`: the group with its store, engines and subgroups. While `init_process_group`'s world exists,
 torch.distributed's default backend for CPU tensors is Paceline too. Otherwise torch's modules that create torch's
-default group themselves (`fully_shard`, `init_device_mesh`) would silently choose gloo."""
+default group themselves (`fully_shard`, `init_device_mesh`) would silently choose gloo.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """`DeviceMesh`: ranks laid out as an array, with process groups along each dimension (data, pipeline, tensor parallel).
 
 It has the methods of torch's `DeviceMesh` that concern groups, and needs no torch.distributed. torch's own mesh works
-as well, on the backend that the plug-in registers."""
+as well, on the backend that the plug-in registers.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Decorators that keep calls which move data between ranks out of compiled graphs.
 
 torch.compile would otherwise trace into them, down to functions of the core that it cannot trace. It would also compile
-functions that PyTorch calls back while compiled code runs, such as hooks and the methods of a backend."""
+functions that PyTorch calls back while compiled code runs, such as hooks and the methods of a backend.
+"""
 
 from __future__ import annotations
 

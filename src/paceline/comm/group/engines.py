@@ -1,6 +1,7 @@
 """Engines of the groups of a process, each of which starts when the first group needs it, and the devices of a group.
 
-`Engines` starts engines and opens groups with them. `Devices` holds one group's open groups, one for each device."""
+`Engines` starts engines and opens groups with them. `Devices` holds one group's open groups, one for each device.
+"""
 
 from __future__ import annotations
 

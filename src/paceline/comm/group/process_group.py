@@ -60,7 +60,7 @@ from paceline.comm.group.call_plan import (
 from paceline.comm.group.compression import Wire, WireKind, WireLike, is_quantisable, with_wire
 from paceline.comm.group.engines import Devices, Opener
 from paceline.comm.group.variable_size import all_gather_pieces, all_reduce_sparse, as_memory, as_tensor, empty_buffers
-from paceline.comm.group.work import ProfiledCall, Work, ended
+from paceline.comm.group.work import ProfiledCall, Work, join_works
 from paceline.comm.record import recorder
 from paceline.comm.schedule.cost import explain_text
 from paceline.comm.schedule.quantised import WIRES
@@ -567,13 +567,13 @@ class ProcessGroup:
     ) -> Work:
         """Reduces the tensors over all ranks, in place."""
         reduction, limit = reduction_of(opts if op is None else op), time_limit(opts, timeout)
-        return _running(self.all_reduce(_only(tensors), reduction, True, limit))
+        return _as_work(self.all_reduce(_unpack_single(tensors), reduction, True, limit))
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: TorchOptions | None = None) -> Work:
         """Reduces tensors of several types over all ranks, in place."""
         reduction, limit = reduction_of(opts), time_limit(opts)
         works = [self.all_reduce(tensor, reduction, True, limit) for tensor in tensors]
-        return _running(ended(works, "allreduce_coalesced", tensors))
+        return _as_work(join_works(works, "allreduce_coalesced", tensors))
 
     def allgather(
         self,
@@ -585,7 +585,7 @@ class ProcessGroup:
     ) -> Work:
         """Copies every rank's tensor to all ranks, into the entries of the only list in `output_tensors`."""
         outputs = one_list(output_tensors, "allgather")
-        return _running(self.all_gather(outputs, _only(input_tensors), True, time_limit(opts, timeout)))
+        return _as_work(self.all_gather(outputs, _unpack_single(input_tensors), True, time_limit(opts, timeout)))
 
     def allgather_coalesced(
         self,
@@ -600,13 +600,13 @@ class ProcessGroup:
             self.all_gather(list(column), tensor, True, time_limit(opts))
             for column, tensor in zip(columns, input_list, strict=True)
         ]
-        return _running(ended(works, "allgather_coalesced", written))
+        return _as_work(join_works(works, "allgather_coalesced", written))
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: TorchOptions | None = None) -> Work:
         """Copies every rank's tensor into one tensor on all ranks, concatenated in rank order."""
         parts = parts_by_rank(output, input.numel(), self, "all_gather_single", "output")
         work = self.all_gather(parts, input, True, time_limit(opts))
-        return _running(ended([work], "all_gather_single", [output]))
+        return _as_work(join_works([work], "all_gather_single", [output]))
 
     def all_gather_single_coalesced(
         self, output_list: Sequence[torch.Tensor], input_list: Sequence[torch.Tensor], opts: TorchOptions | None = None
@@ -614,14 +614,14 @@ class ProcessGroup:
         """Calls `all_gather_single` for each pair of tensors."""
         pairs = zip(output_list, input_list, strict=True)
         works = [self.all_gather_single(output, tensor, opts) for output, tensor in pairs]
-        return _running(ended(works, "all_gather_single_coalesced", output_list))
+        return _as_work(join_works(works, "all_gather_single_coalesced", output_list))
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: TorchOptions | None = None
     ) -> Work:
         """Reduces the ranks' tensors, the parts for all ranks concatenated in rank order, and leaves each its part."""
         parts = parts_by_rank(input, output.numel(), self, "reduce_scatter_single", "input")
-        return _running(self.reduce_scatter(output, parts, reduction_of(opts), True, time_limit(opts)))
+        return _as_work(self.reduce_scatter(output, parts, reduction_of(opts), True, time_limit(opts)))
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: TorchOptions | None = None
@@ -629,7 +629,7 @@ class ProcessGroup:
         """Calls `reduce_scatter_single` for each pair of tensors."""
         pairs = zip(outputs, inputs, strict=True)
         works = [self.reduce_scatter_single(output, tensor, opts) for output, tensor in pairs]
-        return _running(ended(works, "reduce_scatter_single_coalesced", outputs))
+        return _as_work(join_works(works, "reduce_scatter_single_coalesced", outputs))
 
     def alltoall(
         self,
@@ -640,7 +640,7 @@ class ProcessGroup:
         timeout: Timeout | None = None,
     ) -> Work:
         """Copies `input_tensors[r]` to rank r."""
-        return _running(self.all_to_all(output_tensors, input_tensors, True, time_limit(opts, timeout)))
+        return _as_work(self.all_to_all(output_tensors, input_tensors, True, time_limit(opts, timeout)))
 
     def all_to_all_single(
         self,
@@ -656,11 +656,11 @@ class ProcessGroup:
         outputs = rows_by_rank(output, output_split_sizes or None, self, "all_to_all_single", "output")
         inputs = rows_by_rank(input, input_split_sizes or None, self, "all_to_all_single", "input")
         work = self.all_to_all(outputs, inputs, True, time_limit(opts, timeout))
-        return _running(ended([work], "all_to_all_single", [output]))
+        return _as_work(join_works([work], "all_to_all_single", [output]))
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int) -> Work:
         """Receives from the rank whose message arrives first; the work's `source_rank()` returns that rank."""
-        return self.recv(_only(tensors), -1, tag, True)
+        return self.recv(_unpack_single(tensors), -1, tag, True)
 
     # Names of these methods in other releases of torch.
 
@@ -986,11 +986,11 @@ def _addresses(
     return [found[0] + part * nbytes for part in range(parts)] if are_whole else found
 
 
-def _running(work: Work | None) -> Work:
+def _as_work(work: Work | None) -> Work:
     """Returns `work`, or a finished one if it is None, as it is for a call without tensors."""
     return Work(None, "a call of no tensors") if work is None else work
 
 
-def _only(tensors: Tensors) -> Tensors:
+def _unpack_single(tensors: Tensors) -> Tensors:
     """Unpacks a list of one tensor, since a single tensor takes the fastest path."""
     return tensors[0] if not isinstance(tensors, torch.Tensor) and len(tensors) == 1 else tensors

@@ -2,7 +2,8 @@
 
 For a sparse tensor, each rank gathers the rows (indices and values) of all ranks and adds them in rank order, so the
 result has the same bits on every rank. Bytes are lists of uint8 tensors on the CPU, whatever
-torch.set_default_device says."""
+torch.set_default_device says.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.comm.engine.codes import PremulSum, ReduceOp, Reduction
-from paceline.comm.group.work import Work, ended
+from paceline.comm.group.work import Work, join_works
 from paceline.durations import Timeout
 from paceline.errors import CollectiveMismatchError
 
@@ -59,7 +60,7 @@ def all_reduce_sparse(
         with torch.no_grad():
             tensor.copy_(total)
 
-    return ended([work], "all_reduce", [tensor], write)
+    return join_works([work], "all_reduce", [tensor], write)
 
 
 class GatheredRows:
