@@ -284,7 +284,7 @@ def open_on(
         name,
         backend.text,
         openers,
-        everybody=engines.members,
+        engine_members=engines.members,
         identity=identity,
         wire=wire,
     )

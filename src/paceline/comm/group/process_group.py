@@ -97,7 +97,7 @@ class ProcessGroup:
         backend: the backend's name, which `get_backend` returns.
         openers: functions that open the group on other devices, by the device's type.
         advice: the advice in errors about a tensor on a device without an opener; by default it names an engine.
-        everybody: the members of the engine's group if it has more ranks than this group.
+        engine_members: the members of the engine's group if it has more ranks than this group.
         identity: a number for the recording that is the same on all members; 0 if they share none.
         wire: the format to which sums of floats are rounded between hosts; None if they are exact.
 
@@ -120,7 +120,7 @@ class ProcessGroup:
         backend: str = "paceline",
         openers: Mapping[str, Opener] | None = None,
         advice: str = "",
-        everybody: Sequence[RankIdentity] = (),
+        engine_members: Sequence[RankIdentity] = (),
         identity: int = 0,
         wire: WireKind | None = None,
     ) -> None:
@@ -130,7 +130,7 @@ class ProcessGroup:
         self.wire = wire
         self.profiled_as = "paceline"  # a profile's events are named `paceline:all_reduce` and so on
         recorder.begin()
-        recorder.identify_once(self.ranks[group_rank], len(everybody or members))
+        recorder.identify_once(self.ranks[group_rank], len(engine_members or members))
         ranks = self.ranks
 
         def record(on_device: OpenGroup, device_type: str) -> int:
@@ -141,7 +141,7 @@ class ProcessGroup:
         self._devices = Devices(opened, openers or {}, backend, record, advice)
         self._channel = opened.channel
         self._members = list(members)
-        self._everybody = everybody
+        self._engine_members = engine_members
         self._rank = group_rank
         self._closed = False
         self._closed_why = (
@@ -943,7 +943,7 @@ class ProcessGroup:
         return self._failed(outcome, describe_call(header).rsplit(" as call", 1)[0])
 
     def _failed(self, outcome: CallOutcome, call: str, lost: str = GROUP_LOST) -> CollectiveError:
-        error = to_error(outcome, self._members, self._rank, call, lost, self._everybody)
+        error = to_error(outcome, self._members, self._rank, call, lost, self._engine_members)
         if isinstance(error, CollectiveTimeoutError):
             # All ranks receive the same outcome, so on a rank that was late `outcome.missing` contains that rank.
             error.missing = tuple(self.ranks[rank] for rank in outcome.missing if rank != self._rank)
