@@ -37,11 +37,6 @@ def to_seconds(timeout: Timeout) -> float:
     return min(max(0.0, seconds), LONGEST_S)
 
 
-def to_timedelta(timeout: Timeout) -> timedelta:
-    """Returns what `to_seconds` returns, as a timedelta."""
-    return timeout if isinstance(timeout, timedelta) else timedelta(seconds=to_seconds(timeout))
-
-
 def to_nanoseconds(timeout: Timeout) -> int:
     """Returns what `to_seconds` returns, in nanoseconds."""
     return int(to_seconds(timeout) * 1e9)

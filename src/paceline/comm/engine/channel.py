@@ -127,7 +127,7 @@ class PendingMessage(Pending, Protocol):
         ...
 
 
-class CollectiveCall(NamedTuple):  # the core takes it apart by position (native/bindings/calls.cpp)
+class CollectiveCall(NamedTuple):  # the core reads its fields by their names (native/bindings/calls.cpp)
     """A collective call. The operation determines the numbers of `inputs` and `outputs`, with n ranks in the group:
 
     | operation | inputs | outputs |

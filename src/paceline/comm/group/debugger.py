@@ -45,7 +45,7 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
     if _calls[place] <= skip:
         return
     if timeout_s is not None:
-        raise_timeouts(timedelta(seconds=timeout_s))
+        raise_timeouts(timeout_s)
     if group.rank() == rank:
         _require_input(rank)
         _debug(_Debugger(caller))

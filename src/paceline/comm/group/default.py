@@ -11,7 +11,6 @@ import atexit
 import logging
 import os
 from collections.abc import Callable
-from datetime import timedelta
 from multiprocessing import util
 
 import torch
@@ -20,6 +19,7 @@ import torch.distributed as torch_dist
 from paceline.comm.group.engines import Engines
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.store.store import Store
+from paceline.durations import to_nanoseconds
 
 _OURS, _TORCHS = "paceline", "gloo"
 
@@ -74,14 +74,14 @@ class World:
         store: the store of the rendezvous.
         engines: the engines of `group` and its subgroups.
         group: the group of all ranks.
-        timeout: the default time-out of subgroups.
+        timeout_s: the default time-out of subgroups, in seconds.
     """
 
-    def __init__(self, store: Store, engines: Engines, group: ProcessGroup, timeout: timedelta) -> None:
+    def __init__(self, store: Store, engines: Engines, group: ProcessGroup, timeout_s: float) -> None:
         self.store = store
         self.engines = engines
         self.group = group
-        self.timeout = timeout
+        self.timeout_s = timeout_s
         self.subgroups: list[ProcessGroup] = []
 
     def close_subgroups(self) -> None:
@@ -100,10 +100,8 @@ class World:
 class OwnWorld(World):
     """A world that `init_process_group` created; it is closed at the latest when the process exits."""
 
-    def __init__(
-        self, store: Store, owns_store: bool, engines: Engines, group: ProcessGroup, timeout: timedelta
-    ) -> None:
-        super().__init__(store, engines, group, timeout)
+    def __init__(self, store: Store, owns_store: bool, engines: Engines, group: ProcessGroup, timeout_s: float) -> None:
+        super().__init__(store, engines, group, timeout_s)
         self._owns_store = owns_store
         # Processes of multiprocessing exit without running the functions registered with atexit.
         self._leaving = util.Finalize(None, leave, exitpriority=0)
@@ -219,11 +217,11 @@ def resolve(group: Group) -> ProcessGroup | None:
     raise TypeError(_wrong_group_text(group))
 
 
-def raise_timeouts(least: timedelta) -> None:
-    """Raises the time-out of every group to at least `least`."""
+def raise_timeouts(least_s: float) -> None:
+    """Raises the time-out of every group to at least `least_s` seconds."""
     world = default_world()
     for group in (world.group, *world.subgroups):
-        group.set_timeout(max(group.timeout, least))
+        group.timeout_ns = max(group.timeout_ns, to_nanoseconds(least_s))
 
 
 def find_world() -> World | None:

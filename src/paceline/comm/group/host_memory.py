@@ -11,7 +11,6 @@ import torch
 from paceline import _core
 from paceline.comm.engine.native.engine import HostRanks, NativeGroup
 from paceline.comm.group.process_group import ProcessGroup
-from paceline.durations import to_seconds
 from paceline.linux import is_out_of_descriptors, out_of_descriptors_error
 
 
@@ -84,7 +83,7 @@ def share_on_host(group: ProcessGroup, nbytes: int) -> _core.SharedMemory:
     numbers = _exchange(group, number, problem)
     if memory is None:
         try:
-            memory = ranks.find(owner, numbers[owner], nbytes, to_seconds(group.timeout))
+            memory = ranks.find(owner, numbers[owner], nbytes, group.timeout_ns / 1e9)
         except OSError as error:
             problem = _shortage(error, group, nbytes)
         if memory is None and problem is None:

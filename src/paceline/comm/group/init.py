@@ -39,7 +39,7 @@ from paceline.comm.record import recorder
 from paceline.comm.rendezvous.rendezvous import RendezvousResult, rendezvous
 from paceline.comm.security.levels import choose_level
 from paceline.comm.store.store import HashStore, Store
-from paceline.durations import Timeout, to_seconds, to_timedelta
+from paceline.durations import Timeout, to_seconds
 from paceline.linux import is_out_of_descriptors, out_of_descriptors_error
 
 DEFAULT_TIMEOUT = default_pg_timeout = timedelta(minutes=30)  # the second name is torch's
@@ -139,17 +139,17 @@ def init_process_group(
     require_between(between_hosts, chosen, algorithm)
     require_wire(wire, chosen, between_hosts, elastic)
     make_current(device_id, chosen)
-    timeout = DEFAULT_TIMEOUT if timeout is None else to_timedelta(timeout)
+    timeout_s = to_seconds(DEFAULT_TIMEOUT if timeout is None else timeout)
     recorder.begin()
-    joined = meet(chosen, init_method, store, world_size, rank, to_seconds(timeout))
+    joined = meet(chosen, init_method, store, world_size, rank, timeout_s)
     recorder.identify(joined.rank, joined.world_size)
     with contextlib.ExitStack() as undo:
         if store is None:
             undo.callback(joined.store.close)
         options = GroupOptions(group_name, interface, algorithm, between_hosts, wire)
-        world = form(joined, chosen, timeout, options)
+        world = form(joined, chosen, timeout_s, options)
         undo.pop_all()
-    set_default_world(OwnWorld(world.store, store is None, world.engines, world.group, timeout))
+    set_default_world(OwnWorld(world.store, store is None, world.engines, world.group, timeout_s))
 
 
 def destroy_process_group(group: Group = None) -> None:
@@ -252,8 +252,8 @@ def open_group(
     """
     world = default_world()
     chosen = world.engines.backend if backend is None else choose(backend)
-    timeout = world.timeout if timeout is None else timeout
-    group = open_on(world.engines, chosen, ranks, timeout, name, algorithm, identity, wire)
+    timeout_s = world.timeout_s if timeout is None else to_seconds(timeout)
+    group = open_on(world.engines, chosen, ranks, timeout_s, name, algorithm, identity, wire)
     world.subgroups.append(group)
     return group
 
@@ -262,7 +262,7 @@ def open_on(
     engines: Engines,
     backend: BackendChoice,
     ranks: Sequence[int],
-    timeout: Timeout,
+    timeout_s: float,
     name: str,
     algorithm: str | None,
     identity: int | None = None,
@@ -272,7 +272,7 @@ def open_on(
     engines.start(backend)
     if identity is None:
         identity = engines.count_group(ranks)
-    openers = engines.openers(backend, ranks, to_seconds(timeout), identity, algorithm)
+    openers = engines.openers(backend, ranks, timeout_s, identity, algorithm)
     members = [engines.members[rank] for rank in ranks]
     opened = openers["cpu"](torch.device("cpu"))
     group_rank = list(ranks).index(engines.rank)
@@ -280,7 +280,7 @@ def open_on(
         opened,
         members,
         group_rank,
-        timeout,
+        timeout_s,
         name,
         backend.text,
         openers,
@@ -297,13 +297,13 @@ def open_on(
     return group
 
 
-def form_apart(store: Store, rank: int, world_size: int, timeout: timedelta, options: GroupOptions) -> World:
+def form_apart(store: Store, rank: int, world_size: int, timeout_s: float, options: GroupOptions) -> World:
     """Forms a group of the engine "paceline" independently of any default group; any thread may call this.
 
     Args:
         store: the store through which the ranks meet; the caller closes it.
         rank, world_size: this rank and the number of ranks.
-        timeout: the time to wait for the other ranks, here and in the group's calls.
+        timeout_s: the time to wait for the other ranks, here and in the group's calls, in seconds.
         options: the group's options.
 
     Raises:
@@ -311,17 +311,17 @@ def form_apart(store: Store, rank: int, world_size: int, timeout: timedelta, opt
     """
     backend = choose("paceline")
     recorder.begin()
-    joined = meet(backend, None, store, world_size, rank, to_seconds(timeout))
-    return form(joined, backend, timeout, options)
+    joined = meet(backend, None, store, world_size, rank, timeout_s)
+    return form(joined, backend, timeout_s, options)
 
 
 def make_default(world: World) -> None:
     """Makes the group of `form_apart` the default group. Requires that there is none at present."""
     recorder.identify(world.group.rank(), world.group.size())
-    set_default_world(OwnWorld(world.store, False, world.engines, world.group, world.timeout))
+    set_default_world(OwnWorld(world.store, False, world.engines, world.group, world.timeout_s))
 
 
-def form(joined: RendezvousResult, backend: BackendChoice, timeout: timedelta, options: GroupOptions) -> World:
+def form(joined: RendezvousResult, backend: BackendChoice, timeout_s: float, options: GroupOptions) -> World:
     """Returns a world of all ranks that have met; its group is not the default group yet."""
     with contextlib.ExitStack() as undo:
         with Formation(joined.store, joined.rank, joined.world_size) as formation:
@@ -329,7 +329,7 @@ def form(joined: RendezvousResult, backend: BackendChoice, timeout: timedelta, o
                 joined.store,
                 joined.rank,
                 joined.world_size,
-                to_seconds(timeout),
+                timeout_s,
                 formation,
                 peer=joined.address,
                 interface=options.interface,
@@ -339,10 +339,10 @@ def form(joined: RendezvousResult, backend: BackendChoice, timeout: timedelta, o
             engines = undo.enter_context(contextlib.closing(Engines(context, backend, options.between_hosts)))
             ranks, identity = range(joined.world_size), options.identity
             group = open_on(
-                engines, backend, ranks, timeout, options.name, options.algorithm, identity, wire=options.wire
+                engines, backend, ranks, timeout_s, options.name, options.algorithm, identity, wire=options.wire
             )
         undo.pop_all()
-    return World(joined.store, engines, group, timeout)
+    return World(joined.store, engines, group, timeout_s)
 
 
 def meet(

@@ -65,7 +65,7 @@ from paceline.comm.record import recorder
 from paceline.comm.schedule.cost import explain_text
 from paceline.comm.schedule.quantised import WIRES
 from paceline.comm.schedule.steps import Operation
-from paceline.durations import Timeout, to_nanoseconds, to_seconds
+from paceline.durations import Timeout, to_nanoseconds
 from paceline.errors import CollectiveError, CollectiveTimeoutError
 
 ANY_SOURCE = -1
@@ -549,7 +549,7 @@ class ProcessGroup:
             missing = error.missing
             if not missing:
                 raise
-            waited_s = to_seconds(self.timeout if timeout is None else timeout)
+            waited_s = self.limit_ns(timeout) / 1e9
             named = f"ranks {list(missing)}" if wait_all_ranks and len(missing) > 1 else f"rank {missing[0]}"
             if not wait_all_ranks and len(missing) > 1:
                 named += f" and {len(missing) - 1} more (wait_all_ranks=True names them)"
