@@ -16,10 +16,9 @@ from datetime import timedelta
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from paceline import _core
 from paceline.comm.engine.adapters.group_recorder import GroupRecorder
 from paceline.comm.engine.adapters.library_engine import FailureDiagnosis, LibraryEngine, LibraryGroup
-from paceline.comm.engine.adapters.schedule_executor import FlatBuffer, PythonExecutor, tensor_at
+from paceline.comm.engine.adapters.schedule_executor import FlatBuffer, PythonExecutor, divide_average, tensor_at
 from paceline.comm.engine.adapters.serial_channel import (
     CallTimeout,
     Envelope,
@@ -147,7 +146,7 @@ class GlooChannel(SerialChannel):
         options.timeout, options.reduceOp = timeout, _OPS[ReduceOp(call.reduce_op)]
         tensor = FlatBuffer(call.outputs).copy_in()
         self._group.allreduce([tensor.tensor(DTYPES[call.dtype])], options).wait()
-        self._divide(tensor.address, call)
+        divide_average(tensor.address, call, self._size)
         tensor.copy_out()
 
     def _reduce(self, call: CollectiveCall, timeout: timedelta) -> None:
@@ -157,7 +156,7 @@ class GlooChannel(SerialChannel):
         values = tensor.tensor(DTYPES[call.dtype])
         if self._rank == call.root:
             self._group.reduce([values], options).wait()
-            self._divide(tensor.address, call)
+            divide_average(tensor.address, call, self._size)
             tensor.copy_out()
         else:
             self._group.reduce([values.clone()], options).wait()  # gloo leaves partial sums there
@@ -188,10 +187,6 @@ class GlooChannel(SerialChannel):
         read = [[tensor.tensor() for tensor in inputs]] if inputs else []
         self._group.scatter([output.tensor()], read, options).wait()
         output.copy_out()
-
-    def _divide(self, address: int, call: CollectiveCall) -> None:
-        if call.reduce_op == ReduceOp.AVG and call.count:
-            _core.reduce(address, [address], call.count, call.dtype, ReduceOp.AVG, self._size)
 
 
 _CALLS: dict[Operation, Callable[[GlooChannel, CollectiveCall, timedelta], None]] = {

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from paceline import _core
 from paceline.comm.engine.adapters.library_engine import FailureDiagnosis
-from paceline.comm.engine.adapters.schedule_executor import FlatBuffer
+from paceline.comm.engine.adapters.schedule_executor import FlatBuffer, divide_average
 from paceline.comm.engine.adapters.serial_channel import CallEnded, SerialChannel
 from paceline.comm.engine.api import Engine, OpenGroup
 from paceline.comm.engine.channel import CallOutcome, CollectiveCall, EngineChannel, Messages, Pieces
@@ -157,7 +156,9 @@ class TwoLevelChannel(SerialChannel):
         if self._between is not None:
             self._run(self._between, Operation.ALL_REDUCE, call, op, -1, tensor, deadline_ns)
             if call.reduce_op == ReduceOp.AVG:
-                self._divide(call, tensor)
+                whole = FlatBuffer(tensor).copy_in()
+                divide_average(whole.address, call, self._size)
+                whole.copy_out()
         self._run(self._within, Operation.BROADCAST, call, NO_REDUCTION, 0, tensor, deadline_ns)
 
     def _reduce(self, call: CollectiveCall, deadline_ns: int) -> None:
@@ -193,12 +194,6 @@ class TwoLevelChannel(SerialChannel):
             remaining_ns = max(1, deadline_ns - time.monotonic_ns())
             own = CollectiveCall(operation, call.dtype, reduce_op, root, call.count, remaining_ns, [], tensor)
             self._check(part.opened.channel.run(own), part.ranks)
-
-    def _divide(self, call: CollectiveCall, tensor: Sequence[Pieces]) -> None:
-        whole = FlatBuffer(tensor).copy_in()
-        if call.count:
-            _core.reduce(whole.address, [whole.address], call.count, call.dtype, ReduceOp.AVG, self._size)
-        whole.copy_out()
 
     def _check(self, outcome: CallOutcome | None, ranks: Sequence[int]) -> None:
         """Ends the call if a part of it failed, with the part's ranks translated to the whole group's."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -88,8 +89,7 @@ def plan_reduce(group: ProcessGroup, tensors: Tensors, root: int, op: Reduction,
     """Returns the plan of a reduce to group rank `root`."""
     listed = as_list(tensors, "reduce")
     code, reduce_code, buffers = checked_reduction(listed, op, "reduce")
-    root_or_copy = buffers.write if group.rank() == root else buffers.read
-    outputs = [root_or_copy(listed)]
+    outputs = [buffers.write(listed) if group.rank() == root else buffers.read(listed)]
     return CollectiveCall(
         Operation.REDUCE, code, reduce_code, root, count_elements(listed), timeout_ns, [], outputs
     ), buffers
@@ -116,15 +116,15 @@ def _plan_gather(
     operation: Operation, group: ProcessGroup, outputs: Sequence[Tensors], tensors: Tensors, root: int, timeout_ns: int
 ) -> CallPlan:
     name = str(operation)
-    here = operation is Operation.ALL_GATHER or group.rank() == root
+    receives = operation is Operation.ALL_GATHER or group.rank() == root
     read = as_list(tensors, name)
-    written = lists_by_rank(outputs, group, name, "the list of outputs") if here else []
-    code = dtype_code([*read, *(t for each in written for t in each)], name)
+    written = lists_by_rank(outputs, group, name, "the list of outputs") if receives else []
+    code = dtype_code([*read, *chain(*written)], name)
     count = count_elements(read)
     require_counts(written, count, group, name, "the list of outputs")
     buffers = Buffers()
     flat_inputs = [buffers.read(read)]
-    flat_outputs = [buffers.write(each) for each in written]
+    flat_outputs = [buffers.write(part) for part in written]
     return CollectiveCall(operation, code, NO_REDUCTION, root, count, timeout_ns, flat_inputs, flat_outputs), buffers
 
 
@@ -134,13 +134,11 @@ def plan_reduce_scatter(
     """Returns the plan of a reduce_scatter."""
     written = as_list(output, "reduce_scatter")
     read = lists_by_rank(inputs, group, "reduce_scatter", "input_list")
-    code, reduce_code, buffers = checked_reduction(
-        [*written, *(t for each in read for t in each)], op, "reduce_scatter"
-    )
+    code, reduce_code, buffers = checked_reduction([*written, *chain(*read)], op, "reduce_scatter")
     count = count_elements(written)
     require_counts(read, count, group, "reduce_scatter", "input_list")
-    flat_inputs = [buffers.read(each) for each in read]
-    buffers.scale = None  # of what is read, not of the result
+    flat_inputs = [buffers.read(part) for part in read]
+    buffers.scale = None  # the factor applies to the inputs only
     flat_outputs = [buffers.write(written)]
     operation = Operation.REDUCE_SCATTER
     return CollectiveCall(operation, code, reduce_code, -1, count, timeout_ns, flat_inputs, flat_outputs), buffers
@@ -157,11 +155,11 @@ def plan_scatter(
         )
     written = as_list(output, "scatter")
     read = lists_by_rank(inputs, group, "scatter", "scatter_list") if inputs else []
-    code = dtype_code([*written, *(t for each in read for t in each)], "scatter")
+    code = dtype_code([*written, *chain(*read)], "scatter")
     count = count_elements(written)
     require_counts(read, count, group, "scatter", "scatter_list")
     buffers = Buffers()
-    flat_inputs = [buffers.read(each) for each in read]
+    flat_inputs = [buffers.read(part) for part in read]
     flat_outputs = [buffers.write(written)]
     return CollectiveCall(
         Operation.SCATTER, code, NO_REDUCTION, root, count, timeout_ns, flat_inputs, flat_outputs
@@ -176,10 +174,10 @@ def plan_all_to_all(
     written = lists_by_rank(outputs, group, "all_to_all", "output_tensor_list")
     mine = group.rank()
     require_counts([written[mine]], count_elements(read[mine]), group, "all_to_all", "this rank's part for itself")
-    code = dtype_code([t for each in (*read, *written) for t in each], "all_to_all")
+    code = dtype_code([*chain(*read, *written)], "all_to_all")
     buffers = Buffers()
-    flat_inputs = [buffers.read(each) for each in read]
-    flat_outputs = [buffers.write(each) for each in written]
+    flat_inputs = [buffers.read(part) for part in read]
+    flat_outputs = [buffers.write(part) for part in written]
     return CollectiveCall(
         Operation.ALL_TO_ALL, code, NO_REDUCTION, -1, 0, timeout_ns, flat_inputs, flat_outputs
     ), buffers

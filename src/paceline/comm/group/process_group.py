@@ -542,7 +542,7 @@ class ProcessGroup:
         self.close()
 
     def monitored_barrier(self, timeout: Timeout | None = None, wait_all_ranks: bool = False) -> None:
-        """Does what `paceline.monitored_barrier` does."""
+        """Waits as `paceline.monitored_barrier` does."""
         try:
             self.barrier(False, timeout)
         except CollectiveTimeoutError as error:

@@ -235,6 +235,12 @@ class _Execution:
             _core.reduce(target, sources, nbytes // item_size, self._call.dtype, op, self._schedule.world_size)
 
 
+def divide_average(address: int, call: CollectiveCall, size: int) -> None:
+    """Divides the sum of `size` ranks at `address` in place if the call's reduction is AVG."""
+    if call.reduce_op == ReduceOp.AVG and call.count:
+        _core.reduce(address, [address], call.count, call.dtype, ReduceOp.AVG, size)
+
+
 def _conflict(earlier: Step, later: Step) -> bool:
     """Returns whether two steps touch the same blocks and at least one of them writes there."""
     written, also_written = _blocks(earlier.dst), _blocks(later.dst)

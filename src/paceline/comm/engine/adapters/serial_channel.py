@@ -23,7 +23,7 @@ from paceline.comm.engine.channel import CallOutcome, CollectiveCall, EngineChan
 from paceline.comm.engine.failures import CallFailure, OutcomeCode
 from paceline.durations import LONGEST_S, event_timeout_s, to_nanoseconds
 
-_HEAD = struct.Struct("<qq")  # number of bytes, dtype code
+MESSAGE_HEAD = struct.Struct("<qq")  # number of bytes, dtype code
 
 
 class WaitedMessage:
@@ -74,34 +74,39 @@ class WaitedMessage:
                 self._completed.set()
 
 
+def message_mismatch(source: int, receiver: int, sent: tuple[int, int], expected: tuple[int, int]) -> CallFailure:
+    """Returns the failure of a message whose number of bytes and dtype, as `sent`, are not those `expected`."""
+    return CallFailure(
+        OutcomeCode.MISMATCH,
+        split_from=source,
+        split_to=receiver,
+        split_sent=sent[0],
+        split_expected=expected[0],
+        calls=[(0, 0, sent[1], 0, 0, 0), (0, 0, expected[1], 0, 0, 0)],
+    )
+
+
 class Envelope:
     """A message with a header of its size and dtype, in its own buffer, so that the receiver can check it first."""
 
     def __init__(self, dtype: int, pieces: Pieces) -> None:
         self._buffer = FlatBuffer([pieces])
         self._head = (self._buffer.nbytes, dtype)
-        self._memory = bytearray(_HEAD.size + self._buffer.nbytes)
+        self._memory = bytearray(MESSAGE_HEAD.size + self._buffer.nbytes)
         self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
 
     def fill(self) -> Envelope:
         """Writes the header and copies the tensor in, for a send; returns this envelope."""
-        _HEAD.pack_into(self._memory, 0, *self._head)
-        self.tensor[_HEAD.size :].copy_(self._buffer.copy_in().tensor())
+        MESSAGE_HEAD.pack_into(self._memory, 0, *self._head)
+        self.tensor[MESSAGE_HEAD.size :].copy_(self._buffer.copy_in().tensor())
         return self
 
     def open(self, source: int, receiver: int) -> CallOutcome | None:
         """Copies a received message into the tensor and returns None, or returns why the message does not fit."""
-        (nbytes, dtype), (expected, expected_dtype) = _HEAD.unpack_from(self._memory), self._head
-        if (nbytes, dtype) != self._head:
-            return CallFailure(
-                OutcomeCode.MISMATCH,
-                split_from=source,
-                split_to=receiver,
-                split_sent=nbytes,
-                split_expected=expected,
-                calls=[(0, 0, dtype, 0, 0, 0), (0, 0, expected_dtype, 0, 0, 0)],
-            )
-        self._buffer.tensor().copy_(self.tensor[_HEAD.size :])
+        sent = MESSAGE_HEAD.unpack_from(self._memory)
+        if sent != self._head:
+            return message_mismatch(source, receiver, sent, self._head)
+        self._buffer.tensor().copy_(self.tensor[MESSAGE_HEAD.size :])
         self._buffer.copy_out()
         return None
 

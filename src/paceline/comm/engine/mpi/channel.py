@@ -5,24 +5,27 @@ A message begins with its size and dtype, so that the receiver can check them.
 
 from __future__ import annotations
 
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from paceline import _core
 from paceline.comm.engine.adapters.group_recorder import GroupRecorder, RecordedWork
 from paceline.comm.engine.adapters.library_engine import FailureDiagnosis
-from paceline.comm.engine.adapters.schedule_executor import BlockTransfer, FlatBuffer, PythonExecutor
-from paceline.comm.engine.adapters.serial_channel import CallTimeout, LibraryError, SerialChannel, WaitedMessage
+from paceline.comm.engine.adapters.schedule_executor import BlockTransfer, FlatBuffer, PythonExecutor, divide_average
+from paceline.comm.engine.adapters.serial_channel import (
+    MESSAGE_HEAD,
+    CallTimeout,
+    LibraryError,
+    SerialChannel,
+    WaitedMessage,
+    message_mismatch,
+)
 from paceline.comm.engine.channel import CallOutcome, CollectiveCall, Pieces
 from paceline.comm.engine.codes import ITEM_SIZES, ReduceOp
-from paceline.comm.engine.failures import CallFailure, OutcomeCode
+from paceline.comm.engine.failures import OutcomeCode
 from paceline.comm.engine.mpi.library import MOST_BYTES, complete, datatype, library, reduction
 from paceline.comm.schedule.steps import Operation
-
-_HEAD = struct.Struct("<qq")  # number of bytes, dtype code
 
 
 class MpiMessages:
@@ -114,8 +117,8 @@ class _Memory:
     def __init__(self, dtype: int, pieces: Pieces) -> None:
         mpi = library()
         self._expected = (sum(pieces[1::2]), dtype)
-        self._label = bytearray(_HEAD.size)
-        spans = [(mpi.Get_address(self._label), _HEAD.size)]
+        self._label = bytearray(MESSAGE_HEAD.size)
+        spans = [(mpi.Get_address(self._label), MESSAGE_HEAD.size)]
         for address, nbytes in zip(pieces[::2], pieces[1::2], strict=True):
             spans += [(address + first, min(MOST_BYTES, nbytes - first)) for first in range(0, nbytes, MOST_BYTES)]
         self.kind = mpi.BYTE.Create_hindexed([nbytes for _, nbytes in spans], [address for address, _ in spans])
@@ -123,21 +126,12 @@ class _Memory:
 
     def label(self) -> None:
         """Writes the tensor's size and dtype into the label, for a send."""
-        _HEAD.pack_into(self._label, 0, *self._expected)
+        MESSAGE_HEAD.pack_into(self._label, 0, *self._expected)
 
     def misfit(self, source: int, receiver: int) -> CallOutcome | None:
         """Returns why a received message does not fit the tensor, or None if it fits."""
-        (nbytes, dtype), (expected, expected_dtype) = _HEAD.unpack(self._label), self._expected
-        if (nbytes, dtype) == self._expected:
-            return None
-        return CallFailure(
-            OutcomeCode.MISMATCH,
-            split_from=source,
-            split_to=receiver,
-            split_sent=nbytes,
-            split_expected=expected,
-            calls=[(0, 0, dtype, 0, 0, 0), (0, 0, expected_dtype, 0, 0, 0)],
-        )
+        sent = MESSAGE_HEAD.unpack(self._label)
+        return None if sent == self._expected else message_mismatch(source, receiver, sent, self._expected)
 
     def close(self) -> None:
         """Frees the MPI datatype."""
@@ -243,7 +237,7 @@ class MpiChannel(SerialChannel):
         op = reduction(call.dtype, call.reduce_op)
         for part in self._parts(tensor.address, call):
             self._run(deadline_ns, self._comm.Iallreduce, self._mpi.IN_PLACE, part, op)
-        self._divide(tensor.address, call)
+        divide_average(tensor.address, call, self._size)
         tensor.copy_out()
 
     def _reduce(self, call: CollectiveCall, deadline_ns: int) -> None:
@@ -254,7 +248,7 @@ class MpiChannel(SerialChannel):
             ends = (self._mpi.IN_PLACE, part) if is_root else (part, None)
             self._run(deadline_ns, self._comm.Ireduce, *ends, op, call.root)
         if is_root:
-            self._divide(tensor.address, call)
+            divide_average(tensor.address, call, self._size)
             tensor.copy_out()
 
     def _all_gather(self, call: CollectiveCall, deadline_ns: int) -> None:
@@ -289,7 +283,7 @@ class MpiChannel(SerialChannel):
             [self._from_address(output.address, output.nbytes), call.count, kind],
         )
         self._run(deadline_ns, self._comm.Ireduce_scatter_block, *ends, op)
-        self._divide(output.address, call)
+        divide_average(output.address, call, self._size)
         output.copy_out()
 
     def _all_to_all(self, call: CollectiveCall, deadline_ns: int) -> None:
@@ -318,10 +312,6 @@ class MpiChannel(SerialChannel):
             memory = self._from_address(address + first * item_size, count * item_size)
             parts.append([memory, count, kind])
         return parts
-
-    def _divide(self, address: int, call: CollectiveCall) -> None:
-        if call.reduce_op == ReduceOp.AVG and call.count:
-            _core.reduce(address, [address], call.count, call.dtype, ReduceOp.AVG, self._size)
 
 
 _DIVISIBLE = (Operation.BROADCAST, Operation.ALL_REDUCE, Operation.REDUCE)

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.comm.group.buffers import Tensors, as_list
+from paceline.comm.group.buffers import Tensors, as_list, count_elements
 from paceline.comm.group.call_plan import checked_tag, require_peer, root_rank
 from paceline.comm.group.default import Group, resolve
 from paceline.comm.group.eager import eager
@@ -144,7 +144,7 @@ class P2POp:
             raise ValueError(f"P2POp: op is {short_repr(op)}; it must be paceline.isend or paceline.irecv")
         self.op = op
         self.tensor = tensor
-        self._count = sum(each.numel() for each in as_list(tensor, "P2POp"))
+        self._count = count_elements(as_list(tensor, "P2POp"))
         self.group = group
         self.tag = checked_tag(tag, "P2POp")
         self.peer = peer
