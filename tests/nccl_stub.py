@@ -106,7 +106,7 @@ class StubStream:
     def mark(self) -> StubMark:
         return StubMark(self._cuda, self.handle, self._cuda.stubMark(self.handle))
 
-    def room(self, nbytes: int) -> tuple[int, object]:
+    def allocate(self, nbytes: int) -> tuple[int, object]:
         tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._rooms.append(tensor)  # a CPU's allocator knows no streams
         return tensor.data_ptr(), tensor

@@ -88,6 +88,30 @@ void require_tensors(const Call& call, bool is_root, std::size_t size, std::uint
     require_streams(call.outputs, outputs, nbytes, "outputs");
 }
 
+// The names of a CollectiveCall's fields, interned so that Python compares them by address.
+struct CallFields {
+    PyObject* operation = PyUnicode_InternFromString("operation");
+    PyObject* dtype = PyUnicode_InternFromString("dtype");
+    PyObject* reduce_op = PyUnicode_InternFromString("reduce_op");
+    PyObject* root = PyUnicode_InternFromString("root");
+    PyObject* count = PyUnicode_InternFromString("count");
+    PyObject* timeout_ns = PyUnicode_InternFromString("timeout_ns");
+    PyObject* inputs = PyUnicode_InternFromString("inputs");
+    PyObject* outputs = PyUnicode_InternFromString("outputs");
+    PyObject* wire = PyUnicode_InternFromString("wire");
+    PyObject* residual = PyUnicode_InternFromString("residual");
+    PyObject* update = PyUnicode_InternFromString("update");
+};
+
+nb::object field(nb::handle fields, PyObject* name) {
+    PyObject* const value = PyObject_GetAttr(fields.ptr(), name);
+    if (value == nullptr) {
+        PyErr_Clear();
+        throw nb::type_error("a call is a paceline.comm.engine.channel.CollectiveCall");
+    }
+    return nb::steal(value);
+}
+
 }  // namespace
 
 Operation to_operation(int code) {
@@ -128,29 +152,28 @@ Stream to_stream(const FlatPieces& flat) {
     return Stream(std::move(pieces));
 }
 
-Call to_call(const nb::tuple& fields) {
-    constexpr std::size_t kFields = 11;
-    if (fields.size() != kFields) throw nb::type_error("a call is a paceline.comm.engine.channel.CollectiveCall");
+Call to_call(nb::handle fields) {
+    static const CallFields names;
     Call call;
-    call.operation = to_operation(nb::cast<int>(fields[0]));
-    call.dtype = to_dtype(nb::cast<int>(fields[1]));
-    call.reduce_op = to_reduce_op(nb::cast<int>(fields[2]));
-    call.root = nb::cast<int>(fields[3]);
-    call.count = nb::cast<std::uint64_t>(fields[4]);
-    call.timeout_ns = nb::cast<std::int64_t>(fields[5]);
-    call.inputs = to_streams(nb::cast<std::vector<FlatPieces>>(fields[6]));
-    call.outputs = to_streams(nb::cast<std::vector<FlatPieces>>(fields[7]));
-    if (const int wire = nb::cast<int>(fields[8]); wire != 0) {
+    call.operation = to_operation(nb::cast<int>(field(fields, names.operation)));
+    call.dtype = to_dtype(nb::cast<int>(field(fields, names.dtype)));
+    call.reduce_op = to_reduce_op(nb::cast<int>(field(fields, names.reduce_op)));
+    call.root = nb::cast<int>(field(fields, names.root));
+    call.count = nb::cast<std::uint64_t>(field(fields, names.count));
+    call.timeout_ns = nb::cast<std::int64_t>(field(fields, names.timeout_ns));
+    call.inputs = to_streams(nb::cast<std::vector<FlatPieces>>(field(fields, names.inputs)));
+    call.outputs = to_streams(nb::cast<std::vector<FlatPieces>>(field(fields, names.outputs)));
+    if (const int wire = nb::cast<int>(field(fields, names.wire)); wire != 0) {
         if (wire < 0 || wire > static_cast<int>(Wire::int4)) refuse("there is no wire " + std::to_string(wire));
         call.algorithm = static_cast<std::uint8_t>(kQuantised + wire);
-        const auto residual = nb::cast<FlatPieces>(fields[9]);
+        const auto residual = nb::cast<FlatPieces>(field(fields, names.residual));
         if (!residual.empty()) {
             call.residual = reinterpret_cast<float*>(residual.at(0));
             call.residual_count = residual.at(1) / sizeof(float);
         }
     }
-    if (!fields[10].is_none()) {
-        const auto update = nb::cast<std::shared_ptr<CheckedUpdate>>(fields[10]);
+    if (const nb::object given = field(fields, names.update); !given.is_none()) {
+        const auto update = nb::cast<std::shared_ptr<CheckedUpdate>>(given);
         update->require_step();
         call.update = update;
     }

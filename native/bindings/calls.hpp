@@ -46,9 +46,9 @@ class CheckedUpdate final : public update::Update {
     bool has_begun_ = false;
 };
 
-// Converts a paceline.comm.engine.channel.CollectiveCall, a tuple: operation, dtype, reduce op, root, count, time-out,
-// inputs, outputs, wire, residual, update.
-Call to_call(const nanobind::tuple& fields);
+// Converts a paceline.comm.engine.channel.CollectiveCall, whose fields are read by their names. Throws nb::type_error
+// for an object that lacks one of them.
+Call to_call(nanobind::handle fields);
 
 // Returns this process's place among members of a mesh. Throws nb::value_error unless they are different ranks of it,
 // of which this process is one.

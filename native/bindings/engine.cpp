@@ -83,12 +83,12 @@ class HostGroup {
         return finish(sound(call));
     }
 
-    nb::object run(const nb::tuple& fields) {
+    nb::object run(nb::handle fields) {
         Call call = to_call(fields);
         return finish(sound(call));
     }
 
-    std::shared_ptr<Work> submit(const nb::tuple& fields) {
+    std::shared_ptr<Work> submit(nb::handle fields) {
         Call call = to_call(fields);
         find_region(sound(call));
         const std::shared_ptr<CallQueue> queue = this->queue();
@@ -96,7 +96,7 @@ class HostGroup {
         return queue->submit(std::move(call));
     }
 
-    PreparedCall* prepare(const nb::tuple& fields) const {
+    PreparedCall* prepare(nb::handle fields) const {
         Call call = to_call(fields);
         sound(call);
         if (!may_be_shared(call)) return new PreparedCall(queue(), std::move(call), true);

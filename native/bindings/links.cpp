@@ -77,17 +77,17 @@ class ScheduleGroup {
         static_cast<void>(new std::shared_ptr<link::LaneSet>(lanes_));
     }
 
-    nb::object run(std::shared_ptr<const Schedule> schedule, const nb::tuple& fields, std::int64_t predicted_ns) {
+    nb::object run(std::shared_ptr<const Schedule> schedule, nb::handle fields, std::int64_t predicted_ns) {
         Call call = by_schedule(std::move(schedule), fields, predicted_ns);
         return run_call(*queue(), call);
     }
 
-    PreparedCall* prepare(std::shared_ptr<const Schedule> schedule, const nb::tuple& fields,
+    PreparedCall* prepare(std::shared_ptr<const Schedule> schedule, nb::handle fields,
                           std::int64_t predicted_ns) const {
         return new PreparedCall(queue(), by_schedule(std::move(schedule), fields, predicted_ns), false);
     }
 
-    std::shared_ptr<Work> submit(std::shared_ptr<const Schedule> schedule, const nb::tuple& fields,
+    std::shared_ptr<Work> submit(std::shared_ptr<const Schedule> schedule, nb::handle fields,
                                  std::int64_t predicted_ns) {
         Call call = by_schedule(std::move(schedule), fields, predicted_ns);
         const std::shared_ptr<CallQueue> queue = this->queue();
@@ -157,7 +157,7 @@ class ScheduleGroup {
     }
 
   private:
-    Call by_schedule(std::shared_ptr<const Schedule> schedule, const nb::tuple& fields,
+    Call by_schedule(std::shared_ptr<const Schedule> schedule, nb::handle fields,
                      std::int64_t predicted_ns) const {
         if (!lanes_) throw nb::value_error("the group is closed");
         Call call = to_call(fields);

@@ -37,11 +37,6 @@ def to_seconds(timeout: Timeout) -> float:
     return min(max(0.0, seconds), LONGEST_S)
 
 
-def to_timedelta(timeout: Timeout) -> timedelta:
-    """Returns `timeout` as a timedelta."""
-    return timeout if isinstance(timeout, timedelta) else timedelta(seconds=to_seconds(timeout))
-
-
 def to_nanoseconds(timeout: Timeout) -> int:
     """Returns `timeout` in nanoseconds, within the limits of `to_seconds`."""
     return int(to_seconds(timeout) * 1e9)

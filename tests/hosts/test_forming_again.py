@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import torch
 
 import paceline as dist
@@ -25,7 +23,7 @@ def form_again() -> tuple[list[float], list[CostModel]]:
     sums = []
     for number in range(2):
         place = dist.PrefixStore(f"apart/{number}", default.store)
-        world = form_apart(place, rank(), 3, timedelta(seconds=60), GroupOptions(costs=known))
+        world = form_apart(place, rank(), 3, 60.0, GroupOptions(costs=known))
         for group in (world.group, default.group):
             total = torch.ones(1)
             group.all_reduce(total)

@@ -99,7 +99,7 @@ MEMBERS = [RankIdentity(rank, "h", 100 + rank) for rank in range(3)]
     ],
 )
 def test_the_error_names_who_went_first(outcome: CallFailure, rank: int, said: str) -> None:
-    error = to_error(outcome, MEMBERS[:2], 0, "barrier()", everybody=MEMBERS)
+    error = to_error(outcome, MEMBERS[:2], 0, "barrier()", engine_members=MEMBERS)
     assert isinstance(error, dist.PeerLostError)
     assert error.rank == rank and (error.host, error.pid) == ("h", 100 + rank)
     assert str(error).startswith(said)

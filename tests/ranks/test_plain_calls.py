@@ -16,7 +16,7 @@ from one_world import OneWorld, name_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import paceline as dist
-from paceline.comm.group.process_group import PlainCallsGroup
+from paceline.comm.group.process_group import ProcessGroup
 
 LONG = 100.0
 
@@ -24,13 +24,13 @@ LONG = 100.0
 def ways_of(make: Callable[[], object]) -> list[bool]:
     """Makes calls; returns whether each took the short way. (all_reduce and broadcast have ways of their own.)"""
     taken: list[bool] = []
-    run_plainly = PlainCallsGroup.try_fast_call
+    run_plainly = ProcessGroup.try_fast_call
 
     def noting(*args: object, **kwargs: object) -> bool:
         taken.append(run_plainly(*args, **kwargs))
         return taken[-1]
 
-    with mock.patch.object(PlainCallsGroup, "try_fast_call", noting):
+    with mock.patch.object(ProcessGroup, "try_fast_call", noting):
         make()
     return taken
 
@@ -73,9 +73,9 @@ def unusual_tensors_do_not() -> None:
 def all_reduces_of(tensor: torch.Tensor) -> tuple[bool, bool]:
     """Makes an all_reduce; returns whether Python looked at the tensor, and whether the call was planned."""
     looked, planned = mock.MagicMock(), mock.MagicMock()
-    look, run = PlainCallsGroup.fast_all_reduce, dist.ProcessGroup._run
+    look, run = ProcessGroup.fast_all_reduce, dist.ProcessGroup._run
     with (
-        mock.patch.object(PlainCallsGroup, "fast_all_reduce", lambda *a: looked() and look(*a)),
+        mock.patch.object(ProcessGroup, "fast_all_reduce", lambda *a: looked() and look(*a)),
         mock.patch.object(dist.ProcessGroup, "_run", lambda *a: planned() and run(*a)),
     ):
         dist.all_reduce(tensor)

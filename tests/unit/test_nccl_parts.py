@@ -34,7 +34,7 @@ from paceline.comm.engine.nccl.library import (
     without_blocking,
 )
 from paceline.comm.engine.nccl.peers import AbsentError, NcclPeer, SharedGpuError, exchange_peers
-from paceline.comm.engine.nccl.plan import DataType, NcclCall, NcclFunction, NcclReduction, RedOp, plan, reduction
+from paceline.comm.engine.nccl.plan import DataType, NcclCall, NcclFunction, NcclReduction, RedOp, find_reduction, plan
 from paceline.comm.schedule.steps import Operation
 
 MEMBERS = (RankIdentity(0, "alpha", 11), RankIdentity(1, "beta", 12))
@@ -109,12 +109,12 @@ def test_structures_have_the_sizes_of_nccl_h():
     ],
 )
 def test_types_and_reductions_are_those_of_nccl_2_21(dtype, op, wanted):
-    assert reduction(DTYPE_CODES[dtype], op, 22105) == wanted
+    assert find_reduction(DTYPE_CODES[dtype], op, 22105) == wanted
 
 
 def test_float8_is_reduced_from_2_24_on():
     code = DTYPE_CODES[torch.float8_e4m3fn]
-    assert reduction(code, ReduceOp.SUM, 22400) == NcclReduction(DataType.FLOAT8_E4M3, 1, RedOp.SUM)
+    assert find_reduction(code, ReduceOp.SUM, 22400) == NcclReduction(DataType.FLOAT8_E4M3, 1, RedOp.SUM)
 
 
 def no_room(nbytes: int) -> int:

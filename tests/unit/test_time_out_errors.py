@@ -13,7 +13,7 @@ LATEST = [(7, 2, 11, 0, -1, 3)] * 4
 
 
 def told(failure: CallFailure, group_rank: int = 0) -> str:
-    error = to_error(failure, EVERYBODY[:4], group_rank, "barrier()", everybody=EVERYBODY)
+    error = to_error(failure, EVERYBODY[:4], group_rank, "barrier()", engine_members=EVERYBODY)
     return str(error)
 
 
@@ -67,7 +67,7 @@ def test_a_rank_that_came_and_was_stopped_is_named():
 
 def test_a_rank_that_left_after_a_time_out_says_because_of_whom():
     left = CallFailure(OutcomeCode.PEER_LOST, missing=[2], gone=[2], left=[2], cause=5, cause_hung=True)
-    error = to_error(left, EVERYBODY[:4], 0, "barrier()", everybody=EVERYBODY)
+    error = to_error(left, EVERYBODY[:4], 0, "barrier()", engine_members=EVERYBODY)
     assert str(error).startswith("rank 2 (host, pid 102) left the group")
     assert "after a call had timed out because of rank 5 (host, pid 105)" in str(error)
     assert "Look first at rank 5 (host, pid 105)" in str(error)

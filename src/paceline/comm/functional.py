@@ -1,29 +1,23 @@
 """Collectives through which gradients flow, like `torch.distributed.nn.functional`, but with correct gradients.
 
-May use: `group` and below. Start reading at `linear.py`, which has the collectives as functions of autograd; the
-others (MAX, MIN, PRODUCT) are built from those and from torch's own reductions.
-
 In the backward every rank calls the adjoint collective. The gradient of a rank's input is that of the sum of all
 ranks' losses with respect to it. This has three consequences:
 
-- Every rank must run the backward through the call, even where its result is of no use, such as on the other ranks
-  after `reduce` and `gather`. A rank whose loss does not need the result can add `0 * result.sum()` to it.
-- Whether the input requires a gradient must be the same on all ranks. `broadcast` and `scatter` ensure that
-  themselves: the source decides.
+- Every rank must run the backward through the call, even if it does not use the result, as on the other ranks after
+  `reduce` and `gather`. A rank whose loss does not need the result can add `0 * result.sum()` to it.
+- Whether the input requires a gradient must be the same on all ranks. `broadcast` and `scatter` ensure this themselves:
+  the source announces it.
 - The ranks must make the calls in the same order, as always. Their backwards then have the same order too.
 
-Under torch.compile each call is a graph break.
+SUM and AVG are linear collectives, which map the tensors of all ranks to the tensors of all ranks; the backward is the
+adjoint of that map. Broadcast and reduce are each other's adjoints, as are gather and scatter, and all_gather and
+reduce_scatter; all_reduce and all_to_all are their own. Every backward can therefore be differentiated again. MAX, MIN
+and PRODUCT gather the tensors and use torch's own reductions.
 
-All of them raise what `paceline.all_reduce` and the others raise, in the backward as well, and ValueError on a rank
-that is not in `group`. `src` and `dst` are ranks of the default group.
+Under torch.compile each call breaks the graph.
 
-The linear collectives as functions of autograd.
-
-A linear collective maps the tensors of all ranks to the tensors of all ranks. Its backward is the adjoint of that map,
-which is again one of the functions here. Broadcast and reduce are each other's adjoints, as are gather and scatter, and
-all_gather and reduce_scatter; all_reduce and all_to_all are their own. So every backward can itself be differentiated.
-
-The source of a broadcast or scatter first announces its tensors, so that all ranks take part in the backward.
+All calls raise the errors of the plain collectives, in the backward as well, and ValueError on a rank that is not in
+`group`. `src` and `dst` are ranks of the default group.
 """
 
 from __future__ import annotations
@@ -41,19 +35,225 @@ from paceline.comm.group.default import Group, resolve
 from paceline.comm.group.eager import eager, eager_methods
 from paceline.comm.group.process_group import ProcessGroup
 
+__all__ = [
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+]
+
+
 Gradients = tuple[torch.Tensor | None, ...]
 
 
-def applied(function: type[Function], *arguments: object) -> torch.Tensor:
-    """Returns what `function.apply` returns, which torch leaves untyped."""
-    return cast(torch.Tensor, function.apply(*arguments))
+_LOCALLY: dict[ReduceOp, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    ReduceOp.PRODUCT: torch.prod,
+    ReduceOp.MIN: torch.amin,
+    ReduceOp.MAX: torch.amax,
+}
 
 
-def all_exchanged(
-    group: ProcessGroup, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+_MOST_DIMENSIONS = 13
+
+
+_UNFIT = -1
+
+
+@eager
+def all_reduce(tensor: torch.Tensor, op: Reduction = ReduceOp.SUM, group: Group = None) -> torch.Tensor:
+    """Returns the reduction of all ranks' `tensor`, the same on every rank; `tensor` does not change.
+
+    The gradient is the true one for every reduction: for SUM the sum of the ranks' gradients, for AVG their mean, and
+    for PRODUCT that sum times the product of the other ranks' values. For MIN and MAX it is divided equally among the
+    ranks that have the extreme value. (`torch.distributed.nn.functional.all_reduce` reduces the gradients with `op`
+    itself, which is wrong for the last three.) PRODUCT, MIN and MAX gather all tensors if a gradient is required.
+
+    Raises:
+        TypeError: `op` is not defined for the tensor's type.
+    """
+    members = _members(group, "all_reduce")
+    tensor, op = _unscaled(tensor, op, "all_reduce")
+    if _is_by_one_call(tensor, op):
+        return applied(AllReduce, members, op, tensor)
+    return _locally(_gathered(tensor, members), op)
+
+
+@eager
+def reduce(tensor: torch.Tensor, dst: int, op: Reduction = ReduceOp.SUM, group: Group = None) -> torch.Tensor:
+    """Returns the reduction of all ranks' `tensor` on rank `dst`, and zeros on the others.
+
+    The gradient is that of `all_reduce`, of rank `dst`'s loss alone; the gradients of the zeros are ignored.
+
+    Raises:
+        TypeError: `op` is not defined for the tensor's type.
+    """
+    members = _members(group, "reduce")
+    root = root_rank(members, dst, None, "reduce", "dst")
+    tensor, op = _unscaled(tensor, op, "reduce")
+    if _is_by_one_call(tensor, op):
+        return applied(Reduce, members, root, op, tensor)
+    return _locally(applied(Gather, members, root, tensor), op)
+
+
+@eager
+def reduce_scatter(
+    output: torch.Tensor, input_list: Sequence[torch.Tensor], op: Reduction = ReduceOp.SUM, group: Group = None
+) -> torch.Tensor:
+    """Reduces the ranks' `input_list[r]` into rank r's `output` and returns it; gradients flow through `output` itself.
+
+    Args:
+        output: a tensor with the shape of each input.
+        input_list: a list of one tensor for each rank, all with one shape.
+
+    Raises:
+        TypeError: `op` is not defined for the tensors' type.
+        ValueError: there is not one input for each rank, or the shapes differ.
+    """
+    members = _members(group, "reduce_scatter")
+    shapes = {tuple(tensor.shape) for tensor in (output, *input_list)}
+    if len(input_list) != members.size() or len(shapes) != 1:
+        raise ValueError(
+            f"{members}: reduce_scatter takes one tensor for each of the {members.size()} ranks, all of the output's "
+            f"shape {list(output.shape)}; got {[list(tensor.shape) for tensor in input_list]}"
+        )
+    return reduce_scatter_tensor(output, torch.stack(list(input_list)), op, members)
+
+
+@eager
+def reduce_scatter_tensor(
+    output: torch.Tensor, input: torch.Tensor, op: Reduction = ReduceOp.SUM, group: Group = None
+) -> torch.Tensor:
+    """Reduces as `reduce_scatter` does, with the inputs concatenated in rank order in one tensor.
+
+    Args:
+        output: a tensor for this rank's part.
+        input: a tensor of any shape with `world_size` times as many elements as `output`.
+
+    Raises:
+        TypeError: `op` is not defined for the tensors' type.
+        ValueError: `input` has a different number of elements.
+    """
+    members = _members(group, "reduce_scatter")
+    input, op = _unscaled(input, op, "reduce_scatter")
+    whole = input.contiguous()
+    if _is_by_one_call(whole, op):
+        return applied(ReduceScatter, members, op, output, whole)
+    flat = whole.view(-1)
+    received = applied(AllToAllSingle, members, torch.empty_like(flat), None, None, flat)
+    return output.copy_(_locally(received.view(members.size(), *output.shape), op))
+
+
+@eager
+def broadcast(tensor: torch.Tensor, src: int, group: Group = None) -> torch.Tensor:
+    """Returns rank `src`'s `tensor` on every rank; the other ranks' tensors determine only the shape and the dtype.
+
+    The gradient of rank `src`'s tensor is the sum of all ranks' gradients; that of the other tensors is zero. The
+    result requires a gradient on all ranks if rank `src`'s tensor does.
+    """
+    members = _members(group, "broadcast")
+    root = root_rank(members, src, None, "broadcast", "src")
+    if torch.is_grad_enabled() and _is_differentiable(tensor):
+        tensor = following(tensor, announce_gradient(tensor.requires_grad, members, root))
+    return applied(Broadcast, members, root, tensor)
+
+
+@eager
+def gather(tensor: torch.Tensor, dst: int = 0, group: Group = None) -> tuple[torch.Tensor, ...]:
+    """Returns all ranks' `tensor` by rank on rank `dst`, and as many tensors of zeros on the others.
+
+    The gradient of each rank's tensor is that of its copy on rank `dst`; the gradients of the zeros are ignored.
+    """
+    members = _members(group, "gather")
+    return applied(Gather, members, root_rank(members, dst, None, "gather", "dst"), tensor).unbind(0)
+
+
+@eager
+def scatter(tensors: Sequence[torch.Tensor] | None, src: int = 0, group: Group = None) -> torch.Tensor:
+    """Returns the entry for this rank of rank `src`'s `tensors`.
+
+    Args:
+        tensors: a list of one tensor for each rank on rank `src`, all with one shape and dtype. Other ranks pass None;
+            other values are ignored, and their gradient is zero.
+
+    The gradients of all ranks are gathered on rank `src`. The result requires a gradient on all ranks if one of rank
+    `src`'s tensors does.
+
+    Raises:
+        ValueError: rank `src` did not pass one tensor of one shape and dtype for each rank; raised on all ranks.
+    """
+    members = _members(group, "scatter")
+    root = root_rank(members, src, None, "scatter", "src")
+    template, requires_grad = announce_template(tensors, members, root)
+    given = [*tensors] if tensors is not None else []
+    if members.rank() != root and not any(tensor.requires_grad for tensor in given):
+        given = [following(template.new_empty(0), requires_grad)]
+    elif not requires_grad:
+        given = [tensor.detach() for tensor in given]
+    return applied(Scatter, members, root, template, *given)
+
+
+@eager
+def all_gather(tensor: torch.Tensor, group: Group = None) -> tuple[torch.Tensor, ...]:
+    """Returns all ranks' `tensor` by rank, on every rank; all have one shape and dtype.
+
+    The gradient of a rank's tensor is the sum of the gradients of its copies on all ranks.
+    """
+    return _gathered(tensor, _members(group, "all_gather")).unbind(0)
+
+
+@eager
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Group = None
+) -> torch.Tensor:
+    """Writes all ranks' `input_tensor` in rank order to `output_tensor` and returns it; gradients flow through it.
+
+    Args:
+        output_tensor: a contiguous tensor of any shape with `world_size` times as many elements as `input_tensor`.
+
+    Raises:
+        ValueError: `output_tensor` is not contiguous, or has a different number of elements.
+    """
+    return applied(AllGather, _members(group, "all_gather_into_tensor"), output_tensor, input_tensor)
+
+
+_all_gather_base = all_gather_into_tensor  # its name in torch.distributed.nn.functional
+
+
+@eager
+def all_to_all(
+    output_tensor_list: Sequence[torch.Tensor], input_tensor_list: Sequence[torch.Tensor], group: Group = None
 ) -> tuple[torch.Tensor, ...]:
-    """Returns what `AllToAll.apply` returns, which is several tensors."""
-    return cast(tuple[torch.Tensor, ...], AllToAll.apply(group, outputs, *tensors))  # type: ignore[no-untyped-call]
+    """Sends `input_tensor_list[r]` to rank r, and returns the received tensors by sending rank.
+
+    `output_tensor_list` gives the shapes and is written to, but gradients flow only through the returned tensors.
+    """
+    return all_exchanged(_members(group, "all_to_all"), list(output_tensor_list), input_tensor_list)
+
+
+@eager
+def all_to_all_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Group = None,
+) -> torch.Tensor:
+    """Exchanges rows as `all_to_all` does tensors; gradients flow through the returned `output`.
+
+    The split sizes are numbers of rows, one for each rank; None or an empty list splits the rows evenly.
+
+    Raises:
+        ValueError: the split sizes do not add up to the number of rows, or the rows cannot be split evenly.
+    """
+    members = _members(group, "all_to_all_single")
+    return applied(AllToAllSingle, members, output, output_split_sizes or None, input_split_sizes or None, input)
 
 
 @eager_methods
@@ -70,7 +270,7 @@ class AllReduce(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
-        """Returns the gradients, reduced in the same way."""
+        """Returns the gradients, reduced with the same operation."""
         return None, None, applied(AllReduce, ctx.group, ctx.op, grad)
 
 
@@ -130,7 +330,7 @@ class AllGather(Function):
 
 @eager_methods
 class ReduceScatter(Function):
-    """Gives each rank its part of the reduction of all contiguous tensors; differentiable for SUM and AVG."""
+    """Returns each rank its part of the reduction of contiguous tensors; differentiable for SUM and AVG."""
 
     @staticmethod
     def forward(
@@ -174,7 +374,7 @@ class Gather(Function):
 class Scatter(Function):
     """Copies the root's tensor for this rank to `output`.
 
-    The tensors that the other ranks pass only determine whether those ranks take part in the backward.
+    The tensors of the other ranks only determine whether those ranks run the backward.
     """
 
     @staticmethod
@@ -202,14 +402,14 @@ class AllToAll(Function):
     def forward(
         ctx: Any, group: ProcessGroup, outputs: Sequence[torch.Tensor], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Returns aliases of the outputs: those may be views, which autograd does not let a function write to."""
+        """Returns aliases of the outputs, since autograd does not allow a function to write to views."""
         ctx.group, ctx.shapes = group, [tensor.shape for tensor in tensors]
         collectives.all_to_all(outputs, tensors, group)
         return tuple(output.detach() for output in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Gradients:
-        """Sends each gradient back to the rank that its tensor came from."""
+        """Sends each gradient back to the rank of its tensor."""
         returned = [grads[0].new_empty(shape) for shape in ctx.shapes]
         return None, None, *all_exchanged(ctx.group, returned, grads)
 
@@ -235,7 +435,7 @@ class AllToAllSingle(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
-        """Sends the gradients of the rows back to the ranks that the rows came from."""
+        """Sends the gradients of the rows back to the ranks of the rows."""
         returned = grad.new_empty(ctx.shape)
         return (
             None,
@@ -246,16 +446,24 @@ class AllToAllSingle(Function):
         )
 
 
+def applied(function: type[Function], *arguments: object) -> torch.Tensor:
+    """Calls `function.apply`, whose result torch leaves untyped."""
+    return cast(torch.Tensor, function.apply(*arguments))
+
+
+def all_exchanged(
+    group: ProcessGroup, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Calls `AllToAll.apply`, whose result is several tensors."""
+    return cast(tuple[torch.Tensor, ...], AllToAll.apply(group, outputs, *tensors))  # type: ignore[no-untyped-call]
+
+
 def _averaged(grad: torch.Tensor, op: ReduceOp, group: ProcessGroup) -> torch.Tensor:
     return grad / group.size() if op is ReduceOp.AVG else grad
 
 
-_MOST_DIMENSIONS = 13
-_UNFIT = -1
-
-
 def following(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    """Returns `tensor`, or one on the same memory, that requires a gradient exactly if `requires_grad` is true."""
+    """Returns `tensor`, or an alias of it, with the given `requires_grad`."""
     return tensor if tensor.requires_grad == requires_grad else tensor.detach().requires_grad_(requires_grad)
 
 
@@ -272,7 +480,7 @@ def announce_template(
     """Returns an uninitialised tensor like each of the root's, and whether one of those requires a gradient.
 
     Raises:
-        ValueError: on all ranks, if the root did not pass one tensor of one shape and type for each rank.
+        ValueError: the root did not pass one tensor of one shape and dtype for each rank; raised on all ranks.
     """
     head = torch.zeros(3 + _MOST_DIMENSIONS, dtype=torch.int64, device="cpu")
     if group.rank() == root:
@@ -300,217 +508,6 @@ def _describe(tensors: Sequence[torch.Tensor], size: int) -> list[int]:
     return [DTYPE_CODES[dtype], requires_grad, len(shape), *shape]
 
 
-__all__ = [
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "scatter",
-]
-
-_LOCALLY: dict[ReduceOp, Callable[[torch.Tensor, int], torch.Tensor]] = {
-    ReduceOp.PRODUCT: torch.prod,
-    ReduceOp.MIN: torch.amin,
-    ReduceOp.MAX: torch.amax,
-}
-
-
-@eager
-def all_reduce(tensor: torch.Tensor, op: Reduction = ReduceOp.SUM, group: Group = None) -> torch.Tensor:
-    """Returns the reduction of all ranks' `tensor`, the same on every rank; `tensor` does not change.
-
-    The gradient is the true one for every reduction: for SUM the sum of the ranks' gradients, for AVG their mean, and
-    for PRODUCT that sum times the product of the other ranks' values. For MIN and MAX it goes to the ranks that have
-    the extreme value, in equal parts. (`torch.distributed.nn.functional.all_reduce` reduces the gradients with `op`
-    itself, which is wrong for the last three.) PRODUCT, MIN and MAX gather all tensors if a gradient is required.
-
-    Raises:
-        TypeError: `op` is not defined for the tensor's type.
-    """
-    members = _members(group, "all_reduce")
-    tensor, op = _unscaled(tensor, op, "all_reduce")
-    if _is_by_one_call(tensor, op):
-        return applied(AllReduce, members, op, tensor)
-    return _locally(_gathered(tensor, members), op)
-
-
-@eager
-def reduce(tensor: torch.Tensor, dst: int, op: Reduction = ReduceOp.SUM, group: Group = None) -> torch.Tensor:
-    """Returns the reduction of all ranks' `tensor` on rank `dst`, and zeros on the others.
-
-    The gradient is that of `all_reduce`, of rank `dst`'s loss alone; the gradients of the zeros are ignored.
-
-    Raises:
-        TypeError: `op` is not defined for the tensor's type.
-    """
-    members = _members(group, "reduce")
-    root = root_rank(members, dst, None, "reduce", "dst")
-    tensor, op = _unscaled(tensor, op, "reduce")
-    if _is_by_one_call(tensor, op):
-        return applied(Reduce, members, root, op, tensor)
-    return _locally(applied(Gather, members, root, tensor), op)
-
-
-@eager
-def reduce_scatter(
-    output: torch.Tensor, input_list: Sequence[torch.Tensor], op: Reduction = ReduceOp.SUM, group: Group = None
-) -> torch.Tensor:
-    """Reduces the ranks' `input_list[r]` into rank r's `output` and returns it; gradients flow through `output` itself.
-
-    Args:
-        output: has the shape of each input.
-        input_list: one tensor for each rank, all with one shape.
-
-    Raises:
-        TypeError: `op` is not defined for the tensors' type.
-        ValueError: there is not one input for each rank, or the shapes differ.
-    """
-    members = _members(group, "reduce_scatter")
-    shapes = {tuple(tensor.shape) for tensor in (output, *input_list)}
-    if len(input_list) != members.size() or len(shapes) != 1:
-        raise ValueError(
-            f"{members}: reduce_scatter takes one tensor for each of the {members.size()} ranks, all of the output's "
-            f"shape {list(output.shape)}; got {[list(tensor.shape) for tensor in input_list]}"
-        )
-    return reduce_scatter_tensor(output, torch.stack(list(input_list)), op, members)
-
-
-@eager
-def reduce_scatter_tensor(
-    output: torch.Tensor, input: torch.Tensor, op: Reduction = ReduceOp.SUM, group: Group = None
-) -> torch.Tensor:
-    """Does what `reduce_scatter` does, for inputs that are concatenated in rank order in one tensor.
-
-    Args:
-        output: this rank's part.
-        input: has any shape, and `world_size` times as many elements as `output`.
-
-    Raises:
-        TypeError: `op` is not defined for the tensors' type.
-        ValueError: `input` has a different number of elements.
-    """
-    members = _members(group, "reduce_scatter")
-    input, op = _unscaled(input, op, "reduce_scatter")
-    whole = input.contiguous()
-    if _is_by_one_call(whole, op):
-        return applied(ReduceScatter, members, op, output, whole)
-    flat = whole.view(-1)
-    received = applied(AllToAllSingle, members, torch.empty_like(flat), None, None, flat)
-    return output.copy_(_locally(received.view(members.size(), *output.shape), op))
-
-
-@eager
-def broadcast(tensor: torch.Tensor, src: int, group: Group = None) -> torch.Tensor:
-    """Returns rank `src`'s `tensor` on every rank; the other ranks' tensors determine only the shape and the type.
-
-    The gradient of rank `src`'s tensor is the sum of all ranks' gradients; that of the other tensors is zero. The
-    result requires a gradient on all ranks if rank `src`'s tensor does.
-    """
-    members = _members(group, "broadcast")
-    root = root_rank(members, src, None, "broadcast", "src")
-    if torch.is_grad_enabled() and _is_differentiable(tensor):
-        tensor = following(tensor, announce_gradient(tensor.requires_grad, members, root))
-    return applied(Broadcast, members, root, tensor)
-
-
-@eager
-def gather(tensor: torch.Tensor, dst: int = 0, group: Group = None) -> tuple[torch.Tensor, ...]:
-    """Returns all ranks' `tensor` by rank on rank `dst`, and as many tensors of zeros on the others.
-
-    The gradient of each rank's tensor is that of its place on rank `dst`; the gradients of the zeros are ignored.
-    """
-    members = _members(group, "gather")
-    return applied(Gather, members, root_rank(members, dst, None, "gather", "dst"), tensor).unbind(0)
-
-
-@eager
-def scatter(tensors: Sequence[torch.Tensor] | None, src: int = 0, group: Group = None) -> torch.Tensor:
-    """Returns the entry for this rank of rank `src`'s `tensors`.
-
-    Args:
-        tensors: on rank `src` one for each rank, all with one shape and type. Other ranks pass None; anything else
-            that they pass is ignored, and its gradient is zero.
-
-    The gradients of all ranks are gathered on rank `src`. The result requires a gradient on all ranks if one of rank
-    `src`'s tensors does.
-
-    Raises:
-        ValueError: on all ranks, if rank `src` did not pass one tensor of one shape and type for each rank.
-    """
-    members = _members(group, "scatter")
-    root = root_rank(members, src, None, "scatter", "src")
-    template, requires_grad = announce_template(tensors, members, root)
-    given = [*tensors] if tensors is not None else []
-    if members.rank() != root and not any(each.requires_grad for each in given):
-        given = [following(template.new_empty(0), requires_grad)]
-    elif not requires_grad:
-        given = [each.detach() for each in given]
-    return applied(Scatter, members, root, template, *given)
-
-
-@eager
-def all_gather(tensor: torch.Tensor, group: Group = None) -> tuple[torch.Tensor, ...]:
-    """Returns all ranks' `tensor` by rank, on every rank; all have one shape and type.
-
-    The gradient of a rank's tensor is the sum of the gradients of its copies on all ranks.
-    """
-    return _gathered(tensor, _members(group, "all_gather")).unbind(0)
-
-
-@eager
-def all_gather_into_tensor(
-    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Group = None
-) -> torch.Tensor:
-    """Writes all ranks' `input_tensor` in rank order to `output_tensor` and returns that; gradients flow through it.
-
-    Args:
-        output_tensor: contiguous; has any shape, and `world_size` times as many elements as `input_tensor`.
-
-    Raises:
-        ValueError: `output_tensor` is not contiguous, or has a different number of elements.
-    """
-    return applied(AllGather, _members(group, "all_gather_into_tensor"), output_tensor, input_tensor)
-
-
-_all_gather_base = all_gather_into_tensor  # its name in torch.distributed.nn.functional
-
-
-@eager
-def all_to_all(
-    output_tensor_list: Sequence[torch.Tensor], input_tensor_list: Sequence[torch.Tensor], group: Group = None
-) -> tuple[torch.Tensor, ...]:
-    """Sends `input_tensor_list[r]` to rank r, and returns what this rank received, by sending rank.
-
-    `output_tensor_list` gives the shapes and is written to, but gradients flow through the returned tensors only.
-    """
-    return all_exchanged(_members(group, "all_to_all"), list(output_tensor_list), input_tensor_list)
-
-
-@eager
-def all_to_all_single(
-    output: torch.Tensor,
-    input: torch.Tensor,
-    output_split_sizes: Sequence[int] | None = None,
-    input_split_sizes: Sequence[int] | None = None,
-    group: Group = None,
-) -> torch.Tensor:
-    """Does what `all_to_all` does, for rows of `input` and `output`; gradients flow through the returned `output`.
-
-    The split sizes are numbers of rows, one for each rank; None or an empty list splits evenly.
-
-    Raises:
-        ValueError: the split sizes do not add up to the number of rows, or the rows cannot be split evenly.
-    """
-    members = _members(group, "all_to_all_single")
-    return applied(AllToAllSingle, members, output, output_split_sizes or None, input_split_sizes or None, input)
-
-
 def _members(group: Group, call: str) -> ProcessGroup:
     members = resolve(group)
     if members is None:
@@ -519,7 +516,7 @@ def _members(group: Group, call: str) -> ProcessGroup:
 
 
 def _unscaled(tensor: torch.Tensor, op: Reduction, call: str) -> tuple[torch.Tensor, ReduceOp]:
-    """Returns the tensor, multiplied by the factor of `op` if it has one, and the reduction without the factor."""
+    """Returns the tensor multiplied by the factor of `op`, if it has one, and the reduction without the factor."""
     if isinstance(op, PremulSum):
         return tensor * op.factor, ReduceOp.SUM
     if op in (ReduceOp.MIN, ReduceOp.MAX) and tensor.is_complex():

@@ -1,6 +1,7 @@
-"""Engines move and reduce a group's tensors: `native/` is Paceline's own; `gloo/`, `mpi/` and `nccl/` use libraries.
+"""Engines, which move and reduce the tensors of groups: `native/` is Paceline's own; `gloo.py`, `mpi/` and `nccl/` use
+libraries.
 
-May use: `schedule` and below, and `_core`; an engine may not use another one. Start reading at `api.py` (what an engine
-is), then `channel.py` (what it gives a group); `registry.py` lists the engines, `failures.py` writes the errors, and
-`adapters/` has what an engine over a library need not write again.
+May use: `schedule` and below, and `_core`; an engine may not use another one. Start reading at `api.py` (the interface
+of an engine), then `channel.py` (the interface of a group's channel); `registry.py` lists the engines, `failures.py`
+composes the errors, and `adapters/` has the parts that engines over libraries share.
 """

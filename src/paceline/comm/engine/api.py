@@ -1,23 +1,23 @@
-"""The Engine interface: what connects the ranks, and moves and reduces their tensors.
+"""`Engine`: the interface of an engine, which connects the ranks and moves and reduces their tensors.
 
 An engine serves one type of device. It must
 
 - open groups of the ranks (`Engine.open_group`), each with a channel for its collectives and with messages between its
   ranks (`channel.py` defines both), and close them;
-- give every wait a deadline, and report how a call ended as an `Outcome`: TIMED_OUT, PEER_LOST or MISMATCH if it can
-  know, otherwise REFUSED with the library's words (`failures.Failure`);
+- give every wait a deadline, and report the end of a call as an `OutcomeCode`: TIMED_OUT, PEER_LOST or MISMATCH where
+  it can detect them, otherwise REFUSED with the library's message (`failures.CallFailure`);
 - run the calls of a group in the order in which they are made, synchronous or not.
 
-It may leave to others
+It need not handle
 
-- everything that concerns tensors (views, copies, types, checks of arguments): `group/` does that;
-- PREMUL_SUM's factors, lists of objects, coalesced and multi-GPU forms: they arrive as ordinary calls of a channel;
-- the order of calls, and a thread for those that run asynchronously: `adapters/serial_channel.py` has both;
-- operations, types and reductions that its library lacks: `adapters/executor.py` runs schedules over bare sends and
-  receives.
+- tensors (views, copies, dtypes, checks of arguments), which `group/` does;
+- PREMUL_SUM's factors, lists of objects, coalesced and multi-GPU forms, which become ordinary calls of a channel;
+- the order of calls and a thread for asynchronous ones, which `adapters/serial_channel.py` provides;
+- operations, dtypes and reductions that its library lacks, for which `adapters/schedule_executor.py` runs schedules
+  over bare sends and receives.
 
-An engine's module has the two functions of `EngineModule` and a line in `registry.py`; `tests/engines` checks that it
-behaves as an engine must.
+An engine's module has the two functions of `EngineModule` and a line in `registry.py`; `tests/engines` checks its
+behaviour.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from paceline.comm.store.store import Store
 
 @dataclass
 class KnownCosts:
-    """What messages cost, as engines before have measured it; see `native/costs.py`.
+    """The link costs that earlier engines measured; see `native/cost_measurement.py`.
 
     Attributes:
-        models: by the hosts between and within which they were measured.
-        pairs: what a message between two hosts costs, by their names in alphabetical order.
+        models: the cost models, by the hosts between and within which they were measured.
+        pairs: the costs of a message between two hosts, by their names in alphabetical order.
     """
 
     models: dict[tuple[str, ...], CostModel] = field(default_factory=dict)
@@ -51,19 +51,18 @@ class KnownCosts:
 
 @dataclass(frozen=True)
 class EngineContext:
-    """What an engine starts from.
+    """The context in which an engine starts.
 
     Args:
-        store: what the ranks share; for as long as the engine lives.
-        rank, world_size: this rank, and how many there are.
-        timeout_s: how long to wait for the others.
-        formation: of the default group, with which the first engines start.
-        members: the ranks; empty for the engine that is to find out (the native one does while it connects them).
+        store: the store that the ranks share; it must outlive the engine.
+        rank, world_size: this rank and the number of ranks.
+        timeout_s: the time to wait for the other ranks, in seconds.
+        formation: the formation of the default group; later groups create their own.
+        members: the ranks, or () if the engine discovers them itself, as the native one does.
         peer: the host at which the ranks met, if it is known.
-        interface: the interface or address that other hosts connect to; see `addresses.own_address`.
-        algorithm: for every collective that it has, by schedule.
-        costs: what messages cost between ranks of several hosts, as far as it was measured before; None if nobody
-            remembers that.
+        interface: the interface or address to which other hosts connect; see `network_settings.own_address`.
+        algorithm: the algorithm to force for every collective that offers it, which then runs by schedule.
+        costs: the link costs that earlier engines measured, or None.
     """
 
     store: Store
@@ -78,41 +77,41 @@ class EngineContext:
     costs: KnownCosts | None = None
 
     def forming(self, what: str) -> contextlib.AbstractContextManager[Formation]:
-        """The default group's formation, or once that is over one of `what` the ranks start later."""
+        """Returns the default group's formation while it is open, and otherwise a new one identified by `what`."""
         if self.formation is not None and self.formation.is_open:
             return contextlib.nullcontext(self.formation)
         return Formation(self.store, self.rank, self.world_size, what)
 
 
 class OpenGroup(Protocol):
-    """A group's connections: `channel` for its collectives, `messages` for messages between two of its ranks."""
+    """A group's connections: `channel` runs its collectives, `messages` passes messages between two of its ranks."""
 
     @property
     def channel(self) -> EngineChannel:
-        """Runs the group's collectives."""
+        """The channel that runs the group's collectives."""
         ...
 
     @property
     def messages(self) -> Messages:
-        """Sends to and receives from single ranks of the group."""
+        """The messages to and from single ranks of the group."""
         ...
 
     def record_as(self, group: int, /) -> None:
-        """Records calls and messages from now on as those of the group with this serial; see `Channel.record_as`."""
+        """Records later calls and messages under the group's serial number; see `EngineChannel.record_as`."""
 
     def abort(self) -> None:
-        """Ends calls and messages as `Channel.abort` does."""
+        """Ends calls and messages as `EngineChannel.abort` does."""
 
     def failure(self) -> int:
-        """Returns the `failures.Code` of a failure of either; OK without one."""
+        """Returns the `OutcomeCode` of a failure of calls or messages, or OK."""
         ...
 
     def close(self) -> None:
-        """Closes both; idempotent."""
+        """Closes the channel and the messages; idempotent."""
 
 
 class Engine(Protocol):
-    """Connects the ranks of the default group and of all others; closed by `close`."""
+    """Connects the ranks of the default group and of all other groups, until `close` is called."""
 
     @property
     def name(self) -> str:
@@ -121,7 +120,7 @@ class Engine(Protocol):
 
     @property
     def members(self) -> tuple[RankIdentity, ...]:
-        """The ranks of the default group."""
+        """The members of the default group."""
         ...
 
     def open_group(
@@ -132,31 +131,31 @@ class Engine(Protocol):
         algorithm: str | None = None,
         device: torch.device | None = None,
     ) -> OpenGroup:
-        """Connects the group of `ranks`; every member calls this, and nobody else has to.
+        """Connects the group of `ranks`; only its members call this.
 
         Args:
-            ranks: of the default group, in the order of their group ranks; this one is among them.
-            timeout_s: how long to wait for the others.
-            identity: below 2^63; the same on all members, and no other group of this engine has it but the same group
-                on another device.
-            algorithm: the engine's own if None.
-            device: the tensors'; the addresses in all calls are on it. A CPU if None.
+            ranks: the members' ranks in the default group, in the order of their group ranks, including this rank.
+            timeout_s: the time to wait for the other members, in seconds.
+            identity: a number below 2^63 that is the same on all members. No other group of this engine has it, except
+                the same group on another device.
+            algorithm: the algorithm to force; the engine's own choice if None.
+            device: the device of the tensors, on which all addresses in calls are; the CPU if None.
 
         Raises:
             ValueError: the engine does not have `algorithm`.
-            RendezvousTimeoutError: a member did not come.
+            RendezvousTimeoutError: a member did not open the group in time.
         """
         ...
 
     def close(self) -> None:
-        """Closes every group and tells the other ranks that this one leaves; idempotent."""
+        """Closes every group and reports to the other ranks that this one leaves; idempotent."""
 
 
 class EngineModule(Protocol):
     """The functions of an engine's module, which is imported when the engine is chosen."""
 
     def missing_piece(self) -> str | None:
-        """The first thing that the engine needs and this machine lacks, with the fix; None if it can be used."""
+        """Returns the first prerequisite that this machine lacks, with the fix, or None if the engine can be used."""
 
     def start(self, context: EngineContext) -> Engine:
         """Starts the engine; every rank calls this."""

@@ -1,8 +1,8 @@
-"""What an engine gives a group: a channel that runs its collectives, and messages between two of its ranks.
+"""`EngineChannel`: the interface of an engine's channel, which runs a group's collectives, and of its messages.
 
-Tensors are passed as addresses and numbers of bytes (`Pieces`) on the device that the group was opened for; types and
-reductions are passed as the numbers of `codes.py`. A call returns how it ended and never raises, since
-a call on another thread has nobody to raise to; `failures.to_error` turns the outcome into an exception.
+Tensors are passed as addresses and numbers of bytes (`Pieces`) on the device for which the group was opened; dtypes and
+reductions are passed as the codes of `codes.py`. A call returns its outcome and never raises, since a call on another
+thread has no caller to raise to; `failures.to_error` turns an outcome into an exception.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from paceline import _core
 from paceline.comm.engine.codes import ITEM_SIZES, NO_REDUCTION
 from paceline.comm.schedule.steps import Operation
 
-# A tensor in one or more pieces: address, number of bytes, address, number of bytes, ...
 Pieces = Sequence[int]
+"""A tensor in one or more pieces: address, number of bytes, address, number of bytes, ..."""
 
 HeaderFields = tuple[int, int, int, int, int, int]
+"""A call in reports: sequence number, operation, dtype, reduction, root, number of elements."""
 
 
 class CallOutcome(Protocol):
-    """Why a call failed. Ranks are group ranks; lists may be empty and numbers -1 where an engine cannot know."""
+    """The reason why a call failed. Ranks are group ranks; unknown lists are empty, and unknown numbers -1."""
 
     @property
     def code(self) -> int:
-        """A `failures.Code`."""
+        """An `OutcomeCode`."""
 
     @property
     def missing(self) -> Sequence[int]:
@@ -37,12 +38,12 @@ class CallOutcome(Protocol):
 
     @property
     def waiting(self) -> Sequence[int]:
-        """The ranks among `missing` that wait in other calls: for those in `held_by`, for other missing ranks or, if
+        """The ranks among `missing` that wait in other calls: for ranks in `held_by`, for other missing ranks or, if
         there are none, for each other."""
 
     @property
     def held_by(self) -> Sequence[int]:
-        """Ranks that hold up a call that has timed out, but are not in `missing`; they count as `cause` does."""
+        """Ranks outside the group that hold up a call that timed out, as indices into the engine's `members`."""
 
     @property
     def gone(self) -> Sequence[int]:
@@ -54,7 +55,8 @@ class CallOutcome(Protocol):
 
     @property
     def cause(self) -> int:
-        """The rank because of which those in `gone` left, if they said so; it counts in the engine's `members`."""
+        """The rank because of which the ranks in `gone` left, if they reported it, as an index into the engine's
+        `members`."""
 
     @property
     def cause_left(self) -> bool:
@@ -62,15 +64,15 @@ class CallOutcome(Protocol):
 
     @property
     def cause_hung(self) -> bool:
-        """Whether `cause` held up a call until its time was over, rather than died."""
+        """Whether `cause` held up a call until it timed out, rather than died."""
 
     @property
     def reporter(self) -> int:
-        """The rank that saw the failure first and ended the group for all."""
+        """The rank that detected the failure first and ended the group for all."""
 
     @property
     def waited_ns(self) -> int:
-        """How long the call waited."""
+        """The time that the call waited, in nanoseconds."""
 
     @property
     def step(self) -> int:
@@ -82,51 +84,51 @@ class CallOutcome(Protocol):
 
     @property
     def split_to(self) -> int:
-        """The rank for which the part of `split_from` is meant."""
+        """The receiver of the part of `split_from`."""
 
     @property
     def split_sent(self) -> int:
-        """The bytes of that part at the sender."""
+        """The number of bytes that `split_from` sends."""
 
     @property
     def split_expected(self) -> int:
-        """The bytes of that part that the receiver expects."""
+        """The number of bytes that `split_to` expects."""
 
     @property
     def calls(self) -> Sequence[HeaderFields]:
-        """Each rank's latest call: sequence, operation, dtype, reduce op, root, count."""
+        """Each rank's latest call."""
 
     @property
     def algorithms(self) -> Sequence[int]:
-        """The algorithm of each of these calls: one more than its place in the registry, or 0 without one."""
+        """The algorithm of each of `calls`: 1 plus its index in the registry, or 0 without an algorithm."""
 
 
 class Pending(Protocol):
     """A call in progress; several threads may use it at once."""
 
     def done(self) -> bool:
-        """Whether the call is over, successfully or not."""
+        """Returns whether the call is complete, successfully or not."""
 
     def wait(self, timeout_ns: int, /) -> bool:
-        """Waits, without the interpreter lock, until the tensors may be used; returns False if the time was over first.
+        """Waits, without the interpreter lock, until the tensors may be used; returns False on time-out.
 
-        On a device with streams the wait is over as soon as the calling thread's current stream has been made to wait.
+        On a device with streams it returns as soon as the calling thread's current stream has been made to wait.
         """
 
     def outcome(self) -> CallOutcome | None:
-        """Why the call failed, or None if it succeeded; valid once `wait` has returned True."""
+        """Returns why the call failed, or None if it succeeded; valid after `wait` has returned True."""
 
 
 class PendingMessage(Pending, Protocol):
     """A send or a receive in progress."""
 
     def source(self) -> int:
-        """The group rank of the sender, once a receive is over."""
+        """Returns the group rank of the sender; valid after a receive is complete."""
         ...
 
 
-class CollectiveCall(NamedTuple):  # the core takes it apart by position (native/bindings/calls.cpp)
-    """A collective call; what `inputs` and `outputs` hold follows from the operation, and n is the number of ranks.
+class CollectiveCall(NamedTuple):  # the core reads its fields by their names (native/bindings/calls.cpp)
+    """A collective call. The operation determines the numbers of `inputs` and `outputs`, with n ranks in the group:
 
     | operation | inputs | outputs |
     | --- | --- | --- |
@@ -140,13 +142,13 @@ class CollectiveCall(NamedTuple):  # the core takes it apart by position (native
     | all_to_all | n, each of its own size | n, each of its own size |
     | barrier | | |
 
-    Each entry is a list of pieces that together are one tensor. `count` is the number of elements of one tensor (0 for
+    Each entry is a list of pieces that form one tensor. `count` is the number of elements of one tensor (0 for
     all_to_all), and `root` is -1 if the operation has none. With PREMUL_SUM the tensors have been multiplied by their
     factors already, so that an engine only sums them.
 
-    A `wire` other than 0 has what goes between hosts rounded to that type (`codes.WIRES`). It is only for channels that
-    `quantises`, for sums and all_gathers, and for the types in `codes.QUANTISED_TYPES`. `residual` is then the memory
-    for error feedback, one float32 for each element of the longest buffer, or nothing.
+    A `wire` other than 0 rounds the data between hosts to that format (`codes.WIRES`). It requires a channel that
+    `quantises`, a sum or an all_gather, and a dtype in `codes.QUANTISED_TYPES`. `residual` is the memory for error
+    feedback, one float32 for each element of the longest buffer, or () without error feedback.
 
     A reduce_scatter by the core's groups of one host may have an `update`, which is applied to the results; it then
     needs no output.
@@ -156,7 +158,7 @@ class CollectiveCall(NamedTuple):  # the core takes it apart by position (native
     dtype: int
     reduce_op: int
     root: int
-    count: int  # type: ignore[assignment]  # tuples have a method of that name, which nobody needs here
+    count: int  # type: ignore[assignment]  # tuples have a method of that name
     timeout_ns: int
     inputs: Sequence[Pieces]
     outputs: Sequence[Pieces]
@@ -166,26 +168,26 @@ class CollectiveCall(NamedTuple):  # the core takes it apart by position (native
 
 
 class EngineChannel(Protocol):
-    """Runs the collectives of one group, in the order in which they are called, from any thread."""
+    """Runs the collectives of one group in the order in which they are called; any thread may call it."""
 
     @property
     def quantises(self) -> bool:
-        """Whether a call may have a `wire`."""
+        """Whether calls may have a `wire`."""
         return False
 
     def all_reduce(
         self, address: int, count: int, dtype: int, reduce_op: int, timeout_ns: int, /
     ) -> CallOutcome | None:
-        """Reduces one dense tensor in place; None when it went well. Small tensors may take a shorter way."""
+        """Reduces one dense tensor in place; returns None on success. Small tensors may take a faster path."""
         outputs = [[address, count * ITEM_SIZES[dtype]]]
         return self.run(CollectiveCall(Operation.ALL_REDUCE, dtype, reduce_op, -1, count, timeout_ns, [], outputs))
 
     def all_reduce_tensor(self, tensor: object, op: object, timeout_ns: int, /) -> CallOutcome | Literal[False] | None:
-        """Does what `all_reduce` does; False, and nothing is done, if Python must look at the tensor first."""
+        """Reduces a tensor as `all_reduce` does, or returns False if Python must check the tensor first."""
         return False
 
     def broadcast(self, address: int, count: int, dtype: int, root: int, timeout_ns: int, /) -> CallOutcome | None:
-        """Copies one dense tensor of the root to all ranks; None when it went well."""
+        """Copies one dense tensor of the root to all ranks; returns None on success."""
         outputs = [[address, count * ITEM_SIZES[dtype]]]
         return self.run(CollectiveCall(Operation.BROADCAST, dtype, NO_REDUCTION, root, count, timeout_ns, [], outputs))
 
@@ -201,54 +203,54 @@ class EngineChannel(Protocol):
         outputs: Sequence[int],
         /,
     ) -> CallOutcome | None:
-        """Runs a call whose inputs and outputs are dense, of `count` elements each, at these addresses; see `run`."""
+        """Runs a call whose inputs and outputs are dense tensors of `count` elements at these addresses; see `run`."""
         nbytes = count * ITEM_SIZES[dtype]
         total = 0 if operation == Operation.ALL_TO_ALL else count
         read, written = ([[address, nbytes] for address in addresses] for addresses in (inputs, outputs))
         return self.run(CollectiveCall(Operation(operation), dtype, reduce_op, root, total, timeout_ns, read, written))
 
     def run(self, call: CollectiveCall, /) -> CallOutcome | None:
-        """Runs a call to its end; None when it went well."""
+        """Runs a call to completion; returns None on success."""
 
     def submit(self, call: CollectiveCall, /) -> Pending:
-        """Queues a call behind those made before, and returns at once."""
+        """Queues a call behind earlier ones and returns at once."""
         ...
 
     def prepare(self, call: CollectiveCall, /) -> _core.PreparedCall | None:
-        """Returns the call prepared for being made many times; None if the engine is not in the core."""
+        """Prepares a call for repetition; returns None if the engine is not in the core."""
         return None
 
     def record_as(self, group: int, /) -> None:
-        """Records the calls from now on as those of the group with this serial (`record.recorder.open_group`)."""
+        """Records later calls under the group's serial number (`record.recorder.open_group`)."""
 
     def abort(self) -> None:
-        """Ends calls in progress and all later ones with the code ABORTED, on this rank at least; does not wait.
+        """Ends current and later calls with the code ABORTED, at least on this rank; does not wait.
 
         Any thread may call this while others are in a call. The native engine ends the other ranks' calls as well.
         """
 
     def failure(self) -> int:
-        """Returns the `failures.Code` for which the channel is broken, as far as this rank knows; OK if it is not."""
+        """Returns the `OutcomeCode` of the failure that broke the channel, or OK if this rank has detected none."""
         ...
 
     def close(self) -> None:
-        """Closes the channel; calls that are under way fail soon. Idempotent."""
+        """Closes the channel; calls in progress fail soon. Idempotent."""
 
 
 class Messages(Protocol):
-    """Sends to and receives from single ranks of the group. Neither waits for the other rank before it returns."""
+    """Sends to and receives from single ranks of the group; both return without waiting for the other rank."""
 
     def send(
         self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool, /
     ) -> PendingMessage:
-        """Starts a send to a group rank, which goes on by itself if `background` is true."""
+        """Starts a send to a group rank, which proceeds without `wait` if `background` is true."""
         ...
 
     def receive(
         self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool, /
     ) -> PendingMessage:
-        """Starts a receive from a group rank, or with -1 from any rank."""
+        """Starts a receive from a group rank, or from any rank if `peer` is -1."""
         ...
 
     def record_messages_as(self, group: int, /) -> None:
-        """Records the messages from now on as those of this group; see `Channel.record_as`."""
+        """Records later messages under the group's serial number; see `EngineChannel.record_as`."""

@@ -1,8 +1,6 @@
-"""The numbers by which the core knows types and reductions; those of the operations are in `comm/schedule/steps.py`.
+"""Codes of dtypes, reductions and wire formats, by which Python and the core (native/reduce/reduce.hpp) refer to them.
 
-The other half is native/reduce/reduce.hpp.
-
-How values of several ranks become one.
+Those of the operations are in `comm/schedule/steps.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from paceline.comm.schedule.quantised import WIRES as WIRES
 
 
 class ReduceOp(IntEnum):
-    """A reduction; of booleans SUM, MAX and BOR are "or", PRODUCT, MIN and BAND "and".
+    """A reduction. For booleans SUM, MAX and BOR are "or"; PRODUCT, MIN and BAND are "and".
 
     AVG is the sum divided by the group's size. Sums of integers wrap around at the limits of their type; AVG of
     integers divides the wrapped sum and drops the fraction (it truncates toward zero, -7 / 2 = -3), as NCCL does.
@@ -35,7 +33,7 @@ class ReduceOp(IntEnum):
     PREMUL_SUM = 8
 
 
-NO_REDUCTION = 9  # stands in a call's header for a reduction where the operation has none
+NO_REDUCTION = 9  # the reduction in the header of a call without one
 
 
 DTYPE_CODES: dict[torch.dtype, int] = {
@@ -46,25 +44,25 @@ ITEM_SIZES = [getattr(torch, name).itemsize if hasattr(torch, name) else 1 for n
 
 
 WIRE_CODES: dict[str, int] = {name: code for code, name in enumerate(WIRES, 1)}
-"""The numbers in native/wire/wire.hpp of what tensors are rounded to between hosts; 0 stands for their own type."""
+"""The codes in native/wire/wire.hpp of the formats to which tensors are rounded between hosts; 0 is no rounding."""
 
 QUANTISED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""The types that the core rounds."""
+"""The dtypes that the core can round."""
 
 
 def dtype_name(code: int) -> str:
-    """The type's name as PyTorch spells it, without "torch."."""
+    """Returns PyTorch's name of a dtype, without "torch."."""
     return _DTYPE_NAMES[code]
 
 
-# torch has the reductions in a class within its ReduceOp, and had another name for that.
+# torch's names: its reductions are in a class within ReduceOp, which was `reduce_op` before.
 setattr(ReduceOp, "RedOpType", ReduceOp)  # noqa: B010 (an assignment would look like another reduction to mypy)
 reduce_op = ReduceOp
 
 
 @dataclass(frozen=True)
 class PremulSum:
-    """The sum of the ranks' values, each multiplied by its rank's `factor` first.
+    """The sum of the ranks' values after each is multiplied by its rank's `factor`.
 
     >>> PremulSum(0.5)
     PremulSum(factor=0.5)

@@ -1,10 +1,7 @@
-"""Turns the outcome of a failed call into the error that the user reads.
+"""Failures of calls: the outcome of a failed call, and the error that describes it to the user.
 
-How messages of errors name ranks and their calls.
-
-Identifies a process uniquely among all that have ever run, and tells whether it has ended.
-
-Writes the error of a call that has timed out: who did not come, who merely waits, and who holds them all up.
+`to_error` composes the error. That of a time-out names the ranks that did not come, those that merely wait in other
+calls, and those that hold up all others. `RankIdentity` and `ProcessIdentity` identify ranks and processes.
 """
 
 from __future__ import annotations
@@ -30,18 +27,18 @@ from paceline.errors import (
 from paceline.linux import out_of_descriptors_error
 
 _MOST_NAMED = 4  # ranks in one list
-_MOST_SAID = 8  # different calls in a message
+_MOST_CALLS = 8  # different calls in a message
 
 
 def describe_call(header: HeaderFields) -> str:
-    """Returns a description of a call as its rank made it, such as "all_reduce(float32, 4 elements, SUM) as call 7"."""
+    """Returns a description of a rank's call, such as "all_reduce(float32, 4 elements, SUM) as call 7"."""
     sequence, operation, dtype, reduce_op, root, count = header
     if operation == 0:
         return "no call"
     parts = []
     if operation != Operation.BARRIER:
         parts.append(dtype_name(dtype))
-    # With some engines, the ranks do not know each other's numbers of elements in an all_to_all.
+    # With some engines, the ranks do not have each other's numbers of elements in an all_to_all.
     if count or operation not in (Operation.BARRIER, Operation.ALL_TO_ALL):
         parts.append(f"{count} elements")
     if reduce_op != NO_REDUCTION:
@@ -56,14 +53,14 @@ def name_ranks(members: Sequence[object]) -> str:
     return and_more(members, _MOST_NAMED)
 
 
-def describe_ranks(what: Mapping[int, str], members: Sequence[object], form: str) -> str:
-    """Says what is known of each rank, by its group rank; ranks of which the same is known are named together."""
+def describe_ranks(descriptions: Mapping[int, str], members: Sequence[object], form: str) -> str:
+    """Lists the descriptions of ranks, given by group rank; ranks with the same description are named together."""
     alike: dict[str, list[object]] = {}
-    for at, said in what.items():
-        alike.setdefault(said, []).append(members[at])
-    told = [form.format(name_ranks(ranks), said) for said, ranks in alike.items()]
-    more = f"; and {len(told) - _MOST_SAID} more" if len(told) > _MOST_SAID else ""
-    return "; ".join(told[:_MOST_SAID]) + more
+    for rank, description in descriptions.items():
+        alike.setdefault(description, []).append(members[rank])
+    clauses = [form.format(name_ranks(ranks), description) for description, ranks in alike.items()]
+    more = f"; and {len(clauses) - _MOST_CALLS} more" if len(clauses) > _MOST_CALLS else ""
+    return "; ".join(clauses[:_MOST_CALLS]) + more
 
 
 _ENDED = ("Z", "X")
@@ -72,10 +69,10 @@ _STATE, _STARTED = 0, 19  # fields 3 and 22 of proc_pid_stat(5), as indices into
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """A process, identified by more than its pid: a pid is valid only in its PID namespace, and the kernel reuses it.
+    """A process, unique among all that have ever run: pids are valid only in a namespace, and the kernel reuses them.
 
     Args:
-        namespace: identifies the boot of the host, the PID namespace and the time namespace.
+        namespace: a text that identifies the boot of the host, the PID namespace and the time namespace.
         pid: the process id in that namespace.
         started: the time at which the process started, in clock ticks of that namespace.
     """
@@ -91,7 +88,7 @@ class ProcessIdentity:
 
     @staticmethod
     def of(pid: int) -> ProcessIdentity:
-        """Returns the process with this id here.
+        """Returns the process with this id in the calling process's namespace.
 
         Raises:
             ProcessLookupError: there is none.
@@ -102,10 +99,7 @@ class ProcessIdentity:
             raise ProcessLookupError(f"process {pid} has ended") from None
 
     def has_ended(self) -> bool | None:
-        """Returns whether the process has ended.
-
-        Returns None if that cannot be seen from here, because the process is in another namespace or on another host.
-        """
+        """Returns whether the process has ended, or None if it is in another namespace or on another host."""
         # Under `unshare --pid` without a /proc of its own, /proc shows the processes of another namespace.
         if self.namespace != _namespace() or os.readlink("/proc/self") != str(os.getpid()):
             return None
@@ -127,14 +121,19 @@ def _namespace() -> str:
 
 
 def timed_out(
-    outcome: CallOutcome, members: Sequence[object], group_rank: int, call: str, lost: str, everybody: Sequence[object]
+    outcome: CallOutcome,
+    members: Sequence[object],
+    group_rank: int,
+    call: str,
+    lost: str,
+    engine_members: Sequence[object],
 ) -> CollectiveTimeoutError:
-    """Returns the error for a time-out; see `failures.to_error`."""
+    """Returns the error for a time-out; see `to_error`."""
     me = members[group_rank]
     reporter = me if outcome.reporter < 0 else members[outcome.reporter]
     where = "" if reporter is me else f" on {reporter}"
-    outside = [everybody[name] for name in outcome.held_by if 0 <= name < len(everybody)]
-    to_blame = [members[at] for at in outcome.missing if at not in outcome.waiting] + outside
+    outside = [engine_members[rank] for rank in outcome.held_by if 0 <= rank < len(engine_members)]
+    to_blame = [members[rank] for rank in outcome.missing if rank not in outcome.waiting] + outside
     seen = _came(outcome, members, me, outside) if outcome.came else _absence(outcome, members, group_rank, to_blame)
     return CollectiveTimeoutError(
         f"{me}: {call} timed out after {outcome.waited_ns / 1e9:.1f} s{where}{seen}. "
@@ -143,8 +142,8 @@ def timed_out(
 
 
 def _came(outcome: CallOutcome, members: Sequence[object], me: object, outside: Sequence[object]) -> str:
-    """Says who holds the call up although all ranks have begun it."""
-    others = [members[at] for at in outcome.missing if members[at] is not me]
+    """Returns a clause that names the ranks that hold up a call that all ranks have begun."""
+    others = [members[rank] for rank in outcome.missing if members[rank] is not me]
     mine = ", which had waited for this rank's part in vain" if len(others) < len(outcome.missing) else ""
     theirs = f"; {name_ranks(others)} came to the call but did not complete it" if others else ""
     beyond = f"; what holds it up is {name_ranks(outside)}" if outside else ""
@@ -156,21 +155,21 @@ def _absence(outcome: CallOutcome, members: Sequence[object], group_rank: int, t
         return "; the engine cannot tell who did not come"
     me = members[group_rank]
     vain = ", which had waited for this rank in vain" if group_rank in outcome.missing else ""
-    absent = [members[at] for at in outcome.missing if at not in outcome.waiting and at != group_rank]
-    waiting = [members[at] for at in outcome.waiting if at != group_rank]
+    absent = [members[rank] for rank in outcome.missing if rank not in outcome.waiting and rank != group_rank]
+    waiting = [members[rank] for rank in outcome.waiting if rank != group_rank]
     parts = [f"; {name_ranks(absent)} did not come"] if absent else []
     why = f"in another call{_held_up_by(to_blame, me)}"
     if waiting:
         parts.append(f"; {name_ranks(waiting)} did not come because {'they wait' if waiting[1:] else 'it waits'} {why}")
     if group_rank in outcome.waiting:
         parts.append(f"; this rank waited {why}")
-    known = [at for at in outcome.missing if at < len(outcome.calls) and at != group_rank]
-    calls = describe_ranks({at: f"latest {describe_call(outcome.calls[at])}" for at in known}, members, "{}: {}")
+    known = [rank for rank in outcome.missing if rank < len(outcome.calls) and rank != group_rank]
+    calls = describe_ranks({rank: f"latest {describe_call(outcome.calls[rank])}" for rank in known}, members, "{}: {}")
     return vain + "".join(parts) + (f" ({calls})" if calls else "")
 
 
 def _held_up_by(to_blame: Sequence[object], me: object) -> str:
-    """Says who holds up the call that another rank waits in, whether it waits for that one itself or through others."""
+    """Returns a clause that names the ranks that hold up, directly or through others, the call of a waiting rank."""
     if not to_blame:
         return " for ranks that wait as well"
     others = [member for member in to_blame if member != me]
@@ -189,8 +188,8 @@ def _advice(outcome: CallOutcome, to_blame: Sequence[object], me: object) -> str
     others = [member for member in to_blame if member != me]
     if outcome.waiting and others:
         return (
-            f"Look at {name_ranks(others)} first: it took another way through the program (look where it waits), it needs "
-            "more time than the timeout allows (raise timeout=), or its process has been stopped"
+            f"Look at {name_ranks(others)} first: it took another way through the program (look where it waits), it "
+            "needs more time than the timeout allows (raise timeout=), or its process has been stopped"
         )
     if outcome.waiting and not to_blame:
         return (
@@ -204,7 +203,7 @@ def _advice(outcome: CallOutcome, to_blame: Sequence[object], me: object) -> str
 
 
 class OutcomeCode(IntEnum):
-    """How a call ended; the numbers are those of native/call/call.hpp."""
+    """The result of a call, by the codes of native/call/call.hpp."""
 
     OK = 0
     MISMATCH = 1
@@ -212,7 +211,7 @@ class OutcomeCode(IntEnum):
     PEER_LOST = 3
     INTERRUPTED = 4
     SCHEDULE_UNFIT = 5
-    REFUSED = 6  # the library on which the engine rests refused the call
+    REFUSED = 6  # the engine's library refused the call
     STARVED = 7
     TOO_MANY_OFFERS = 8
     ABORTED = 9  # a rank called `abort` of the group
@@ -220,11 +219,11 @@ class OutcomeCode(IntEnum):
 
 @dataclass(frozen=True)
 class CallFailure:
-    """The outcome of a failed call, from an engine that is written in Python; see `channel.Outcome`.
+    """The outcome of a failed call of an engine that is written in Python; see `channel.CallOutcome`.
 
     Args:
         said: the library's own message about the failure.
-        seen: what was observed of the ranks in `gone`, if it is not certain that they died or that they left.
+        seen: an observation about the ranks in `gone`, if it is uncertain whether they died or left.
     """
 
     code: OutcomeCode
@@ -252,7 +251,7 @@ class CallFailure:
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """A rank of the default group; `process`, if it is known, tells whether the rank's process has ended."""
+    """A rank of the default group with its host and process; `process` may be unknown."""
 
     rank: int
     host: str
@@ -264,7 +263,7 @@ class RankIdentity:
 
 
 MOST_OFFERS = 1 << 16  # the same as kMostOffers in native/executor/messenger.hpp
-# Sentences for error messages that state the consequence of a failure.
+# The consequence of a failure, for error messages.
 GROUP_LOST = "This group can no longer be used: destroy it and start again"
 MESSAGES_LOST = (
     "No further messages can be sent or received in this group; its collective calls still work. For messages, "
@@ -279,25 +278,25 @@ def to_error(
     group_rank: int,
     call: str,
     lost: str = GROUP_LOST,
-    everybody: Sequence[RankIdentity] = (),
+    engine_members: Sequence[RankIdentity] = (),
 ) -> CollectiveError:
     """Returns the error for `outcome`.
 
     Args:
-        outcome: how the call failed.
+        outcome: the outcome of the call.
         members: the group's members, by group rank.
         group_rank: the group rank of this process.
         call: a description of the call that this rank made.
-        lost: the consequence of a failure of such a call, as a sentence without its full stop.
-        everybody: the engine's members; if empty, `members` are taken for them.
+        lost: the consequence of such a failure, as a sentence without its full stop.
+        engine_members: the members of the engine; those of the group if empty.
     """
     me = members[group_rank]
     if isinstance(outcome, CallFailure) and outcome.seen:
-        return _not_heard_of(outcome, members, me, call)
+        return _silent(outcome, members, me, call)
     if outcome.code == OutcomeCode.MISMATCH:
         return _mismatch(outcome, members, me)
     if outcome.code == OutcomeCode.PEER_LOST:
-        return _peer_lost(outcome, members, me, call, everybody or members)
+        return _peer_lost(outcome, members, me, call, engine_members or members)
     if outcome.code == OutcomeCode.ABORTED:
         return _aborted(outcome, members, me, call)
     if outcome.code == OutcomeCode.TOO_MANY_OFFERS:
@@ -320,7 +319,7 @@ def to_error(
             return CollectiveError(f"{out_of_descriptors_error(f'{me}', f'the shared tensors of {call}')}. {lost}")
         return CollectiveError(f"{me}: {call} was given up by {starved}, which is out of file descriptors. {lost}")
     if outcome.code == OutcomeCode.TIMED_OUT:
-        return timed_out(outcome, members, group_rank, call, lost, everybody or members)
+        return timed_out(outcome, members, group_rank, call, lost, engine_members or members)
     missing = _select(members, outcome.missing)
     reporter = me if outcome.reporter < 0 else members[outcome.reporter]
     where = "" if reporter is me else f" on {reporter}"
@@ -334,10 +333,10 @@ def _peer_lost(
     members: Sequence[RankIdentity],
     me: RankIdentity,
     call: str,
-    everybody: Sequence[RankIdentity],
+    engine_members: Sequence[RankIdentity],
 ) -> PeerLostError:
     gone = _select(members, outcome.gone)
-    cause = everybody[outcome.cause] if 0 <= outcome.cause < len(everybody) else None
+    cause = engine_members[outcome.cause] if 0 <= outcome.cause < len(engine_members) else None
     left = list(outcome.gone) == list(outcome.left)
     died = outcome.cause >= 0 and not outcome.cause_left if left else True
     seen = f"{name_ranks(gone)} {_LEFT if left else 'died'}"
@@ -345,7 +344,7 @@ def _peer_lost(
     if cause is not None and outcome.cause_hung:
         seen += f", after a call had timed out because of {cause}"
     elif cause is not None and left:
-        # A rank that leaves because of an error only reports it: the rank that caused the error comes first.
+        # Ranks in `gone` that left because of an error only report it, so the rank that caused it is named first.
         seen = f"{cause} {_LEFT if outcome.cause_left else 'died'}, and {name_ranks(gone)} left the group after that"
         first = cause
     elif cause is not None:
@@ -377,7 +376,7 @@ def _aborted(outcome: CallOutcome, members: Sequence[RankIdentity], me: RankIden
     )
 
 
-def _not_heard_of(outcome: CallFailure, members: Sequence[RankIdentity], me: RankIdentity, call: str) -> PeerLostError:
+def _silent(outcome: CallFailure, members: Sequence[RankIdentity], me: RankIdentity, call: str) -> PeerLostError:
     gone = _select(members, outcome.gone)
     return PeerLostError(
         f"{name_ranks(gone)} {outcome.seen}, seen by {me} in {call}. Look at its output, and if its host cannot be "
@@ -391,7 +390,7 @@ def _not_heard_of(outcome: CallFailure, members: Sequence[RankIdentity], me: Ran
 def _mismatch(outcome: CallOutcome, members: Sequence[RankIdentity], me: RankIdentity) -> CollectiveMismatchError:
     if outcome.split_from >= 0 and not any(call[0] for call in outcome.calls):
         return _message_mismatch(outcome, members, me)
-    # Within a host all ranks see the mismatch in the same call; over links one rank sees it first and ends the group.
+    # Within a host all ranks detect the mismatch in the same call; over links one rank detects it and ends the group.
     usable = "The group remains usable" if outcome.reporter < 0 else GROUP_LOST
     advice = f"All ranks of a group must make the same calls in the same order. {usable}"
     if outcome.split_from >= 0:
@@ -401,15 +400,15 @@ def _mismatch(outcome: CallOutcome, members: Sequence[RankIdentity], me: RankIde
         )
     latest = max((call[0] for call in outcome.calls), default=0)
     calls: dict[int, str] = {}
-    for at, (header, algorithm) in enumerate(zip(outcome.calls, outcome.algorithms, strict=False)):
+    for rank, (header, algorithm) in enumerate(zip(outcome.calls, outcome.algorithms, strict=False)):
         if outcome.reporter >= 0 and header[0] != latest:
-            continue  # an earlier call of a rank says nothing about the mismatch
-        calls[at] = f"{describe_call(header)}{_way(algorithm)}"
-    told = describe_ranks(calls, members, "{} called {}")
-    return CollectiveMismatchError(f"{me}: the ranks' calls do not fit together: {told}. {advice}")
+            continue  # a rank's earlier call is unrelated to the mismatch
+        calls[rank] = f"{describe_call(header)}{_by_algorithm(algorithm)}"
+    described = describe_ranks(calls, members, "{} called {}")
+    return CollectiveMismatchError(f"{me}: the ranks' calls do not fit together: {described}. {advice}")
 
 
-def _way(algorithm: int) -> str:
+def _by_algorithm(algorithm: int) -> str:
     name = name_of(algorithm)
     if name is None:
         return ""
@@ -429,4 +428,4 @@ def _message_mismatch(
 
 
 def _select(members: Sequence[RankIdentity], group_ranks: Sequence[int]) -> list[RankIdentity]:
-    return [members[at] for at in group_ranks]
+    return [members[rank] for rank in group_ranks]

@@ -1,12 +1,10 @@
-"""The forming of a group: each rank waits for the keys that the others set in the store, and learns why one is missing.
+"""Formation of a group: each rank waits for keys that the others set in the store, or for the reason why one fails.
 
-A rank that gives up publishes its reason before it leaves. If a rank dies, the store's server, where there is one,
-publishes the rank's last will; the other ranks also see the death on connections that are already open.
+A rank that gives up publishes its reason before it leaves. If a rank dies, the store's server, if there is one,
+publishes the rank's last will; other ranks may also detect the death on open connections.
 
-What every rank publishes about itself when the default group forms, and how the others read it.
-
-All ranks must run the same version of Paceline. Only the key "version" has the same meaning in all versions, so it is
-read before anything else.
+When the default group forms, every rank publishes its host, process and version of Paceline, which must be the same on
+all ranks. Only the key "version" has the same meaning in all versions, so it is read first.
 """
 
 from __future__ import annotations
@@ -31,18 +29,18 @@ from paceline.comm.store.store import Store
 from paceline.errors import RendezvousError, StoreConnectionError, StoreError, StoreTimeoutError, and_more
 from paceline.linux import is_out_of_descriptors, out_of_descriptors_error
 
-_FIRST_TO_SAY = "0.1.0"
+_FIRST_WITH_VERSION = "0.1.0"
 _MOST_NAMED = 4
 
 
 def host_id() -> str:
-    """Returns a text that is equal in two processes if, and only if, they reach each other's abstract Unix sockets."""
+    """Returns a text that is equal in two processes exactly if they reach each other's abstract Unix sockets."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
 def describe_rank(**more: str | int | None) -> str:
-    """Returns this rank's introduction as JSON; `more` holds what an engine needs to know about the rank besides."""
+    """Returns this rank's description as JSON, with `more` fields for an engine."""
     me = ProcessIdentity.mine()
     process = {"host": socket.gethostname(), "pid": me.pid, "namespace": me.namespace, "started": me.started}
     return msgspec.json.encode({"version": __version__, **process, **more}).decode()
@@ -51,10 +49,10 @@ def describe_rank(**more: str | int | None) -> str:
 def read_ranks(
     answers: Sequence[bytes], rank: int
 ) -> tuple[tuple[RankIdentity, ...], list[dict[str, str | int | None]]]:
-    """Returns the ranks, and everything that each of them published.
+    """Parses the ranks' descriptions; returns the members, and all fields of each description.
 
     Args:
-        answers: the introductions, by rank.
+        answers: the descriptions, by rank.
         rank: the rank of this process.
 
     Raises:
@@ -72,26 +70,26 @@ def read_ranks(
 
 
 def _parsed(answer: bytes) -> dict[str, Any]:
-    """Returns an introduction, as far as it can be understood."""
+    """Returns the fields of a description, or {} if it is malformed."""
     try:
-        said = decode_untrusted(msgspec.json.decode, answer)
+        fields = decode_untrusted(msgspec.json.decode, answer)
     except ValueError:
-        said = None
-    return said if isinstance(said, dict) else {}
+        fields = None
+    return fields if isinstance(fields, dict) else {}
 
 
 def _require_same_version(entries: Sequence[Mapping[str, Any]], rank: int) -> None:
     ranks_of: dict[str, list[int]] = {}
     for r, entry in enumerate(entries):
-        ranks_of.setdefault(str(entry.get("version", f"a version before {_FIRST_TO_SAY}")), []).append(r)
+        ranks_of.setdefault(str(entry.get("version", f"a version before {_FIRST_WITH_VERSION}")), []).append(r)
     if len(ranks_of) > 1:
-        told = "; ".join(
+        versions = "; ".join(
             f"{version} on {and_more([_name(entries[r], r) for r in ranks], _MOST_NAMED)}"
             for version, ranks in ranks_of.items()
         )
         me = RankIdentity(rank, socket.gethostname(), os.getpid())
         raise RendezvousError(
-            f"{me}: the ranks run different versions of Paceline: {told}. Install the same version for all ranks"
+            f"{me}: the ranks run different versions of Paceline: {versions}. Install the same version for all ranks"
         )
 
 
@@ -105,19 +103,19 @@ def _name(entry: Mapping[str, Any], rank: int) -> str:
 
 _INIT = "engine"
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.1, 0.8
-_PARTING_S = 2.0  # for the others to hear why, if one of them is dead and never will
-_LONGEST_PARTING_S = 15.0  # if all are alive, as far as is known; they may be waiting for a processor
-_NEWS_COMES_S = 0.5  # within this time, news of a rank that is gone or does not answer arrives
-_SERVES_THE_STORE = 0  # the rank that serves the store, unless the launcher does
+_PARTING_S = 2.0  # the time for other ranks to read the reason if one of them is dead
+_LONGEST_PARTING_S = 15.0  # the same if none is known to be dead; they may be waiting for a processor
+_NEWS_DELAY_S = 0.5  # the time within which news of a lost rank arrives
+_STORE_RANK = 0  # the rank that serves the store, unless the launcher does
 
 
 class Formation:
-    """A context in which one group forms; if an error leaves it, the other ranks are told the reason.
+    """A context in which one group forms; an error that leaves it is published for the other ranks.
 
     Args:
-        store: the store that the ranks share, over which they have met.
-        rank, world_size: this rank, and the number of ranks.
-        what: identifies the group that forms, the same on its members and new for each group; None for the default
+        store: the store of the rendezvous.
+        rank, world_size: this rank and the number of ranks.
+        what: a name or number of the group, the same on its members and new for each group; None for the default
             group, whose store may end with this rank.
     """
 
@@ -128,8 +126,8 @@ class Formation:
         self._me = RankIdentity(rank, socket.gethostname(), os.getpid())
         self._topic = _INIT if what is None else f"group/{what}"
         self._open = False
-        self._heard = False
-        self._gone: Callable[[], RankIdentity | None] = _nobody
+        self._has_reason = False
+        self._gone: Callable[[], RankIdentity | None] = _no_rank
         self._bequest: tuple[str, str] | None = None
 
     @property
@@ -138,16 +136,16 @@ class Formation:
         return self._open
 
     def watch(self, gone: Callable[[], RankIdentity | None]) -> None:
-        """Adds `gone`, which `look` calls and which returns a rank that has died or left, or None."""
+        """Adds a function for `look` to call, which returns a rank that has died or left, or None."""
         before = self._gone
         self._gone = lambda: before() or gone()
 
     def publish_on_exit(self, key: str, value: str) -> None:
-        """Asks the store's server to set `key` to `value` if this rank ends at any time after the group has formed."""
+        """Makes the store's server set `key` to `value` if this rank ends at any time after the group has formed."""
         self._bequest = key, value
 
     def absent(self, keys: Sequence[str], deadline: float) -> list[str]:
-        """Waits for `keys` until `deadline` (seconds of the monotonic clock); returns those that were not set by then.
+        """Waits for `keys` until `deadline` (seconds of the monotonic clock); returns the keys that are still not set.
 
         Raises:
             RendezvousError: a rank gave up or died.
@@ -164,7 +162,7 @@ class Formation:
             look_s = min(2 * look_s, _LONGEST_LOOK_S)
 
     def look(self, patience_s: float = 0.0) -> None:
-        """Polls for up to `patience_s` seconds for a rank that gave up or died; looks once by default.
+        """Polls for `patience_s` seconds, by default once, for a rank that gave up or died.
 
         Raises:
             RendezvousError: a rank gave up or died; the message has the reason.
@@ -173,10 +171,10 @@ class Formation:
         while True:
             for topic in {self._topic, _INIT}:
                 if self.store.check([f"{topic}/gave_up"]):
-                    self._heard = True
+                    self._has_reason = True
                     raise RendezvousError(f"{self._me} cannot go on: {self.store.get(f'{topic}/gave_up').decode()}")
             if reason := check_in.reason_against(self.store):
-                self._heard = True
+                self._has_reason = True
                 raise RendezvousError(f"{self._me} cannot go on: {reason}")
             if time.monotonic() >= deadline:
                 break
@@ -185,12 +183,12 @@ class Formation:
             raise self._without(lost)
 
     def await_news(self) -> None:
-        """Calls `look` for as long as news of a rank that does not answer may take to arrive.
+        """Calls `look` for the time within which news of a lost rank arrives.
 
         Raises:
             RendezvousError: a rank gave up or died.
         """
-        self.look(_NEWS_COMES_S)
+        self.look(_NEWS_DELAY_S)
 
     def __enter__(self) -> Formation:
         self._open = True
@@ -212,11 +210,11 @@ class Formation:
             self._leave(error)
         finally:
             self._open = False
-            self._gone = _nobody
+            self._gone = _no_rank
 
     def _leave(self, error: BaseException | None) -> None:
         if isinstance(error, StoreConnectionError):
-            # The rank that served the store may have left because another rank died, which is then the one to report.
+            # The rank that served the store may have left because another rank died; then report that one.
             lost = self._gone()
             raise (self._without(lost) if lost else self._without_store(error)) from error
         if self._topic == _INIT:
@@ -224,7 +222,7 @@ class Formation:
                 check_in.take_back_will(self.store)
         if error is not None:
             with contextlib.suppress(StoreError):
-                self._tell(error)
+                self._publish_and_part(error)
         elif self._bequest is not None:
             with contextlib.suppress(StoreConnectionError):
                 self.store.set_last_will(*self._bequest)
@@ -241,21 +239,21 @@ class Formation:
         )
 
     def announce(self, error: BaseException) -> None:
-        """Tells the ranks that look that this one gives up because of `error`, unless it was told a reason itself."""
-        if self._heard:
+        """Publishes that this rank gives up because of `error`, unless another rank gave up first."""
+        if self._has_reason:
             return
         reason = str(error).removeprefix(f"{self._me}: ")
         with contextlib.suppress(StoreError):
             self.store.set(f"{self._topic}/gave_up", f"{self._me} gave up: {type(error).__name__}: {reason}")
 
-    def _tell(self, error: BaseException) -> None:
+    def _publish_and_part(self, error: BaseException) -> None:
         self.announce(error)
         self.store.set(f"{self._topic}/heard/{self.rank}", b"")
-        if self._topic == _INIT and self.rank == _SERVES_THE_STORE:
+        if self._topic == _INIT and self.rank == _STORE_RANK:
             self._part()
 
     def _part(self) -> None:
-        """Waits, on the rank with which the store ends, until the other ranks that live have heard the reason."""
+        """Waits, on the rank that serves the store, until all other live ranks have read the reason."""
         keys = [f"{self._topic}/heard/{rank}" for rank in range(self.world_size)]
         deadline = time.monotonic() + _LONGEST_PARTING_S
         while time.monotonic() < deadline:
@@ -266,5 +264,5 @@ class Formation:
                 return
 
 
-def _nobody() -> None:
+def _no_rank() -> None:
     return None

@@ -1,17 +1,7 @@
-"""The gloo engine: torch's own ProcessGroupGloo, made directly, without torch.distributed's groups.
+"""The gloo engine: torch's ProcessGroupGloo, created directly, without torch.distributed's groups.
 
-What gloo lacks (reduce-scatter, all-to-all, and reductions of some types) goes by schedule over its messages.
-
-The engine over torch's gloo library, which needs nothing of torch.distributed's groups.
-
-May use: the files of `engine` itself, `engine/adapters`, `store`, `_core`. Start reading at `engine.py`; `channel.py`
-runs collectives, `messages.py` sends and receives, and `wire.py` carries the schedules for what gloo lacks.
-
-Bare sends and receives over gloo, as schedules need them, and gloo's errors as the adapters know them.
-
-A group's collectives over gloo; those that it lacks run by schedule over its messages.
-
-Messages between two ranks over gloo, each with its type and length in front.
+Operations that gloo lacks (reduce-scatter, all-to-all, and reductions of some dtypes) run by schedule over its
+messages. A message between two ranks begins with its dtype and length.
 """
 
 from __future__ import annotations
@@ -26,10 +16,9 @@ from datetime import timedelta
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from paceline import _core
 from paceline.comm.engine.adapters.group_recorder import GroupRecorder
 from paceline.comm.engine.adapters.library_engine import FailureDiagnosis, LibraryEngine, LibraryGroup
-from paceline.comm.engine.adapters.schedule_executor import FlatBuffer, PythonExecutor, tensor_at
+from paceline.comm.engine.adapters.schedule_executor import FlatBuffer, PythonExecutor, divide_average, tensor_at
 from paceline.comm.engine.adapters.serial_channel import (
     CallTimeout,
     Envelope,
@@ -46,26 +35,26 @@ from paceline.comm.store.store import Store
 from paceline.errors import RendezvousTimeoutError, and_more
 from paceline.routes import resolver_name
 
-SHORTEST = timedelta(milliseconds=1)  # of gloo's time-outs, which count milliseconds
-_ROUNDED_NS = 1_000_000  # by so much gloo's wait, in whole milliseconds, ends before its deadline
-_COLLECTIVES_TAG = 0  # the program's messages have tags from 1 on
+SHORTEST = timedelta(milliseconds=1)  # gloo's time-outs are in whole milliseconds
+_ROUNDED_NS = 1_000_000  # the time by which gloo's wait, in whole milliseconds, may end before its deadline
+_COLLECTIVES_TAG = 0  # the program's messages have tags from 1
 
 
 class GlooTransfer:
-    """A message in progress; see `adapters.executor.Transfer`."""
+    """A message in progress; see `adapters.schedule_executor.BlockTransfer`."""
 
     def __init__(self, work: c10d.Work) -> None:
         self._work = work
 
     def wait(self, deadline_ns: int) -> None:
-        """Waits until the message has been sent or received, or the deadline of the monotonic clock has passed."""
+        """Waits for the message, at most until the deadline of the monotonic clock."""
         remaining = timedelta(microseconds=(deadline_ns - time.monotonic_ns()) / 1000)
         with translated(deadline_ns):
             self._work.wait(max(SHORTEST, remaining))
 
 
 class GlooTransport:
-    """The messages of schedules; see `adapters.executor.Wire`."""
+    """The messages of schedules; see `adapters.schedule_executor.BlockTransport`."""
 
     def __init__(self, group: c10d.ProcessGroupGloo) -> None:
         self._group = group
@@ -105,8 +94,12 @@ class GlooChannel(SerialChannel):
     """A group's collectives over gloo.
 
     Args:
-        group: torch's.
-        store: what it was made with, and does not keep.
+        group: torch's group.
+        store: the group's store, kept alive here because the group does not keep it.
+        diagnosis: finds the reason of a failed call.
+        rank: the group rank of this process.
+        hosts: the group ranks of each host.
+        algorithm: the algorithm by which all collectives run as schedules; None to use gloo's own where it has them.
     """
 
     def __init__(
@@ -127,9 +120,9 @@ class GlooChannel(SerialChannel):
         self._by_schedule = algorithm is not None
 
     def perform(self, call: CollectiveCall) -> None:
-        """Runs a call to its end."""
+        """Runs a call to completion."""
         deadline_ns = time.monotonic_ns() + call.timeout_ns
-        if call.operation != Operation.BARRIER and (self._by_schedule or not _has(call)):
+        if call.operation != Operation.BARRIER and (self._by_schedule or not _is_supported(call)):
             self._schedules.run(call, deadline_ns)
             return
         timeout = max(SHORTEST, timedelta(microseconds=call.timeout_ns / 1000))
@@ -153,7 +146,7 @@ class GlooChannel(SerialChannel):
         options.timeout, options.reduceOp = timeout, _OPS[ReduceOp(call.reduce_op)]
         tensor = FlatBuffer(call.outputs).copy_in()
         self._group.allreduce([tensor.tensor(DTYPES[call.dtype])], options).wait()
-        self._divide(tensor.address, call)
+        divide_average(tensor.address, call, self._size)
         tensor.copy_out()
 
     def _reduce(self, call: CollectiveCall, timeout: timedelta) -> None:
@@ -163,7 +156,7 @@ class GlooChannel(SerialChannel):
         values = tensor.tensor(DTYPES[call.dtype])
         if self._rank == call.root:
             self._group.reduce([values], options).wait()
-            self._divide(tensor.address, call)
+            divide_average(tensor.address, call, self._size)
             tensor.copy_out()
         else:
             self._group.reduce([values.clone()], options).wait()  # gloo leaves partial sums there
@@ -171,33 +164,29 @@ class GlooChannel(SerialChannel):
     def _all_gather(self, call: CollectiveCall, timeout: timedelta) -> None:
         options = c10d.AllgatherOptions()
         options.timeout = timeout
-        outputs = [FlatBuffer([each]) for each in call.outputs]
+        outputs = [FlatBuffer([pieces]) for pieces in call.outputs]
         tensor = FlatBuffer(call.inputs).copy_in().tensor()
-        self._group.allgather([[each.tensor() for each in outputs]], [tensor], options).wait()
-        for each in outputs:
-            each.copy_out()
+        self._group.allgather([[output.tensor() for output in outputs]], [tensor], options).wait()
+        for output in outputs:
+            output.copy_out()
 
     def _gather(self, call: CollectiveCall, timeout: timedelta) -> None:
         options = c10d.GatherOptions()
         options.timeout, options.rootRank = timeout, call.root
-        outputs = [FlatBuffer([each]) for each in call.outputs]
-        written = [[each.tensor() for each in outputs]] if outputs else []
+        outputs = [FlatBuffer([pieces]) for pieces in call.outputs]
+        written = [[output.tensor() for output in outputs]] if outputs else []
         self._group.gather(written, [FlatBuffer(call.inputs).copy_in().tensor()], options).wait()
-        for each in outputs:
-            each.copy_out()
+        for output in outputs:
+            output.copy_out()
 
     def _scatter(self, call: CollectiveCall, timeout: timedelta) -> None:
         options = c10d.ScatterOptions()
         options.timeout, options.rootRank = timeout, call.root
-        inputs = [FlatBuffer([each]).copy_in() for each in call.inputs]
+        inputs = [FlatBuffer([pieces]).copy_in() for pieces in call.inputs]
         output = FlatBuffer(call.outputs)
-        read = [[each.tensor() for each in inputs]] if inputs else []
+        read = [[tensor.tensor() for tensor in inputs]] if inputs else []
         self._group.scatter([output.tensor()], read, options).wait()
         output.copy_out()
-
-    def _divide(self, address: int, call: CollectiveCall) -> None:
-        if call.reduce_op == ReduceOp.AVG and call.count:
-            _core.reduce(address, [address], call.count, call.dtype, ReduceOp.AVG, self._size)
 
 
 _CALLS: dict[Operation, Callable[[GlooChannel, CollectiveCall, timedelta], None]] = {
@@ -211,8 +200,8 @@ _CALLS: dict[Operation, Callable[[GlooChannel, CollectiveCall, timedelta], None]
 }
 
 
-def _has(call: CollectiveCall) -> bool:
-    """Whether gloo has the operation, and the reduction for the type."""
+def _is_supported(call: CollectiveCall) -> bool:
+    """Returns whether gloo has the operation, and the reduction for the dtype."""
     if call.operation not in _CALLS or not call.count:
         return False
     if call.reduce_op == NO_REDUCTION:
@@ -221,7 +210,7 @@ def _has(call: CollectiveCall) -> bool:
 
 
 class GlooMessages:
-    """Messages over gloo, each with its type and length in front."""
+    """Messages over gloo, each of which begins with its dtype and length."""
 
     def __init__(self, group: c10d.ProcessGroupGloo, diagnosis: FailureDiagnosis, rank: int) -> None:
         self._group = group
@@ -230,13 +219,13 @@ class GlooMessages:
         self._recorder = GroupRecorder(diagnosis.members, rank)
 
     def record_messages_as(self, group: int, /) -> None:
-        """Records the messages from now on as those of this group."""
+        """Records later messages under the group's serial number."""
         self._recorder.group = group
 
     def send(
         self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool, /
     ) -> WaitedMessage:
-        """To a group rank."""
+        """Starts a send to a group rank."""
         recorded = self._recorder.send(peer, tag, dtype, tensor)
         envelope = Envelope(dtype, tensor).fill()
         work = self._group.send([envelope.tensor], peer, tag + 1)
@@ -249,7 +238,7 @@ class GlooMessages:
     def receive(
         self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool, /
     ) -> WaitedMessage:
-        """From a group rank, or with -1 from any."""
+        """Starts a receive from a group rank, or from any rank if `peer` is -1."""
         recorded = self._recorder.receive(peer, tag, dtype, tensor)
         envelope = Envelope(dtype, tensor)
         if peer < 0:
@@ -275,24 +264,23 @@ class GlooMessages:
 
 
 _MOST_NAMED = 8  # ranks in an error message
-
 _THREADS = 2
 
 
 def missing_piece() -> str | None:
-    """Returns the fix if this torch lacks gloo, which nearly every torch has; None otherwise."""
+    """Returns the fix if this torch was built without gloo, which is rare; None otherwise."""
     if c10d.is_gloo_available():
         return None
     return "this torch was built without gloo; install one from PyPI or pytorch.org"
 
 
 def start(context: EngineContext) -> GlooEngine:
-    """Starts the engine without any connection; each group opens its own."""
+    """Starts the engine, which connects nothing yet; each group opens its own connections."""
     return GlooEngine(context)
 
 
 class _TorchStore(c10d.Store):
-    """Paceline's store as gloo wants one."""
+    """Paceline's store with the interface that gloo requires."""
 
     def __init__(self, store: Store, prefix: str) -> None:
         super().__init__()
@@ -312,11 +300,11 @@ class _TorchStore(c10d.Store):
         return self._store.add(self._prefix + key, amount)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all are there."""
+        """Returns whether all keys are set."""
         return self._store.check([self._prefix + key for key in keys])
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Waits for all."""
+        """Waits for all keys."""
         self._store.wait([self._prefix + key for key in keys], timeout)
 
 
@@ -358,7 +346,7 @@ class GlooEngine(LibraryEngine):
 
 
 def _address(context: EngineContext) -> str:
-    """Gloo's connections are open to all who reach them, so on one host they stay on its loopback."""
+    """Returns the address to bind: gloo authenticates nothing, so on one host it is the loopback."""
     one_host = len({member.host for member in context.members}) == 1
     if one_host and not context.interface and _is_loopback(context.peer):
         return "127.0.0.1"

@@ -1,13 +1,9 @@
-"""What all engines that run schedules share: the algorithms' names, and by which size and costs one is chosen.
+"""Network settings from PACELINE_* variables: address, congestion control, link costs, streams, algorithm and network.
 
-Which of this machine's addresses the other hosts' ranks connect to.
+This module does not import torch, since the launcher checks its variables with it.
 
-Chooses the TCP congestion control of the connections between hosts.
-
-BBR, the default on many machines, paces packets. Within a data centre the timers for that cost more than the network
-does (bench/hosts.py shows half of the rate between two hosts), and a loss-based control fills the link just as well.
-
-Reads which links of the job's network differ from the others, as the user gives them.
+BBR, the default congestion control on many machines, paces packets. Within a data centre its timers cost more than the
+network (bench/hosts.py shows half the rate between two hosts), and a loss-based control fills the link just as well.
 """
 
 from __future__ import annotations
@@ -35,17 +31,17 @@ _SIOCGIFADDR = 0x8915
 
 
 def own_address(peer: str | None, interface: str | None = None) -> str:
-    """The address to listen on and to connect from.
+    """Returns the address to listen on and to connect from.
 
     Args:
-        peer: the host at which the ranks met; the address is the one that the route there starts at. Without one, or
-            when the route does not leave this machine, the default route counts.
-        interface: the name of an interface, or one of this machine's addresses, instead; by default what
-            PACELINE_IFACE says.
+        peer: the host at which the ranks met, or None. The address is the source of the route there or, if that does
+            not leave this machine, of the default route.
+        interface: the name of an interface, or one of this machine's addresses, to use instead of a route; by default
+            the value of PACELINE_IFACE.
 
     Raises:
         ValueError: `interface` is neither, or has no address.
-        OSError: there is no route to anywhere.
+        OSError: there is no route to other machines.
     """
     interface = interface or os.environ.get(IFACE_VARIABLE)
     if interface:
@@ -58,8 +54,8 @@ def own_address(peer: str | None, interface: str | None = None) -> str:
             if not ipaddress.ip_address(address).is_loopback:
                 return address
     raise OSError(
-        f"this machine ({socket.gethostname()}) has no address that other hosts reach; set {IFACE_VARIABLE} to the interface "
-        "or address that they should use"
+        f"this machine ({socket.gethostname()}) has no address that other hosts reach; set {IFACE_VARIABLE} to the "
+        "interface or address that they should use"
     )
 
 
@@ -104,11 +100,11 @@ _NAME_BYTES = 16
 
 
 def set_congestion_control(connection: Connection) -> None:
-    """Sets the TCP congestion control of `connection`, whose handshake must be over so that its round trip is known.
+    """Sets the TCP congestion control of `connection`, whose handshake must be complete to have a round-trip time.
 
-    The control is the one that PACELINE_CONGESTION names (as in net.ipv4.tcp_available_congestion_control). Without
-    that variable it remains the system's default, unless that is BBR and the peer is less than a millisecond away: then
-    it is cubic or, failing that, reno.
+    PACELINE_CONGESTION names the control (as in net.ipv4.tcp_available_congestion_control). Without that variable it
+    remains the system's default, except that BBR is replaced by cubic or, failing that, reno if the round trip takes
+    less than a millisecond.
 
     Raises:
         ValueError: the kernel lacks the control that PACELINE_CONGESTION names, or does not allow this user to set it.
@@ -124,10 +120,10 @@ def set_congestion_control(connection: Connection) -> None:
 
 
 def require_control(name: str) -> None:
-    """Makes sure that this kernel has a congestion control that this user may choose.
+    """Requires that this kernel has the congestion control and allows this user to set it.
 
     Raises:
-        ValueError: it has not.
+        ValueError: it does not.
     """
     with socket.socket() as connection:
         _choose(connection, name)
@@ -166,15 +162,15 @@ _EXAMPLE = (
 
 
 def read_network(text: str, model: CostModel, hosts: Sequence[Sequence[int]]) -> Network | None:
-    """Returns the network that PACELINE_NETWORK describes; None if it is not set.
+    """Returns the network that PACELINE_NETWORK describes, or None if it is not set.
 
-    It is JSON whose parts may be left out: `node` is the link of every host, otherwise what was measured; `nodes` are
-    those of single hosts by their numbers, which count from 0 in the order of the ranks; `pairs` are links of two hosts
-    of their own, both ways; and `groups` are racks or regions, each with its hosts and the uplink that they share. A
-    link is spelt like `1gbit,0.1ms,loss=0.1%`.
+    The text is JSON with optional parts. `node` is the link of every host, by default as measured; `nodes` has the
+    links of single hosts, numbered from 0 in the order of the ranks; `pairs` has separate links between two hosts, in
+    both directions; `groups` are racks or regions, each with its hosts and their shared uplink. A link is written as
+    `1gbit,0.1ms,loss=0.1%`.
 
     Raises:
-        ValueError: the text does not have that form, or names hosts that there are not.
+        ValueError: the text does not have that form, or names hosts that do not exist.
     """
     if not text:
         return None
@@ -194,7 +190,7 @@ def read_network(text: str, model: CostModel, hosts: Sequence[Sequence[int]]) ->
 
 @dataclass(frozen=True)
 class DescribedLinks:
-    """The links that PACELINE_NETWORK describes, whichever hosts there are; see `read_network`."""
+    """The links that PACELINE_NETWORK describes, independent of the job's hosts; see `read_network`."""
 
     node: NetworkLink | None
     nodes: Mapping[int, NetworkLink]
@@ -203,7 +199,7 @@ class DescribedLinks:
 
 
 def parse_network(text: str) -> DescribedLinks:
-    """Parses what PACELINE_NETWORK says.
+    """Parses the value of PACELINE_NETWORK.
 
     Raises:
         ValueError: the text does not have the variable's form.
@@ -251,15 +247,15 @@ _MOST_STREAMS = 64
 ALL_TO_ALL_NBYTES = 1 << 20
 """The size that is assumed for every all_to_all.
 
-A rank does not know the sizes of the others' parts, and all must choose the same algorithm.
+A rank does not have the sizes of the others' parts, and all ranks must choose the same algorithm.
 """
 
-# Shared memory within a host, and fast Ethernet between hosts.
+# Typical costs of shared memory within a host, and of fast Ethernet between hosts.
 UNMEASURED = CostModel(LinkCost(2e-6, 1e-10), LinkCost(3e-5, 5e-10), 1e-10)
 
 
 def known_algorithm(algorithm: str | None) -> str | None:
-    """Returns `algorithm` as it is, once it is known to exist; None stands for the fastest.
+    """Returns `algorithm` if it exists; None stands for the fastest.
 
     Raises:
         ValueError: there is no such algorithm.
@@ -273,7 +269,7 @@ def known_algorithm(algorithm: str | None) -> str | None:
 
 
 def parse_costs(text: str) -> CostModel:
-    """Returns the costs that PACELINE_COSTS says.
+    """Parses the value of PACELINE_COSTS.
 
     Raises:
         ValueError: the text does not have the variable's form.
@@ -289,10 +285,10 @@ def parse_costs(text: str) -> CostModel:
 
 
 def parse_streams(text: str) -> int:
-    """Returns the number of connections between two hosts that PACELINE_STREAMS says.
+    """Parses the value of PACELINE_STREAMS, the number of connections between two hosts.
 
     Raises:
-        ValueError: it is no such number.
+        ValueError: it is not a number in the permitted range.
     """
     if not text.isdecimal() or not 1 <= int(text) <= _MOST_STREAMS:
         raise ValueError(f"{STREAMS_VARIABLE} is {text!r}; it must be a number from 1 to {_MOST_STREAMS}")

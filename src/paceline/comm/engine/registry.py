@@ -1,4 +1,4 @@
-"""Lists the engines by name, chooses one for each type of device, and starts them."""
+"""Registry of the engines by name: chooses one for each type of device and starts it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from paceline.comm.rendezvous.rendezvous import RendezvousResult
 class _Entry(NamedTuple):
     device_type: str
     module: str
-    meeting: str = ""  # the module with `meet`, if the engine's launcher makes the ranks known to each other
+    can_meet: bool = False  # whether the module has `meet`, for ranks that the engine's own launcher started
 
 
 # A new engine needs a module (`engine.api.EngineModule`) and a line here.
 _ENGINES: Mapping[str, _Entry] = {
     "paceline": _Entry("cpu", "paceline.comm.engine.native.engine"),
     "gloo": _Entry("cpu", "paceline.comm.engine.gloo"),
-    "mpi": _Entry("cpu", "paceline.comm.engine.mpi.engine", "paceline.comm.engine.mpi.engine"),
+    "mpi": _Entry("cpu", "paceline.comm.engine.mpi.engine", can_meet=True),
     "nccl": _Entry("cuda", "paceline.comm.engine.nccl.engine"),
 }
 _FOR_CPU = "paceline"
@@ -50,7 +50,7 @@ def choose(backend: str | None) -> BackendChoice:
     """
     chosen: dict[str, str] = {}
     if backend is None:
-        usable = [name for device_type, name in _FOR_OTHERS.items() if _is_there(device_type, name)]
+        usable = [name for device_type, name in _FOR_OTHERS.items() if _is_usable(device_type, name)]
         chosen = {"cpu": _FOR_CPU} | {_ENGINES[name].device_type: name for name in usable}
         return BackendChoice(_spelled(chosen), chosen)
     for part in backend.lower().split(","):
@@ -72,15 +72,15 @@ def engines_for(device_type: str) -> list[str]:
 
 
 def missing_piece(name: str) -> str | None:
-    """Returns what engine `name` needs and this machine lacks, with the fix; None if the engine can be used."""
+    """Returns the first prerequisite of engine `name` that this machine lacks, with the fix; None if it lacks none."""
     return _module(name).missing_piece() if name in _ENGINES else f"this version has no engine {name!r}"
 
 
 def require(name: str, rank: int) -> None:
-    """Checks that engine `name` can be used here.
+    """Requires that engine `name` can be used here.
 
     Raises:
-        ValueError: something is missing; the message names it and the fix.
+        ValueError: a prerequisite is missing; the message names it and the fix.
     """
     missing = missing_piece(name)
     if missing is not None:
@@ -97,8 +97,8 @@ def start(name: str, context: EngineContext) -> Engine:
     return _module(name).start(context)
 
 
-def meeting(backend: BackendChoice, rank: int) -> Callable[[float], RendezvousResult] | None:
-    """Returns the function by which the ranks meet if the launcher of an engine has made them known to each other.
+def launcher_meeting(backend: BackendChoice, rank: int) -> Callable[[float], RendezvousResult] | None:
+    """Returns the function by which ranks meet that an engine's own launcher (mpirun) started and numbered.
 
     The function takes a time-out in seconds. Returns None if no engine of `backend` has such a launcher.
 
@@ -106,13 +106,13 @@ def meeting(backend: BackendChoice, rank: int) -> Callable[[float], RendezvousRe
         ValueError: as for `require`.
     """
     for name in backend.engines.values():
-        if _ENGINES[name].meeting:
+        if _ENGINES[name].can_meet:
             require(name, rank)
-            return cast("Callable[[float], RendezvousResult]", importlib.import_module(_ENGINES[name].meeting).meet)
+            return cast("Callable[[float], RendezvousResult]", importlib.import_module(_ENGINES[name].module).meet)
     return None
 
 
-def _is_there(device_type: str, name: str) -> bool:
+def _is_usable(device_type: str, name: str) -> bool:
     return device_type == "cuda" and torch.cuda.is_available() and missing_piece(name) is None
 
 

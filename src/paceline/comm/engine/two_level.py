@@ -1,7 +1,7 @@
 """The hierarchical algorithm over two engines: one within each host, and another between the hosts' leaders.
 
-A host's leader is its first rank in the group. Operations that have no step between leaders (all-to-all, and all that
-gather or scatter) and messages use the engine that connects all ranks.
+A host's leader is its first rank in the group. Operations without a step between leaders (all-to-all and all gathers
+and scatters) and messages use the engine that connects all ranks.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from paceline import _core
 from paceline.comm.engine.adapters.library_engine import FailureDiagnosis
-from paceline.comm.engine.adapters.schedule_executor import FlatBuffer
+from paceline.comm.engine.adapters.schedule_executor import FlatBuffer, divide_average
 from paceline.comm.engine.adapters.serial_channel import CallEnded, SerialChannel
 from paceline.comm.engine.api import Engine, OpenGroup
 from paceline.comm.engine.channel import CallOutcome, CollectiveCall, EngineChannel, Messages, Pieces
@@ -35,7 +34,7 @@ class Subgroup(NamedTuple):
 
 @dataclass(frozen=True)
 class TwoLevelGroup:
-    """A group whose hosts are connected by another engine; `parts` are the groups of which it consists."""
+    """A group whose hosts are connected by another engine; it consists of the groups in `parts`."""
 
     channel: TwoLevelChannel
     messages: Messages
@@ -53,7 +52,7 @@ class TwoLevelGroup:
             part.abort()
 
     def failure(self) -> int:
-        """Returns the code of a failure of the group or of one of its parts; OK without one."""
+        """Returns the code of a failure of the group or of one of its parts, or OK."""
         return self.channel.failure() or next(filter(None, (part.failure() for part in self.parts)), OutcomeCode.OK)
 
     def close(self) -> None:
@@ -82,10 +81,10 @@ def open_two_levels(
         rank: this rank, in the default group.
         ranks: the group's members, in the default group.
         hosts: the ranks of the default group on each host.
-        timeout_s: how long each engine waits for the other ranks, in seconds.
+        timeout_s: the time that each engine waits for the other ranks, in seconds.
         identity: the group's number, which is the same on all its members and new for each group.
     """
-    by_host = [[at for at, each in enumerate(ranks) if each in host] for host in hosts]
+    by_host = [[group_rank for group_rank, rank in enumerate(ranks) if rank in host] for host in hosts]
     by_host = [host for host in by_host if host]
     me = list(ranks).index(rank)
     with contextlib.ExitStack() as undo:
@@ -96,13 +95,14 @@ def open_two_levels(
             return whole
         local = next(host for host in by_host if me in host)
         leaders = [host[0] for host in by_host]
-        within = inside.open_group([ranks[at] for at in local], timeout_s, identity | _WITHIN)
+        within = inside.open_group([ranks[group_rank] for group_rank in local], timeout_s, identity | _WITHIN)
         undo.callback(within.close)
         between = None
         if me in leaders:
-            between = Subgroup(outside.open_group([ranks[at] for at in leaders], timeout_s, identity), leaders)
+            leader_ranks = [ranks[group_rank] for group_rank in leaders]
+            between = Subgroup(outside.open_group(leader_ranks, timeout_s, identity), leaders)
             undo.callback(between.opened.close)
-        diagnosis = FailureDiagnosis(store, identity, [inside.members[each] for each in ranks], me)
+        diagnosis = FailureDiagnosis(store, identity, [inside.members[member] for member in ranks], me)
         channel = TwoLevelChannel(diagnosis, whole.channel, by_host, me, Subgroup(within, local), between)
         undo.pop_all()
     parts = [within, whole] if between is None else [between.opened, within, whole]
@@ -113,7 +113,7 @@ class TwoLevelChannel(SerialChannel):
     """Reduces and broadcasts through the leaders.
 
     Args:
-        diagnosis: finds out why a call failed.
+        diagnosis: finds the reason of a failed call.
         whole: the channel of all ranks, which runs every other operation.
         hosts: the group ranks of each host.
         rank: the group rank of this process.
@@ -139,7 +139,7 @@ class TwoLevelChannel(SerialChannel):
         self._between = between
 
     def perform(self, call: CollectiveCall) -> None:
-        """Runs a call to its end."""
+        """Runs a call to completion."""
         deadline_ns = time.monotonic_ns() + call.timeout_ns
         if call.operation == Operation.BROADCAST:
             self._broadcast(call, call.outputs, call.root, deadline_ns)
@@ -156,7 +156,9 @@ class TwoLevelChannel(SerialChannel):
         if self._between is not None:
             self._run(self._between, Operation.ALL_REDUCE, call, op, -1, tensor, deadline_ns)
             if call.reduce_op == ReduceOp.AVG:
-                self._divide(call, tensor)
+                whole = FlatBuffer(tensor).copy_in()
+                divide_average(whole.address, call, self._size)
+                whole.copy_out()
         self._run(self._within, Operation.BROADCAST, call, NO_REDUCTION, 0, tensor, deadline_ns)
 
     def _reduce(self, call: CollectiveCall, deadline_ns: int) -> None:
@@ -168,14 +170,14 @@ class TwoLevelChannel(SerialChannel):
             tensor.copy_out()
 
     def _broadcast(self, call: CollectiveCall, tensor: Sequence[Pieces], root: int, deadline_ns: int) -> None:
-        at_home = root in self._within.ranks
-        if at_home:
+        is_root_host = root in self._within.ranks
+        if is_root_host:
             source = list(self._within.ranks).index(root)
             self._run(self._within, Operation.BROADCAST, call, NO_REDUCTION, source, tensor, deadline_ns)
         if self._between is not None:
-            source = next(number for number, host in enumerate(self._hosts) if root in host)
+            source = next(index for index, host in enumerate(self._hosts) if root in host)
             self._run(self._between, Operation.BROADCAST, call, NO_REDUCTION, source, tensor, deadline_ns)
-        if not at_home:
+        if not is_root_host:
             self._run(self._within, Operation.BROADCAST, call, NO_REDUCTION, 0, tensor, deadline_ns)
 
     def _run(
@@ -193,12 +195,6 @@ class TwoLevelChannel(SerialChannel):
             own = CollectiveCall(operation, call.dtype, reduce_op, root, call.count, remaining_ns, [], tensor)
             self._check(part.opened.channel.run(own), part.ranks)
 
-    def _divide(self, call: CollectiveCall, tensor: Sequence[Pieces]) -> None:
-        whole = FlatBuffer(tensor).copy_in()
-        if call.count:
-            _core.reduce(whole.address, [whole.address], call.count, call.dtype, ReduceOp.AVG, self._size)
-        whole.copy_out()
-
     def _check(self, outcome: CallOutcome | None, ranks: Sequence[int]) -> None:
         """Ends the call if a part of it failed, with the part's ranks translated to the whole group's."""
         if outcome is None:
@@ -211,9 +207,9 @@ class TwoLevelChannel(SerialChannel):
             CallFailure(
                 OutcomeCode(outcome.code),
                 outcome.said if isinstance(outcome, CallFailure) else "",
-                [ranks[at] for at in outcome.missing],
-                [ranks[at] for at in outcome.gone],
-                [ranks[at] for at in outcome.left],
+                [ranks[rank] for rank in outcome.missing],
+                [ranks[rank] for rank in outcome.gone],
+                [ranks[rank] for rank in outcome.left],
                 outcome.cause,
                 outcome.cause_left,
                 ranks[outcome.reporter] if aborted else self._rank,
@@ -221,7 +217,7 @@ class TwoLevelChannel(SerialChannel):
                 calls=calls,
                 algorithms=[0] * self._size,
                 came=outcome.came,
-                waiting=[ranks[at] for at in outcome.waiting],
+                waiting=[ranks[rank] for rank in outcome.waiting],
                 held_by=outcome.held_by,
                 cause_hung=outcome.cause_hung,
             )

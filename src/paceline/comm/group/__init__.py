@@ -1,6 +1,6 @@
-"""Process groups, and the collectives that users call on them.
+"""Process groups: the ranks that take part in collectives, and the functions that create, query and end groups.
 
-May use: `engine` and below. Start reading at `collectives.py` and `rooted.py`, the public calls; they become calls of
-the engine in `planning.py`, `process_group.py` and `running.py`. `persistent.py` has calls that are prepared once.
-`init.py` makes and ends groups, `default.py` holds the default group, and `objects/` sends Python objects.
+May use: `engine` and below; not `group/collectives`, whose public calls use this folder. Start reading at
+`process_group.py`, where a call passes from its arguments to the engine; `call_plan.py` checks unusual arguments.
+`init.py` creates and ends groups, `default.py` holds the default group.
 """

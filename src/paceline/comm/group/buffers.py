@@ -1,6 +1,6 @@
-"""Converts tensors to the addresses that an engine reads and writes.
+"""Addresses of a call's tensors, which the engine reads and writes, with copies of the tensors that are not plain.
 
-Tells autograd which tensors a call writes to, since the engine writes to their memory without PyTorch.
+The engine writes to memory without PyTorch, so `count_writes` reports the writes to autograd.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def _one_by_one(tensors: Iterable[object]) -> None:
             _increment(tensor)
 
 
-def _chosen() -> Count:
-    """Returns PyTorch's own function, or one that calls it for each tensor where it takes a single one."""
+def _increment_versions() -> Count:
+    """Returns PyTorch's own function, or a loop over it in releases where it takes a single tensor."""
     try:
         _increment([torch.empty(0, device="cpu")])
     except TypeError:
@@ -33,14 +33,13 @@ def _chosen() -> Count:
     return cast("Count", _increment)
 
 
-# Counts a write to each of the tensors, with which tensors that share their memory by PyTorch's views, and by
-# `detach()`, share the count. A backward that needs a tensor as it was before then raises, instead of computing wrong
-# gradients. A write that is counted twice does no harm.
-count_writes: Count = _chosen()
+# Counts a write to each of the tensors. Views and `detach()` share the count. A backward that needs an earlier value of
+# a tensor then raises instead of computing wrong gradients. Counting a write twice does no harm.
+count_writes: Count = _increment_versions()
 
 
 def counting_writes(tensors: Sequence[torch.Tensor], finish: Callable[[], None] | None) -> Callable[[], None] | None:
-    """Returns a last step of a call that counts its writes to the tensors, after `finish`."""
+    """Returns the last step of a call: `finish`, followed by counting its writes to the tensors."""
     if not tensors:
         return finish
 
@@ -66,16 +65,16 @@ def as_list(tensors: Tensors, argument: str) -> list[torch.Tensor]:
     """
     if isinstance(tensors, torch.Tensor):
         return [tensors]
-    if isinstance(tensors, (list, tuple)) and all(isinstance(each, torch.Tensor) for each in tensors):
+    if isinstance(tensors, (list, tuple)) and all(isinstance(tensor, torch.Tensor) for tensor in tensors):
         return list(tensors)
     raise TypeError(f"{argument}: the argument must be a tensor or a list of tensors, not {type(tensors).__name__}")
 
 
 def dtype_code(tensors: Sequence[torch.Tensor], call: str) -> int:
-    """Returns the code of the type that all the tensors have.
+    """Returns the code of the tensors' common dtype.
 
     Raises:
-        TypeError: they are not dense tensors of one supported type.
+        TypeError: the tensors are not dense, or not of one supported dtype.
     """
     first = tensors[0].dtype if tensors else torch.uint8
     for tensor in tensors:
@@ -90,7 +89,7 @@ def dtype_code(tensors: Sequence[torch.Tensor], call: str) -> int:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Returns whether the tensor is contiguous, and its memory holds its values as they are."""
+    """Returns whether the tensor is contiguous and neither a conjugate nor a negative view."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -98,18 +97,15 @@ MemoryLayout: TypeAlias = tuple[int, torch.Size, tuple[int, ...], torch.dtype, b
 
 
 def memory_layout(tensor: torch.Tensor) -> MemoryLayout:
-    """Returns where the values of a dense tensor are in memory, and how they lie there.
-
-    Of two tensors with the same address, one may be longer, have other strides, or be another type's view of it.
-    """
+    """Returns a dense tensor's address and layout: tensors at one address may differ in length, strides or dtype."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Returns where the values of a tensor are in memory.
+    """Returns the address of a tensor's values.
 
     Raises:
-        ValueError: they are nowhere.
+        ValueError: the tensor has elements but no memory.
     """
     address = tensor.data_ptr()
     if address == 0 and tensor.is_cpu and tensor.numel() > 0:
@@ -130,9 +126,9 @@ class Buffers:
     """The memory of a call's tensors; tensors that are not plain go through a copy.
 
     Args:
-        scale: a factor for the values that are read; they are multiplied in a copy.
-        any_order: take a channels-last tensor's elements in memory order; the caller guarantees that its layout is the
-            same on every rank.
+        scale: a factor for the values to be read, applied in a copy.
+        any_order: whether to pass the elements of channels-last tensors in memory order. The caller guarantees that
+            the layout is the same on every rank.
     """
 
     def __init__(self, scale: float | torch.Tensor | None = None, any_order: bool = False) -> None:
@@ -168,7 +164,7 @@ class Buffers:
 
     @property
     def finish(self) -> Callable[[], None] | None:
-        """A function to be called when the call is over; None if nothing is left to do."""
+        """A function to call when the call is complete, or None if nothing was copied."""
         return self._write_back if self._copy_back else None
 
     def _usable(self, tensor: torch.Tensor) -> bool:

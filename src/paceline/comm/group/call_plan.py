@@ -1,26 +1,19 @@
-"""Checks the arguments of collectives, and describes each as a call of the engine.
+"""Plans of collectives: the arguments checked in full, and the call described for the engine.
+
+The functions accept torch's reductions and option objects (`AllreduceOptions` and the like), which are recognised by
+their attributes, so that this module works with every release of torch.
 
 All functions raise:
     TypeError: a tensor's layout or dtype is not supported, or the reduction is not defined for its dtype.
-    ValueError: tensors do not fit together, or are missing, or are too many.
-
-Reads the option objects of torch.distributed's calls, such as `AllreduceOptions`.
-
-They are recognised by their attributes, so that this module works with every release of torch.
-
-The interface of a process group, for the modules that `process_group.py` itself is made of.
-
-Arguments that several calls have: ranks, and tensors that are divided among the ranks.
-
-Checks that a reduction is defined for a call's tensors.
+    ValueError: tensors are missing, superfluous, or do not fit together.
 """
 
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -28,9 +21,7 @@ import torch
 from paceline import _core
 from paceline.comm.engine.channel import CollectiveCall
 from paceline.comm.engine.codes import DTYPE_CODES, NO_REDUCTION, PremulSum, ReduceOp, Reduction
-from paceline.comm.engine.failures import RankIdentity
 from paceline.comm.group.buffers import Buffers, Tensors, as_list, count_elements, dtype_code
-from paceline.comm.group.work import Work
 from paceline.comm.schedule.steps import Operation
 from paceline.durations import Timeout
 from paceline.errors import short_repr
@@ -38,16 +29,339 @@ from paceline.errors import short_repr
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
+    from paceline.comm.group.process_group import ProcessGroup
+
+
+CallPlan = tuple[CollectiveCall, Buffers]
+"""A call, and the owner of its buffers, which copies back results that were written to a copy."""
+
+
+_MOST_TAG = 2**31 - 1  # the core's tags are of 32 bits
+
 
 _UNSET = timedelta(0)
 
+
 # torch's reductions that need no factor, by which most of its calls are recognised at once.
 _TORCHS_KIND: Any = getattr(getattr(torch.distributed, "ReduceOp", None), "RedOpType", None)
+
+
 _BY_TORCHS_KIND: dict[object, ReduceOp] = {
     kind: ReduceOp[name]
     for name, kind in getattr(_TORCHS_KIND, "__members__", {}).items()
     if name in ReduceOp.__members__ and name != ReduceOp.PREMUL_SUM.name
 }
+
+
+_PREMUL_SUM = ReduceOp.PREMUL_SUM
+
+
+# For each type that is not complex: its code, and for each reduction the reduction's code, or -1 if the core cannot
+# reduce the tensors directly. The codes are plain integers, since members of an enum are slow to hash and to convert.
+QUICK_CODES: dict[torch.dtype, tuple[int, list[int]]] = {
+    dtype: (code, [int(op) if op is not _PREMUL_SUM and _core.reduces(code, op) else -1 for op in ReduceOp])
+    for dtype, code in DTYPE_CODES.items()
+    if not dtype.is_complex
+}
+
+
+def plan_all_reduce(tensors: Tensors, op: Reduction, timeout_ns: int, any_order: bool = False) -> CallPlan:
+    """Returns the plan of an all_reduce; the argument `any_order` is that of `Buffers`."""
+    listed = as_list(tensors, "all_reduce")
+    code, reduce_code, buffers = checked_reduction(listed, op, "all_reduce", any_order)
+    outputs = [buffers.write(listed)]
+    return CollectiveCall(
+        Operation.ALL_REDUCE, code, reduce_code, -1, count_elements(listed), timeout_ns, [], outputs
+    ), buffers
+
+
+def plan_broadcast(tensors: Tensors, root: int, timeout_ns: int, any_order: bool = False) -> CallPlan:
+    """Returns the plan of a broadcast from group rank `root`; the argument `any_order` is that of `Buffers`."""
+    listed = as_list(tensors, "broadcast")
+    code = dtype_code(listed, "broadcast")
+    buffers = Buffers(any_order=any_order)
+    outputs = [buffers.write(listed)]
+    count = count_elements(listed)
+    return CollectiveCall(Operation.BROADCAST, code, NO_REDUCTION, root, count, timeout_ns, [], outputs), buffers
+
+
+def plan_reduce(group: ProcessGroup, tensors: Tensors, root: int, op: Reduction, timeout_ns: int) -> CallPlan:
+    """Returns the plan of a reduce to group rank `root`."""
+    listed = as_list(tensors, "reduce")
+    code, reduce_code, buffers = checked_reduction(listed, op, "reduce")
+    outputs = [buffers.write(listed) if group.rank() == root else buffers.read(listed)]
+    return CollectiveCall(
+        Operation.REDUCE, code, reduce_code, root, count_elements(listed), timeout_ns, [], outputs
+    ), buffers
+
+
+def plan_all_gather(group: ProcessGroup, outputs: Sequence[Tensors], tensors: Tensors, timeout_ns: int) -> CallPlan:
+    """Returns the plan of an all_gather."""
+    return _plan_gather(Operation.ALL_GATHER, group, outputs, tensors, -1, timeout_ns)
+
+
+def plan_gather(
+    group: ProcessGroup, outputs: Sequence[Tensors] | None, tensors: Tensors, root: int, timeout_ns: int
+) -> CallPlan:
+    """Returns the plan of a gather to group rank `root`; `outputs` is None or empty on other ranks."""
+    if bool(outputs) != (group.rank() == root):
+        raise ValueError(
+            f"rank {group.me.rank}: gather takes gather_list on the destination, rank {group.ranks[root]}, "
+            "and on no other rank"
+        )
+    return _plan_gather(Operation.GATHER, group, outputs or [], tensors, root, timeout_ns)
+
+
+def _plan_gather(
+    operation: Operation, group: ProcessGroup, outputs: Sequence[Tensors], tensors: Tensors, root: int, timeout_ns: int
+) -> CallPlan:
+    name = str(operation)
+    receives = operation is Operation.ALL_GATHER or group.rank() == root
+    read = as_list(tensors, name)
+    written = lists_by_rank(outputs, group, name, "the list of outputs") if receives else []
+    code = dtype_code([*read, *chain(*written)], name)
+    count = count_elements(read)
+    require_counts(written, count, group, name, "the list of outputs")
+    buffers = Buffers()
+    flat_inputs = [buffers.read(read)]
+    flat_outputs = [buffers.write(part) for part in written]
+    return CollectiveCall(operation, code, NO_REDUCTION, root, count, timeout_ns, flat_inputs, flat_outputs), buffers
+
+
+def plan_reduce_scatter(
+    group: ProcessGroup, output: Tensors, inputs: Sequence[Tensors], op: Reduction, timeout_ns: int
+) -> CallPlan:
+    """Returns the plan of a reduce_scatter."""
+    written = as_list(output, "reduce_scatter")
+    read = lists_by_rank(inputs, group, "reduce_scatter", "input_list")
+    code, reduce_code, buffers = checked_reduction([*written, *chain(*read)], op, "reduce_scatter")
+    count = count_elements(written)
+    require_counts(read, count, group, "reduce_scatter", "input_list")
+    flat_inputs = [buffers.read(part) for part in read]
+    buffers.scale = None  # the factor applies to the inputs only
+    flat_outputs = [buffers.write(written)]
+    operation = Operation.REDUCE_SCATTER
+    return CollectiveCall(operation, code, reduce_code, -1, count, timeout_ns, flat_inputs, flat_outputs), buffers
+
+
+def plan_scatter(
+    group: ProcessGroup, output: Tensors, inputs: Sequence[Tensors] | None, root: int, timeout_ns: int
+) -> CallPlan:
+    """Returns the plan of a scatter from group rank `root`; `inputs` is None or empty on other ranks."""
+    if bool(inputs) != (group.rank() == root):
+        raise ValueError(
+            f"rank {group.me.rank}: scatter takes scatter_list on the source, rank {group.ranks[root]}, "
+            "and on no other rank"
+        )
+    written = as_list(output, "scatter")
+    read = lists_by_rank(inputs, group, "scatter", "scatter_list") if inputs else []
+    code = dtype_code([*written, *chain(*read)], "scatter")
+    count = count_elements(written)
+    require_counts(read, count, group, "scatter", "scatter_list")
+    buffers = Buffers()
+    flat_inputs = [buffers.read(part) for part in read]
+    flat_outputs = [buffers.write(written)]
+    return CollectiveCall(
+        Operation.SCATTER, code, NO_REDUCTION, root, count, timeout_ns, flat_inputs, flat_outputs
+    ), buffers
+
+
+def plan_all_to_all(
+    group: ProcessGroup, outputs: Sequence[Tensors], inputs: Sequence[Tensors], timeout_ns: int
+) -> CallPlan:
+    """Returns the plan of an all_to_all."""
+    read = lists_by_rank(inputs, group, "all_to_all", "input_tensor_list")
+    written = lists_by_rank(outputs, group, "all_to_all", "output_tensor_list")
+    mine = group.rank()
+    require_counts([written[mine]], count_elements(read[mine]), group, "all_to_all", "this rank's part for itself")
+    code = dtype_code([*chain(*read, *written)], "all_to_all")
+    buffers = Buffers()
+    flat_inputs = [buffers.read(part) for part in read]
+    flat_outputs = [buffers.write(part) for part in written]
+    return CollectiveCall(
+        Operation.ALL_TO_ALL, code, NO_REDUCTION, -1, 0, timeout_ns, flat_inputs, flat_outputs
+    ), buffers
+
+
+def plan_barrier(timeout_ns: int) -> CallPlan:
+    """Returns the plan of a barrier."""
+    return CollectiveCall(Operation.BARRIER, 0, NO_REDUCTION, -1, 0, timeout_ns, [], []), Buffers()
+
+
+def checked_reduction(
+    tensors: Sequence[torch.Tensor], op: Reduction, call: str, any_order: bool = False
+) -> tuple[int, int, Buffers]:
+    """Returns the codes of the tensors' dtype and of the reduction, and empty buffers with the factor of `op`.
+
+    Raises:
+        TypeError: the reduction is not defined for the tensors.
+    """
+    code = dtype_code(tensors, call)
+    op = reduction_of(op)
+    scale = op.factor if isinstance(op, PremulSum) else None
+    reduce_code = ReduceOp.PREMUL_SUM if isinstance(op, PremulSum) else op
+    if op is ReduceOp.PREMUL_SUM:
+        raise TypeError(f"{call}: PREMUL_SUM needs a factor; pass paceline.PremulSum(factor)")
+    # Engines for other devices than the CPU report themselves what they cannot reduce.
+    if not reduces(code, reduce_code) and all(tensor.is_cpu for tensor in tensors):
+        dtype = tensors[0].dtype if tensors else torch.uint8
+        raise TypeError(f"{call}: {reduce_code.name} is not defined for {dtype}; convert the tensor first")
+    return code, reduce_code, Buffers(scale, any_order)
+
+
+@functools.cache
+def reduces(dtype: int, reduce_op: int) -> bool:
+    """Returns whether the core has the reduction for the type with the code `dtype`."""
+    return _core.reduces(dtype, reduce_op)
+
+
+def root_rank(
+    group: ProcessGroup, rank: int | None, group_rank: int | None, call: str, name: str, default: int | None = None
+) -> int:
+    """Returns the group rank of a root or peer that is given as `rank`, of the default group, or as `group_rank`.
+
+    Raises:
+        ValueError: both are given, neither is given and there is no `default`, or the rank is not in the group.
+    """
+    if rank is not None and group_rank is not None:
+        raise ValueError(f"{call}: {name} and group_{name} exclude each other; give one of them")
+    if rank is not None:
+        return group_rank_of(group, rank)
+    if group_rank is None:
+        group_rank = default
+    if group_rank is None:
+        raise ValueError(f"{call} needs {name} (a rank of the default group) or group_{name}")
+    if not 0 <= group_rank < group.size():
+        raise ValueError(f"{call}: group_{name} is {group_rank}; {group} has ranks 0 to {group.size() - 1}")
+    return group_rank
+
+
+def group_rank_of(group: ProcessGroup, rank: int) -> int:
+    """Returns the group rank of a rank of the default group.
+
+    Raises:
+        ValueError: the rank is not a member of the group.
+    """
+    if rank not in group.ranks:
+        raise ValueError(f"rank {short_repr(rank)} is not in {group}; its members are {group.ranks}")
+    return group.ranks.index(rank)
+
+
+def require_root(group: ProcessGroup, root: int, call: str) -> None:
+    """Requires that `root` is a group rank.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not 0 <= root < group.size():
+        raise ValueError(
+            f"rank {group.me.rank}: {call}: the root is group rank {root}; {group} has ranks 0 to {group.size() - 1}"
+        )
+
+
+def require_peer(group: ProcessGroup, peer: int, call: str, name: str) -> None:
+    """Requires that the group rank `peer` is another rank of the group.
+
+    Raises:
+        ValueError: it is this rank, or is not in the group.
+    """
+    if not 0 <= peer < group.size():
+        raise ValueError(
+            f"rank {group.me.rank}: {call}: {name} is group rank {peer}; {group} has ranks 0 to {group.size() - 1}"
+        )
+    if peer == group.rank():
+        raise ValueError(
+            f"{call}: {name} is rank {group.ranks[peer]}, this one; a rank sends nothing to itself, use tensor.copy_()"
+        )
+
+
+def checked_tag(tag: int, call: str) -> int:
+    """Returns `tag` if it is valid.
+
+    Raises:
+        ValueError: it is negative, or has more than 31 bits.
+    """
+    if not 0 <= tag <= _MOST_TAG:
+        raise ValueError(f"{call}: tag is {tag}; it must be from 0 to {_MOST_TAG}")
+    return tag
+
+
+def parts_by_rank(whole: torch.Tensor, count: int, group: ProcessGroup, call: str, name: str) -> list[torch.Tensor]:
+    """Divides `whole` into one-dimensional views of `count` elements, one for each rank.
+
+    Raises:
+        ValueError: `whole` has another number of elements, or is not contiguous.
+    """
+    if whole.numel() != count * group.size():
+        raise ValueError(
+            f"rank {group.me.rank}: {call}: {name} has {whole.numel()} elements; with {group.size()} ranks of {count} "
+            f"elements it must have {count * group.size()}"
+        )
+    if not whole.is_contiguous():
+        raise ValueError(f"rank {group.me.rank}: {call}: {name} is not contiguous; pass {name}.contiguous()")
+    flat = whole.detach().view(-1)
+    return [flat[r * count : (r + 1) * count] for r in range(group.size())]
+
+
+def rows_by_rank(
+    whole: torch.Tensor, sizes: Sequence[int] | None, group: ProcessGroup, call: str, name: str
+) -> list[torch.Tensor]:
+    """Divides `whole` along its first dimension into parts for the ranks.
+
+    Rank r's part has `sizes[r]` rows. If `sizes` is None, all parts have the same number of rows.
+
+    Raises:
+        ValueError: the sizes do not add up to the number of rows, the rows cannot be divided evenly, or the tensor has
+            no dimensions.
+    """
+    if whole.dim() == 0:
+        raise ValueError(
+            f"rank {group.me.rank}: {call}: {name} has no dimensions, so no rows to divide among {group.size()} ranks; "
+            f"give it one: {name}.view(1)"
+        )
+    rows = whole.shape[0]
+    if sizes is None:
+        if rows % group.size():
+            raise ValueError(
+                f"rank {group.me.rank}: {call}: {name} has {rows} rows, which cannot be divided evenly "
+                f"among {group.size()} ranks; give {name}_split_sizes"
+            )
+        sizes = [rows // group.size()] * group.size()
+    if len(sizes) != group.size() or sum(sizes) != rows or min(sizes) < 0:
+        raise ValueError(
+            f"rank {group.me.rank}: {call}: {name}_split_sizes is {list(sizes)}; it needs {group.size()} with the sum "
+            f"{rows}, none of them negative"
+        )
+    return list(whole.detach().split(list(sizes)))
+
+
+def lists_by_rank(lists: Sequence[Tensors], group: ProcessGroup, call: str, argument: str) -> list[list[torch.Tensor]]:
+    """Returns the entries of `lists`, one for each rank, as lists of tensors.
+
+    Raises:
+        ValueError: there is not one entry for each rank.
+        TypeError: an entry is neither a tensor nor a list of tensors.
+    """
+    if isinstance(lists, torch.Tensor) or len(lists) != group.size():
+        seen = type(lists).__name__ if isinstance(lists, torch.Tensor) else f"{len(lists)} entries"
+        raise ValueError(f"{call}: {argument} needs one entry for each of the {group.size()} ranks, not {seen}")
+    return [as_list(entry, f"{call}: {argument}") for entry in lists]
+
+
+def require_counts(
+    lists: Sequence[list[torch.Tensor]], count: int, group: ProcessGroup, call: str, argument: str
+) -> None:
+    """Requires that each of `lists` has `count` elements.
+
+    Raises:
+        ValueError: one of them has another number of elements.
+    """
+    for index, tensors in enumerate(lists):
+        if count_elements(tensors) != count:
+            raise ValueError(
+                f"rank {group.me.rank}: {call}: entry {index} of {argument} has {count_elements(tensors)} elements; "
+                f"all must have {count}"
+            )
 
 
 class TorchOptions(Protocol):
@@ -63,11 +377,11 @@ def are_options(argument: object) -> TypeIs[TorchOptions]:
 
 
 def time_limit(opts: object, timeout: Timeout | None = None) -> Timeout | None:
-    """Returns how long the call may take, by either argument; None for the group's limit.
+    """Returns the time-out in a call's arguments; None for the group's.
 
     Args:
-        opts: an option object, or the time limit itself.
-        timeout: takes precedence over `opts`.
+        opts: an option object, or the time-out itself.
+        timeout: the time-out; takes precedence over `opts`.
     """
     if timeout is None:
         timeout = opts if isinstance(opts, timedelta) else getattr(opts, "timeout", None)
@@ -75,7 +389,7 @@ def time_limit(opts: object, timeout: Timeout | None = None) -> Timeout | None:
 
 
 def reduction_of(op: object) -> Reduction:
-    """Returns the reduction that options, torch's `ReduceOp` or Paceline's ask for; SUM for None.
+    """Returns the reduction in an option object, torch's `ReduceOp` or Paceline's; SUM for None.
 
     Raises:
         TypeError: `op` is none of these, or is a reduction that Paceline does not have.
@@ -103,9 +417,9 @@ def reduction_of(op: object) -> Reduction:
 
 
 def one_list(lists: Sequence[Tensors], call: str) -> Sequence[torch.Tensor]:
-    """Returns the only list in `lists`; programs for torch pass one list for each device.
+    """Returns the only list in `lists`, in which programs for torch pass one list for each device.
 
-    A list of tensors by itself is returned as it is.
+    A plain list of tensors is returned unchanged.
 
     Raises:
         ValueError: there is not exactly one list.
@@ -117,404 +431,3 @@ def one_list(lists: Sequence[Tensors], call: str) -> Sequence[torch.Tensor]:
             f"{call}: there are {len(lists)} lists of tensors; a process has one device here, so pass one list"
         )
     return cast("Sequence[torch.Tensor]", lists[0])
-
-
-class BaseGroup(ABC):
-    """A process group as the modules below `process_group.py` see it.
-
-    Attributes:
-        ranks: the ranks of the group's members in the default group, in the order of their group ranks.
-        name: the group's name in messages.
-    """
-
-    ranks: list[int]
-    name: str
-
-    @property
-    @abstractmethod
-    def me(self) -> RankIdentity:
-        """Returns this rank with its host and process."""
-
-    @abstractmethod
-    def rank(self) -> int:
-        """Returns this process's rank in the group."""
-
-    @property
-    @abstractmethod
-    def members(self) -> tuple[RankIdentity, ...]:
-        """Returns the ranks with their hosts and processes, in the order of their group ranks."""
-
-    @abstractmethod
-    def size(self) -> int:
-        """Returns the number of ranks."""
-
-    @property
-    @abstractmethod
-    def timeout(self) -> Timeout:
-        """Returns how long calls wait for the other ranks."""
-
-    @abstractmethod
-    def all_reduce(
-        self, tensors: Tensors, op: Reduction = ReduceOp.SUM, async_op: bool = False, timeout: Timeout | None = None
-    ) -> Work | None:
-        """Reduces `tensors` over all ranks, in place."""
-
-    @abstractmethod
-    def all_gather(
-        self, outputs: Sequence[Tensors], tensors: Tensors, async_op: bool = False, timeout: Timeout | None = None
-    ) -> Work | None:
-        """Copies every rank's `tensors` to all ranks."""
-
-    @abstractmethod
-    def reduce_scatter(
-        self,
-        output: Tensors,
-        inputs: Sequence[Tensors],
-        op: Reduction | TorchOptions = ReduceOp.SUM,
-        async_op: bool | None = None,
-        timeout: Timeout | None = None,
-    ) -> Work | None:
-        """Reduces the ranks' `inputs[r]` into rank r's `output`."""
-
-    @abstractmethod
-    def all_to_all(
-        self,
-        outputs: Sequence[Tensors],
-        inputs: Sequence[Tensors],
-        async_op: bool = False,
-        timeout: Timeout | None = None,
-    ) -> Work | None:
-        """Copies `inputs[r]` to rank r."""
-
-    @abstractmethod
-    def barrier(self, async_op: bool | TorchOptions | None = None, timeout: Timeout | None = None) -> Work | None:
-        """Waits until every rank has called it."""
-
-    @abstractmethod
-    def recv(
-        self, tensors: Tensors, src: int = -1, tag: int = 0, async_op: bool = True, timeout: Timeout | None = None
-    ) -> Work:
-        """Receives a message into `tensors`."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Ends the group for this rank."""
-
-
-_MOST_TAG = 2**31 - 1  # the core's tags are of 32 bits
-
-
-def group_rank_of(group: BaseGroup, rank: int) -> int:
-    """Returns the group rank of a rank of the default group.
-
-    Raises:
-        ValueError: it is not a member of the group.
-    """
-    if rank not in group.ranks:
-        raise ValueError(f"rank {short_repr(rank)} is not in {group}; its members are {group.ranks}")
-    return group.ranks.index(rank)
-
-
-def root_rank(
-    group: BaseGroup, rank: int | None, group_rank: int | None, call: str, name: str, default: int | None = None
-) -> int:
-    """Returns the group rank that a call names by `rank`, which is a rank of the default group, or by `group_rank`.
-
-    Raises:
-        ValueError: both are given, neither is given and there is no `default`, or the rank is not in the group.
-    """
-    if rank is not None and group_rank is not None:
-        raise ValueError(f"{call}: {name} and group_{name} exclude each other; give one of them")
-    if rank is not None:
-        return group_rank_of(group, rank)
-    if group_rank is None:
-        group_rank = default
-    if group_rank is None:
-        raise ValueError(f"{call} needs {name} (a rank of the default group) or group_{name}")
-    if not 0 <= group_rank < group.size():
-        raise ValueError(f"{call}: group_{name} is {group_rank}; {group} has ranks 0 to {group.size() - 1}")
-    return group_rank
-
-
-def require_root(group: BaseGroup, root: int, call: str) -> None:
-    """Requires that `root` is a group rank.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if not 0 <= root < group.size():
-        raise ValueError(
-            f"rank {group.me.rank}: {call}: the root is group rank {root}; {group} has ranks 0 to {group.size() - 1}"
-        )
-
-
-def require_peer(group: BaseGroup, peer: int, call: str, name: str) -> None:
-    """Requires that the group rank `peer` is another rank of the group.
-
-    Raises:
-        ValueError: it is this rank, or not in the group.
-    """
-    if not 0 <= peer < group.size():
-        raise ValueError(
-            f"rank {group.me.rank}: {call}: {name} is group rank {peer}; {group} has ranks 0 to {group.size() - 1}"
-        )
-    if peer == group.rank():
-        raise ValueError(
-            f"{call}: {name} is rank {group.ranks[peer]}, this one; a rank sends nothing to itself, use tensor.copy_()"
-        )
-
-
-def checked_tag(tag: int, call: str) -> int:
-    """Returns `tag`.
-
-    Raises:
-        ValueError: it is negative, or has more than 31 bits.
-    """
-    if not 0 <= tag <= _MOST_TAG:
-        raise ValueError(f"{call}: tag is {tag}; it must be from 0 to {_MOST_TAG}")
-    return tag
-
-
-def parts_by_rank(whole: torch.Tensor, count: int, group: BaseGroup, call: str, name: str) -> list[torch.Tensor]:
-    """Returns the ranks' parts of `whole`, of `count` elements each, as one-dimensional views.
-
-    Raises:
-        ValueError: `whole` has another number of elements, or is not contiguous.
-    """
-    if whole.numel() != count * group.size():
-        raise ValueError(
-            f"rank {group.me.rank}: {call}: {name} has {whole.numel()} elements; with {group.size()} ranks of {count} "
-            f"elements it must have {count * group.size()}"
-        )
-    if not whole.is_contiguous():
-        raise ValueError(f"rank {group.me.rank}: {call}: {name} is not contiguous; pass {name}.contiguous()")
-    flat = whole.detach().view(-1)
-    return [flat[r * count : (r + 1) * count] for r in range(group.size())]
-
-
-def rows_by_rank(
-    whole: torch.Tensor, sizes: Sequence[int] | None, group: BaseGroup, call: str, name: str
-) -> list[torch.Tensor]:
-    """Returns the ranks' parts of `whole` along its first dimension.
-
-    Rank r's part has `sizes[r]` rows. If `sizes` is None, all parts have the same number of rows.
-
-    Raises:
-        ValueError: the sizes do not add up to the number of rows, the rows cannot be divided evenly, or there are none
-            since the tensor has no dimensions.
-    """
-    if whole.dim() == 0:
-        raise ValueError(
-            f"rank {group.me.rank}: {call}: {name} has no dimensions, so no rows to divide among {group.size()} ranks; "
-            f"give it one: {name}.view(1)"
-        )
-    rows = whole.shape[0]
-    if sizes is None:
-        if rows % group.size():
-            raise ValueError(
-                f"rank {group.me.rank}: {call}: {name} has {rows} rows, which cannot be divided evenly "
-                f"among {group.size()} ranks; give {name}_split_sizes"
-            )
-        sizes = [rows // group.size()] * group.size()
-    if len(sizes) != group.size() or sum(sizes) != rows or min(sizes) < 0:
-        raise ValueError(
-            f"rank {group.me.rank}: {call}: {name}_split_sizes is {list(sizes)}; it needs {group.size()} with the sum "
-            f"{rows}, none of them negative"
-        )
-    return list(whole.detach().split(list(sizes)))
-
-
-def lists_by_rank(lists: Sequence[Tensors], group: BaseGroup, call: str, argument: str) -> list[list[torch.Tensor]]:
-    """Returns `lists`, one entry for each rank, each as a list of tensors.
-
-    Raises:
-        ValueError: the number of entries is not that of the ranks.
-        TypeError: an entry is neither a tensor nor a list of tensors.
-    """
-    if isinstance(lists, torch.Tensor) or len(lists) != group.size():
-        seen = type(lists).__name__ if isinstance(lists, torch.Tensor) else f"{len(lists)} entries"
-        raise ValueError(f"{call}: {argument} needs one entry for each of the {group.size()} ranks, not {seen}")
-    return [as_list(each, f"{call}: {argument}") for each in lists]
-
-
-def require_counts(lists: Sequence[list[torch.Tensor]], count: int, group: BaseGroup, call: str, argument: str) -> None:
-    """Requires that each of `lists` has `count` elements.
-
-    Raises:
-        ValueError: one of them has another number of elements.
-    """
-    for at, each in enumerate(lists):
-        if count_elements(each) != count:
-            raise ValueError(
-                f"rank {group.me.rank}: {call}: entry {at} of {argument} has {count_elements(each)} elements; "
-                f"all must have {count}"
-            )
-
-
-_PREMUL_SUM = ReduceOp.PREMUL_SUM
-
-
-@functools.cache
-def reduces(dtype: int, reduce_op: int) -> bool:
-    """Returns whether the core reduces elements of the type with the code `dtype` on the CPU."""
-    return _core.reduces(dtype, reduce_op)
-
-
-# For each type that is not complex: its code, and by reduction the reduction's code, or -1 where the core does not
-# reduce the tensors as they are. The numbers are plain ones, since members of an enum are slow to hash and to convert.
-QUICK_CODES: dict[torch.dtype, tuple[int, list[int]]] = {
-    dtype: (code, [int(op) if op is not _PREMUL_SUM and _core.reduces(code, op) else -1 for op in ReduceOp])
-    for dtype, code in DTYPE_CODES.items()
-    if not dtype.is_complex
-}
-
-
-def checked_reduction(
-    tensors: Sequence[torch.Tensor], op: Reduction, call: str, any_order: bool = False
-) -> tuple[int, int, Buffers]:
-    """Returns the codes of the tensors' type and of the reduction, and empty buffers that scale as `op` says.
-
-    Raises:
-        TypeError: the reduction is not defined for the tensors.
-    """
-    code = dtype_code(tensors, call)
-    op = reduction_of(op)
-    scale = op.factor if isinstance(op, PremulSum) else None
-    reduce_code = ReduceOp.PREMUL_SUM if isinstance(op, PremulSum) else op
-    if op is ReduceOp.PREMUL_SUM:
-        raise TypeError(f"{call}: PREMUL_SUM needs a factor; pass paceline.PremulSum(factor)")
-    # Engines for other devices than the CPU say for themselves what they do not reduce.
-    if not reduces(code, reduce_code) and all(tensor.is_cpu for tensor in tensors):
-        dtype = tensors[0].dtype if tensors else torch.uint8
-        raise TypeError(f"{call}: {reduce_code.name} is not defined for {dtype}; convert the tensor first")
-    return code, reduce_code, Buffers(scale, any_order)
-
-
-# A call, and the owner of its buffers, which copies results back that were written to a copy.
-CallPlan = tuple[CollectiveCall, Buffers]
-
-
-def plan_all_reduce(tensors: Tensors, op: Reduction, timeout_ns: int, any_order: bool = False) -> CallPlan:
-    """Returns the plan of an all_reduce; the argument `any_order` is that of `Buffers`."""
-    listed = as_list(tensors, "all_reduce")
-    code, reduce_code, buffers = checked_reduction(listed, op, "all_reduce", any_order)
-    outputs = [buffers.write(listed)]
-    return CollectiveCall(
-        Operation.ALL_REDUCE, code, reduce_code, -1, count_elements(listed), timeout_ns, [], outputs
-    ), buffers
-
-
-def plan_broadcast(tensors: Tensors, root: int, timeout_ns: int, any_order: bool = False) -> CallPlan:
-    """Returns the plan of a broadcast from group rank `root`; the argument `any_order` is that of `Buffers`."""
-    listed = as_list(tensors, "broadcast")
-    code = dtype_code(listed, "broadcast")
-    buffers = Buffers(any_order=any_order)
-    outputs = [buffers.write(listed)]
-    count = count_elements(listed)
-    return CollectiveCall(Operation.BROADCAST, code, NO_REDUCTION, root, count, timeout_ns, [], outputs), buffers
-
-
-def plan_reduce(group: BaseGroup, tensors: Tensors, root: int, op: Reduction, timeout_ns: int) -> CallPlan:
-    """Returns the plan of a reduce to group rank `root`."""
-    listed = as_list(tensors, "reduce")
-    code, reduce_code, buffers = checked_reduction(listed, op, "reduce")
-    root_or_copy = buffers.write if group.rank() == root else buffers.read
-    outputs = [root_or_copy(listed)]
-    return CollectiveCall(
-        Operation.REDUCE, code, reduce_code, root, count_elements(listed), timeout_ns, [], outputs
-    ), buffers
-
-
-def plan_all_gather(group: BaseGroup, outputs: Sequence[Tensors], tensors: Tensors, timeout_ns: int) -> CallPlan:
-    """Returns the plan of an all_gather."""
-    return _plan_gather(Operation.ALL_GATHER, group, outputs, tensors, -1, timeout_ns)
-
-
-def plan_gather(
-    group: BaseGroup, outputs: Sequence[Tensors] | None, tensors: Tensors, root: int, timeout_ns: int
-) -> CallPlan:
-    """Returns the plan of a gather to group rank `root`; `outputs` is None or empty on other ranks."""
-    if bool(outputs) != (group.rank() == root):
-        raise ValueError(
-            f"rank {group.me.rank}: gather takes gather_list on the destination, rank {group.ranks[root]}, "
-            "and on no other rank"
-        )
-    return _plan_gather(Operation.GATHER, group, outputs or [], tensors, root, timeout_ns)
-
-
-def _plan_gather(
-    operation: Operation, group: BaseGroup, outputs: Sequence[Tensors], tensors: Tensors, root: int, timeout_ns: int
-) -> CallPlan:
-    name = str(operation)
-    here = operation is Operation.ALL_GATHER or group.rank() == root
-    read = as_list(tensors, name)
-    written = lists_by_rank(outputs, group, name, "the list of outputs") if here else []
-    code = dtype_code([*read, *(t for each in written for t in each)], name)
-    count = count_elements(read)
-    require_counts(written, count, group, name, "the list of outputs")
-    buffers = Buffers()
-    flat_inputs = [buffers.read(read)]
-    flat_outputs = [buffers.write(each) for each in written]
-    return CollectiveCall(operation, code, NO_REDUCTION, root, count, timeout_ns, flat_inputs, flat_outputs), buffers
-
-
-def plan_reduce_scatter(
-    group: BaseGroup, output: Tensors, inputs: Sequence[Tensors], op: Reduction, timeout_ns: int
-) -> CallPlan:
-    """Returns the plan of a reduce_scatter."""
-    written = as_list(output, "reduce_scatter")
-    read = lists_by_rank(inputs, group, "reduce_scatter", "input_list")
-    code, reduce_code, buffers = checked_reduction(
-        [*written, *(t for each in read for t in each)], op, "reduce_scatter"
-    )
-    count = count_elements(written)
-    require_counts(read, count, group, "reduce_scatter", "input_list")
-    flat_inputs = [buffers.read(each) for each in read]
-    buffers.scale = None  # of what is read, not of the result
-    flat_outputs = [buffers.write(written)]
-    operation = Operation.REDUCE_SCATTER
-    return CollectiveCall(operation, code, reduce_code, -1, count, timeout_ns, flat_inputs, flat_outputs), buffers
-
-
-def plan_scatter(
-    group: BaseGroup, output: Tensors, inputs: Sequence[Tensors] | None, root: int, timeout_ns: int
-) -> CallPlan:
-    """Returns the plan of a scatter from group rank `root`; `inputs` is None or empty on other ranks."""
-    if bool(inputs) != (group.rank() == root):
-        raise ValueError(
-            f"rank {group.me.rank}: scatter takes scatter_list on the source, rank {group.ranks[root]}, "
-            "and on no other rank"
-        )
-    written = as_list(output, "scatter")
-    read = lists_by_rank(inputs, group, "scatter", "scatter_list") if inputs else []
-    code = dtype_code([*written, *(t for each in read for t in each)], "scatter")
-    count = count_elements(written)
-    require_counts(read, count, group, "scatter", "scatter_list")
-    buffers = Buffers()
-    flat_inputs = [buffers.read(each) for each in read]
-    flat_outputs = [buffers.write(written)]
-    return CollectiveCall(
-        Operation.SCATTER, code, NO_REDUCTION, root, count, timeout_ns, flat_inputs, flat_outputs
-    ), buffers
-
-
-def plan_all_to_all(
-    group: BaseGroup, outputs: Sequence[Tensors], inputs: Sequence[Tensors], timeout_ns: int
-) -> CallPlan:
-    """Returns the plan of an all_to_all."""
-    read = lists_by_rank(inputs, group, "all_to_all", "input_tensor_list")
-    written = lists_by_rank(outputs, group, "all_to_all", "output_tensor_list")
-    mine = group.rank()
-    require_counts([written[mine]], count_elements(read[mine]), group, "all_to_all", "this rank's part for itself")
-    code = dtype_code([t for each in (*read, *written) for t in each], "all_to_all")
-    buffers = Buffers()
-    flat_inputs = [buffers.read(each) for each in read]
-    flat_outputs = [buffers.write(each) for each in written]
-    return CollectiveCall(
-        Operation.ALL_TO_ALL, code, NO_REDUCTION, -1, 0, timeout_ns, flat_inputs, flat_outputs
-    ), buffers
-
-
-def plan_barrier(timeout_ns: int) -> CallPlan:
-    """Returns the plan of a barrier."""
-    return CollectiveCall(Operation.BARRIER, 0, NO_REDUCTION, -1, 0, timeout_ns, [], []), Buffers()

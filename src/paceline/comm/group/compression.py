@@ -1,4 +1,4 @@
-"""What a call sends between hosts instead of its floats: fewer bits, with error feedback where a `Wire` keeps it."""
+"""Number formats in which calls send floats between hosts with fewer bits, and their error feedback (`Wire`)."""
 
 from __future__ import annotations
 
@@ -14,29 +14,28 @@ from paceline.comm.schedule.steps import Operation
 WireKind = Literal["bf16", "int8", "int4"]
 
 _SUMS = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM, NO_REDUCTION)
-_OF_ALL_RANKS = (Operation.ALL_GATHER, Operation.REDUCE_SCATTER)  # a rank's longest buffer has a part for each rank
+_OF_ALL_RANKS = (Operation.ALL_GATHER, Operation.REDUCE_SCATTER)  # the longest buffer has a part for each rank
 
 
 class Wire:
-    """Has a tensor that is reduced again and again rounded between hosts, and makes up for the rounding.
+    """Rounds a repeatedly reduced tensor between hosts, and compensates for the rounding in later calls.
 
-    What a call's rounding has lost on this rank is kept, and added in the next call (error feedback), so that over many
-    calls nothing is lost: the sum of all results differs from the exact one by no more than one call's rounding. Use
-    one object for one tensor, or one list of tensors; `wire="int8"` in its place keeps nothing.
+    The error that a call's rounding makes on this rank is kept and added in the next call (error feedback). Over many
+    calls nothing is lost: the sum of all results differs from the exact sum by at most one call's rounding. Use one
+    object for one tensor, or for one list of tensors. A plain `wire="int8"` keeps no errors.
 
-    On a rank the residuals take up to 4 bytes for each element. They are kept between calls of one size; a call with
-    another number of elements starts anew.
+    The residuals take up to 4 bytes for each element on a rank. A call with another number of elements discards them.
 
     Args:
-        kind: "bf16", "int8" or "int4"; see docs/slow-networks.md.
+        kind: the format: "bf16", "int8" or "int4"; see docs/slow-networks.md.
 
     Attributes:
-        kind: the same.
-        residual: what is still to be added, a float32 tensor, or None at first. For a checkpoint, save it and set it
-            again; each rank has its own.
+        kind: the format.
+        residual: the error still to be added, a float32 tensor, or None before the first call. A checkpoint should
+            save it and set it again; each rank has its own.
 
     Raises:
-        ValueError: there is no such kind.
+        ValueError: there is no such format.
 
     >>> Wire("int8")
     Wire('int8')
@@ -50,11 +49,11 @@ class Wire:
         return f"Wire({self.kind!r})"
 
     def reset(self) -> None:
-        """Forgets what is still to be added."""
+        """Discards the residual."""
         self.residual = None
 
     def residual_of(self, count: int) -> torch.Tensor:
-        """Returns the residuals for a call of `count` elements: zeros if the latest call had another number."""
+        """Returns the residuals for a call of `count` elements; zeros if the previous call had another number."""
         held = self.residual
         if held is None or held.numel() != count or held.dtype is not torch.float32 or not held.is_contiguous():
             held = self.residual = torch.zeros(count, dtype=torch.float32, device="cpu")
@@ -62,14 +61,14 @@ class Wire:
 
 
 WireLike = WireKind | Wire | None
-"""What calls take as `wire`: None is the group's own, which for most groups is exact."""
+"""The argument `wire` of calls. None selects the group's own, which for most groups is exact."""
 
 
 def checked_kind(kind: object) -> WireKind:
-    """Returns `kind` as it is, once it is known to exist.
+    """Returns `kind` if it is a format.
 
     Raises:
-        ValueError: there is no such kind.
+        ValueError: there is no such format.
     """
     for known in get_args(WireKind):
         if kind == known:
@@ -78,16 +77,21 @@ def checked_kind(kind: object) -> WireKind:
 
 
 def is_quantisable(call: CollectiveCall) -> bool:
-    """Returns whether what the call sends may be rounded: it moves or sums floats of a type that the core rounds."""
+    """Returns whether the call moves or sums floats of a type that the core can round."""
     return DTYPES.get(call.dtype) in QUANTISED_TYPES and call.reduce_op in _SUMS
 
 
 def with_wire(plan: CallPlan, wire: WireLike, ranks: int) -> CallPlan:
-    """Returns the plan of an all_reduce, a reduce_scatter or an all_gather of so many ranks with `wire`.
+    """Returns the plan of an all_reduce, a reduce_scatter or an all_gather, changed to round as `wire` says.
+
+    Args:
+        plan: the call and its buffers.
+        wire: the format, or None to return the plan unchanged.
+        ranks: the number of ranks of the group.
 
     Raises:
         TypeError: the call does not sum or move floats that can be rounded.
-        ValueError: there is no such wire.
+        ValueError: there is no such format.
     """
     if wire is None:
         return plan

@@ -1,4 +1,4 @@
-"""A debugger on one rank, while the others wait for it."""
+"""`breakpoint`: the debugger pdb on one rank, while the other ranks wait."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _calls: Counter[tuple[str, int]] = Counter()
 def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> None:
     """Opens the debugger pdb on one rank at the line of this call; every rank calls it, and the others wait.
 
-    They wait without a time-out until `continue`, or, if the debugger proceeds by `next` or `step`, until the debugged
-    rank has come to its next collective. If the debugged rank ends, they get an error at once. Under `paceline run` the
-    debugger uses the launcher's terminal, whichever rank it runs on; there and in a plain process, Ctrl-C at its prompt
-    is a KeyboardInterrupt in the debugger, and ends nothing.
+    They wait without a time-out until `continue`, or, after `next` or `step`, until the debugged rank reaches its next
+    collective. If the debugged rank exits, they get an error at once. Under `paceline run` the debugger uses the
+    launcher's terminal, whichever rank it runs on. Ctrl-C at its prompt raises KeyboardInterrupt in the debugger and
+    ends nothing.
 
     Args:
         rank: the rank to debug, in the default group.
-        skip: how many calls from the same line are ignored before one opens the debugger.
-        timeout_s: the minimum, in seconds, to which the time-out of every group is raised from now on, since the other
-            ranks wait in their next collective while this one is stepped through. None does not change any time-out.
+        skip: the number of calls from the same line to ignore before one opens the debugger.
+        timeout_s: the minimum in seconds to which the time-out of every group is raised from now on, since the other
+            ranks wait in their next collective while this one is stepped through. None changes no time-out.
 
     Raises:
         ValueError: there is no default group, or it has no such rank.
@@ -45,7 +45,7 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
     if _calls[place] <= skip:
         return
     if timeout_s is not None:
-        raise_timeouts(timedelta(seconds=timeout_s))
+        raise_timeouts(timeout_s)
     if group.rank() == rank:
         _require_input(rank)
         _debug(_Debugger(caller))
@@ -58,10 +58,10 @@ def _debug(debugger: _Debugger) -> None:
 
 
 class _Debugger(pdb.Pdb):
-    """pdb on the terminal; it shows the caller's frame first, although it stops in a function below it.
+    """pdb on the terminal, which shows the caller's frame first although it stops in a function below it.
 
-    So the debugger has finished before the other ranks continue. With `nosigint`, Ctrl-C after `continue` ends the job
-    as it does without a debugger.
+    This makes the debugger finish before the other ranks continue. With `nosigint`, Ctrl-C after `continue` ends the
+    job as it does without a debugger.
     """
 
     def __init__(self, caller: FrameType) -> None:
@@ -78,13 +78,13 @@ class _Debugger(pdb.Pdb):
 
 @contextlib.contextmanager
 def _typing() -> Iterator[None]:
-    """Connects stdin, stdout and stderr to the terminal, and tells the launcher which process Ctrl-C is for."""
+    """Connects the standard streams to the terminal, and marks this process for the launcher as the one for Ctrl-C."""
     error_file = os.environ.get("PACELINE_ERROR_FILE")
-    told = Path(f"{error_file}.debugger") if error_file else None
+    marker = Path(f"{error_file}.debugger") if error_file else None
     with contextlib.ExitStack() as undo:
-        if told is not None and told.parent.is_dir():
-            told.touch()
-            undo.callback(told.unlink, missing_ok=True)
+        if marker is not None and marker.parent.is_dir():
+            marker.touch()
+            undo.callback(marker.unlink, missing_ok=True)
         path = os.environ.get("PACELINE_TERMINAL")
         if path and not (os.isatty(0) and os.isatty(1)):
             undo.enter_context(_standard_streams(path))
@@ -123,7 +123,7 @@ def _reads_descriptor_0() -> bool:
 
 @contextlib.contextmanager
 def _stdin_from_descriptor_0() -> Iterator[None]:
-    """Replaces `sys.stdin`, which is empty in processes of multiprocessing even if there is a terminal."""
+    """Replaces `sys.stdin`, which multiprocessing leaves empty even if there is a terminal."""
     before = sys.stdin
     with open(0, closefd=False) as sys.stdin:
         try:

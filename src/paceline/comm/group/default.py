@@ -1,11 +1,8 @@
-"""The default process group, which calls use that name no other group.
+"""The default process group, which calls use that pass no group; this module is the only one that sets it.
 
-`init.py` makes and ends groups; `queries.py` answers a program's questions about them.
-
-Which backend torch.distributed takes where a program names none: Paceline's, while Paceline's default group exists.
-
-torch's modules (`fully_shard`, `init_device_mesh`) make torch's default group by themselves where there is none. Beside
-Paceline's it would otherwise be one of gloo's, without a word.
+Its state is a `World`: the group with its store, engines and subgroups. While `init_process_group`'s world exists,
+torch.distributed's default backend for CPU tensors is Paceline too. Otherwise torch's modules that create torch's
+default group themselves (`fully_shard`, `init_device_mesh`) would silently choose gloo.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ import atexit
 import logging
 import os
 from collections.abc import Callable
-from datetime import timedelta
 from multiprocessing import util
 
 import torch
@@ -23,14 +19,15 @@ import torch.distributed as torch_dist
 from paceline.comm.group.engines import Engines
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.store.store import Store
+from paceline.durations import to_nanoseconds
 
 _OURS, _TORCHS = "paceline", "gloo"
 
 
 def set_torch_default_backend() -> None:
-    """Makes Paceline the default for CPU tensors, if the plug-in is registered and nobody chose another.
+    """Makes Paceline torch's default for CPU tensors if the plug-in is registered and the program chose no other.
 
-    Where there is a GPU torch's own default stays, which is for that.
+    On a machine with a GPU torch's own default remains.
     """
     if not torch_dist.is_available() or torch.cuda.is_available():
         return
@@ -41,13 +38,13 @@ def set_torch_default_backend() -> None:
 
 
 def restore_torch_default_backend() -> None:
-    """Takes `offer` back; idempotent."""
+    """Undoes `set_torch_default_backend`; idempotent."""
     if torch_dist.is_available() and torch_dist.Backend.default_device_backend_map.get("cpu") == _OURS:
         torch_dist.Backend.default_device_backend_map["cpu"] = _TORCHS
 
 
 class NonMember:
-    """The type of what `new_group` returns on a rank that is not in the group."""
+    """The type of `GroupMember.NON_GROUP_MEMBER`."""
 
     def __repr__(self) -> str:
         return "GroupMember.NON_GROUP_MEMBER"
@@ -56,13 +53,13 @@ class NonMember:
 class _GroupMemberType(type):
     @property
     def WORLD(cls) -> ProcessGroup | None:
-        """Returns the default group, None before `init_process_group`."""
+        """Returns the default group, or None before `init_process_group`."""
         world = find_world()
         return None if world is None else world.group
 
 
 class GroupMember(metaclass=_GroupMemberType):
-    """`WORLD` is the default group, and `NON_GROUP_MEMBER` stands for a group that this rank is not in."""
+    """Holds `WORLD`, the default group, and `NON_GROUP_MEMBER`, which stands for a group without this rank."""
 
     NON_GROUP_MEMBER = NonMember()
 
@@ -71,26 +68,26 @@ Group = ProcessGroup | NonMember | None
 
 
 class World:
-    """A default group with everything that belongs to it.
+    """A default group with its store, engines and subgroups.
 
     Args:
-        store: the store through which the ranks met.
+        store: the store of the rendezvous.
         engines: the engines of `group` and its subgroups.
         group: the group of all ranks.
-        timeout: the time-out of subgroups that are given none.
+        timeout_s: the default time-out of subgroups, in seconds.
     """
 
-    def __init__(self, store: Store, engines: Engines, group: ProcessGroup, timeout: timedelta) -> None:
+    def __init__(self, store: Store, engines: Engines, group: ProcessGroup, timeout_s: float) -> None:
         self.store = store
         self.engines = engines
         self.group = group
-        self.timeout = timeout
+        self.timeout_s = timeout_s
         self.subgroups: list[ProcessGroup] = []
 
     def close_subgroups(self) -> None:
-        """Ends all groups that were made from ranks of `group`; idempotent."""
-        for each in self.subgroups:
-            each.close()
+        """Ends all subgroups; idempotent."""
+        for subgroup in self.subgroups:
+            subgroup.close()
         self.subgroups.clear()
 
     def close(self) -> None:
@@ -101,14 +98,12 @@ class World:
 
 
 class OwnWorld(World):
-    """A world that `init_process_group` made; it ends when the process does, if not before."""
+    """A world that `init_process_group` created; it is closed at the latest when the process exits."""
 
-    def __init__(
-        self, store: Store, owns_store: bool, engines: Engines, group: ProcessGroup, timeout: timedelta
-    ) -> None:
-        super().__init__(store, engines, group, timeout)
+    def __init__(self, store: Store, owns_store: bool, engines: Engines, group: ProcessGroup, timeout_s: float) -> None:
+        super().__init__(store, engines, group, timeout_s)
         self._owns_store = owns_store
-        # Processes of multiprocessing end without running the functions that are registered with atexit.
+        # Processes of multiprocessing exit without running the functions registered with atexit.
         self._leaving = util.Finalize(None, leave, exitpriority=0)
         set_torch_default_backend()
 
@@ -122,44 +117,44 @@ class OwnWorld(World):
 
 
 _world: OwnWorld | None = None
-_beside: int | None = None
-_borrow: Callable[[], World | None] | None = None
+_observed_size: int | None = None
+_find_fallback: Callable[[], World | None] | None = None
 
 
 def set_fallback_world(find: Callable[[], World | None]) -> None:
-    """Makes calls use the default group of the world that `find` returns while `init_process_group` has made none.
+    """Makes calls use the world that `find` returns while `init_process_group` has created none.
 
-    `find` is called each time, and returns None if there is no such world. Its owner ends the world.
+    `find` is called each time, and may return None. The owner of the world closes it.
     """
-    global _borrow
-    _borrow = find
+    global _find_fallback
+    _find_fallback = find
 
 
 def set_default_world(world: OwnWorld) -> None:
     """Makes the group of `world` the default group."""
-    global _world, _beside
-    _world, _beside = world, None
+    global _world, _observed_size
+    _world, _observed_size = world, None
 
 
 def become_observer(size: int, why: str) -> None:
-    """Makes this process the last of `size` + 1 ranks for `get_rank` and `get_world_size`, until a world is adopted.
+    """Makes this process the last of `size` + 1 ranks for `get_rank` and `get_world_size`, until the next world is set.
 
-    The default group is closed, so that collectives of a program that is not in step with the others fail; the error
-    says `why`.
+    The default group is closed, so that collectives of a program out of step with the others fail; the error gives
+    the reason `why`.
     """
-    global _beside
-    if _beside is None:
+    global _observed_size
+    if _observed_size is None:
         default_group().close_with_reason(why)
-    _beside = size
+    _observed_size = size
 
 
 def observed_world_size() -> int | None:
-    """Returns the number of ranks that this process stands beside; None if it is one of the default group's."""
-    return _beside
+    """Returns the number of ranks that this process observes, or None if it is a rank itself."""
+    return _observed_size
 
 
 def leave() -> None:
-    """Ends all groups of the world that `adopt` received; does nothing if there is none."""
+    """Closes the world of `set_default_world`, if there is one."""
     global _world
     world, _world = _world, None
     if world is not None:
@@ -167,7 +162,7 @@ def leave() -> None:
 
 
 def own_world() -> OwnWorld | None:
-    """Returns the world that `init_process_group` made; None before that and after the world's end."""
+    """Returns the world that `init_process_group` created, or None if there is none at present."""
     return _world
 
 
@@ -196,7 +191,7 @@ def given_or_default(group: ProcessGroup | None) -> ProcessGroup:
     """Returns `group`, or the default group if it is None.
 
     Raises:
-        TypeError: `group` is not a group of Paceline's.
+        TypeError: `group` is not a Paceline group.
         ValueError: there is no default group.
     """
     if group is None:
@@ -207,13 +202,13 @@ def given_or_default(group: ProcessGroup | None) -> ProcessGroup:
 
 
 def resolve(group: Group) -> ProcessGroup | None:
-    """Returns the group of a call, None if this rank is not in it.
+    """Returns the group of a call, or None if this rank is not in it.
 
     Raises:
-        TypeError: `group` is not a group of Paceline's.
+        TypeError: `group` is not a Paceline group.
         ValueError: `group` is None, and there is no default group.
     """
-    if group is None:  # as in `default_group`, but without two calls that every collective would pay for
+    if group is None:  # as `default_group`, without two function calls on the path of every collective
         return default_world().group if _world is None else _world.group
     if isinstance(group, ProcessGroup):
         return group
@@ -222,18 +217,18 @@ def resolve(group: Group) -> ProcessGroup | None:
     raise TypeError(_wrong_group_text(group))
 
 
-def raise_timeouts(least: timedelta) -> None:
-    """Raises the time-out of every group to at least `least`."""
+def raise_timeouts(least_s: float) -> None:
+    """Raises the time-out of every group to at least `least_s` seconds."""
     world = default_world()
     for group in (world.group, *world.subgroups):
-        group.set_timeout(max(group.timeout, least))
+        group.timeout_ns = max(group.timeout_ns, to_nanoseconds(least_s))
 
 
 def find_world() -> World | None:
-    """Returns the world whose group is the default group now, None if there is no default group."""
+    """Returns the world whose group is the default group, or None if there is no default group."""
     if _world is not None:
         return _world
-    return None if _borrow is None else _borrow()
+    return None if _find_fallback is None else _find_fallback()
 
 
 def _hint() -> str:

@@ -1,7 +1,7 @@
-"""Ranks laid out as an array, each of whose dimensions gives process groups: data, pipeline and tensor parallel ranks.
+"""`DeviceMesh`: ranks laid out as an array, with process groups along each dimension (data, pipeline, tensor parallel).
 
-It has the methods of torch's `DeviceMesh` that concern groups. torch's own mesh works as well, on the backend that the
-plug-in registers; this one needs no torch.distributed.
+It has the methods of torch's `DeviceMesh` that concern groups, and needs no torch.distributed. torch's own mesh works
+as well, on the backend that the plug-in registers.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Dimension = int | str
 
 @dataclass(frozen=True)
 class _Array:
-    """All ranks of a mesh, as they were laid out; its slices share it.
+    """The layout of a root mesh, which its slices share.
 
     Attributes:
         ranks: the ranks of the default group.
-        groups: for each dimension, the group of the ranks that differ from this one in it alone.
-        flat: the meshes that `_flatten` has made.
+        groups: for each dimension, the group of this rank along it.
+        flat: the meshes that `_flatten` has created, by name.
     """
 
     device_type: str
@@ -45,20 +45,22 @@ class DeviceMesh:
 
     @property
     def device_type(self) -> str:
-        """Which devices the ranks compute on: `cpu` or `cuda`."""
+        """The type of the ranks' devices: `cpu` or `cuda`."""
         return self._array.device_type
 
     @property
     def mesh(self) -> torch.Tensor:
-        """The ranks of the default group, an int64 tensor; of a slice, the part in which this rank is."""
-        here = [group.rank() for group in self._array.groups]
-        index = tuple(slice(None) if each in self._dimensions else at for each, at in enumerate(here))
+        """The ranks of the default group as an int64 tensor; for a slice, the part that contains this rank."""
+        coordinate = [group.rank() for group in self._array.groups]
+        index = tuple(
+            slice(None) if dimension in self._dimensions else position for dimension, position in enumerate(coordinate)
+        )
         return self._array.ranks[index]
 
     @property
     def mesh_dim_names(self) -> tuple[str, ...] | None:
-        """A name for each dimension, or None."""
-        return None if self._array.names is None else tuple(self._array.names[each] for each in self._dimensions)
+        """The names of the dimensions, or None."""
+        return None if self._array.names is None else tuple(self._array.names[d] for d in self._dimensions)
 
     @property
     def ndim(self) -> int:
@@ -68,7 +70,7 @@ class DeviceMesh:
     @property
     def shape(self) -> tuple[int, ...]:
         """The number of ranks along each dimension."""
-        return tuple(self._array.ranks.shape[each] for each in self._dimensions)
+        return tuple(self._array.ranks.shape[d] for d in self._dimensions)
 
     def size(self, mesh_dim: int | None = None) -> int:
         """Returns the number of ranks along a dimension, or of the whole mesh."""
@@ -79,31 +81,31 @@ class DeviceMesh:
         return default_group().rank()
 
     def get_coordinate(self) -> list[int]:
-        """Returns where this rank stands in the mesh, a number for each dimension."""
+        """Returns this rank's index along each dimension of the mesh."""
         return [group.rank() for group in self.get_all_groups()]
 
     def get_local_rank(self, mesh_dim: Dimension | None = None) -> int:
-        """Returns where this rank stands along a dimension, which may be left out if there is only one.
+        """Returns this rank's index along a dimension, which may be omitted if there is only one.
 
         Raises:
-            ValueError: there is no such dimension, or there are several and none was named.
+            ValueError: there is no such dimension, or it is omitted although there are several.
         """
         return self.get_group(mesh_dim).rank()
 
     def get_group(self, mesh_dim: Dimension | None = None) -> ProcessGroup:
-        """Returns the group of the ranks that differ from this one along a dimension alone.
+        """Returns the group of this rank along a dimension: the ranks that differ from it in that index alone.
 
         Raises:
-            ValueError: there is no such dimension, or there are several and none was named.
+            ValueError: there is no such dimension, or it is omitted although there are several.
         """
         return self._array.groups[self._find(mesh_dim, "get_group")]
 
     def get_all_groups(self) -> list[ProcessGroup]:
         """Returns the groups of all dimensions, in order."""
-        return [self._array.groups[each] for each in self._dimensions]
+        return [self._array.groups[d] for d in self._dimensions]
 
     def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
-        """Returns the part of the mesh along the named dimensions in which this rank is.
+        """Returns the slice of the mesh along the named dimensions that contains this rank.
 
         Raises:
             ValueError: there is no such dimension, or the names are not in the mesh's order.
@@ -117,13 +119,13 @@ class DeviceMesh:
         return DeviceMesh(self._array, dimensions)
 
     def _flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
-        """Returns a mesh of one dimension with the ranks of this one; all ranks of the whole mesh call it.
+        """Returns a one-dimensional mesh of the ranks of this one; all ranks of the root mesh must call it.
 
-        The mesh from which this one was sliced keeps the result, and returns it for `mesh[mesh_dim_name]`, whose
-        default is the names of the dimensions, joined by underscores.
+        The root mesh keeps the result and returns it for `mesh[mesh_dim_name]`. The default name consists of the names
+        of the dimensions, joined by underscores.
 
         Raises:
-            ValueError: the dimensions have no names, or one has the name of the result.
+            ValueError: the dimensions have no names, or a dimension of the root mesh already has the name.
         """
         if self._array.names is None or self.mesh_dim_names is None:
             raise ValueError(
@@ -149,7 +151,7 @@ class DeviceMesh:
         return ", ".join(self.mesh_dim_names) if self.mesh_dim_names else f"{self.ndim} without names"
 
     def _find(self, dimension: Dimension | None, call: str) -> int:
-        """Returns the number of a dimension in the whole array."""
+        """Returns the index of a dimension in the root mesh."""
         names = self.mesh_dim_names or ()
         if dimension is None and self.ndim == 1:
             return self._dimensions[0]
@@ -168,16 +170,16 @@ def init_device_mesh(
 
     Args:
         device_type: `cpu` or `cuda`.
-        mesh_shape: the number of ranks along each dimension. Their product is the world size. Ranks that exchange most
-            belong into the last dimension, since neighbours in it are neighbours on a host.
+        mesh_shape: the number of ranks along each dimension; their product is the world size. Ranks that exchange the
+            most data belong in the last dimension, since neighbours in it are neighbours on a host.
         mesh_dim_names: a name for each dimension.
 
     Returns:
-        The mesh. `mesh["tp"]` is its part along a dimension, and `mesh.get_group("tp")` the process group of it.
+        The mesh. `mesh["tp"]` is its slice along a dimension, and `mesh.get_group("tp")` that slice's process group.
 
     Raises:
-        ValueError: the shape does not have as many ranks as there are, or the names do not fit it.
-        CollectiveMismatchError: the ranks want different meshes.
+        ValueError: the product of the shape is not the world size, or the names do not fit the shape.
+        CollectiveMismatchError: the ranks passed different arguments.
         RendezvousTimeoutError: a rank did not call this.
 
     Example::
@@ -200,14 +202,14 @@ def init_device_mesh(
         raise ValueError(f"init_device_mesh: the device type is {device_type!r}; it must be 'cpu' or 'cuda'")
     ranks = torch.arange(world.size(), device="cpu").view(shape)
     described = names or tuple(map(str, range(len(shape))))
-    groups = tuple(_group_along(ranks, (number,), name) for number, name in enumerate(described))
+    groups = tuple(_group_along(ranks, (dimension,), name) for dimension, name in enumerate(described))
     return DeviceMesh(_Array(device_type, ranks, names, groups), range(len(shape)))
 
 
 def _group_along(ranks: torch.Tensor, dimensions: Sequence[int], name: str) -> ProcessGroup:
-    """Makes the groups of the ranks that differ in these dimensions alone; returns the one that this rank is in."""
-    others = [each for each in range(ranks.ndim) if each not in dimensions]
-    lists = ranks.permute(*others, *dimensions).reshape(-1, math.prod(ranks.shape[each] for each in dimensions))
+    """Creates the groups of ranks that differ in these dimensions alone; returns this rank's group."""
+    others = [d for d in range(ranks.ndim) if d not in dimensions]
+    lists = ranks.permute(*others, *dimensions).reshape(-1, math.prod(ranks.shape[d] for d in dimensions))
     own, _ = new_subgroups_by_enumeration(lists.tolist(), group_desc=f"mesh dimension {name}")
     assert isinstance(own, ProcessGroup), "every rank is in the mesh"
     return own

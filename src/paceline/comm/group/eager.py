@@ -1,7 +1,7 @@
-"""Keeps calls that move data between ranks out of compiled graphs.
+"""Decorators that keep calls which move data between ranks out of compiled graphs.
 
-torch.compile would otherwise trace into them, down to the functions of the core, which it cannot trace. It would also
-compile those functions that PyTorch calls back while compiled code runs, such as hooks and the methods of a backend.
+torch.compile would otherwise trace into them, down to functions of the core that it cannot trace. It would also compile
+functions that PyTorch calls back while compiled code runs, such as hooks and the methods of a backend.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from torch._C._dynamo import eval_frame
 from torch._C._dynamo.eval_frame import set_eval_frame as set_eval_frame
 
 Compiler: TypeAlias = Any
-"""What compiles the functions that a thread calls; None if nothing does."""
+"""The frame-evaluation callback of a thread, which compiles the functions that it calls; None without one."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-# PyTorch 2.6 has only a part of these.
+# PyTorch 2.6 lacks some of these functions.
 _NATIVE: Any = eval_frame
 _HAS_STRATEGIES = hasattr(_NATIVE, "_FrameExecStrategy")
 
 
 def eager(call: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Has torch.compile run the function `call`, and all that it calls, as they are.
+    """Makes torch.compile run the function `call`, and everything it calls, uncompiled.
 
-    A compiled function that calls it breaks its graph there; with fullgraph=True it raises.
+    The graph of a compiled function breaks at a call of it; with fullgraph=True the function raises.
     """
     return _skipped(call if _HAS_STRATEGIES else _hiding(call), with_calls=True)
 
 
 def eager_around(call: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Has torch.compile run the function `call` as it is, and compile what it calls.
+    """Makes torch.compile run the function `call` uncompiled, but compile the functions that it calls.
 
-    Inside, `set_eval_frame(None)` keeps what follows from being compiled. It returns the compiler, which `compiled_by`
-    takes.
+    Inside, `set_eval_frame(None)` turns compilation off for the code that follows, and returns the compiler for
+    `compiled_by`.
     """
     return _skipped(call, with_calls=False)
 
 
 def eager_methods(kind: type[_T]) -> type[_T]:
-    """Makes every method that the class itself defines `eager`, static ones too."""
+    """Makes every method that the class itself defines `eager`, including static methods."""
     for name, method in list(vars(kind).items()):
         if isinstance(method, FunctionType):
             setattr(kind, name, eager(method))
@@ -53,7 +53,7 @@ def eager_methods(kind: type[_T]) -> type[_T]:
 
 
 def compiled_by(compiler: Compiler, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Calls `call` where `compiler` compiles it."""
+    """Calls `call` with `compiler` in effect."""
     set_eval_frame(compiler)
     try:
         return call(*args, **kwargs)
@@ -62,7 +62,7 @@ def compiled_by(compiler: Compiler, call: Callable[_P, _T], *args: _P.args, **kw
 
 
 def own_code(call: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Returns `call` as a function that torch.compile compiles apart; it limits how often it compiles one function."""
+    """Returns a copy of `call` with a code object of its own, since torch.compile limits recompilations by code."""
     code = cast(FunctionType, call).__code__
     return cast(Callable[_P, _T], FunctionType(code.replace(), call.__globals__, code.co_name))
 

@@ -1,6 +1,6 @@
-"""The engines that the groups of a process use; each starts when the first group needs it.
+"""Engines of the groups of a process, each of which starts when the first group needs it, and the devices of a group.
 
-Opens a group on each device that its tensors are on.
+`Engines` starts engines and opens groups with them. `Devices` holds one group's open groups, one for each device.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Opener = Callable[[torch.device], OpenGroup]
 
 
 class Devices:
-    """Finds the open group for a call's tensors; on devices other than the CPU the first call opens it.
+    """The open groups of one process group, by device; the first call on a device other than the CPU opens its group.
 
     Args:
         on_cpu: the open group for CPU tensors.
-        openers: the functions that open it on other devices, by the device's type.
+        openers: functions that open the group on other devices, by the device's type.
         backend: the backend's name, for messages.
-        record: adds an open group, on a type of device, to the recording; returns its serial there.
-        advice: what a user can do about a tensor on another device; by default this names the engine for it.
+        record: a function that adds an open group on a type of device to the recording and returns its serial number.
+        advice: the advice in errors about a tensor on a device without an opener; by default it names an engine.
     """
 
     def __init__(
@@ -59,13 +59,15 @@ class Devices:
 
     @property
     def types(self) -> frozenset[str]:
-        """Returns the types of device that have an engine."""
+        """Returns the device types that have an engine."""
         return frozenset({"cpu", *self._openers})
 
     def of(self, tensors: Sequence[torch.Tensor], call: object) -> OpenGroup:
         """Returns the open group on the device of `tensors`, or on the CPU if there are none.
 
-        The text of `call` is the call's name.
+        Args:
+            tensors: the tensors of a call.
+            call: the call's name, or an object whose text is the name.
 
         Raises:
             TypeError: there is no engine for the device, or the tensors are on several devices.
@@ -88,15 +90,15 @@ class Devices:
             opened.abort()
 
     def failure(self) -> int:
-        """Returns the `failures.Code` of a failure on any device; OK without one."""
+        """Returns the `OutcomeCode` of a failure on any device, or OK."""
         return next(filter(None, (opened.failure() for opened in self._all())), OutcomeCode.OK)
 
     def _all(self) -> list[OpenGroup]:
-        # Without the lock, which a thread that opens a group on a further device holds while it waits for other ranks.
+        # Takes no lock: a thread that opens a group on another device holds the lock while it waits for other ranks.
         return [self._on_cpu, *self._open.values()]
 
     def close(self) -> None:
-        """Ends the group on all devices, and releases the functions that would open it on others; idempotent."""
+        """Ends the group on all devices and releases the openers; idempotent."""
         self._openers = {}
         self._on_cpu.close()
         for opened in self._open.values():
@@ -126,9 +128,9 @@ class Engines:
     """Starts engines and opens groups with them, until `close` ends them.
 
     Args:
-        context: what the engines are started with, without members.
+        context: the context in which the engines start, without members.
         backend: the default group's backend.
-        between_hosts: the engine for data between hosts, where "paceline" is the engine for CPU tensors.
+        between_hosts: the engine for data between hosts if "paceline" is the engine for CPU tensors.
 
     Raises:
         ValueError: an engine lacks a prerequisite.
@@ -154,19 +156,19 @@ class Engines:
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """This process's rank in the default group."""
         return self._context.rank
 
     @property
     def members(self) -> tuple[RankIdentity, ...]:
-        """The ranks of the default group."""
+        """The members of the default group."""
         return self._context.members
 
     def start(self, backend: BackendChoice) -> None:
-        """Starts the engines for CPU tensors, on every rank. The others start with the first tensor on their device.
+        """Starts the engine for CPU tensors; every rank calls this. Other engines start with the first tensor for them.
 
         Raises:
-            ValueError: an engine lacks a prerequisite, even one that would start later.
+            ValueError: an engine, started or not, lacks a prerequisite.
         """
         for device_type, name in backend.engines.items():
             if device_type == "cpu":
@@ -175,12 +177,12 @@ class Engines:
                 registry.require(name, self._context.rank)
 
     def count_group(self, ranks: Sequence[int]) -> int:
-        """Returns the identity of the next group among those that every rank counts, member or not."""
+        """Returns the identity of the next group that every rank of the default group counts, member or not."""
         self._counted += 1
         return self._counted << 32 | zlib.crc32(repr([*ranks]).encode())
 
     def count_local_group(self, ranks: Sequence[int]) -> int:
-        """Returns the identity of the next group of `ranks` among those that only their members count."""
+        """Returns the identity of the next group of `ranks` that only its members count."""
         self._counted_by_members[tuple(ranks)] += 1
         named = f"{list(ranks)} {self._counted_by_members[tuple(ranks)]}"
         return agreed_identity(int.from_bytes(hashlib.sha256(named.encode()).digest()[:7], "big"))
@@ -193,7 +195,7 @@ class Engines:
         identity: int,
         algorithm: str | None = None,
     ) -> dict[str, Opener]:
-        """Returns the functions that open the group of `ranks` on a device, by the device's type."""
+        """Returns functions that open the group of `ranks` on a device, by the device's type."""
 
         def open_on(name: str, device: torch.device) -> OpenGroup:
             engine = self._engine(name)
@@ -222,7 +224,7 @@ class Engines:
 
 
 def require_one_host(engine: str, rank: int, members: Sequence[RankIdentity]) -> None:
-    """Requires that an engine which does not encrypt connects the ranks of one host only.
+    """Requires that an engine without encryption connects only ranks of one host.
 
     Raises:
         ValueError: there are several hosts.
@@ -237,7 +239,7 @@ def require_one_host(engine: str, rank: int, members: Sequence[RankIdentity]) ->
 
 
 def require_ports(engine: str, rank: int, members: Sequence[RankIdentity]) -> None:
-    """Requires that an engine with ports of its own connects the ranks of one host only, in a job with one port.
+    """Requires, in a job with one port, that an engine with ports of its own connects only ranks of one host.
 
     Raises:
         ValueError: there are several hosts.
@@ -252,5 +254,5 @@ def require_ports(engine: str, rank: int, members: Sequence[RankIdentity]) -> No
 
 
 def agreed_identity(number: int) -> int:
-    """Returns the identity of a group that only its members know; they agreed on `number`, which is below 2^61."""
+    """Returns the identity of a group that only its members count, from a `number` below 2^61 that they agreed on."""
     return _AGREED | number

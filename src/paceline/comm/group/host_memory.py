@@ -1,7 +1,4 @@
-"""Memory that all ranks of a group on one host share.
-
-Creates tensors in memory that the ranks of a host share.
-"""
+"""Memory that the ranks of a host share: tensors for `all_reduce`, and blocks for other parts of Paceline."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ import torch
 from paceline import _core
 from paceline.comm.engine.native.engine import HostRanks, NativeGroup
 from paceline.comm.group.process_group import ProcessGroup
-from paceline.durations import to_seconds
 from paceline.linux import is_out_of_descriptors, out_of_descriptors_error
 
 
@@ -22,22 +18,23 @@ def empty_shared(*size: int | Sequence[int], dtype: torch.dtype | None = None) -
     """Returns an uninitialised CPU tensor that `all_reduce` reduces in place for all ranks, without a staging copy.
 
     This pays off for large tensors (a megabyte and up) that every rank creates this way and passes to `all_reduce`
-    whole. Everywhere else it is an ordinary tensor, of `dtype` (default: PyTorch's default type) and shape `size`.
+    whole. For all other purposes it is an ordinary tensor of `dtype` (default: PyTorch's default dtype) and shape
+    `size`.
 
-    After an `all_reduce` of it has failed because a rank died, did not come or aborted the group, it is an ordinary
-    tensor: the others may still write to the memory that it had, so it was moved to memory of its own, at the same
-    address. It can be used on, with any group; for the speed, make a new one.
+    If an `all_reduce` of it fails because a rank died, timed out or aborted the group, it becomes an ordinary tensor:
+    other ranks may still write to the shared memory, so the tensor moves to private memory at the same address. It
+    remains usable with any group; create a new one to regain the speed.
 
     Raises:
-        MemoryError: the system has not enough shared memory left.
-        OutOfDescriptorsError: the process has no file descriptor left; each such tensor takes one.
+        MemoryError: the system has too little shared memory left.
+        OutOfDescriptorsError: the process has no file descriptor left; each such tensor uses one.
 
     >>> empty_shared(2, 3).shape
     torch.Size([2, 3])
     """
     dtype = torch.get_default_dtype() if dtype is None else dtype
     first = size[0] if size else ()
-    shape = torch.Size(first if isinstance(first, Sequence) else [each for each in size if isinstance(each, int)])
+    shape = torch.Size(first if isinstance(first, Sequence) else [length for length in size if isinstance(length, int)])
     nbytes = shape.numel() * dtype.itemsize
     if nbytes == 0:
         return torch.empty(shape, dtype=dtype, device="cpu")
@@ -54,7 +51,7 @@ def empty_shared(*size: int | Sequence[int], dtype: torch.dtype | None = None) -
 
 
 def host_ranks(group: ProcessGroup) -> HostRanks | None:
-    """Returns the ranks that share this rank's host, None if the group's engine does not connect them by memory."""
+    """Returns the ranks on this rank's host, or None if the group's engine does not connect them by shared memory."""
     opened = group.on_cpu
     return opened.host_ranks if isinstance(opened, NativeGroup) else None
 
@@ -66,9 +63,9 @@ def applies_updates(group: ProcessGroup) -> bool:
 
 
 def share_on_host(group: ProcessGroup, nbytes: int) -> _core.SharedMemory:
-    """Returns memory of `nbytes` zeros that this rank shares with those of its host; every rank of `group` calls this.
+    """Returns `nbytes` of zeroed memory shared by the ranks of this host; every rank of `group` must call this.
 
-    The group's engine must be one for which `host_ranks` returns the ranks.
+    Requires that `host_ranks(group)` is not None.
 
     Raises:
         OutOfDescriptorsError, MemoryError: a rank has no descriptors or memory left; raised on every rank.
@@ -86,7 +83,7 @@ def share_on_host(group: ProcessGroup, nbytes: int) -> _core.SharedMemory:
     numbers = _exchange(group, number, problem)
     if memory is None:
         try:
-            memory = ranks.find(owner, numbers[owner], nbytes, to_seconds(group.timeout))
+            memory = ranks.find(owner, numbers[owner], nbytes, group.timeout_ns / 1e9)
         except OSError as error:
             problem = _shortage(error, group, nbytes)
         if memory is None and problem is None:
@@ -105,7 +102,7 @@ def _shortage(error: OSError, group: ProcessGroup, nbytes: int) -> Exception:
 
 
 def _exchange(group: ProcessGroup, number: int, problem: Exception | None) -> list[int]:
-    """Returns every rank's number, unless a rank has a problem."""
+    """Returns every rank's number; raises on every rank if any rank has a problem."""
     mine = json.dumps([number, str(problem) if problem else None]).encode()
     everyone = [json.loads(data) for data in group.all_gather_bytes(mine)]
     if problem is not None:
@@ -113,4 +110,4 @@ def _exchange(group: ProcessGroup, number: int, problem: Exception | None) -> li
     for _, other in everyone:
         if other is not None:
             raise MemoryError(f"{group.me}: another rank cannot share memory, so no rank can: {other}")
-    return [each for each, _ in everyone]
+    return [number_of_rank for number_of_rank, _ in everyone]

@@ -1,11 +1,8 @@
-"""Makes and ends process groups.
+"""Functions that create and end process groups: `init_process_group`, `new_group`, `destroy_process_group`.
 
-How process groups form: the ranks meet, start the engines, and find each other in a group.
-
-`init.py` has the functions that programs call. `form_apart` and `make_default` make a default group in two parts, for
-ranks that form their next group while they still use the one before.
-
-Checks the arguments of the functions that make process groups.
+A group forms in three steps: the ranks meet (`meet`), start the engines, and connect in a group (`form`). `form_apart`
+and `make_default` create a default group in two parts, for ranks that form their next group while they still use the
+previous one.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ import torch
 
 from paceline.comm.engine.api import EngineContext, KnownCosts
 from paceline.comm.engine.formation import Formation
-from paceline.comm.engine.registry import BackendChoice, choose, meeting
+from paceline.comm.engine.registry import BackendChoice, choose, launcher_meeting
 from paceline.comm.group.compression import WireKind, checked_kind
 from paceline.comm.group.default import (
     Group,
@@ -36,24 +33,26 @@ from paceline.comm.group.default import (
     set_default_world,
 )
 from paceline.comm.group.engines import Engines
-from paceline.comm.group.process_group import ProcessGroup, QuantisingGroup
+from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.one_port.dialer import choose_port
 from paceline.comm.record import recorder
 from paceline.comm.rendezvous.rendezvous import RendezvousResult, rendezvous
 from paceline.comm.security.levels import choose_level
 from paceline.comm.store.store import HashStore, Store
-from paceline.durations import Timeout, to_seconds, to_timedelta
+from paceline.durations import Timeout, to_seconds
 from paceline.linux import is_out_of_descriptors, out_of_descriptors_error
+
+DEFAULT_TIMEOUT = default_pg_timeout = timedelta(minutes=30)  # the second name is torch's
 
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """What a program may choose for its default group; see `init_process_group`.
+    """Options of a default group; see `init_process_group`.
 
     Attributes:
-        costs: what messages cost, as far as groups before have measured it; this one adds to that.
-        identity: a number that tells the group from others of these ranks (see `engines.agreed_identity`), the same on
-            all of them; None for the one that they count.
+        costs: the link costs that earlier groups measured, to which this group adds its own; None if there are none.
+        identity: a number, the same on all ranks, that distinguishes the group from others of these ranks (see
+            `engines.agreed_identity`); None to use the next number that the ranks count.
     """
 
     name: str = ""
@@ -63,194 +62,6 @@ class GroupOptions:
     wire: WireKind | None = None
     costs: KnownCosts | None = None
     identity: int | None = None
-
-
-def meet(
-    backend: BackendChoice, init_method: str | None, store: Store | None, world_size: int, rank: int, timeout_s: float
-) -> RendezvousResult:
-    """Returns this rank and the store; if the caller gives no address, the engine's launcher (mpirun) provides both."""
-    told = init_method is not None or store is not None or "RANK" in os.environ
-    by_launcher = None if told else meeting(backend, rank)
-    try:
-        if by_launcher is not None:
-            return by_launcher(timeout_s)
-        return rendezvous(init_method, store, world_size, rank, timeout_s)
-    except OSError as error:
-        if not is_out_of_descriptors(error):
-            raise
-        own = rank if rank >= 0 else os.environ.get("RANK", "?")
-        who = f"rank {own} ({socket.gethostname()}, pid {os.getpid()})"
-        raise out_of_descriptors_error(who, "the store where the ranks meet") from error
-
-
-def form(joined: RendezvousResult, backend: BackendChoice, timeout: timedelta, options: GroupOptions) -> World:
-    """Returns the group of all ranks that have met, with what belongs to it; it is not the default group yet."""
-    with contextlib.ExitStack() as undo:
-        with Formation(joined.store, joined.rank, joined.world_size) as formation:
-            start = EngineContext(
-                joined.store,
-                joined.rank,
-                joined.world_size,
-                to_seconds(timeout),
-                formation,
-                peer=joined.address,
-                interface=options.interface,
-                algorithm=None if options.between_hosts else options.algorithm,
-                costs=options.costs,
-            )
-            engines = undo.enter_context(contextlib.closing(Engines(start, backend, options.between_hosts)))
-            ranks, identity = range(joined.world_size), options.identity
-            group = open_on(
-                engines, backend, ranks, timeout, options.name, options.algorithm, identity, wire=options.wire
-            )
-        undo.pop_all()
-    return World(joined.store, engines, group, timeout)
-
-
-def form_apart(store: Store, rank: int, world_size: int, timeout: timedelta, options: GroupOptions) -> World:
-    """Returns a group of Paceline's engine, beside the default group that there may be; any thread may form it.
-
-    Args:
-        store: where the ranks meet; it stays the caller's.
-        rank, world_size: this rank, and how many there are.
-        timeout: how long to wait for the others, and how long the group's calls do.
-        options: those of the group.
-
-    Raises:
-        RendezvousError, AuthenticationError, StoreError: the ranks did not find each other.
-    """
-    backend = choose("paceline")
-    recorder.begin()
-    joined = meet(backend, None, store, world_size, rank, to_seconds(timeout))
-    return form(joined, backend, timeout, options)
-
-
-def make_default(world: World) -> None:
-    """Makes the group that `form_apart` has returned the default group; there is none at the moment."""
-    recorder.identify(world.group.rank(), world.group.size())
-    set_default_world(OwnWorld(world.store, False, world.engines, world.group, world.timeout))
-
-
-def open_on(
-    engines: Engines,
-    backend: BackendChoice,
-    ranks: Sequence[int],
-    timeout: Timeout,
-    name: str,
-    algorithm: str | None,
-    identity: int | None = None,
-    wire: WireKind | None = None,
-) -> ProcessGroup:
-    """Opens the group of `ranks`, in which all of them find each other; each of them calls this."""
-    engines.start(backend)
-    if identity is None:
-        identity = engines.count_group(ranks)
-    openers = engines.openers(backend, ranks, to_seconds(timeout), identity, algorithm)
-    members = [engines.members[rank] for rank in ranks]
-    opened = openers["cpu"](torch.device("cpu"))
-    group_rank = list(ranks).index(engines.rank)
-    everybody = engines.members
-    kind = ProcessGroup if wire is None else QuantisingGroup
-    group = kind(
-        opened, members, group_rank, timeout, name, backend.text, openers, everybody=everybody, identity=identity
-    )
-    group.wire = wire
-    try:
-        # No rank may end the group, or its store, before all ranks have found each other in it.
-        group.barrier()
-    except BaseException:
-        group.close()
-        raise
-    return group
-
-
-def require_elastic(
-    backend: str | None, init_method: str | None, store: Store | None, world_size: int, rank: int
-) -> None:
-    """Requires arguments with which an elastic job can start.
-
-    Raises:
-        ValueError: an argument is given that the launcher decides, or the launcher does not run an elastic job.
-    """
-    if backend not in (None, "paceline", "cpu:paceline"):
-        raise ValueError(
-            f"backend is {backend!r} with elastic=True; elastic training runs on 'paceline' with CPU tensors. On "
-            "'nccl' it would need a new communicator in every view, which has not been tried on GPUs"
-        )
-    if init_method is not None or store is not None or world_size >= 0 or rank >= 0:
-        raise ValueError(
-            "elastic=True excludes init_method, store, world_size and rank: the launcher says who takes part"
-        )
-    if "PACELINE_ELASTIC_FD" not in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(
-            f"rank {os.environ.get('RANK', '?')}: elastic=True in a job of {os.environ['WORLD_SIZE']} ranks whose "
-            "launcher is not elastic; start it with `paceline run --elastic`"
-        )
-
-
-def require_between(between_hosts: str | None, backend: BackendChoice, algorithm: str | None) -> None:
-    """Requires that `between_hosts` fits the other arguments.
-
-    Raises:
-        ValueError: it does not name one engine for CPU tensors, or the backend or the algorithm exclude it.
-    """
-    if between_hosts is None:
-        return
-    if choose(between_hosts).engines["cpu"] != between_hosts or backend.engines["cpu"] != "paceline":
-        raise ValueError(
-            f"between_hosts is {between_hosts!r} and the backend {backend.text!r}; it must be one engine for CPU "
-            "tensors, beside 'paceline' for those of a host"
-        )
-    if algorithm not in (None, "hierarchical"):
-        raise ValueError(f"between_hosts makes the algorithm hierarchical; algorithm={algorithm!r} excludes it")
-
-
-def require_wire(wire: object, backend: BackendChoice, between_hosts: str | None, elastic: bool = False) -> None:
-    """Requires that a group's `wire` exists, and fits the other arguments.
-
-    Raises:
-        ValueError: it does not.
-    """
-    if wire is None:
-        return
-    kind = checked_kind(wire)
-    if backend.engines["cpu"] != "paceline" or between_hosts is not None:
-        raise ValueError(
-            f"wire={kind!r} needs the engine 'paceline', also between the hosts; the backend is {backend.text!r} and "
-            f"between_hosts {between_hosts!r}. Leave wire out, or leave them out"
-        )
-    if elastic:
-        raise ValueError(f"wire={kind!r} excludes elastic=True: workers that come and go average gradients exactly")
-
-
-def require_no_options(pg_options: None, call: str) -> None:
-    """Requires that there are no options, which torch's backends have.
-
-    Raises:
-        ValueError: there are options.
-    """
-    if pg_options is not None:
-        raise ValueError(f"{call}: pg_options is for engines that have options; leave it out")
-
-
-def make_current(device_id: torch.device | int | None, backend: BackendChoice) -> None:
-    """Makes a CUDA device the current one; does nothing if `device_id` is None or another device.
-
-    Raises:
-        ValueError: the backend has no engine for the device.
-    """
-    if device_id is None:
-        return
-    device = torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
-    if device.type not in backend.engines:
-        raise ValueError(
-            f"device_id is {device_id}; the backend {backend.text!r} has no engine for {device.type}, leave it out"
-        )
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-
-
-DEFAULT_TIMEOUT = default_pg_timeout = timedelta(minutes=30)  # the second name is torch's
 
 
 def init_process_group(
@@ -272,47 +83,47 @@ def init_process_group(
     port: int | None = None,
     wire: WireKind | None = None,
 ) -> None:
-    """Makes the default process group. Every rank calls this once, and it returns when all ranks have called it.
+    """Creates the default process group. Every rank calls this once, and it returns when all ranks have called it.
 
-    A program that does not call it uses the default group of torch.distributed, if the backend of that is "paceline".
-    While the group exists, torch.distributed uses Paceline for CPU tensors if a program names no backend, as is the
-    case with `fully_shard`.
+    A program that does not call it uses the default group of torch.distributed if the backend of that is "paceline".
+    While the group exists, torch.distributed uses Paceline for CPU tensors if no backend is named, for instance in
+    `fully_shard`.
 
     Args:
         backend: the engine: "paceline", "gloo" or "mpi" for CPU tensors, "nccl" for CUDA tensors, or one for each, such
-            as "cpu:gloo,cuda:nccl". The default is the best one that is available for each. CPU tensors use "paceline"
-            if no other engine is named for them.
+            as "cpu:gloo,cuda:nccl". The default is the best one available for each. CPU tensors use "paceline" unless
+            another engine is named for them.
         init_method: "env://" (the default), "tcp://host:port" or "file:///path"; see `rendezvous`. It is not needed
             with "mpi" if mpirun has started the ranks.
-        timeout: how long this call and every later one waits for the other ranks, as a timedelta or in seconds. The
-            default is 30 minutes.
-        world_size, rank: the number of ranks, and the rank of this process; with env:// they may be in the environment.
+        timeout: the time that this call and every later one waits for the other ranks, as a timedelta or in seconds.
+            The default is 30 minutes.
+        world_size, rank: the number of ranks and the rank of this process; with env:// they may be in the environment.
         store: a store that all ranks share, instead of `init_method`; it requires `world_size` and `rank`.
         group_name: the group's name in messages.
         pg_options: must be None; no engine has options.
         device_id: this rank's CUDA device, which becomes the current device.
         interface: the network interface through which other hosts reach this one, by its name or one of its addresses.
             The default is PACELINE_IFACE, or else the interface on the route to the host where the ranks meet.
-        algorithm: "ring", "halving_doubling", "tree", "star" or "hierarchical", for every collective that it offers.
-            The default is PACELINE_ALGORITHM, or else shared memory on one host and the fastest algorithm between
-            hosts.
-        between_hosts: the engine ("gloo", "mpi") with which the first rank of each host reduces and broadcasts what
-            "paceline" has reduced within the host; "paceline" itself if None.
-        elastic: whether workers come and go; the group has this one rank until `ElasticState.epochs` finds the others.
-            The job is started with `paceline run --elastic`, or is this one process.
+        algorithm: the algorithm of every collective that offers it: "ring", "halving_doubling", "tree", "star" or
+            "hierarchical". The default is PACELINE_ALGORITHM, or else shared memory on one host and the fastest
+            algorithm between hosts.
+        between_hosts: the engine ("gloo", "mpi") with which the first rank of each host reduces and broadcasts the
+            results that "paceline" has reduced within the host; "paceline" itself if None.
+        elastic: whether workers may join and leave; the group has this one rank until `ElasticState.epochs` finds the
+            others. The job is started with `paceline run --elastic`, or consists of this process.
         security: "encrypt" encrypts all connections to other hosts, "auth" only authenticates them, and "none" does
-            neither. The default is PACELINE_SECURITY, or else they are encrypted where an address is public.
+            neither. The default is PACELINE_SECURITY, or else connections at public addresses are encrypted.
         port: the one TCP port of each machine at which the others reach its ranks and its store, the same on every
             rank; see docs/hosts.md. The default is PACELINE_PORT, or else each listener has a port of its own.
-        wire: what sums of floats in this group are rounded to between hosts ("bf16", "int8", "int4") where a call does
-            not say so itself, for tensors of at least 1,024 elements; see docs/slow-networks.md. Other groups are
-            exact unless they have a `wire` of their own.
+        wire: the format ("bf16", "int8", "int4") to which this group rounds sums of floats between hosts, for tensors
+            of at least 1,024 elements and calls without a `wire` of their own; see docs/slow-networks.md. Other groups
+            are exact unless they have a `wire` of their own.
 
     Raises:
-        ValueError: the default group exists already, or an argument is wrong; the message says what to do.
+        ValueError: the default group exists already, or an argument is wrong; the message gives the fix.
         RendezvousError: two processes claim one rank, a rank gave up or died, or world sizes differ.
         RendezvousTimeoutError: ranks are missing; the message names them.
-        AuthenticationError: the process that answered does not have this job's secret.
+        AuthenticationError: a process that answered does not have this job's secret.
     """
     if own_world() is not None:
         raise ValueError("the default process group exists already; call destroy_process_group() before a second one")
@@ -328,31 +139,31 @@ def init_process_group(
     require_between(between_hosts, chosen, algorithm)
     require_wire(wire, chosen, between_hosts, elastic)
     make_current(device_id, chosen)
-    timeout = DEFAULT_TIMEOUT if timeout is None else to_timedelta(timeout)
+    timeout_s = to_seconds(DEFAULT_TIMEOUT if timeout is None else timeout)
     recorder.begin()
-    joined = meet(chosen, init_method, store, world_size, rank, to_seconds(timeout))
+    joined = meet(chosen, init_method, store, world_size, rank, timeout_s)
     recorder.identify(joined.rank, joined.world_size)
     with contextlib.ExitStack() as undo:
         if store is None:
             undo.callback(joined.store.close)
         options = GroupOptions(group_name, interface, algorithm, between_hosts, wire)
-        world = form(joined, chosen, timeout, options)
+        world = form(joined, chosen, timeout_s, options)
         undo.pop_all()
-    set_default_world(OwnWorld(world.store, store is None, world.engines, world.group, timeout))
+    set_default_world(OwnWorld(world.store, store is None, world.engines, world.group, timeout_s))
 
 
 def destroy_process_group(group: Group = None) -> None:
-    """Ends `group`, or the default group and all others if it is None. It does not wait for the other ranks.
+    """Ends `group` without waiting for the other ranks.
 
-    A default group that torch.distributed made continues until `torch.distributed.destroy_process_group()`; only the
-    groups that were made of its ranks here end.
+    A default group that torch.distributed created continues until `torch.distributed.destroy_process_group()`; only
+    the groups created from its ranks here end.
 
     Args:
-        group: the group to end; the default group and all groups made of its ranks if None.
+        group: the group to end; if None, the default group and all groups of its ranks.
 
     Raises:
         ValueError: the default group does not exist.
-        TypeError: `group` is not a group of Paceline's.
+        TypeError: `group` is not a Paceline group.
     """
     world = default_world()
     ended = resolve(group)
@@ -379,21 +190,20 @@ def new_group(
     algorithm: str | None = None,
     wire: WireKind | None = None,
 ) -> ProcessGroup | NonMember:
-    """Makes a group of some of the ranks. Every rank of the default group calls this, in the same order.
+    """Creates a group of some of the ranks. Every rank of the default group calls this, in the same order.
 
     Args:
-        ranks: ranks of the default group, in the order of their group ranks; all if None.
-        timeout: for calls on the group; the default group's if None.
-        backend: as for `init_process_group`; by default the default group's.
+        ranks: the members' ranks in the default group, in the order of their group ranks; all ranks if None.
+        timeout: the time-out of calls on the group; the default group's if None.
+        backend: the backend as for `init_process_group`; the default group's if None.
         pg_options: must be None; no engine has options.
-        use_local_synchronization: whether only the members call this; ranks that are in several such groups call it in
+        use_local_synchronization: whether only the members call this. Ranks that are in several such groups call it in
             the same order.
-        group_desc: the group's name, for messages.
-        device_id: as for `init_process_group`.
-        sort_ranks: whether the members' group ranks follow the order of their ranks, whatever the order of `ranks` is
-            (torch's default).
-        algorithm: as for `init_process_group`; by default the default group's.
-        wire: as for `init_process_group`; by default exact, whatever the default group's is.
+        group_desc: the group's name in messages.
+        device_id: this rank's CUDA device as for `init_process_group`.
+        sort_ranks: whether group ranks follow the order of the ranks rather than that of `ranks` (torch's default).
+        algorithm: the algorithm as for `init_process_group`; the default group's if None.
+        wire: the format as for `init_process_group`; exact if None, even if the default group has a `wire`.
 
     Returns:
         The group, or `GroupMember.NON_GROUP_MEMBER` on a rank that is not in it.
@@ -436,13 +246,204 @@ def open_group(
     algorithm: str | None = None,
     wire: WireKind | None = None,
 ) -> ProcessGroup:
-    """Opens a group of `ranks` of the default group, which this rank is one of.
+    """Opens a group of `ranks` of the default group, one of which is this rank.
 
     The argument `identity` is that of `Engine.open_group`.
     """
     world = default_world()
     chosen = world.engines.backend if backend is None else choose(backend)
-    timeout = world.timeout if timeout is None else timeout
-    group = open_on(world.engines, chosen, ranks, timeout, name, algorithm, identity, wire)
+    timeout_s = world.timeout_s if timeout is None else to_seconds(timeout)
+    group = open_on(world.engines, chosen, ranks, timeout_s, name, algorithm, identity, wire)
     world.subgroups.append(group)
     return group
+
+
+def open_on(
+    engines: Engines,
+    backend: BackendChoice,
+    ranks: Sequence[int],
+    timeout_s: float,
+    name: str,
+    algorithm: str | None,
+    identity: int | None = None,
+    wire: WireKind | None = None,
+) -> ProcessGroup:
+    """Opens the group of `ranks` and waits until all of them have; each of them calls this."""
+    engines.start(backend)
+    if identity is None:
+        identity = engines.count_group(ranks)
+    openers = engines.openers(backend, ranks, timeout_s, identity, algorithm)
+    members = [engines.members[rank] for rank in ranks]
+    opened = openers["cpu"](torch.device("cpu"))
+    group_rank = list(ranks).index(engines.rank)
+    group = ProcessGroup(
+        opened,
+        members,
+        group_rank,
+        timeout_s,
+        name,
+        backend.text,
+        openers,
+        engine_members=engines.members,
+        identity=identity,
+        wire=wire,
+    )
+    try:
+        # No rank may end the group, or its store, before all ranks are connected in it.
+        group.barrier()
+    except BaseException:
+        group.close()
+        raise
+    return group
+
+
+def form_apart(store: Store, rank: int, world_size: int, timeout_s: float, options: GroupOptions) -> World:
+    """Forms a group of the engine "paceline" independently of any default group; any thread may call this.
+
+    Args:
+        store: the store through which the ranks meet; the caller closes it.
+        rank, world_size: this rank and the number of ranks.
+        timeout_s: the time to wait for the other ranks, here and in the group's calls, in seconds.
+        options: the group's options.
+
+    Raises:
+        RendezvousError, AuthenticationError, StoreError: the rendezvous failed.
+    """
+    backend = choose("paceline")
+    recorder.begin()
+    joined = meet(backend, None, store, world_size, rank, timeout_s)
+    return form(joined, backend, timeout_s, options)
+
+
+def make_default(world: World) -> None:
+    """Makes the group of `form_apart` the default group. Requires that there is none at present."""
+    recorder.identify(world.group.rank(), world.group.size())
+    set_default_world(OwnWorld(world.store, False, world.engines, world.group, world.timeout_s))
+
+
+def form(joined: RendezvousResult, backend: BackendChoice, timeout_s: float, options: GroupOptions) -> World:
+    """Returns a world of all ranks that have met; its group is not the default group yet."""
+    with contextlib.ExitStack() as undo:
+        with Formation(joined.store, joined.rank, joined.world_size) as formation:
+            context = EngineContext(
+                joined.store,
+                joined.rank,
+                joined.world_size,
+                timeout_s,
+                formation,
+                peer=joined.address,
+                interface=options.interface,
+                algorithm=None if options.between_hosts else options.algorithm,
+                costs=options.costs,
+            )
+            engines = undo.enter_context(contextlib.closing(Engines(context, backend, options.between_hosts)))
+            ranks, identity = range(joined.world_size), options.identity
+            group = open_on(
+                engines, backend, ranks, timeout_s, options.name, options.algorithm, identity, wire=options.wire
+            )
+        undo.pop_all()
+    return World(joined.store, engines, group, timeout_s)
+
+
+def meet(
+    backend: BackendChoice, init_method: str | None, store: Store | None, world_size: int, rank: int, timeout_s: float
+) -> RendezvousResult:
+    """Returns this rank and the store; if the caller gives no address, the engine's launcher (mpirun) provides both."""
+    has_address = init_method is not None or store is not None or "RANK" in os.environ
+    meet_by_launcher = None if has_address else launcher_meeting(backend, rank)
+    try:
+        if meet_by_launcher is not None:
+            return meet_by_launcher(timeout_s)
+        return rendezvous(init_method, store, world_size, rank, timeout_s)
+    except OSError as error:
+        if not is_out_of_descriptors(error):
+            raise
+        own_rank = rank if rank >= 0 else os.environ.get("RANK", "?")
+        who = f"rank {own_rank} ({socket.gethostname()}, pid {os.getpid()})"
+        raise out_of_descriptors_error(who, "the store where the ranks meet") from error
+
+
+def make_current(device_id: torch.device | int | None, backend: BackendChoice) -> None:
+    """Makes a CUDA device the current device; does nothing if `device_id` is None or another type of device.
+
+    Raises:
+        ValueError: the backend has no engine for the device.
+    """
+    if device_id is None:
+        return
+    device = torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
+    if device.type not in backend.engines:
+        raise ValueError(
+            f"device_id is {device_id}; the backend {backend.text!r} has no engine for {device.type}, leave it out"
+        )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def require_elastic(
+    backend: str | None, init_method: str | None, store: Store | None, world_size: int, rank: int
+) -> None:
+    """Requires arguments with which an elastic job can start.
+
+    Raises:
+        ValueError: an argument is given that the launcher sets, or the launcher does not run an elastic job.
+    """
+    if backend not in (None, "paceline", "cpu:paceline"):
+        raise ValueError(
+            f"backend is {backend!r} with elastic=True; elastic training runs on 'paceline' with CPU tensors. On "
+            "'nccl' it would need a new communicator in every view, which has not been tried on GPUs"
+        )
+    if init_method is not None or store is not None or world_size >= 0 or rank >= 0:
+        raise ValueError(
+            "elastic=True excludes init_method, store, world_size and rank: the launcher says who takes part"
+        )
+    if "PACELINE_ELASTIC_FD" not in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            f"rank {os.environ.get('RANK', '?')}: elastic=True in a job of {os.environ['WORLD_SIZE']} ranks whose "
+            "launcher is not elastic; start it with `paceline run --elastic`"
+        )
+
+
+def require_between(between_hosts: str | None, backend: BackendChoice, algorithm: str | None) -> None:
+    """Requires that `between_hosts` fits the other arguments.
+
+    Raises:
+        ValueError: it does not name one engine for CPU tensors, or the backend or the algorithm excludes it.
+    """
+    if between_hosts is None:
+        return
+    if choose(between_hosts).engines["cpu"] != between_hosts or backend.engines["cpu"] != "paceline":
+        raise ValueError(
+            f"between_hosts is {between_hosts!r} and the backend {backend.text!r}; it must be one engine for CPU "
+            "tensors, beside 'paceline' for those of a host"
+        )
+    if algorithm not in (None, "hierarchical"):
+        raise ValueError(f"between_hosts makes the algorithm hierarchical; algorithm={algorithm!r} excludes it")
+
+
+def require_wire(wire: object, backend: BackendChoice, between_hosts: str | None, elastic: bool = False) -> None:
+    """Requires that a group's `wire` is a format that fits the other arguments.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if wire is None:
+        return
+    kind = checked_kind(wire)
+    if backend.engines["cpu"] != "paceline" or between_hosts is not None:
+        raise ValueError(
+            f"wire={kind!r} needs the engine 'paceline', also between the hosts; the backend is {backend.text!r} and "
+            f"between_hosts {between_hosts!r}. Leave wire out, or leave them out"
+        )
+    if elastic:
+        raise ValueError(f"wire={kind!r} excludes elastic=True: workers that come and go average gradients exactly")
+
+
+def require_no_options(pg_options: None, call: str) -> None:
+    """Requires that `pg_options`, an argument for torch's backends, is None.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if pg_options is not None:
+        raise ValueError(f"{call}: pg_options is for engines that have options; leave it out")

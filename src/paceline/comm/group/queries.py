@@ -1,7 +1,4 @@
-"""Functions that return facts about process groups.
-
-The names of backends, and which of them can be used here.
-"""
+"""Functions that return facts about process groups and backends."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ def get_world_size(group: Group = None) -> int:
 
 
 def get_backend(group: Group = None) -> str:
-    """Returns the group's backend: the name of its engine, or such as "cpu:paceline,cuda:nccl" if it has several.
+    """Returns the group's backend: the name of its engine, or for instance "cpu:paceline,cuda:nccl" with several.
 
     Raises:
         ValueError: this rank is not in the group.
@@ -55,7 +52,7 @@ def get_backend(group: Group = None) -> str:
 
 
 def get_pg_count() -> int:
-    """Returns how many process groups this rank has made since `init_process_group`, including the default group."""
+    """Returns the number of process groups created since `init_process_group`, including the default group."""
     world = own_world()
     return 0 if world is None else 1 + len(world.subgroups)
 
@@ -140,7 +137,7 @@ def is_backend_available(backend: str) -> bool:
 
 
 def get_default_backend_for_device(device: str | torch.device) -> str:
-    """Returns the backend for tensors on `device` that is used if a program names none.
+    """Returns the backend that tensors on `device` use if a program names none.
 
     Raises:
         ValueError: there is no backend for that device.

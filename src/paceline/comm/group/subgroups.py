@@ -1,7 +1,7 @@
-"""Makes several groups at once by dividing the ranks of a group among them.
+"""Functions that divide the ranks of a group among several new groups.
 
 A rank that is in none of them receives `GroupMember.NON_GROUP_MEMBER`, on which calls do nothing. torch.distributed
-returns None to it, which later calls would take for the default group.
+returns None there, which later calls would take for the default group.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ def new_subgroups(
     Args:
         group_size: the number of ranks in each group; by default the number of ranks on a machine (LOCAL_WORLD_SIZE,
             or counted).
-        timeout: the limit for calls on the new groups; the default group's if None.
-        backend: as for `new_group`.
-        pg_options: only for engines that have options; must be None.
+        timeout: the time-out of calls on the new groups; the default group's if None.
+        backend: the backend as for `new_group`.
+        pg_options: must be None; no engine has options.
         group_desc: the name of the new groups in messages.
 
     Returns:
-        The new group that this rank is in, and the list of all new groups, in which
-        `GroupMember.NON_GROUP_MEMBER` stands for those that this rank is not in.
+        The new group that contains this rank, and the list of all new groups, in which
+        `GroupMember.NON_GROUP_MEMBER` stands for every other group.
 
     Raises:
         ValueError: `group_size` does not divide the number of ranks.
-        CollectiveMismatchError: the ranks want different groups.
+        CollectiveMismatchError: the ranks passed different arguments.
         RendezvousTimeoutError: a rank did not call this.
     """
     parent = resolve(group)
@@ -71,13 +71,13 @@ def new_subgroups_by_enumeration(
     pg_options: None = None,
     group_desc: str | None = None,
 ) -> Subgroups:
-    """Makes a group of each list of ranks of the default group; every rank calls this, with the same lists.
+    """Creates a group of each list of ranks of the default group; every rank calls this, with the same lists.
 
     A rank may be in one list or in none. The arguments and the result are those of `new_subgroups`.
 
     Raises:
         ValueError: there are no lists, a list is empty, or a rank does not exist or is in two lists.
-        CollectiveMismatchError: the ranks want different groups.
+        CollectiveMismatchError: the ranks passed different lists.
         RendezvousTimeoutError: a rank did not call this.
     """
     return _split(
@@ -99,17 +99,17 @@ def split_group(
     group_desc: str | None = None,
     backend: str | None = None,
 ) -> ProcessGroup | NonMember:
-    """Makes a group of each list of ranks of `parent_pg` (default: the default group); every rank of it calls this.
+    """Creates a group of each list of ranks of `parent_pg` (default: the default group); every rank of it calls this.
 
     The ranks are group ranks of the parent. A rank may be in one list or in none. The other arguments are those of
     `new_subgroups`.
 
     Returns:
-        The new group that this rank is in, or `GroupMember.NON_GROUP_MEMBER`.
+        The new group that contains this rank, or `GroupMember.NON_GROUP_MEMBER`.
 
     Raises:
         ValueError: there are no lists, a list is empty, or a rank does not exist or is in two lists.
-        CollectiveMismatchError: the ranks want different groups.
+        CollectiveMismatchError: the ranks passed different lists.
         RendezvousTimeoutError: a rank did not call this.
     """
     parent = resolve(parent_pg)
@@ -135,22 +135,22 @@ def _split(
     identity = _agree(parent, divided, call)
     groups: list[ProcessGroup | NonMember] = []
     mine: ProcessGroup | NonMember = GroupMember.NON_GROUP_MEMBER
-    for number, ranks in enumerate(divided):
+    for index, ranks in enumerate(divided):
         groups.append(GroupMember.NON_GROUP_MEMBER)
         if parent.rank() in ranks:
             world_ranks = [parent.ranks[rank] for rank in ranks]
             name = f"group of ranks {world_ranks}" if group_desc is None else group_desc
-            mine = groups[-1] = open_group(world_ranks, timeout, name, agreed_identity(identity ^ number), backend)
+            mine = groups[-1] = open_group(world_ranks, timeout, name, agreed_identity(identity ^ index), backend)
     return mine, groups
 
 
 def _agree(parent: ProcessGroup, lists: list[list[int]], call: str) -> int:
-    """Returns a number that identifies the new groups alone; the parent's first rank chooses it."""
+    """Returns a number, chosen by the parent's first rank, that identifies these new groups among all others."""
     mine = torch.tensor([secrets.randbits(61), zlib.crc32(repr(lists).encode())], device="cpu")
     everyone = [torch.empty_like(mine) for _ in parent.ranks]
     parent.all_gather(everyone, mine)
     identity, wanted = everyone[0].tolist()
-    others = [parent.ranks[rank] for rank, each in enumerate(everyone) if int(each[1]) != wanted]
+    others = [parent.ranks[rank] for rank, other in enumerate(everyone) if int(other[1]) != wanted]
     if others:
         raise CollectiveMismatchError(
             f"{parent.me}: {call}: ranks {others} want other groups than rank {parent.ranks[0]}; "

@@ -1,11 +1,8 @@
-"""Collectives on bytes whose known lengths differ between ranks, as lists of tensors.
+"""Collectives on data of which every rank has a different amount: sparse tensors, and bytes of known lengths.
 
-The tensors are on the CPU, whatever torch.set_default_device says.
-
-Sums sparse tensors, of which each rank holds different rows.
-
-A rank's rows are its indices and values. Every rank gathers the rows of all ranks and adds them in rank order, so the
-result has the same bits on every rank.
+For a sparse tensor, each rank gathers the rows (indices and values) of all ranks and adds them in rank order, so the
+result has the same bits on every rank. Bytes are lists of uint8 tensors on the CPU, whatever
+torch.set_default_device says.
 """
 
 from __future__ import annotations
@@ -13,27 +10,30 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from paceline.comm.engine.codes import PremulSum, ReduceOp, Reduction
-from paceline.comm.group.call_plan import BaseGroup
-from paceline.comm.group.work import Work, ended
+from paceline.comm.group.work import Work, join_works
 from paceline.durations import Timeout
 from paceline.errors import CollectiveMismatchError
 
+if TYPE_CHECKING:
+    from paceline.comm.group.process_group import ProcessGroup
+
 
 def all_reduce_sparse(
-    group: BaseGroup, tensor: torch.Tensor, op: Reduction, async_op: bool, timeout: Timeout | None
+    group: ProcessGroup, tensor: torch.Tensor, op: Reduction, async_op: bool, timeout: Timeout | None
 ) -> Work | None:
-    """Reduces a sparse COO tensor over all ranks, in place; afterwards it is coalesced.
+    """Reduces a sparse COO tensor over all ranks, in place, and leaves it coalesced.
 
     The ranks first exchange their numbers of rows, so even with `async_op` this returns only when all ranks have made
-    the call; the rows themselves are sent in the background.
+    the call. The rows are then sent in the background.
 
     Raises:
         TypeError: the reduction is not SUM, AVG or a `PremulSum`.
-        CollectiveMismatchError: the ranks' tensors differ in shape, type or number of sparse dimensions.
+        CollectiveMismatchError: the ranks' tensors differ in shape, dtype or number of sparse dimensions.
     """
     if op not in (ReduceOp.SUM, ReduceOp.AVG) and not isinstance(op, PremulSum):
         raise TypeError(
@@ -44,7 +44,7 @@ def all_reduce_sparse(
         mine = mine * op.factor
     counts = _counts_of_all(group, mine, timeout)
     gathered = GatheredRows(group, mine, counts)
-    work = group.all_to_all(gathered.rooms, [gathered.mine] * group.size(), async_op, timeout)
+    work = group.all_to_all(gathered.received, [gathered.mine] * group.size(), async_op, timeout)
 
     def write() -> None:
         total = gathered.total()
@@ -60,18 +60,18 @@ def all_reduce_sparse(
         with torch.no_grad():
             tensor.copy_(total)
 
-    return ended([work], "all_reduce", [tensor], write)
+    return join_works([work], "all_reduce", [tensor], write)
 
 
 class GatheredRows:
-    """Memory for the rows of all ranks; rank r has `counts[r]` of them, and all have one shape and type.
+    """Memory for the rows of all ranks, of one shape and dtype; rank r has `counts[r]` rows.
 
     Attributes:
         mine: the bytes that this rank sends.
-        rooms: `rooms[r]` receives what rank r sends.
+        received: the bytes from all ranks; `received[r]` are those of rank r.
     """
 
-    def __init__(self, group: BaseGroup, mine: torch.Tensor, counts: Sequence[int]) -> None:
+    def __init__(self, group: ProcessGroup, mine: torch.Tensor, counts: Sequence[int]) -> None:
         self._shape = mine.shape
         indices, values = mine.indices().T.contiguous(), mine.values().contiguous()
         self._rows = [
@@ -79,22 +79,22 @@ class GatheredRows:
             for count in counts
         ]
         self.mine = [_bytes(indices), _bytes(values)]
-        self.rooms = [[_bytes(each) for each in pair] for pair in self._rows]
+        self.received = [[_bytes(tensor) for tensor in pair] for pair in self._rows]
 
     def total(self) -> torch.Tensor:
-        """Returns the sum of all ranks' tensors, coalesced, once `rooms` have been filled."""
+        """Returns the coalesced sum of all ranks' tensors, after `received` has been filled."""
         indices = torch.cat([indices for indices, _ in self._rows]).T
         values = torch.cat([values for _, values in self._rows])
         return torch.sparse_coo_tensor(indices, values, self._shape, check_invariants=False).coalesce()
 
 
-def _counts_of_all(group: BaseGroup, mine: torch.Tensor, timeout: Timeout | None) -> list[int]:
+def _counts_of_all(group: ProcessGroup, mine: torch.Tensor, timeout: Timeout | None) -> list[int]:
     kind = f"shape {list(mine.shape)}, {mine.dtype}, {mine.sparse_dim()} sparse dimensions"
-    told = torch.tensor([mine._nnz(), zlib.crc32(kind.encode())], device="cpu")
-    everyone = [torch.empty_like(told) for _ in group.ranks]
-    group.all_gather(everyone, told, timeout=timeout)
+    row_count = torch.tensor([mine._nnz(), zlib.crc32(kind.encode())], device="cpu")
+    everyone = [torch.empty_like(row_count) for _ in group.ranks]
+    group.all_gather(everyone, row_count, timeout=timeout)
     counts, kinds = torch.stack(everyone).T.tolist()
-    others = [rank for rank, each in zip(group.ranks, kinds, strict=True) if each != kinds[group.rank()]]
+    others = [rank for rank, other in zip(group.ranks, kinds, strict=True) if other != kinds[group.rank()]]
     if others:
         raise CollectiveMismatchError(
             f"{group.me}: all_reduce of a sparse tensor: ranks {others} pass other tensors than "
@@ -131,42 +131,42 @@ def empty_buffers(lengths: Sequence[int]) -> list[torch.Tensor]:
 
 
 def all_gather_pieces(
-    group: BaseGroup,
+    group: ProcessGroup,
     mine: Sequence[torch.Tensor],
-    rooms: Sequence[Sequence[torch.Tensor]],
+    received: Sequence[Sequence[torch.Tensor]],
     timeout: Timeout | None,
 ) -> None:
-    """Copies every rank's pieces to all ranks, those of rank r to `rooms[r]`."""
-    totals = {sum(room.numel() for room in each) for each in rooms}
+    """Copies every rank's pieces to all ranks, those of rank r to `received[r]`."""
+    totals = {sum(piece.numel() for piece in pieces) for pieces in received}
     if totals == {0}:
         return
     if len(totals) == 1:
-        group.all_gather(rooms, mine, timeout=timeout)
+        group.all_gather(received, mine, timeout=timeout)
     else:
-        group.all_to_all(rooms, [mine] * group.size(), timeout=timeout)
+        group.all_to_all(received, [mine] * group.size(), timeout=timeout)
 
 
 def gather_pieces(
-    group: BaseGroup,
+    group: ProcessGroup,
     mine: Sequence[torch.Tensor],
-    rooms: Sequence[Sequence[torch.Tensor]],
+    received: Sequence[Sequence[torch.Tensor]],
     root: int,
     timeout: Timeout | None,
 ) -> None:
-    """Copies every rank's pieces to the root, those of rank r to `rooms[r]`; `rooms` is empty on other ranks."""
+    """Copies every rank's pieces to the root, those of rank r to `received[r]`, which is empty on other ranks."""
     nothing: list[list[torch.Tensor]] = [[] for _ in group.ranks]
     inputs = [mine if rank == root else [] for rank in range(group.size())]
-    group.all_to_all(rooms if group.rank() == root else nothing, inputs, timeout=timeout)
+    group.all_to_all(received if group.rank() == root else nothing, inputs, timeout=timeout)
 
 
 def scatter_pieces(
-    group: BaseGroup,
-    theirs: Sequence[Sequence[torch.Tensor]],
-    room: Sequence[torch.Tensor],
+    group: ProcessGroup,
+    pieces: Sequence[Sequence[torch.Tensor]],
+    received: Sequence[torch.Tensor],
     root: int,
     timeout: Timeout | None,
 ) -> None:
-    """Copies the root's `theirs[r]` to rank r's `room`; `theirs` is empty on other ranks."""
+    """Copies the root's `pieces[r]` to rank r's `received`; `pieces` is empty on other ranks."""
     nothing: list[list[torch.Tensor]] = [[] for _ in group.ranks]
-    outputs = [room if rank == root else [] for rank in range(group.size())]
-    group.all_to_all(outputs, theirs if group.rank() == root else nothing, timeout=timeout)
+    outputs = [received if rank == root else [] for rank in range(group.size())]
+    group.all_to_all(outputs, pieces if group.rank() == root else nothing, timeout=timeout)

@@ -1,17 +1,12 @@
-"""Asynchronous calls, while they run and afterwards.
+"""`Work`: an asynchronous call, with the thread that reports its completion and its event in a profile.
 
-Reports the end of asynchronous calls that nobody waits for, from a thread that starts on first use.
+The completion thread starts on first use. It sleeps in the core, without the interpreter lock, until any call of the
+core completes; it polls calls of other engines, which do not report completion. A callback may make further calls and
+wait for them, as PowerSGD's does. While it runs, its thread cannot report their completion, so a second thread, one
+level deeper, does. Most processes never start that one.
 
-The thread sleeps in the core, without the interpreter lock, until any call of the core ends. It polls the calls of
-other engines, which do not report their end.
-
-A callback may make further calls and wait for them, as PowerSGD's does. The thread that runs the callback cannot report
-their end meanwhile, so a second thread, one level deeper, does. Most processes never start it.
-
-Shows calls in a `torch.profiler` profile: `paceline:all_reduce`, its tensors' shapes, and its start and end.
-
-Callers check `torch.autograd.profiler._is_profiler_enabled` before they record anything. The check costs nanoseconds,
-and PyTorch's own Python code makes it for the same purpose.
+In a `torch.profiler` profile a call appears as `paceline:all_reduce`, with its tensors' shapes, start and end. Callers
+check `torch.autograd.profiler._is_profiler_enabled` before they record anything, as PyTorch's own Python code does.
 """
 
 from __future__ import annotations
@@ -33,109 +28,14 @@ from paceline.comm.engine.channel import CallOutcome, Pending, PendingMessage
 from paceline.durations import Timeout, to_nanoseconds
 from paceline.errors import CollectiveTimeoutError
 
-_ANNOUNCED = (_core.Work, _core.Message)
-_SHORTEST_WAIT_NS = 200_000
-_LONGEST_WAIT_NS = 5_000_000
 FOR_EVER_NS = 1 << 62
 
 
-_Arrival = tuple[Pending, Callable[[], None]]
-
-
-class CompletionThread:
-    """Runs callbacks when calls are over, until `close` ends it."""
-
-    def __init__(self, level: int = 0) -> None:
-        self._level = level
-        self._arrivals: queue.SimpleQueue[_Arrival | None] = queue.SimpleQueue()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="paceline-completion", daemon=True)
-        self._thread.start()
-
-    def add(self, call: Pending, when_done: Callable[[], None]) -> None:
-        """Calls `when_done` on the thread when `call` is over."""
-        self._arrivals.put((call, when_done))
-        _core.announce_ending()
-
-    def close(self) -> None:
-        """Ends the thread, which no longer reports calls that are not over by then. Idempotent."""
-        self._closed = True
-        self._arrivals.put(None)
-        _core.announce_ending()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-
-    def _run(self) -> None:
-        _here.level = self._level
-        pending: list[_Arrival] = []
-        wait_ns = _SHORTEST_WAIT_NS
-        while True:
-            ends = _core.endings()  # read first, so that every call that ends later ends the sleep
-            if self._closed:
-                return
-            self._take_arrivals(pending)
-            over = _take_over(pending)
-            if over:
-                self._tell(over)
-                wait_ns = _SHORTEST_WAIT_NS
-            elif all(isinstance(call, _ANNOUNCED) for call, _ in pending):
-                _core.await_ending(ends, FOR_EVER_NS)
-            else:
-                _core.await_ending(ends, wait_ns)
-                wait_ns = min(2 * wait_ns, _LONGEST_WAIT_NS)
-
-    def _take_arrivals(self, pending: list[_Arrival]) -> None:
-        """Adds the new calls to `pending`; waits for one if nothing is pending."""
-        while not pending or not self._arrivals.empty():
-            arrival = self._arrivals.get()
-            if arrival is None:
-                return
-            pending.append(arrival)
-
-    def _tell(self, over: list[_Arrival]) -> None:
-        while over and not self._closed:
-            try:
-                over.pop(0)[1]()  # without keeping a reference: a group ends when nobody holds its calls
-            except Exception:
-                logging.getLogger(__name__).exception("what was to be done at the end of a call raised")
-
-
-def _take_over(pending: list[_Arrival]) -> list[_Arrival]:
-    """Removes the calls that are over from `pending`, and returns them in their order."""
-    over: list[_Arrival] = []
-    left: list[_Arrival] = []
-    for each in pending:
-        (over if each[0].done() else left).append(each)
-    pending[:] = left
-    return over
-
-
-_threads: list[CompletionThread] = []
-_starting = threading.Lock()
-_here = threading.local()
-
-
-def when_done(call: Pending, then: Callable[[], None]) -> None:
-    """Calls `then` on another thread when `call` is over."""
-    level = getattr(_here, "level", -1) + 1
-    with _starting:
-        if level == len(_threads):
-            _threads.append(CompletionThread(level))
-            atexit.register(_threads[level].close)
-        _threads[level].add(call, then)
-
-
-def _forget_completion_threads_in_child() -> None:
-    global _starting
-    _threads.clear()
-    _starting = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget_completion_threads_in_child)
+_autograd: Any = torch.autograd  # its stubs do not list what is used here
 
 
 class Work:
-    """A call that runs in the background; a call with `async_op=True` returns it.
+    """A call that runs in the background, as calls with `async_op=True` return it.
 
     The call's tensors must not be used before `wait` has returned. Several threads may call the methods at once.
     """
@@ -168,11 +68,11 @@ class Work:
             self._work.wait(FOR_EVER_NS)
 
     def wait(self, timeout: Timeout | None = None) -> bool:
-        """Waits until the call is over and its tensors are ready. Returns True.
+        """Waits until the call is complete and its tensors are ready. Returns True.
 
         Args:
-            timeout: how long to wait, as a timedelta or in seconds; the call itself continues and can be waited for
-                again. If None, only the call's own time-out applies.
+            timeout: the time to wait, as a timedelta or in seconds; the call continues afterwards and can be waited
+                for again. If None, only the call's own time-out applies.
 
         Raises:
             CollectiveTimeoutError: `timeout` or the call's own time-out expired.
@@ -190,7 +90,7 @@ class Work:
         return True
 
     def pause(self, timeout_ns: int) -> bool:
-        """Waits up to `timeout_ns` nanoseconds, and returns whether the call is over by then."""
+        """Waits up to `timeout_ns` nanoseconds, and returns whether the call is complete."""
         if not self._settled:
             assert self._work is not None
             if not self._work.wait(timeout_ns):
@@ -199,13 +99,13 @@ class Work:
         return True
 
     def is_completed(self) -> bool:
-        """Returns whether the call is over, whether or not it succeeded. Does not wait."""
+        """Returns whether the call is complete, successfully or not. Does not wait."""
         if not self._settled and self._work is not None and self._work.done():
             self._settle()
         return self._settled
 
     def is_success(self) -> bool:
-        """Returns whether the call is over and succeeded. Does not wait."""
+        """Returns whether the call completed successfully. Does not wait."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> Exception | None:
@@ -214,15 +114,15 @@ class Work:
         return self._error
 
     def result(self) -> list[torch.Tensor]:
-        """Waits for the call, and returns the tensors that it wrote."""
+        """Waits for the call and returns the tensors that it wrote."""
         self.wait()
         return list(self._results)
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Returns a future of `result()`, the same one each time.
 
-        The future completes by itself, on a thread of its own that also runs the callbacks given to `then`. If the
-        call fails, `wait` and `value` of the future raise what `wait` raises here.
+        The completion thread completes the future and runs the callbacks given to `then`. If the call fails, `wait`
+        and `value` of the future raise the error that `wait` raises here.
         """
         with self._lock:
             if self._future is not None:
@@ -232,9 +132,9 @@ class Work:
         return future
 
     def with_results(self, results: Sequence[torch.Tensor], finish: Callable[[], None] | None = None) -> Work:
-        """Returns this work, with `results` as its result and `finish` as its last step.
+        """Sets the result and adds `finish` as the last step; returns this work.
 
-        Only for the function that created the Work, before it is returned.
+        Only the function that created the Work may call this, before returning it.
         """
         self._results = results
         if finish is not None:
@@ -245,7 +145,7 @@ class Work:
         return self
 
     def when_over(self, then: Callable[[], None]) -> None:
-        """Calls `then` when the call is over: on the completion thread, or at once if it is over already."""
+        """Calls `then` when the call is complete: on the completion thread, or at once if it is complete already."""
         if self._settled or self._work is None:
             then()
         else:
@@ -262,7 +162,7 @@ class Work:
             future.set_result(list(self._results))
 
     def source_rank(self) -> int:
-        """Waits for a receive, and returns its sender's group rank; -1 for calls that are not receives."""
+        """Waits for a receive and returns its sender's group rank; returns -1 for other calls."""
         self.wait()
         return cast(PendingMessage, self._work).source() if hasattr(self._work, "source") else -1
 
@@ -293,14 +193,14 @@ class Work:
 
 
 class JoinedWork(Work):
-    """Several works as one, which is over when all are, and has failed when one has."""
+    """Several works as one: complete when all are complete, failed when one has failed."""
 
     def __init__(self, works: Sequence[Work], name: str, results: Sequence[torch.Tensor]) -> None:
         self._works = works
         super().__init__(_All(works), name, results)
 
     def when_over(self, then: Callable[[], None]) -> None:
-        """Calls `then` when the last of the works is over."""
+        """Calls `then` when the last of the works is complete."""
         countdown = _Countdown(len(self._works), then)
         for work in self._works:
             work.when_over(countdown.step)
@@ -310,7 +210,7 @@ class JoinedWork(Work):
 
 
 class _Countdown:
-    """Calls `then` at the last of `steps` steps, or at once if there are none."""
+    """Calls `then` at the last of `steps` steps, or at once if `steps` is 0."""
 
     def __init__(self, steps: int, then: Callable[[], None]) -> None:
         self._left = steps
@@ -331,8 +231,8 @@ class _Countdown:
 class _Failed:
     """The value of a failed call's future.
 
-    Code of torch in C++ that reads a future, such as the reducer of DistributedDataParallel, pickles the value to find
-    its tensors. It finds none in what `Future.set_exception` stores, and would read the first one nevertheless.
+    `Future.set_exception` will not do: torch's C++ code that reads a future, such as the reducer of
+    DistributedDataParallel, pickles the value to find its tensors and reads the first one even if there is none.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -361,13 +261,13 @@ class _All:
         return None
 
 
-def ended(
+def join_works(
     works: Sequence[Work | None],
     name: str,
     results: Sequence[torch.Tensor],
     finish: Callable[[], None] | None = None,
 ) -> Work | None:
-    """Returns the result of a call that consists of `works`: None if all are over, which is None, or one Work."""
+    """Combines the works of one call, in which None stands for a completed part; returns None if all are complete."""
     running = [work for work in works if work is not None]
     if not running:
         if finish is not None:
@@ -385,20 +285,119 @@ def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[],
     return both
 
 
-# An event that ends on another thread than the one that began it is missing in the profiles of releases such as 2.6; it
-# was found in those of 2.13.
+_ANNOUNCED = (_core.Work, _core.Message)
+
+
+_SHORTEST_WAIT_NS = 200_000
+
+
+_LONGEST_WAIT_NS = 5_000_000
+
+
+_Arrival = tuple[Pending, Callable[[], None]]
+
+
+def when_done(call: Pending, then: Callable[[], None]) -> None:
+    """Calls `then` on another thread when `call` is complete."""
+    level = getattr(_here, "level", -1) + 1
+    with _starting:
+        if level == len(_threads):
+            _threads.append(CompletionThread(level))
+            atexit.register(_threads[level].close)
+        _threads[level].add(call, then)
+
+
+class CompletionThread:
+    """Runs callbacks when calls complete, until `close` ends it."""
+
+    def __init__(self, level: int = 0) -> None:
+        self._level = level
+        self._arrivals: queue.SimpleQueue[_Arrival | None] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="paceline-completion", daemon=True)
+        self._thread.start()
+
+    def add(self, call: Pending, when_done: Callable[[], None]) -> None:
+        """Calls `when_done` on the thread when `call` is complete."""
+        self._arrivals.put((call, when_done))
+        _core.announce_ending()
+
+    def close(self) -> None:
+        """Ends the thread, which then reports no more calls. Idempotent."""
+        self._closed = True
+        self._arrivals.put(None)
+        _core.announce_ending()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        _here.level = self._level
+        pending: list[_Arrival] = []
+        wait_ns = _SHORTEST_WAIT_NS
+        while True:
+            ends = _core.endings()  # read first, so that every call that ends later ends the sleep
+            if self._closed:
+                return
+            self._take_arrivals(pending)
+            completed = _take_completed(pending)
+            if completed:
+                self._run_callbacks(completed)
+                wait_ns = _SHORTEST_WAIT_NS
+            elif all(isinstance(call, _ANNOUNCED) for call, _ in pending):
+                _core.await_ending(ends, FOR_EVER_NS)
+            else:
+                _core.await_ending(ends, wait_ns)
+                wait_ns = min(2 * wait_ns, _LONGEST_WAIT_NS)
+
+    def _take_arrivals(self, pending: list[_Arrival]) -> None:
+        """Adds the new calls to `pending`; waits for one if nothing is pending."""
+        while not pending or not self._arrivals.empty():
+            arrival = self._arrivals.get()
+            if arrival is None:
+                return
+            pending.append(arrival)
+
+    def _run_callbacks(self, completed: list[_Arrival]) -> None:
+        while completed and not self._closed:
+            try:
+                completed.pop(0)[1]()  # keeps no reference: a group ends when nothing refers to its calls
+            except Exception:
+                logging.getLogger(__name__).exception("what was to be done at the end of a call raised")
+
+
+def _take_completed(pending: list[_Arrival]) -> list[_Arrival]:
+    """Removes the completed calls from `pending` and returns them in their order."""
+    completed: list[_Arrival] = []
+    left: list[_Arrival] = []
+    for arrival in pending:
+        (completed if arrival[0].done() else left).append(arrival)
+    pending[:] = left
+    return completed
+
+
+_threads: list[CompletionThread] = []
+
+
+_starting = threading.Lock()
+
+
+_here = threading.local()
+
+
+# Profiles of PyTorch 2.13 contain events that ended on another thread than the one that began them; 2.6's do not.
 _ENDS_ON_ANY_THREAD = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
-_autograd: Any = torch.autograd  # its stubs do not list what is used here
+
+
 _other_thread: ThreadPoolExecutor | None = None
 
 
 class ProfiledCall:
-    """One call in the profile, under `name`, from the creation of this object until `end`, which any thread may call.
+    """One call in the profile under `name`, from the creation of this object until `end`, which any thread may call.
 
-    Programs select the calls of a backend among a profile's events by `is_async`, which torch sets on every event of
-    its own backends. An event that was recorded from Python has it only if another thread than the one that began the
-    event ends it. Therefore `end` runs on another thread if the call was synchronous. Releases of PyTorch that show no
-    such event get ordinary ones; that of an asynchronous call ends when the call has begun.
+    Programs find the calls of a backend among a profile's events by `is_async`, which torch sets on every event of its
+    own backends. An event recorded from Python has it only if another thread than the one that began the event ends
+    it, so the event of a synchronous call is ended on another thread. Releases of PyTorch that show no such event get
+    ordinary ones, in which an asynchronous call ends when it has been started.
     """
 
     def __init__(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
@@ -406,20 +405,20 @@ class ProfiledCall:
         self._record = _autograd._record_function_with_args_enter(name, *tensors)
 
     def end_with(self, work: Work) -> None:
-        """Records the end of an asynchronous call when it is over."""
+        """Records the end of an asynchronous call when it completes."""
         if _ENDS_ON_ANY_THREAD:
             work.when_over(self.end)
         else:
             self._exit()
 
     def end(self) -> None:
-        """Records that the call is over; returns when that is in the profile."""
+        """Records the end of the call, and returns when it is in the profile."""
         if not _ENDS_ON_ANY_THREAD or threading.get_ident() != self._begun_by:
             self._exit()
             return
         try:
             ended = _thread().submit(self._exit)
-        except RuntimeError:  # the interpreter is exiting, and its threads accept no more work
+        except RuntimeError:  # the interpreter is exiting and its threads accept no more work
             self._exit()
         else:
             ended.result()
@@ -429,7 +428,7 @@ class ProfiledCall:
 
 
 def _thread() -> ThreadPoolExecutor:
-    """Returns the thread that ends synchronous calls, which starts with the first of them."""
+    """Returns the thread that ends the events of synchronous calls, and starts it for the first of them."""
     global _other_thread
     with _starting:
         if _other_thread is None:
@@ -437,9 +436,10 @@ def _thread() -> ThreadPoolExecutor:
         return _other_thread
 
 
-def _forget_profiler_thread_in_child() -> None:
+def _forget_threads_in_child() -> None:
     global _other_thread, _starting
+    _threads.clear()
     _other_thread, _starting = None, threading.Lock()
 
 
-os.register_at_fork(after_in_child=_forget_profiler_thread_in_child)
+os.register_at_fork(after_in_child=_forget_threads_in_child)

@@ -91,7 +91,7 @@ def form_group(
         group.barrier()
         group.set_timeout(meeting.timeout)
         undo.pop_all()
-    return World(store, engines, group, meeting.timeout)
+    return World(store, engines, group, to_seconds(meeting.timeout))
 
 
 def _has_ended(member: RankIdentity) -> bool:

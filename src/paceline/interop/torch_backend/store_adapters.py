@@ -79,7 +79,11 @@ def make_torch_default_group() -> None:
     world = default_world()
     store = StoreForTorch(PrefixStore("torch", world.store))
     torch_dist.init_process_group(
-        "paceline", store=store, rank=world.group.rank(), world_size=world.group.size(), timeout=world.timeout
+        "paceline",
+        store=store,
+        rank=world.group.rank(),
+        world_size=world.group.size(),
+        timeout=timedelta(seconds=world.timeout_s),
     )
     vars(torch_dist.group.WORLD)["lent_store"] = store  # torch's C++ keeps only its own side of the store alive
 

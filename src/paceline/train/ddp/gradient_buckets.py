@@ -346,7 +346,7 @@ def average_sparse(params: list[nn.Parameter], group: ProcessGroup, scale: float
     by_param = torch.stack(everyones, 1).tolist()
     for param, gradient, rows in zip(params, gradients, by_param, strict=True):
         gathered = GatheredRows(group, gradient, rows)
-        group.all_to_all(gathered.rooms, [gathered.mine] * group.size())
+        group.all_to_all(gathered.received, [gathered.mine] * group.size())
         param.grad = gathered.total().mul_(scale / group.size())
 
 

@@ -1,7 +1,8 @@
-"""Records what one rank does in a group whose engine is not in the core: its calls, messages and their bytes.
+"""`GroupRecorder`: records the calls and messages of one rank in a group whose engine is not in the core.
 
-A library does not say what it sends. Recorded is therefore what the rank contributes to a call, as bytes within the
-host if the whole group is on it, otherwise between hosts. Nor does a library say which rank came last.
+A library does not report what it sends. The bytes recorded for a call are therefore the rank's contribution, counted as
+within the host if the whole group is on it, and otherwise as between hosts. Nor does a library report which rank came
+last.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ class RecordedOperation(Protocol):
     """A call or a message in the recording."""
 
     def start(self) -> None:
-        """Notes that it is its turn."""
+        """Records that the operation starts to run."""
 
     def end(self, outcome: int, /) -> None:
-        """Notes that it is over, with a `failures.Code`."""
+        """Records that the operation is complete, with an `OutcomeCode`."""
 
 
 class RecordedWork:
-    """A call or a message that has just been made; implements `Recorded`.
+    """A call or a message that has just been made; implements `RecordedOperation`.
 
     Args:
-        call: its entry.
-        nbytes: what this rank contributes.
+        call: the entry in the recording.
+        nbytes: the number of bytes that this rank contributes.
         is_within: whether those bytes stay within the host.
-        source: of a receive, the group rank of the sender; -1 if any may be, and if it is no receive.
+        source: the sender's group rank if it is a receive, or -1 for any sender or no receive.
         receives: whether it is a receive.
     """
 
@@ -47,25 +48,25 @@ class RecordedWork:
         self._receives = receives
 
     def start(self) -> None:
-        """Notes that it is its turn."""
+        """Records that the operation starts to run."""
         self._call.start()
 
     def end(self, outcome: int, /) -> None:
-        """Notes that it is over, with a `failures.Code`."""
+        """Records that the operation is complete, with an `OutcomeCode`."""
         if outcome == OutcomeCode.OK:
             self._call.end(outcome, *self._nbytes, self._source)
         else:
             self._call.end(outcome)
 
     def end_from(self, source: int, outcome: int) -> None:
-        """Notes that a message is over, which came from that group rank if it was received."""
+        """Records that a message is complete; a received one was sent by group rank `source`."""
         if self._receives:
             self._source = source
         self.end(outcome)
 
 
 class GroupRecorder:
-    """Records calls and messages as those of the group with the serial `group`; none as long as it is 0.
+    """Records calls and messages under the serial number `group`, or nothing while it is 0.
 
     Args:
         members: the group's members, by group rank.
@@ -80,24 +81,24 @@ class GroupRecorder:
         self._calls = 0
 
     def call(self, call: CollectiveCall, is_async: bool) -> RecordedWork:
-        """Records that a collective has been made, as the next of the group."""
+        """Records the group's next collective."""
         self._calls += 1
         fields = (call.operation, call.dtype, call.reduce_op, self._calls, call.count, call.root, is_async, -1)
         nbytes = contributed(call, self._rank)
         return RecordedWork(_core.RecordedCall(self.group, *fields), nbytes, self._is_within)
 
     def small_call(self, operation: int, dtype: int, reduce_op: int, count: int, nbytes: int) -> RecordedWork:
-        """Records a collective without a root that runs at once."""
+        """Records a synchronous collective without a root."""
         self._calls += 1
         recorded = _core.RecordedCall(self.group, operation, dtype, reduce_op, self._calls, count, -1, False, -1)
         return RecordedWork(recorded, nbytes, self._is_within)
 
     def send(self, peer: int, tag: int, dtype: int, tensor: Pieces) -> RecordedWork:
-        """Records that a send to a group rank has begun."""
+        """Records the start of a send to a group rank."""
         return self._message(SEND, peer, tag, dtype, tensor)
 
     def receive(self, peer: int, tag: int, dtype: int, tensor: Pieces) -> RecordedWork:
-        """Records that a receive from a group rank has begun, or from any with -1."""
+        """Records the start of a receive from a group rank, or from any rank if `peer` is -1."""
         return self._message(RECEIVE, peer, tag, dtype, tensor)
 
     def _message(self, operation: int, peer: int, tag: int, dtype: int, tensor: Pieces) -> RecordedWork:
@@ -111,7 +112,7 @@ class GroupRecorder:
 
 
 def contributed(call: CollectiveCall, rank: int) -> int:
-    """Returns the bytes that a rank contributes to a call; `native/host/group.cpp` counts the same."""
+    """Returns the number of bytes that a rank contributes to a call, counted as in `native/host/group.cpp`."""
     if call.operation == Operation.BROADCAST:
         return _nbytes(call.outputs) if rank == call.root else 0
     if call.operation == Operation.REDUCE:

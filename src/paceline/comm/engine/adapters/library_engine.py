@@ -1,8 +1,7 @@
-"""What every engine over a library does: it gathers a group's members, and tells the other ranks when it ends.
+"""`LibraryEngine`: the base of an engine over a library, which opens groups and reports this rank's exit to the others.
 
-Finds out who the ranks are and whether they are still running, for engines whose library does not.
-
-Finds out why a call failed from what the other ranks publish in the store and from their processes on this host.
+Libraries do not detect who the ranks are, whether they are running, or why a call failed. The ranks publish their
+processes, their exits and, after a failure, their latest calls in the store; `FailureDiagnosis` compares these.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _MOST_NAMED = 4
 
 
 class MemberExit(Enum):
-    """How a rank ended; the store holds the value under the rank's key."""
+    """The way a rank ended; its value is in the store under the rank's key."""
 
     DIED = "died"
     LEFT = "left"
@@ -53,10 +52,7 @@ def exchange_members(context: EngineContext) -> tuple[RankIdentity, ...]:
 
 
 def announce_death(context: EngineContext) -> None:
-    """Asks the store's server to tell the other ranks if this one dies.
-
-    Ranks in other namespaces and on other hosts cannot see that themselves.
-    """
+    """Makes the store's server report this rank's death, which ranks elsewhere cannot detect themselves."""
     will = _key(context.rank), MemberExit.DIED.value
     if context.formation is not None and context.formation.is_open:
         context.formation.publish_on_exit(*will)
@@ -65,7 +61,7 @@ def announce_death(context: EngineContext) -> None:
 
 
 def announce_leave(context: EngineContext) -> None:
-    """Tells the other ranks that this one has left, if the store is still there."""
+    """Reports to the other ranks that this one has left, if the store is still available."""
     with contextlib.suppress(StoreError):
         context.store.set(_key(context.rank), MemberExit.LEFT.value)
         context.store.set_last_will("", "")
@@ -74,7 +70,7 @@ def announce_leave(context: EngineContext) -> None:
 def exit_of(store: Store | None, member: RankIdentity) -> MemberExit | None:
     """Returns how a rank ended, or None if it is running or its fate is unknown.
 
-    A rank whose fate is not in the store, or any rank if there is no store, counts as dead if its process has ended.
+    Without a store, or without the rank's fate in the store, a rank counts as dead if its process has ended.
 
     Raises:
         StoreError: the store does not answer.
@@ -89,32 +85,31 @@ def await_members(
 ) -> None:
     """Waits until all members of a group have opened it.
 
-    An engine calls this before its library waits for them, because the library has no time-out or cannot name a missing
+    An engine calls this before its library waits for them, since the library has no time-out or cannot name a missing
     rank.
 
     Args:
         context: the engine's context.
-        name: identifies the group in the store.
+        name: the name of the group in the store.
         members: the group's members, by group rank.
         group_rank: the group rank of this process.
-        timeout_s: how long to wait, in seconds.
+        timeout_s: the time to wait, in seconds.
 
     Raises:
         RendezvousError: a member gave up, died or left.
         RendezvousTimeoutError: a member did not open the group in time; the message names it.
     """
-    store, others = context.store, [member for at, member in enumerate(members) if at != group_rank]
+    store, others = context.store, [member for rank, member in enumerate(members) if rank != group_rank]
     keys = {f"{name}/here/{rank}": member for rank, member in enumerate(members)}
     store.set(list(keys)[group_rank], b"")
     with context.forming(name) as formation:
-        formation.watch(lambda: next((each for each in others if exit_of(store, each)), None))
+        formation.watch(lambda: next((member for member in others if exit_of(store, member)), None))
         absent = formation.absent(list(keys), time.monotonic() + timeout_s)
         if absent:
             raise RendezvousTimeoutError(
                 f"{members[group_rank]}: {and_more([keys[key] for key in absent], _MOST_NAMED)} did not open this "
-                "group "
-                f"within {timeout_s:.0f} s. All ranks, members or not, call new_group with the same arguments and in "
-                "the same order"
+                f"group within {timeout_s:.0f} s. All ranks, members or not, call new_group with the same arguments "
+                "and in the same order"
             )
 
 
@@ -138,7 +133,7 @@ _NO_CALL: HeaderFields = (0, 0, 0, 0, -1, 0)
 
 
 class FailureDiagnosis:
-    """Publishes this rank's latest calls when a call fails, reads the other ranks', and compares them.
+    """Finds the reason of a failure: publishes this rank's latest calls and compares them with the other ranks'.
 
     Args:
         store: the store that the ranks share.
@@ -154,12 +149,12 @@ class FailureDiagnosis:
         self._keys = [f"inquiry/{identity}/{rank}" for rank in range(len(members))]
 
     def diagnose(self, history: Sequence[HeaderFields], said: str, waited_ns: int) -> CallFailure:
-        """Returns why the latest call failed, as far as that can be known.
+        """Returns why the latest call failed, as far as that can be determined.
 
         Args:
             history: this rank's latest calls; the last one is the call that failed.
-            said: the library's message; empty if the call timed out.
-            waited_ns: how long the call waited, in nanoseconds.
+            said: the library's message, or "" if the call timed out.
+            waited_ns: the time that the call waited, in nanoseconds.
         """
         answers, is_store_there = self._ask(history)
         silent = [rank for rank in range(len(self.members)) if rank not in answers]
@@ -175,7 +170,7 @@ class FailureDiagnosis:
         return CallFailure(OutcomeCode.REFUSED, said)
 
     def about_message(self, peer: int, said: str, waited_ns: int) -> CallFailure:
-        """Returns why a message to or from `peer` (-1: from any rank) failed; the rest is as for `diagnose`."""
+        """Returns why a message to or from `peer` (-1: from any rank) failed; other arguments are as in `diagnose`."""
         others = [rank for rank in range(len(self.members)) if rank != self.rank] if peer < 0 else [peer]
         try:
             left = [rank for rank in others if self._has_left(rank)]
@@ -190,14 +185,14 @@ class FailureDiagnosis:
         return CallFailure(OutcomeCode.TIMED_OUT, missing=others, waited_ns=waited_ns)
 
     def leave(self) -> None:
-        """Tells the other ranks that this one has left the group."""
+        """Reports to the other ranks that this one has left the group."""
         with contextlib.suppress(StoreError):
             self._store.set(self._keys[self.rank], _LEFT)
 
     def _lost(self, silent: Sequence[int], left: Sequence[int], said: str, is_store_there: bool) -> CallFailure | None:
         """Returns the failure if ranks are lost, otherwise None.
 
-        If any rank died, the failure names only the dead, since the others left because of them.
+        If any rank died, the failure names only dead ranks, since others left because of them.
         """
         store = self._store if is_store_there else None
         fates = {rank: exit_of(store, self.members[rank]) for rank in silent}
@@ -208,9 +203,9 @@ class FailureDiagnosis:
         return CallFailure(OutcomeCode.PEER_LOST, said, gone=left, left=left) if left else None
 
     def _ask(self, history: Sequence[HeaderFields]) -> tuple[dict[int, str], bool]:
-        """Returns the answers of the ranks, this one's included, and whether the store is still there.
+        """Returns the ranks' answers, including this one's, and whether the store is still available.
 
-        Waits until every rank has answered or is known to have ended, but for no longer than `_PATIENCE_S`.
+        Waits until every rank has answered or is known to have ended, but at most for `_PATIENCE_S`.
         """
         answers = {self.rank: json.dumps(list(history))}
         deadline = time.monotonic() + _PATIENCE_S
@@ -236,14 +231,14 @@ def _silence(said: str) -> str:
 
 
 def _calls(answer: str | None) -> dict[int, HeaderFields]:
-    """Returns a rank's latest calls by their sequence number."""
+    """Returns a rank's latest calls by their sequence numbers."""
     if answer is None or answer == _LEFT:
         return {}
     return {int(call[0]): (call[0], call[1], call[2], call[3], call[4], call[5]) for call in json.loads(answer)}
 
 
 def _first_difference(histories: Sequence[Mapping[int, HeaderFields]]) -> list[HeaderFields]:
-    """Returns each rank's call at the first sequence number at which they differ; an empty list if none differ."""
+    """Returns each rank's call at the first sequence number where they differ, or [] if none differ."""
     for number in sorted({number for history in histories for number in history}):
         calls = [history.get(number, _NO_CALL) for history in histories]
         if len({call for call in calls if call != _NO_CALL}) > 1:
@@ -253,14 +248,14 @@ def _first_difference(histories: Sequence[Mapping[int, HeaderFields]]) -> list[H
 
 @dataclass(frozen=True)
 class GatheredMembers:
-    """The members of a group, all of whom have come to open it.
+    """The members of a group, all of whom are opening it.
 
     Args:
-        members: by group rank.
+        members: the members, by group rank.
         group_rank: the group rank of this process.
         hosts: the group ranks of each host.
-        algorithm: the algorithm for every collective that it has; None leaves the choice to the engine.
-        diagnosis: finds out why a call failed.
+        algorithm: the algorithm to force for every collective that offers it; None leaves the choice to the engine.
+        diagnosis: finds the reason of a failed call.
     """
 
     members: tuple[RankIdentity, ...]
@@ -278,7 +273,7 @@ class LibraryGroup:
     messages: Messages
 
     def record_as(self, group: int) -> None:
-        """Records calls and messages; see `engine.channel.Channel`."""
+        """Records calls and messages; see `engine.channel.EngineChannel`."""
         self.channel.record_as(group)
         self.messages.record_messages_as(group)
 
@@ -287,7 +282,7 @@ class LibraryGroup:
         self.channel.abort()
 
     def failure(self) -> int:
-        """Returns the code of the collectives' failure; OK without one."""
+        """Returns the code of the collectives' failure, or OK."""
         return self.channel.failure()
 
     def close(self) -> None:
@@ -296,7 +291,7 @@ class LibraryGroup:
 
 
 class LibraryEngine:
-    """The base of an engine over a library, which adds its `name` and `open_group`; see `engine.api.Engine`.
+    """The base of an engine over a library; subclasses add `name` and `open_group`. See `engine.api.Engine`.
 
     Args:
         context: the ranks, their store and this rank.
@@ -316,19 +311,19 @@ class LibraryEngine:
         return self._context.members
 
     def close(self) -> None:
-        """Closes every group and tells the other ranks that this one has left; idempotent."""
+        """Closes every group and reports to the other ranks that this one has left; idempotent."""
         for group in self._groups:
             group.close()
         self._groups.clear()
         announce_leave(self._context)
 
     def _gather(self, ranks: Sequence[int], timeout_s: float, identity: int, algorithm: str | None) -> GatheredMembers:
-        """Waits until all members of a group have come to open it; the arguments are those of `open_group`.
+        """Waits until all members of a group are opening it; the arguments are those of `open_group`.
 
         Raises:
             ValueError: there is no such algorithm.
             RendezvousError: a member gave up, died or left.
-            RendezvousTimeoutError: a member did not come in time.
+            RendezvousTimeoutError: a member did not open the group in time.
         """
         context = self._context
         members = tuple(context.members[rank] for rank in ranks)
@@ -339,7 +334,7 @@ class LibraryEngine:
         return GatheredMembers(members, group_rank, by_host(members), algorithm, diagnosis)
 
     def _keep(self, channel: EngineChannel, messages: Messages) -> LibraryGroup:
-        """Returns the group of a channel and its messages, which `close` will close."""
+        """Returns the group of a channel and its messages, which `close` closes."""
         group = LibraryGroup(channel, messages)
         self._groups.append(group)
         return group

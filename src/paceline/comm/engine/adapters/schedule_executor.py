@@ -1,10 +1,8 @@
-"""Runs collectives by schedule over bare sends and receives, for operations that an engine's library lacks.
+"""Executor of schedules over bare sends and receives, for operations that an engine's library lacks.
 
-Steps start in their order, which is stricter than a schedule requires (`comm/schedule/steps.py`), and each waits only for
-the earlier steps whose blocks it needs. Every block is one message, so both ends split the data alike whatever the
-layout of their memory.
-
-Views CPU memory at an address as a tensor, and presents tensors in several pieces as one contiguous buffer.
+Steps start in order, which is stricter than a schedule requires (`comm/schedule/steps.py`), and each waits only for
+the earlier steps whose blocks it needs. Every block is one message, so both ends divide the data alike whatever the
+layout of their memory. `FlatBuffer` presents a tensor in several pieces as one contiguous buffer.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from paceline.comm.schedule.steps import Buffer, BufferSlice, Operation, Schedul
 
 
 def tensor_at(address: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """Returns the memory as a flat tensor, without a copy; the caller must keep the memory alive."""
+    """Returns CPU memory as a flat tensor, without a copy; the caller must keep the memory alive."""
     if nbytes == 0:
         return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=dtype)
@@ -51,18 +49,18 @@ class FlatBuffer:
 
     def copy_in(self) -> FlatBuffer:
         """Fills the copy from the pieces and returns this buffer."""
-        at = self.address
+        target = self.address
         for address, nbytes in self._pieces if self._copy is not None else ():
-            ctypes.memmove(at, address, nbytes)
-            at += nbytes
+            ctypes.memmove(target, address, nbytes)
+            target += nbytes
         return self
 
     def copy_out(self) -> None:
         """Writes the copy back to the pieces."""
-        at = self.address
+        source = self.address
         for address, nbytes in self._pieces if self._copy is not None else ():
-            ctypes.memmove(address, at, nbytes)
-            at += nbytes
+            ctypes.memmove(address, source, nbytes)
+            source += nbytes
 
     def tensor(self, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """Returns the buffer as a flat tensor of `dtype`, without a further copy."""
@@ -73,9 +71,8 @@ class FlatBuffer:
 
 def _joined(pieces: Iterable[Pieces]) -> list[tuple[int, int]]:
     joined: list[tuple[int, int]] = []
-    for each in pieces:
-        for at in range(0, len(each), 2):
-            address, nbytes = each[at], each[at + 1]
+    for tensor in pieces:
+        for address, nbytes in zip(tensor[::2], tensor[1::2], strict=True):
             if nbytes and joined and sum(joined[-1]) == address:
                 joined[-1] = joined[-1][0], joined[-1][1] + nbytes
             elif nbytes:
@@ -83,14 +80,14 @@ def _joined(pieces: Iterable[Pieces]) -> list[tuple[int, int]]:
     return joined
 
 
-_CUT = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST)
+_DIVISIBLE = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST)  # into blocks of any number of elements
 
 
 class BlockTransfer(Protocol):
     """A message in progress."""
 
     def wait(self, deadline_ns: int) -> None:
-        """Waits until the message is over, but no longer than `deadline_ns` of the monotonic clock.
+        """Waits for the message, at most until `deadline_ns` of the monotonic clock.
 
         Raises:
             CallTimeout, LibraryError: as for `SerialChannel.perform`.
@@ -98,7 +95,7 @@ class BlockTransfer(Protocol):
 
 
 class BlockTransport(Protocol):
-    """The messages that an engine must offer: they arrive in the order of their sends and proceed independently."""
+    """The messages that an engine must provide: they arrive in the order of their sends and proceed independently."""
 
     def send(self, peer: int, address: int, nbytes: int) -> BlockTransfer:
         """Starts a send of `nbytes` bytes at `address` to a group rank."""
@@ -120,19 +117,19 @@ class BlockSpans(NamedTuple):
 
 
 class PythonExecutor:
-    """Runs a group's calls by schedule over its `wire`.
+    """Runs a group's calls by schedule over a transport.
 
     Args:
-        wire: the engine's sends and receives.
+        transport: the engine's sends and receives.
         rank: the group rank of this process.
         hosts: the group ranks of each host.
         algorithm: the algorithm for every operation that it offers; by default the one expected to be the fastest.
     """
 
     def __init__(
-        self, wire: BlockTransport, rank: int, hosts: Sequence[Sequence[int]], algorithm: str | None = None
+        self, transport: BlockTransport, rank: int, hosts: Sequence[Sequence[int]], algorithm: str | None = None
     ) -> None:
-        self._wire = wire
+        self._transport = transport
         self._rank = rank
         self._hosts = [list(ranks) for ranks in hosts]
         self._size = sum(map(len, hosts))
@@ -141,28 +138,30 @@ class PythonExecutor:
         self._schedule = functools.lru_cache(256)(self._build)
 
     def run(self, call: CollectiveCall, deadline_ns: int) -> None:
-        """Runs any call but a barrier to its end.
+        """Runs any call except a barrier to completion.
 
         Raises:
             CallTimeout, LibraryError: as for `SerialChannel.perform`.
         """
         operation = call.operation
         nbytes = call.count * ITEM_SIZES[call.dtype]
-        longest = nbytes if operation in _CUT else nbytes * self._size if call.count else ALL_TO_ALL_NBYTES
+        longest = nbytes if operation in _DIVISIBLE else nbytes * self._size if call.count else ALL_TO_ALL_NBYTES
         schedule = self._schedule(self._algorithm(operation, longest), operation, call.root)
         read_only = operation is Operation.REDUCE and call.root != self._rank
-        inputs = [FlatBuffer([each]).copy_in() for each in (call.outputs if read_only else call.inputs)]
-        outputs = [FlatBuffer([each]) for each in (() if read_only else call.outputs)]
-        if operation in _CUT:
-            for each in outputs:
-                each.copy_in()
-        scratch = torch.empty(nbytes if operation in _CUT else nbytes * self._size, dtype=torch.uint8, device="cpu")
-        spans = BlockSpans(
-            (_cut(inputs, call, schedule), _cut(outputs, call, schedule), _room(scratch, call, schedule))
+        inputs = [FlatBuffer([pieces]).copy_in() for pieces in (call.outputs if read_only else call.inputs)]
+        outputs = [FlatBuffer([pieces]) for pieces in (() if read_only else call.outputs)]
+        if operation in _DIVISIBLE:
+            for output in outputs:
+                output.copy_in()
+        scratch = torch.empty(
+            nbytes if operation in _DIVISIBLE else nbytes * self._size, dtype=torch.uint8, device="cpu"
         )
-        _Execution(schedule, spans, self._wire, call, deadline_ns).run()
-        for each in outputs:
-            each.copy_out()
+        spans = BlockSpans(
+            (_spans(inputs, call, schedule), _spans(outputs, call, schedule), _scratch_spans(scratch, call, schedule))
+        )
+        _Execution(schedule, spans, self._transport, call, deadline_ns).run()
+        for output in outputs:
+            output.copy_out()
 
     def _choose(self, operation: Operation, nbytes: int) -> str:
         forced = self._forced if self._forced in algorithms_offering(operation) else None
@@ -182,18 +181,18 @@ class _Started(NamedTuple):
 
 class _Execution:
     def __init__(
-        self, schedule: Schedule, spans: BlockSpans, wire: BlockTransport, call: CollectiveCall, deadline_ns: int
+        self, schedule: Schedule, spans: BlockSpans, transport: BlockTransport, call: CollectiveCall, deadline_ns: int
     ) -> None:
         self._schedule = schedule
         self._spans = spans
-        self._wire = wire
+        self._transport = transport
         self._call = call
         self._deadline_ns = deadline_ns
         self._started: list[_Started] = []
 
     def run(self) -> None:
         for step in self._schedule.steps:
-            self._finish([each for each in self._started if _conflict(each.step, step)])
+            self._finish([started for started in self._started if _conflict(started.step, step)])
             self._start(step)
         self._finish(list(self._started))
 
@@ -206,23 +205,23 @@ class _Execution:
         transfers: list[BlockTransfer] = []
         received: list[torch.Tensor] = []
         if step.kind is StepKind.SEND:
-            transfers = [self._wire.send(step.peer, *span) for span in sources if span[1]]
+            transfers = [self._transport.send(step.peer, *span) for span in sources if span[1]]
         elif step.kind is StepKind.RECV:
-            transfers = [self._wire.receive(step.peer, *span) for span in targets if span[1]]
+            transfers = [self._transport.receive(step.peer, *span) for span in targets if span[1]]
         else:
             received = [torch.empty(nbytes, dtype=torch.uint8, device="cpu") for _, nbytes in targets]
             transfers = [
-                self._wire.receive(step.peer, each.data_ptr(), each.nbytes) for each in received if each.nbytes
+                self._transport.receive(step.peer, block.data_ptr(), block.nbytes) for block in received if block.nbytes
             ]
         self._started.append(_Started(step, transfers, received))
 
     def _finish(self, started: Sequence[_Started]) -> None:
-        for each in started:
-            for transfer in each.transfers:
+        for entry in started:
+            for transfer in entry.transfers:
                 transfer.wait(self._deadline_ns)
-            if each.received:
-                self._combine(each.step, each.received)
-            self._started.remove(each)
+            if entry.received:
+                self._combine(entry.step, entry.received)
+            self._started.remove(entry)
 
     def _combine(self, step: Step, received: Sequence[torch.Tensor]) -> None:
         op = self._call.reduce_op
@@ -236,6 +235,12 @@ class _Execution:
             _core.reduce(target, sources, nbytes // item_size, self._call.dtype, op, self._schedule.world_size)
 
 
+def divide_average(address: int, call: CollectiveCall, size: int) -> None:
+    """Divides the sum of `size` ranks at `address` in place if the call's reduction is AVG."""
+    if call.reduce_op == ReduceOp.AVG and call.count:
+        _core.reduce(address, [address], call.count, call.dtype, ReduceOp.AVG, size)
+
+
 def _conflict(earlier: Step, later: Step) -> bool:
     """Returns whether two steps touch the same blocks and at least one of them writes there."""
     written, also_written = _blocks(earlier.dst), _blocks(later.dst)
@@ -247,20 +252,20 @@ def _conflict(earlier: Step, later: Step) -> bool:
 def _blocks(blocks: BufferSlice | None) -> frozenset[tuple[Buffer, int]]:
     if blocks is None:
         return frozenset()
-    return frozenset((blocks.buffer, blocks.first + at) for at in range(blocks.length))
+    return frozenset((blocks.buffer, blocks.first + offset) for offset in range(blocks.length))
 
 
-def _cut(stretches: Sequence[FlatBuffer], call: CollectiveCall, schedule: Schedule) -> list[tuple[int, int]]:
-    if call.operation not in _CUT:
-        return [(each.address, each.nbytes) for each in stretches]
-    return [span for each in stretches for span in _nearly_equal(each.address, call, schedule.blocks)]
+def _spans(buffers: Sequence[FlatBuffer], call: CollectiveCall, schedule: Schedule) -> list[tuple[int, int]]:
+    if call.operation not in _DIVISIBLE:
+        return [(buffer.address, buffer.nbytes) for buffer in buffers]
+    return [span for buffer in buffers for span in _nearly_equal(buffer.address, call, schedule.blocks)]
 
 
-def _room(scratch: torch.Tensor, call: CollectiveCall, schedule: Schedule) -> list[tuple[int, int]]:
-    if call.operation in _CUT:
+def _scratch_spans(scratch: torch.Tensor, call: CollectiveCall, schedule: Schedule) -> list[tuple[int, int]]:
+    if call.operation in _DIVISIBLE:
         return _nearly_equal(scratch.data_ptr(), call, schedule.blocks)
-    each = call.count * ITEM_SIZES[call.dtype]
-    return [(scratch.data_ptr() + rank * each, each) for rank in range(schedule.world_size)]
+    nbytes = call.count * ITEM_SIZES[call.dtype]
+    return [(scratch.data_ptr() + rank * nbytes, nbytes) for rank in range(schedule.world_size)]
 
 
 def _nearly_equal(address: int, call: CollectiveCall, blocks: int) -> list[tuple[int, int]]:

@@ -1,6 +1,8 @@
-"""Runs the calls of a group one at a time: synchronous calls on the caller's thread, the others on its own thread.
+"""`SerialChannel`: the base of a channel whose engine defines only how one call is performed.
 
-Messages over libraries that report completion only to a waiting thread; a background message has its own thread.
+It runs the calls of a group one at a time: synchronous calls on the caller's thread, others on a thread of its own.
+`WaitedMessage` is for libraries that report the completion of a message only to a waiting thread; a background message
+has its own thread.
 """
 
 from __future__ import annotations
@@ -21,16 +23,16 @@ from paceline.comm.engine.channel import CallOutcome, CollectiveCall, EngineChan
 from paceline.comm.engine.failures import CallFailure, OutcomeCode
 from paceline.durations import LONGEST_S, event_timeout_s, to_nanoseconds
 
-_HEAD = struct.Struct("<qq")  # number of bytes, dtype code
+MESSAGE_HEAD = struct.Struct("<qq")  # number of bytes, dtype code
 
 
 class WaitedMessage:
-    """A `channel.Message`.
+    """A `channel.PendingMessage`.
 
     Args:
-        finish: waits until it is over, then returns the sender's group rank and the outcome.
-        recorded: its record.
-        background: whether it goes on by itself.
+        finish: a function that waits for the message and returns the sender's group rank and the outcome.
+        recorded: the message in the recording.
+        background: whether the message proceeds without `wait`.
     """
 
     def __init__(
@@ -38,7 +40,7 @@ class WaitedMessage:
     ) -> None:
         self._finish = finish
         self._recorded = recorded
-        self._over = threading.Event()
+        self._completed = threading.Event()
         self._waiting = threading.Lock()
         self._source = -1
         self._outcome: CallOutcome | None = None
@@ -47,64 +49,69 @@ class WaitedMessage:
             threading.Thread(target=self._run, name="paceline-message", daemon=True).start()
 
     def done(self) -> bool:
-        """Returns whether the message is over."""
-        return self._over.is_set()
+        """Returns whether the message is complete."""
+        return self._completed.is_set()
 
     def wait(self, timeout_ns: int, /) -> bool:
-        """Waits until the message is over; returns False if the time was over first."""
+        """Waits for the message to complete; returns False on time-out."""
         if not self._background:
             self._run()
-        return self._over.wait(event_timeout_s(timeout_ns))
+        return self._completed.wait(event_timeout_s(timeout_ns))
 
     def outcome(self) -> CallOutcome | None:
         """Returns why the message failed, or None if it succeeded."""
         return self._outcome
 
     def source(self) -> int:
-        """Returns the sender's group rank; -1 as long as it is unknown."""
+        """Returns the sender's group rank, or -1 while it is unknown."""
         return self._source
 
     def _run(self) -> None:
         with self._waiting:
-            if not self._over.is_set():
+            if not self._completed.is_set():
                 self._source, self._outcome = self._finish()
                 self._recorded.end_from(self._source, OutcomeCode.OK if self._outcome is None else self._outcome.code)
-                self._over.set()
+                self._completed.set()
+
+
+def message_mismatch(source: int, receiver: int, sent: tuple[int, int], expected: tuple[int, int]) -> CallFailure:
+    """Returns the failure of a message whose number of bytes and dtype, as `sent`, are not those `expected`."""
+    return CallFailure(
+        OutcomeCode.MISMATCH,
+        split_from=source,
+        split_to=receiver,
+        split_sent=sent[0],
+        split_expected=expected[0],
+        calls=[(0, 0, sent[1], 0, 0, 0), (0, 0, expected[1], 0, 0, 0)],
+    )
 
 
 class Envelope:
-    """A message with a size-and-dtype header, in its own buffer, so that the receiver can check it before copying."""
+    """A message with a header of its size and dtype, in its own buffer, so that the receiver can check it first."""
 
     def __init__(self, dtype: int, pieces: Pieces) -> None:
-        self._stretch = FlatBuffer([pieces])
-        self._head = (self._stretch.nbytes, dtype)
-        self._memory = bytearray(_HEAD.size + self._stretch.nbytes)
+        self._buffer = FlatBuffer([pieces])
+        self._head = (self._buffer.nbytes, dtype)
+        self._memory = bytearray(MESSAGE_HEAD.size + self._buffer.nbytes)
         self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
 
     def fill(self) -> Envelope:
         """Writes the header and copies the tensor in, for a send; returns this envelope."""
-        _HEAD.pack_into(self._memory, 0, *self._head)
-        self.tensor[_HEAD.size :].copy_(self._stretch.copy_in().tensor())
+        MESSAGE_HEAD.pack_into(self._memory, 0, *self._head)
+        self.tensor[MESSAGE_HEAD.size :].copy_(self._buffer.copy_in().tensor())
         return self
 
     def open(self, source: int, receiver: int) -> CallOutcome | None:
         """Copies a received message into the tensor and returns None, or returns why the message does not fit."""
-        (nbytes, dtype), (expected, expected_dtype) = _HEAD.unpack_from(self._memory), self._head
-        if (nbytes, dtype) != self._head:
-            return CallFailure(
-                OutcomeCode.MISMATCH,
-                split_from=source,
-                split_to=receiver,
-                split_sent=nbytes,
-                split_expected=expected,
-                calls=[(0, 0, dtype, 0, 0, 0), (0, 0, expected_dtype, 0, 0, 0)],
-            )
-        self._stretch.tensor().copy_(self.tensor[_HEAD.size :])
-        self._stretch.copy_out()
+        sent = MESSAGE_HEAD.unpack_from(self._memory)
+        if sent != self._head:
+            return message_mismatch(source, receiver, sent, self._head)
+        self._buffer.tensor().copy_(self.tensor[MESSAGE_HEAD.size :])
+        self._buffer.copy_out()
         return None
 
 
-_REMEMBERED = 16
+_HISTORY = 16  # calls that are kept for a diagnosis
 
 
 class LibraryError(Exception):
@@ -112,11 +119,11 @@ class LibraryError(Exception):
 
 
 class CallTimeout(Exception):
-    """A call was not over by its deadline."""
+    """A call was not complete at its deadline."""
 
 
 class CallEnded(Exception):
-    """A call failed with an outcome that is known already, so that no diagnosis is needed."""
+    """A call failed with a known outcome, which needs no diagnosis."""
 
     def __init__(self, outcome: CallOutcome) -> None:
         super().__init__()
@@ -129,21 +136,21 @@ class QueuedCall:
     def __init__(self, call: CollectiveCall, recorded: RecordedWork) -> None:
         self.call = call
         self.recorded = recorded
-        self._over = threading.Event()
+        self._completed = threading.Event()
         self._outcome: CallOutcome | None = None
 
     def end(self, outcome: CallOutcome | None) -> None:
-        """Marks the call as over."""
+        """Marks the call as complete."""
         self._outcome = outcome
-        self._over.set()
+        self._completed.set()
 
     def done(self) -> bool:
-        """Returns whether the call is over."""
-        return self._over.is_set()
+        """Returns whether the call is complete."""
+        return self._completed.is_set()
 
     def wait(self, timeout_ns: int, /) -> bool:
-        """Waits until the call is over; returns False if the time was over first."""
-        return self._over.wait(event_timeout_s(timeout_ns))
+        """Waits for the call to complete; returns False on time-out."""
+        return self._completed.wait(event_timeout_s(timeout_ns))
 
     def outcome(self) -> CallOutcome | None:
         """Returns why the call failed, or None if it succeeded."""
@@ -151,7 +158,7 @@ class QueuedCall:
 
 
 class SerialChannel(EngineChannel, ABC):
-    """A `Channel` for an engine that defines only how one call is performed.
+    """An `EngineChannel` for an engine that defines only `perform`.
 
     A call that fails breaks the group: all later calls end with the same outcome.
     """
@@ -163,21 +170,21 @@ class SerialChannel(EngineChannel, ABC):
         self._arrived = threading.Condition()
         self._thread: threading.Thread | None = None
         self._sequence = 0
-        self._history: deque[HeaderFields] = deque(maxlen=_REMEMBERED)
+        self._history: deque[HeaderFields] = deque(maxlen=_HISTORY)
         self._broken: CallOutcome | None = None
         self._recorder = GroupRecorder(diagnosis.members, diagnosis.rank)
 
     @abstractmethod
     def perform(self, call: CollectiveCall) -> None:
-        """Runs a call to its end, within `call.timeout_ns`.
+        """Runs a call to completion within `call.timeout_ns`.
 
         Raises:
-            CallTimeout: the call was not over by then.
+            CallTimeout: the call was not complete by then.
             LibraryError: the library refused the call or failed.
         """
 
     def run(self, call: CollectiveCall, /) -> CallOutcome | None:
-        """Runs a call to its end; returns None if it succeeded."""
+        """Runs a call to completion; returns None on success."""
         if not self._waiting:
             with self._turn:
                 if not self._waiting:
@@ -187,28 +194,28 @@ class SerialChannel(EngineChannel, ABC):
         return turn.outcome()
 
     def submit(self, call: CollectiveCall, /) -> QueuedCall:
-        """Queues a call behind those made before, and returns at once."""
+        """Queues a call behind earlier ones and returns at once."""
         return self._queue(call)
 
     def record_as(self, group: int, /) -> None:
-        """Records the calls from now on as those of this group."""
+        """Records later calls under the group's serial number."""
         self._recorder.group = group
 
     def abort(self) -> None:
-        """Ends the queued calls and all later ones; one that the library performs ends with its time-out.
+        """Ends queued and later calls; a call that the library is performing ends at its time-out.
 
-        The other ranks find that this one has left, as soon as their own calls end.
+        The other ranks detect that this one has left when their own calls end.
         """
         if self._broken is None:
             self._broken = CallFailure(OutcomeCode.ABORTED)
         self.close()
 
     def failure(self) -> int:
-        """Returns the code of the failure that broke the channel; OK if it is not broken."""
+        """Returns the code of the failure that broke the channel, or OK."""
         return OutcomeCode.OK if self._broken is None else self._broken.code
 
     def close(self) -> None:
-        """Tells the other ranks that this one has left, and ends the queued calls; idempotent."""
+        """Reports to the other ranks that this one has left, and ends the queued calls; idempotent."""
         if self._broken is None:
             self._broken = CallFailure(OutcomeCode.INTERRUPTED)
         self._diagnosis.leave()
@@ -251,7 +258,7 @@ class SerialChannel(EngineChannel, ABC):
         try:
             self.perform(call)
             return None
-        except Exception as error:  # on the channel's thread, an error that escaped would be lost
+        except Exception as error:  # an error that escapes from the channel's thread would be lost
             return self._break(error, started_ns)
 
     def _note(self, operation: int, dtype: int, reduce_op: int, root: int, count: int) -> None:

@@ -1,28 +1,31 @@
-"""Runs a group's collectives over MPI, directly on the tensors' memory.
+"""A group's collectives and messages over MPI, directly on the tensors' memory.
 
-Messages over MPI, directly from and to the tensors' memory; each begins with its size and dtype.
+A message begins with its size and dtype, so that the receiver can check them.
 """
 
 from __future__ import annotations
 
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from paceline import _core
 from paceline.comm.engine.adapters.group_recorder import GroupRecorder, RecordedWork
 from paceline.comm.engine.adapters.library_engine import FailureDiagnosis
-from paceline.comm.engine.adapters.schedule_executor import BlockTransfer, FlatBuffer, PythonExecutor
-from paceline.comm.engine.adapters.serial_channel import CallTimeout, LibraryError, SerialChannel, WaitedMessage
+from paceline.comm.engine.adapters.schedule_executor import BlockTransfer, FlatBuffer, PythonExecutor, divide_average
+from paceline.comm.engine.adapters.serial_channel import (
+    MESSAGE_HEAD,
+    CallTimeout,
+    LibraryError,
+    SerialChannel,
+    WaitedMessage,
+    message_mismatch,
+)
 from paceline.comm.engine.channel import CallOutcome, CollectiveCall, Pieces
 from paceline.comm.engine.codes import ITEM_SIZES, ReduceOp
-from paceline.comm.engine.failures import CallFailure, OutcomeCode
+from paceline.comm.engine.failures import OutcomeCode
 from paceline.comm.engine.mpi.library import MOST_BYTES, complete, datatype, library, reduction
 from paceline.comm.schedule.steps import Operation
-
-_HEAD = struct.Struct("<qq")  # number of bytes, dtype code
 
 
 class MpiMessages:
@@ -31,7 +34,7 @@ class MpiMessages:
     Args:
         comm: a communicator for messages alone.
         lock: the lock that is held during every call of MPI.
-        diagnosis: finds out why a message failed.
+        diagnosis: finds the reason of a failed message.
     """
 
     def __init__(self, comm: Any, lock: threading.Lock, diagnosis: FailureDiagnosis) -> None:
@@ -42,7 +45,7 @@ class MpiMessages:
         self._most_tag: int = library().COMM_WORLD.Get_attr(library().TAG_UB)
 
     def record_messages_as(self, group: int, /) -> None:
-        """Records the messages from now on as those of this group."""
+        """Records later messages under the group's serial number."""
         self._recorder.group = group
 
     def send(
@@ -57,7 +60,7 @@ class MpiMessages:
     def receive(
         self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool, /
     ) -> WaitedMessage:
-        """Starts a receive from a group rank, or with -1 from any rank."""
+        """Starts a receive from a group rank, or from any rank if `peer` is -1."""
         memory = _Memory(dtype, tensor)
         recorded = self._recorder.receive(peer, tag, dtype, tensor)
         return self._start(self._comm.Irecv, memory, peer, tag, timeout_ns, background, recorded, self._received)
@@ -114,30 +117,21 @@ class _Memory:
     def __init__(self, dtype: int, pieces: Pieces) -> None:
         mpi = library()
         self._expected = (sum(pieces[1::2]), dtype)
-        self._label = bytearray(_HEAD.size)
-        spans = [(mpi.Get_address(self._label), _HEAD.size)]
+        self._label = bytearray(MESSAGE_HEAD.size)
+        spans = [(mpi.Get_address(self._label), MESSAGE_HEAD.size)]
         for address, nbytes in zip(pieces[::2], pieces[1::2], strict=True):
-            spans += [(address + at, min(MOST_BYTES, nbytes - at)) for at in range(0, nbytes, MOST_BYTES)]
+            spans += [(address + first, min(MOST_BYTES, nbytes - first)) for first in range(0, nbytes, MOST_BYTES)]
         self.kind = mpi.BYTE.Create_hindexed([nbytes for _, nbytes in spans], [address for address, _ in spans])
         self.kind.Commit()
 
     def label(self) -> None:
         """Writes the tensor's size and dtype into the label, for a send."""
-        _HEAD.pack_into(self._label, 0, *self._expected)
+        MESSAGE_HEAD.pack_into(self._label, 0, *self._expected)
 
     def misfit(self, source: int, receiver: int) -> CallOutcome | None:
         """Returns why a received message does not fit the tensor, or None if it fits."""
-        (nbytes, dtype), (expected, expected_dtype) = _HEAD.unpack(self._label), self._expected
-        if (nbytes, dtype) == self._expected:
-            return None
-        return CallFailure(
-            OutcomeCode.MISMATCH,
-            split_from=source,
-            split_to=receiver,
-            split_sent=nbytes,
-            split_expected=expected,
-            calls=[(0, 0, dtype, 0, 0, 0), (0, 0, expected_dtype, 0, 0, 0)],
-        )
+        sent = MESSAGE_HEAD.unpack(self._label)
+        return None if sent == self._expected else message_mismatch(source, receiver, sent, self._expected)
 
     def close(self) -> None:
         """Frees the MPI datatype."""
@@ -146,7 +140,7 @@ class _Memory:
 
 _MOST_ELEMENTS = 1 << 26
 _SMALL = 1 << 14
-# From this size on, Open MPI's non-blocking all-reduce takes twice as long as a schedule over its messages.
+# At this size and above, Open MPI's non-blocking all-reduce takes twice as long as a schedule over its messages.
 _SCHEDULED_BYTES = 1 << 20
 _AT_ONCE = range(20)  # tests of a request before other threads may take the lock
 _AVG = int(ReduceOp.AVG)
@@ -159,7 +153,7 @@ class MpiChannel(SerialChannel):
     Args:
         comm: the group's communicator.
         lock: the lock that is held during every call of MPI.
-        diagnosis: finds out why a call failed.
+        diagnosis: finds the reason of a failed call.
         hosts: the group ranks of each host.
         algorithm: the algorithm by which all collectives run as schedules; None lets MPI run those that it can.
     """
@@ -186,7 +180,7 @@ class MpiChannel(SerialChannel):
     def all_reduce(
         self, address: int, count: int, dtype: int, reduce_op: int, timeout_ns: int, /
     ) -> CallOutcome | None:
-        """Reduces one dense tensor in place; a small one skips the steps of the general path."""
+        """Reduces one dense tensor in place, by a shorter path if it is small."""
         if count > _SMALL or not count or reduce_op == _AVG or self._by_schedule or self._waiting:
             return super().all_reduce(address, count, dtype, reduce_op, timeout_ns)
         key = dtype << 4 | reduce_op
@@ -214,7 +208,7 @@ class MpiChannel(SerialChannel):
                 return outcome
 
     def perform(self, call: CollectiveCall) -> None:
-        """Runs a call to its end."""
+        """Runs a call to completion."""
         deadline_ns = time.monotonic_ns() + call.timeout_ns
         operation = call.operation
         if operation is not Operation.BARRIER and (self._by_schedule or _is_long(call) or self._is_too_long(call)):
@@ -223,19 +217,19 @@ class MpiChannel(SerialChannel):
             _CALLS[operation](self, call, deadline_ns)
 
     def _is_too_long(self, call: CollectiveCall) -> bool:
-        """Returns whether a call moves more bytes than one call of MPI can take, and cannot be cut into several."""
-        if call.operation in _CUT:
+        """Returns whether a call moves more bytes than one MPI call can, and cannot be divided into several."""
+        if call.operation in _DIVISIBLE:
             return False
-        return sum(sum(each[1::2]) for each in (*call.inputs, *call.outputs)) > MOST_BYTES
+        return sum(sum(pieces[1::2]) for pieces in (*call.inputs, *call.outputs)) > MOST_BYTES
 
     def _barrier(self, _: CollectiveCall, deadline_ns: int) -> None:
         self._run(deadline_ns, self._comm.Ibarrier)
 
     def _broadcast(self, call: CollectiveCall, deadline_ns: int) -> None:
         tensor = FlatBuffer(call.outputs).copy_in()
-        for at in range(0, tensor.nbytes, MOST_BYTES):
-            nbytes = min(MOST_BYTES, tensor.nbytes - at)
-            self._run(deadline_ns, self._comm.Ibcast, self._bytes(tensor.address + at, nbytes), call.root)
+        for first in range(0, tensor.nbytes, MOST_BYTES):
+            nbytes = min(MOST_BYTES, tensor.nbytes - first)
+            self._run(deadline_ns, self._comm.Ibcast, self._bytes(tensor.address + first, nbytes), call.root)
         tensor.copy_out()
 
     def _all_reduce(self, call: CollectiveCall, deadline_ns: int) -> None:
@@ -243,7 +237,7 @@ class MpiChannel(SerialChannel):
         op = reduction(call.dtype, call.reduce_op)
         for part in self._parts(tensor.address, call):
             self._run(deadline_ns, self._comm.Iallreduce, self._mpi.IN_PLACE, part, op)
-        self._divide(tensor.address, call)
+        divide_average(tensor.address, call, self._size)
         tensor.copy_out()
 
     def _reduce(self, call: CollectiveCall, deadline_ns: int) -> None:
@@ -254,19 +248,19 @@ class MpiChannel(SerialChannel):
             ends = (self._mpi.IN_PLACE, part) if is_root else (part, None)
             self._run(deadline_ns, self._comm.Ireduce, *ends, op, call.root)
         if is_root:
-            self._divide(tensor.address, call)
+            divide_average(tensor.address, call, self._size)
             tensor.copy_out()
 
     def _all_gather(self, call: CollectiveCall, deadline_ns: int) -> None:
         outputs = FlatBuffer(call.outputs)
-        source = _apart(call.inputs, outputs)
+        source = _separate(call.inputs, outputs)
         ends = self._bytes(source.address, source.nbytes), self._bytes(outputs.address, source.nbytes)
         self._run(deadline_ns, self._comm.Iallgather, *ends)
         outputs.copy_out()
 
     def _gather(self, call: CollectiveCall, deadline_ns: int) -> None:
         outputs = FlatBuffer(call.outputs)
-        source = _apart(call.inputs, outputs)
+        source = _separate(call.inputs, outputs)
         target = self._bytes(outputs.address, source.nbytes) if call.outputs else None
         ends = self._bytes(source.address, source.nbytes), target
         self._run(deadline_ns, self._comm.Igather, *ends, call.root)
@@ -274,7 +268,7 @@ class MpiChannel(SerialChannel):
 
     def _scatter(self, call: CollectiveCall, deadline_ns: int) -> None:
         output = FlatBuffer(call.outputs)
-        inputs = _apart(call.inputs, output)
+        inputs = _separate(call.inputs, output)
         source = self._bytes(inputs.address, output.nbytes) if call.inputs else None
         ends = source, self._bytes(output.address, output.nbytes)
         self._run(deadline_ns, self._comm.Iscatter, *ends, call.root)
@@ -282,22 +276,22 @@ class MpiChannel(SerialChannel):
 
     def _reduce_scatter(self, call: CollectiveCall, deadline_ns: int) -> None:
         output = FlatBuffer(call.outputs)
-        inputs = _apart(call.inputs, output)
+        inputs = _separate(call.inputs, output)
         kind, op = datatype(call.dtype), reduction(call.dtype, call.reduce_op)
         ends = (
             [self._from_address(inputs.address, inputs.nbytes), call.count, kind],
             [self._from_address(output.address, output.nbytes), call.count, kind],
         )
         self._run(deadline_ns, self._comm.Ireduce_scatter_block, *ends, op)
-        self._divide(output.address, call)
+        divide_average(output.address, call, self._size)
         output.copy_out()
 
     def _all_to_all(self, call: CollectiveCall, deadline_ns: int) -> None:
         outputs = FlatBuffer(call.outputs)
-        inputs = _apart(call.inputs, outputs)
+        inputs = _separate(call.inputs, outputs)
         ends = [
-            [self._from_address(each.address, each.nbytes), _sizes(pieces), self._mpi.BYTE]
-            for each, pieces in ((inputs, call.inputs), (outputs, call.outputs))
+            [self._from_address(buffer.address, buffer.nbytes), _sizes(tensors), self._mpi.BYTE]
+            for buffer, tensors in ((inputs, call.inputs), (outputs, call.outputs))
         ]
         self._run(deadline_ns, self._comm.Ialltoallv, *ends)
         outputs.copy_out()
@@ -319,12 +313,8 @@ class MpiChannel(SerialChannel):
             parts.append([memory, count, kind])
         return parts
 
-    def _divide(self, address: int, call: CollectiveCall) -> None:
-        if call.reduce_op == ReduceOp.AVG and call.count:
-            _core.reduce(address, [address], call.count, call.dtype, ReduceOp.AVG, self._size)
 
-
-_CUT = (Operation.BROADCAST, Operation.ALL_REDUCE, Operation.REDUCE)
+_DIVISIBLE = (Operation.BROADCAST, Operation.ALL_REDUCE, Operation.REDUCE)
 _CALLS: dict[Operation, Callable[[MpiChannel, CollectiveCall, int], None]] = {
     Operation.BARRIER: MpiChannel._barrier,
     Operation.BROADCAST: MpiChannel._broadcast,
@@ -342,22 +332,22 @@ def _is_long(call: CollectiveCall) -> bool:
     return call.operation == Operation.ALL_REDUCE and call.count * ITEM_SIZES[call.dtype] >= _SCHEDULED_BYTES
 
 
-class _Apart:
-    """A copy of a buffer to read that overlaps a buffer to write, which MPI does not allow."""
+class _SeparateCopy:
+    """A copy of an input buffer that overlaps an output buffer, which MPI does not allow."""
 
     def __init__(self, source: FlatBuffer) -> None:
         self._memory = source.tensor().clone()
         self.address, self.nbytes = self._memory.data_ptr(), source.nbytes
 
 
-def _apart(inputs: Sequence[Pieces], written: FlatBuffer) -> FlatBuffer | _Apart:
+def _separate(inputs: Sequence[Pieces], written: FlatBuffer) -> FlatBuffer | _SeparateCopy:
     source = FlatBuffer(inputs).copy_in()
     overlap = source.address < written.address + written.nbytes and written.address < source.address + source.nbytes
-    return _Apart(source) if overlap else source
+    return _SeparateCopy(source) if overlap else source
 
 
-def _sizes(pieces: Sequence[Pieces]) -> list[int]:
-    return [sum(each[1::2]) for each in pieces]
+def _sizes(tensors: Sequence[Pieces]) -> list[int]:
+    return [sum(pieces[1::2]) for pieces in tensors]
 
 
 class _MpiTransfer:
@@ -384,8 +374,8 @@ class _MpiTransport:
     def _post(self, post: Callable[..., Any], peer: int, address: int, nbytes: int) -> BlockTransfer:
         mpi = library()
         requests = []
-        for at in range(0, nbytes, MOST_BYTES):
-            part = min(MOST_BYTES, nbytes - at)
+        for first in range(0, nbytes, MOST_BYTES):
+            part = min(MOST_BYTES, nbytes - first)
             with self._lock:
-                requests.append(post([mpi.buffer.fromaddress(address + at, part), part, mpi.BYTE], peer))
+                requests.append(post([mpi.buffer.fromaddress(address + first, part), part, mpi.BYTE], peer))
         return _MpiTransfer(requests, self._lock)

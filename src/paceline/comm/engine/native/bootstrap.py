@@ -1,12 +1,9 @@
-"""Exchanges addresses through the store, derives the topology, and brings the ranks of this host together.
+"""Bootstrap of the native engine: exchanges addresses through the store, derives the topology, connects a host's ranks.
 
-Which ranks a job has, and on which hosts they run.
-
-Brings the ranks of a host together: the first one makes their board, and each hands it down to some others.
-
-The board is memory that tells each rank of all others (native/shm/board.hpp). Its descriptor goes down a tree, each of
-whose connections both ends authenticate as the others of the job do, so whoever has the board has proved the secret; a
-rank makes one connection and accepts `FAN_OUT` at most, however many ranks there are.
+A host's first rank creates the board, the memory by which each rank finds all others (native/shm/board.hpp). Its
+descriptor is passed down a tree over connections that both ends authenticate with the job's secret, so every rank that
+has the board has proved the secret. A rank makes one connection and accepts at most `FAN_OUT`, whatever the number of
+ranks.
 """
 
 from __future__ import annotations
@@ -35,12 +32,19 @@ from paceline.errors import RendezvousError, RendezvousTimeoutError, and_more
 
 @dataclass(frozen=True)
 class Topology:
-    """The ranks and where they run: `members[r]` is rank r of the default group; `hosts` lists each host's ranks."""
+    """The ranks of a job and their hosts.
+
+    Attributes:
+        rank: this rank in the default group.
+        members: the ranks of the default group, in order.
+        hosts: the ranks on each host.
+        nonce: a text that identifies this rendezvous, the same on all ranks.
+    """
 
     rank: int
     members: tuple[RankIdentity, ...]
     hosts: tuple[tuple[int, ...], ...]
-    nonce: str  # identifies this rendezvous; it is the same on all ranks
+    nonce: str
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
@@ -48,17 +52,15 @@ class Topology:
         return next(ranks for ranks in self.hosts if self.rank in ranks)
 
     def hosts_of(self, ranks: Sequence[int]) -> list[list[int]]:
-        """Returns the group ranks on each host that has some, for the group that consists of `ranks`."""
-        host_of = {rank: number for number, host in enumerate(self.hosts) for rank in host}
-        found: dict[int, list[int]] = {}
-        for group_rank, rank in enumerate(ranks):
-            found.setdefault(host_of[rank], []).append(group_rank)
-        return [found[number] for number in sorted(found)]
+        """Returns the group ranks of the group of `ranks` by host, without hosts that have none."""
+        group_rank_of = {rank: group_rank for group_rank, rank in enumerate(ranks)}
+        by_host = [sorted(group_rank_of[rank] for rank in host if rank in group_rank_of) for host in self.hosts]
+        return [group_ranks for group_ranks in by_host if group_ranks]
 
 
 FAN_OUT = 16
 _CHANNEL = "board"
-_HERE = b"\x01"  # a message needs a byte beside its descriptor
+_BYTE = b"\x01"  # a message must contain a byte beside its descriptor
 _LOOK_S = 0.5
 _PAUSE_S = 0.005
 _MOST_NAMED = 4
@@ -67,38 +69,37 @@ _MOST_NAMED = 4
 def join_host_mesh(
     formation: Formation, topology: Topology, names: Mapping[int, str], listener: socket.socket, deadline: float
 ) -> _core.Mesh:
-    """Returns the mesh of this host's ranks, once all of them have come.
+    """Waits for all ranks of this host and returns their mesh.
 
     Args:
         formation: the default group's formation.
         topology: the ranks and their hosts.
         names: the abstract Unix sockets on which the ranks of this host listen.
-        listener: that of this rank.
-        deadline: the time of the monotonic clock, in seconds, until which the others may come.
+        listener: the socket on which this rank listens.
+        deadline: the time of the monotonic clock, in seconds, until which to wait for the others.
 
     Raises:
         RendezvousError: a rank gave up or died.
-        RendezvousTimeoutError: a rank did not come.
+        RendezvousTimeoutError: a rank did not connect in time.
         AuthenticationError: another process answered at a rank's address.
     """
     local = topology.local_ranks
-    place = local.index(topology.rank)
+    index = local.index(topology.rank)
     if len(local) == 1:
         return _core.Mesh.join(0, 1, names=local)
     key = derive_key(job_secret(), f"{_CHANNEL} {topology.nonce}")
     with contextlib.ExitStack() as cleanup:
-        board = _receive(formation, topology, names, key, deadline) if place else _core.create_board(len(local))
+        board = _receive(formation, topology, names, key, deadline) if index else _core.create_board(len(local))
         cleanup.callback(os.close, board)
-        mesh = _core.Mesh.join(place, len(local), os.dup(board), local)
+        mesh = _core.Mesh.join(index, len(local), os.dup(board), local)
         try:
-            below = local[place * FAN_OUT + 1 : (place + 1) * FAN_OUT + 1]
-            doorkeeper = None
-            if below:
-                doorkeeper = AuthenticatedListener(
-                    listener.dup(), key, _CHANNEL, functools.partial(_hand_down, board, below)
-                )
-                cleanup.callback(doorkeeper.close)
-            _await_all(formation, topology, mesh, doorkeeper, deadline)
+            children = local[index * FAN_OUT + 1 : (index + 1) * FAN_OUT + 1]
+            acceptor = None
+            if children:
+                send_board = functools.partial(_send_board, board, children)
+                acceptor = AuthenticatedListener(listener.dup(), key, _CHANNEL, send_board)
+                cleanup.callback(acceptor.close)
+            _await_all(formation, topology, mesh, acceptor, deadline)
         except BaseException:
             mesh.close()
             raise
@@ -109,52 +110,52 @@ def _await_all(
     formation: Formation,
     topology: Topology,
     mesh: _core.Mesh,
-    doorkeeper: AuthenticatedListener | None,
+    acceptor: AuthenticatedListener | None,
     deadline: float,
 ) -> None:
     local, members = topology.local_ranks, topology.members
-    formation.watch(lambda: next((members[local[place]] for place in mesh.lost()), None))
+    formation.watch(lambda: next((members[local[index]] for index in mesh.lost()), None))
     while absent := mesh.absent(max(0.0, min(_LOOK_S, deadline - time.monotonic()))):
         formation.look()
-        if doorkeeper is not None:
-            doorkeeper.require_descriptors()
+        if acceptor is not None:
+            acceptor.require_descriptors()
         if time.monotonic() >= deadline:
-            late = and_more([members[local[place]] for place in absent], _MOST_NAMED)
+            late = and_more([members[local[index]] for index in absent], _MOST_NAMED)
             raise RendezvousTimeoutError(
                 f"{members[topology.rank]}: {late} published their addresses and then did not connect in time; look "
                 "at their output"
             )
 
 
-def _hand_down(board: int, below: tuple[int, ...], connection: Connection, hello: PeerHello) -> None:
-    with plain(connection) as child, contextlib.suppress(OSError):  # a child that has gone is missed elsewhere
-        if is_same_user(child) and hello.rank in below:
+def _send_board(board: int, children: tuple[int, ...], connection: Connection, hello: PeerHello) -> None:
+    with plain(connection) as child, contextlib.suppress(OSError):  # a child that died is reported by the mesh
+        if is_same_user(child) and hello.rank in children:
             acknowledge(child)
-            socket.send_fds(child, [_HERE], [board])
+            socket.send_fds(child, [_BYTE], [board])
 
 
 def _receive(formation: Formation, topology: Topology, names: Mapping[int, str], key: bytes, deadline: float) -> int:
-    """Returns the descriptor of the board, from the rank above this one in the tree."""
+    """Receives the descriptor of the board from this rank's parent in the tree."""
     local, me = topology.local_ranks, topology.members[topology.rank]
-    above = local[(local.index(topology.rank) - 1) // FAN_OUT]
+    parent_rank = local[(local.index(topology.rank) - 1) // FAN_OUT]
     try:
         hello = PeerHello(_CHANNEL, topology.rank)
-        with plain(dial(functools.partial(_reach, names[above]), key, hello, deadline)) as parent:
-            return _take(formation, parent, deadline)
+        with plain(dial(functools.partial(_connect, names[parent_rank]), key, hello, deadline)) as parent:
+            return _receive_descriptor(formation, parent, deadline)
     except (OSError, HandshakeUnfinishedError) as error:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             raise
         formation.await_news()
         raise RendezvousError(
-            f"{me}: {topology.members[above]} does not answer at its Unix socket ({error}); look at its output"
+            f"{me}: {topology.members[parent_rank]} does not answer at its Unix socket ({error}); look at its output"
         ) from error
 
 
-def _take(formation: Formation, parent: socket.socket, deadline: float) -> int:
+def _receive_descriptor(formation: Formation, parent: socket.socket, deadline: float) -> int:
     parent.settimeout(_LOOK_S)
     while True:
         try:
-            said, descriptors, _, _ = socket.recv_fds(parent, len(_HERE), 1, socket.MSG_CMSG_CLOEXEC)
+            data, descriptors, _, _ = socket.recv_fds(parent, len(_BYTE), 1, socket.MSG_CMSG_CLOEXEC)
         except TimeoutError:
             formation.look()
             if time.monotonic() >= deadline:
@@ -162,12 +163,12 @@ def _take(formation: Formation, parent: socket.socket, deadline: float) -> int:
             continue
         if descriptors:
             return descriptors[0]
-        if said:  # the kernel drops a descriptor for which the process has no room
+        if data:  # the kernel drops a descriptor if the process has none left
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         raise ConnectionResetError("it closed the connection")
 
 
-def _reach(name: str, left_s: float) -> socket.socket:
+def _connect(name: str, left_s: float) -> socket.socket:
     deadline = time.monotonic() + left_s
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -195,8 +196,8 @@ def join(
 
     Args:
         formation: the default group's formation.
-        settings: the values, by name, that must be the same on all ranks.
-        timeout_s: how long to wait for the other ranks, in seconds.
+        settings: values, by name, that must be the same on all ranks.
+        timeout_s: the time to wait for the other ranks, in seconds.
 
     Raises:
         RendezvousError: a rank gave up or died, this host has more ranks than can be connected, or the ranks differ in

@@ -1,12 +1,9 @@
-"""The cost of a message on this network, which is measured when ranks of several hosts meet, or set by the user.
+"""Link costs of this network: measured when the ranks of several hosts meet, or set by the user.
 
-Measures what a message to another rank costs, by round trips within a time budget.
-
-Measures the link of every pair of hosts when ranks meet, to find those that differ from the others.
-
-The first ranks of the hosts do that in the rounds of a tournament (`comm/schedule/network.py`), both directions of a pair
-one after another. What looks uneven is measured again, and of several times the shortest counts, since a host that was
-busy for a moment looks slow, too.
+Rank 0 measures round trips, within a time budget, to a rank of its own host and to one of another host. If there are a
+few hosts, their first ranks also measure every pair of hosts, to find links that differ from the others. They do so in
+the rounds of a tournament (`comm/schedule/network.py`), both directions of a pair in turn. Links that seem uneven are
+measured again, and the shortest time counts, since a busy host seems slow too.
 """
 
 from __future__ import annotations
@@ -39,14 +36,17 @@ from paceline.comm.schedule.synthesis import MOST_RANKS
 from paceline.comm.schedule.tree_packing import MOST_HOSTS
 from paceline.errors import RendezvousError, RendezvousTimeoutError
 
-_SHORT_S = 0.02  # for short messages
-_LONG_S = 0.1  # for long ones
+_SHORT_S, _LONG_S = 0.02, 0.1  # the time budgets for short and long messages
 _FAR_S = 0.0025
 _LONG, _BULK = 64 << 10, 512 << 10
 _TRIES = 3
 _TIMEOUT_NS = 60_000_000_000
-_LOOK_NS = 200_000_000  # a rank that waits for a message looks this often whether another has given up
-_ALONE = 1  # as a number of bytes: no message follows the number
+_LOOK_NS = 200_000_000  # the interval at which a rank that waits for a message checks whether another gave up
+_NO_DATA = 1  # as a number of bytes: no message follows the number
+_PASS_KEY = "engine/pairs/pass"
+_PASSES = 3
+_COSTS_KEY, _NETWORK_KEY, _PAIRS_KEY = _KEYS = ["engine/costs", "engine/network", "engine/pairs"]
+_REDUCED = 1 << 20
 
 
 class Probe:
@@ -59,15 +59,15 @@ class Probe:
         self._peer = peer
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Sends `tensor` and waits until the send is over."""
+        """Sends `tensor` and waits for the send to complete."""
         self._pass(self._links.send, tensor)
 
     def receive(self, tensor: torch.Tensor) -> None:
-        """Receives into `tensor` and waits until the receive is over."""
+        """Receives into `tensor` and waits for the receive to complete."""
         self._pass(self._links.receive, tensor)
 
     def end(self) -> None:
-        """Tells the rank that nothing is measured any more."""
+        """Ends the measurement on the other rank."""
         self.send(torch.tensor([0], device="cpu"))
 
     def _pass(self, call: Callable[[int, int, int, Pieces, int, bool], PendingMessage], tensor: torch.Tensor) -> None:
@@ -84,15 +84,15 @@ class Probe:
 
 
 def is_far(alpha_s: float) -> bool:
-    """Returns whether long messages would take too long to say much, so that a link's rate is not measured."""
+    """Returns whether a link's latency is too long to measure its rate with long messages."""
     return alpha_s >= _FAR_S
 
 
 def measure(probe: Probe) -> LinkCost:
-    """Measures round trips within a time budget; of several the shortest counts, since a rank may be busy for a moment.
+    """Measures round trips within a time budget; the shortest counts, since a rank may be busy for a moment.
 
-    Each round trip begins with a number that says how many bytes follow it, and the answer is empty. The number 0 (see
-    `Probe.end`) ends the measurement. The first one does not count: the other rank may still be busy elsewhere.
+    Each round trip begins with the number of bytes that follow, and the answer is empty. The number 0 (see `Probe.end`)
+    ends the measurement. The first round trip does not count, since the other rank may still be busy elsewhere.
     """
 
     def best_of(nbytes: int, most: int, budget_s: float) -> float:
@@ -100,7 +100,7 @@ def measure(probe: Probe) -> LinkCost:
         for _ in range(most):
             before = time.monotonic()
             probe.send(torch.tensor([nbytes], device="cpu"))
-            if nbytes > _ALONE:
+            if nbytes > _NO_DATA:
                 probe.send(torch.zeros(nbytes, dtype=torch.uint8, device="cpu"))
             probe.receive(torch.empty(0, dtype=torch.uint8, device="cpu"))
             best = min(best, time.monotonic() - before)
@@ -108,11 +108,11 @@ def measure(probe: Probe) -> LinkCost:
                 break
         return best
 
-    best_of(_ALONE, 1, 0.0)
-    alpha_s = best_of(_ALONE, 10, _SHORT_S) / 2
+    best_of(_NO_DATA, 1, 0.0)
+    alpha_s = best_of(_NO_DATA, 10, _SHORT_S) / 2
     if is_far(alpha_s):
         return LinkCost(alpha_s, UNMEASURED.between_hosts.beta_s_per_byte)
-    # A large message is offered before it is sent, so it takes two round trips. On a slow link shorter ones must do.
+    # A large message is offered before it is sent, so it takes two round trips. A slow link uses shorter messages.
     nbytes, took_s = _LONG, best_of(_LONG, _TRIES, _LONG_S)
     if took_s < _LONG_S / 4:
         nbytes, took_s = _BULK, best_of(_BULK, _TRIES, _LONG_S)
@@ -120,37 +120,33 @@ def measure(probe: Probe) -> LinkCost:
 
 
 def answer(probe: Probe) -> None:
-    """Answers the messages of `measure`, on the other rank."""
+    """Answers the messages of `measure` on the other rank."""
     nbytes = torch.empty(1, dtype=torch.int64, device="cpu")
     while True:
         probe.receive(nbytes)
         if int(nbytes) == 0:
             return
-        if int(nbytes) > _ALONE:
+        if int(nbytes) > _NO_DATA:
             probe.receive(torch.empty(int(nbytes), dtype=torch.uint8, device="cpu"))
         probe.send(torch.empty(0, dtype=torch.uint8, device="cpu"))
 
 
-_KEY = "engine/pairs/pass"
-_PASSES = 3
-
-
 def are_few(topology: Topology) -> bool:
-    """Returns whether there are several links to compare, and few enough hosts and ranks for schedules of their own."""
+    """Returns whether there are several links to compare, and few enough hosts and ranks to synthesise schedules."""
     return 2 < len(topology.hosts) <= MOST_HOSTS and len(topology.members) <= MOST_RANKS
 
 
 def measure_pairs(
     formation: Formation, topology: Topology, links: Messages, deadline: float, wanted: bool | None = None
 ) -> dict[Pair, LinkCost]:
-    """Returns what rank 0 learns of each pair of hosts; the first rank of every host calls this.
+    """Measures every pair of hosts; returns the costs on rank 0. The first rank of every host calls this.
 
     Args:
         formation: the default group's formation.
         topology: the ranks and their hosts.
-        links: passes messages between them.
-        deadline: until when the others are waited for, in seconds of the monotonic clock.
-        wanted: on rank 0, whether to measure at all.
+        links: the messages between the ranks.
+        deadline: the time of the monotonic clock, in seconds, until which to wait for the other ranks.
+        wanted: whether to measure at all; only rank 0 passes this.
 
     Raises:
         RendezvousError: a rank gave up or died.
@@ -159,7 +155,7 @@ def measure_pairs(
     n, found = len(topology.hosts), dict[Pair, LinkCost]()
     host = next(number for number, ranks in enumerate(topology.hosts) if topology.rank in ranks)
     for number in range(_PASSES):
-        key = f"{_KEY}/{number}"
+        key = f"{_PASS_KEY}/{number}"
         if topology.rank == 0:
             is_due = bool(wanted) if number == 0 else bool(differences(n, found))
             formation.store.set(key, str(int(is_due)))
@@ -168,10 +164,10 @@ def measure_pairs(
             is_due = formation.store.get(key) == b"1"
         if not is_due:
             break
-        mine = _play(formation, topology, links, host)
+        mine = _play_rounds(formation, topology, links, host)
         formation.store.set(f"{key}/{host}", json.dumps([[*pair, *cost] for pair, cost in mine.items()]))
         if topology.rank == 0:
-            keys = [f"{key}/{each}" for each in range(n)]
+            keys = [f"{key}/{other_host}" for other_host in range(n)]
             _await(formation, topology, keys, deadline)
             for text in formation.store.multi_get(keys):
                 for one, other, alpha_s, beta_s_per_byte in json.loads(text):
@@ -180,7 +176,7 @@ def measure_pairs(
 
 
 def differences(n: int, found: Mapping[Pair, LinkCost]) -> str:
-    """Returns the differences between the links of n hosts as PACELINE_NETWORK says them, "" if there are none."""
+    """Returns the differences between the links of n hosts in the form of PACELINE_NETWORK, or "" without any."""
     if not found:
         return ""
     return describe_differences(
@@ -189,16 +185,16 @@ def differences(n: int, found: Mapping[Pair, LinkCost]) -> str:
 
 
 def recalled(topology: Topology, known: KnownCosts) -> dict[Pair, LinkCost]:
-    """Returns what is known of the pairs of these hosts from before, by their numbers; nothing if one is missing."""
+    """Returns the known costs of all pairs of these hosts, by the hosts' numbers, or {} if a pair is unknown."""
     names = _names(topology)
     pairs = {(a, b): (min(names[a], names[b]), max(names[a], names[b])) for a, b in combinations(range(len(names)), 2)}
-    if not all(each in known.pairs for each in pairs.values()):
+    if not all(pair_of_names in known.pairs for pair_of_names in pairs.values()):
         return {}
-    return {pair: known.pairs[each] for pair, each in pairs.items()}
+    return {pair: known.pairs[pair_of_names] for pair, pair_of_names in pairs.items()}
 
 
 def remember(topology: Topology, known: KnownCosts, found: Mapping[Pair, LinkCost]) -> None:
-    """Keeps what was measured of the pairs of these hosts."""
+    """Adds the measured costs of pairs of hosts to `known`."""
     names = _names(topology)
     for (a, b), cost in found.items():
         known.pairs[min(names[a], names[b]), max(names[a], names[b])] = cost
@@ -208,8 +204,10 @@ def _names(topology: Topology) -> list[str]:
     return [topology.members[ranks[0]].host for ranks in topology.hosts]
 
 
-def _play(formation: Formation, topology: Topology, links: Messages, host: int) -> dict[Pair, tuple[float, float]]:
-    """Returns what this host measured to each other one, after all rounds."""
+def _play_rounds(
+    formation: Formation, topology: Topology, links: Messages, host: int
+) -> dict[Pair, tuple[float, float]]:
+    """Plays all rounds; returns the costs that this host measured to each other host."""
     mine = {}
     leaders = [ranks[0] for ranks in topology.hosts]
     for pairs in round_robin_rounds(len(leaders)):
@@ -228,10 +226,10 @@ def _play(formation: Formation, topology: Topology, links: Messages, host: int) 
 
 
 def note(found: dict[Pair, LinkCost], pair: Pair, cost: LinkCost) -> None:
-    """Notes the shortest times of a pair; a rate that was not measured does not count beside one that was."""
+    """Keeps the shortest times of a pair; a measured rate replaces one that was not measured."""
     before = found.get(pair, cost)
     if is_far(before.alpha_s) != is_far(cost.alpha_s):
-        before = cost = min(before, cost, key=lambda each: each.alpha_s)
+        before = cost = min(before, cost, key=lambda candidate: candidate.alpha_s)
     found[pair] = LinkCost(min(before.alpha_s, cost.alpha_s), min(before.beta_s_per_byte, cost.beta_s_per_byte))
 
 
@@ -244,22 +242,18 @@ def _await(formation: Formation, topology: Topology, keys: list[str], deadline: 
         )
 
 
-_KEY, _NETWORK_KEY, _PAIRS_KEY = _KEYS = ["engine/costs", "engine/network", "engine/pairs"]
-_REDUCED = 1 << 20
-
-
 def agree_on_costs(
     formation: Formation, topology: Topology, links: Messages, known: KnownCosts, timeout_s: float
 ) -> tuple[CostModel, Network | None]:
-    """Returns the same model on all ranks: PACELINE_COSTS as set on rank 0, or else what rank 0 knows or measures.
+    """Returns the same costs on all ranks: rank 0's PACELINE_COSTS, or else those that rank 0 has known or measures.
 
-    What was measured is added to `known`, on all ranks, so that the next group of these hosts forms sooner.
+    The network is returned as well if it is uneven: by PACELINE_NETWORK on rank 0 (see `read_network`) or, if no costs
+    are given or known, by the measured links between a few hosts.
 
-    With it comes the network, if PACELINE_NETWORK on rank 0 says that it is uneven (see `uneven.py`), or if no costs
-    are given or known and the links between a few hosts are measured to be (see `pairs.py`).
+    Measured costs are added to `known` on all ranks, so that the next group of these hosts forms sooner.
 
     PACELINE_COSTS is JSON: {"within_host": [alpha, beta], "between_hosts": [alpha, beta], "gamma": gamma}, with alpha
-    in seconds a message, beta and gamma in seconds a byte.
+    in seconds a message, and beta and gamma in seconds a byte.
 
     Raises:
         ValueError: PACELINE_COSTS or PACELINE_NETWORK does not have its form.
@@ -270,7 +264,7 @@ def agree_on_costs(
     if topology.rank == 0:
         model, described, pairs = _measure_all(formation, topology, links, known, deadline)
         network = read_network(described, model, topology.hosts)
-        formation.store.set(_KEY, _format(model))
+        formation.store.set(_COSTS_KEY, _format(model))
         formation.store.set(_PAIRS_KEY, json.dumps([[*pair, *astuple(cost)] for pair, cost in pairs.items()]))
         formation.store.set(_NETWORK_KEY, described)
     else:
@@ -291,7 +285,7 @@ def agree_on_costs(
 def _measure_all(
     formation: Formation, topology: Topology, links: Messages, known: KnownCosts, deadline: float
 ) -> tuple[CostModel, str, dict[Pair, LinkCost]]:
-    """Returns the model, the network as PACELINE_NETWORK says it, and the links of pairs of hosts; for rank 0."""
+    """Returns rank 0's model, the network in the form of PACELINE_NETWORK, and the costs of pairs of hosts."""
     given, described = os.environ.get(COSTS_VARIABLE), os.environ.get(NETWORK_VARIABLE, "")
     probes = [Probe(formation, topology, links, peer) for peer in _partners(topology)]
     model = parse_costs(given) if given else known.models.get(_measured_ranks(topology))
@@ -310,7 +304,7 @@ def _measure_all(
 
 
 def _answer_all(formation: Formation, topology: Topology, links: Messages, deadline: float) -> None:
-    """Takes part in what rank 0 and the first ranks of all hosts measure."""
+    """Answers the measurements of rank 0 and of the first ranks of all hosts."""
     if topology.rank in _partners(topology):
         answer(Probe(formation, topology, links, 0))
     if are_few(topology) and any(topology.rank == ranks[0] for ranks in topology.hosts):
@@ -318,12 +312,12 @@ def _answer_all(formation: Formation, topology: Topology, links: Messages, deadl
 
 
 def _partners(topology: Topology) -> list[int]:
-    """Returns the ranks with which rank 0 measures: another one of its host if there is one, and one of the next."""
+    """Returns the ranks with which rank 0 measures: another one of its host, if there is one, and one of the next."""
     return [*topology.hosts[0][1:2], topology.hosts[1][0]]
 
 
 def _measured_ranks(topology: Topology) -> tuple[str, ...]:
-    """Returns a text for each of the hosts whose ranks the model is measured with: its name and how many they are."""
+    """Returns the name and the number of measured ranks of each host with which the model is measured."""
     return tuple(f"{topology.members[ranks[0]].host} {min(len(ranks), 2)}" for ranks in topology.hosts[:2])
 
 

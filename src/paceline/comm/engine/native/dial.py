@@ -1,4 +1,4 @@
-"""Both ends of a connection between ranks, which counts once the accepting end has acknowledged the other's proof."""
+"""Both ends of a connection between ranks, which is valid once the accepting end has acknowledged the proof."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def dial(
 ) -> Connection:
     """Connects and proves this rank's identity; retries while the other end drops connections unread.
 
-    Each pause before another attempt is twice as long as the one before, and at most half of the time that is left.
+    Each pause before another attempt is twice as long as the previous one, and at most half of the remaining time.
 
     Args:
-        open_connection: opens a connection within the given number of seconds.
-        key: the secret that both ends hold.
-        hello: what this rank says about itself in its proof.
+        open_connection: a function that opens a connection within the given number of seconds.
+        key: the secret that both ends have.
+        hello: this rank's description of itself in its proof.
         deadline: the time of the monotonic clock, in seconds, at which to stop retrying.
         secret: the job's secret, which determines the certificate of encrypted connections.
 
     Raises:
-        OSError: nobody listens at that address.
-        AuthenticationError: the other end does not hold the key, or did not answer in time.
+        OSError: no process listens at that address.
+        AuthenticationError: the other end does not have the key, or did not answer in time.
         HandshakeUnfinishedError: the other end still dropped the connection at the deadline.
     """
     pause_s = _FIRST_PAUSE_S
@@ -65,7 +65,7 @@ def dial(
 
 
 def _await_welcome(connection: Connection, timeout_s: float) -> None:
-    """Waits for the acknowledgement: a crowded listener may drop a connection whose proof it has not read yet."""
+    """Waits for the acknowledgement, since a busy listener may drop a connection before reading its proof."""
     connection.settimeout(timeout_s)
     try:
         if connection.recv(1) == _WELCOME:
@@ -76,12 +76,12 @@ def _await_welcome(connection: Connection, timeout_s: float) -> None:
 
 
 def acknowledge(connection: Connection) -> None:
-    """Acknowledges the proof of the end that has dialled."""
+    """Acknowledges the proof of the end that dialled."""
     connection.sendall(_WELCOME)
 
 
 class AcceptedConnections:
-    """Holds the connections that a doorkeeper has admitted, for the thread that waits for them."""
+    """A queue of accepted connections for the thread that waits for them."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[PeerHello, Connection]] = queue.SimpleQueue()
@@ -92,14 +92,14 @@ class AcceptedConnections:
         self._queue.put((hello, connection))
 
     def take(self, timeout_s: float) -> tuple[PeerHello, Connection] | None:
-        """Returns the next connection, or None if none came within `timeout_s` seconds."""
+        """Returns the next connection, or None if there is none within `timeout_s` seconds."""
         try:
             return self._queue.get(timeout=timeout_s)
         except queue.Empty:
             return None
 
     def close(self) -> None:
-        """Closes the connections that nobody has taken."""
+        """Closes the connections that are still queued."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._queue.get_nowait()[1].close()

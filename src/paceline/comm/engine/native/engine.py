@@ -1,7 +1,4 @@
-"""The native engine: shared memory between the ranks of a host, TCP between hosts.
-
-Memory that the ranks of a group on one host map for longer than a call.
-"""
+"""The native engine: shared memory between the ranks of a host, TCP between hosts."""
 
 from __future__ import annotations
 
@@ -39,11 +36,11 @@ from paceline.linux import is_out_of_descriptors
 
 @dataclass(frozen=True)
 class HostRanks:
-    """The ranks of a group that are on this host, connected by a mesh.
+    """The ranks of a group that are on this host, connected by a mesh, with memory that they share beyond a call.
 
     Attributes:
         mesh: the connections between them.
-        places: the rank in the mesh of each group rank, -1 if it is on another host.
+        places: the rank in the mesh of each group rank, or -1 for ranks on other hosts.
         rank: this process's group rank.
     """
 
@@ -57,7 +54,7 @@ class HostRanks:
         return [rank for rank, place in enumerate(self.places) if place >= 0]
 
     def share(self, nbytes: int) -> tuple[_core.SharedMemory, int]:
-        """Creates memory of zeros for the ranks of this host; returns it, and the number by which they find it.
+        """Creates zeroed memory for the ranks of this host; returns it and the number by which they find it.
 
         Raises:
             OSError: no memory or descriptors are left.
@@ -65,7 +62,7 @@ class HostRanks:
         return _core.share_memory(self.mesh, nbytes)
 
     def find(self, owner: int, number: int, nbytes: int, timeout_s: float) -> _core.SharedMemory | None:
-        """Returns the memory that group rank `owner` created, None if it did not come or its owner has gone.
+        """Returns the memory that group rank `owner` created, or None on time-out or if the owner is lost.
 
         Raises:
             OSError: no memory or descriptors are left.
@@ -73,25 +70,26 @@ class HostRanks:
         return _core.find_memory(self.mesh, self.places[owner], number, nbytes, timeout_s)
 
     def withdraw(self, number: int) -> None:
-        """Makes the others forget the number of memory that this rank created, once all have found it."""
+        """Withdraws the number of memory that this rank created, after all ranks have found it."""
         _core.withdraw_memory(self.mesh, number)
 
 
-# Each rank has four slots of this many bytes in each group, so that the part of a tensor that passes through a slot
-# stays in the second-level cache.
+# The size of each of a rank's four slots in a group: the part of a tensor in a slot stays in the second-level cache.
 SLOT_BYTES = 128 << 10
 _DEFAULT_STREAMS = 1
 _MOST_NAMED = 8  # ranks in an error message
 _START = "native"  # names the formation of an engine that starts after the default group has formed
-_LINKS = 1 << 63  # distinguishes the id of a group's rings from that of its slots
+_LINKS = 1 << 63  # distinguishes the id of a group's rings from the id of its slots
 
 
 @dataclass
 class NativeGroup:
     """A group's connections.
 
-    `channel` runs its collectives, `messages` passes messages between two of its ranks, and `host_ranks` share memory;
-    it is None once the group is closed, since it would keep the connections' own memory.
+    Attributes:
+        channel: runs the group's collectives.
+        messages: passes messages between two of its ranks.
+        host_ranks: shares memory on this host; None after `close`, since it would keep the connections' memory.
     """
 
     channel: EngineChannel
@@ -99,17 +97,17 @@ class NativeGroup:
     host_ranks: HostRanks | None
 
     def record_as(self, group: int) -> None:
-        """Records the calls and messages of both; see `engine.channel.Channel`."""
+        """Records calls and messages; see `engine.channel.EngineChannel`."""
         self.channel.record_as(group)
         self.messages.record_as(group)
 
     def abort(self) -> None:
-        """Ends the calls and messages of all ranks; see `engine.channel.Channel`."""
+        """Ends the calls and messages of all ranks; see `engine.channel.EngineChannel`."""
         self.channel.abort()
         self.messages.abort()
 
     def failure(self) -> int:
-        """Returns the code of a failure of either; see `engine.channel.Channel`."""
+        """Returns the code of a failure of calls or messages; see `engine.channel.EngineChannel`."""
         return self.channel.failure() or self.messages.failure()
 
     def close(self) -> None:
@@ -123,12 +121,12 @@ class NativeEngine:
     """Connects the ranks of the default group and of all other groups, until `close` is called.
 
     Args:
-        formation: the default group's formation; later groups form over its store, too.
-        timeout_s: how long to wait for the other ranks, in seconds.
+        formation: the default group's formation, over whose store later groups form too.
+        timeout_s: the time to wait for the other ranks, in seconds.
         peer: the host at which the ranks met, if it is known.
-        interface: the interface or address that other hosts connect to; see `own_address`.
-        algorithm: the algorithm for every collective that it offers; collectives then run by schedule on one host, too.
-        known_costs: what messages cost, as engines before this one have measured; this one adds to it.
+        interface: the interface or address to which other hosts connect; see `own_address`.
+        algorithm: the algorithm to force for every collective that offers it, which runs by schedule on one host too.
+        known_costs: the link costs that earlier engines measured, to which this one adds its own.
 
     Raises:
         ValueError: `algorithm` or `interface` does not exist.
@@ -207,8 +205,8 @@ class NativeEngine:
             address = own_address(self._peer, self._interface)
             connections = connect(formation, topology, ranks, identity, address, self._streams, timeout_s, self._closed)
         remaining_s = max(0.1, deadline - time.monotonic())
-        # Ranks of one host that chose different algorithms must not find each other, so that opening the group fails.
-        # Between hosts the calls themselves reveal the difference.
+        # Ranks of one host with different algorithms must not find each other, so that opening the group fails. Between
+        # hosts the calls themselves detect the difference.
         local_id = identity ^ zlib.crc32(algorithm.encode()) if algorithm is not None else identity
         links = _core.ScheduleGroup.create(
             self._mesh, local_id | _LINKS, group_rank, mesh_ranks, connections, remaining_s, ranks
@@ -217,7 +215,7 @@ class NativeEngine:
             raise self._not_opened(formation, ranks, timeout_s)
         with contextlib.ExitStack() as undo:
             undo.callback(links.close)
-            undo.push(lambda _, error, __: _say_why(formation, error))  # before the others see that it closes
+            undo.push(lambda _, error, __: _announce(formation, error))  # before the others detect the closed links
             channel: EngineChannel | None
             if len(hosts) > 1 or algorithm is not None:
                 if self._costs is None:
@@ -237,7 +235,7 @@ class NativeEngine:
         return group
 
     def close(self) -> None:
-        """Closes every group and says goodbye to the other ranks; idempotent."""
+        """Closes every group and leaves the mesh; idempotent."""
         for group in self._groups:
             group.close()
         self._groups.clear()
@@ -249,9 +247,9 @@ class NativeEngine:
         return agree_on_costs(formation, self._topology, links, self._known_costs, timeout_s)
 
     def _gone(self) -> RankIdentity | None:
-        """Returns a rank of this host or of the default group that is known to have died or left; None without one."""
-        here = [self._topology.local_ranks[place] for place in self._mesh.lost()]
-        gone = here or (self._groups[0].messages.gone() if self._groups else [])
+        """Returns a rank of this host or of the default group that is known to have died or left, or None."""
+        lost = [self._topology.local_ranks[place] for place in self._mesh.lost()]
+        gone = lost or (self._groups[0].messages.gone() if self._groups else [])
         return self._topology.members[gone[0]] if gone else None
 
     def _not_opened(self, formation: Formation, ranks: Sequence[int], timeout_s: float) -> RendezvousTimeoutError:
@@ -262,8 +260,8 @@ class NativeEngine:
         )
 
 
-def _say_why(formation: Formation, error: BaseException | None) -> None:
-    """Tells the other ranks why this one gives up; the formation has words of its own for a lack of descriptors."""
+def _announce(formation: Formation, error: BaseException | None) -> None:
+    """Reports to the other ranks why this one gives up; the formation itself reports a lack of descriptors."""
     if error is not None and not is_out_of_descriptors(error):
         formation.announce(error)
 

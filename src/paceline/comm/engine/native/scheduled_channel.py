@@ -1,6 +1,6 @@
-"""Runs a group's collectives as schedules, each by the algorithm that the cost model expects to be the fastest.
+"""`ScheduledChannel`: runs a group's collectives as schedules, each by the algorithm that should be fastest.
 
-Says that calls take other times than were predicted; the core compares them (native/call/foresight.hpp).
+Calls whose times differ much from the prediction, which the core detects (native/call/foresight.hpp), are logged once.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from paceline.comm.schedule.synthesis import can_synthesise, choose_all_reduce, 
 
 
 class PredictionMiss(NamedTuple):
-    """Calls of one kind that were far from their prediction, in the order of `_core.ScheduleGroup.surprise`.
+    """Calls of one kind whose times were far from the prediction, as returned by `_core.ScheduleGroup.surprise`.
 
     Attributes:
-        operation, algorithm, dtype: the kind, by the numbers of the core.
-        elements: how many each call had.
-        calls: how many of them were made.
-        least_ns: how long the shortest of them took; `predicted_ns` how long each should have taken.
+        operation, algorithm, dtype: the kind of the calls, by the codes of the core.
+        elements: the number of elements of each call.
+        calls: the number of calls.
+        least_ns: the time of the shortest call, in nanoseconds.
+        predicted_ns: the predicted time of each call, in nanoseconds.
     """
 
     operation: int
@@ -44,7 +45,7 @@ class PredictionMiss(NamedTuple):
 
 
 def describe_miss(found: PredictionMiss) -> str:
-    """Returns what is said of a surprise."""
+    """Returns the log message about mispredicted calls."""
     least, predicted = format_seconds(found.least_ns / 1e9), format_seconds(found.predicted_ns / 1e9)
     return (
         f"{OPERATIONS[found.operation]} of {found.elements:,} {DTYPES[found.dtype]} by {name_of(found.algorithm)} took "
@@ -63,10 +64,10 @@ class ScheduledChannel(EngineChannel):
         links: the group's links, over which the native executor runs schedules.
         rank: the group rank of this process.
         hosts: the group ranks of each host.
-        model: what messages cost; it is the same on all ranks, since all must choose the same algorithm.
-        forced: the algorithm to use for every operation that it offers; None leaves the choice to `model`.
-        network: the group's network if its links differ; all-reduces then choose by simulation, also of schedules that
-            are made for this network.
+        model: the link costs, the same on all ranks, since all must choose the same algorithm.
+        forced: the algorithm to use for every operation that offers it; None leaves the choice to `model`.
+        network: the group's network if its links differ. All-reduces then choose by simulation, also among schedules
+            synthesised for this network.
     """
 
     def __init__(
@@ -84,14 +85,14 @@ class ScheduledChannel(EngineChannel):
         self._size = sum(map(len, hosts))
         self._model = model
         self._forced = forced
-        # The caches are bounded, which suffices because programs use a few sizes again and again.
+        # The caches are bounded, which suffices because programs repeat a few sizes.
         self._uneven = network if network is not None and can_synthesise(network) else None
         self._synthesised = synthesise(self._uneven) if self._uneven is not None else []
         self._choice = functools.lru_cache(1024)(self.choose)
         self._schedule = functools.lru_cache(256)(self._build)
 
     def choose(self, operation: Operation, nbytes: int) -> AlgorithmChoice:
-        """Returns the algorithm for a call of `nbytes` bytes, and the time that each candidate is expected to take."""
+        """Returns the algorithm for a call of `nbytes` bytes, and the expected time of each candidate."""
         forced = self._forced if self._forced in algorithms_offering(operation) else None
         if self._uneven is not None and operation is Operation.ALL_REDUCE:
             return choose_all_reduce(self._uneven, self._synthesised, nbytes, forced)
@@ -99,22 +100,22 @@ class ScheduledChannel(EngineChannel):
 
     @property
     def quantises(self) -> bool:
-        """Returns True: what a call has on the wire decides its schedule."""
+        """Returns True: calls may have a `wire`, which determines their schedule."""
         return True
 
     def run(self, call: CollectiveCall) -> _core.Outcome | None:
-        """Runs a call to its end; returns None if it succeeded."""
-        self._say_surprise()
+        """Runs a call to completion; returns None on success."""
+        self._log_miss()
         return self._links.run(*self._planned(call))
 
     def submit(self, call: CollectiveCall) -> _core.Work:
-        """Queues a call behind those made before, and returns at once."""
-        self._say_surprise()
+        """Queues a call behind earlier ones and returns at once."""
+        self._log_miss()
         return self._links.submit(*self._planned(call))
 
     def prepare(self, call: CollectiveCall) -> _core.PreparedCall:
         """Returns the call with its schedule."""
-        self._say_surprise()
+        self._log_miss()
         return self._links.prepare(*self._planned(call))
 
     def record_as(self, group: int) -> None:
@@ -130,16 +131,16 @@ class ScheduledChannel(EngineChannel):
         return self._links.failure()
 
     def close(self) -> None:
-        """Says what was far from its prediction, if nothing has yet; the group that owns the links closes them."""
-        self._say_surprise()
+        """Logs mispredicted calls if none have been logged; the group that owns the links closes them."""
+        self._log_miss()
 
-    def _say_surprise(self) -> None:
-        """Says once, on rank 0, which calls took much more or less time than was predicted."""
+    def _log_miss(self) -> None:
+        """Logs once, on rank 0, calls that took much more or less time than predicted."""
         if self._rank == 0 and (found := self._links.surprise()) is not None:
             logging.getLogger(__name__).info(describe_miss(PredictionMiss(*found)))
 
     def _planned(self, call: CollectiveCall) -> tuple[_core.Schedule, CollectiveCall, int]:
-        """Returns the call with its schedule and the nanoseconds that it should take, 0 if nothing predicts them."""
+        """Returns the call with its schedule and its predicted time in nanoseconds, 0 without a prediction."""
         if call.wire:
             return self._schedule(WIRES[call.wire - 1], call.operation, call.root), call, 0
         choice = self._choice(call.operation, self._nbytes(call))
@@ -147,7 +148,7 @@ class ScheduledChannel(EngineChannel):
         return self._schedule(choice.algorithm, call.operation, call.root), call, predicted_ns
 
     def _nbytes(self, call: CollectiveCall) -> int:
-        """Returns the size in bytes of a rank's longest buffer, by which the algorithm is chosen."""
+        """Returns the number of bytes of a rank's longest buffer, by which the algorithm is chosen."""
         if call.operation == Operation.ALL_TO_ALL:
             return ALL_TO_ALL_NBYTES
         nbytes = call.count * ITEM_SIZES[call.dtype]

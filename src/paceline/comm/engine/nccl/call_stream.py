@@ -1,8 +1,8 @@
-"""A communicator, which the first call opens, and the CUDA stream on which its calls run one after the other.
+"""`CallStream`: a communicator, which the first call opens, and the CUDA stream on which its calls run in order.
 
-A thread that watches calls in progress, since the program's streams wait for them but none of its threads does.
-
-Calls and messages in progress, for the group to wait for.
+The program's streams wait for calls, but none of its threads does. `CallWatch` therefore has a thread that watches
+calls in progress and aborts those that cannot complete. `NcclWork` and `NcclMessage` are the calls and messages for
+which the group waits.
 """
 
 from __future__ import annotations
@@ -35,15 +35,13 @@ MakePlan = Callable[[AllocateBuffer], NcclPlan]
 
 _CLOSED = CallFailure(OutcomeCode.REFUSED, said="the group was closed meanwhile (destroy_process_group)")
 _ADVICE = "NCCL_DEBUG=WARN has NCCL say more"
-# A rank whose process has ended may have done its part of a call, which then ends soon.
-_ARRIVING_S = 1.0
+# A rank whose process has ended may have done its part of a call, which then completes soon.
+_GRACE_S = 1.0
 
 
 @dataclass(frozen=True)
 class CallInFlight:
-    """A call that is on the stream; `header` is as in failure reports, and `started` and `deadline` are of
-    `time.monotonic`.
-    """
+    """A call that is on the stream; `header` is as in failure reports, and times are those of `time.monotonic`."""
 
     header: HeaderFields
     mark: StreamEvent
@@ -54,37 +52,40 @@ class CallInFlight:
 
 @dataclass(frozen=True)
 class StreamRanks:
-    """The ranks that a call stream connects: `members` in the order of the communicator, with this rank in place `at`.
+    """The ranks that a call stream connects, in the order of the communicator.
 
-    `group_ranks` are their ranks in the group, for failure reports.
+    Attributes:
+        members: the ranks with their hosts and processes.
+        group_ranks: their ranks in the group, for failure reports.
+        index: the index of this rank among them.
     """
 
     members: tuple[RankIdentity, ...]
     group_ranks: tuple[int, ...]
-    at: int
+    index: int
 
 
 class CallStream:
-    """Runs calls one after the other; any thread may use it.
+    """Runs calls sequentially; any thread may use it.
 
     Args:
         library: the NCCL library.
         device: the device that holds the tensors of the calls.
         store: a store for this call stream alone.
-        ends: the ranks that the call stream connects.
-        stopped: returns whether the engine is being closed.
+        ranks: the ranks that the call stream connects.
+        stopped: a function that returns whether the engine is being closed.
     """
 
     def __init__(
-        self, library: Library, device: Device, store: Store, ends: StreamRanks, stopped: Callable[[], bool]
+        self, library: Library, device: Device, store: Store, ranks: StreamRanks, stopped: Callable[[], bool]
     ) -> None:
         self._library = library
         self._leaving = False
         self._device = device
         self._store = store
-        self._ends = ends
+        self._ranks = ranks
         self._engine_closes = stopped
-        self._progress = RankProgress(PrefixStore("at", store), ends.at, len(ends.members))
+        self._progress = RankProgress(PrefixStore("at", store), ranks.index, len(ranks.members))
         self._communicator: Communicator | None = None
         self._peers: PeerWatch | None = None
         self._peer_gone_since: float | None = None
@@ -95,7 +96,7 @@ class CallStream:
         self.failure: CallFailure | None = None  # once set, it is permanent
         self.stream = device.open_stream()
 
-    def give(
+    def enqueue(
         self,
         make_plan: MakePlan,
         reduction: NcclReduction | None,
@@ -103,7 +104,7 @@ class CallStream:
         timeout_ns: int,
         recorded: RecordedOperation,
     ) -> CallInFlight | CallFailure:
-        """Enqueues a call on the stream; the first call opens the communicator, which waits for the other ranks."""
+        """Enqueues a call on the stream. The first call opens the communicator, which waits for the other ranks."""
         started = time.monotonic()
         deadline = started + timeout_ns / 1e9
         with self._lock:
@@ -117,7 +118,7 @@ class CallStream:
                 with self._device.activated():
                     if self._communicator is None:
                         self._communicator = self._open(deadline)
-                    self._enqueue(self._communicator, make_plan, reduction, deadline)
+                    self._launch(self._communicator, make_plan, reduction, deadline)
                     recorded.start()
                     flight = CallInFlight(header, self.stream.mark(), started, deadline, recorded)
             except (AbsentError, NcclTimeoutError, NcclError, SharedGpuError, RuntimeError) as error:
@@ -128,7 +129,7 @@ class CallStream:
         return flight
 
     def _failure_of(self, error: Exception, header: HeaderFields, started: float) -> CallFailure:
-        """Returns why a call could not be enqueued; a RuntimeError is one of CUDA or of the store."""
+        """Returns why a call could not be enqueued; a RuntimeError comes from CUDA or from the store."""
         if isinstance(error, AbsentError):
             return self._timed_out(started, error.missing)
         if isinstance(error, NcclTimeoutError):
@@ -137,21 +138,21 @@ class CallStream:
             OutcomeCode.REFUSED, said=f"{error}. {_ADVICE}" if isinstance(error, NcclError) else str(error)
         )
 
-    def _enqueue(
+    def _launch(
         self,
         communicator: Communicator,
         make_plan: MakePlan,
         reduction: NcclReduction | None,
         deadline: float,
     ) -> None:
-        rooms: list[object] = []  # keeps the memory alive until all its uses are on the stream
+        owners: list[object] = []  # keeps the memory alive until all its uses are on the stream
 
-        def room(nbytes: int) -> int:
-            address, owner = self.stream.room(nbytes)
-            rooms.append(owner)
+        def allocate(nbytes: int) -> int:
+            address, owner = self.stream.allocate(nbytes)
+            owners.append(owner)
             return address
 
-        plan = make_plan(room)
+        plan = make_plan(allocate)
         for copy in plan.before:
             self.stream.copy(copy.source, copy.target, copy.nbytes)
         if plan.calls:
@@ -160,33 +161,33 @@ class CallStream:
             self.stream.copy(copy.source, copy.target, copy.nbytes)
 
     def look(self) -> bool:
-        """Forgets calls that are over and breaks the stream if one cannot end; returns whether to look again soon."""
+        """Drops completed calls, and breaks the stream if a call cannot complete; returns whether to look again."""
         if self.failure is not None:
             return False
         try:
             while self._flights and self._flights[0].mark.done():
                 self._flights.popleft().recorded.end(OutcomeCode.OK)
-        except RuntimeError as error:  # from CUDA; the program will see it as well
+        except RuntimeError as error:  # from CUDA; the program gets it as well
             self.failure = CallFailure(OutcomeCode.REFUSED, said=str(error))
             return False
-        self._progress.tell()
+        self._progress.publish()
         if not self._flights:
-            return not self._progress.is_told
-        failure = self._trouble(self._flights[0])
+            return not self._progress.is_published
+        failure = self._find_failure(self._flights[0])
         if failure is None:
             return True
         with self._lock, self._device.activated():
             self._break(failure)
         return False
 
-    def _trouble(self, oldest: CallInFlight) -> CallFailure | None:
+    def _find_failure(self, oldest: CallInFlight) -> CallFailure | None:
         communicator, peers = self._communicator, self._peers
         assert communicator is not None and peers is not None
         gone = peers.gone()
         now = time.monotonic()
         if gone and self._peer_gone_since is None:
             self._peer_gone_since = now
-        if self._peer_gone_since is not None and now - self._peer_gone_since > _ARRIVING_S:
+        if self._peer_gone_since is not None and now - self._peer_gone_since > _GRACE_S:
             return CallFailure(OutcomeCode.PEER_LOST, gone=self._group_ranks(gone))
         said = communicator.error()
         if said is not None:
@@ -200,14 +201,14 @@ class CallStream:
             return _CLOSED
         waited_s = time.monotonic() - started
         calls = self._progress.latest()
-        by_group_rank: list[HeaderFields] = [(0, 0, 0, 0, -1, 0)] * (1 + max(self._ends.group_ranks))
-        for group_rank, call in zip(self._ends.group_ranks, calls, strict=True):
+        by_group_rank: list[HeaderFields] = [(0, 0, 0, 0, -1, 0)] * (1 + max(self._ranks.group_ranks))
+        for group_rank, call in zip(self._ranks.group_ranks, calls, strict=True):
             by_group_rank[group_rank] = call
-        mine = calls[self._ends.at]
+        mine = calls[self._ranks.index]
         if any(call[0] == mine[0] and call != mine for call in calls):
-            here = self._ends.group_ranks[self._ends.at]
+            me = self._ranks.group_ranks[self._ranks.index]
             return CallFailure(
-                OutcomeCode.MISMATCH, reporter=here, calls=by_group_rank, algorithms=[0] * len(by_group_rank)
+                OutcomeCode.MISMATCH, reporter=me, calls=by_group_rank, algorithms=[0] * len(by_group_rank)
             )
         if not missing:
             return CallFailure(
@@ -232,28 +233,34 @@ class CallStream:
         return self.failure
 
     def _open(self, deadline: float) -> Communicator:
-        ends, functions = self._ends, self._library.functions
+        ranks, functions = self._ranks, self._library.functions
         mine = NcclPeer.here(self._device.identity, str(self._device))
-        met = exchange_peers(
-            PrefixStore("meet", self._store), ends.members, ends.at, mine, functions.new_id, deadline, self._stopped
+        exchanged = exchange_peers(
+            PrefixStore("meet", self._store),
+            ranks.members,
+            ranks.index,
+            mine,
+            functions.new_id,
+            deadline,
+            self._stopped,
         )
-        self._peers = PeerWatch(met.presences, ends.at)
-        return Communicator(functions, met.unique_id, ends.at, len(ends.members), deadline, self._stopped)
+        self._peers = PeerWatch(exchanged.peers, ranks.index)
+        return Communicator(functions, exchanged.unique_id, ranks.index, len(ranks.members), deadline, self._stopped)
 
     def _stopped(self) -> bool:
         return self._leaving or self._engine_closes()
 
-    def _group_ranks(self, places: Sequence[int]) -> list[int]:
-        return [self._ends.group_ranks[place] for place in places]
+    def _group_ranks(self, indices: Sequence[int]) -> list[int]:
+        return [self._ranks.group_ranks[index] for index in indices]
 
     def abort(self) -> None:
-        """Ends the calls on the stream and accepts no more; the other ranks' calls end with their time-out."""
+        """Ends the calls on the stream and accepts no more; the other ranks' calls end at their time-outs."""
         self._leaving = True
         with self._lock, self._device.activated():
             self._break(CallFailure(OutcomeCode.ABORTED))
 
     def leave(self) -> None:
-        """Accepts no more calls and ends one that still waits for other ranks; `close` must follow. Idempotent."""
+        """Accepts no more calls and ends one that still waits for other ranks. `close` must follow. Idempotent."""
         self._leaving = True
         with self._lock:
             if self.failure is None:
@@ -276,11 +283,11 @@ class CallStream:
                 self._peers.close()
 
 
-_EVERY_S = 0.05
+_WATCH_INTERVAL_S = 0.05
 
 
 class CallWatch:
-    """Looks at call streams for as long as one of them has a call in progress, until `close` is called."""
+    """Polls call streams while one of them has a call in progress, until `close` is called."""
 
     def __init__(self) -> None:
         self._streams: list[CallStream] = []
@@ -295,10 +302,10 @@ class CallWatch:
 
     def remove(self, calls: CallStream) -> None:
         """Stops watching `calls`."""
-        self._streams = [each for each in self._streams if each is not calls]
+        self._streams = [stream for stream in self._streams if stream is not calls]
 
     def wake(self) -> None:
-        """Tells the thread that there is a new call."""
+        """Wakes the thread for a new call."""
         self._called.set()
 
     def close(self) -> None:
@@ -310,15 +317,15 @@ class CallWatch:
     def _run(self) -> None:
         while True:
             self._called.wait()
-            self._called.clear()  # before the pause: `close` may come at any time after it
-            if self._closing.wait(_EVERY_S):
+            self._called.clear()  # before the pause, since `close` may be called at any time after this
+            if self._closing.wait(_WATCH_INTERVAL_S):
                 return
             for calls in self._streams:
                 if calls.look():
                     self._called.set()
 
 
-# A time-out of this length or more is no limit: the program's stream waits for the call, and its thread goes on.
+# A time-out of at least this length is no limit: the program's stream waits for the call, and its thread continues.
 _NO_LIMIT_NS = 1 << 61
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.00002, 0.001
 
@@ -326,35 +333,35 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.00002, 0.001
 class NcclWork:
     """A call that was enqueued on `calls`, or the reason why it was not."""
 
-    def __init__(self, calls: CallStream, given: CallInFlight | CallFailure) -> None:
+    def __init__(self, calls: CallStream, result: CallInFlight | CallFailure) -> None:
         self._calls = calls
-        self._given = given
-        self._went_well = False
+        self._result = result
+        self._succeeded = False
 
     def done(self) -> bool:
-        """Whether it is over, well or not."""
+        """Returns whether the call is complete, successfully or not."""
         if self._failure() is not None:
             return True
-        assert isinstance(self._given, CallInFlight)
-        # The mark is read before the failure is, since an abort also ends what is on the stream.
-        passed = self._given.mark.done()
-        self._went_well = passed and self._calls.failure is None
+        assert isinstance(self._result, CallInFlight)
+        # The mark is read before the failure, since an abort also completes the calls on the stream.
+        passed = self._result.mark.done()
+        self._succeeded = passed and self._calls.failure is None
         return passed
 
     def wait(self, timeout_ns: int) -> bool:
-        """Makes the current stream wait for the call, and with a time-out the thread; returns False if it timed out."""
+        """Makes the current stream wait for the call and, with a time-out, the thread; returns False on time-out."""
         if timeout_ns < _NO_LIMIT_NS and not self.finish(timeout_ns):
             return False
         self.order()
         return True
 
     def order(self) -> None:
-        """Makes the current stream wait until the call is over."""
-        if isinstance(self._given, CallInFlight):
-            self._given.mark.order()
+        """Makes the current stream wait for the call."""
+        if isinstance(self._result, CallInFlight):
+            self._result.mark.order()
 
     def finish(self, timeout_ns: int) -> bool:
-        """Makes the thread wait until the call is over; returns False if the time was over first."""
+        """Makes the thread wait for the call; returns False on time-out."""
         deadline_ns = time.monotonic_ns() + timeout_ns
         pause_s = _FIRST_PAUSE_S
         while not self.done():
@@ -365,43 +372,43 @@ class NcclWork:
         return True
 
     def outcome(self) -> CallFailure | None:
-        """Why it failed, as far as that is known by now."""
+        """Returns why the call failed, if that is known yet."""
         return self._failure()
 
     def _failure(self) -> CallFailure | None:
-        if isinstance(self._given, CallFailure):
-            return self._given
-        return None if self._went_well else self._calls.failure
+        if isinstance(self._result, CallFailure):
+            return self._result
+        return None if self._succeeded else self._calls.failure
 
 
 class NcclMessage:
-    """A send or a receive, which a lane's thread enqueues on its call stream."""
+    """A send or a receive, which the thread of a `MessageQueue` enqueues on a call stream."""
 
     def __init__(self, source: int) -> None:
         self._source = source
-        self._arrived = threading.Event()
+        self._enqueued = threading.Event()
         self._work: NcclWork | None = None
 
-    def arrive(self, work: NcclWork) -> None:
+    def mark_enqueued(self, work: NcclWork) -> None:
         """Marks the message as enqueued on its call stream."""
         self._work = work
-        self._arrived.set()
+        self._enqueued.set()
 
     def done(self) -> bool:
-        """Whether it is over, well or not."""
+        """Returns whether the message is complete, successfully or not."""
         return self._work is not None and self._work.done()
 
     def wait(self, timeout_ns: int) -> bool:
-        """Waits until the call stream is open, for which the other rank must come, and then as `NcclWork.wait`."""
+        """Waits until the call stream is open, which requires the other rank, and then as `NcclWork.wait`."""
         started_ns = time.monotonic_ns()
-        if not self._arrived.wait(event_timeout_s(timeout_ns)):
+        if not self._enqueued.wait(event_timeout_s(timeout_ns)):
             return False
         assert self._work is not None
         limited = timeout_ns < _NO_LIMIT_NS
         return self._work.wait(timeout_ns - (time.monotonic_ns() - started_ns) if limited else timeout_ns)
 
     def outcome(self) -> CallFailure | None:
-        """Why it failed, as far as that is known by now."""
+        """Returns why the message failed, if that is known yet."""
         return None if self._work is None else self._work.outcome()
 
     def source(self) -> int:

@@ -1,10 +1,8 @@
-"""Runs a group's collectives over NCCL.
+"""A group's collectives and messages over NCCL.
 
-Sends and receives over NCCL.
-
-NCCL has no tags, and it runs the calls of a communicator one after the other, so two ranks that both send first would
-wait for each other forever. Therefore each direction between two ranks, and each tag, has its own call stream. It opens
-with the first message, on its own thread, since the other rank may come later.
+NCCL has no tags, and it runs the calls of a communicator in order, so two ranks that both send first would wait for
+each other forever. Therefore each direction between two ranks, and each tag, has its own call stream. The first message
+opens it on a thread of its own, since the other rank may be late.
 """
 
 from __future__ import annotations
@@ -24,30 +22,30 @@ from paceline.comm.engine.nccl.plan import (
     NcclFunction,
     NcclPlan,
     NcclReduction,
+    find_reduction,
     plan,
     plan_message,
-    reduction,
 )
 from paceline.comm.schedule.steps import Operation
 
 OpenCallStream = Callable[[Sequence[int], str], CallStream]
 """Creates a call stream between two group ranks, the sender first; the text names it in the store."""
 
-_Give = Callable[[], "CallInFlight | CallFailure"]
+_Enqueue = Callable[[], "CallInFlight | CallFailure"]
 
 
 class MessageQueue:
-    """A call stream, and the thread that enqueues messages on it in order."""
+    """A call stream for messages, and the thread that enqueues them on it in order."""
 
     def __init__(self, calls: CallStream, watch: CallWatch) -> None:
         self.calls = calls
         self._watch = watch
-        self._messages: SimpleQueue[tuple[NcclMessage, _Give] | None] = SimpleQueue()
+        self._messages: SimpleQueue[tuple[NcclMessage, _Enqueue] | None] = SimpleQueue()
         threading.Thread(target=self._run, name="paceline-nccl-lane", daemon=True).start()
 
-    def put(self, message: NcclMessage, give: _Give) -> None:
-        """Queues a message behind those queued before; the lane's thread calls `give` to enqueue it on the stream."""
-        self._messages.put((message, give))
+    def put(self, message: NcclMessage, enqueue: _Enqueue) -> None:
+        """Queues a message behind earlier ones; the thread calls `enqueue` to enqueue it on the stream."""
+        self._messages.put((message, enqueue))
 
     def close(self) -> None:
         """Closes the call stream and ends the thread; idempotent."""
@@ -57,8 +55,8 @@ class MessageQueue:
 
     def _run(self) -> None:
         while (entry := self._messages.get()) is not None:
-            message, give = entry
-            message.arrive(NcclWork(self.calls, give()))
+            message, enqueue = entry
+            message.mark_enqueued(NcclWork(self.calls, enqueue()))
             self._watch.wake()
 
 
@@ -70,15 +68,15 @@ class NcclMessages:
         self._recorder = recorder
         self._open_call_stream = open_call_stream
         self._watch = watch
-        self._lanes: dict[tuple[int, int, int], MessageQueue] = {}
+        self._queues: dict[tuple[int, int, int], MessageQueue] = {}
         self._opening = threading.Lock()
 
     def record_messages_as(self, group: int, /) -> None:
-        """Records the messages from now on as those of this group."""
+        """Records later messages under the group's serial number."""
         self._recorder.group = group
 
     def send(self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool) -> NcclMessage:
-        """Starts a send to a group rank, which always goes on by itself, whatever `background` is."""
+        """Starts a send to a group rank, which always proceeds in the background."""
         recorded = self._recorder.send(peer, tag, dtype, tensor)
         return self._pass(NcclFunction.SEND, self._rank, peer, tag, dtype, tensor, timeout_ns, recorded)
 
@@ -107,31 +105,31 @@ class NcclMessages:
         recorded: RecordedOperation,
     ) -> NcclMessage:
         with self._opening:
-            lane = self._lanes.get((source, target, tag))
-            if lane is None:
+            queue = self._queues.get((source, target, tag))
+            if queue is None:
                 calls = self._open_call_stream((source, target), f"{source}-{target}/{tag}")
-                lane = self._lanes[source, target, tag] = MessageQueue(calls, self._watch)
-        calls = lane.calls
+                queue = self._queues[source, target, tag] = MessageQueue(calls, self._watch)
+        calls = queue.calls
         calls.stream.follow()
-        other_place = 1 if kind is NcclFunction.SEND else 0
+        other_end = 1 if kind is NcclFunction.SEND else 0
         header: HeaderFields = (0, 0, dtype, 0, -1, 0)
         message = NcclMessage(source)
 
-        def make_plan(room: AllocateBuffer) -> NcclPlan:
-            return plan_message(kind, other_place, tensor, room)
+        def make_plan(allocate: AllocateBuffer) -> NcclPlan:
+            return plan_message(kind, other_end, tensor, allocate)
 
-        lane.put(message, lambda: calls.give(make_plan, None, header, timeout_ns, recorded))
+        queue.put(message, lambda: calls.enqueue(make_plan, None, header, timeout_ns, recorded))
         return message
 
     def leave(self) -> None:
         """Accepts no more messages; idempotent."""
-        for lane in self._lanes.values():
-            lane.calls.leave()
+        for queue in self._queues.values():
+            queue.calls.leave()
 
     def close(self) -> None:
-        """Closes all lanes; idempotent."""
-        for lane in self._lanes.values():
-            lane.close()
+        """Closes all queues; idempotent."""
+        for queue in self._queues.values():
+            queue.close()
 
 
 _BARRIER_BYTES = 4
@@ -139,10 +137,10 @@ _REDUCING = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER)
 
 
 class NcclChannel(EngineChannel):
-    """Enqueues the calls of one group on a stream; see `engine.channel.Channel`.
+    """Enqueues the calls of one group on a stream; see `engine.channel.EngineChannel`.
 
-    A call returns as soon as NCCL has accepted it, and the program's current stream waits until it is over. The watch
-    aborts a call that can never end, and the next call reports the failure.
+    A call returns as soon as NCCL has accepted it, and the program's current stream waits for it. The watch aborts a
+    call that cannot complete, and the next call reports the failure.
     """
 
     def __init__(
@@ -155,36 +153,37 @@ class NcclChannel(EngineChannel):
         self._recorder = recorder
 
     def run(self, call: CollectiveCall) -> CallFailure | None:
-        """Runs a call, for which the current stream waits; for a barrier the thread waits, too."""
+        """Runs a call, for which the current stream waits and, if it is a barrier, the thread too."""
         work = self.submit(call)
         if call.operation == Operation.BARRIER:
             while not work.finish(call.timeout_ns):
-                pass  # the watch ends a barrier that times out
+                pass  # the watch aborts a barrier that times out
         work.order()
         return work.outcome()
 
     def submit(self, call: CollectiveCall) -> NcclWork:
-        """Enqueues a call behind those made before.
+        """Enqueues a call behind earlier ones.
 
         Raises:
             TypeError: NCCL does not have the reduction for this dtype.
         """
-        how = self._reduction(call)
+        reduction = self._reduction(call)
         header = (0, call.operation, call.dtype, call.reduce_op, call.root, call.count)
 
-        def make_plan(room: AllocateBuffer) -> NcclPlan:
+        def make_plan(allocate: AllocateBuffer) -> NcclPlan:
             if call.operation == Operation.BARRIER:
-                everybody = [room(_BARRIER_BYTES), _BARRIER_BYTES]
-                return plan(Operation.ALL_REDUCE, self._rank, call.root, [], [everybody], room)
-            return plan(call.operation, self._rank, call.root, call.inputs, call.outputs, room)
+                tensor = [allocate(_BARRIER_BYTES), _BARRIER_BYTES]
+                return plan(Operation.ALL_REDUCE, self._rank, call.root, [], [tensor], allocate)
+            return plan(call.operation, self._rank, call.root, call.inputs, call.outputs, allocate)
 
         self._calls.stream.follow()
-        given = self._calls.give(make_plan, how, header, call.timeout_ns, self._recorder.call(call, is_async=True))
+        recorded = self._recorder.call(call, is_async=True)
+        result = self._calls.enqueue(make_plan, reduction, header, call.timeout_ns, recorded)
         self._watch.wake()
-        return NcclWork(self._calls, given)
+        return NcclWork(self._calls, result)
 
     def record_as(self, group: int) -> None:
-        """Records the calls from now on as those of this group."""
+        """Records later calls under the group's serial number."""
         self._recorder.group = group
 
     def leave(self) -> None:
@@ -196,7 +195,7 @@ class NcclChannel(EngineChannel):
         self._calls.abort()
 
     def failure(self) -> int:
-        """Returns the code of the call stream's failure; OK without one."""
+        """Returns the code of the call stream's failure, or OK."""
         failure = self._calls.failure
         return OutcomeCode.OK if failure is None else failure.code
 
@@ -209,11 +208,11 @@ class NcclChannel(EngineChannel):
         if call.operation not in _REDUCING:
             return None
         version = self._library.version
-        how = reduction(call.dtype, call.reduce_op, version)
-        if how is None:
+        reduction = find_reduction(call.dtype, call.reduce_op, version)
+        if reduction is None:
             raise TypeError(
                 f"{call.operation}: NCCL {format_version(version)} has no "
                 f"{ReduceOp(call.reduce_op).name} of torch.{dtype_name(call.dtype)}; convert the tensor (to int32 or "
                 "float32), or reduce it on CPU with the backend 'cpu:paceline,cuda:nccl'"
             )
-        return how
+        return reduction

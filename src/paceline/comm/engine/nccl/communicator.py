@@ -1,7 +1,7 @@
-"""An NCCL communicator, from its start to its end, without a call that blocks.
+"""`Communicator`: an NCCL communicator that never blocks, with a deadline for every wait.
 
 NCCL returns `IN_PROGRESS` and continues by itself; `get_async_error` returns its state. All waiting happens in this
-file, with a deadline after which the communicator is aborted.
+file, and a communicator is aborted at the deadline.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from paceline.comm.engine.nccl.library import Functions, NcclError, NcclResult, UniqueId, without_blocking
 from paceline.comm.engine.nccl.plan import DataType, NcclCall, NcclFunction, NcclReduction, RedOp
 
-# NCCL enqueues every group of calls on its own thread, which takes about 50 us if the ranks are connected already.
+# NCCL enqueues every group of calls on its own thread, which takes about 50 us if the ranks are connected.
 _POLLING_S = 0.0005
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.01
 _FINALIZING_S = 2.0  # the time for the other ranks to finalize as well
@@ -23,7 +23,7 @@ _BYTES = NcclReduction(DataType.INT8, 1, RedOp.SUM)
 
 
 class NcclTimeoutError(NcclError):
-    """NCCL was not done before the deadline; the communicator has been aborted."""
+    """NCCL did not finish before the deadline; the communicator has been aborted."""
 
 
 class Communicator:
@@ -33,11 +33,11 @@ class Communicator:
         functions: the functions of the NCCL library.
         unique_id: the id from `Functions.new_id`, the same on all ranks.
         rank, size: this rank, and the number of ranks.
-        deadline: the time of `time.monotonic` by which the other ranks must have come.
-        stopped: is asked while waiting whether to give up.
+        deadline: the time of `time.monotonic` by which the other ranks must connect.
+        stopped: a function that is called while waiting and returns whether to give up.
 
     Raises:
-        NcclTimeoutError: the other ranks did not come in time.
+        NcclTimeoutError: the other ranks did not connect in time.
         NcclError: NCCL cannot connect the ranks; the message contains NCCL's description of the error.
     """
 
@@ -52,7 +52,7 @@ class Communicator:
     ) -> None:
         self._functions = functions
         self._stopped = stopped
-        self._finalized: int | None = None  # the result of finalize, once it has been called
+        self._finalized: int | None = None  # the result of finalize, after it has been called
         handle = ctypes.c_void_p()
         result = functions.init_rank(
             ctypes.byref(handle), size, UniqueId.from_buffer_copy(unique_id), rank, ctypes.byref(without_blocking())
@@ -63,7 +63,7 @@ class Communicator:
         self._require(rank, functions.user_rank, "ncclCommUserRank")
 
     def launch(self, calls: Sequence[NcclCall], reduction: NcclReduction | None, stream: int, deadline: float) -> None:
-        """Enqueues `calls` on `stream`, as one group.
+        """Enqueues `calls` on `stream` as one group.
 
         Args:
             calls: the calls, in order.
@@ -72,7 +72,7 @@ class Communicator:
             deadline: the time by which NCCL must have enqueued them, including the first connection of ranks.
 
         Raises:
-            NcclTimeoutError, NcclError: as for the communicator's start; the communicator has been aborted.
+            NcclTimeoutError, NcclError: as for the constructor; the communicator has been aborted.
         """
         functions = self._functions
         functions.group_start()
@@ -99,12 +99,12 @@ class Communicator:
             self._functions.abort(handle)
 
     def leave(self) -> None:
-        """Tells NCCL that there will be no more calls; returns at once. Idempotent."""
+        """Starts to finalize the communicator, which accepts no more calls; returns at once. Idempotent."""
         if self._handle is not None and self._finalized is None:
             self._finalized = self._functions.finalize(self._handle)
 
     def close(self) -> None:
-        """Destroys the communicator once the calls on its streams are over; aborts it after two seconds. Idempotent."""
+        """Destroys the communicator after its calls are complete, or aborts it after two seconds. Idempotent."""
         self.leave()
         if self._handle is None or self._finalized is None:
             return
@@ -168,7 +168,7 @@ class Communicator:
         raise NcclError(f"{name}: {said}")
 
     def _require(self, expected: int, function: Callable[..., int], name: str) -> None:
-        """Checks that the communicator has the rank or size that was asked for; aborts it if not."""
+        """Requires that the communicator has the requested rank or size; aborts it otherwise."""
         seen = ctypes.c_int(-1)
         result = function(self._handle, ctypes.byref(seen))
         if result != NcclResult.SUCCESS or seen.value != expected:

@@ -1,4 +1,4 @@
-"""The engine's interface to a GPU: streams, and marks on them. Tests replace it with the CPU."""
+"""`Device`: the engine's interface to a GPU, with streams and marks on them. Tests replace it with the CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class StreamEvent(Protocol):
         """Returns whether the stream has passed the mark."""
 
     def order(self) -> None:
-        """Makes the calling thread's current stream wait for the mark; the thread does not wait."""
+        """Makes the calling thread's current stream, but not the thread, wait for the mark."""
 
 
 class DeviceStream(Protocol):
@@ -30,13 +30,13 @@ class DeviceStream(Protocol):
         ...
 
     def follow(self) -> None:
-        """Makes this stream wait for the work that is on the calling thread's current stream now."""
+        """Makes this stream wait for the present work on the calling thread's current stream."""
 
     def mark(self) -> StreamEvent:
-        """Returns a mark behind all work that is on the stream now."""
+        """Returns a mark behind the present work on the stream."""
         ...
 
-    def room(self, nbytes: int) -> tuple[int, object]:
+    def allocate(self, nbytes: int) -> tuple[int, object]:
         """Returns the address of new memory for this stream, and its owner to keep until its uses are enqueued."""
         ...
 
@@ -49,11 +49,11 @@ class Device(Protocol):
 
     @property
     def identity(self) -> str:
-        """A text that identifies the hardware and is the same in every process that uses it."""
+        """A text that identifies the hardware in all processes."""
         ...
 
     def activated(self) -> AbstractContextManager[object]:
-        """Makes it the calling thread's device within."""
+        """Returns a context in which this is the calling thread's device."""
         ...
 
     def open_stream(self) -> DeviceStream:
@@ -65,7 +65,7 @@ OpenDevice = Callable[[torch.device], Device]
 
 
 class CudaDevice:
-    """A GPU that is used through torch."""
+    """A GPU, used through torch."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
@@ -79,11 +79,11 @@ class CudaDevice:
         return str(self._device)
 
     def activated(self) -> AbstractContextManager[object]:
-        """Makes it the calling thread's device within."""
+        """Returns a context in which this is the calling thread's device."""
         return torch.cuda.device(self._device)
 
     def open_stream(self) -> DeviceStream:
-        """Returns a new stream of high priority, since a rank that is late with its part delays all others."""
+        """Returns a new stream of high priority, since a late rank delays all others."""
         return _CudaStream(self._device)
 
 
@@ -102,13 +102,13 @@ class _CudaStream:
     def mark(self) -> StreamEvent:
         return _CudaMark(self._device, self._stream.record_event())
 
-    def room(self, nbytes: int) -> tuple[int, object]:
+    def allocate(self, nbytes: int) -> tuple[int, object]:
         with torch.cuda.stream(self._stream):
             tensor = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return tensor.data_ptr(), tensor
 
     def copy(self, source: int, target: int, nbytes: int) -> None:
-        self._stream.query()  # makes CUDA's runtime set the context of a new thread, which the driver's function needs
+        self._stream.query()  # makes CUDA's runtime set a new thread's context, which the driver's function requires
         result = _driver().cuMemcpyDtoDAsync_v2(target, source, nbytes, self._stream.cuda_stream)
         if result:
             raise RuntimeError(f"CUDA's driver did not copy {nbytes} bytes on {self._device}: error {result}")
@@ -128,7 +128,7 @@ class _CudaMark:
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    """Loads CUDA's driver, whose copy takes addresses; torch copies only tensors."""
+    """Loads CUDA's driver, which can copy between addresses; torch copies only tensors."""
     driver = ctypes.CDLL("libcuda.so.1")
     driver.cuMemcpyDtoDAsync_v2.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
     driver.cuMemcpyDtoDAsync_v2.restype = ctypes.c_int

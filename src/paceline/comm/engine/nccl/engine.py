@@ -19,7 +19,7 @@ from paceline.comm.store.store import PrefixStore
 
 
 def missing_piece() -> str | None:
-    """Returns the first thing that the engine needs and this machine lacks, with the fix; None if it can be used."""
+    """Returns the first prerequisite that this machine lacks, with the fix, or None if the engine can be used."""
     if torch.version.cuda is None:
         return (
             f"this torch ({torch.__version__}) was built without CUDA; install one with it (pytorch.org, Get Started), "
@@ -52,14 +52,14 @@ class NcclGroup:
     def leave(self) -> None:
         """Accepts no more calls; idempotent.
 
-        Closing a communicator waits for the other ranks, which may close theirs in another order. Therefore all groups
-        leave before any of them is closed.
+        Closing a communicator waits for the other ranks, which may close theirs in another order, so all groups leave
+        before any of them is closed.
         """
         self.channel.leave()
         self.messages.leave()
 
     def record_as(self, group: int) -> None:
-        """Records calls and messages; see `engine.channel.Channel`."""
+        """Records calls and messages; see `engine.channel.EngineChannel`."""
         self.channel.record_as(group)
 
     def abort(self) -> None:
@@ -68,7 +68,7 @@ class NcclGroup:
         self.messages.leave()
 
     def failure(self) -> int:
-        """Returns the code of the channel's failure; OK without one."""
+        """Returns the code of the channel's failure, or OK."""
         return self.channel.failure()
 
     def close(self) -> None:
@@ -79,12 +79,12 @@ class NcclGroup:
 
 
 class NcclEngine:
-    """Connects the ranks' GPUs, until `close` is called; a group connects only with its first call.
+    """Connects the ranks' GPUs until `close` is called; a group connects at its first call.
 
     Args:
         context: the ranks, their store and this rank.
         library: the NCCL library.
-        open_device: returns the engine's view of a device.
+        open_device: a function from torch's device to the engine's `Device`.
     """
 
     name = "nccl"
@@ -111,7 +111,7 @@ class NcclEngine:
         algorithm: str | None = None,
         device: torch.device | None = None,
     ) -> NcclGroup:
-        """Opens a group without waiting for the other ranks, which its first call does; see `engine.api.Engine`.
+        """Opens a group; only its first call waits for the other ranks. See `engine.api.Engine`.
 
         Raises:
             ValueError: `algorithm` is given, although NCCL chooses its own.
@@ -121,21 +121,21 @@ class NcclEngine:
                 f"the algorithm is {algorithm!r}, and nccl chooses its own; leave it out, or set NCCL_ALGO"
             )
         members = self._context.members
-        here = self._open_device(torch.device("cuda") if device is None else device)
-        nth = self._opened[identity]  # all ranks open a group for their devices in the same order
+        own_device = self._open_device(torch.device("cuda") if device is None else device)
+        index = self._opened[identity]  # all ranks open a group for their devices in the same order
         self._opened[identity] += 1
-        store = PrefixStore(f"nccl/{identity}/{nth}", self._context.store)
+        store = PrefixStore(f"nccl/{identity}/{index}", self._context.store)
         rank = list(ranks).index(self._context.rank)
 
         def open_call_stream(group_ranks: Sequence[int], name: str) -> CallStream:
-            ends = StreamRanks(
-                tuple(members[ranks[each]] for each in group_ranks), tuple(group_ranks), group_ranks.index(rank)
+            stream_ranks = StreamRanks(
+                tuple(members[ranks[member]] for member in group_ranks), tuple(group_ranks), group_ranks.index(rank)
             )
-            calls = CallStream(self._library, here, PrefixStore(name, store), ends, lambda: self._closed)
+            calls = CallStream(self._library, own_device, PrefixStore(name, store), stream_ranks, lambda: self._closed)
             self._watch.add(calls)
             return calls
 
-        recorder = GroupRecorder([members[each] for each in ranks], rank)
+        recorder = GroupRecorder([members[member] for member in ranks], rank)
         calls = open_call_stream(range(len(ranks)), "all")
         channel = NcclChannel(self._library, calls, self._watch, rank, recorder)
         group = NcclGroup(channel, NcclMessages(rank, open_call_stream, self._watch, recorder))

@@ -1,8 +1,7 @@
-"""Finds the NCCL library at run time: the one that torch has loaded, NVIDIA's wheel, or the system's.
+"""The NCCL library: found at run time, with its C functions declared for ctypes.
 
-Declares NCCL's C functions for ctypes: prototypes, structures and result codes.
-
-The numbers are those of `nccl.h`, which never changes existing ones. Calls release the interpreter lock.
+It is the library that torch has loaded, NVIDIA's wheel, or the system's. The numbers are those of `nccl.h`, which never
+changes existing ones. Calls release the interpreter lock.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 UNIQUE_ID_BYTES = 128
 _UNDEFINED = -(1 << 31)
 _CONFIG_MAGIC = 0xCAFEBEEF
-# The version of the structure below, not of the library: newer libraries take further fields from their own defaults.
+# The version of `Config`, not of the library: newer libraries use defaults for further fields.
 _CONFIG_VERSION = 21400
 
 
@@ -43,13 +42,13 @@ class NcclError(Exception):
 
 
 class UniqueId(ctypes.Structure):
-    """The id that the ranks of a communicator share (`ncclUniqueId`); NCCL takes it by value."""
+    """The id that the ranks of a communicator share (`ncclUniqueId`), passed by value."""
 
     _fields_ = [("internal", ctypes.c_ubyte * UNIQUE_ID_BYTES)]
 
 
 class Config(ctypes.Structure):
-    """The part of `ncclConfig_t` that every version since 2.14 has, with the field that fills its last eight bytes."""
+    """The fields of `ncclConfig_t` in every version since 2.14, and the one that fills the last eight bytes."""
 
     _fields_ = [
         ("size", ctypes.c_size_t),
@@ -109,7 +108,7 @@ Function = Callable[..., int]
 
 
 class Functions:
-    """The functions of one library, named without "nccl": `functions.all_reduce(...)` returns a `Result` as an int."""
+    """The functions of one library without the prefix "nccl"; `functions.all_reduce(...)` returns an `NcclResult`."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         """Looks up all functions in `library`.
@@ -156,19 +155,19 @@ class Functions:
         """Returns an id for a new communicator.
 
         Raises:
-            NcclError: NCCL cannot make one, for example because it finds no network interface to use.
+            NcclError: NCCL cannot create one, for example because it finds no network interface.
         """
-        made = UniqueId()
-        result = self._get_unique_id(ctypes.byref(made))
+        unique_id = UniqueId()
+        result = self._get_unique_id(ctypes.byref(unique_id))
         if result != NcclResult.SUCCESS:
             raise NcclError(f"ncclGetUniqueId: {self.describe(result)}")
-        return bytes(made.internal)
+        return bytes(unique_id.internal)
 
     def describe(self, result: int) -> str:
         """Returns the library's description of a result other than SUCCESS."""
-        said = (self._error_string(result) or b"").decode(errors="replace")
+        text = (self._error_string(result) or b"").decode(errors="replace")
         last = (self._last_error(None) or b"").decode(errors="replace").strip()
-        return f"{said}: {last}" if last else said
+        return f"{text}: {last}" if last else text
 
 
 LIBRARY_VARIABLE = "PACELINE_NCCL_LIBRARY"
@@ -179,7 +178,7 @@ _INSTALL = "install torch with CUDA, which brings it, or the package nvidia-nccl
 
 
 class LibraryMissingError(Exception):
-    """There is no usable NCCL library; the message says what was found and what to do."""
+    """There is no usable NCCL library; the message describes the one found, if any, and the fix."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +211,10 @@ def load(path: str) -> Library:
     except OSError as error:
         raise LibraryMissingError(f"the NCCL library {path} cannot be loaded ({error}); {_INSTALL}") from error
     old = f"older than {format_version(OLDEST)}, the first whose communicators start without blocking"
-    fix = f"so that a missing rank ends in an error and not in a hang; {_INSTALL}, or name a newer one in {LIBRARY_VARIABLE}"
+    fix = (
+        f"so that a missing rank ends in an error and not in a hang; {_INSTALL}, or name a newer one in "
+        f"{LIBRARY_VARIABLE}"
+    )
     try:
         functions = Functions(loaded)
     except AttributeError as error:

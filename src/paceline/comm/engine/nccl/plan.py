@@ -1,13 +1,11 @@
-"""Plans a call for NCCL: calls on contiguous buffers, and copies from and to tensors that are not contiguous.
+"""Plans of calls for NCCL: calls on contiguous buffers, and copies from and to tensors that are not contiguous.
 
-The choice of NCCL calls depends only on what all ranks know alike, never on the addresses of a rank's tensors:
-reductions in place and broadcasts take one call for each piece; everything else takes one call for each pair of ranks,
-or one in all. Pieces that do not follow each other in memory pass through a contiguous buffer.
+The choice of NCCL calls depends only on facts that are the same on all ranks, never on the addresses of a rank's
+tensors: reductions in place and broadcasts are one call for each piece; other operations are one call for each pair of
+ranks, or a single one. Pieces that are not adjacent in memory pass through a contiguous buffer.
 
-Maps Paceline's types and reductions to NCCL's.
-
-Data that is only moved is passed as bytes. A type that NCCL lacks is reduced as another one where that gives the same
-result: booleans as bytes of 0 and 1, complex numbers as pairs of floats.
+Data that is only moved is passed as bytes. A dtype that NCCL lacks is reduced as another one with the same result:
+booleans as bytes of 0 and 1, complex numbers as pairs of floats.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ class RedOp(IntEnum):
 
 
 class NcclReduction(NamedTuple):
-    """A reduction as NCCL sees it: elements of `data_type`, of `item_size` bytes each, are reduced by `op`."""
+    """A reduction in NCCL's terms: `op` on elements of `data_type`, of `item_size` bytes each."""
 
     data_type: DataType
     item_size: int
@@ -94,8 +92,8 @@ _OF_BOOLEANS = dict.fromkeys((ReduceOp.SUM, ReduceOp.MAX, ReduceOp.BOR), RedOp.M
 _OF_BOOLEANS |= dict.fromkeys((ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.BAND), RedOp.MIN)
 
 
-def reduction(dtype: int, reduce_op: int, version: int) -> NcclReduction | None:
-    """Returns how NCCL of `version` performs a reduction, or None if it cannot."""
+def find_reduction(dtype: int, reduce_op: int, version: int) -> NcclReduction | None:
+    """Returns the reduction in terms of NCCL of this version, or None if NCCL does not have it."""
     name, code = dtype_name(dtype), ReduceOp(reduce_op)
     if name == "bool":
         known, ops = (DataType.UINT8, 1), _OF_BOOLEANS
@@ -112,7 +110,7 @@ def reduction(dtype: int, reduce_op: int, version: int) -> NcclReduction | None:
 
 
 AllocateBuffer = Callable[[int], int]
-"""Returns the address of new memory on the device, of the given number of bytes."""
+"""A function that returns the address of new device memory with the given number of bytes."""
 
 _Segment = tuple[int, int]  # address, bytes
 
@@ -131,7 +129,7 @@ class NcclFunction(Enum):
 
 @dataclass(frozen=True)
 class NcclCall:
-    """One NCCL call; `nbytes` is the size of one rank's part, and `peer` is the root or the other end."""
+    """One NCCL call; `nbytes` is the size of one rank's part, and `peer` the root or the other end."""
 
     kind: NcclFunction
     source: int
@@ -164,9 +162,9 @@ def plan(
     root: int,
     inputs: Sequence[Pieces],
     outputs: Sequence[Pieces],
-    room: AllocateBuffer,
+    allocate: AllocateBuffer,
 ) -> NcclPlan:
-    """Returns the plan of a call; the arguments are as in `engine.channel.Call`, and `room` returns new memory."""
+    """Returns the plan of a call; the arguments are as in `engine.channel.CollectiveCall`."""
     made = NcclPlan()
     if operation in _IN_PLACE:
         kind = _IN_PLACE[operation]
@@ -174,24 +172,24 @@ def plan(
             target = 0 if kind is NcclFunction.REDUCE and rank != root else address
             made.calls.append(NcclCall(kind, address, target, nbytes, root))
     elif operation == Operation.ALL_GATHER:
-        source = _source(made, inputs, room)
-        target = _target(made, outputs, room)
+        source = _source(made, inputs, allocate)
+        target = _target(made, outputs, allocate)
         _add(made, NcclFunction.ALL_GATHER, source, target, _nbytes(inputs))
     elif operation == Operation.REDUCE_SCATTER:
-        source = _source(made, inputs, room)
-        target = _target(made, outputs, room)
+        source = _source(made, inputs, allocate)
+        target = _target(made, outputs, allocate)
         _add(made, NcclFunction.REDUCE_SCATTER, source, target, _nbytes(outputs))
     else:
         sent, received = _parts(operation, rank, root, inputs, outputs)
         for peer in sorted({*sent, *received} - {rank}):
             if peer in sent:
-                _add(made, NcclFunction.SEND, _source(made, [sent[peer]], room), 0, _nbytes([sent[peer]]), peer)
+                _add(made, NcclFunction.SEND, _source(made, [sent[peer]], allocate), 0, _nbytes([sent[peer]]), peer)
             if peer in received:
                 _add(
                     made,
                     NcclFunction.RECEIVE,
                     0,
-                    _target(made, [received[peer]], room),
+                    _target(made, [received[peer]], allocate),
                     _nbytes([received[peer]]),
                     peer,
                 )
@@ -206,13 +204,13 @@ _IN_PLACE: Mapping[Operation, NcclFunction] = {
 }
 
 
-def plan_message(kind: NcclFunction, peer: int, tensor: Pieces, room: AllocateBuffer) -> NcclPlan:
+def plan_message(kind: NcclFunction, peer: int, tensor: Pieces, allocate: AllocateBuffer) -> NcclPlan:
     """Returns the plan of a send to `peer`, or of a receive from it."""
     made = NcclPlan()
     if kind is NcclFunction.SEND:
-        _add(made, kind, _source(made, [tensor], room), 0, _nbytes([tensor]), peer)
+        _add(made, kind, _source(made, [tensor], allocate), 0, _nbytes([tensor]), peer)
     else:
-        _add(made, kind, 0, _target(made, [tensor], room), _nbytes([tensor]), peer)
+        _add(made, kind, 0, _target(made, [tensor], allocate), _nbytes([tensor]), peer)
     return made
 
 
@@ -232,22 +230,22 @@ def _add(made: NcclPlan, kind: NcclFunction, source: int, target: int, nbytes: i
         made.calls.append(NcclCall(kind, source, target, nbytes, peer))
 
 
-def _source(made: NcclPlan, lists: Sequence[Pieces], room: AllocateBuffer) -> int:
-    """Returns the address at which the input is contiguous once the copies before the calls have run."""
+def _source(made: NcclPlan, lists: Sequence[Pieces], allocate: AllocateBuffer) -> int:
+    """Returns the address of the input, contiguous after the copies that precede the calls."""
     segments = _segments(lists)
     if _is_flat(segments):
         return segments[0][0] if segments else 0
-    flat = room(_nbytes(lists))
+    flat = allocate(_nbytes(lists))
     made.before += _copies(segments, [(flat, _nbytes(lists))])
     return flat
 
 
-def _target(made: NcclPlan, lists: Sequence[Pieces], room: AllocateBuffer) -> int:
-    """Returns the address of a contiguous output, from which the copies after the calls fill the tensors."""
+def _target(made: NcclPlan, lists: Sequence[Pieces], allocate: AllocateBuffer) -> int:
+    """Returns the address of a contiguous output, from which the copies that follow the calls fill the tensors."""
     segments = _segments(lists)
     if _is_flat(segments):
         return segments[0][0] if segments else 0
-    flat = room(_nbytes(lists))
+    flat = allocate(_nbytes(lists))
     made.after += _copies([(flat, _nbytes(lists))], segments)
     return flat
 
@@ -266,18 +264,18 @@ def _nbytes(lists: Iterable[Pieces]) -> int:
 
 
 def _is_flat(segments: Sequence[_Segment]) -> bool:
-    return all(address + nbytes == after for (address, nbytes), (after, _) in itertools.pairwise(segments))
+    return all(address + nbytes == following for (address, nbytes), (following, _) in itertools.pairwise(segments))
 
 
 def _copies(sources: Sequence[_Segment], targets: Sequence[_Segment]) -> Iterator[DeviceCopy]:
     """Yields the copies between two lists of segments of the same total size, whose boundaries may differ."""
     left, right = list(sources[::-1]), list(targets[::-1])
     while left and right:
-        (source, has), (target, wants) = left.pop(), right.pop()
-        nbytes = min(has, wants)
+        (source, available), (target, capacity) = left.pop(), right.pop()
+        nbytes = min(available, capacity)
         if source != target:
             yield DeviceCopy(source, target, nbytes)
-        if has > nbytes:
-            left.append((source + nbytes, has - nbytes))
-        if wants > nbytes:
-            right.append((target + nbytes, wants - nbytes))
+        if available > nbytes:
+            left.append((source + nbytes, available - nbytes))
+        if capacity > nbytes:
+            right.append((target + nbytes, capacity - nbytes))

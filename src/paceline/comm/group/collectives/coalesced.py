@@ -1,8 +1,8 @@
-"""Collectives on lists of tensors.
+"""Collectives on lists of tensors with several dtypes.
 
-Every collective takes a list of tensors of one dtype in the place of a tensor. These functions take lists with several
-dtypes, and make one call for each dtype. All ranks pass the same dtypes and numbers of elements in the same order. With
-`async_op=True` they return one `Work` for all calls (torch.distributed returns what its `get_future()` returns).
+The plain collectives take lists of tensors of one dtype; these make one such call for each dtype. All ranks pass the
+same dtypes and numbers of elements in the same order. With `async_op=True` a call returns one `Work` for all of its
+parts (torch.distributed returns the result of its `get_future()`).
 
 All raise:
     ValueError: lists that belong together differ in length.
@@ -21,10 +21,10 @@ from paceline.comm.group.call_plan import parts_by_rank, root_rank
 from paceline.comm.group.default import Group, resolve
 from paceline.comm.group.eager import eager
 from paceline.comm.group.process_group import ProcessGroup
-from paceline.comm.group.work import Work, ended
+from paceline.comm.group.work import Work, join_works
 from paceline.durations import Timeout
 
-BUFFER_SIZE = 250 << 20  # bytes, what DistributedDataParallel takes in torch
+BUFFER_SIZE = 250 << 20  # bytes, as in torch's DistributedDataParallel
 
 
 @eager
@@ -41,8 +41,8 @@ def all_reduce_coalesced(
     if chosen is None:
         return None
     listed = as_list(tensors, call)
-    return _each_type(
-        call, listed, listed, lambda at: chosen.all_reduce([listed[i] for i in at], op, async_op, timeout)
+    return _start_by_type(
+        call, listed, listed, lambda indices: chosen.all_reduce([listed[i] for i in indices], op, async_op, timeout)
     )
 
 
@@ -58,7 +58,7 @@ def broadcast_coalesced(
 ) -> Work | None:
     """Copies the source's `tensors` to all ranks. The default source is the first rank of the group.
 
-    One call takes tensors of up to `buffer_size` bytes together, or one tensor that is larger.
+    One call copies tensors of up to `buffer_size` bytes in total, or one larger tensor.
     """
     call = "broadcast_coalesced"
     chosen = resolve(group)
@@ -68,9 +68,9 @@ def broadcast_coalesced(
         raise ValueError(f"{call}: buffer_size is {buffer_size}; it is a positive number of bytes")
     listed = as_list(tensors, call)
     root = root_rank(chosen, src, group_src, call, "src", 0)
-    buckets = [bucket for at in _by_type(listed) for bucket in _buckets(listed, at, buffer_size)]
+    buckets = [bucket for indices in _by_type(listed) for bucket in _buckets(listed, indices, buffer_size)]
     works = [chosen.broadcast([listed[i] for i in bucket], root, async_op, timeout) for bucket in buckets]
-    return ended(works, call, listed)
+    return join_works(works, call, listed)
 
 
 @eager
@@ -91,11 +91,11 @@ def all_gather_coalesced(
     for rank, outputs in enumerate(output_tensor_lists):
         _require_length(outputs, len(inputs), call, f"output_tensor_lists[{rank}]", "as many as input_tensor_list")
 
-    def gather(at: list[int]) -> Work | None:
-        theirs = [[outputs[i] for i in at] for outputs in output_tensor_lists]
-        return chosen.all_gather(theirs, [inputs[i] for i in at], async_op, timeout)
+    def gather(indices: list[int]) -> Work | None:
+        theirs = [[outputs[i] for i in indices] for outputs in output_tensor_lists]
+        return chosen.all_gather(theirs, [inputs[i] for i in indices], async_op, timeout)
 
-    return _each_type(call, inputs, [tensor for outputs in output_tensor_lists for tensor in outputs], gather)
+    return _start_by_type(call, inputs, [tensor for outputs in output_tensor_lists for tensor in outputs], gather)
 
 
 @eager
@@ -106,7 +106,7 @@ def all_gather_into_tensor_coalesced(
     async_op: bool = False,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """`all_gather_into_tensor` of each of `input_tensors` into the one of `output_tensors` at the same place.
+    """Calls `all_gather_into_tensor` for each pair of `output_tensors` and `input_tensors`.
 
     Raises:
         ValueError: an output is not contiguous or does not have `world_size` times as many elements as its input.
@@ -119,11 +119,13 @@ def all_gather_into_tensor_coalesced(
     outputs = as_list(output_tensors, call)
     _require_length(outputs, len(inputs), call, "output_tensors", "as many as input_tensors")
     parts = _all_parts(outputs, inputs, chosen, call, "output_tensors")
-    return _each_type(
+    return _start_by_type(
         call,
         inputs,
         outputs,
-        lambda at: chosen.all_gather(_of_ranks(parts, at, chosen), [inputs[i] for i in at], async_op, timeout),
+        lambda indices: chosen.all_gather(
+            _of_ranks(parts, indices, chosen), [inputs[i] for i in indices], async_op, timeout
+        ),
     )
 
 
@@ -157,7 +159,7 @@ def reduce_scatter_tensor_coalesced(
     async_op: bool = False,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """`reduce_scatter_tensor` of each of `input_tensors` into the one of `output_tensors` at the same place.
+    """Calls `reduce_scatter_tensor` for each pair of `output_tensors` and `input_tensors`.
 
     Raises:
         ValueError: an input is not contiguous or does not have `world_size` times as many elements as its output.
@@ -182,35 +184,37 @@ def _reduce_scatter(
     async_op: bool,
     timeout: Timeout | None,
 ) -> Work | None:
-    return _each_type(
+    return _start_by_type(
         call,
         outputs,
         outputs,
-        lambda at: group.reduce_scatter([outputs[i] for i in at], _of_ranks(parts, at, group), op, async_op, timeout),
+        lambda indices: group.reduce_scatter(
+            [outputs[i] for i in indices], _of_ranks(parts, indices, group), op, async_op, timeout
+        ),
     )
 
 
-def _each_type(
+def _start_by_type(
     call: str,
     tensors: Sequence[torch.Tensor],
     results: Sequence[torch.Tensor],
     start: Callable[[list[int]], Work | None],
 ) -> Work | None:
-    """Starts the calls, one with the places of the tensors of each type; an empty list is a call as well."""
-    return ended([start(at) for at in _by_type(tensors)], call, results)
+    """Starts a call for each dtype with the indices of its tensors; an empty list is one call."""
+    return join_works([start(indices) for indices in _by_type(tensors)], call, results)
 
 
 def _by_type(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    places: dict[torch.dtype, list[int]] = {}
+    indices: dict[torch.dtype, list[int]] = {}
     for i, tensor in enumerate(tensors):
-        places.setdefault(tensor.dtype, []).append(i)
-    return list(places.values()) or [[]]
+        indices.setdefault(tensor.dtype, []).append(i)
+    return list(indices.values()) or [[]]
 
 
-def _buckets(tensors: Sequence[torch.Tensor], places: list[int], nbytes: int) -> list[list[int]]:
+def _buckets(tensors: Sequence[torch.Tensor], indices: list[int], nbytes: int) -> list[list[int]]:
     buckets: list[list[int]] = [[]]
     filled = 0
-    for i in places:
+    for i in indices:
         if buckets[-1] and filled + tensors[i].nbytes > nbytes:
             buckets.append([])
             filled = 0
@@ -229,9 +233,9 @@ def _all_parts(
 
 
 def _of_ranks(
-    parts: Sequence[Sequence[torch.Tensor]], places: list[int], group: ProcessGroup
+    parts: Sequence[Sequence[torch.Tensor]], indices: list[int], group: ProcessGroup
 ) -> list[list[torch.Tensor]]:
-    return [[parts[i][rank] for i in places] for rank in range(group.size())]
+    return [[parts[i][rank] for i in indices] for rank in range(group.size())]
 
 
 def _require_length(entries: Sequence[object], count: int, call: str, name: str, what: str) -> None:

@@ -1,35 +1,29 @@
-"""The collectives as users call them; those with a root are in `rooted.py`.
+"""The public collectives on tensors, among them barriers and the collectives with a root.
 
 Every rank of a group makes the same calls in the same order. These rules hold for all of them:
 
 - A tensor may be on any device for which the group's backend has an engine: the CPU always, CUDA with "nccl". All
-  tensors of one call are on one device and of one dtype. Wherever a tensor is taken, a list of tensors is taken too, as
-  if they were concatenated.
+  tensors of one call are on one device and of one dtype. A list of tensors may stand in place of any tensor, as if the
+  tensors were concatenated.
 - `src` and `dst` are ranks of the default group, `group_src` and `group_dst` ranks of `group`; give one of the two.
-- `group` is a group of Paceline's, or None for the default group. On a rank that is not in `group` a call does nothing
-  and returns None.
-- With `async_op=True` a call returns a `Work` at once, and its tensors must not be touched before the work is over.
+- `group` is a Paceline group, or None for the default group. On a rank that is not in `group` a call does nothing and
+  returns None.
+- With `async_op=True` a call returns a `Work` at once, and its tensors must not be touched before the work is complete.
   Otherwise the call returns None when it is complete.
-- What a call writes to counts as modified in place: a backward that needs the values before raises, as autograd does.
+- Tensors that a call writes to count as modified in place: a backward that needs their earlier values raises.
 - `timeout` is a timedelta or a number of seconds; the group's if None.
-- `wire` has sums of floats, and floats that all_gather moves, rounded on their way between hosts: "bf16", "int8" or
-  "int4", or a `Wire`, which makes up for the rounding in the next call (docs/slow-networks.md). Within a host all is
-  exact, and all ranks end with the same bits.
+- `wire` rounds floats that are summed, or moved by all_gather, on their way between hosts: "bf16", "int8", "int4", or a
+  `Wire`, which compensates for the rounding in later calls (docs/slow-networks.md). Data within a host stays exact, and
+  all ranks get the same bits.
 - Under torch.compile each call breaks the graph.
 
 All raise:
     TypeError: a tensor's device, layout or dtype is not supported, the reduction is not defined for its dtype, or
-        `group` is not a group of Paceline's.
-    CollectiveMismatchError: the ranks made different calls. Every rank gets it, and it names both calls. On one host
-        the group stays usable.
+        `group` is not a Paceline group.
+    CollectiveMismatchError: the ranks made different calls. Every rank raises it, and it names both calls. On one host
+        the group remains usable.
     CollectiveTimeoutError: a rank did not make the call within `timeout`. The group can no longer be used.
     PeerLostError: a rank died or left. The group can no longer be used, and later calls raise the same error.
-
-Barriers: calls that return when every rank has made them.
-
-The collectives that have a root: one rank sends to all, or receives from all.
-
-The rules at the head of `collectives.py` hold for them, and they raise the same errors.
 """
 
 from __future__ import annotations
@@ -44,7 +38,7 @@ from paceline.comm.group.call_plan import parts_by_rank, root_rank, rows_by_rank
 from paceline.comm.group.compression import WireLike
 from paceline.comm.group.default import Group, resolve
 from paceline.comm.group.eager import eager
-from paceline.comm.group.work import Work, ended
+from paceline.comm.group.work import Work, join_works
 from paceline.durations import Timeout
 
 
@@ -59,9 +53,9 @@ def barrier(
 
     Args:
         group: the default group if None.
-        async_op: return a `Work` at once.
+        async_op: whether to return a `Work` at once.
         device_ids: must be None; a barrier uses no device.
-        timeout: how long to wait, as a timedelta or in seconds; the group's if None.
+        timeout: the time to wait, as a timedelta or in seconds; the group's if None.
 
     Raises:
         ValueError: `device_ids` is given.
@@ -74,15 +68,15 @@ def barrier(
 
 @eager
 def monitored_barrier(group: Group = None, timeout: Timeout | None = None, wait_all_ranks: bool = False) -> None:
-    """Waits until every rank of the group has called it, and names those that have not within `timeout`.
+    """Waits until every rank of the group has called it, and names the ranks that have not within `timeout`.
 
-    All ranks that wait get the error, not only rank 0 as in torch.distributed, where the others only learn that the
-    barrier failed. Every call of Paceline names the ranks that are missing; the message of this one begins with them.
+    The error is raised on all ranks that wait, not only on rank 0 as in torch.distributed. Every call of Paceline names
+    the missing ranks; the message of this one begins with them.
 
     Args:
         group: the default group if None.
-        timeout: how long to wait, as a timedelta or in seconds; the group's if None.
-        wait_all_ranks: name all missing ranks; otherwise the first, and how many more there are.
+        timeout: the time to wait, as a timedelta or in seconds; the group's if None.
+        wait_all_ranks: whether to name all missing ranks rather than the first and the number of others.
 
     Raises:
         CollectiveTimeoutError: ranks are missing; its `missing` lists them all. The group can no longer be used.
@@ -109,7 +103,7 @@ def broadcast(
         src, group_src: the source.
 
     Raises:
-        ValueError: there is no source, or it is given twice, or it is not in the group.
+        ValueError: the source is missing, given twice, or not in the group.
     """
     chosen = resolve(group)
     if chosen is None:
@@ -135,7 +129,7 @@ def reduce(
         op: the reduction. The default is SUM.
 
     Raises:
-        ValueError: there is no destination, or it is given twice, or it is not in the group.
+        ValueError: the destination is missing, given twice, or not in the group.
     """
     chosen = resolve(group)
     if chosen is None:
@@ -157,7 +151,7 @@ def gather(
 
     Args:
         tensor: a tensor of the same dtype and number of elements on every rank.
-        gather_list: on the destination one tensor for each rank, like `tensor`; None or empty on other ranks.
+        gather_list: a list with a tensor like `tensor` for each rank on the destination; None or empty elsewhere.
         dst, group_dst: the destination. The default is the first rank of the group.
 
     Raises:
@@ -183,7 +177,7 @@ def scatter(
 
     Args:
         tensor: a tensor of the same dtype and number of elements on every rank.
-        scatter_list: on the source one tensor for each rank, like `tensor`; None or empty on other ranks.
+        scatter_list: a list with a tensor like `tensor` for each rank on the source; None or empty elsewhere.
         src, group_src: the source. The default is the first rank of the group.
 
     Raises:
@@ -208,17 +202,17 @@ def all_reduce(
 ) -> Work | None:
     """Reduces `tensor` over all ranks, in place.
 
-    With the engine "paceline" every rank gets the same bits, in this run and in every other. The order of summation is
-    fixed by the algorithm, the number of elements and the ranks, and never by the order in which ranks arrive: on one
-    host it is a pairwise tree in rank order. Other engines sum in the order of their library. float16 and bfloat16 are
-    accumulated in float32.
+    With the engine "paceline" every rank gets the same bits, in every run. The order of summation depends on the
+    algorithm, the number of elements and the ranks, and never on the order in which ranks arrive: on one host it is a
+    pairwise tree in rank order. Other engines sum in the order of their library. float16 and bfloat16 are accumulated
+    in float32.
 
     Args:
         tensor: a tensor of the same dtype and number of elements on every rank, dense or sparse COO. A sparse tensor
-            is coalesced afterwards, and a call on one returns only when all ranks have made it, even with
-            `async_op=True`, since the ranks first exchange their numbers of values.
-        op: the reduction; a `ReduceOp`, a `PremulSum`, or torch's. The default is SUM.
-        group, async_op, timeout, wire: see above.
+            is coalesced afterwards. Its call returns only when all ranks have made it, even with `async_op=True`,
+            since the ranks first exchange their numbers of values.
+        op: the reduction: a `ReduceOp`, a `PremulSum`, or torch's. The default is SUM.
+        group, async_op, timeout, wire: see the rules at the head of this module.
     """
     chosen = resolve(group)
     return None if chosen is None else chosen.all_reduce(tensor, op, async_op, timeout, False, wire)
@@ -236,7 +230,7 @@ def all_gather(
     """Copies every rank's `tensor` to all ranks: rank r's into `tensor_list[r]`.
 
     Args:
-        tensor_list: one tensor for each rank, of the dtype and number of elements of `tensor`.
+        tensor_list: a list of one tensor for each rank, of the dtype and number of elements of `tensor`.
         tensor: a tensor of the same dtype and number of elements on every rank.
 
     Raises:
@@ -271,7 +265,7 @@ def all_gather_into_tensor(
         return None
     parts = parts_by_rank(output_tensor, input_tensor.numel(), chosen, "all_gather_into_tensor", "output_tensor")
     work = chosen.all_gather(parts, input_tensor, async_op, timeout, wire)
-    return ended([work], "all_gather_into_tensor", [output_tensor])
+    return join_works([work], "all_gather_into_tensor", [output_tensor])
 
 
 @eager
@@ -283,7 +277,7 @@ def all_gather_single(
     timeout: Timeout | None = None,
     wire: WireLike = None,
 ) -> Work | None:
-    """Does what `all_gather_into_tensor` does, whose name this is in torch 2.13."""
+    """Alias of `all_gather_into_tensor`, by its name in torch 2.13."""
     return all_gather_into_tensor(output_tensor, input_tensor, group, async_op, timeout, wire)
 
 
@@ -301,7 +295,7 @@ def reduce_scatter(
 
     Args:
         output: a tensor of the same dtype and number of elements on every rank.
-        input_list: one tensor for each rank, of the dtype and number of elements of `output`.
+        input_list: a list of one tensor for each rank, of the dtype and number of elements of `output`.
         op: the reduction. The default is SUM.
 
     Raises:
@@ -321,7 +315,7 @@ def reduce_scatter_tensor(
     timeout: Timeout | None = None,
     wire: WireLike = None,
 ) -> Work | None:
-    """Reduces the ranks' `input`, of which each rank gets its part; the parts are concatenated in rank order.
+    """Reduces the ranks' `input`, the parts for all ranks concatenated in rank order, and leaves each rank its part.
 
     Args:
         output: a tensor of the same dtype and number of elements on every rank.
@@ -350,7 +344,7 @@ def reduce_scatter_single(
     timeout: Timeout | None = None,
     wire: WireLike = None,
 ) -> Work | None:
-    """Does what `reduce_scatter_tensor` does, whose name this is in torch 2.13."""
+    """Alias of `reduce_scatter_tensor`, by its name in torch 2.13."""
     return reduce_scatter_tensor(output, input, op, group, async_op, timeout, wire)
 
 
@@ -362,13 +356,13 @@ def all_to_all(
     async_op: bool = False,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Copies one tensor from each rank to each rank: `input_tensor_list[r]` goes to rank r.
+    """Copies a tensor from each rank to each rank: `input_tensor_list[r]` to rank r.
 
     Rank r receives it in the entry of its `output_tensor_list` for this rank.
 
     Args:
-        output_tensor_list, input_tensor_list: one tensor for each rank, all of one dtype. Sizes may differ from pair to
-            pair; where a sender and its receiver disagree, every rank gets a `CollectiveMismatchError`.
+        output_tensor_list, input_tensor_list: lists of one tensor for each rank, all of one dtype. Sizes may differ
+            between pairs of ranks; if a sender and its receiver disagree, every rank raises `CollectiveMismatchError`.
 
     Raises:
         ValueError: a list does not have one entry for each rank, or this rank's entries for itself differ in size.
@@ -391,7 +385,7 @@ def all_to_all_single(
 
     Args:
         output, input: tensors of one dtype, which are divided among the ranks along the first dimension.
-        output_split_sizes, input_split_sizes: the number of rows from and to each rank; None or an empty list divides
+        output_split_sizes, input_split_sizes: the numbers of rows from and to each rank; None or an empty list divides
             the rows evenly.
 
     Raises:
@@ -405,15 +399,15 @@ def all_to_all_single(
         return None
     outputs = rows_by_rank(output, output_split_sizes or None, chosen, "all_to_all_single", "output")
     inputs = rows_by_rank(input, input_split_sizes or None, chosen, "all_to_all_single", "input")
-    return ended([chosen.all_to_all(outputs, inputs, async_op, timeout)], "all_to_all_single", [output])
+    return join_works([chosen.all_to_all(outputs, inputs, async_op, timeout)], "all_to_all_single", [output])
 
 
 def explain(operation: str, nbytes: int, group: Group = None) -> str:
-    """Returns a table to print: the algorithm that `group` uses for a call, the times of the others, and why.
+    """Returns a table to print: the algorithm that `group` uses for a call, with the times of the alternatives.
 
     Args:
         operation: the name of a collective, such as "all_reduce".
-        nbytes: the size of the longest buffer of a rank in bytes: the tensor, or all parts of a gather or scatter.
+        nbytes: the number of bytes in a rank's longest buffer: the tensor, or all parts of a gather or scatter.
 
     Raises:
         ValueError: there is no such operation, or this rank is not in the group.

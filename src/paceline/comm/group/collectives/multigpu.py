@@ -1,18 +1,15 @@
-"""Collectives for processes that have several devices each, as torch.distributed had them.
+"""Collectives for processes that have several devices each, as older releases of torch.distributed had them.
 
 Each rank passes a list with one tensor for each of its devices, and each tensor is a member of the collective:
-`all_reduce_multigpu` sums over all tensors of all ranks. A rank's tensors have one type and one number of elements, and
-may also be on a single device, such as the CPU. Reductions have a fixed order (`local_reduction.py`), so their results
-are bitwise the same on every device and from run to run.
+`all_reduce_multigpu` sums over all tensors of all ranks. A rank's tensors have one dtype and one number of elements,
+and may also be on a single device, such as the CPU.
 
-All of them raise what other collectives raise, and:
+A process reduces its tensors along the pairwise tree by which the engine reduces those of several ranks. If the number
+of tensors of each process is a power of two, both together are the tree over as many ranks with one tensor each. The
+results are bitwise the same on every device and from run to run.
+
+All of them raise the errors of `collectives.py`, and:
     ValueError: a list is empty, its tensors differ, or `src_tensor` or `dst_tensor` is not in it.
-
-Reduces the tensors of one process in the order in which the engine reduces those of several ranks.
-
-The order is a pairwise tree. If the number of tensors of each process is a power of two, reducing them here and then
-reducing the results over the ranks is the same tree as one over as many ranks with one tensor each, so the result is
-bitwise the same.
 """
 
 from __future__ import annotations
@@ -27,10 +24,11 @@ from paceline.comm.group.call_plan import root_rank
 from paceline.comm.group.default import Group, resolve
 from paceline.comm.group.eager import eager
 from paceline.comm.group.process_group import ProcessGroup
-from paceline.comm.group.work import Work, ended
+from paceline.comm.group.work import Work, join_works
 from paceline.durations import Timeout
 
 _Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
 
 _COMBINE: dict[ReduceOp, _Combine] = {
     ReduceOp.SUM: torch.add,
@@ -43,75 +41,22 @@ _COMBINE: dict[ReduceOp, _Combine] = {
     ReduceOp.BOR: torch.bitwise_or,
     ReduceOp.BXOR: torch.bitwise_xor,
 }
+
+
 _OF_BOOLEANS: dict[ReduceOp, _Combine] = dict.fromkeys((ReduceOp.SUM, ReduceOp.MAX, ReduceOp.BOR), torch.logical_or)
+
+
 _OF_BOOLEANS |= dict.fromkeys((ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.BAND), torch.logical_and)
+
+
 _OF_BOOLEANS[ReduceOp.BXOR] = torch.logical_xor
+
 
 # PyTorch cannot add, multiply or compare unsigned integers wider than a byte, so they are viewed as signed ones.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-
-
-def reduce_locally(tensors: Sequence[torch.Tensor], op: Reduction, call: str) -> torch.Tensor:
-    """Reduces `tensors`, of one type and number of elements, to a new one of the first's shape and on its device.
-
-    The result of float16 and bfloat16 tensors is in float32, so that the caller rounds once, in the end. For AVG it is
-    the sum, and for PREMUL_SUM the sum of the multiplied tensors.
-
-    Raises:
-        TypeError: the reduction is not defined for their type.
-        ValueError: the tensors differ in type or number of elements.
-    """
-    first = tensors[0]
-    code = ReduceOp.PREMUL_SUM if isinstance(op, PremulSum) else op
-    for at, tensor in enumerate(tensors):
-        if tensor.dtype != first.dtype or tensor.numel() != first.numel():
-            raise ValueError(
-                f"{call}: tensor {at} has {tensor.numel()} elements of {tensor.dtype}, tensor 0 has {first.numel()} of "
-                f"{first.dtype}; all tensors of a process must be alike"
-            )
-    if not isinstance(code, ReduceOp):
-        raise TypeError(f"{call}: op must be a paceline.ReduceOp or a paceline.PremulSum, not {type(op).__name__}")
-    if first.dtype not in DTYPE_CODES or not _core.reduces(DTYPE_CODES[first.dtype], code):
-        raise TypeError(f"{call}: {code.name} is not defined for {first.dtype}; convert the tensors first")
-    wide = [
-        _scaled(tensor.detach(), op).to(first.device, _WIDE.get(first.dtype, first.dtype)).reshape(first.shape)
-        for tensor in tensors
-    ]
-    if first.dtype in _SIGNED:
-        return _reduce_unsigned(wide, code)
-    combine = (_OF_BOOLEANS if first.dtype is torch.bool else _COMBINE)[code]
-    return _tree(wide, combine) if len(wide) > 1 else wide[0].clone()
-
-
-def divided(total: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns the average of `count` tensors whose sum is `total`; for integers its fraction is dropped."""
-    if total.is_floating_point() or total.is_complex():
-        return total / count
-    average = total.to("cpu", memory_format=torch.contiguous_format, copy=True)
-    if average.numel():
-        address = average.data_ptr()
-        _core.reduce(address, [address], average.numel(), DTYPE_CODES[average.dtype], ReduceOp.AVG, count)
-    return average.to(total.device)
-
-
-def _scaled(tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
-    return tensor.clone().mul_(op.factor) if isinstance(op, PremulSum) else tensor
-
-
-def _reduce_unsigned(tensors: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
-    dtype = tensors[0].dtype
-    signed = [tensor.contiguous().view(_SIGNED[dtype]) for tensor in tensors]
-    # With the highest bit flipped, signed numbers have the order of the unsigned ones.
-    turned = torch.iinfo(_SIGNED[dtype]).min if op in (ReduceOp.MIN, ReduceOp.MAX) else 0
-    return _tree([tensor ^ turned for tensor in signed], _COMBINE[op]).bitwise_xor_(turned).view(dtype)
-
-
-def _tree(tensors: Sequence[torch.Tensor], combine: _Combine) -> torch.Tensor:
-    if len(tensors) == 1:
-        return tensors[0]
-    half = 1 << (len(tensors) - 1).bit_length() - 1
-    return combine(_tree(tensors[:half], combine), _tree(tensors[half:], combine))
 
 
 @eager
@@ -132,7 +77,7 @@ def broadcast_multigpu(
     root = root_rank(chosen, src, None, call, "src")
     through = _pick(tensor_list, src_tensor, call, "src_tensor") if chosen.rank() == root else tensor_list[0]
     work = chosen.broadcast(through, root, async_op, timeout)
-    return ended([work], call, tensor_list, lambda: _spread(through, tensor_list))
+    return join_works([work], call, tensor_list, lambda: _spread(through, tensor_list))
 
 
 @eager
@@ -143,7 +88,7 @@ def all_reduce_multigpu(
     async_op: bool = False,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Reduces all tensors of all ranks; each of them receives the result."""
+    """Reduces all tensors of all ranks, and writes the result to each of them."""
     call = "all_reduce_multigpu"
     chosen = resolve(group)
     if chosen is None:
@@ -152,7 +97,7 @@ def all_reduce_multigpu(
     total = reduce_locally(tensor_list, op, call)
     reduced, works, divide = _with_members(chosen, total, len(tensor_list), op, async_op, timeout)
     works.append(chosen.all_reduce(reduced, _between_ranks(op), async_op, timeout))
-    return ended(works, call, tensor_list, lambda: _spread(divide(total), tensor_list))
+    return join_works(works, call, tensor_list, lambda: _spread(divide(total), tensor_list))
 
 
 @eager
@@ -176,7 +121,7 @@ def reduce_multigpu(
     reduced, works, divide = _with_members(chosen, total, len(tensor_list), op, async_op, timeout)
     into = [_pick(tensor_list, dst_tensor, call, "dst_tensor")] if chosen.rank() == root else []
     works.append(chosen.reduce(reduced, root, _between_ranks(op), async_op, timeout))
-    return ended(works, call, tensor_list, lambda: _spread(divide(total), into))
+    return join_works(works, call, tensor_list, lambda: _spread(divide(total), into))
 
 
 @eager
@@ -203,11 +148,11 @@ def all_gather_multigpu(
     work = chosen.all_gather(by_rank, list(input_tensor_list), async_op, timeout)
 
     def spread() -> None:
-        for each in others:
-            for tensor, arrived in zip(each, first, strict=True):
-                tensor.detach().copy_(arrived)
+        for outputs in others:
+            for tensor, gathered in zip(outputs, first, strict=True):
+                tensor.detach().copy_(gathered)
 
-    return ended([work], call, [tensor for each in output_tensor_lists for tensor in each], spread)
+    return join_works([work], call, [tensor for outputs in output_tensor_lists for tensor in outputs], spread)
 
 
 @eager
@@ -231,7 +176,7 @@ def reduce_scatter_multigpu(
     n = len(output_tensor_list)
     members = n * chosen.size()
     _require_lists(input_tensor_lists, n, members, call, "input_tensor_lists")
-    totals = [reduce_locally([each[at] for each in input_tensor_lists], op, call) for at in range(members)]
+    totals = [reduce_locally(list(tensors), op, call) for tensors in zip(*input_tensor_lists, strict=True)]
     outputs = [torch.empty_like(total) for total in totals[:n]]
     inputs = [totals[r * n : (r + 1) * n] for r in range(chosen.size())]
     work = chosen.reduce_scatter(outputs, inputs, _between_ranks(op), async_op, timeout)
@@ -240,13 +185,13 @@ def reduce_scatter_multigpu(
         for output, total in zip(output_tensor_list, outputs, strict=True):
             _spread(divided(total, members) if op is ReduceOp.AVG else total, [output])
 
-    return ended([work], call, output_tensor_list, finish)
+    return join_works([work], call, output_tensor_list, finish)
 
 
 def _between_ranks(op: Reduction) -> ReduceOp:
     """Returns the reduction between ranks, after each rank has reduced its own tensors with `op`.
 
-    It is SUM for AVG, which divides in the end, and for PREMUL_SUM, whose factor has been applied.
+    It is SUM for AVG, which divides at the end, and for PREMUL_SUM, whose factor has been applied already.
     """
     return ReduceOp.SUM if isinstance(op, PremulSum) or op is ReduceOp.AVG else op
 
@@ -254,9 +199,10 @@ def _between_ranks(op: Reduction) -> ReduceOp:
 def _with_members(
     group: ProcessGroup, total: torch.Tensor, count: int, op: Reduction, async_op: bool, timeout: Timeout | None
 ) -> tuple[list[torch.Tensor], list[Work | None], Callable[[torch.Tensor], torch.Tensor]]:
-    """Returns the tensors to reduce, calls that have started already, and what turns the reduced total into the result.
+    """Returns the tensors to reduce, works in progress, and a function from the reduced total to the result.
 
-    An average needs the number of members, which may differ by rank; it travels with the total if the type can hold it.
+    An average needs the number of members, which may differ between ranks. It is reduced with the total if the
+    dtype can represent it, and otherwise by a call of its own.
     """
     if op is not ReduceOp.AVG:
         return [total], [], lambda reduced: reduced
@@ -269,15 +215,15 @@ def _with_members(
 
 
 def _spread(tensor: torch.Tensor, into: Sequence[torch.Tensor]) -> None:
-    for each in into:
-        if each is not tensor:
-            each.detach().copy_(tensor.detach().reshape(each.shape))
+    for target in into:
+        if target is not tensor:
+            target.detach().copy_(tensor.detach().reshape(target.shape))
 
 
-def _pick(tensors: Sequence[torch.Tensor], at: int, call: str, name: str) -> torch.Tensor:
-    if not 0 <= at < len(tensors):
-        raise ValueError(f"{call}: {name} is {at}; tensor_list has tensors 0 to {len(tensors) - 1}")
-    return tensors[at]
+def _pick(tensors: Sequence[torch.Tensor], index: int, call: str, name: str) -> torch.Tensor:
+    if not 0 <= index < len(tensors):
+        raise ValueError(f"{call}: {name} is {index}; tensor_list has tensors 0 to {len(tensors) - 1}")
+    return tensors[index]
 
 
 def _require_alike(tensors: Sequence[torch.Tensor], call: str, name: str) -> None:
@@ -285,18 +231,80 @@ def _require_alike(tensors: Sequence[torch.Tensor], call: str, name: str) -> Non
         seen = "a tensor" if isinstance(tensors, torch.Tensor) else "empty"
         raise ValueError(f"{call}: {name} is {seen}; it must be a list of tensors, one for each device")
     first = tensors[0]
-    for at, tensor in enumerate(tensors):
+    for index, tensor in enumerate(tensors):
         if tensor.dtype != first.dtype or tensor.numel() != first.numel():
             raise ValueError(
-                f"{call}: {name}[{at}] has {tensor.numel()} elements of {tensor.dtype}, {name}[0] has {first.numel()} "
-                f"of {first.dtype}; they must be alike"
+                f"{call}: {name}[{index}] has {tensor.numel()} elements of {tensor.dtype}, {name}[0] has "
+                f"{first.numel()} of {first.dtype}; they must be alike"
             )
 
 
 def _require_lists(lists: Sequence[Sequence[torch.Tensor]], devices: int, members: int, call: str, name: str) -> None:
-    lengths = [len(each) for each in lists]
+    lengths = [len(tensors) for tensors in lists]
     if lengths != [members] * devices:
         raise ValueError(
             f"{call}: {name} has lists of the lengths {lengths}; with {devices} devices a rank and {members} in all it "
             f"must have {devices} lists of {members} tensors"
         )
+
+
+def reduce_locally(tensors: Sequence[torch.Tensor], op: Reduction, call: str) -> torch.Tensor:
+    """Reduces `tensors` to a new tensor with the shape and on the device of the first.
+
+    The result of float16 and bfloat16 tensors is in float32, so that the caller rounds only once, at the end. For AVG
+    it is the sum, and for PREMUL_SUM the sum of the multiplied tensors.
+
+    Raises:
+        TypeError: the reduction is not defined for their dtype.
+        ValueError: the tensors differ in dtype or number of elements.
+    """
+    first = tensors[0]
+    code = ReduceOp.PREMUL_SUM if isinstance(op, PremulSum) else op
+    for index, tensor in enumerate(tensors):
+        if tensor.dtype != first.dtype or tensor.numel() != first.numel():
+            raise ValueError(
+                f"{call}: tensor {index} has {tensor.numel()} elements of {tensor.dtype}, tensor 0 has {first.numel()} "
+                f"of {first.dtype}; all tensors of a process must be alike"
+            )
+    if not isinstance(code, ReduceOp):
+        raise TypeError(f"{call}: op must be a paceline.ReduceOp or a paceline.PremulSum, not {type(op).__name__}")
+    if first.dtype not in DTYPE_CODES or not _core.reduces(DTYPE_CODES[first.dtype], code):
+        raise TypeError(f"{call}: {code.name} is not defined for {first.dtype}; convert the tensors first")
+    wide = [
+        _scaled(tensor.detach(), op).to(first.device, _WIDE.get(first.dtype, first.dtype)).reshape(first.shape)
+        for tensor in tensors
+    ]
+    if first.dtype in _SIGNED:
+        return _reduce_unsigned(wide, code)
+    combine = (_OF_BOOLEANS if first.dtype is torch.bool else _COMBINE)[code]
+    return _tree(wide, combine) if len(wide) > 1 else wide[0].clone()
+
+
+def divided(total: torch.Tensor, count: int) -> torch.Tensor:
+    """Returns the average of `count` tensors whose sum is `total`; the average of integers is truncated."""
+    if total.is_floating_point() or total.is_complex():
+        return total / count
+    average = total.to("cpu", memory_format=torch.contiguous_format, copy=True)
+    if average.numel():
+        address = average.data_ptr()
+        _core.reduce(address, [address], average.numel(), DTYPE_CODES[average.dtype], ReduceOp.AVG, count)
+    return average.to(total.device)
+
+
+def _scaled(tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
+    return tensor.clone().mul_(op.factor) if isinstance(op, PremulSum) else tensor
+
+
+def _reduce_unsigned(tensors: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
+    dtype = tensors[0].dtype
+    signed = [tensor.contiguous().view(_SIGNED[dtype]) for tensor in tensors]
+    # With the highest bit flipped, signed numbers compare as the unsigned ones do.
+    flipped = torch.iinfo(_SIGNED[dtype]).min if op in (ReduceOp.MIN, ReduceOp.MAX) else 0
+    return _tree([tensor ^ flipped for tensor in signed], _COMBINE[op]).bitwise_xor_(flipped).view(dtype)
+
+
+def _tree(tensors: Sequence[torch.Tensor], combine: _Combine) -> torch.Tensor:
+    if len(tensors) == 1:
+        return tensors[0]
+    half = 1 << (len(tensors) - 1).bit_length() - 1
+    return combine(_tree(tensors[:half], combine), _tree(tensors[half:], combine))

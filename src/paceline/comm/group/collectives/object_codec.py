@@ -1,25 +1,14 @@
-"""Converts objects to msgpack's types and back.
+"""Codec from Python objects to bytes and back: msgpack, with the memory of tensors, arrays and long bytes beside it.
 
-Numbers, short bytes, ASCII strings, lists, and dicts with ASCII strings for keys are encoded as they are. Everything
-else becomes a map with one integer key, the tag of its `Kind`, which no other map can be mistaken for.
+A decoded object is equal to the original and of the same type; any other object is refused before anything is sent. A
+body is one byte (`BodyFormat`) followed by msgpack or, if the sender allowed it, a pickle. Reading msgpack creates only
+the types of `VALUES` and `ARRAYS`: no class is looked up by name, and no code runs.
 
-The kinds that carry tensors and NumPy arrays, whose memory is sent beside the msgpack.
+Numbers, short bytes, ASCII strings, lists, and dicts with ASCII strings as keys are msgpack's own types. Everything
+else is a map with one integer key, the tag of its `TypeCodec`, which no other map has. The tags are part of the format.
 
-The numbers of the kinds are part of the format.
-
-Tensors and arrays arrive in memory of their own, contiguous and writable. NumPy is used only if the program has
-already imported it.
-
-The kinds of values that are sent as msgpack alone; their numbers are part of the format.
-
-Converts objects to bytes and back: msgpack, and beside it the memory of tensors, arrays and long bytes as it is.
-
-An object comes back equal and of the same type, or is refused before anything is sent. A body is one byte (`Form`)
-followed by msgpack or, if the sender allowed it, a pickle. Reading msgpack creates only the kinds of `builtin_kinds.py`
-and `array_kinds.py`: no class is looked up by name, and no code is run.
-
-Two things are lost: an object that appears twice arrives as two objects, and tensors arrive contiguous, whatever their
-layout was.
+Two things are lost: an object that appears twice becomes two objects, and tensors become contiguous, in memory of their
+own. NumPy is used only if the program has already imported it.
 """
 
 from __future__ import annotations
@@ -50,30 +39,96 @@ from paceline.comm.group.variable_size import as_memory, as_tensor
 
 MAX_DEPTH = 128
 
+
 _SMALLEST_INT, _LARGEST_INT = -(1 << 63), (1 << 64) - 1
+
+
 _SMALL_BYTES = 4096  # larger ones are sent beside the body
+
+
 _PLAIN = frozenset({NoneType, bool, float})
+
+
 _CONTAINERS = frozenset({list, dict})
-_READ = frozenset({NoneType, bool, int, float, str, bytes, list, dict})
+
+
+_READABLE = frozenset({NoneType, bool, int, float, str, bytes, list, dict})
+
+
+class BodyFormat(IntEnum):
+    """The format of a body, given by its first byte."""
+
+    MSGPACK = 1
+    PICKLE = 2
 
 
 class MalformedPayload(ValueError):
-    """The bytes are not an encoding that `encode` can make."""
+    """The bytes are not an encoding that `encode` can produce."""
+
+
+class PickleRefused(ValueError):
+    """The bytes are a pickle although pickles are not allowed."""
 
 
 class UnsendableError(Exception):
-    """A value cannot be sent; `path` leads to it, innermost step first."""
+    """A value cannot be sent; `path` is the path to it, innermost step first."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.path: list[str] = []
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """An object's bytes: `body`, and one-dimensional uint8 tensors that may share the object's memory."""
+
+    body: bytearray
+    buffers: list[torch.Tensor]
+
+
+def encode(value: object, name: str, allow_pickle: bool = False) -> Encoded:
+    """Returns the bytes of `value`; messages refer to it as `name`.
+
+    Raises:
+        TypeError: it contains an object that cannot be sent, and `allow_pickle` is false; the message gives its path.
+    """
+    packer = Packer(_KINDS, _tag_of)
+    try:
+        body = bytearray([BodyFormat.MSGPACK])
+        msgspec.msgpack.Encoder().encode_into(value if is_plain_msgpack(value) else packer.pack(value), body, -1)
+        return Encoded(body, packer.buffers)
+    except UnsendableError as refused:
+        if allow_pickle:
+            return Encoded(bytearray([BodyFormat.PICKLE]) + pickle.dumps(value), [])
+        raise TypeError(f"{name}{''.join(reversed(refused.path))} is {refused}") from None
+
+
+def decode(body: bytes | memoryview, buffers: Sequence[torch.Tensor], allow_pickle: bool = False) -> object:
+    """Returns the object that `encode` turned into `body` and `buffers`, whose memory it may share.
+
+    Raises:
+        MalformedPayload: the bytes do not encode an object.
+        PickleRefused: the body is a pickle although `allow_pickle` is false.
+    """
+    form = body[0] if len(body) else 0
+    if form == BodyFormat.PICKLE and not allow_pickle:
+        raise PickleRefused("the object is pickled")
+    try:
+        if form == BodyFormat.PICKLE:
+            return pickle.loads(body[1:])
+        if form == BodyFormat.MSGPACK:
+            tree = msgspec.msgpack.decode(body[1:])
+            return tree if is_plain_msgpack(tree) else Unpacker(_KINDS, buffers).unpack(tree)
+    except Exception as error:  # data from another process may be malformed in any way
+        raise MalformedPayload(f"{type(error).__name__}: {error}") from error
+    raise MalformedPayload(f"the first byte is {form}")
+
+
 @dataclasses.dataclass(frozen=True)
 class TypeCodec:
-    """A type that is encoded under a tag: `pack` takes a value apart, and `unpack` puts it together again.
+    """The codec of a type that has a tag: `pack` takes a value apart, and `unpack` reassembles it.
 
-    What `pack` returns consists of values that are encoded as they are and of what the packer's methods return.
+    The result of `pack` consists of msgpack's own types and of results of the packer's methods.
     """
 
     type: type | None  # None if it cannot be named without importing its module
@@ -81,33 +136,8 @@ class TypeCodec:
     unpack: Callable[[Any, Unpacker], object]
 
 
-def is_plain_msgpack(value: object) -> bool:
-    """Returns whether `value` has msgpack's types alone; it checks level by level, much faster than `pack`."""
-    level: list[Any] = [value]
-    for _ in range(MAX_DEPTH):
-        kinds = set(map(type, level)) - _PLAIN
-        if not kinds <= _READ:
-            return False
-        of_kind: dict[type, list[Any]] = {kind: [each for each in level if type(each) is kind] for kind in kinds}
-        lists, dicts = of_kind.get(list, []), of_kind.get(dict, [])
-        keys = list(chain.from_iterable(dicts))
-        integers = of_kind.get(int, [0])
-        if (
-            not set(map(type, keys)) <= {str}
-            or not all(map(str.isascii, chain(keys, of_kind.get(str, []))))
-            or min(integers) < _SMALLEST_INT
-            or max(integers) > _LARGEST_INT
-            or max(map(len, of_kind.get(bytes, [b""]))) >= _SMALL_BYTES
-        ):
-            return False
-        if not lists and not dicts:
-            return True
-        level = list(chain(chain.from_iterable(lists), chain.from_iterable(map(dict.values, dicts))))
-    return False
-
-
 class Packer:
-    """Takes objects apart into msgpack's types; large pieces of memory go to `buffers`."""
+    """Converts objects to msgpack's types, with large pieces of memory in `buffers`."""
 
     def __init__(self, kinds: Mapping[int, TypeCodec], tag_of: Callable[[type], int | None]) -> None:
         self._kinds = kinds
@@ -116,7 +146,7 @@ class Packer:
         self._depth = 0
 
     def pack(self, value: Any) -> object:
-        """Returns the encoded form of `value`: itself if msgpack can hold it."""
+        """Returns the encoded form of `value`, which is `value` itself if msgpack can represent it."""
         if _is_leaf(value):
             return value
         if self._depth == MAX_DEPTH:
@@ -140,23 +170,23 @@ class Packer:
         return packed
 
     def pack_all(self, values: Collection[Any], keys: Iterable[object] | None = None) -> Collection[Any]:
-        """Returns the encoded form of each of `values`: `values` itself if msgpack can hold them all.
+        """Returns the encoded forms of `values`, which is `values` itself if msgpack can represent them all.
 
         Messages name the values by their `keys`, or by their positions.
         """
         if _are_leaves_of_one_kind(values):
             return values
         packed: list[object] | None = None
-        at = 0
+        index = 0
         try:
-            for at, value in enumerate(values):
+            for index, value in enumerate(values):
                 if not _is_leaf(value):
-                    stands_for_it = self.pack(value)
-                    if stands_for_it is not value:
+                    encoded = self.pack(value)
+                    if encoded is not value:
                         packed = list(values) if packed is None else packed
-                        packed[at] = stands_for_it
+                        packed[index] = encoded
         except UnsendableError as refused:
-            refused.path.append(f"[{at if keys is None else list(keys)[at]!r}]")
+            refused.path.append(f"[{index if keys is None else list(keys)[index]!r}]")
             raise
         return values if packed is None else packed
 
@@ -166,7 +196,7 @@ class Packer:
         return [self.pack_elements(keys), self.pack_all(list(items.values()), keys)]
 
     def pack_elements(self, elements: Iterable[Any]) -> Collection[Any]:
-        """Returns the encoded form of keys or of the elements of a set, which have no position to be named by."""
+        """Returns the encoded forms of keys or of a set's elements, which messages cannot name by position."""
         listed = list(elements)
         try:
             return self.pack_all(listed)
@@ -175,13 +205,13 @@ class Packer:
             raise
 
     def buffer(self, memory: torch.Tensor) -> int:
-        """Adds `memory` (one-dimensional, uint8) to the buffers sent beside the body, and returns its number."""
+        """Adds `memory` (one-dimensional, uint8) to the buffers sent beside the body, and returns its index."""
         self.buffers.append(memory)
         return len(self.buffers) - 1
 
 
 class Unpacker:
-    """Puts objects together again that a `Packer` took apart."""
+    """Reassembles objects that a `Packer` took apart."""
 
     def __init__(self, kinds: Mapping[int, TypeCodec], buffers: Sequence[torch.Tensor]) -> None:
         self._kinds = kinds
@@ -200,7 +230,7 @@ class Unpacker:
                 return node
             ((tag, packed),) = node.items()
             return self._kinds[tag].unpack(packed, self)
-        if type(node) not in _READ:
+        if type(node) not in _READABLE:
             raise MalformedPayload(f"{type(node).__name__} stands for nothing")
         return node
 
@@ -209,21 +239,46 @@ class Unpacker:
         if type(nodes) is not list:
             raise MalformedPayload(f"{type(nodes).__name__} in the place of a list")
         if _has_containers(nodes):
-            for at, node in enumerate(nodes):
+            for index, node in enumerate(nodes):
                 if type(node) in _CONTAINERS:
-                    nodes[at] = self.unpack(node)
+                    nodes[index] = self.unpack(node)
         return nodes
 
     def unpack_items(self, packed: object) -> list[tuple[Any, Any]]:
-        """Returns the pairs of keys and values that `Packer.pack_items` took apart."""
+        """Returns the pairs of keys and values that `Packer.pack_items` encoded."""
         keys, values = self.unpack_all(packed)
         return list(zip(keys, values, strict=True))
 
     def buffer(self, number: object) -> torch.Tensor:
-        """Returns the buffer with this number that was sent beside the body."""
+        """Returns the buffer with this index that was sent beside the body."""
         if type(number) is not int or not 0 <= number < len(self._buffers):
             raise MalformedPayload(f"there is no buffer {number!r}")
         return self._buffers[number]
+
+
+def is_plain_msgpack(value: object) -> bool:
+    """Returns whether `value` consists of msgpack's own types; checks level by level, much faster than `pack`."""
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        kinds = set(map(type, level)) - _PLAIN
+        if not kinds <= _READABLE:
+            return False
+        of_kind: dict[type, list[Any]] = {kind: [item for item in level if type(item) is kind] for kind in kinds}
+        lists, dicts = of_kind.get(list, []), of_kind.get(dict, [])
+        keys = list(chain.from_iterable(dicts))
+        integers = of_kind.get(int, [0])
+        if (
+            not set(map(type, keys)) <= {str}
+            or not all(map(str.isascii, chain(keys, of_kind.get(str, []))))
+            or min(integers) < _SMALLEST_INT
+            or max(integers) > _LARGEST_INT
+            or max(map(len, of_kind.get(bytes, [b""]))) >= _SMALL_BYTES
+        ):
+            return False
+        if not lists and not dicts:
+            return True
+        level = list(chain(chain.from_iterable(lists), chain.from_iterable(map(dict.values, dicts))))
+    return False
 
 
 def _is_leaf(value: Any) -> bool:
@@ -250,13 +305,13 @@ def _is_map(value: dict[Any, Any]) -> bool:
 
 def _has_containers(nodes: Collection[object]) -> bool:
     kinds = set(map(type, nodes))
-    if not kinds <= _READ:
-        raise MalformedPayload(f"{sorted(kind.__name__ for kind in kinds - _READ)} stand for nothing")
+    if not kinds <= _READABLE:
+        raise MalformedPayload(f"{sorted(kind.__name__ for kind in kinds - _READABLE)} stand for nothing")
     return not kinds.isdisjoint(_CONTAINERS)
 
 
 def _advice_for(value: object) -> str:
-    """Returns text that says what `value` is, and what can be sent in its place."""
+    """Returns text that describes `value` and names an alternative to send."""
     kind = type(value)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     return (
@@ -278,105 +333,6 @@ def _instead_of(value: object) -> str:
         if isinstance(value, plain):
             return f"send {plain.__name__}(it)"
     return "send a dict, list or tuple of what it holds"
-
-
-_DTYPES = {str(dtype): dtype for dtype in DTYPE_CODES}
-_ALL_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-_NDARRAY, _NUMPY_SCALAR = 35, 36
-_NUMPY_TYPE = re.compile(r"[<>=|]?([?bBhHiIlLqQefdgFDG]|[mM]8(\[\d*\w+\])?|[SU][1-9]\d{0,8})")
-
-
-def _shape(packed: object, nbytes: int, itemsize: int) -> list[int]:
-    if type(packed) is not list or not all(type(size) is int and size >= 0 for size in packed):
-        raise MalformedPayload(f"the shape {packed!r}")
-    if math.prod(packed) * itemsize != nbytes:
-        raise MalformedPayload(f"{nbytes} bytes for a shape of {packed} with {itemsize} bytes an element")
-    return packed
-
-
-def _pack_tensor(tensor: torch.Tensor, packer: Packer) -> object:
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-        raise UnsendableError(
-            f"a tensor of layout {tensor.layout}, nested or quantized; send tensor.to_dense() or its parts"
-        )
-    if not tensor.is_cpu:
-        raise UnsendableError(f"a tensor on {tensor.device}, which the receiver may not have; send tensor.cpu()")
-    if tensor.dtype not in DTYPE_CODES:
-        raise UnsendableError(f"a tensor of {tensor.dtype}; convert it first (tensor.to(...))")
-    dense = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    return [str(tensor.dtype), list(tensor.shape), tensor.requires_grad, packer.buffer(dense.view(torch.uint8))]
-
-
-def _unpack_tensor(packed: Any, unpacker: Unpacker) -> torch.Tensor:
-    name, shape, requires_grad, number = packed
-    memory, dtype = unpacker.buffer(number), _DTYPES[name]
-    return memory.view(dtype).view(_shape(shape, memory.nbytes, dtype.itemsize)).requires_grad_(requires_grad is True)
-
-
-def _unpack_parameter(packed: Any, unpacker: Unpacker) -> object:
-    tensor = _unpack_tensor(packed, unpacker)
-    return torch.nn.Parameter(tensor.detach(), tensor.requires_grad)
-
-
-def numpy_tag(kind: type) -> int | None:
-    """Returns the tag of NumPy's type `kind`; None if it has no tag or is not a type of NumPy's."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    if kind is numpy.ndarray:
-        return _NDARRAY
-    if issubclass(kind, numpy.generic) and kind.__module__ == "numpy" and numpy.dtype(kind).kind in "biufcmM":
-        return _NUMPY_SCALAR
-    return None
-
-
-def _type_name(dtype: Any) -> str:
-    name = dtype.str if dtype.kind in "mMSU" else (">" if dtype.byteorder == ">" else "=") + dtype.char
-    if not _NUMPY_TYPE.fullmatch(name):
-        raise UnsendableError(f"a NumPy array of {dtype}; send its .tolist(), or the columns of a structured one")
-    return str(name)
-
-
-def _numpy_type(name: object) -> Any:
-    import numpy
-
-    if type(name) is not str or not _NUMPY_TYPE.fullmatch(name):
-        raise MalformedPayload(f"the NumPy type {name!r}")
-    return numpy.dtype(name)
-
-
-def _pack_ndarray(array: Any, packer: Packer) -> object:
-    import numpy
-
-    name = _type_name(array.dtype)
-    flat = numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)
-    memory = torch.from_numpy(flat if flat.flags.writeable else flat.copy())
-    return [name, list(array.shape), packer.buffer(memory)]
-
-
-def _unpack_ndarray(packed: Any, unpacker: Unpacker) -> object:
-    name, shape, number = packed
-    memory, dtype = unpacker.buffer(number), _numpy_type(name)
-    return memory.numpy().view(dtype).reshape(_shape(shape, memory.nbytes, dtype.itemsize))
-
-
-def _unpack_scalar(packed: Any, unpacker: Unpacker) -> object:
-    import numpy
-
-    name, data = packed
-    (scalar,) = numpy.frombuffer(data, _numpy_type(name))
-    return scalar
-
-
-ARRAYS: dict[int, TypeCodec] = {
-    30: TypeCodec(torch.Tensor, _pack_tensor, _unpack_tensor),
-    31: TypeCodec(torch.nn.Parameter, _pack_tensor, _unpack_parameter),
-    32: TypeCodec(torch.Size, lambda v, p: list(v), lambda v, u: torch.Size(v)),
-    33: TypeCodec(torch.dtype, lambda v, p: str(v), lambda v, u: _ALL_DTYPES[v]),
-    34: TypeCodec(torch.device, lambda v, p: str(v), lambda v, u: torch.device(v)),
-    _NDARRAY: TypeCodec(None, _pack_ndarray, _unpack_ndarray),
-    _NUMPY_SCALAR: TypeCodec(None, lambda v, p: [_type_name(v.dtype), v.tobytes()], _unpack_scalar),
-}
 
 
 _METADATA = "_metadata"  # Module.state_dict() sets this attribute on its result; load_state_dict reads it
@@ -469,66 +425,116 @@ VALUES: dict[int, TypeCodec] = {
 }
 
 
+_DTYPES = {str(dtype): dtype for dtype in DTYPE_CODES}
+
+
+_ALL_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+_NDARRAY, _NUMPY_SCALAR = 35, 36
+
+
+_NUMPY_TYPE = re.compile(r"[<>=|]?([?bBhHiIlLqQefdgFDG]|[mM]8(\[\d*\w+\])?|[SU][1-9]\d{0,8})")
+
+
+def _pack_tensor(tensor: torch.Tensor, packer: Packer) -> object:
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        raise UnsendableError(
+            f"a tensor of layout {tensor.layout}, nested or quantized; send tensor.to_dense() or its parts"
+        )
+    if not tensor.is_cpu:
+        raise UnsendableError(f"a tensor on {tensor.device}, which the receiver may not have; send tensor.cpu()")
+    if tensor.dtype not in DTYPE_CODES:
+        raise UnsendableError(f"a tensor of {tensor.dtype}; convert it first (tensor.to(...))")
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    return [str(tensor.dtype), list(tensor.shape), tensor.requires_grad, packer.buffer(dense.view(torch.uint8))]
+
+
+def _unpack_tensor(packed: Any, unpacker: Unpacker) -> torch.Tensor:
+    name, shape, requires_grad, number = packed
+    memory, dtype = unpacker.buffer(number), _DTYPES[name]
+    return memory.view(dtype).view(_shape(shape, memory.nbytes, dtype.itemsize)).requires_grad_(requires_grad is True)
+
+
+def _unpack_parameter(packed: Any, unpacker: Unpacker) -> object:
+    tensor = _unpack_tensor(packed, unpacker)
+    return torch.nn.Parameter(tensor.detach(), tensor.requires_grad)
+
+
+def _pack_ndarray(array: Any, packer: Packer) -> object:
+    import numpy
+
+    name = _type_name(array.dtype)
+    flat = numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)
+    memory = torch.from_numpy(flat if flat.flags.writeable else flat.copy())
+    return [name, list(array.shape), packer.buffer(memory)]
+
+
+def _unpack_ndarray(packed: Any, unpacker: Unpacker) -> object:
+    name, shape, number = packed
+    memory, dtype = unpacker.buffer(number), _numpy_type(name)
+    return memory.numpy().view(dtype).reshape(_shape(shape, memory.nbytes, dtype.itemsize))
+
+
+def _unpack_scalar(packed: Any, unpacker: Unpacker) -> object:
+    import numpy
+
+    name, data = packed
+    (scalar,) = numpy.frombuffer(data, _numpy_type(name))
+    return scalar
+
+
+def _type_name(dtype: Any) -> str:
+    name = dtype.str if dtype.kind in "mMSU" else (">" if dtype.byteorder == ">" else "=") + dtype.char
+    if not _NUMPY_TYPE.fullmatch(name):
+        raise UnsendableError(f"a NumPy array of {dtype}; send its .tolist(), or the columns of a structured one")
+    return str(name)
+
+
+def _numpy_type(name: object) -> Any:
+    import numpy
+
+    if type(name) is not str or not _NUMPY_TYPE.fullmatch(name):
+        raise MalformedPayload(f"the NumPy type {name!r}")
+    return numpy.dtype(name)
+
+
+def _shape(packed: object, nbytes: int, itemsize: int) -> list[int]:
+    if type(packed) is not list or not all(type(size) is int and size >= 0 for size in packed):
+        raise MalformedPayload(f"the shape {packed!r}")
+    if math.prod(packed) * itemsize != nbytes:
+        raise MalformedPayload(f"{nbytes} bytes for a shape of {packed} with {itemsize} bytes an element")
+    return packed
+
+
+ARRAYS: dict[int, TypeCodec] = {
+    30: TypeCodec(torch.Tensor, _pack_tensor, _unpack_tensor),
+    31: TypeCodec(torch.nn.Parameter, _pack_tensor, _unpack_parameter),
+    32: TypeCodec(torch.Size, lambda v, p: list(v), lambda v, u: torch.Size(v)),
+    33: TypeCodec(torch.dtype, lambda v, p: str(v), lambda v, u: _ALL_DTYPES[v]),
+    34: TypeCodec(torch.device, lambda v, p: str(v), lambda v, u: torch.device(v)),
+    _NDARRAY: TypeCodec(None, _pack_ndarray, _unpack_ndarray),
+    _NUMPY_SCALAR: TypeCodec(None, lambda v, p: [_type_name(v.dtype), v.tobytes()], _unpack_scalar),
+}
+
+
 _KINDS = {**VALUES, **ARRAYS}
+
+
 _TAGS = {kind.type: tag for tag, kind in _KINDS.items() if kind.type is not None}
-
-
-class BodyFormat(IntEnum):
-    """The format of a body, given by its first byte."""
-
-    MSGPACK = 1
-    PICKLE = 2
-
-
-class PickleRefused(ValueError):
-    """The bytes are a pickle, and pickles are not allowed."""
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """An object's bytes: `body`, and one-dimensional uint8 tensors that may share the object's memory."""
-
-    body: bytearray
-    buffers: list[torch.Tensor]
-
-
-def encode(value: object, name: str, allow_pickle: bool = False) -> Encoded:
-    """Returns the bytes of `value`; messages refer to it as `name`.
-
-    Raises:
-        TypeError: it holds something that cannot be sent and `allow_pickle` is off; the message says what and where.
-    """
-    packer = Packer(_KINDS, _tag_of)
-    try:
-        body = bytearray([BodyFormat.MSGPACK])
-        msgspec.msgpack.Encoder().encode_into(value if is_plain_msgpack(value) else packer.pack(value), body, -1)
-        return Encoded(body, packer.buffers)
-    except UnsendableError as refused:
-        if allow_pickle:
-            return Encoded(bytearray([BodyFormat.PICKLE]) + pickle.dumps(value), [])
-        raise TypeError(f"{name}{''.join(reversed(refused.path))} is {refused}") from None
-
-
-def decode(body: bytes | memoryview, buffers: Sequence[torch.Tensor], allow_pickle: bool = False) -> object:
-    """Returns the object that `encode` turned into `body` and `buffers`, whose memory it may share.
-
-    Raises:
-        MalformedPayload: the bytes do not encode an object.
-        PickleRefused: the body is a pickle and `allow_pickle` is off.
-    """
-    form = body[0] if len(body) else 0
-    if form == BodyFormat.PICKLE and not allow_pickle:
-        raise PickleRefused("the object is pickled")
-    try:
-        if form == BodyFormat.PICKLE:
-            return pickle.loads(body[1:])
-        if form == BodyFormat.MSGPACK:
-            tree = msgspec.msgpack.decode(body[1:])
-            return tree if is_plain_msgpack(tree) else Unpacker(_KINDS, buffers).unpack(tree)
-    except Exception as error:  # data from another process may be malformed in any way
-        raise MalformedPayload(f"{type(error).__name__}: {error}") from error
-    raise MalformedPayload(f"the first byte is {form}")
 
 
 def _tag_of(kind: type) -> int | None:
     return _TAGS.get(kind) or numpy_tag(kind)
+
+
+def numpy_tag(kind: type) -> int | None:
+    """Returns the tag of a NumPy type, or None if `kind` is another type or has no tag."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if kind is numpy.ndarray:
+        return _NDARRAY
+    if issubclass(kind, numpy.generic) and kind.__module__ == "numpy" and numpy.dtype(kind).kind in "biufcmM":
+        return _NUMPY_SCALAR
+    return None

@@ -1,26 +1,22 @@
-"""Collectives on Python objects.
+"""Collectives and messages of Python objects.
 
 An object is None, a number, str, bytes, datetime, Decimal, UUID, Path, range, a list, tuple, dict, set, deque, Counter
-or OrderedDict of objects, a dense CPU tensor or parameter, or a NumPy array or scalar. It arrives equal and of the same
-type, its tensors in memory of their own; sizes may differ from rank to rank. Everything else is pickled if the sender
-sets `allow_pickle`, and is read only if the receiver sets it too: reading a pickle can run any code.
+or OrderedDict of objects, a dense CPU tensor or parameter, or a NumPy array or scalar. The received object is equal and
+of the same type, with its tensors in memory of their own; sizes may differ between ranks. Everything else is pickled if
+the sender sets `allow_pickle`, and is read only if the receiver sets it too: reading a pickle can run any code.
 
 Each rank of the group makes the same call. `src` and `dst` are ranks of the default group, `group_src` and `group_dst`
-of `group`. `timeout` (default: the group's) limits each of the two or three collectives that a call consists of. On a
+of `group`. `timeout` (default: the group's) limits each of the two or three collectives of which a call consists. On a
 rank that is not in `group` a call does nothing.
 
-All of them raise:
-    TypeError: an object cannot be sent; the message names its place in the argument and what to send instead.
-    CollectiveObjectError: another rank's object is a pickle, or malformed, or could not be sent.
-    CollectiveMismatchError, CollectiveTimeoutError, PeerLostError: as for collectives on tensors.
-
-How objects travel from rank to rank: they are announced, sent as heads and buffers, and read.
-
-A sending rank first announces its objects with two numbers each: the length of the head in bytes and the number of
-buffers. A head has the buffers' lengths (uint64 each) and the object's body (`serialization.py`). An object that cannot
+A sender first announces its objects with two numbers each: the length of the head in bytes and the number of buffers.
+A head consists of the buffers' lengths (uint64 each) and the object's body (`object_codec.py`). An object that cannot
 be sent is announced as -1, so that no rank waits for it.
 
-Sends objects from one rank to another; `objects/collectives.py` says what an object is and what is raised.
+All calls raise:
+    TypeError: an object cannot be sent; the message names its place in the argument and an alternative.
+    CollectiveObjectError: another rank's object is a pickle, or malformed, or could not be sent.
+    CollectiveMismatchError, CollectiveTimeoutError, PeerLostError: as for collectives on tensors.
 """
 
 from __future__ import annotations
@@ -49,124 +45,10 @@ from paceline.comm.group.variable_size import (
 from paceline.durations import Timeout
 from paceline.errors import CollectiveMismatchError, CollectiveObjectError
 
-_CANNOT = -1
+_CANNOT_SEND = -1
 
 
-class OutgoingObjects:
-    """The objects that this rank sends: their `announcement`, their `heads` and, in the same order, their `buffers`."""
-
-    def __init__(
-        self, group: ProcessGroup, call: str, objects: Sequence[object], name: str, allow_pickle: bool
-    ) -> None:
-        """Encodes the objects; messages call them `name`, in which `{}` stands for the object's index."""
-        self.error: Exception | None = None
-        encoded: list[Encoded] = []
-        try:
-            for index, each in enumerate(objects):
-                encoded.append(encode(each, name.format(index), allow_pickle))
-        except Exception as error:  # raised after the other ranks have received the announcement
-            self.error = error
-            if isinstance(error, TypeError):
-                self.error = TypeError(f"{group.me}: {call}: {error}")
-        self.heads = [as_tensor(_head(each)) for each in encoded]
-        self.buffers = [each.buffers for each in encoded]
-        numbers = [(head.numel(), len(each)) for head, each in zip(self.heads, self.buffers, strict=True)]
-        if self.error is not None:
-            numbers = [(_CANNOT, 0)] * len(objects)
-        self.announcement = torch.tensor(numbers, dtype=torch.int64, device="cpu").view(-1)
-
-
-def announcement_for(count: int) -> torch.Tensor:
-    """Returns an uninitialised tensor for the announcement of `count` objects."""
-    return torch.empty(2 * count, dtype=torch.int64, device="cpu")
-
-
-class IncomingObjects:
-    """Objects that a rank has announced; their heads have to be received first, and then their buffers.
-
-    Raises:
-        CollectiveObjectError: the sender could not send them, or the announcement is malformed.
-    """
-
-    def __init__(self, group: ProcessGroup, call: str, sender: int, announcement: torch.Tensor) -> None:
-        self._sender = group.members[sender]
-        self._me = group.me
-        self._call = call
-        numbers = announcement.view(-1, 2).tolist()
-        if any(nbytes == _CANNOT for nbytes, _ in numbers):
-            raise self._error("could not send its object; its own error says why", "Change what it sends")
-        if any(buffers < 0 or nbytes <= 8 * buffers for nbytes, buffers in numbers):
-            raise self._malformed(f"announced {numbers}")
-        self._announced = numbers
-        self._heads: list[torch.Tensor] = []
-        self._buffers: list[torch.Tensor] = []
-        self._lengths: list[list[int]] = []
-
-    def head_buffers(self) -> list[torch.Tensor]:
-        """Returns memory to receive the heads in.
-
-        Raises:
-            CollectiveObjectError: the memory cannot be allocated.
-        """
-        self._heads = self._rooms([nbytes for nbytes, _ in self._announced])
-        return self._heads
-
-    def data_buffers(self) -> list[torch.Tensor]:
-        """Returns memory for the buffers of all objects, in order; the heads, which say their lengths, have arrived.
-
-        Raises:
-            CollectiveObjectError: the memory cannot be allocated.
-        """
-        self._lengths = [
-            list(struct.unpack_from(f"<{count}Q", as_memory(head)))
-            for head, (_, count) in zip(self._heads, self._announced, strict=True)
-        ]
-        self._buffers = self._rooms([length for lengths in self._lengths for length in lengths])
-        return self._buffers
-
-    def _rooms(self, lengths: list[int]) -> list[torch.Tensor]:
-        try:
-            return empty_buffers(lengths)
-        except (RuntimeError, TypeError, OverflowError) as error:
-            raise self._malformed(f"announced {sum(lengths)} bytes: {error}") from error
-
-    def objects(self, allow_pickle: bool) -> list[object]:
-        """Returns the objects, once everything has been received.
-
-        Raises:
-            CollectiveObjectError: one is malformed, or a pickle and `allow_pickle` is off.
-        """
-        objects = []
-        at = 0
-        for head, lengths in zip(self._heads, self._lengths, strict=True):
-            buffers = self._buffers[at : at + len(lengths)]
-            at += len(lengths)
-            try:
-                objects.append(decode(as_memory(head)[8 * len(lengths) :], buffers, allow_pickle))
-            except PickleRefused:
-                raise self._error(
-                    "sent a pickle, which this rank does not read: it can run any code here",
-                    "Pass allow_pickle=True on this rank too if you trust that one, or send there what needs no pickle",
-                ) from None
-            except MalformedPayload as error:
-                raise self._malformed(str(error)) from error
-        return objects
-
-    def _malformed(self, seen: str) -> CollectiveObjectError:
-        return self._error(
-            f"sent what is no object ({seen})", "Look whether it runs the same versions of Paceline and of its modules"
-        )
-
-    def _error(self, seen: str, advice: str) -> CollectiveObjectError:
-        return CollectiveObjectError(
-            f"{self._me}: {self._call}: {self._sender} {seen}. {advice}. The group remains usable",
-            rank=self._sender.rank,
-        )
-
-
-def _head(encoded: Encoded) -> bytearray:
-    lengths = [buffer.numel() for buffer in encoded.buffers]
-    return bytearray(struct.pack(f"<{len(lengths)}Q", *lengths)) + encoded.body
+_TAG = 0
 
 
 @eager
@@ -177,7 +59,7 @@ def all_gather_object(
     allow_pickle: bool = False,
     timeout: Timeout | None = None,
 ) -> None:
-    """Puts every rank's `obj` into `object_list`, by rank.
+    """Stores every rank's `obj` in `object_list`, by rank.
 
     Raises:
         ValueError: `object_list` does not have one entry for each rank.
@@ -189,9 +71,9 @@ def all_gather_object(
     _require_entries(object_list, chosen.size(), call, "object_list", "one for each rank")
     outgoing = OutgoingObjects(chosen, call, [obj], "obj", allow_pickle)
     incoming = _announce_to_all(chosen, call, outgoing, timeout)
-    all_gather_pieces(chosen, outgoing.heads, [each.head_buffers() for each in incoming], timeout)
-    all_gather_pieces(chosen, outgoing.buffers[0], [each.data_buffers() for each in incoming], timeout)
-    object_list[:] = [each.objects(allow_pickle)[0] for each in incoming]
+    all_gather_pieces(chosen, outgoing.heads, [sender.head_buffers() for sender in incoming], timeout)
+    all_gather_pieces(chosen, outgoing.buffers[0], [sender.data_buffers() for sender in incoming], timeout)
+    object_list[:] = [sender.objects(allow_pickle)[0] for sender in incoming]
 
 
 @eager
@@ -204,20 +86,20 @@ def gather_object(
     allow_pickle: bool = False,
     timeout: Timeout | None = None,
 ) -> None:
-    """Puts every rank's `obj` into the destination's `object_gather_list`, by rank; other ranks pass None.
+    """Stores every rank's `obj` in the destination's `object_gather_list`, by rank; other ranks pass None.
 
-    The destination is rank 0 by default.
+    The default destination is rank 0.
 
     Raises:
-        ValueError: `object_gather_list` is missing on the destination, of another length, or given elsewhere.
+        ValueError: `object_gather_list` is missing on the destination, has another length, or is given elsewhere.
     """
     call = "gather_object"
     chosen = resolve(group)
     if chosen is None:
         return
     root = root_rank(chosen, dst, group_dst, call, "dst", 0)
-    here = chosen.rank() == root
-    if (object_gather_list is not None) != here:
+    is_root = chosen.rank() == root
+    if (object_gather_list is not None) != is_root:
         raise ValueError(
             f"rank {chosen.me.rank}: {call} takes object_gather_list on the destination, rank "
             f"{chosen.ranks[root]}, and on no other rank"
@@ -225,12 +107,12 @@ def gather_object(
     if object_gather_list is not None:
         _require_entries(object_gather_list, chosen.size(), call, "object_gather_list", "one for each rank")
     outgoing = OutgoingObjects(chosen, call, [obj], "obj", allow_pickle)
-    incoming = _announce_to_all(chosen, call, outgoing, timeout)  # all learn if a rank cannot send
-    read_here = incoming if here else []
-    gather_pieces(chosen, outgoing.heads, [each.head_buffers() for each in read_here], root, timeout)
-    gather_pieces(chosen, outgoing.buffers[0], [each.data_buffers() for each in read_here], root, timeout)
+    incoming = _announce_to_all(chosen, call, outgoing, timeout)  # to all: each must raise if a rank cannot send
+    received = incoming if is_root else []
+    gather_pieces(chosen, outgoing.heads, [sender.head_buffers() for sender in received], root, timeout)
+    gather_pieces(chosen, outgoing.buffers[0], [sender.data_buffers() for sender in received], root, timeout)
     if object_gather_list is not None:
-        object_gather_list[:] = [each.objects(allow_pickle)[0] for each in incoming]
+        object_gather_list[:] = [sender.objects(allow_pickle)[0] for sender in incoming]
 
 
 @eager
@@ -243,9 +125,9 @@ def broadcast_object_list(
     allow_pickle: bool = False,
     timeout: Timeout | None = None,
 ) -> None:
-    """Puts the source's objects into every rank's `object_list`, which has the same length everywhere.
+    """Copies the source's objects into every rank's `object_list`, which has the same length on all ranks.
 
-    The source is rank 0 by default.
+    The default source is rank 0.
 
     Raises:
         ValueError: `device` is not the CPU.
@@ -272,7 +154,7 @@ def broadcast_object_list(
         if outgoing.error is not None:
             raise outgoing.error
         _broadcast(chosen, outgoing.heads, root, timeout)
-        _broadcast(chosen, [buffer for each in outgoing.buffers for buffer in each], root, timeout)
+        _broadcast(chosen, [buffer for buffers in outgoing.buffers for buffer in buffers], root, timeout)
         return
     incoming = IncomingObjects(chosen, call, root, announcement)
     _broadcast(chosen, incoming.head_buffers(), root, timeout)
@@ -290,9 +172,9 @@ def scatter_object_list(
     allow_pickle: bool = False,
     timeout: Timeout | None = None,
 ) -> None:
-    """Puts the source's `scatter_object_input_list[r]` into the first entry of rank r's `scatter_object_output_list`.
+    """Stores the source's `scatter_object_input_list[r]` in the first entry of rank r's `scatter_object_output_list`.
 
-    The source is rank 0 by default. What other ranks pass for `scatter_object_input_list` is ignored.
+    The default source is rank 0. Other ranks' `scatter_object_input_list` is ignored.
 
     Raises:
         ValueError: the output list is empty, or the source's input list does not have one entry for each rank.
@@ -321,40 +203,6 @@ def scatter_object_list(
     scatter_object_output_list[0] = incoming.objects(allow_pickle)[0]
 
 
-def require_cpu(device: torch.device | str | None, call: str) -> None:
-    """Raises unless objects can be sent from `device`.
-
-    Raises:
-        ValueError: `device` is not the CPU.
-    """
-    if device is not None and torch.device(device).type != "cpu":
-        raise ValueError(f"{call}: device is {device}; objects travel as CPU tensors, leave device out")
-
-
-def _announce_to_all(
-    group: ProcessGroup, call: str, outgoing: OutgoingObjects, timeout: Timeout | None
-) -> list[IncomingObjects]:
-    announcements = [announcement_for(1) for _ in group.ranks]
-    group.all_gather(announcements, outgoing.announcement, timeout=timeout)
-    if outgoing.error is not None:
-        raise outgoing.error
-    return [IncomingObjects(group, call, rank, each) for rank, each in enumerate(announcements)]
-
-
-def _broadcast(group: ProcessGroup, pieces: list[torch.Tensor], root: int, timeout: Timeout | None) -> None:
-    if pieces:
-        group.broadcast(pieces, root, timeout=timeout)
-
-
-def _require_entries(entries: list[Any] | None, count: int, call: str, name: str, what: str) -> None:
-    if not isinstance(entries, list) or len(entries) != count:
-        seen = f"has {len(entries)} entries" if isinstance(entries, list) else f"is {type(entries).__name__}"
-        raise ValueError(f"{call}: {name} {seen}; it must be a list of {count}, {what}")
-
-
-_TAG = 0
-
-
 @eager
 def send_object_list(
     object_list: list[Any],
@@ -368,11 +216,11 @@ def send_object_list(
 ) -> None:
     """Sends the objects of `object_list`; the receiver's list must have the same length.
 
-    `use_batch` has no effect. `timeout` limits each of the two or three messages that a call consists of.
+    `use_batch` has no effect. `timeout` limits each of the two or three messages of which a call consists.
 
     Raises:
-        TypeError: an object cannot be sent; the receiver gets an error as well.
-        ValueError: `device` is not the CPU; also as for `send`.
+        TypeError: an object cannot be sent; the receiver raises an error as well.
+        ValueError: `device` is not the CPU, or `send` raises the error.
     """
     call = "send_object_list"
     chosen = resolve(group)
@@ -384,7 +232,7 @@ def send_object_list(
     chosen.send([outgoing.announcement], peer, _TAG, False, timeout)
     if outgoing.error is not None:
         raise outgoing.error
-    for pieces in (outgoing.heads, [buffer for each in outgoing.buffers for buffer in each]):
+    for pieces in (outgoing.heads, [buffer for buffers in outgoing.buffers for buffer in buffers]):
         if pieces:
             chosen.send(pieces, peer, _TAG, False, timeout)
 
@@ -409,7 +257,7 @@ def recv_object_list(
 
     Raises:
         CollectiveObjectError: an object is a pickle, or malformed, or could not be sent.
-        ValueError: `device` is not the CPU; also as for `recv`.
+        ValueError: `device` is not the CPU, or `recv` raises the error.
     """
     call = "recv_object_list"
     chosen = resolve(group)
@@ -423,9 +271,157 @@ def recv_object_list(
         peer = peer_rank(chosen, src, group_src, call, "src")
         chosen.recv([announcement], peer, _TAG, False, timeout)
     incoming = IncomingObjects(chosen, call, peer, announcement)
-    for rooms in (incoming.head_buffers, incoming.data_buffers):
-        pieces = rooms()
+    for allocate in (incoming.head_buffers, incoming.data_buffers):
+        pieces = allocate()
         if pieces:
             chosen.recv(pieces, peer, _TAG, False, timeout)
     object_list[:] = incoming.objects(allow_pickle)
     return get_global_rank(chosen, peer)
+
+
+class OutgoingObjects:
+    """The objects that this rank sends: their `announcement`, `heads` and, in the same order, `buffers`."""
+
+    def __init__(
+        self, group: ProcessGroup, call: str, objects: Sequence[object], name: str, allow_pickle: bool
+    ) -> None:
+        """Encodes the objects. Messages refer to them as `name`, in which `{}` stands for the object's index."""
+        self.error: Exception | None = None
+        encoded: list[Encoded] = []
+        try:
+            for index, value in enumerate(objects):
+                encoded.append(encode(value, name.format(index), allow_pickle))
+        except Exception as error:  # raised after the other ranks have received the announcement
+            self.error = error
+            if isinstance(error, TypeError):
+                self.error = TypeError(f"{group.me}: {call}: {error}")
+        self.heads = [as_tensor(_head(entry)) for entry in encoded]
+        self.buffers = [entry.buffers for entry in encoded]
+        numbers = [(head.numel(), len(buffers)) for head, buffers in zip(self.heads, self.buffers, strict=True)]
+        if self.error is not None:
+            numbers = [(_CANNOT_SEND, 0)] * len(objects)
+        self.announcement = torch.tensor(numbers, dtype=torch.int64, device="cpu").view(-1)
+
+
+class IncomingObjects:
+    """Objects that a rank has announced; their heads are received first, then their buffers.
+
+    Raises:
+        CollectiveObjectError: the sender could not send them, or the announcement is malformed.
+    """
+
+    def __init__(self, group: ProcessGroup, call: str, sender: int, announcement: torch.Tensor) -> None:
+        self._sender = group.members[sender]
+        self._me = group.me
+        self._call = call
+        numbers = announcement.view(-1, 2).tolist()
+        if any(nbytes == _CANNOT_SEND for nbytes, _ in numbers):
+            raise self._error("could not send its object; its own error says why", "Change what it sends")
+        if any(buffers < 0 or nbytes <= 8 * buffers for nbytes, buffers in numbers):
+            raise self._malformed(f"announced {numbers}")
+        self._announced = numbers
+        self._heads: list[torch.Tensor] = []
+        self._buffers: list[torch.Tensor] = []
+        self._lengths: list[list[int]] = []
+
+    def head_buffers(self) -> list[torch.Tensor]:
+        """Returns memory for the heads.
+
+        Raises:
+            CollectiveObjectError: the memory cannot be allocated.
+        """
+        self._heads = self._allocate([nbytes for nbytes, _ in self._announced])
+        return self._heads
+
+    def data_buffers(self) -> list[torch.Tensor]:
+        """Returns memory for the buffers of all objects, in order. Requires that the heads have been received.
+
+        Raises:
+            CollectiveObjectError: the memory cannot be allocated.
+        """
+        self._lengths = [
+            list(struct.unpack_from(f"<{count}Q", as_memory(head)))
+            for head, (_, count) in zip(self._heads, self._announced, strict=True)
+        ]
+        self._buffers = self._allocate([length for lengths in self._lengths for length in lengths])
+        return self._buffers
+
+    def _allocate(self, lengths: list[int]) -> list[torch.Tensor]:
+        try:
+            return empty_buffers(lengths)
+        except (RuntimeError, TypeError, OverflowError) as error:
+            raise self._malformed(f"announced {sum(lengths)} bytes: {error}") from error
+
+    def objects(self, allow_pickle: bool) -> list[object]:
+        """Returns the objects. Requires that heads and buffers have been received.
+
+        Raises:
+            CollectiveObjectError: an object is malformed, or is a pickle although `allow_pickle` is false.
+        """
+        objects = []
+        first = 0
+        for head, lengths in zip(self._heads, self._lengths, strict=True):
+            buffers = self._buffers[first : first + len(lengths)]
+            first += len(lengths)
+            try:
+                objects.append(decode(as_memory(head)[8 * len(lengths) :], buffers, allow_pickle))
+            except PickleRefused:
+                raise self._error(
+                    "sent a pickle, which this rank does not read: it can run any code here",
+                    "Pass allow_pickle=True on this rank too if you trust that one, or send there what needs no pickle",
+                ) from None
+            except MalformedPayload as error:
+                raise self._malformed(str(error)) from error
+        return objects
+
+    def _malformed(self, seen: str) -> CollectiveObjectError:
+        return self._error(
+            f"sent what is no object ({seen})", "Look whether it runs the same versions of Paceline and of its modules"
+        )
+
+    def _error(self, seen: str, advice: str) -> CollectiveObjectError:
+        return CollectiveObjectError(
+            f"{self._me}: {self._call}: {self._sender} {seen}. {advice}. The group remains usable",
+            rank=self._sender.rank,
+        )
+
+
+def announcement_for(count: int) -> torch.Tensor:
+    """Returns an uninitialised tensor for the announcement of `count` objects."""
+    return torch.empty(2 * count, dtype=torch.int64, device="cpu")
+
+
+def _head(encoded: Encoded) -> bytearray:
+    lengths = [buffer.numel() for buffer in encoded.buffers]
+    return bytearray(struct.pack(f"<{len(lengths)}Q", *lengths)) + encoded.body
+
+
+def _announce_to_all(
+    group: ProcessGroup, call: str, outgoing: OutgoingObjects, timeout: Timeout | None
+) -> list[IncomingObjects]:
+    announcements = [announcement_for(1) for _ in group.ranks]
+    group.all_gather(announcements, outgoing.announcement, timeout=timeout)
+    if outgoing.error is not None:
+        raise outgoing.error
+    return [IncomingObjects(group, call, rank, announcement) for rank, announcement in enumerate(announcements)]
+
+
+def _broadcast(group: ProcessGroup, pieces: list[torch.Tensor], root: int, timeout: Timeout | None) -> None:
+    if pieces:
+        group.broadcast(pieces, root, timeout=timeout)
+
+
+def require_cpu(device: torch.device | str | None, call: str) -> None:
+    """Requires that `device` is the CPU or None.
+
+    Raises:
+        ValueError: it is another device.
+    """
+    if device is not None and torch.device(device).type != "cpu":
+        raise ValueError(f"{call}: device is {device}; objects travel as CPU tensors, leave device out")
+
+
+def _require_entries(entries: list[Any] | None, count: int, call: str, name: str, what: str) -> None:
+    if not isinstance(entries, list) or len(entries) != count:
+        seen = f"has {len(entries)} entries" if isinstance(entries, list) else f"is {type(entries).__name__}"
+        raise ValueError(f"{call}: {name} {seen}; it must be a list of {count}, {what}")

@@ -1,16 +1,11 @@
-"""Calls that are prepared once and made many times, as MPI's persistent requests are.
+"""Persistent forms of the collectives and messages: prepared once and made many times, as MPI's persistent requests.
 
-Persistent forms of the collectives; those with a root, and those of messages, are in `persistent_rooted.py`.
+`call = all_reduce_init(tensor)` checks the arguments and chooses the algorithm once; then `call()` does the same as
+`all_reduce(tensor)` at less cost. The arguments are those of the plain calls, and the rules at the head of
+`collectives.py` hold. On a rank that is not in the group, the persistent call does nothing.
 
-`call = all_reduce_init(tensor)` checks the arguments and chooses the algorithm once; then `call()` does what
-`all_reduce(tensor)` does, and costs less. `PersistentCall` says what else it can do, and what it asks of the tensors.
-The arguments are those of the plain calls, and the rules at the head of `collectives.py` hold. On a rank that is not in
-the group, the persistent call does nothing.
-
-The engine "paceline" prepares a call whose tensors are dense, contiguous and on the CPU. With other engines and other
+The engine "paceline" prepares a call whose tensors are dense, contiguous and on the CPU. With other engines and
 tensors, and for messages, a persistent call makes the plain call each time.
-
-Persistent forms of the collectives that have a root, and of messages; `persistent_calls.py` describes them.
 """
 
 from __future__ import annotations
@@ -47,26 +42,26 @@ from paceline.comm.group.collectives.point_to_point import peer_rank
 from paceline.comm.group.compression import Wire, WireLike, with_wire
 from paceline.comm.group.default import Group, resolve
 from paceline.comm.group.eager import eager
-from paceline.comm.group.process_group import ProcessGroup, RunningGroup
+from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.group.work import ProfiledCall, Work
 from paceline.durations import Timeout, to_nanoseconds
 
 
 class PersistentCall(_core.QuickCall):
-    """A call that was prepared once, by `all_reduce_init` for example, and can be made any number of times.
+    """A call that was prepared once, for example by `all_reduce_init`, and can be made any number of times.
 
-    `call()` makes it, and returns when it is complete. `call.start()` starts it, and `call.wait()` waits until it is
-    over, or `call.test()` asks; until then the tensors must not be touched, and it cannot be started again. The other
-    ranks may make the same call in any form: each start counts as one call of the group, and all ranks make the calls
-    of a group in the same order. Preparing one is not a call: it needs no other rank, and no order.
+    `call()` makes it and returns when it is complete. `call.start()` starts it; `call.wait()` then waits until it is
+    complete, and `call.test()` polls it. Until then the tensors must not be touched and it cannot be started again.
+    Each start counts as one call of the group, which other ranks may make in any form, and all ranks make the calls of
+    a group in the same order. Preparing a call involves no other rank and may happen in any order.
 
-    The tensors must stay where and how they are in memory; their values may change between two calls. A persistent call
-    belongs to its group, and ends with it. In an elastic job, each view has a group of its own.
+    The tensors must keep their memory and layout; their values may change between calls. A persistent call belongs to
+    its group and ends with it. In an elastic job, each view has a group of its own.
 
     Raises:
-        ValueError: a tensor is no longer where it was, or has another shape, strides or type; the call is started and
-            not over, or has not been started; or its group has ended.
-        CollectiveError: as the plain call does.
+        ValueError: a tensor has other memory, shape, strides or dtype than before; the call is started and not
+            complete, or has not been started; or its group has ended.
+        CollectiveError: the plain call would raise the same error.
     """
 
     def __init__(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
@@ -82,19 +77,19 @@ class PersistentCall(_core.QuickCall):
 
     @abstractmethod
     def _call_with_care(self) -> None:
-        """Makes the call; the core calls this unless a shorter way will do."""
+        """Makes the call; the core calls this if its own fast path does not apply."""
 
     @abstractmethod
     def _submit(self) -> Work:
         """Starts the call in the background."""
 
     def _who(self) -> str:
-        """Returns the words for this rank at the beginning of a message."""
+        """Returns the beginning of a message, which names this rank."""
         return ""
 
     @eager
     def start(self) -> None:
-        """Starts the call, and returns at once."""
+        """Starts the call and returns at once."""
         self._require_memory()
         with self._starting:
             self._require_idle()
@@ -103,11 +98,11 @@ class PersistentCall(_core.QuickCall):
 
     @eager
     def wait(self, timeout: Timeout | None = None) -> None:
-        """Waits until the started call is over and its tensors are ready.
+        """Waits until the started call is complete and its tensors are ready.
 
         Args:
-            timeout: how long to wait, as a timedelta or in seconds; the call itself continues and can be waited for
-                again. If None, only the call's own time-out applies.
+            timeout: the time to wait, as a timedelta or in seconds; the call continues afterwards and can be waited
+                for again. If None, only the call's own time-out applies.
         """
         work = self._started_work()
         try:
@@ -118,7 +113,7 @@ class PersistentCall(_core.QuickCall):
 
     @eager
     def test(self) -> bool:
-        """Returns whether the started call is over, and raises its error if it failed. Does not wait.
+        """Returns whether the started call is complete, and raises its error if it failed. Does not wait.
 
         Once it has returned True the call can be started again; `wait` is not needed, but does no harm.
         """
@@ -168,15 +163,15 @@ class EngineCall(PersistentCall):
         name: the plain call's name.
         group: the group of the call.
         plan: the call and its buffers, none of which is a copy.
-        prepared: the call as the engine has prepared it.
+        prepared: the call as prepared by the engine.
         tensors: the tensors that the program passed.
-        timeout: how long each call waits; the group's at the time if None.
+        timeout: the time that each call waits; the group's current time-out if None.
     """
 
     def __init__(
         self,
         name: str,
-        group: RunningGroup,
+        group: ProcessGroup,
         plan: CallPlan,
         prepared: _core.PreparedCall,
         tensors: Sequence[torch.Tensor],
@@ -185,10 +180,10 @@ class EngineCall(PersistentCall):
         super().__init__(name, tensors)
         self._group = group
         self._plan = plan
-        # Other tensors on the same memory, which keep it even if the program gives its own tensors another.
-        plan[1].kept = [each.detach() for each in plan[1].kept]
+        # Aliases keep the memory alive even if the program moves its own tensors to other memory.
+        plan[1].kept = [tensor.detach() for tensor in plan[1].kept]
         self._prepared = prepared
-        self._limits: RunningGroup | _Limits = group if timeout is None else _Limits(to_nanoseconds(timeout))
+        self._limits: ProcessGroup | _Limits = group if timeout is None else _Limits(to_nanoseconds(timeout))
         self._written = group.written_by(plan)
         self.arm(
             prepared,
@@ -237,7 +232,7 @@ class EngineCall(PersistentCall):
         return f"rank {self._group.me.rank}: "
 
     def _refused(self, error: ValueError) -> ValueError:
-        """Returns the error of a call that the engine has refused to make; `error` is the engine's."""
+        """Returns the error to raise for a call that the engine refused with `error`."""
         if not self._group.is_closed:
             return ValueError(f"{self._who()}{self._name}: {error}")
         return ValueError(
@@ -247,13 +242,11 @@ class EngineCall(PersistentCall):
 
 
 class RepeatedCall(PersistentCall):
-    """A persistent call that makes a plain call each time.
-
-    Engines that cannot prepare calls, and tensors that go through a copy, leave no more to do.
+    """A persistent call that makes a plain call each time, for engines and tensors whose calls cannot be prepared.
 
     Args:
         name: the plain call's name.
-        make: makes the plain call; the argument is its `async_op`.
+        make: a function that makes the plain call with the given `async_op`.
         tensors: the tensors that the program passed.
     """
 
@@ -274,13 +267,13 @@ class RepeatedCall(PersistentCall):
 
 def prepared_call(
     name: str,
-    group: RunningGroup,
+    group: ProcessGroup,
     plan: CallPlan,
     make: Callable[[bool], Work | None],
     tensors: Sequence[torch.Tensor],
     timeout: Timeout | None,
 ) -> PersistentCall:
-    """Returns the planned call prepared by the group's engine if it can, and else one that `make` makes each time."""
+    """Returns the planned call prepared by the group's engine, or calling `make` each time if it cannot be prepared."""
     prepared = None if plan[1].has_copies else group.prepare(plan)
     if prepared is None:
         return RepeatedCall(name, make, tensors)
@@ -288,13 +281,13 @@ def prepared_call(
 
 
 def no_op_call(name: str) -> PersistentCall:
-    """Returns what stands for a call on a rank that is not in its group; it does nothing."""
+    """Returns a persistent call that does nothing, for a rank that is not in the group."""
     return RepeatedCall(name, lambda async_op: None)
 
 
 def all_tensors(many: Iterable[Tensors]) -> list[torch.Tensor]:
-    """Returns the tensors, and those of the lists of tensors, in `many`."""
-    return [tensor for each in many for tensor in as_list(each, "tensors")]
+    """Flattens tensors and lists of tensors into one list."""
+    return [tensor for tensors in many for tensor in as_list(tensors, "tensors")]
 
 
 def all_reduce_init(
@@ -304,7 +297,7 @@ def all_reduce_init(
     timeout: Timeout | None = None,
     wire: WireLike = None,
 ) -> PersistentCall:
-    """Returns a persistent `all_reduce`; what it loses by a `wire` it makes up for in its next call."""
+    """Returns a persistent `all_reduce`, which compensates in its next call for the rounding of a `wire`."""
     chosen = resolve(group)
     if chosen is None:
         return no_op_call("all_reduce")
@@ -314,7 +307,7 @@ def all_reduce_init(
     def make(async_op: bool) -> Work | None:
         return chosen.all_reduce(tensor, op, async_op, timeout, wire=feedback)
 
-    if any(each.layout is not torch.strided for each in listed):
+    if any(member.layout is not torch.strided for member in listed):
         return RepeatedCall("all_reduce", make, listed)
     plan = with_wire(plan_all_reduce(listed, op, chosen.timeout_ns), feedback, chosen.size())
     return prepared_call("all_reduce", chosen, plan, make, listed, timeout)

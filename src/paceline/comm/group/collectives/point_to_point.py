@@ -1,17 +1,19 @@
 """Messages from one rank to another.
 
-`src` and `dst` are ranks of the default group, `group_src` and `group_dst` ranks of `group`; give one of the two. The
-default group is used if `group` is None, and on a rank that is not in `group` a call does nothing. Messages between two
-ranks with the same `tag`, an integer of at least 0, arrive in the order in which they are sent; a receiver takes the
-messages with the tag that it asks for. Wherever a tensor is taken, a list of tensors of one dtype is taken too. Both
-sides pass the same dtype and number of elements. `timeout` is a timedelta or a number of seconds; the group's if None.
+`src` and `dst` are ranks of the default group, `group_src` and `group_dst` ranks of `group`; give one of the two.
+`group` is the default group if None, and on a rank that is not in `group` a call does nothing. Messages between two
+ranks with the same `tag`, an integer of at least 0, arrive in the order in which they are sent; a receive matches only
+messages with its tag. A list of tensors of one dtype may stand in place of any tensor. Both sides pass the same dtype
+and number of elements. `timeout` is a timedelta or a number of seconds; the group's if None.
 
 All raise:
-    ValueError: the peer is this rank, or not in the group, or given twice, or not at all; or the tag is negative, or
-        has more than 31 bits.
+    ValueError: the peer is this rank, not in the group, given twice or not at all; or the tag is negative, or has more
+        than 31 bits.
     TypeError: a tensor's device, layout or dtype is not supported.
-    CollectiveMismatchError: the two sides do not agree on the dtype or the number of elements. The group stays usable.
-    CollectiveTimeoutError: the other side did not come in time. The message says whether the group stays usable.
+    CollectiveMismatchError: the two sides do not agree on the dtype or the number of elements. The group remains
+        usable.
+    CollectiveTimeoutError: the other side did not make its call in time. The message reports whether the group remains
+        usable.
     PeerLostError: the peer died or left.
 """
 
@@ -21,7 +23,7 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.comm.group.buffers import Tensors, as_list
+from paceline.comm.group.buffers import Tensors, as_list, count_elements
 from paceline.comm.group.call_plan import checked_tag, require_peer, root_rank
 from paceline.comm.group.default import Group, resolve
 from paceline.comm.group.eager import eager
@@ -41,7 +43,7 @@ def send(
     group_dst: int | None = None,
     timeout: Timeout | None = None,
 ) -> None:
-    """Sends `tensor` to rank `dst`, and returns when the tensor may be changed again."""
+    """Sends `tensor` to rank `dst`, and returns when the tensor may be modified again."""
     chosen = resolve(group)
     if chosen is None:
         return
@@ -86,7 +88,7 @@ def isend(
     """Starts to send `tensor` to rank `dst`.
 
     Returns:
-        A `Work`, before whose end `tensor` must not be changed; None on a rank that is not in `group`.
+        A `Work`; `tensor` must not be modified before it is complete. None on a rank that is not in `group`.
     """
     chosen = resolve(group)
     if chosen is None:
@@ -107,7 +109,7 @@ def irecv(
     """Starts to receive a message into `tensor`, from any rank of the group if no source is given.
 
     Returns:
-        A `Work`, before whose end `tensor` must not be touched, and whose `source_rank()` is the sender's group rank;
+        A `Work`, whose `source_rank()` is the sender's group rank; `tensor` must not be touched before it is complete.
         None on a rank that is not in `group`.
     """
     chosen = resolve(group)
@@ -123,10 +125,10 @@ class P2POp:
 
     Args:
         op: `isend` or `irecv`.
-        tensor: the tensor that is sent or received into.
+        tensor: the tensor to send or to receive into.
         peer, group_peer: the other rank, in the default group or in `group`; give one of the two.
         group: the default group if None.
-        tag: as for `send`.
+        tag: the message's tag as for `send`.
     """
 
     def __init__(
@@ -142,7 +144,7 @@ class P2POp:
             raise ValueError(f"P2POp: op is {short_repr(op)}; it must be paceline.isend or paceline.irecv")
         self.op = op
         self.tensor = tensor
-        self._count = sum(each.numel() for each in as_list(tensor, "P2POp"))
+        self._count = count_elements(as_list(tensor, "P2POp"))
         self.group = group
         self.tag = checked_tag(tag, "P2POp")
         self.peer = peer
@@ -159,10 +161,10 @@ class P2POp:
 
 @eager
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
-    """Starts all sends and receives of a list, whose order among one another does not matter.
+    """Starts all sends and receives of a list, in which their order does not matter.
 
     Returns:
-        A `Work` for each entry, in the order of the list, without entries for groups that this rank is not in.
+        A `Work` for each entry, in the order of the list, except for entries whose group does not contain this rank.
 
     Raises:
         ValueError: the list is empty.
@@ -170,23 +172,23 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     """
     if not p2p_op_list:
         raise ValueError("batch_isend_irecv: the list is empty; it must have at least one P2POp")
-    for each in p2p_op_list:
-        if not isinstance(each, P2POp):
-            raise TypeError(f"batch_isend_irecv: the list has a {type(each).__name__}; it must have P2POp only")
+    for op in p2p_op_list:
+        if not isinstance(op, P2POp):
+            raise TypeError(f"batch_isend_irecv: the list has a {type(op).__name__}; it must have P2POp only")
     works = [
-        isend(each.tensor, group=each.group, tag=each.tag, group_dst=each.group_peer)
-        if each.op is isend
-        else irecv(each.tensor, group=each.group, tag=each.tag, group_src=each.group_peer)
-        for each in p2p_op_list
+        isend(op.tensor, group=op.group, tag=op.tag, group_dst=op.group_peer)
+        if op.op is isend
+        else irecv(op.tensor, group=op.group, tag=op.tag, group_src=op.group_peer)
+        for op in p2p_op_list
     ]
     return [work for work in works if work is not None]
 
 
 def peer_rank(group: ProcessGroup, rank: int | None, group_rank: int | None, call: str, name: str) -> int:
-    """Returns the group rank of the other side.
+    """Returns the group rank of the other side, which may be given as for `root_rank`.
 
     Raises:
-        ValueError: that is this rank, or `root_rank` raises it.
+        ValueError: it is this rank, or `root_rank` raises the error.
     """
     peer = root_rank(group, rank, group_rank, call, name)
     require_peer(group, peer, call, name)
@@ -194,7 +196,7 @@ def peer_rank(group: ProcessGroup, rank: int | None, group_rank: int | None, cal
 
 
 def receive_from_any(group: ProcessGroup, tensors: list[torch.Tensor], tag: int, timeout: Timeout | None) -> int:
-    """Receives the message that arrives first, and returns its sender's group rank."""
+    """Receives the message that arrives first and returns its sender's group rank."""
     work = group.recv(tensors, ANY_SOURCE, tag, True, timeout)
     assert work is not None
     work.wait()

@@ -36,7 +36,7 @@ from paceline import _core
 
 CGROUP_VARIABLE = "PACELINE_CGROUP"  # the bootstrap joins it before anything else runs in a worker
 
-_ROUNDS, _PAUSE_S = 200, 0.005  # how often, and for how long, to wait until the killed processes have ended
+_END_ROUNDS, _PAUSE_S = 200, 0.005  # how often, and for how long, to wait until the killed processes have ended
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Cgroup:
 
     def remove(self) -> None:
         """Kills every process in it and removes it; idempotent."""
-        for _ in range(_ROUNDS):
+        for _ in range(_END_ROUNDS):
             self.kill()
             for directory, _, _ in os.walk(self.directory, topdown=False):
                 with contextlib.suppress(OSError):  # still in use

@@ -146,8 +146,7 @@ class ViewGroup:
                 raise StoreConnectionError(f"view {self.view.generation} is over, since a later one has come")
             meeting_place = PrefixStore(f"view/{self.view.generation}", store)
             options = GroupOptions(costs=self._costs, identity=agreed_identity(self.view.generation))
-            patience = timedelta(seconds=_FORMING_S)
-            world = form_apart(meeting_place, self._rank, len(self.view.members), patience, options)
+            world = form_apart(meeting_place, self._rank, len(self.view.members), _FORMING_S, options)
         except BaseException:
             store.close()
             raise
