@@ -1,15 +1,16 @@
-"""How a coordinator whose launcher is about to end passes its office on, before anybody has to miss it.
+"""The planned handover from a coordinator whose launcher is about to end to its successor.
 
-1. The workers of its own machine leave by a planned view. The members of this view and of all that follow meet in the
-   store of the successor's launcher. If no worker has to leave, a planned view of the same members does only that.
-2. When all have entered it, every machine is told what a coordinator has to know, and the successor is told that it is
-   its turn. From then on this coordinator decides nothing any more.
-3. The successor stands, as after a loss (`election.py`), and leaves this launcher. Then the others are told to follow.
+1. The workers of its own machine leave by a planned view. The members of this view and of all later ones meet in the
+   store of the successor's launcher. If no worker has to leave, a planned view with the same members only changes the
+   store.
+2. When all members have entered it, the job's state is replicated to every machine, and the successor is ordered to
+   stand. From then on this coordinator makes no decisions.
+3. The successor stands as after a loss (`election.py`), and disconnects from this launcher. Then the others are ordered
+   to follow it.
 
-The successor is the machine that would be elected anyhow: the one with the lowest number. It needs the same quorum as
-any candidate, so nothing depends on whether this goes well. Whoever is lost meanwhile, the others look on as always.
-
-How a job passes from one coordinator to another: what is told beforehand, and what is made of it.
+The successor is the machine that would be elected anyway: the one with the lowest number. It needs the same quorum as
+any candidate, so correctness does not depend on the handover. If the successor fails meanwhile, the others search as
+usual.
 """
 
 from __future__ import annotations
@@ -27,11 +28,15 @@ from paceline.train.elastic.protocol import (
     machine_of,
 )
 
+_STANDS_S = 1.0  # time for the successor to stand before the others are ordered to follow in any case
+_UNFIT_S = 10.0  # time for which a machine is passed over after members failed to reach its store
+_SETTLES_S = 5.0  # time for the members to settle after the last worker of this machine has ended
+
 
 def replication_orders(job: ElasticJob, home: int) -> CoordinatorOrders:
-    """Returns the orders that let every machine know what a coordinator after this one has to know.
+    """Returns the orders that replicate the job's state to every machine whose copy is outdated.
 
-    Before the first view there is nothing that could be lost.
+    Before the first view there is no state to lose.
     """
     if not job.views.since_complete or job.over is not None:
         return []
@@ -63,7 +68,7 @@ def _knowledge(job: ElasticJob, home: int) -> ReplicatedJobState:
 
 
 def resume(job: ElasticJob, known: ReplicatedJobState, now_s: float) -> None:
-    """Puts the job into the state that is known; the machines are yet to come back."""
+    """Restores the job from replicated state; the machines have yet to reconnect."""
     job.fingerprint, job.identity = known.fingerprint or None, known.job
     lost_s = now_s - job.policy.return_patience_s + job.policy.follow_patience_s
     for peer in known.peers:
@@ -84,7 +89,7 @@ def resume(job: ElasticJob, known: ReplicatedJobState, now_s: float) -> None:
 
 
 def succession(known: ReplicatedJobState, home: int) -> str:
-    """Returns a sentence on who coordinates, and what became of the one before."""
+    """Returns a sentence that names the coordinator and the fate of the previous one."""
     if known.coordinator == home:
         return f"machine {home} coordinates again"
     state = "is gone" if known.coordinator in known.ended else "cannot be reached"
@@ -95,23 +100,18 @@ def _absent(name: str, host: str, lost_s: float, address: str = "") -> MachineRe
     return MachineRecord(name, host, 0, is_reachable=False, has_begun=True, lost_s=lost_s, address=address)
 
 
-_STANDS_S = 1.0  # how long the successor has to stand, before the others are told in any case
-_UNFIT_S = 10.0  # how long a machine is passed over whose store some members have not reached
-_SETTLES_S = 5.0  # how long the members have to come to rest, once the last worker here has ended
-
-
 @dataclass
 class CoordinatorHandover:
-    """The end of a coordinator's office.
+    """The handover of a coordinator that is about to end.
 
     Attributes:
-        home: the coordinator's machine.
-        store: where the members of its views have met.
-        successor: who is to coordinate next, if there is anybody.
-        unfit_s: until when machines are passed over.
-        empty_s: since when no worker runs on the coordinator's machine.
-        told_s: when the successor was told.
-        is_over: the others were told too.
+        home: The coordinator's machine.
+        store: The store in which the members of its views have met.
+        successor: The next coordinator's machine, or None if there is no candidate.
+        unfit_s: The time until which each machine is passed over, since members could not reach its store.
+        empty_s: The time since which no worker has run on the coordinator's machine.
+        told_s: The time at which the successor was ordered to stand.
+        is_over: Whether the others have been ordered to follow it.
     """
 
     home: MachineRecord
@@ -124,14 +124,14 @@ class CoordinatorHandover:
 
     @property
     def has_resigned(self) -> bool:
-        """Whether the coordinator decides nothing any more."""
+        """Whether the coordinator makes no more decisions."""
         return self.told_s is not None
 
 
 def choose_successor(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) -> None:
-    """Chooses the successor, at whose machine the members of views to come meet.
+    """Chooses the successor, in whose store the members of future views meet.
 
-    A broken network may keep some of them from its store, though all reach this coordinator.
+    A partitioned network may cut some members off from its store although all of them reach this coordinator.
     """
     views, before, unfit_s = job.views, retirement.successor, retirement.unfit_s
     if before is not None and job.breaks.waiting and views.is_on_its_way_to(before.store):
@@ -146,7 +146,7 @@ def choose_successor(job: ElasticJob, retirement: CoordinatorHandover, now_s: fl
 
 
 def may_hand_over(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) -> bool:
-    """Returns whether the time has come to tell the successor."""
+    """Returns whether the successor can be ordered to stand now."""
     stays = any(each.trains and each.leaving is None for each in job.views.team)
     is_needed = job.over is None and job.ending_s is None and stays
     if not is_needed or retirement.successor is None or _has_workers(job, retirement.home):
@@ -164,7 +164,7 @@ def may_hand_over(job: ElasticJob, retirement: CoordinatorHandover, now_s: float
 
 
 def tell_successor(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) -> None:
-    """Tells the successor; this machine counts as one that has ended from now on."""
+    """Orders the successor to stand; from now on this machine counts as ended."""
     successor, home = retirement.successor, retirement.home
     assert successor is not None
     home.has_left = home.has_said_so = True
@@ -173,10 +173,10 @@ def tell_successor(job: ElasticJob, retirement: CoordinatorHandover, now_s: floa
 
 
 def tell_others(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) -> CoordinatorOrders | None:
-    """Returns the orders that end the office, when the successor stands; None if that is still to be waited for."""
+    """Returns the orders that complete the handover once the successor stands, or None before."""
     successor = retirement.successor
     assert successor is not None
-    stands = not successor.is_reachable or successor.has_left  # it has left this launcher for itself, or was lost
+    stands = not successor.is_reachable or successor.has_left  # it disconnected in order to stand, or was lost
     if retirement.is_over or not (stands or now_s >= deadline_s(retirement)):
         return None
     retirement.is_over = True
@@ -185,7 +185,7 @@ def tell_others(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) 
 
 
 def deadline_s(retirement: CoordinatorHandover) -> float:
-    """Returns when the others are told in any case."""
+    """Returns the time at which the others are ordered to follow in any case."""
     assert retirement.told_s is not None
     return retirement.told_s + _STANDS_S
 
@@ -199,7 +199,7 @@ def _has_workers(job: ElasticJob, machine: MachineRecord) -> bool:
 
 
 def _has_settled(job: ElasticJob) -> bool:
-    """Whether another coordinator would have nothing to do at once."""
+    """Returns whether another coordinator would have nothing to do at once."""
     views = job.views
     is_told = views.is_complete and job.withheld is None and not job.breaks.waiting
     return is_told and views.latest is not None and views.latest.store == views.store

@@ -1,16 +1,12 @@
-"""Forced views: when the members of a view cannot go on together, and who goes on instead.
+"""The rules by which a coordinator decides: end, first view, forced views, state transfers and planned views.
 
-How an elastic job ends.
+Each rule is a function of the job's facts that adds orders; `Coordinator._step` applies them in the sequence given in
+`coordinator.py`.
 
-Lessons: how a worker that comes late learns the state while the others train, before it is in any view.
-
-A transfer has a number, which is larger than that of any view before, and senders. All members are told of it, and the
-senders among them take a snapshot at the beginning of the batch after all have heard of it, so that all have the same.
-What a receiver makes of it is its own affair: it says when it has caught up, or asks again when all its senders are gone.
-
-Planned views: workers come and go without anybody being disturbed.
-
-How an elastic job begins: its machines, and its first view.
+A *transfer* gives the state to a worker that joins while the others train. It has senders, and a number larger than
+that of any earlier view. It is sent to all members; the senders among them take a snapshot at the beginning of the
+first batch after all members have received it, so that all snapshots are equal. The receiver reports when it has caught
+up, or asks again when all its senders have failed.
 """
 
 from __future__ import annotations
@@ -32,9 +28,12 @@ from paceline.train.elastic.protocol import (
     WaitNotice,
 )
 
+SENDERS_OF_A_TRANSFER = 2
+_REMEMBERED = 16  # transfers
+
 
 def finish_job(job: ElasticJob, now_s: float) -> None:
-    """Ends the job when a worker has finished, and all others of which that is expected."""
+    """Ends the job after a worker has finished and all workers that must end first have ended."""
     finished = job.finished
     if not finished:
         return
@@ -58,10 +57,10 @@ def finish_job(job: ElasticJob, now_s: float) -> None:
 
 
 def _waits_for(job: ElasticJob, finished: list[WorkerRecord]) -> list[WorkerRecord]:
-    """Returns who has to end before the job does, once a member has finished.
+    """Returns the workers that must end before the job does, once a member has finished.
 
-    These are the workers that have finished, whose script may go on after its loop, and those that were with one of
-    them in its last view: they have the final state, since it could not have finished without them.
+    These are the workers that have finished, whose scripts may continue after the loop, and the members of their last
+    views: they have the final state, since the finished worker could not have completed without them.
     """
     with_them = {uid for each in finished for uid in job.views.members_of(each.installed)}
     members = [
@@ -71,9 +70,9 @@ def _waits_for(job: ElasticJob, finished: list[WorkerRecord]) -> list[WorkerReco
 
 
 def _exit_of(finished: list[WorkerRecord]) -> EndOrder:
-    """Returns how the job ends, after all that have finished have ended.
+    """Returns the order that ends the job, after all finished workers have ended.
 
-    A worker that was killed after its loop is no harm as long as another came to its end: all have the same state.
+    A worker may be killed after its loop without harm if another completed, since all have the same state.
     """
     for each in finished:
         if each.exit_code > 0:
@@ -84,7 +83,7 @@ def _exit_of(finished: list[WorkerRecord]) -> EndOrder:
 
 
 def has_closed(job: ElasticJob) -> bool:
-    """Returns whether all members were asked to leave and dismissed, and ends the job after the last of them."""
+    """Returns whether all members were asked to leave and dismissed; ends the job after the last of them."""
     members = job.views.concerned
     if not members or any(each.place is not WorkerPhase.DISMISSED for each in members):
         return False
@@ -95,12 +94,8 @@ def has_closed(job: ElasticJob) -> bool:
     return True
 
 
-SENDERS_OF_A_TRANSFER = 2  # of a transfer
-_REMEMBERED = 16  # transfers
-
-
 def start_transfers(job: ElasticJob) -> None:
-    """Begins the transfers of those who are ready to learn, when all members train."""
+    """Begins the transfers to ready workers that can catch up, while all members train."""
     views = job.views
     if views.latest is None or views.latest.must_wait:
         return
@@ -110,9 +105,10 @@ def start_transfers(job: ElasticJob) -> None:
 
 
 def admissible_workers(job: ElasticJob) -> list[WorkerRecord]:
-    """Returns those who may come in by a planned view.
+    """Returns the ready workers that may join by a planned view.
 
-    A receiver that has not caught up may if nobody trains meanwhile, since the members wait for more, or all leave.
+    A receiver that has not caught up may join if training is paused anyway, since the members wait for more workers or
+    all of them leave.
     """
     views = job.views
     is_idle = views.latest is not None and views.latest.must_wait
@@ -121,7 +117,9 @@ def admissible_workers(job: ElasticJob) -> list[WorkerRecord]:
 
 
 def offer_transfer(job: ElasticJob, sender: WorkerRecord, message: TransferReady) -> None:
-    """Tells the receiver of a sender; if none can, the others will have to wait while it gets the state."""
+    """Passes a sender's offer to the receiver. Without any offer, the others will wait while the receiver gets the
+    state.
+    """
     said = job.transfer_offers.setdefault(message.transfer, {})
     said[sender.uid] = message
     while len(job.transfer_offers) > _REMEMBERED:
@@ -132,7 +130,7 @@ def offer_transfer(job: ElasticJob, sender: WorkerRecord, message: TransferReady
 
 
 def admit_caught_up(job: ElasticJob, worker: WorkerRecord, now_s: float) -> None:
-    """Lets a receiver that has caught up come in, also one that a view left out, and that has gone on learning since."""
+    """Makes a receiver that has caught up ready, including one that a view left out and that continued to catch up."""
     worker.has_caught_up = worker.learns
     if worker.place is WorkerPhase.OUTSIDE and worker.learns:
         if worker.leaving is not None or job.ending_s is not None:
@@ -142,9 +140,9 @@ def admit_caught_up(job: ElasticJob, worker: WorkerRecord, now_s: float) -> None
 
 
 def reset_transfer(job: ElasticJob, worker: WorkerRecord, message: Ready) -> None:
-    """Forgets the transfer of a worker that asks to take part, unless it has only said again what it said before.
+    """Discards the transfer of a worker that requests to join, unless the request merely repeats an earlier one.
 
-    A transfer that another coordinator has begun goes on.
+    A transfer that another coordinator began continues.
     """
     if worker.place not in (WorkerPhase.OUTSIDE, WorkerPhase.READY):
         return
@@ -157,7 +155,7 @@ def reset_transfer(job: ElasticJob, worker: WorkerRecord, message: Ready) -> Non
 
 
 def resend_offers(job: ElasticJob, receiver: WorkerRecord) -> None:
-    """Tells a receiver of the senders that were heard of before itself."""
+    """Sends a receiver the offers that arrived before its own request."""
     if (transfer := receiver.transfer) is not None:
         for uid, message in job.transfer_offers.get(transfer.number, {}).items():
             _offer(job, receiver, transfer, uid, message)
@@ -177,7 +175,9 @@ def _offer(
 
 
 def _may_be_given(job: ElasticJob, receiver: WorkerRecord) -> bool:
-    """Whether the receiver has a transfer, which it may complete; when senders have offered it, it knows that itself."""
+    """Returns whether the receiver has a transfer that may still complete. After an offer, the receiver itself detects
+    a loss.
+    """
     if receiver.transfer is None:
         return False
     senders = [job.roster.workers.get(uid) for uid in receiver.transfer.senders if uid not in receiver.refusals]
@@ -185,7 +185,7 @@ def _may_be_given(job: ElasticJob, receiver: WorkerRecord) -> bool:
 
 
 def _begin(job: ElasticJob, receiver: WorkerRecord) -> None:
-    """Chooses senders, those on the receiver's own machine first, and tells all members."""
+    """Chooses the senders, preferring the receiver's own machine, and announces the transfer to all members."""
     able = [each for each in job.views.team if each.trains and each.has_state and each.leaving is None]
     able.sort(key=lambda each: (each.machine is not receiver.machine, each.uid))
     if not able:
@@ -198,15 +198,15 @@ def _begin(job: ElasticJob, receiver: WorkerRecord) -> None:
 
 
 def change_membership(job: ElasticJob, now_s: float) -> bool:
-    """Lets workers in and out once everybody has entered the latest view; returns whether it did.
+    """Adds and removes workers once all members have entered the latest view; returns whether it did.
 
-    Those who were asked to end stay until somebody else holds the state.
+    Workers that were asked to end stay until others hold the state.
     """
     views = job.views
     if views.latest is None or not views.is_complete or job.breaks.waiting:
         return False
     if any(each.lives and not each.machine.is_reachable for each in views.team):
-        return False  # they are to come back first, or to be left out
+        return False  # wait until they reconnect or are left out
     leavers = [each for each in views.team if each.leaving is not None]
     ready = admissible_workers(job)
     if _are_too_few(job, views.latest, now_s):
@@ -229,7 +229,7 @@ def change_membership(job: ElasticJob, now_s: float) -> bool:
 
 
 def _dismiss_last(job: ElasticJob, leavers: list[WorkerRecord], now_s: float) -> bool:
-    """Lets the last members go; if others are about to come, not before they were given some time."""
+    """Dismisses the last members, after a grace period if other workers may still join."""
     if job.leaving_s is None:
         job.leaving_s = now_s
     due_s = job.leaving_s + job.policy.start_patience_s
@@ -242,7 +242,7 @@ def _dismiss_last(job: ElasticJob, leavers: list[WorkerRecord], now_s: float) ->
 
 
 def _are_too_few(job: ElasticJob, latest: View, now_s: float) -> bool:
-    """Says that workers are missing; returns True, after ending the job, when they have been for too long."""
+    """Reports that workers are missing; returns True, after ending the job, if they have been missing for too long."""
     if not latest.must_wait:
         job.few_s = None
         return False
@@ -260,7 +260,7 @@ def _are_too_few(job: ElasticJob, latest: View, now_s: float) -> bool:
 
 
 def begin_machines(job: ElasticJob) -> None:
-    """Lets machines start their workers, as many as have a place."""
+    """Orders machines to start their workers, up to `max_machines`."""
     for machine in job.roster.machines.values():
         waits = not machine.has_begun and machine.named is None and machine.is_reachable and machine.slots
         if waits and job.ending_s is None and job.roster.begun() < job.policy.max_machines:
@@ -269,9 +269,9 @@ def begin_machines(job: ElasticJob) -> None:
 
 
 def give_first_view(job: ElasticJob, now_s: float) -> bool:
-    """Gives the first view once enough workers are ready; returns whether it did anything.
+    """Issues the first view once enough workers are ready; returns whether it had any effect.
 
-    When all that the machines keep running are ready, nobody else is waited for.
+    If all workers that the machines keep running are ready, it waits for no others.
     """
     policy, ready = job.policy, job.roster.ready()
     if len(ready) >= policy.min_workers:
@@ -294,7 +294,7 @@ def give_first_view(job: ElasticJob, now_s: float) -> bool:
 
 def _start(job: ElasticJob, ready: list[WorkerRecord]) -> None:
     counts = Counter(each.fingerprint for each in ready)
-    fingerprint = max(counts, key=lambda each: counts[each])  # of two that are as frequent, the one that came first
+    fingerprint = max(counts, key=lambda text: counts[text])  # on a tie, the one that was ready first
     for worker in ready:
         if worker.fingerprint != fingerprint:
             refuse_worker(job, worker, fingerprint)
@@ -305,7 +305,7 @@ def _start(job: ElasticJob, ready: list[WorkerRecord]) -> None:
 
 
 def refuse_worker(job: ElasticJob, worker: WorkerRecord, expected: str) -> None:
-    """Turns away a worker whose results would have other bits; its machine would start others like it."""
+    """Dismisses a worker whose results would differ in bits, and stops replacements on its machine, which would too."""
     host = worker.machine.host
     reason = f"worker {worker.uid} on {host} has {worker.fingerprint!r}, and the job's members have {expected!r}"
     reason = f"{reason}: their results would differ in bits"
@@ -317,7 +317,7 @@ def refuse_worker(job: ElasticJob, worker: WorkerRecord, expected: str) -> None:
 
 
 def why_forced(job: ElasticJob, now_s: float) -> str | None:
-    """Returns why a forced view is needed, or None."""
+    """Returns the reason for a forced view, or None."""
     views = job.views
     if views.must_meet:
         return "not all members had entered the last view when its coordinator was lost"
@@ -341,9 +341,9 @@ def why_forced(job: ElasticJob, now_s: float) -> str | None:
 
 
 def _may_come_back(job: ElasticJob, worker: WorkerRecord, now_s: float) -> bool:
-    """Returns whether a worker's machine is only out of this launcher's reach, since it has not been so for long.
+    """Returns whether a worker's machine has been unreachable only for a short time.
 
-    The worker may train on meanwhile. If it does not, those that are connected to it report that soon.
+    The worker may be training on. If it is not, the workers connected to it soon report that.
     """
     if not worker.lives or worker.machine.is_reachable or job.breaks.waiting:
         return False
@@ -355,7 +355,7 @@ def _may_come_back(job: ElasticJob, worker: WorkerRecord, now_s: float) -> bool:
 
 
 def lacks_quorum(job: ElasticJob, now_s: float) -> bool:
-    """Waits for those without whom the latest view, which was not told yet, must not be; returns whether it does."""
+    """Waits for a quorum for the latest view, which has not been sent yet; returns whether it is missing."""
     if job.withheld is None or job.ending_s is not None or job.views.is_allowed():
         return False
     job.lacks_quorum = True
@@ -365,9 +365,9 @@ def lacks_quorum(job: ElasticJob, now_s: float) -> bool:
 
 
 def force_view(job: ElasticJob, why: str, now_s: float) -> bool:
-    """Gives a forced view, or says what it has to wait for; returns whether it did anything but wait.
+    """Issues a forced view, or reports what it waits for; returns whether it did more than wait.
 
-    After the last round no quorum is needed: nobody commits anything any more.
+    After the last round no quorum is required, since nothing is committed any more.
     """
     sources = job.views.sources()
     if not sources:
@@ -388,9 +388,9 @@ def force_view(job: ElasticJob, why: str, now_s: float) -> bool:
 
 
 def fence(job: ElasticJob) -> None:
-    """Has those killed that are stopped and hold nothing that anybody needs: no view that counts contains them."""
+    """Orders launchers to kill stopped workers that no valid view contains."""
     if job.withheld is not None or job.over is not None:
-        return  # a coordinator that does not know of the latest view may yet need them
+        return  # another coordinator that lacks the latest view may still need them
     for worker in job.roster.workers.values():
         is_needless = worker.place is not WorkerPhase.MEMBER and not worker.has_finished
         if worker.is_stopped and is_needless and not worker.is_fenced:
@@ -399,9 +399,9 @@ def fence(job: ElasticJob) -> None:
 
 
 def _nobody_left(job: ElasticJob, now_s: float) -> bool:
-    """Looks for somebody who holds the state, or may: else the job begins again, or ends.
+    """Looks for a worker that holds, or may hold, the state; without one, the job begins again or ends.
 
-    Whoever is only stopped has lost nothing, and is waited for until it is continued or ends.
+    A worker that is only stopped has lost nothing, and is awaited until it is continued or ends.
     """
     members = job.views.concerned
     if stopped := [each for each in members if each.may_return and each.is_stopped]:
@@ -429,7 +429,7 @@ def _nobody_left(job: ElasticJob, now_s: float) -> bool:
 
 
 def _must_end(job: ElasticJob, missing: list[WorkerRecord], why: str, now_s: float) -> bool:
-    """Waits for workers without whom the job cannot go on; ends it when they do not come back."""
+    """Waits for workers without which the job cannot continue; ends the job when they do not return in time."""
     timeout_s = job.policy.quorum_timeout_s
     if _wait_for(job, missing, why, now_s, timeout_s):
         return False
@@ -439,7 +439,7 @@ def _must_end(job: ElasticJob, missing: list[WorkerRecord], why: str, now_s: flo
 
 
 def _wait_for(job: ElasticJob, missing: list[WorkerRecord], why: str, now_s: float, timeout_s: float) -> bool:
-    """Says for whom the job waits, once; returns False when it has waited long enough."""
+    """Reports once which workers the job waits for; returns False when the time has passed."""
     _tell_whom_it_waits_for(job, missing, why, now_s)
     job.due_s.append(job.held_s + timeout_s)
     return now_s < job.held_s + timeout_s
