@@ -10,13 +10,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 import msgspec
 
 from paceline.comm.security.encryption import Connection
 from paceline.comm.security.handshake import HandshakeUnfinishedError
-from paceline.comm.security.untrusted_peers import decode_untrusted
 from paceline.errors import AuthenticationError
 from paceline.operate.diagnosis.clock_offset import Offset
 from paceline.operate.launch.elastic.machine_log import MachineLog, MachineState
@@ -30,12 +28,10 @@ from paceline.operate.launch.multinode.protocol import (
     Moved,
     Order,
     Remember,
-    ReplicateState,
     Report,
     Running,
     StartSlots,
     StateReplicated,
-    WaitOrder,
 )
 from paceline.operate.launch.multinode.remote_client import (
     DisconnectReason,
@@ -53,7 +49,7 @@ from paceline.train.elastic.coordinator.election import (
     Pause,
     TryMachine,
 )
-from paceline.train.elastic.protocol import ReplicatedJobState
+from paceline.train.elastic.protocol import NotifyOrder, ReplicatedJobState, ReplicateOrder
 
 _WORDS = {
     ContactResult.ENDED: "nobody listens there",
@@ -99,7 +95,6 @@ def describe_attempts(known: ReplicatedJobState, answers: Mapping[int, ContactRe
     return ", ".join(f"machine {number} on {hosts.get(number, '?')}: {_WORDS[answer]}" for number, answer in said)
 
 
-_knowledge = msgspec.json.Decoder(ReplicatedJobState)
 _DIAL_S = 0.5
 _ANSWER_S = 1.0
 _TAKES_OVER_S = 2.0  # how long a launcher stands that was told to coordinate
@@ -211,8 +206,8 @@ class CoordinatorClient:
                     self._was_dropped = True
                 case Remember():
                     pass  # it is noted
-                case ReplicateState(body):
-                    self._learn(wire, decode_untrusted(_knowledge.decode, body))
+                case ReplicateOrder():
+                    self._learn(wire, order.knowledge)
                 case FollowLauncher():
                     self._turn_over(wire, order)
                 case _:
@@ -230,7 +225,7 @@ class CoordinatorClient:
         self._deputy.follows(knowledge.coordinator, address)
         if self._seeker.is_seeking:
             self._seeker.found()
-            self._queue.put(WaitOrder(f"machine {knowledge.coordinator} coordinates"))
+            self._queue.put(NotifyOrder(f"machine {knowledge.coordinator} coordinates"))
             if self._notes.leave is not None:
                 wire.send(self._notes.leave)  # the one before may not have heard it
         wire.send(StateReplicated(knowledge.views[-1].generation if knowledge.views else 0))
@@ -289,7 +284,7 @@ class CoordinatorClient:
         if is_new:
             self._say_at_s = time.monotonic() + _SAY_AFTER_S
             self._queue.put(
-                WaitOrder(f"the coordinator at {peer} was lost ({why}); looking for one, the workers go on")
+                NotifyOrder(f"the coordinator at {peer} was lost ({why}); looking for one, the workers go on")
             )
         self._begin(self._seek)
 
@@ -316,7 +311,7 @@ class CoordinatorClient:
                 case Pause(for_s):
                     if time.monotonic() >= self._say_at_s:
                         self._say_at_s = time.monotonic() + _SAY_AGAIN_S
-                        self._queue.put(WaitOrder(f"still looking for a coordinator: {asked}"))
+                        self._queue.put(NotifyOrder(f"still looking for a coordinator: {asked}"))
                     self._closed.wait(for_s)
                 case TryMachine(number, stand_s):
                     if stand_s:
@@ -356,7 +351,7 @@ class CoordinatorClient:
             assert self._notes.join is not None
             self._leader, self._is_asking = number, True
             wire = self._listen_to(connection)
-            wire.send(replace(self._notes.join, number=self._account.number))
+            wire.send(msgspec.structs.replace(self._notes.join, number=self._account.number))
             wire.send(self._notes.follow())
         self._answered.wait(_ANSWER_S)
         with self._changing:

@@ -9,7 +9,8 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+
+import msgspec
 
 from paceline.operate.diagnosis.stall_detector import WatchedWorker
 from paceline.operate.launch.elastic.chaos_runner import ChaosRunner
@@ -31,16 +32,12 @@ from paceline.operate.launch.launcher import Launcher
 from paceline.operate.launch.launcher import Workers as LoopCrew
 from paceline.operate.launch.multinode.node_connection import NodeConnection
 from paceline.operate.launch.multinode.protocol import (
-    FenceOrder,
     JobEnded,
     Moved,
     Order,
     Report,
     Slots,
     StartSlots,
-    StopReplacement,
-    TellWorker,
-    WaitOrder,
     WorkerExited,
     WorkerMessage,
     WorkerStalled,
@@ -55,7 +52,19 @@ from paceline.operate.launch.workers.worker_stores import port_beside
 from paceline.train.checkpoint.peer_memory.server import VARIABLE as COPIES
 from paceline.train.elastic import protocol
 from paceline.train.elastic.process_priority import LoweredPriorities
-from paceline.train.elastic.protocol import Dismissed, FromWorker, Installed, Ready, TransferOffer, View
+from paceline.train.elastic.protocol import (
+    CloseSlotsOrder,
+    Dismissed,
+    FenceStalledOrder,
+    FromWorker,
+    Installed,
+    NotifyOrder,
+    Ready,
+    SendOrder,
+    ToWorker,
+    TransferOffer,
+    View,
+)
 
 
 class WorkerMessageRouter:
@@ -105,18 +114,17 @@ class WorkerMessageRouter:
                 if self._unrest is not None:
                     self._unrest.entered(member, member.life.took_part_s is None, now_s)
         member.life.heard(message, now_s)
-        self._send(WorkerMessage(member.uid, datagram.decode()))
+        self._send(WorkerMessage(member.uid, message))
 
-    def tell(self, member: PoolWorker, body: str) -> None:
+    def tell(self, member: PoolWorker, message: ToWorker) -> None:
         """Passes on what the coordinator says to a worker."""
-        message = protocol.decode_to_worker(body.encode())
         if isinstance(message, Dismissed):
             member.life.dismissed = message.code
             if message.code:
                 self._say(f"{member} is dismissed: {message.reason}")
         if isinstance(message, (TransferOffer, View)) and member.worker is not None:
             self._yielding.end(member.worker.pid)
-        member.channel.send(body.encode())
+        member.channel.send(protocol.encode_message(message))
 
     def ended(self, member: PoolWorker) -> None:
         """Forgets a worker."""
@@ -198,14 +206,14 @@ class ElasticAgent(Launcher):
         match order:
             case StartSlots() if self._members is None and self._stopped_by is None:
                 self._begin(order)
-            case TellWorker(uid, body):
-                self._tell(uid, body)
-            case FenceOrder(uid):
-                self._fence(uid)
-            case StopReplacement(reason):
+            case SendOrder():
+                self._tell(order.uid, order.message)
+            case FenceStalledOrder():
+                self._fence(order.uid)
+            case CloseSlotsOrder(reason=reason):
                 self._say(reason)
                 self._close_places()
-            case WaitOrder(reason):
+            case NotifyOrder(reason):
                 self._events.tell("wait", reason=reason)
                 self._say(reason)
             case Moved() if self._end is None:
@@ -273,10 +281,10 @@ class ElasticAgent(Launcher):
         assert self._post is not None
         self._post.heard(member, message, datagram)
 
-    def _tell(self, uid: str, body: str) -> None:
+    def _tell(self, uid: str, message: ToWorker) -> None:
         member = self._members.by_uid(uid) if self._members is not None else None
         if member is not None and self._post is not None:
-            self._post.tell(member, body)
+            self._post.tell(member, message)
 
     def _on_member_end(self, member: PoolWorker, code: int) -> None:
         assert self._members is not None and self._places is not None
@@ -397,7 +405,7 @@ class ElasticAgent(Launcher):
         if end.code:  # the last failures may have ended the job before the coordinator heard of them
             blame = ReportedFailures(end.failures)
             blame.add(self._endings.failures)
-            end = replace(end, failures=blame.failures)
+            end = msgspec.structs.replace(end, failures=blame.failures)
         if self._departure.is_well(end.code):
             if end.reason:
                 self._say(end.reason)

@@ -12,16 +12,13 @@ import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-import msgspec
-
 from paceline.operate.launch.elastic.elastic_options import ElasticOptions
-from paceline.operate.launch.elastic.machine_log import ReportedFailures, report_in
+from paceline.operate.launch.elastic.machine_log import ReportedFailures
 from paceline.operate.launch.multinode.membership import MembershipPolicy, Orders, incompatibility
 from paceline.operate.launch.multinode.protocol import (
     Answered,
     Departing,
     Dropped,
-    FenceOrder,
     Follow,
     FollowLauncher,
     JobEnded,
@@ -30,26 +27,33 @@ from paceline.operate.launch.multinode.protocol import (
     Moved,
     Order,
     Remember,
-    ReplicateState,
     Report,
     Running,
     Slots,
     StartSlots,
     StateReplicated,
-    StopReplacement,
-    TellWorker,
-    WaitOrder,
     WorkerExited,
     WorkerMessage,
     WorkerStalled,
     WorkerStarted,
 )
 from paceline.operate.launch.workers.failures import WorkerFailure, shortened
-from paceline.train.elastic import protocol
 from paceline.train.elastic.coordinator.coordinator import Coordinator
 from paceline.train.elastic.coordinator.elastic_job import CoordinatorPolicy
 from paceline.train.elastic.coordinator.election import merge_reports
-from paceline.train.elastic.protocol import MachineReport, next_term
+from paceline.train.elastic.protocol import (
+    CloseSlotsOrder,
+    CoordinatorOrders,
+    EndOrder,
+    FenceStalledOrder,
+    HandoverOrder,
+    MachineReport,
+    NotifyOrder,
+    ReplicateOrder,
+    SendOrder,
+    StartOrder,
+    next_term,
+)
 
 
 @dataclass
@@ -297,8 +301,9 @@ class ElasticController:
                 return self._carry(self._coordinator.worker_stalled(uid, why, now_s))
             case WorkerExited(uid, how, exit_code):
                 return self._carry(self._coordinator.worker_ended(uid, how, exit_code, now_s))
-            case WorkerMessage(uid, body):
-                return self._said(node, uid, body, now_s)
+            case WorkerMessage(uid, message):
+                self._has_spoken = True
+                return self._carry(self._coordinator.worker_said(uid, message, now_s))
             case Slots():
                 return self._slots_changed(node, report, now_s)
             case Departing():
@@ -331,7 +336,7 @@ class ElasticController:
             return []
         self._has_heard_of_another = True
         text = "a job of this address runs already, and looks for a coordinator; waiting for it"
-        return [(node, WaitOrder(text)) for node in self._machines.here]
+        return [(node, NotifyOrder(text)) for node in self._machines.here]
 
     def ended(self, node: str, why: str, now_s: float) -> Orders:
         """Removes a node whose launcher has ended: the kernel has killed its workers."""
@@ -367,14 +372,6 @@ class ElasticController:
             )
         )
 
-    def _said(self, node: str, uid: str, body: str, now_s: float) -> Orders:
-        self._has_spoken = True
-        try:
-            message = protocol.decode_from_worker(body.encode())
-        except ValueError as error:  # every launcher checks what it passes on
-            return self.lost(node, f"its launcher passed on what is no message ({error})", now_s)
-        return self._carry(self._coordinator.worker_said(uid, message, now_s))
-
     def _joined(self, node: str, join: JoinJob, now_s: float) -> Orders:
         if wrong := incompatibility(join, is_elastic=True):
             return [(node, JobEnded(2, wrong))]
@@ -390,7 +387,7 @@ class ElasticController:
             return self._take_in(node, now_s)
         machines, wanted = self._machines, self.policy.min_nodes
         if len(machines.here) < wanted or machines.store() is None:
-            return [(node, WaitOrder(f"{len(machines.here)} of {wanted} machines are here; waiting for the others"))]
+            return [(node, NotifyOrder(f"{len(machines.here)} of {wanted} machines are here; waiting for the others"))]
         self._is_gathered = True
         machines.home = next(each.number for each in machines.here.values() if each.join.serves)
         if not machines.is_lone:
@@ -406,8 +403,8 @@ class ElasticController:
 
     def _returned(self, node: str, follow: Follow, now_s: float) -> Orders:
         """Takes in a machine that was out of reach, or followed another launcher."""
-        join, report = self._returning.pop(node, None), report_in(follow)
-        if join is None or report is None:
+        join, report = self._returning.pop(node, None), follow.report
+        if join is None:
             return []
         if report.knowledge.job not in ("", self.identity):
             waits = self.heard_of(Running(report.knowledge.job), now_s)
@@ -446,28 +443,24 @@ class ElasticController:
         left = self._coordinator.machine_left(str(machine.number), reason, now_s, has_said_so=True)
         return [(node, JobEnded(0 if reason == ORDERLY_SIGNAL.name else 1)), *self._carry(left)]
 
-    def _carry(self, given: protocol.CoordinatorOrders) -> Orders:
+    def _carry(self, given: CoordinatorOrders) -> Orders:
         """Returns the coordinator's orders as the nodes take them."""
         carried: Orders = []
         nodes = self._machines.nodes()
         for order in given:
             match order:
-                case protocol.SendOrder(name, uid, message) if name in nodes:
-                    carried.append((nodes[name], TellWorker(uid, protocol.encode_message(message).decode())))
-                case protocol.ReplicateOrder(name, knowledge) if name in nodes:
-                    carried.append((nodes[name], ReplicateState(msgspec.json.encode(knowledge).decode())))
-                case protocol.StartOrder(name) if name in nodes:
-                    carried.append((nodes[name], self._machines.begin(nodes[name], self.policy.run_id)))
-                case protocol.HandoverOrder(name, to) if name in nodes:
-                    carried.append((nodes[name], self._hand_over(int(name), to)))
-                case protocol.FenceStalledOrder(name, uid) if name in nodes:
-                    carried.append((nodes[name], FenceOrder(uid)))
-                case protocol.CloseSlotsOrder(name, reason) if name in nodes:
-                    carried.append((nodes[name], StopReplacement(reason)))
-                case protocol.NotifyOrder(text):
-                    carried += [(each, WaitOrder(text)) for each in self._machines.here]
-                case protocol.EndOrder(code, reason):
+                case EndOrder(code, reason):
                     carried += self._over(JobEnded(code, reason))
+                case NotifyOrder():
+                    carried += [(node, order) for node in self._machines.here]
+                case _ if order.machine not in nodes:
+                    pass
+                case StartOrder(machine):
+                    carried.append((nodes[machine], self._machines.begin(nodes[machine], self.policy.run_id)))
+                case HandoverOrder(machine, to):
+                    carried.append((nodes[machine], self._hand_over(int(machine), to)))
+                case SendOrder() | ReplicateOrder() | FenceStalledOrder() | CloseSlotsOrder():
+                    carried.append((nodes[order.machine], order))
         return carried
 
     def _hand_over(self, number: int, to: int) -> Order:

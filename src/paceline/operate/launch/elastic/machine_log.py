@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from paceline.comm.security.untrusted_peers import decode_untrusted
 from paceline.operate.launch.multinode.protocol import (
     Departing,
     Follow,
@@ -25,14 +24,12 @@ from paceline.operate.launch.multinode.protocol import (
     Report,
     Slots,
     StartSlots,
-    TellWorker,
     WorkerExited,
     WorkerMessage,
     WorkerStalled,
     WorkerStarted,
 )
 from paceline.operate.launch.workers.failures import WorkerFailure, shortened
-from paceline.train.elastic import protocol
 from paceline.train.elastic.protocol import (
     Broken,
     CaughtUp,
@@ -43,6 +40,7 @@ from paceline.train.elastic.protocol import (
     MachineReport,
     Ready,
     ReplicatedJobState,
+    SendOrder,
     TransferReady,
     View,
     WorkerReport,
@@ -200,9 +198,6 @@ class ReportedFailures:
         return bool(new)
 
 
-_reports = msgspec.json.Decoder(MachineReport)
-
-
 @dataclass
 class MachineLog:
     """The account of this machine, how it has introduced itself, and the failures that the user is shown at the end.
@@ -225,8 +220,8 @@ class MachineLog:
                 self.join = report
             case WorkerStarted(uid):
                 account.started(uid)
-            case WorkerMessage(uid, body):
-                account.said(uid, protocol.decode_from_worker(body.encode()))
+            case WorkerMessage(uid, message):
+                account.said(uid, message)
             case WorkerStalled(uid, why):
                 account.stalled(uid, why)
             case WorkerExited(uid, how, exit_code):
@@ -244,21 +239,11 @@ class MachineLog:
         match order:
             case StartSlots():
                 self.account.number, self.account.first_slot = order.machine, order.first_slot
-            case TellWorker(_, body):
-                message = protocol.decode_to_worker(body.encode())
-                if isinstance(message, View):
-                    self.account.passes_on(message)
+            case SendOrder(message=View() as view):
+                self.account.passes_on(view)
             case Remember(failures):
                 self.blame.add(failures)
 
     def follow(self) -> Follow:
         """Returns what a coordinator that is followed from now on is told."""
-        return Follow(msgspec.json.encode(self.account.report()).decode(), self.blame.failures)
-
-
-def report_in(follow: Follow) -> MachineReport | None:
-    """Returns a machine's report; None if it is none, so that the machine gets no answer."""
-    try:
-        return decode_untrusted(_reports.decode, follow.body)
-    except ValueError:
-        return None
+        return Follow(self.account.report(), self.blame.failures)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from paceline.operate.launch.elastic.elastic_controller import ElasticController
 from paceline.operate.launch.elastic.elastic_options import ElasticOptions
-from paceline.operate.launch.elastic.machine_log import report_in
 from paceline.operate.launch.multinode.membership import MembershipPolicy, Orders
 from paceline.operate.launch.multinode.protocol import Answered, Dropped, Follow, JoinJob, Order, Report, Running
 from paceline.train.elastic.coordinator.election import Candidacy
@@ -99,14 +98,12 @@ class StandbyController:
             self._said.append((node, report))
             if not isinstance(report, Follow):
                 return []
-            body = report_in(report)
-            if body is None:
-                return []
-            if body.knowledge.job not in ("", self._job):
+            followed = report.report
+            if followed.knowledge.job not in ("", self._job):
                 return [(node, Answered(False, -1, is_stranger=True)), (node, Dropped())]
-            self._nodes = {name: number for name, number in self._nodes.items() if number != body.number}
-            self._nodes[node] = body.number
-            self._candidacy.follows(body, now_s)
+            self._nodes = {name: number for name, number in self._nodes.items() if number != followed.number}
+            self._nodes[node] = followed.number
+            self._candidacy.follows(followed, now_s)
             welcome: list[tuple[str, Order]] = [(node, Answered(True, self._number))]
             return welcome + self._consider(now_s)
 

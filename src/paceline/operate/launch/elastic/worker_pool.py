@@ -18,8 +18,10 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from paceline.comm.security.secret import SECRET_FD_VARIABLE as SECRET_FD
 from paceline.comm.security.secret import SecretFile
@@ -313,7 +315,7 @@ class WorkerPool:
         self._attempts[slot] = attempt + 1
         number = self._start.first_rank + slot
         uid = f"{self._machine}.{number}.{attempt}"
-        start = replace(self._start, generation=attempt + 1, restart_count=attempt)
+        start = msgspec.structs.replace(self._start, generation=attempt + 1, restart_count=attempt)
         prepared = prepare(self._job, start, slot, self._around)
         prepared.variables.update({NAME: uid, **self._marks(uid)})
         channel, theirs = WorkerChannel.pair(self._selector, lambda datagram: self._heard(member, datagram))

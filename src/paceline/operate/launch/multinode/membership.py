@@ -19,9 +19,11 @@ What the meeting needs of whoever decides: a state machine without sockets or a 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
+
+import msgspec
 
 from paceline import __version__
 from paceline.operate.launch.multinode.protocol import (
@@ -34,10 +36,10 @@ from paceline.operate.launch.multinode.protocol import (
     Start,
     Stop,
     Stopped,
-    WaitOrder,
     WorkersFinished,
 )
 from paceline.operate.launch.workers.failures import WorkerFailure, first_failure, shortened
+from paceline.train.elastic.protocol import NotifyOrder
 
 
 def assign_ranks(
@@ -188,7 +190,7 @@ class Membership:
             orders = self._gather(now_s)
             here, wanted = len(self.nodes), self.policy.min_nodes
             if here < wanted:
-                orders = [*orders, (node, WaitOrder(f"{here} of {wanted} machines are here; waiting for the others"))]
+                orders = [*orders, (node, NotifyOrder(f"{here} of {wanted} machines are here; waiting for the others"))]
             return orders
         if (
             self.phase is MembershipPhase.RUNNING
@@ -197,7 +199,7 @@ class Membership:
         ):
             self._makes_room = True
             return self._stop(f"{join.host} joins")
-        return [(node, WaitOrder(f"{len(self.members)} machines are at work; this one waits for a place"))]
+        return [(node, NotifyOrder(f"{len(self.members)} machines are at work; this one waits for a place"))]
 
     def failed(self, node: str, report: Failed, now_s: float) -> Orders:
         """Records that the first worker of a node has failed; `stopped` follows."""
@@ -221,7 +223,7 @@ class Membership:
     def stopped(self, node: str, report: Stopped, now_s: float) -> Orders:
         """Records that none of a node's workers runs any more."""
         if node in self.nodes:
-            self.nodes[node] = replace(self.nodes[node], port=report.port, store_port=report.store_port)
+            self.nodes[node] = msgspec.structs.replace(self.nodes[node], port=report.port, store_port=report.store_port)
         if report.generation == self.generation:
             known = {(failure.rank, failure.pid) for failure in self._failures}
             self._failures += [each for each in report.failures if (each.rank, each.pid) not in known]
@@ -298,7 +300,7 @@ class Membership:
         starts = assign_ranks(joins, self.generation, self.restarts, policy.max_restarts, policy.run_id, policy.port)
         waiting = list(self.nodes)[self.policy.max_nodes :]
         orders: Orders = [*zip(self.members, starts, strict=True)]
-        return orders + [(node, WaitOrder(f"{len(self.members)} machines are at work")) for node in waiting]
+        return orders + [(node, NotifyOrder(f"{len(self.members)} machines are at work")) for node in waiting]
 
     def _stop(self, reason: str, but: str | None = None) -> Orders:
         self.phase = MembershipPhase.STOPPING
@@ -340,7 +342,7 @@ class Membership:
         cause = first_failure(self._failures)
         which = f"restart {self.restarts} of {self.policy.max_restarts} in {pause_s(self._in_a_row):g} s"
         reason = f"{which}: rank {cause.rank} failed ({cause.host}, pid {cause.pid}, {cause.how})"
-        return [(node, WaitOrder(reason)) for node in self.nodes]
+        return [(node, NotifyOrder(reason)) for node in self.nodes]
 
     def _causes(self) -> tuple[WorkerFailure, ...]:
         """Returns the failures of this generation, unless a lost node explains them all."""
@@ -355,7 +357,7 @@ class Membership:
         if self.phase is MembershipPhase.GATHERING and len(self.nodes) < self.policy.min_nodes:
             missing = self.policy.min_nodes - len(self.nodes)
             reason = "; ".join([*self._lost, f"waiting for {missing} more"])
-            orders += [(node, WaitOrder(reason)) for node in self.nodes]
+            orders += [(node, NotifyOrder(reason)) for node in self.nodes]
         return orders
 
     def _end(self, end: JobEnded) -> Orders:

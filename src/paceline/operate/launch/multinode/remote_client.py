@@ -27,7 +27,6 @@ from paceline.operate.launch.multinode.protocol import (
     JobEnded,
     Message,
     Order,
-    ReplicateState,
     Report,
     Start,
     StartSlots,
@@ -35,8 +34,9 @@ from paceline.operate.launch.multinode.protocol import (
     encode,
 )
 from paceline.operate.launch.multinode.server import CHANNEL, HEARTBEAT_S, is_starved
+from paceline.train.elastic.protocol import ReplicateOrder
 
-_WELCOMES = (Start, StartSlots, ReplicateState)  # what a meeting says to a node that it has taken in
+_WELCOMES = (Start, StartSlots, ReplicateOrder)  # what a meeting says to a node that it has taken in
 _RESETS = struct.pack("ii", 1, 0)  # SO_LINGER: closing the connection discards it
 
 

@@ -313,7 +313,7 @@ class ElasticState:
         assert self._rounds is not None
         self._report(self._rounds.begin_batch())
 
-    def _tell(self, change: ViewChange | None) -> None:
+    def _report(self, change: ViewChange | None) -> None:
         if change is not None and self._on_view is not None:
             self._on_view(change)
 
