@@ -1,7 +1,4 @@
-"""A launcher's access to the coordinator of an elastic job, wherever that is; it finds another when one is lost.
-
-Connections to other launchers of an elastic job, and words for what came of asking for them.
-"""
+"""`CoordinatorClient`: a launcher's connection to the coordinator of an elastic job, and its search after a loss."""
 
 from __future__ import annotations
 
@@ -61,7 +58,7 @@ _WORDS = {
 
 
 class LauncherUnreachableError(Exception):
-    """Another launcher cannot be reached; `answer` says what that shows of it."""
+    """Another launcher is unreachable; `answer` is the conclusion about it."""
 
     def __init__(self, why: str, answer: ContactResult) -> None:
         super().__init__(why)
@@ -69,10 +66,10 @@ class LauncherUnreachableError(Exception):
 
 
 def connect_to_launcher(address: str, secret: bytes | None, timeout_s: float) -> Connection:
-    """Returns a connection to the launcher that listens at an address, such as `node1:29500`.
+    """Connects to the launcher that listens at an address, such as `node1:29500`.
 
     Raises:
-        UnreachableError: there is none.
+        LauncherUnreachableError: The connection failed.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -84,12 +81,12 @@ def connect_to_launcher(address: str, secret: bytes | None, timeout_s: float) ->
 
 
 def addresses_of(known: ReplicatedJobState) -> dict[int, str]:
-    """Returns where the launchers listen that may live, by machine."""
+    """Returns the addresses of the launchers that may be alive, by machine."""
     return {each.number: each.address for each in known.peers if each.number not in known.ended}
 
 
 def describe_attempts(known: ReplicatedJobState, answers: Mapping[int, ContactResult]) -> str:
-    """Returns what came of asking the others, for the user."""
+    """Returns the results of the attempts in words, for the user."""
     hosts = {each.number: each.host for each in known.peers}
     said = sorted(answers.items())
     return ", ".join(f"machine {number} on {hosts.get(number, '?')}: {_WORDS[answer]}" for number, answer in said)
@@ -97,7 +94,7 @@ def describe_attempts(known: ReplicatedJobState, answers: Mapping[int, ContactRe
 
 _DIAL_S = 0.5
 _ANSWER_S = 1.0
-_TAKES_OVER_S = 2.0  # how long a launcher stands that was told to coordinate
+_TAKES_OVER_S = 2.0  # time for which the successor of a coordinator stands
 _SAY_AFTER_S, _SAY_AGAIN_S = 2.0, 15.0
 _LOSSES = {
     DisconnectReason.ENDED: ConnectionLoss.ENDED,
@@ -107,13 +104,13 @@ _LOSSES = {
 
 
 class CoordinatorClient:
-    """A client of the meeting that does not end with it. It remembers what a coordinator has to be told by then.
+    """A client of the meeting that outlives it. It records everything that the next coordinator needs.
 
     Args:
-        connection: to the launcher that serves the meeting now.
-        secret: the job's.
-        job: says how many workers this machine keeps running, and how long others are waited for.
-        deputy: what this launcher answers to others.
+        connection: The connection to the launcher that serves the meeting now.
+        secret: The job's secret.
+        job: The job's description.
+        deputy: The controller that replies to other launchers.
     """
 
     deadline_s: float | None = None
@@ -132,7 +129,7 @@ class CoordinatorClient:
         self._is_over = False
         self._is_asking = False
         self._say_at_s = 0.0
-        self._leads = False  # whom this launcher follows has coordinated since
+        self._leads = False  # whether the launcher that is followed coordinates, and is not just a candidate
         self._was_dropped = False
         self._leader = -1
         self._wire: ServerConnection | None = None
@@ -145,21 +142,21 @@ class CoordinatorClient:
         return self._queue.fileno()
 
     def clock_offset(self) -> Offset | None:
-        """Returns what is known of the offset to the clock of the machine that coordinates."""
+        """Returns the estimated offset to the clock of the machine that coordinates."""
         with self._changing:
             return self._wire.clock_offset() if self._wire is not None else None
 
     def send(self, report: Report) -> None:
-        """Sends a report, and remembers it; without a coordinator, the next one is told."""
+        """Sends a report and records it for the next coordinator."""
         with self._changing:
             self._notes.reported(report)
             if self._wire is not None:
                 self._wire.send(report)
             if self._notes.leave is not None and self._seeker.has_lost:
-                self._over(JobEnded(1))  # there is nobody to take leave of
+                self._over(JobEnded(1))  # no coordinator is left to receive it
 
     def running(self) -> Running | None:
-        """Returns what a launcher that has not heard of the job is to be told by this one; None if by another."""
+        """Returns the notice for launchers that do not know the job, or None if another launcher sends it."""
         with self._changing:
             known = self._account.knowledge
             if self._is_over or self._account.number < 0 or not known.views:
@@ -168,11 +165,11 @@ class CoordinatorClient:
             return Running(known.job) if told is None and self._seeker.is_seeking else told
 
     def receive(self) -> list[Order]:
-        """Returns the orders that have come."""
+        """Returns the orders that have arrived."""
         return self._queue.receive()
 
     def close(self) -> None:
-        """Disconnects; idempotent."""
+        """Disconnects. Idempotent."""
         self._closed.set()
         self._answered.set()
         with self._changing:
@@ -193,7 +190,7 @@ class CoordinatorClient:
         return wire
 
     def _on_order(self, wire: ServerConnection, order: Order) -> None:
-        """Takes an order; what it says about views is noted before any worker hears of it."""
+        """Handles an order; its views are recorded before any worker receives them."""
         with self._changing:
             if self._wire is not wire or self._is_over:
                 return
@@ -205,7 +202,7 @@ class CoordinatorClient:
                 case Dropped():
                     self._was_dropped = True
                 case Remember():
-                    pass  # it is noted
+                    pass  # recorded above
                 case ReplicateOrder():
                     self._learn(wire, order.knowledge)
                 case FollowLauncher():
@@ -227,7 +224,7 @@ class CoordinatorClient:
             self._seeker.found()
             self._queue.put(NotifyOrder(f"machine {knowledge.coordinator} coordinates"))
             if self._notes.leave is not None:
-                wire.send(self._notes.leave)  # the one before may not have heard it
+                wire.send(self._notes.leave)  # the previous coordinator may not have received it
         wire.send(StateReplicated(knowledge.views[-1].generation if knowledge.views else 0))
 
     def _on_lost(self, wire: ServerConnection, how: DisconnectReason, why: str) -> None:
@@ -247,11 +244,11 @@ class CoordinatorClient:
                 return
             loss = ConnectionLoss.DROPPED if self._was_dropped else _LOSSES[how]
             if not self._leads and loss in (ConnectionLoss.ENDED, ConnectionLoss.RESET):
-                loss = ConnectionLoss.SILENT  # it may have passed on to its workers what this launcher does not know
+                loss = ConnectionLoss.SILENT  # its workers may have received views that this launcher has not
             self._seek_after(loss, wire.peer, "it gave up" if self._was_dropped else why)
 
     def _turn_over(self, wire: ServerConnection, order: FollowLauncher) -> None:
-        """Follows another launcher, since the coordinator is about to end; stands first, if it is this one's turn."""
+        """Follows another launcher, since the coordinator is about to end. If that is this one, it stands first."""
         if self._account.number == order.number:
             self._deputy.stand(order.number, _TAKES_OVER_S)
         self._wire = None
@@ -266,7 +263,7 @@ class CoordinatorClient:
             self._begin(self._seek)
 
     def _turn_to(self, address: str) -> None:
-        """Joins the job where it is coordinated now, having asked another of its launchers."""
+        """Joins the job at its current coordinator, after another of its launchers redirected this one."""
         self._answer = Answered(False, -1)
         try:
             connection = connect_to_launcher(address, self._secret, self._silence_s)
@@ -292,7 +289,7 @@ class CoordinatorClient:
         threading.Thread(target=task, args=args, name="paceline-seek", daemon=True).start()
 
     def _seek(self) -> None:
-        """Looks for a coordinator until this launcher follows one, or a candidate."""
+        """Searches for a coordinator until this launcher follows one, or a candidate."""
         while not self._closed.is_set() and not self._is_over:
             with self._changing:
                 known = self._account.knowledge
@@ -320,7 +317,7 @@ class CoordinatorClient:
                         return
 
     def _deserted(self, asked: str) -> JobEnded:
-        """Returns how this launcher ends when nobody else is left."""
+        """Returns the result of the job when no other launcher is left."""
         if self._account.has_finished:
             return JobEnded(
                 0, f"the job is done: this machine's workers have finished, and no coordinator answers ({asked})"
@@ -332,7 +329,7 @@ class CoordinatorClient:
         )
 
     def _follow(self, number: int, address: str) -> bool:
-        """Asks a machine's launcher whether this one may follow it; returns whether it does."""
+        """Requests to follow a machine's launcher; returns whether this one does."""
         answer, elsewhere = self._ask(number, address)
         with self._changing:
             has_ended = self._seeker.tried(number, answer, elsewhere)

@@ -1,7 +1,4 @@
-"""Runs one machine's launcher of an elastic job: a worker that ends is replaced, and the others go on.
-
-Carries messages between the workers of this machine and the coordinator, and notes what they say.
-"""
+"""`ElasticAgent`: one machine's launcher of an elastic job, which replaces workers while the others continue."""
 
 from __future__ import annotations
 
@@ -68,14 +65,14 @@ from paceline.train.elastic.protocol import (
 
 
 class WorkerMessageRouter:
-    """What workers and the coordinator tell each other.
+    """Passes messages between workers and the coordinator, and notes their effects.
 
     Args:
-        events: where it is written down when workers begin and take part.
-        departure: is told when a worker of this machine has taken part.
-        unrest: is told who takes part; None without `--chaos`.
-        say: tells the user something.
-        send: reports to the coordinator.
+        events: The log of events.
+        departure: The plan for the end of this launcher.
+        unrest: The chaos runner, or None without `--chaos`.
+        say: A function that prints a line for the user.
+        send: A function that sends a report to the coordinator.
     """
 
     def __init__(
@@ -99,7 +96,7 @@ class WorkerMessageRouter:
         self._send(WorkerStarted(member.uid))
 
     def heard(self, member: PoolWorker, message: FromWorker | None, datagram: bytes) -> None:
-        """Passes on what a worker says; one that sends something else than messages is killed."""
+        """Passes on a worker's message; a worker that sends anything else is killed."""
         now_s = time.monotonic()
         match message:
             case None:
@@ -117,7 +114,7 @@ class WorkerMessageRouter:
         self._send(WorkerMessage(member.uid, message))
 
     def tell(self, member: PoolWorker, message: ToWorker) -> None:
-        """Passes on what the coordinator says to a worker."""
+        """Passes on a message of the coordinator to a worker."""
         if isinstance(message, Dismissed):
             member.life.dismissed = message.code
             if message.code:
@@ -127,13 +124,13 @@ class WorkerMessageRouter:
         member.channel.send(protocol.encode_message(message))
 
     def ended(self, member: PoolWorker) -> None:
-        """Forgets a worker."""
+        """Notes that a worker has ended."""
         if member.worker is not None:
             self._yielding.forget(member.worker.pid)
 
 
 class ElasticAgent(Launcher):
-    """Keeps the slots of this machine filled, and carries messages between its workers and the coordinator."""
+    """Keeps the slots of this machine filled, and connects their workers with the coordinator."""
 
     word = "slot"  # a worker's rank differs from view to view
 
@@ -290,7 +287,7 @@ class ElasticAgent(Launcher):
         assert self._members is not None and self._places is not None
         how = f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
         self._connection.client.send(WorkerExited(member.uid, how, code))
-        self._on_orders()  # the others are to hear of it before anything that takes time
+        self._on_orders()  # the others must receive this before any slow work below
         now_s = time.monotonic()
         failure = self._endings.failure_of(member, code)
         record = failure.record if failure is not None else None
@@ -314,7 +311,7 @@ class ElasticAgent(Launcher):
             self._cleanup.end_worker(member.uid, member.worker.pid, self._members.pids())
 
     def _tell_of_frozen(self, now_s: float) -> None:
-        """Reports the workers that are frozen, and those that are no more; the coordinator knows who is needed."""
+        """Reports the workers that have been stopped or continued; the coordinator knows which ones are needed."""
         assert self._members is not None
         frozen = self._members.frozen(now_s)
         for member in list(self._members.members.values()):
@@ -329,7 +326,7 @@ class ElasticAgent(Launcher):
                 self._connection.client.send(WorkerStarted(member.uid))
 
     def _fence(self, uid: str) -> None:
-        """Kills a worker that is frozen, so that it cannot wake up among those that have gone on without it."""
+        """Kills a stopped worker, so that it cannot wake up among those that continued without it."""
         member = self._members.by_uid(uid) if self._members is not None else None
         if member is not None and member.life.is_stalled:
             member.life.is_fenced = True
@@ -340,14 +337,14 @@ class ElasticAgent(Launcher):
             self._places.close(set(self._members.members))
 
     def _on_end(self, end: JobEnded) -> None:
-        """Ends the workers that still run: none of them has come to the end of its loop, or the job has failed."""
+        """Ends the workers that still run: they have not completed their loops, or the job has failed."""
         self._close_places()
         if self._members is None:
             return
         farewell = protocol.encode_message(Dismissed(end.reason or "the job is over", end.code))
         for member in self._members.members.values():
             if not member.life.has_finished:
-                member.life.dismissed = 0  # whatever it does now, it is no failure
+                member.life.dismissed = 0  # its exit code is not a failure from now on
                 member.channel.send(farewell)
                 if member.life.took_part_s is None:
                     member.signal(signal.SIGKILL)
@@ -355,7 +352,7 @@ class ElasticAgent(Launcher):
         self._next_signal = (time.monotonic() + patience_s, signal.SIGTERM)
 
     def _give_way(self, moved: Moved) -> None:
-        """Ends the workers, which have no part in the job that this machine is to join."""
+        """Ends the workers, which have no part in the job that this machine is about to join."""
         self._end = JobEnded(0)
         if self._stopped_by is None:
             self._say(f"the job runs already: the launcher at {moved.address} coordinates it; this machine joins it")
@@ -402,7 +399,7 @@ class ElasticAgent(Launcher):
         if self._unrest is not None:
             for line in self._unrest.summary(time.monotonic()):
                 self._say(line)
-        if end.code:  # the last failures may have ended the job before the coordinator heard of them
+        if end.code:  # the last failures may have ended the job before they reached the coordinator
             blame = ReportedFailures(end.failures)
             blame.add(self._endings.failures)
             end = msgspec.structs.replace(end, failures=blame.failures)

@@ -1,6 +1,6 @@
-"""Connects a launcher of an elastic job on several machines to the meeting; each of them can serve it later.
+"""The connection of a launcher to an elastic job on several machines, each of which can serve the meeting later.
 
-Tells a launcher that newly listens where an elastic job's machines meet that the job runs already.
+`RunningJobAnnouncer` announces the running job to a launcher that is started anew at the meeting's address.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ from paceline.operate.launch.multinode.remote_client import connect, connect_in_
 from paceline.operate.launch.multinode.server import MeetingServer
 
 _PAUSE_S = 0.25
-_LONG_PAUSE_S = 10.0  # after something else than a launcher with the job's secret has answered
+_LONG_PAUSE_S = 10.0  # after a reply from something other than a launcher with the job's secret
 _DIAL_S = 0.5
 _ANSWER_S = 1.0
 
 
 class RunningJobAnnouncer:
-    """Calls at the address again and again, on a thread of its own, while nobody of the job listens there.
+    """Announces a running job at the meeting's address while no launcher of the job listens there.
 
-    The launcher that the job began with may be started again by whoever watches over it, with the same command. It
-    cannot know where the others are, but they know its address.
+    The launcher with which the job began may be restarted by a supervisor with the same command. It cannot know the
+    addresses of the others, but they know its address. The announcements run on a separate thread.
 
     Args:
-        address: where the machines of the job were told to meet; its name is looked up for each call.
-        secret: the job's.
-        running: returns what is to be told; None while another launcher of the job is to tell it, or nobody.
-        is_here: returns whether the machine of that number is connected to this launcher, which coordinates the job.
+        address: The meeting's address, whose name is resolved for each announcement.
+        secret: The job's secret.
+        running: A function that returns the notice, or None while this launcher must not send any.
+        is_here: A function that returns whether this launcher coordinates the job and the given machine is connected to
+            it.
     """
 
     def __init__(
@@ -66,12 +67,12 @@ class RunningJobAnnouncer:
         self._thread.start()
 
     def close(self) -> None:
-        """Calls no more; idempotent."""
+        """Stops the announcements. Idempotent."""
         self._closed.set()
         self._thread.join()
 
     def _run(self) -> None:
-        listens_there = -1  # the machine of the job that has answered last
+        listens_there = -1  # the machine of the job that replied last
         while not self._closed.wait(self._pause_s):
             self._pause_s = _PAUSE_S
             running = self._running()
@@ -85,7 +86,7 @@ class RunningJobAnnouncer:
                 listens_there = -1
 
     def _call(self, running: Running) -> int:
-        """Returns the number of the machine that listens there, if it takes part in the job; otherwise -1."""
+        """Returns the number of the machine that listens there, or -1 if it takes no part in the job."""
         with contextlib.closing(connect(self._address, self._secret, _DIAL_S)) as connection:
             connection.sendall(encode(running))
             return _answer(connection, time.monotonic() + _ANSWER_S)
@@ -119,11 +120,9 @@ def join_elastic(
 ) -> NodeConnection:
     """Connects this machine to the meeting at `address`, which it serves on `listener` if it has one.
 
-    If the job is known to run already, it connects to the launcher that coordinates that, and shows others who come to
-    `address` the way.
-
-    Another machine listens on the same port of its own address, or on any if that is taken: there the others find it
-    when it coordinates the job.
+    If the job is known to run already, it connects to the launcher that coordinates it, and redirects others that
+    connect to `address`. All other machines listen on the same port of their own address, or on any port if that is
+    taken, so that they can coordinate later.
     """
     rendezvous = job.rendezvous
     deputy = StandbyController(policy, options, cast("ElasticController | None", steering))
@@ -146,8 +145,8 @@ def _connect(job: Job, secret: bytes | None, say: Callable[[str], None], meeting
     """Connects to the launcher that coordinates the job, or to the meeting.
 
     Raises:
-        JobMovedError: the job that runs already has another coordinator by now, or has ended.
-        RendezvousTimeoutError: nobody served the meeting in time.
+        JobMovedError: The running job has another coordinator by now, or has ended.
+        RendezvousTimeoutError: No launcher served the meeting in time.
     """
     rendezvous = job.rendezvous
     if rendezvous.running is None:

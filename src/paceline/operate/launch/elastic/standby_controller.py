@@ -1,4 +1,4 @@
-"""What a launcher of an elastic job answers to other launchers: where the coordinator is, or that it is here."""
+"""`StandbyController`: a launcher's replies to other launchers of an elastic job that look for the coordinator."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from paceline.operate.launch.multinode.membership import MembershipPolicy, Order
 from paceline.operate.launch.multinode.protocol import Answered, Dropped, Follow, JoinJob, Order, Report, Running
 from paceline.train.elastic.coordinator.election import Candidacy
 
-RESIGN_S = 2.0  # a coordinator that lacks a quorum for so long looks for another
+RESIGN_S = 2.0  # time without a quorum after which a coordinator resigns and searches for another one
 
 
 class StandbyController:
-    """Steers the meeting that this launcher serves to others: it coordinates, stands for it, or shows where others do.
+    """The controller of the server that this launcher offers to others: it coordinates, stands, or redirects them.
 
-    It is called by the thread that serves, and by the one that looks for a coordinator.
+    It is called by the serving thread, and by the thread that searches for a coordinator.
 
     Args:
-        policy: of the meeting.
-        options: of the job.
-        steering: if this launcher coordinates the job from the beginning.
+        policy: The settings of the meeting.
+        options: The elastic options.
+        steering: The controller, if this launcher coordinates the job from the beginning.
     """
 
     def __init__(self, policy: MembershipPolicy, options: ElasticOptions, steering: ElasticController | None) -> None:
         self._policy, self._options = policy, options
         self._steering = steering
         self._candidacy: Candidacy | None = None
-        self._leader = (-1, "")  # whom this launcher follows, if it is another
-        self._successor: tuple[int, str] | None = None  # to whom it has handed the job over, since it ends
+        self._leader = (-1, "")  # the machine that this launcher follows, with its address
+        self._successor: tuple[int, str] | None = None  # the machine to which it has handed over
         self._job, self._number = "", -1
-        self._nodes: dict[str, int] = {}  # the machines of those that follow a candidate
-        self._said: list[tuple[str, Report]] = []  # to a candidate
+        self._nodes: dict[str, int] = {}  # the followers' machines during a candidacy
+        self._said: list[tuple[str, Report]] = []  # reports that arrived during a candidacy
         self._orders: Orders = []
         self._changing = threading.RLock()
         self.wake: Callable[[], None] = lambda: None
@@ -45,27 +45,29 @@ class StandbyController:
         return self._steering is not None
 
     def running(self) -> Running | None:
-        """Returns what a launcher that has not heard of the job is told, if this one coordinates it."""
+        """Returns the notice for launchers that do not know the job, if this one coordinates it."""
         with self._changing:
             return self._steering.running() if self._steering is not None else None
 
     def is_here(self, number: int) -> bool:
-        """Returns whether this launcher coordinates the job, and that machine's is connected to it."""
+        """Returns whether this launcher coordinates the job and that machine is connected to it."""
         with self._changing:
             return self._steering is not None and self._steering.is_here(number)
 
     def takes_part(self, job: str, number: int) -> None:
-        """Notes as which machine, and in which job, this launcher takes part."""
+        """Notes the job in which this launcher takes part, and the number of its machine."""
         with self._changing:
             self._job, self._number = job, number
 
     def follows(self, number: int, address: str) -> None:
-        """Notes whom this launcher follows; -1 for nobody."""
+        """Notes the machine that this launcher follows, or -1, and its launcher's address."""
         with self._changing:
             self._leader = (number, address)
 
     def stand(self, number: int, for_s: float) -> None:
-        """Lets other launchers follow this one, machine `number`, for so many seconds, unless it coordinates."""
+        """Lets other launchers follow this one, on machine `number`, for `for_s` seconds, unless it coordinates
+        already.
+        """
         with self._changing:
             if self._steering is None and self._candidacy is None:
                 now_s = time.monotonic()
@@ -75,7 +77,7 @@ class StandbyController:
 
     @property
     def deadline_s(self) -> float | None:
-        """When `tick` must be called; None for never."""
+        """The time at which `tick` must be called, or None."""
         with self._changing:
             if self._candidacy is not None:
                 return self._candidacy.deadline_s
@@ -87,7 +89,7 @@ class StandbyController:
             return min((each for each in times_s if each is not None), default=None)
 
     def reported(self, node: str, report: Report, now_s: float) -> Orders:
-        """Takes another launcher's report."""
+        """Handles another launcher's report."""
         with self._changing:
             if isinstance(report, Running):
                 return self._heard_of(node, report, now_s)
@@ -122,7 +124,7 @@ class StandbyController:
             return self._gone(node, now_s)
 
     def tick(self, now_s: float) -> Orders:
-        """Does what is due."""
+        """Carries out the work that is due."""
         with self._changing:
             if self._steering is None:
                 return self._consider(now_s)
@@ -139,7 +141,7 @@ class StandbyController:
         return self._steering.heard_of(running, now_s) if self._steering is not None else []
 
     def _with(self, given: Orders) -> Orders:
-        """Notes whether the coordinator, which has given these orders, has handed its office over."""
+        """Notes whether the coordinator that gave these orders has handed over."""
         steering = self._steering
         if steering is not None and steering.successor is not None:
             self._successor = steering.successor
@@ -148,7 +150,7 @@ class StandbyController:
         return given
 
     def _turn_away(self, node: str, report: Report) -> Orders:
-        """Shows a launcher where the coordinator is; one that takes part already says more after its Join."""
+        """Redirects a launcher to the coordinator. One that takes part already sends a Follow after its JoinJob."""
         if not isinstance(report, Follow) and not (isinstance(report, JoinJob) and report.number < 0):
             return []
         return [(node, Answered(False, *(self._successor or self._leader))), (node, Dropped())]
@@ -161,7 +163,7 @@ class StandbyController:
         return []
 
     def _consider(self, now_s: float) -> Orders:
-        """Coordinates from now on if this launcher is elected; stands no more if that takes too long."""
+        """Takes over as coordinator when elected; ends the candidacy when that takes too long."""
         candidacy = self._candidacy
         if candidacy is None:
             return []
@@ -174,7 +176,7 @@ class StandbyController:
         return [(node, Dropped()) for node in nodes]
 
     def _take_office(self, candidacy: Candidacy, now_s: float) -> Orders:
-        """Takes over the job from what the followers have reported, and hears what they have said since."""
+        """Takes over the job from the followers' reports, and handles their later messages."""
         said, nodes = self._said, self._nodes
         self._candidacy, self._said, self._nodes = None, [], {}
         joins = {nodes[node]: (node, report) for node, report in said if isinstance(report, JoinJob) and node in nodes}

@@ -200,7 +200,7 @@ class Views:
         return self.latest is not None and not self.is_complete and self.latest.store == store
 
     def undecided(self) -> list[WorkerRecord]:
-        """Returns the living members of the views since the last complete one; the quorum depends on their launchers."""
+        """Returns the living members of the views since the last complete one, whose launchers form the quorum."""
         members = {uid for view in self.since_complete for uid in view.members}
         return [each for each in self.roster.workers.values() if each.lives and each.uid in members]
 

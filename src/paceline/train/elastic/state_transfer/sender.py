@@ -59,7 +59,7 @@ class ReceiverDelays:
     _reported_s: float = -1.0  # the total at the last report
 
     def waited(self, for_s: float) -> str | None:
-        """Adds a wait; returns a sentence for the user, at first and then whenever the total has grown enough, or None."""
+        """Adds a wait; returns a sentence for the user, at first and then whenever the total has grown enough."""
         self.count += 1
         self.total_s += for_s
         if self._reported_s >= 0 and self.total_s < max(_GROWS * self._reported_s, self._reported_s + _LEAST_S):

@@ -239,7 +239,7 @@ class TrainingState:
         return sum(tensor.nbytes for tensor in self._tensors())
 
     def rolling_digest(self, round_number: int) -> int:
-        """Returns a digest (XXH3, 63 bits) of one sixteenth of the state's tensors, which changes from round to round."""
+        """Returns a digest (XXH3, 63 bits) of one sixteenth of the state's tensors, a different one in each round."""
         tensors = self._tensors()
         sizes = [tensor.nbytes for tensor in tensors]
         window = -(-sum(sizes) // WINDOWS)
