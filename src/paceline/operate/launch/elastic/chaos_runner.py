@@ -147,7 +147,7 @@ class ChaosRunner:
             self._stopped.pop(0)[1].signal(signal.SIGCONT)
         while self._ledger is not None and now_s >= self._ledger.began_s + self._next.at_s:
             act, self._next = self._next, next(self._acts)
-            candidates = [each for each in members if _takes_part(each) and each.uid not in self._hit]
+            candidates = [worker for worker in members if _takes_part(worker) and worker.uid not in self._hit]
             if len(candidates) <= self._spared:
                 continue
             victim = act.victim_of(candidates)
@@ -165,7 +165,7 @@ class ChaosRunner:
     def lost(self, member: PoolWorker, members: Sequence[PoolWorker], now_s: float) -> None:
         """Notes that a worker has ended which is about to be replaced."""
         if self._ledger is not None:
-            others = {each.uid for each in members if _takes_part(each) and each is not member}
+            others = {worker.uid for worker in members if _takes_part(worker) and worker is not member}
             self._ledger.lost(member.number, others, now_s)
 
     def summary(self, now_s: float) -> list[str]:

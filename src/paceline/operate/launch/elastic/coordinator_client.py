@@ -82,12 +82,12 @@ def connect_to_launcher(address: str, secret: bytes | None, timeout_s: float) ->
 
 def addresses_of(known: ReplicatedJobState) -> dict[int, str]:
     """Returns the addresses of the launchers that may be alive, by machine."""
-    return {each.number: each.address for each in known.peers if each.number not in known.ended}
+    return {peer.number: peer.address for peer in known.peers if peer.number not in known.ended}
 
 
 def describe_attempts(known: ReplicatedJobState, answers: Mapping[int, ContactResult]) -> str:
     """Returns the results of the attempts in words, for the user."""
-    hosts = {each.number: each.host for each in known.peers}
+    hosts = {peer.number: peer.host for peer in known.peers}
     said = sorted(answers.items())
     return ", ".join(f"machine {number} on {hosts.get(number, '?')}: {_WORDS[answer]}" for number, answer in said)
 
@@ -218,7 +218,7 @@ class CoordinatorClient:
         self._deputy.takes_part(self._account.knowledge.job, self._account.number)
         self._leader, self._leads = knowledge.coordinator, True
         peers = self._account.knowledge.peers
-        address = next((each.address for each in peers if each.number == knowledge.coordinator), "")
+        address = next((peer.address for peer in peers if peer.number == knowledge.coordinator), "")
         self._deputy.follows(knowledge.coordinator, address)
         if self._seeker.is_seeking:
             self._seeker.found()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -24,7 +24,6 @@ from paceline.operate.launch.elastic.worker_replacement import (
     exit_cause_of,
 )
 from paceline.operate.launch.job import Job
-from paceline.operate.launch.job_directory import Events
 from paceline.operate.launch.launcher import Launcher
 from paceline.operate.launch.launcher import Workers as LoopCrew
 from paceline.operate.launch.multinode.node_connection import NodeConnection
@@ -47,7 +46,6 @@ from paceline.operate.launch.workers.failures import shortened, signal_name
 from paceline.operate.launch.workers.worker_group import CONSEQUENCES_S
 from paceline.operate.launch.workers.worker_stores import port_beside
 from paceline.train.checkpoint.peer_memory.server import VARIABLE as COPIES
-from paceline.train.elastic import protocol
 from paceline.train.elastic.process_priority import LoweredPriorities
 from paceline.train.elastic.protocol import (
     CloseSlotsOrder,
@@ -61,72 +59,8 @@ from paceline.train.elastic.protocol import (
     ToWorker,
     TransferOffer,
     View,
+    encode_message,
 )
-
-
-class WorkerMessageRouter:
-    """Passes messages between workers and the coordinator, and notes their effects.
-
-    Args:
-        events: The log of events.
-        departure: The plan for the end of this launcher.
-        unrest: The chaos runner, or None without `--chaos`.
-        say: A function that prints a line for the user.
-        send: A function that sends a report to the coordinator.
-    """
-
-    def __init__(
-        self,
-        events: Events,
-        departure: ShutdownPlan,
-        unrest: ChaosRunner | None,
-        say: Callable[[str], None],
-        send: Callable[[Report], None],
-    ) -> None:
-        self._events, self._departure, self._unrest = events, departure, unrest
-        self._say, self._send = say, send
-        self._yielding = LoweredPriorities()
-
-    def started(self, member: PoolWorker) -> None:
-        """Reports that a worker has a process."""
-        assert member.worker is not None
-        if member.is_replacement:
-            self._yielding.begin(member.worker.pid)
-        self._events.tell("worker", uid=member.uid, slot=member.slot, pid=member.worker.pid)
-        self._send(WorkerStarted(member.uid))
-
-    def heard(self, member: PoolWorker, message: FromWorker | None, datagram: bytes) -> None:
-        """Passes on a worker's message; a worker that sends anything else is killed."""
-        now_s = time.monotonic()
-        match message:
-            case None:
-                self._say(f"{member} is killed, since it sent {datagram[:80]!r}, which is no message of a worker")
-                member.signal(signal.SIGKILL)
-                return
-            case Ready():
-                self._events.tell("ready", uid=member.uid, after_ms=round(1000 * (now_s - member.asked_s)))
-            case Installed(generation):
-                self._departure.took_part = True
-                self._events.tell("installed", uid=member.uid, view=generation)
-                if self._unrest is not None:
-                    self._unrest.entered(member, member.life.took_part_s is None, now_s)
-        member.life.heard(message, now_s)
-        self._send(WorkerMessage(member.uid, message))
-
-    def tell(self, member: PoolWorker, message: ToWorker) -> None:
-        """Passes on a message of the coordinator to a worker."""
-        if isinstance(message, Dismissed):
-            member.life.dismissed = message.code
-            if message.code:
-                self._say(f"{member} is dismissed: {message.reason}")
-        if isinstance(message, (TransferOffer, View)) and member.worker is not None:
-            self._yielding.end(member.worker.pid)
-        member.channel.send(protocol.encode_message(message))
-
-    def ended(self, member: PoolWorker) -> None:
-        """Notes that a worker has ended."""
-        if member.worker is not None:
-            self._yielding.forget(member.worker.pid)
 
 
 class ElasticAgent(Launcher):
@@ -144,7 +78,7 @@ class ElasticAgent(Launcher):
         self._endings = WorkerExits(job.stall_after_s > 0, self.word, self._say)
         self._members: WorkerPool | None = None
         self._places: SlotTable | None = None
-        self._post: WorkerMessageRouter | None = None
+        self._priorities = LoweredPriorities()
         self._unrest: ChaosRunner | None = None
         self._next_signal: tuple[float, int] | None = None  # when (monotonic) the workers get which signal
         self._departure = ShutdownPlan(job.rendezvous.address is not None)
@@ -246,9 +180,6 @@ class ElasticAgent(Launcher):
         if self._options.chaos is not None:
             spared = 0 if self._departure.is_shared else 1
             self._unrest = ChaosRunner(self._options.chaos, begin.machine, spared, self._say)
-        self._post = WorkerMessageRouter(
-            self._events, self._departure, self._unrest, self._say, self._connection.client.send
-        )
         self._tick(time.monotonic())
 
     def _fill(self, slot: int, now_s: float) -> None:
@@ -269,19 +200,45 @@ class ElasticAgent(Launcher):
             self._tell_of_frozen(now_s)
 
     def _on_start(self, member: PoolWorker) -> None:
-        assert member.worker is not None and self._post is not None
+        """Reports that a worker has a process."""
+        assert member.worker is not None
         self._cleanup.watch(member.worker.pid)
         self._endings.began(member)
-        self._post.started(member)
+        if member.is_replacement:
+            self._priorities.begin(member.worker.pid)
+        self._events.tell("worker", uid=member.uid, slot=member.slot, pid=member.worker.pid)
+        self._connection.client.send(WorkerStarted(member.uid))
 
     def _on_message(self, member: PoolWorker, message: FromWorker | None, datagram: bytes) -> None:
-        assert self._post is not None
-        self._post.heard(member, message, datagram)
+        """Passes on a worker's message; a worker that sends anything else is killed."""
+        now_s = time.monotonic()
+        match message:
+            case None:
+                self._say(f"{member} is killed, since it sent {datagram[:80]!r}, which is no message of a worker")
+                member.signal(signal.SIGKILL)
+                return
+            case Ready():
+                self._events.tell("ready", uid=member.uid, after_ms=round(1000 * (now_s - member.asked_s)))
+            case Installed(generation):
+                self._departure.took_part = True
+                self._events.tell("installed", uid=member.uid, view=generation)
+                if self._unrest is not None:
+                    self._unrest.entered(member, member.life.took_part_s is None, now_s)
+        member.life.heard(message, now_s)
+        self._connection.client.send(WorkerMessage(member.uid, message))
 
     def _tell(self, uid: str, message: ToWorker) -> None:
+        """Passes on a message of the coordinator to a worker."""
         member = self._members.by_uid(uid) if self._members is not None else None
-        if member is not None and self._post is not None:
-            self._post.tell(member, message)
+        if member is None:
+            return
+        if isinstance(message, Dismissed):
+            member.life.dismissed = message.code
+            if message.code:
+                self._say(f"{member} is dismissed: {message.reason}")
+        if isinstance(message, (TransferOffer, View)) and member.worker is not None:
+            self._priorities.end(member.worker.pid)
+        member.channel.send(encode_message(message))
 
     def _on_member_end(self, member: PoolWorker, code: int) -> None:
         assert self._members is not None and self._places is not None
@@ -301,8 +258,8 @@ class ElasticAgent(Launcher):
             if isinstance(decision, CloseSlot) and failure is not None and record is not None and self._places.count:
                 self._say(f"the last traceback of slot {member.number}:\n{record.text.rstrip()}")
         self._endings.forget(member)
-        if self._post is not None:
-            self._post.ended(member)
+        if member.worker is not None:
+            self._priorities.forget(member.worker.pid)
         if isinstance(decision, CloseSlot) and self._goes_on:
             kept = shortened(self._endings.failures) if fate is not ExitCause.LEFT else ()
             self._connection.client.send(Slots(self._places.count, kept))
@@ -341,7 +298,7 @@ class ElasticAgent(Launcher):
         self._close_places()
         if self._members is None:
             return
-        farewell = protocol.encode_message(Dismissed(end.reason or "the job is over", end.code))
+        farewell = encode_message(Dismissed(end.reason or "the job is over", end.code))
         for member in self._members.members.values():
             if not member.life.has_finished:
                 member.life.dismissed = 0  # its exit code is not a failure from now on

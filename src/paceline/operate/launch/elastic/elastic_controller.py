@@ -98,9 +98,9 @@ class MachineRegistry:
 
     def returns(self, node: str, join: JoinJob, report: MachineReport) -> ConnectedMachine:
         """Adds a machine that takes part already and has reconnected."""
-        for before in [each for each, machine in self.here.items() if machine.number == report.number]:
+        for before in [name for name, machine in self.here.items() if machine.number == report.number]:
             del self.here[before]
-        self.away = [each for each in self.away if each.number != report.number]
+        self.away = [machine for machine in self.away if machine.number != report.number]
         self.here[node] = found = ConnectedMachine(join, report.number, report.slots, report.first_slot)
         return found
 
@@ -114,13 +114,13 @@ class MachineRegistry:
 
     def listens(self, number: int) -> str:
         """Returns the address at which others reach a machine's launcher, or "" if it is unknown."""
-        found = (each.join.listens for each in [*self.here.values(), *self.away] if each.number == number)
+        found = (machine.join.listens for machine in [*self.here.values(), *self.away] if machine.number == number)
         return next(found, "")
 
     def store(self) -> str | None:
         """Returns the address of the workers' store, or None while the machine that serves it is not connected."""
-        found = (each for each in self.here.values() if self.home in (-1, each.number))
-        serving = next((each for each in found if each.join.serves or each.number == self.home), None)
+        found = (machine for machine in self.here.values() if self.home in (-1, machine.number))
+        serving = next((machine for machine in found if machine.join.serves or machine.number == self.home), None)
         return None if serving is None else self.served_by(serving)
 
     def served_by(self, machine: ConnectedMachine) -> str:
@@ -131,9 +131,9 @@ class MachineRegistry:
         """Assigns a machine the first free slots; lost machines keep theirs."""
         machine = self.here[node]
         taken = sorted(
-            (each.first_slot, each.first_slot + each.join.workers)
-            for each in [*self.here.values(), *self.away]
-            if each.first_slot is not None
+            (other.first_slot, other.first_slot + other.join.workers)
+            for other in [*self.here.values(), *self.away]
+            if other.first_slot is not None
         )
         first = 0
         for begin, end in taken:
@@ -142,7 +142,7 @@ class MachineRegistry:
             first = max(first, end)
         machine.first_slot = first
         ends = [end for _, end in taken]
-        slots = max(sum(each.join.workers for each in self.here.values()), first + machine.join.workers, *ends, 0)
+        slots = max(sum(other.join.workers for other in self.here.values()), first + machine.join.workers, *ends, 0)
         return StartSlots(machine.number, first, slots, run_id, self.store() or "")
 
 
@@ -286,7 +286,7 @@ class ElasticController:
         machines.count = 1 + max([*(peer.number for peer in known.peers), *known.ended, *reports])
         self._coordinator = self._make_coordinator(str(home), next_term(known.term, home), machines.store() or "")
         addresses = {number: join.listens for number, (_, join) in joins.items()}
-        stores = {each.number: machines.served_by(each) for each in machines.here.values()}
+        stores = {machine.number: machines.served_by(machine) for machine in machines.here.values()}
         given = self._coordinator.resume(list(reports.values()), now_s, addresses, stores)
         return [*self._learn_of(failures), *self._carry(given)]
 
@@ -328,7 +328,7 @@ class ElasticController:
 
     def is_here(self, number: int) -> bool:
         """Returns whether a machine is connected."""
-        return any(each.number == number for each in self._machines.here.values())
+        return any(machine.number == number for machine in self._machines.here.values())
 
     def heard_of(self, other: Running, now_s: float) -> Orders:
         """Gives way to a job that runs already, or waits until that job has found a coordinator."""
@@ -369,7 +369,7 @@ class ElasticController:
             return self._carry(self._coordinator.tick(now_s))
         if now_s < self.started_s + self.policy.join_timeout_s:
             return []
-        hosts = [each.join.host for each in self._machines.here.values()]
+        hosts = [machine.join.host for machine in self._machines.here.values()]
         return self._over(
             JobEnded(
                 1,
@@ -396,11 +396,11 @@ class ElasticController:
         if len(machines.here) < wanted or machines.store() is None:
             return [(node, NotifyOrder(f"{len(machines.here)} of {wanted} machines are here; waiting for the others"))]
         self._is_gathered = True
-        machines.home = next(each.number for each in machines.here.values() if each.join.serves)
+        machines.home = next(machine.number for machine in machines.here.values() if machine.join.serves)
         if not machines.is_lone:
             self._coordinator = self._make_coordinator(str(machines.home), store=machines.store() or "")
             self._coordinator.hold_back(self._quiet_until_s)
-        return [order for each in list(machines.here) for order in self._take_in(each, now_s)]
+        return [order for name in list(machines.here) for order in self._take_in(name, now_s)]
 
     def _take_in(self, node: str, now_s: float) -> Orders:
         machine, name, coordinator = self._machines.here[node], self._machines.name(node), self._coordinator
@@ -428,7 +428,7 @@ class ElasticController:
         machines = self._machines
         machines.here[node].slots = report.count
         told = self._learn_of(report.failures)
-        is_over = not any(each.slots for each in machines.here.values())
+        is_over = not any(machine.slots for machine in machines.here.values())
         if is_over and not self._blame.failures and not self._has_spoken:
             return self._over(JobEnded(0))  # the script has no elastic loop, and has completed
         return [*told, *self._carry(self._coordinator.slots_changed(machines.name(node), report.count, now_s))]

@@ -57,14 +57,14 @@ class ReplayableMessages:
         """Adds the worker's next message, and removes those that it replaces."""
         match message:
             case Ready():
-                self.messages = [each for each in self.messages if isinstance(each, Leaving)]
+                self.messages = [entry for entry in self.messages if isinstance(entry, Leaving)]
             case Installed():
                 self._forget(Installed, Broken, CaughtUp)
             case CaughtUp():
                 self._forget(CaughtUp)
             case TransferReady():
-                given = [each for each in self.messages if isinstance(each, TransferReady)]
-                self.messages = [each for each in self.messages if each not in given[: 1 - _TRANSFERS_KEPT]]
+                given = [entry for entry in self.messages if isinstance(entry, TransferReady)]
+                self.messages = [entry for entry in self.messages if entry not in given[: 1 - _TRANSFERS_KEPT]]
             case Broken():
                 self._forget(Broken)
             case Leaving():
@@ -74,7 +74,7 @@ class ReplayableMessages:
         self.messages.append(message)
 
     def _forget(self, *kinds: type[FromWorker]) -> None:
-        self.messages = [each for each in self.messages if not isinstance(each, kinds)]
+        self.messages = [message for message in self.messages if not isinstance(message, kinds)]
 
 
 _REMEMBERED = 256  # workers that have ended
@@ -158,7 +158,7 @@ class MachineState:
     def report(self) -> MachineReport:
         """Returns the report to a coordinator that is followed from now on."""
         workers = [
-            WorkerReport(uid, tuple(each.standing.messages), each.stalled) for uid, each in self._workers.items()
+            WorkerReport(uid, tuple(worker.standing.messages), worker.stalled) for uid, worker in self._workers.items()
         ]
         ended = tuple((uid, how, code) for uid, (how, code) in self._ended.items())
         return MachineReport(
@@ -184,8 +184,10 @@ class ReportedFailures:
 
     def add(self, failures: Iterable[WorkerFailure]) -> bool:
         """Adds failures up to a limit; returns whether any is new."""
-        known = {(each.host, each.pid) for each in self.failures}
-        new = [each for each in failures if (each.host, each.pid) not in known][: MOST_FAILURES - len(self.failures)]
+        known = {(failure.host, failure.pid) for failure in self.failures}
+        new = [failure for failure in failures if (failure.host, failure.pid) not in known][
+            : MOST_FAILURES - len(self.failures)
+        ]
         self.failures = shortened([*self.failures, *new])
         return bool(new)
 

@@ -86,7 +86,7 @@ class StandbyController:
             times_s = [self._steering.deadline_s]
             if self._steering.lacks_quorum_s is not None:
                 times_s.append(self._steering.lacks_quorum_s + RESIGN_S)
-            return min((each for each in times_s if each is not None), default=None)
+            return min((time_s for time_s in times_s if time_s is not None), default=None)
 
     def reported(self, node: str, report: Report, now_s: float) -> Orders:
         """Handles another launcher's report."""
@@ -157,7 +157,7 @@ class StandbyController:
 
     def _gone(self, node: str, now_s: float) -> Orders:
         number = self._nodes.pop(node, None)
-        self._said = [each for each in self._said if each[0] != node]
+        self._said = [entry for entry in self._said if entry[0] != node]
         if number is not None and self._candidacy is not None:
             self._candidacy.left(number, now_s)
         return []
@@ -181,7 +181,7 @@ class StandbyController:
         self._candidacy, self._said, self._nodes = None, [], {}
         joins = {nodes[node]: (node, report) for node, report in said if isinstance(report, JoinJob) and node in nodes}
         self._steering = ElasticController(self._policy, self._options, now_s)
-        failures = [each for node, report in said if isinstance(report, Follow) for each in report.failures]
+        failures = [failure for node, report in said if isinstance(report, Follow) for failure in report.failures]
         orders = self._steering.resume(self._number, candidacy.reports, joins, failures, now_s)
         for node, report in said:
             is_new = node not in nodes and isinstance(report, JoinJob)

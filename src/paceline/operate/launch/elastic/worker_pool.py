@@ -348,7 +348,7 @@ class WorkerPool:
     def end(self, number: int) -> None:
         """Sends a signal that ends workers, including stopped ones, and starts no more."""
         self._forker.cancel()
-        for member in [each for each in self.members.values() if each.worker is None]:
+        for member in [worker for worker in self.members.values() if worker.worker is None]:
             self._forget(member)
         self.signal(number)
         self.signal(signal.SIGCONT)  # a stopped worker handles the signal before its program continues
@@ -367,8 +367,12 @@ class WorkerPool:
     def deadline_s(self) -> float | None:
         """The time (monotonic) at which `tick` must be called, or None."""
         followings = [member.following for member in self.members.values() if member.following is not None]
-        times_s = [self.stopped.deadline_s, self._forker.deadline_s, *(each.deadline_s for each in followings)]
-        return min((each for each in times_s if each is not None), default=None)
+        times_s = [
+            self.stopped.deadline_s,
+            self._forker.deadline_s,
+            *(following.deadline_s for following in followings),
+        ]
+        return min((time_s for time_s in times_s if time_s is not None), default=None)
 
     def tick(self, now_s: float) -> None:
         """Carries out the work that is due."""

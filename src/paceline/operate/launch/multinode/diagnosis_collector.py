@@ -1,7 +1,7 @@
-"""Controllers that wrap another one: `DiagnosisCollector` merges the nodes' snapshots into one diagnosis for the user,
-and `DashboardRelay` passes the live page's data between nodes.
+"""Controllers that wrap another one: `DiagnosisCollector` and `DashboardRelay`.
 
-Like the controllers they wrap, they are state machines without sockets or a clock.
+The former merges the nodes' snapshots into one diagnosis for the user; the latter passes the live page's data between
+nodes. Like the controllers they wrap, they are state machines without sockets or a clock.
 """
 
 from __future__ import annotations
@@ -169,9 +169,9 @@ class DiagnosisCollector(ControllerMiddleware):
     @property
     def deadline_s(self) -> float | None:
         """The time at which `tick` must be called, or None."""
-        rounds = [each.deadline_s for each in (self._stall, self._failure) if each is not None]
+        rounds = [collection.deadline_s for collection in (self._stall, self._failure) if collection is not None]
         own_s = min(rounds, default=None)
-        known = [each for each in (self.inner.deadline_s, own_s) if each is not None]
+        known = [time_s for time_s in (self.inner.deadline_s, own_s) if time_s is not None]
         return min(known, default=None)
 
     def reported(self, node: str, report: Report, now_s: float) -> Orders:
@@ -243,7 +243,7 @@ class DiagnosisCollector(ControllerMiddleware):
         if (verdict is None or not verdict.is_certain) and self._stall.goes_on():
             return []
         pictures, self._stall = self._stall.pictures.values(), None
-        stalls = [since_s for each in pictures if (since_s := each.stalled_since_s) is not None]
+        stalls = [since_s for snapshot in pictures if (since_s := snapshot.stalled_since_s) is not None]
         return [] if verdict is None or not stalls else self._tell_verdict(verdict, min(stalls))
 
     def _conclude_failure(self, finished: SnapshotCollection, now_s: float) -> Orders:
@@ -267,7 +267,7 @@ class DiagnosisCollector(ControllerMiddleware):
         from paceline.operate.diagnosis.machine_snapshot import job_snapshot_of
 
         return explain_or_default(
-            lambda: diagnose(job_snapshot_of((each.by(now_s) for each in pictures.values()), self.word)), None
+            lambda: diagnose(job_snapshot_of((snapshot.by(now_s) for snapshot in pictures.values()), self.word)), None
         )
 
     def _tell(self, text: str, blamed: tuple[int, ...] | None = None) -> Orders:
@@ -295,7 +295,7 @@ class DiagnosisCollector(ControllerMiddleware):
         if end.code == 0:
             from paceline.operate.diagnosis.stragglers import describe_slowdowns
 
-            pictures = [each.picture for each in self._last.values()]
+            pictures = [snapshot.picture for snapshot in self._last.values()]
             return explain_or_default(lambda: describe_slowdowns(pictures, self.word), [])
         seen = self._failure.pictures if self._failure is not None else {}
         verdict = self._verdict({**seen, **self._last}, now_s) if seen or (self._last and end.failures) else None
@@ -306,9 +306,9 @@ class DiagnosisCollector(ControllerMiddleware):
 
     def _forget(self, node: str) -> None:
         super()._forget(node)
-        for each in (self._stall, self._failure):
-            if each is not None:
-                each.missing.discard(node)
+        for collection in (self._stall, self._failure):
+            if collection is not None:
+                collection.missing.discard(node)
 
 
 def _is_of_calls(picture: MachineSnapshot) -> bool:

@@ -54,7 +54,7 @@ def assign_ranks(
     sizes = [join.workers for join in joins]
     starts = []
     for index, join in enumerate(joins):
-        role_sizes = [each.workers if each.role == join.role else 0 for each in joins]
+        role_sizes = [other.workers if other.role == join.role else 0 for other in joins]
         start = Start(
             generation=generation,
             restart_count=restart_count,
@@ -68,7 +68,7 @@ def assign_ranks(
             role_world_size=sum(role_sizes),
             master_addr=joins[0].address,
             master_port=port or joins[0].port,
-            hosts=tuple(each.host for each in joins),
+            hosts=tuple(other.host for other in joins),
             store_port=joins[0].store_port,
         )
         starts.append(start)
@@ -238,7 +238,7 @@ class Membership:
             self.nodes[node] = msgspec.structs.replace(self.nodes[node], port=report.port, store_port=report.store_port)
         if report.generation == self.generation:
             known = {(failure.rank, failure.pid) for failure in self._failures}
-            self._failures += [each for each in report.failures if (each.rank, each.pid) not in known]
+            self._failures += [failure for failure in report.failures if (failure.rank, failure.pid) not in known]
         return self._closed(node, report.generation, now_s)
 
     def left(self, node: str, leave: Leave, now_s: float) -> Orders:
@@ -270,7 +270,7 @@ class Membership:
         return self._gather(now_s) if self.phase is MembershipPhase.GATHERING else []
 
     def _wrong_number(self, join: JoinJob) -> str | None:
-        holder = next((each for each in self.nodes.values() if each.node_rank == join.node_rank), None)
+        holder = next((node for node in self.nodes.values() if node.node_rank == join.node_rank), None)
         if join.node_rank is None or join.node_rank >= self.policy.max_nodes:
             return f"--node-rank {join.node_rank} is not from 0 to {self.policy.max_nodes - 1}"
         if holder is not None:
@@ -340,7 +340,7 @@ class Membership:
 
     def _generation_over(self, now_s: float) -> Orders:
         """Returns the orders after the last worker of a generation has ended."""
-        explained = self._makes_room or (bool(self._lost) and all(each.is_consequence for each in self._failures))
+        explained = self._makes_room or (bool(self._lost) and all(failure.is_consequence for failure in self._failures))
         if self._finished == {*self.members}:
             return self._end(JobEnded(0))
         if not self._failures or explained:
@@ -358,7 +358,7 @@ class Membership:
 
     def _causes(self) -> tuple[WorkerFailure, ...]:
         """Returns the failures of this generation, unless a lost node explains them all."""
-        is_over = self.phase is MembershipPhase.GATHERING or all(each.is_consequence for each in self._failures)
+        is_over = self.phase is MembershipPhase.GATHERING or all(failure.is_consequence for failure in self._failures)
         return () if is_over else shortened(self._failures)
 
     def _begin_gathering(self, now_s: float) -> Orders:

@@ -45,7 +45,7 @@ class MeetingClient(Protocol):
         """Returns the estimated offset to the clock of the machine that serves the meeting."""
 
     def send(self, report: Report) -> None:
-        """Sends a report without blocking for long. It does not fail if the meeting is lost; a JobEnded arrives then."""
+        """Sends a report without blocking for long. If the meeting is lost, it does not fail; a JobEnded arrives."""
 
     def receive(self) -> list[Order]:
         """Returns the orders that have arrived."""
@@ -237,7 +237,7 @@ def host_to_serve_on(name: str, serves: bool) -> str | None:
     if name == "localhost" or name.replace(".", "").isdecimal() or ":" in name:
         return name
     try:
-        addresses = [str(each[4][0]) for each in socket.getaddrinfo(resolver_name(name), None, type=socket.SOCK_STREAM)]
+        addresses = [str(info[4][0]) for info in socket.getaddrinfo(resolver_name(name), None, type=socket.SOCK_STREAM)]
     except OSError:
         return own_address() if serves else None
     return own_address() if all(map(is_loopback, addresses)) else name

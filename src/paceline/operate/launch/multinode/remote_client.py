@@ -84,8 +84,8 @@ class ServerConnection:
         self._sending = threading.Lock()
         self._closed = threading.Event()
         self._threads = [
-            threading.Thread(target=each, name="paceline-meeting-client", daemon=True)
-            for each in (self._read, self._beat)
+            threading.Thread(target=target, name="paceline-meeting-client", daemon=True)
+            for target in (self._read, self._beat)
         ]
 
     def start(self) -> None:

@@ -158,8 +158,8 @@ class MeetingServer:
         self._turned_s = time.monotonic()  # when the serving thread last began a turn
         self._is_over = threading.Event()
         self._threads = [
-            threading.Thread(target=each, name=f"paceline-meeting{suffix}", daemon=True)
-            for each, suffix in ((self._serve, ""), (self._beat, "-beat"))
+            threading.Thread(target=target, name=f"paceline-meeting{suffix}", daemon=True)
+            for target, suffix in ((self._serve, ""), (self._beat, "-beat"))
         ]
         for thread in self._threads:
             thread.start()

@@ -81,129 +81,6 @@ from paceline.train.elastic.protocol import (
 )
 
 
-def handle_message(job: ElasticJob, worker: WorkerRecord, message: FromWorker, now_s: float) -> None:
-    """Notes the content of a worker's message."""
-    match message:
-        case Ready():
-            _asked(job, worker, message, now_s)
-        case TransferReady():
-            offer_transfer(job, worker, message)
-        case CaughtUp():
-            admit_caught_up(job, worker, now_s)
-        case Installed():
-            job.breaks.went_on(message.round)
-            job.views.entered(worker, message.generation)
-        case Broken():
-            _broke(job, worker, message, now_s)
-        case Leaving():
-            worker.leaving = worker.leaving or message.reason
-            if worker.place is not WorkerPhase.MEMBER:
-                job.dismiss(worker, f"asked to end: {message.reason}")
-        case LoopFinished():
-            if not worker.has_finished:
-                worker.has_finished = True
-                job.finished.append(worker)
-
-
-def _asked(job: ElasticJob, worker: WorkerRecord, message: Ready, now_s: float) -> None:
-    """Makes a worker wait for a view. The request of a former member means that it no longer holds the state."""
-    if worker.place is WorkerPhase.MEMBER and worker.has_state:
-        worker.place, worker.has_state = WorkerPhase.OUTSIDE, False
-    fingerprint = message.fingerprint
-    reset_transfer(job, worker, message)
-    if worker.place is not WorkerPhase.OUTSIDE:
-        return
-    worker.fingerprint = fingerprint
-    if worker.leaving is not None or job.ending_s is not None:
-        job.dismiss(worker, f"asked to end: {worker.leaving}" if worker.leaving else "the job is done")
-    elif job.fingerprint is not None and job.fingerprint != fingerprint:
-        refuse_worker(job, worker, job.fingerprint)
-    else:
-        worker.place, worker.ready_s = WorkerPhase.READY, now_s
-        resend_offers(job, worker)
-
-
-def _broke(job: ElasticJob, worker: WorkerRecord, message: Broken, now_s: float) -> None:
-    """Notes broken connections, unless the worker was sent a later view that replaces them."""
-    views, breaks = job.views, job.breaks
-    breaks.went_on(message.round)
-    generation = message.generation
-    if (
-        worker.place is not WorkerPhase.MEMBER
-        or views.base is None
-        or generation < max(views.base.generation, worker.since)
-    ):
-        return
-    if not worker.has_state and worker not in views.base_team:
-        if message.round < 0:
-            worker.place = WorkerPhase.READY
-            return
-        worker.has_state = True  # it caught up or received the state before it lost the others
-    report = ConnectionFailure(generation, now_s + job.policy.break_patience_s)
-    breaks.reported(worker.uid, report, message.reason)
-
-
-def replay_messages(
-    job: ElasticJob, worker: WorkerRecord, said: Sequence[FromWorker], is_known: bool, now_s: float
-) -> None:
-    """Handles the messages that a worker sent while its machine was out of reach; some may be known already."""
-    is_in = any(isinstance(each, Installed) for each in said)
-    for message in said:
-        if isinstance(message, Ready) and is_known and is_in:
-            continue  # already known; it does not mean that the worker has lost its state
-        handle_message(job, worker, message, now_s)
-
-
-def add_machine(job: ElasticJob, machine: str, host: str, slots: int, address: str, store: str) -> None:
-    """Adds a machine, or one that reconnects."""
-    found = job.roster.machines.setdefault(machine, MachineRecord(machine, host, slots))
-    found.slots, found.is_reachable, found.named = slots, True, set()
-    found.address, found.store = address or found.address, store or found.store
-    found.replaces, found.has_left, found.has_said_so = found.replaces or found.has_left, False, False
-
-
-def add_worker(job: ElasticJob, found: MachineRecord, uid: str, said: Sequence[FromWorker], now_s: float) -> None:
-    """Adds a running worker, or updates one with the messages it sent while its machine was out of reach."""
-    if found.named is not None:
-        found.named.add(uid)
-    is_known = uid in job.roster.workers
-    worker = job.roster.workers.setdefault(uid, WorkerRecord(uid, found))
-    if not worker.lives:  # its machine was wrongly considered dead, and the others continued without it
-        job.orders.append(SendOrder(found.name, uid, Dismissed("the others have gone on without it")))
-        return
-    worker.runs()
-    if is_known:
-        job.remind(worker)
-    replay_messages(job, worker, said, is_known, now_s)
-
-
-def mark_unlisted_ended(job: ElasticJob, found: MachineRecord) -> None:
-    """Marks the workers as ended that a machine did not name after it reconnected."""
-    for worker in job.roster.workers.values():
-        if worker.machine is found and worker.lives and worker.uid not in (found.named or ()):
-            worker.ended, worker.was_drained = "while its machine was out of reach", False
-    found.named = None
-    begin_machines(job)
-
-
-def mark_unreachable(job: ElasticJob, found: MachineRecord, why: str, since_s: float) -> None:
-    """Notes that a machine is unreachable."""
-    found.is_reachable, found.lost_s = False, since_s
-    job.say(f"{found.host} cannot be reached: {why}")
-    begin_machines(job)
-
-
-def remove_machine(job: ElasticJob, found: MachineRecord, why: str, *, has_said_so: bool) -> None:
-    """Removes a machine and its workers."""
-    found.slots, found.has_begun, found.replaces = 0, False, False
-    found.has_left, found.has_said_so = True, has_said_so
-    for worker in job.roster.workers.values():
-        if worker.machine is found and worker.lives:
-            worker.ended, worker.was_drained = f"its machine left: {why}", False
-    job.say(f"{found.host} left: {why}")
-    begin_machines(job)
-
-
 class Coordinator:
     """The coordinator of an elastic job. Its `tick` must be called at `deadline_s` if no other event occurs before.
 
@@ -265,8 +142,8 @@ class Coordinator:
         resume(self._job, known, now_s)
         self._job.say(succession(known, int(self._home or 0)))
         self._is_resuming = True
-        for each in reports:
-            self.machine_returned(each, now_s, addresses.get(each.number, ""), stores.get(each.number, ""))
+        for report in reports:
+            self.machine_returned(report, now_s, addresses.get(report.number, ""), stores.get(report.number, ""))
         self._is_resuming = False
         return self._settle(now_s)
 
@@ -315,7 +192,10 @@ class Coordinator:
         """
         if (over := self._job.over) is not None:
             return [over]
-        add_machine(self._job, machine, host, slots, address, store)
+        found = self._roster.machines.setdefault(machine, MachineRecord(machine, host, slots))
+        found.slots, found.is_reachable, found.named = slots, True, set()
+        found.address, found.store = address or found.address, store or found.store
+        found.replaces, found.has_left, found.has_said_so = found.replaces or found.has_left, False, False
         return []
 
     def machine_listed(self, machine: str, now_s: float) -> CoordinatorOrders:
@@ -323,7 +203,11 @@ class Coordinator:
         found = self._roster.machines.get(machine)
         if found is None or found.named is None:
             return []
-        mark_unlisted_ended(self._job, found)
+        for worker in self._roster.workers.values():
+            if worker.machine is found and worker.lives and worker.uid not in found.named:
+                worker.ended, worker.was_drained = "while its machine was out of reach", False
+        found.named = None
+        begin_machines(self._job)
         return self._settle(now_s)
 
     def machine_lost(self, machine: str, why: str, now_s: float, silent_s: float = 0.0) -> CoordinatorOrders:
@@ -338,7 +222,9 @@ class Coordinator:
         found = self._roster.machines.get(machine)
         if found is None or not found.is_reachable:
             return []
-        mark_unreachable(self._job, found, why, now_s - silent_s)
+        found.is_reachable, found.lost_s = False, now_s - silent_s
+        self._job.say(f"{found.host} cannot be reached: {why}")
+        begin_machines(self._job)
         return self._settle(now_s)
 
     def machine_leaves(self, machine: str, now_s: float) -> CoordinatorOrders:
@@ -352,7 +238,13 @@ class Coordinator:
         found = self._roster.machines.get(machine)
         if found is None:
             return []
-        remove_machine(self._job, found, why, has_said_so=has_said_so)
+        found.slots, found.has_begun, found.replaces = 0, False, False
+        found.has_left, found.has_said_so = True, has_said_so
+        for worker in self._roster.workers.values():
+            if worker.machine is found and worker.lives:
+                worker.ended, worker.was_drained = f"its machine left: {why}", False
+        self._job.say(f"{found.host} left: {why}")
+        begin_machines(self._job)
         return self._settle(now_s)
 
     def slots_changed(self, machine: str, slots: int, now_s: float) -> CoordinatorOrders:
@@ -378,7 +270,17 @@ class Coordinator:
         found = self._roster.machines.get(machine)
         if found is None or self._job.over is not None:
             return []
-        add_worker(self._job, found, uid, said, now_s)
+        if found.named is not None:
+            found.named.add(uid)
+        is_known = uid in self._roster.workers
+        worker = self._roster.workers.setdefault(uid, WorkerRecord(uid, found))
+        if worker.lives:
+            worker.runs()
+            if is_known:
+                self._job.remind(worker)
+            replay_messages(self._job, worker, said, is_known, now_s)
+        else:  # its machine was wrongly considered dead, and the others continued without it
+            self._job.orders.append(SendOrder(found.name, uid, Dismissed("the others have gone on without it")))
         return self._settle(now_s)
 
     def worker_stalled(self, uid: str, why: str, now_s: float) -> CoordinatorOrders:
@@ -479,3 +381,76 @@ class Coordinator:
         if self._home is not None and term > views.term:
             views.term = next_term(term, int(self._home))
             views.must_meet = views.latest is not None
+
+
+def handle_message(job: ElasticJob, worker: WorkerRecord, message: FromWorker, now_s: float) -> None:
+    """Notes the content of a worker's message."""
+    match message:
+        case Ready():
+            _asked(job, worker, message, now_s)
+        case TransferReady():
+            offer_transfer(job, worker, message)
+        case CaughtUp():
+            admit_caught_up(job, worker, now_s)
+        case Installed():
+            job.breaks.went_on(message.round)
+            job.views.entered(worker, message.generation)
+        case Broken():
+            _broke(job, worker, message, now_s)
+        case Leaving():
+            worker.leaving = worker.leaving or message.reason
+            if worker.place is not WorkerPhase.MEMBER:
+                job.dismiss(worker, f"asked to end: {message.reason}")
+        case LoopFinished():
+            if not worker.has_finished:
+                worker.has_finished = True
+                job.finished.append(worker)
+
+
+def _asked(job: ElasticJob, worker: WorkerRecord, message: Ready, now_s: float) -> None:
+    """Makes a worker wait for a view. The request of a former member means that it no longer holds the state."""
+    if worker.place is WorkerPhase.MEMBER and worker.has_state:
+        worker.place, worker.has_state = WorkerPhase.OUTSIDE, False
+    fingerprint = message.fingerprint
+    reset_transfer(job, worker, message)
+    if worker.place is not WorkerPhase.OUTSIDE:
+        return
+    worker.fingerprint = fingerprint
+    if worker.leaving is not None or job.ending_s is not None:
+        job.dismiss(worker, f"asked to end: {worker.leaving}" if worker.leaving else "the job is done")
+    elif job.fingerprint is not None and job.fingerprint != fingerprint:
+        refuse_worker(job, worker, job.fingerprint)
+    else:
+        worker.place, worker.ready_s = WorkerPhase.READY, now_s
+        resend_offers(job, worker)
+
+
+def _broke(job: ElasticJob, worker: WorkerRecord, message: Broken, now_s: float) -> None:
+    """Notes broken connections, unless the worker was sent a later view that replaces them."""
+    views, breaks = job.views, job.breaks
+    breaks.went_on(message.round)
+    generation = message.generation
+    if (
+        worker.place is not WorkerPhase.MEMBER
+        or views.base is None
+        or generation < max(views.base.generation, worker.since)
+    ):
+        return
+    if not worker.has_state and worker not in views.base_team:
+        if message.round < 0:
+            worker.place = WorkerPhase.READY
+            return
+        worker.has_state = True  # it caught up or received the state before it lost the others
+    report = ConnectionFailure(generation, now_s + job.policy.break_patience_s)
+    breaks.reported(worker.uid, report, message.reason)
+
+
+def replay_messages(
+    job: ElasticJob, worker: WorkerRecord, said: Sequence[FromWorker], is_known: bool, now_s: float
+) -> None:
+    """Handles the messages that a worker sent while its machine was out of reach; some may be known already."""
+    is_in = any(isinstance(entry, Installed) for entry in said)
+    for message in said:
+        if isinstance(message, Ready) and is_known and is_in:
+            continue  # already known; it does not mean that the worker has lost its state
+        handle_message(job, worker, message, now_s)

@@ -92,7 +92,9 @@ class ConnectionFailures:
 
     def are_too_many(self, policy: CoordinatorPolicy, now_s: float) -> bool:
         """Counts one more view that was forced without a death; returns whether the job should give up."""
-        self._forced_s = [each for each in self._forced_s if now_s - each < policy.breaks_within_s] + [now_s]
+        self._forced_s = [forced_s for forced_s in self._forced_s if now_s - forced_s < policy.breaks_within_s] + [
+            now_s
+        ]
         return len(self._forced_s) > policy.most_breaks
 
 
@@ -170,11 +172,11 @@ class ElasticJob:
     def give(self, members: Sequence[WorkerRecord], *, is_planned: bool) -> None:
         """Issues the next view, and sends it to its members and to the workers that it leaves out."""
         outside = (
-            [each for each in self.roster.workers.values() if each.place is WorkerPhase.OUTSIDE]
+            [worker for worker in self.roster.workers.values() if worker.place is WorkerPhase.OUTSIDE]
             if self.is_shared
             else []
         )
-        told = {each.uid: each for each in [*members, *self.views.concerned, *outside]}
+        told = {worker.uid: worker for worker in [*members, *self.views.concerned, *outside]}
         must_wait = len(members) < self.policy.min_workers and self.ending_s is None
         self.views.give(members, is_planned=is_planned, must_wait=must_wait)
         if not is_planned:
@@ -213,9 +215,9 @@ class ElasticJob:
 
     def open_transfers(self) -> list[StateTransfer]:
         """Returns the transfers whose receivers have not caught up, as far as is known, oldest first."""
-        receivers = [each for each in self.roster.workers.values() if each.lives and not each.has_state]
-        found = [each.transfer for each in receivers if each.transfer is not None]
-        return sorted([*found, *self.transfers.values()], key=lambda each: each.number)
+        receivers = [worker for worker in self.roster.workers.values() if worker.lives and not worker.has_state]
+        found = [receiver.transfer for receiver in receivers if receiver.transfer is not None]
+        return sorted([*found, *self.transfers.values()], key=lambda transfer: transfer.number)
 
     def end(self, end: EndOrder) -> None:
         """Ends the job."""

@@ -154,7 +154,7 @@ class CoordinatorSearch:
             return Pause(_PAUSE_S * (1 + self.chance()))
         if number != self.me:
             return TryMachine(number)
-        before = [self.answers[each] for each in self.answers if each < self.me]
+        before = [answer for number, answer in self.answers.items() if number < self.me]
         if now_s < self._waits_until_s and (ContactResult.ELSEWHERE in before or ContactResult.SEEKING in before):
             self._order = []
             return Pause(_PAUSE_S)
@@ -242,7 +242,7 @@ class Candidacy:
         if self._enough_s is None:
             return False
         known = merge_reports(self.reports.values())
-        awaited = [each.number for each in known.peers if each.number not in known.ended]
+        awaited = [peer.number for peer in known.peers if peer.number not in known.ended]
         return now_s >= self._enough_s + GATHER_S or all(number in self.reports for number in awaited)
 
     def _count(self, now_s: float) -> None:
@@ -261,8 +261,8 @@ def merge_reports(reports: Iterable[MachineReport]) -> ReplicatedJobState:
     earlier view counts.
     """
     known = list(reports)
-    dead = ReplicatedJobState(dead=tuple(uid for each in known for uid, _, _ in each.ended))
-    merged = merge_job_states([dead, *(each.knowledge for each in known)])
+    dead = ReplicatedJobState(dead=tuple(uid for report in known for uid, _, _ in report.ended))
+    merged = merge_job_states([dead, *(report.knowledge for report in known)])
     entered = {
         message.generation
         for report in known

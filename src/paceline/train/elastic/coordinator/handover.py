@@ -52,7 +52,7 @@ def replication_orders(job: ElasticJob, home: int) -> CoordinatorOrders:
 def _knowledge(job: ElasticJob, home: int) -> ReplicatedJobState:
     views, workers = job.views, job.roster.workers
     members = {uid for view in views.since_complete for uid in view.members}
-    machines = sorted(job.roster.machines.values(), key=lambda each: int(each.name))
+    machines = sorted(job.roster.machines.values(), key=lambda machine: int(machine.name))
     return ReplicatedJobState(
         term=views.term,
         coordinator=home,
@@ -60,8 +60,12 @@ def _knowledge(job: ElasticJob, home: int) -> ReplicatedJobState:
         complete=views.completed,
         views=tuple(views.since_complete),
         dead=tuple(sorted(uid for uid in members if not workers[uid].lives)),
-        ended=tuple(int(each.name) for each in machines if each.has_left and each.has_said_so),
-        peers=tuple(LauncherAddress(int(each.name), each.host, each.address) for each in machines if not each.has_left),
+        ended=tuple(int(machine.name) for machine in machines if machine.has_left and machine.has_said_so),
+        peers=tuple(
+            LauncherAddress(int(machine.name), machine.host, machine.address)
+            for machine in machines
+            if not machine.has_left
+        ),
         transfers=tuple(job.open_transfers()),
         job=job.identity,
     )
@@ -85,7 +89,9 @@ def resume(job: ElasticJob, known: ReplicatedJobState, now_s: float) -> None:
         found = job.roster.machines.setdefault(name, _absent(name, f"machine {name}", lost_s))
         found.replaces, found.has_left, found.has_said_so = False, True, True
     job.views.resume(known.views, known.complete)
-    job.transfers = {each.receiver: each for each in known.transfers if not known.is_dead(each.receiver)}
+    job.transfers = {
+        transfer.receiver: transfer for transfer in known.transfers if not known.is_dead(transfer.receiver)
+    }
 
 
 def succession(known: ReplicatedJobState, home: int) -> str:
@@ -136,18 +142,20 @@ def choose_successor(job: ElasticJob, retirement: CoordinatorHandover, now_s: fl
     views, before, unfit_s = job.views, retirement.successor, retirement.unfit_s
     if before is not None and job.breaks.waiting and views.is_on_its_way_to(before.store):
         unfit_s[before] = now_s + _UNFIT_S
-    able = [each for each in job.roster.machines.values() if each is not retirement.home and _may_succeed(each)]
-    fit = [each for each in able if now_s >= unfit_s.get(each, now_s)]
+    able = [
+        machine for machine in job.roster.machines.values() if machine is not retirement.home and _may_succeed(machine)
+    ]
+    fit = [machine for machine in able if now_s >= unfit_s.get(machine, now_s)]
     if able and not fit:
-        job.due_s.append(min(unfit_s[each] for each in able))
-    retirement.successor = min(fit, key=lambda each: (not each.slots, int(each.name)), default=None)
+        job.due_s.append(min(unfit_s[machine] for machine in able))
+    retirement.successor = min(fit, key=lambda machine: (not machine.slots, int(machine.name)), default=None)
     job.views.store = retirement.store if retirement.successor is None else retirement.successor.store
     job.must_move = retirement.successor is not None and not _has_workers(job, retirement.home)
 
 
 def may_hand_over(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) -> bool:
     """Returns whether the successor can be ordered to stand now."""
-    stays = any(each.trains and each.leaving is None for each in job.views.team)
+    stays = any(worker.trains and worker.leaving is None for worker in job.views.team)
     is_needed = job.over is None and job.ending_s is None and stays
     if not is_needed or retirement.successor is None or _has_workers(job, retirement.home):
         retirement.empty_s = None
@@ -180,8 +188,10 @@ def tell_others(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) 
     if retirement.is_over or not (stands or now_s >= deadline_s(retirement)):
         return None
     retirement.is_over = True
-    told = [each for each in job.roster.machines.values() if each.is_reachable and each is not retirement.home]
-    return [HandoverOrder(each.name, int(successor.name)) for each in [*told, retirement.home]]
+    told = [
+        machine for machine in job.roster.machines.values() if machine.is_reachable and machine is not retirement.home
+    ]
+    return [HandoverOrder(machine.name, int(successor.name)) for machine in [*told, retirement.home]]
 
 
 def deadline_s(retirement: CoordinatorHandover) -> float:
@@ -195,7 +205,7 @@ def _may_succeed(machine: MachineRecord) -> bool:
 
 
 def _has_workers(job: ElasticJob, machine: MachineRecord) -> bool:
-    return any(each.lives and each.machine is machine for each in job.roster.workers.values())
+    return any(worker.lives and worker.machine is machine for worker in job.roster.workers.values())
 
 
 def _has_settled(job: ElasticJob) -> bool:

@@ -43,12 +43,12 @@ def finish_job(job: ElasticJob, now_s: float) -> None:
             machine.replaces = False
             job.orders.append(CloseSlotsOrder(machine.name, "the job is done"))
     missing = _waits_for(job, finished)
-    for each in job.roster.workers.values():
-        if each.lives and each.place in (WorkerPhase.READY, WorkerPhase.MEMBER) and each not in missing:
-            job.dismiss(each, "the job is done")
-    if any(each.is_here for each in missing):
+    for worker in job.roster.workers.values():
+        if worker.lives and worker.place in (WorkerPhase.READY, WorkerPhase.MEMBER) and worker not in missing:
+            job.dismiss(worker, "the job is done")
+    if any(member.is_here for member in missing):
         return
-    is_safe = any(not each.lives and each.exit_code == 0 for each in finished)
+    is_safe = any(not member.lives and member.exit_code == 0 for member in finished)
     until_s = job.ending_s + (job.policy.hope_s if is_safe else job.policy.quorum_timeout_s)
     if missing and now_s < until_s:
         job.due_s.append(until_s)
@@ -62,11 +62,13 @@ def _waits_for(job: ElasticJob, finished: list[WorkerRecord]) -> list[WorkerReco
     These are the workers that have finished, whose scripts may continue after the loop, and the members of their last
     views: they have the final state, since the finished worker could not have completed without them.
     """
-    with_them = {uid for each in finished for uid in job.views.members_of(each.installed)}
+    with_them = {uid for worker in finished for uid in job.views.members_of(worker.installed)}
     members = [
-        each for each in job.roster.workers.values() if each.place is WorkerPhase.MEMBER and each.uid in with_them
+        worker
+        for worker in job.roster.workers.values()
+        if worker.place is WorkerPhase.MEMBER and worker.uid in with_them
     ]
-    return [each for each in {id(each): each for each in [*finished, *members]}.values() if each.lives]
+    return [worker for worker in {worker.uid: worker for worker in [*finished, *members]}.values() if worker.lives]
 
 
 def _exit_of(finished: list[WorkerRecord]) -> EndOrder:
@@ -74,10 +76,10 @@ def _exit_of(finished: list[WorkerRecord]) -> EndOrder:
 
     A worker may be killed after its loop without harm if another completed, since all have the same state.
     """
-    for each in finished:
-        if each.exit_code > 0:
-            return EndOrder(each.exit_code, f"After its last round, {each.absence}.")
-    if all(not each.lives and each.exit_code < 0 for each in finished):
+    for worker in finished:
+        if worker.exit_code > 0:
+            return EndOrder(worker.exit_code, f"After its last round, {worker.absence}.")
+    if all(not member.lives and member.exit_code < 0 for member in finished):
         return EndOrder(1, f"After the last round, {finished[0].absence}, and no other worker came to its end.")
     return EndOrder(0)
 
@@ -85,9 +87,9 @@ def _exit_of(finished: list[WorkerRecord]) -> EndOrder:
 def has_closed(job: ElasticJob) -> bool:
     """Returns whether all members were asked to leave and dismissed; ends the job after the last of them."""
     members = job.views.concerned
-    if not members or any(each.place is not WorkerPhase.DISMISSED for each in members):
+    if not members or any(worker.place is not WorkerPhase.DISMISSED for worker in members):
         return False
-    if not any(each.is_here for each in members):
+    if not any(worker.is_here for worker in members):
         job.end(
             EndOrder(1, "All workers were asked to leave before the last round, and nobody was left to hand over to.")
         )
@@ -112,8 +114,8 @@ def admissible_workers(job: ElasticJob) -> list[WorkerRecord]:
     """
     views = job.views
     is_idle = views.latest is not None and views.latest.must_wait
-    is_idle = is_idle or all(each.leaving is not None for each in views.team)
-    return [each for each in job.roster.ready() if is_idle or each.has_caught_up or not each.learns]
+    is_idle = is_idle or all(worker.leaving is not None for worker in views.team)
+    return [worker for worker in job.roster.ready() if is_idle or worker.has_caught_up or not worker.learns]
 
 
 def offer_transfer(job: ElasticJob, sender: WorkerRecord, message: TransferReady) -> None:
@@ -181,17 +183,17 @@ def _may_be_given(job: ElasticJob, receiver: WorkerRecord) -> bool:
     if receiver.transfer is None:
         return False
     senders = [job.roster.workers.get(uid) for uid in receiver.transfer.senders if uid not in receiver.refusals]
-    return bool(receiver.offers) or any(each is not None and each.trains for each in senders)
+    return bool(receiver.offers) or any(worker is not None and worker.trains for worker in senders)
 
 
 def _begin(job: ElasticJob, receiver: WorkerRecord) -> None:
     """Chooses the senders, preferring the receiver's own machine, and announces the transfer to all members."""
-    able = [each for each in job.views.team if each.trains and each.has_state and each.leaving is None]
-    able.sort(key=lambda each: (each.machine is not receiver.machine, each.uid))
+    able = [worker for worker in job.views.team if worker.trains and worker.has_state and worker.leaving is None]
+    able.sort(key=lambda member: (member.machine is not receiver.machine, member.uid))
     if not able:
         return
     chosen = able[:SENDERS_OF_A_TRANSFER]
-    transfer = StateTransfer(job.views.next_number(), receiver.uid, tuple(each.uid for each in chosen))
+    transfer = StateTransfer(job.views.next_number(), receiver.uid, tuple(member.uid for member in chosen))
     receiver.transfer, receiver.refusals, receiver.offers = transfer, set(), []
     for member in job.views.team:
         job.tell(member, transfer)
@@ -205,9 +207,9 @@ def change_membership(job: ElasticJob, now_s: float) -> bool:
     views = job.views
     if views.latest is None or not views.is_complete or job.breaks.waiting:
         return False
-    if any(each.lives and not each.machine.is_reachable for each in views.team):
+    if any(worker.lives and not worker.machine.is_reachable for worker in views.team):
         return False  # wait until they reconnect or are left out
-    leavers = [each for each in views.team if each.leaving is not None]
+    leavers = [worker for worker in views.team if worker.leaving is not None]
     ready = admissible_workers(job)
     if _are_too_few(job, views.latest, now_s):
         return True
@@ -216,14 +218,14 @@ def change_membership(job: ElasticJob, now_s: float) -> bool:
         return False
     if not ready and len(leavers) == len(views.team):
         return _dismiss_last(job, leavers, now_s)
-    is_urgent = leavers or moves or any(each.has_caught_up for each in ready)
+    is_urgent = leavers or moves or any(worker.has_caught_up for worker in ready)
     due_s = now_s if is_urgent else ready[0].ready_s + job.policy.gather_s
     if now_s < due_s:
         job.due_s.append(due_s)
         return False
     if not views.is_allowed():
         return False
-    staying = [each for each in views.team if each.leaving is None] or views.team
+    staying = [worker for worker in views.team if worker.leaving is None] or views.team
     job.give([*staying, *ready], is_planned=True)
     return True
 
@@ -293,12 +295,12 @@ def give_first_view(job: ElasticJob, now_s: float) -> bool:
 
 
 def _start(job: ElasticJob, ready: list[WorkerRecord]) -> None:
-    counts = Counter(each.fingerprint for each in ready)
+    counts = Counter(newcomer.fingerprint for newcomer in ready)
     fingerprint = max(counts, key=lambda text: counts[text])  # on a tie, the one that was ready first
     for worker in ready:
         if worker.fingerprint != fingerprint:
             refuse_worker(job, worker, fingerprint)
-    chosen = [each for each in ready if each.fingerprint == fingerprint]
+    chosen = [newcomer for newcomer in ready if newcomer.fingerprint == fingerprint]
     if len(chosen) >= job.policy.min_workers:
         job.fingerprint = fingerprint
         job.give(chosen, is_planned=False)
@@ -321,18 +323,18 @@ def why_forced(job: ElasticJob, now_s: float) -> str | None:
     views = job.views
     if views.must_meet:
         return "not all members had entered the last view when its coordinator was lost"
-    for each in views.base_team:
-        if _may_come_back(job, each, now_s):
+    for worker in views.base_team:
+        if _may_come_back(job, worker, now_s):
             continue
-        if not each.trains and not each.has_finished and not (each.has_left_well and each not in views.team):
-            return each.absence
-    gone = [each for each in views.newcomers if not each.trains and not _may_come_back(job, each, now_s)]
+        if not worker.trains and not worker.has_finished and not (worker.has_left_well and worker not in views.team):
+            return worker.absence
+    gone = [member for member in views.newcomers if not member.trains and not _may_come_back(job, member, now_s)]
     if job.ending_s is None and gone:
         return gone[0].absence
     if views.latest is not None and not views.latest.is_planned:
-        for each in views.team:
-            if each.has_finished and each.installed < views.latest.generation:
-                return f"worker {each.uid} has finished"
+        for candidate in views.team:
+            if candidate.has_finished and candidate.installed < views.latest.generation:
+                return f"worker {candidate.uid} has finished"
     for uid, report in job.breaks.waiting.items():
         if now_s >= report.due_s or views.is_explained(report.generation):
             return f"worker {uid} reports: {job.breaks.reasons.get(uid, 'its connections broke')}"
@@ -359,7 +361,7 @@ def lacks_quorum(job: ElasticJob, now_s: float) -> bool:
     if job.withheld is None or job.ending_s is not None or job.views.is_allowed():
         return False
     job.lacks_quorum = True
-    away = [each for each in job.views.undecided() if not each.is_here]
+    away = [worker for worker in job.views.undecided() if not worker.is_here]
     _must_end(job, away, "the others are too few to go on without them", now_s)
     return True
 
@@ -373,17 +375,17 @@ def force_view(job: ElasticJob, why: str, now_s: float) -> bool:
     if not sources:
         return job.ending_s is None and _nobody_left(job, now_s)
     if job.ending_s is None and not job.views.is_allowed():
-        away = [each for each in job.views.concerned if each.may_return]
+        away = [worker for worker in job.views.concerned if worker.may_return]
         job.lacks_quorum = True
         return _must_end(job, away, "the others are too few to go on without them", now_s)
-    if all(each.trains for each in job.views.concerned) and job.breaks.are_too_many(job.policy, now_s):
+    if all(worker.trains for worker in job.views.concerned) and job.breaks.are_too_many(job.policy, now_s):
         reasons = "; ".join(f"worker {uid}: {reason}" for uid, reason in job.breaks.reasons.items())
         again = f"The workers' connections broke more than {job.policy.most_breaks} times without a round between"
         job.end(EndOrder(1, f"{again}, though all workers live. They report: {reasons}"))
         return True
     job.held = None
     job.say(f"{len(sources)} workers go on: {why}" if len(sources) > 1 else f"1 worker goes on: {why}")
-    job.give([each for each in sources if each.leaving is None] or sources, is_planned=False)
+    job.give([worker for worker in sources if worker.leaving is None] or sources, is_planned=False)
     return True
 
 
@@ -404,16 +406,16 @@ def _nobody_left(job: ElasticJob, now_s: float) -> bool:
     A worker that is only stopped has lost nothing, and is awaited until it is continued or ends.
     """
     members = job.views.concerned
-    if stopped := [each for each in members if each.may_return and each.is_stopped]:
+    if stopped := [worker for worker in members if worker.may_return and worker.is_stopped]:
         job.lacks_quorum = not job.views.is_allowed()
         _tell_whom_it_waits_for(
             job, stopped, "it is stopped, and nobody else holds the job's state; send it SIGCONT", now_s
         )
         return False
-    if away := [each for each in members if each.may_return]:
+    if away := [worker for worker in members if worker.may_return]:
         job.lacks_quorum = not job.views.is_allowed()
         return _must_end(job, away, "nobody else holds the job's state", now_s)
-    unsure = [each for each in job.views.newcomers if each.trains]
+    unsure = [worker for worker in job.views.newcomers if worker.trains]
     if unsure and _wait_for(job, unsure, "they may hold the job's state", now_s, job.policy.hope_s):
         return False
     if not job.views.may_have_begun():
@@ -422,7 +424,7 @@ def _nobody_left(job: ElasticJob, now_s: float) -> bool:
         job.breaks.answered()
         job.fingerprint = job.held = None
         return True
-    ends = "; ".join(each.absence for each in members if not each.is_here)
+    ends = "; ".join(worker.absence for worker in members if not worker.is_here)
     gone = f"The job's state is lost, since every worker that held it is gone: {ends}."
     job.end(EndOrder(1, f"{gone} Start again from a checkpoint."))
     return True
@@ -433,7 +435,7 @@ def _must_end(job: ElasticJob, missing: list[WorkerRecord], why: str, now_s: flo
     timeout_s = job.policy.quorum_timeout_s
     if _wait_for(job, missing, why, now_s, timeout_s):
         return False
-    absences = "; ".join(each.absence for each in missing)
+    absences = "; ".join(worker.absence for worker in missing)
     job.end(EndOrder(1, f"Waited {timeout_s:.0f} s, because {why}: {absences}."))
     return True
 
@@ -446,7 +448,7 @@ def _wait_for(job: ElasticJob, missing: list[WorkerRecord], why: str, now_s: flo
 
 
 def _tell_whom_it_waits_for(job: ElasticJob, missing: list[WorkerRecord], why: str, now_s: float) -> None:
-    text = f"waiting for {', '.join(each.uid for each in missing)}: {why}"
+    text = f"waiting for {', '.join(member.uid for member in missing)}: {why}"
     if job.held is None:
         job.held_s = now_s
     if job.held != text:

@@ -59,8 +59,8 @@ class Views:
 
         Members of the base that a planned view leaves out remain members until all have entered that view.
         """
-        team = sorted(members, key=lambda each: each.uid)  # ranks do not depend on the order of requests
-        names = tuple(each.uid for each in team)
+        team = sorted(members, key=lambda member: member.uid)  # ranks do not depend on the order of requests
+        names = tuple(member.uid for member in team)
         view = View(self.next_number(), names, is_planned, must_wait, self.store)
         for worker in self.concerned:
             if not (worker in team or (is_planned and worker in self.base_team)):
@@ -72,7 +72,7 @@ class Views:
         self.latest, self.team, self.is_complete, self.must_meet = view, team, False, False
         if not is_planned:
             self._rest_on_latest()
-        self.newcomers = [each for each in self.team if each not in self.base_team]
+        self.newcomers = [member for member in self.team if member not in self.base_team]
         self.since_complete.append(view)
         self._members_of[view.generation] = view.members
         self._missing_in[view.generation] = set(view.members)
@@ -104,9 +104,9 @@ class Views:
         worker.has_state = True
         if not self.is_complete and not self._missing_in[self.latest.generation]:
             self.is_complete = True
-            for each in self.base_team:
-                if each not in self.team:
-                    self._leave_out(each)
+            for member in self.base_team:
+                if member not in self.team:
+                    self._leave_out(member)
             self._rest_on_latest()
             self.since_complete, self.completed = [self.latest], self.latest.generation
 
@@ -125,9 +125,9 @@ class Views:
         self.is_complete = self.latest.generation == completed
         self.must_meet = not self.is_complete
         self.base_team, self.team = (
-            [self.roster.workers[uid] for uid in each.members] for each in (self.base, given[-1])
+            [self.roster.workers[uid] for uid in view.members] for view in (self.base, given[-1])
         )
-        self.newcomers = [each for each in self.team if each not in self.base_team]
+        self.newcomers = [member for member in self.team if member not in self.base_team]
         before: View | None = None
         for view in given:
             self._members_of[view.generation] = view.members
@@ -152,7 +152,7 @@ class Views:
         was unreachable.
         """
         workers = {uid: self.roster.workers[uid] for view in self.since_complete for uid in view.members}
-        return self.has_begun or any(each.lives or not each.was_drained for each in workers.values())
+        return self.has_begun or any(worker.lives or not worker.was_drained for worker in workers.values())
 
     def sources(self) -> list[WorkerRecord]:
         """Returns the members that may continue in a forced view.
@@ -160,8 +160,8 @@ class Views:
         The members of the base hold the job's state. If no view was ever entered by all its members, no round can have
         been committed, and any state will do.
         """
-        base = [each for each in self.base_team if each.trains]
-        return base + [each for each in self.newcomers if each.trains and has_arrived(each)]
+        base = [worker for worker in self.base_team if worker.trains]
+        return base + [worker for worker in self.newcomers if worker.trains and has_arrived(worker)]
 
     def members_of(self, generation: int) -> tuple[str, ...]:
         """Returns the names of the members of a view, or () for a view that is no longer remembered."""
@@ -178,8 +178,8 @@ class Views:
         received only some of them.
         """
         workers = self.roster.workers
-        dead = [each.uid for each in workers.values() if not each.lives]
-        reached = [each.uid for each in workers.values() if each.lives and each.machine.is_reachable]
+        dead = [worker.uid for worker in workers.values() if not worker.lives]
+        reached = [worker.uid for worker in workers.values() if worker.lives and worker.machine.is_reachable]
         return all(has_quorum(view.members, dead, reached) for view in self.since_complete)
 
     def is_known(self) -> bool:
@@ -191,8 +191,8 @@ class Views:
         if self.latest is None:
             return True
         workers, latest = self.roster.workers, self.latest.generation
-        dead = [each.uid for each in workers.values() if not each.lives]
-        know = {each.uid for each in workers.values() if each.machine.known >= latest} | {*self.latest.members}
+        dead = [worker.uid for worker in workers.values() if not worker.lives]
+        know = {worker.uid for worker in workers.values() if worker.machine.known >= latest} | {*self.latest.members}
         return all(has_quorum(view.members, dead, know) for view in self.since_complete if view is not self.latest)
 
     def is_on_its_way_to(self, store: str) -> bool:
@@ -202,7 +202,7 @@ class Views:
     def undecided(self) -> list[WorkerRecord]:
         """Returns the living members of the views since the last complete one, whose launchers form the quorum."""
         members = {uid for view in self.since_complete for uid in view.members}
-        return [each for each in self.roster.workers.values() if each.lives and each.uid in members]
+        return [worker for worker in self.roster.workers.values() if worker.lives and worker.uid in members]
 
     def _rest_on_latest(self) -> None:
         self.base, self.base_team, self.newcomers = self.latest, self.team, []

@@ -156,20 +156,20 @@ class WorkerRegistry:
 
     def ready(self) -> list[WorkerRecord]:
         """Returns the responsive workers in phase READY, in the order in which they became ready."""
-        found = [each for each in self.workers.values() if each.place is WorkerPhase.READY and each.is_here]
-        return sorted(found, key=lambda each: each.ready_s)
+        found = [worker for worker in self.workers.values() if worker.place is WorkerPhase.READY and worker.is_here]
+        return sorted(found, key=lambda worker: worker.ready_s)
 
     def begun(self) -> int:
         """Returns the number of reachable machines that have started their workers."""
-        return sum(each.has_begun and each.is_reachable for each in self.machines.values())
+        return sum(machine.has_begun and machine.is_reachable for machine in self.machines.values())
 
     def expected(self) -> int:
         """Returns the number of workers that the reachable, started machines keep running."""
-        return sum(each.slots for each in self.machines.values() if each.has_begun and each.is_reachable)
+        return sum(machine.slots for machine in self.machines.values() if machine.has_begun and machine.is_reachable)
 
     def can_grow(self) -> bool:
         """Returns whether a worker lives outside of all views or may still be started."""
-        if any(each.slots and each.replaces and each.is_reachable for each in self.machines.values()):
+        if any(machine.slots and machine.replaces and machine.is_reachable for machine in self.machines.values()):
             return True
         outside = (WorkerPhase.OUTSIDE, WorkerPhase.READY)
-        return any(each.lives and each.place in outside for each in self.workers.values())
+        return any(worker.lives and worker.place in outside for worker in self.workers.values())

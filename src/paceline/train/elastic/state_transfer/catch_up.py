@@ -214,7 +214,7 @@ class RemoteLog:
 
 def _receive_checked(sender: Connection, head: OptimizerStep) -> Values:
     values = _receive(sender, head)
-    if digest_of_chunk([memory_of(each) for each in values]) != head.digest:
+    if digest_of_chunk([memory_of(tensor) for tensor in values]) != head.digest:
         raise BrokenTransferError(f"a step before round {head.round} came damaged")
     return values
 
@@ -278,7 +278,9 @@ class CatchUp:
         """
         after = generation - 1
         while True:
-            view = self._connection.await_view(after, lambda each: each.generation == generation or not each.is_planned)
+            view = self._connection.await_view(
+                after, lambda found: found.generation == generation or not found.is_planned
+            )
             if isinstance(view, Dismissed):
                 self._end(view.reason, view.code)
             if self._connection.name not in view.members:

@@ -203,16 +203,16 @@ def _describe(
         return OptimizerStep(*at, name, obstacle=_CLOSURE), []
     if getattr(optimizer, "grad_scale", None) is not None:
         return OptimizerStep(*at, name, obstacle=_SCALED), []
-    options = [{key: each for key, each in group.items() if key != "params"} for group in optimizer.param_groups]
+    options = [{key: option for key, option in group.items() if key != "params"} for group in optimizer.param_groups]
     try:
         encoded = encode(options, f"the options of the optimizer {name!r}")
     except TypeError as error:
         return OptimizerStep(*at, name, obstacle=str(error)), []
     gradients = [param.grad for param in _params(optimizer)]
-    tensors = [*(each for each in gradients if each is not None), *encoded.buffers]
-    memories = [memory_of(each) for each in tensors]
-    kinds = tuple((str(each.dtype), tuple(each.shape)) for each in tensors)
-    present = tuple(each is not None for each in gradients)
+    tensors = [*(gradient for gradient in gradients if gradient is not None), *encoded.buffers]
+    memories = [memory_of(tensor) for tensor in tensors]
+    kinds = tuple((str(tensor.dtype), tuple(tensor.shape)) for tensor in tensors)
+    present = tuple(gradient is not None for gradient in gradients)
     return OptimizerStep(*at, name, sum(map(len, memories)), kinds, present, bytes(encoded.body)), memories
 
 

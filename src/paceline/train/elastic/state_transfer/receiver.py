@@ -77,7 +77,7 @@ class _ReceiveBuffers:
         """Allocates memory for the announced snapshot."""
         buffers = empty_buffers(contents.sizes)
         layout = ChunkLayout(contents.sizes, CHUNK_BYTES)
-        return cls(contents, MissingChunks(layout.count), layout, buffers, [as_memory(each) for each in buffers])
+        return cls(contents, MissingChunks(layout.count), layout, buffers, [as_memory(buffer) for buffer in buffers])
 
 
 class StateReceiver:
@@ -105,7 +105,7 @@ class StateReceiver:
                 self._changed.wait(_LOOK_S)
             if self._room is not None and self._room.chunks.is_complete:
                 return self._finish(self._room)
-            if self._is_needless() or not any(each.is_alive() for each in self._tried.values()):
+            if self._is_needless() or not any(thread.is_alive() for thread in self._tried.values()):
                 self._close()
                 return None
 
@@ -256,7 +256,7 @@ class ViewAdmission:
         return (
             [answer]
             if answer is not None
-            else [each for each in self._connection.offers if each.transfer > self._latest]
+            else [offer for offer in self._connection.offers if offer.transfer > self._latest]
         )
 
     def _answer(self, after: int) -> View | Dismissed | None:
@@ -269,4 +269,4 @@ class ViewAdmission:
         return isinstance(answer, Dismissed) or (answer is not None and self._connection.name in answer.members)
 
     def _offers_now(self) -> list[TransferOffer]:
-        return [each for each in self._connection.offers if each.transfer == self._latest]
+        return [offer for offer in self._connection.offers if offer.transfer == self._latest]

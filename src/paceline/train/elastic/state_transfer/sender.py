@@ -119,7 +119,7 @@ class Snapshot:
         with contextlib.ExitStack() as undo:
             undo.callback(listener.close)
             encoded = encode(registry.capture(), "the state")
-            memories = [as_memory(each) for each in encoded.buffers]
+            memories = [as_memory(buffer) for buffer in encoded.buffers]
             sizes = tuple(map(len, memories))
             contents = SnapshotContents(round_number, committed, dealt, bytes(encoded.body), sizes)
             self._most = max(_LEAST_LOG_BYTES, sum(sizes))
@@ -246,8 +246,8 @@ class StateSender:
         if self._steps is not None:
             self._steps.at = round_number + 1, digest
             result = []
-        memories = [memory_of(each) for each in result]
-        kinds = tuple((str(each.dtype), tuple(each.shape)) for each in result)
+        memories = [memory_of(tensor) for tensor in result]
+        kinds = tuple((str(tensor.dtype), tuple(tensor.shape)) for tensor in result)
         nbytes = sum(map(len, memories))
         self._log(RoundResult(round_number, nbytes, kinds, digest, state, dealt, before), memories)
         failpoint("join.logged")

@@ -75,7 +75,7 @@ def append(log: int, item: LogItem, body: Sequence[memoryview] = ()) -> int:
         OSError: Memory is exhausted.
     """
     head = encode_head(item)
-    pieces = [memoryview(_LENGTH.pack(len(head))), memoryview(head), *(each for each in body if len(each))]
+    pieces = [memoryview(_LENGTH.pack(len(head))), memoryview(head), *(part for part in body if len(part))]
     while pieces:
         count = os.writev(log, pieces[:_PIECES])
         while pieces and count >= len(pieces[0]):

@@ -228,18 +228,18 @@ def agree(statuses: Sequence[MemberStatus], shards: int) -> Agreement:
     latest = max(rounds)
     if latest == FRESH:  # the job begins, and all ranks take the state of rank 0
         return Agreement(0, deal_evenly(shards, len(statuses)), (None, *[0] * (len(statuses) - 1)))
-    if lost := [rank for rank, each in enumerate(rounds) if FRESH < each < latest - 1]:
+    if lost := [rank for rank, round_ in enumerate(rounds) if FRESH < round_ < latest - 1]:
         raise ValueError(f"ranks {lost} are more than one round behind round {latest}: {list(statuses)}")
-    senders = [rank for rank, each in enumerate(rounds) if each == latest]
-    late = frozenset(rank for rank, each in enumerate(rounds) if FRESH < each < latest)
+    senders = [rank for rank, round_ in enumerate(rounds) if round_ == latest]
+    late = frozenset(rank for rank, round_ in enumerate(rounds) if FRESH < round_ < latest)
     committed = statuses[senders[0]].committed
     outvoted = frozenset(rank for rank in late if statuses[rank].voted != committed)
-    held = [status.held if each == latest else () for status, each in zip(statuses, rounds, strict=True)]
-    deal = complete([[Node(*each) for each in nodes] for nodes in held], shards)
-    lacking = [rank for rank, each in enumerate(rounds) if each == FRESH]
+    held = [status.held if number == latest else () for status, number in zip(statuses, rounds, strict=True)]
+    deal = complete([[Node(*node) for node in nodes] for nodes in held], shards)
+    lacking = [rank for rank, round_ in enumerate(rounds) if round_ == FRESH]
     followers = frozenset(rank for rank in lacking if _is_up_to_date(statuses[rank], latest, committed))
     source = _sources(statuses, senders, lacking, followers)
-    guest_until = [each.guest_until for each in statuses]
+    guest_until = [status.guest_until for status in statuses]
     for rank in lacking:
         guest_until[rank] = latest + WINDOWS if rank in followers else 0
     return Agreement(latest, deal, source, late, outvoted, committed, followers, tuple(guest_until))

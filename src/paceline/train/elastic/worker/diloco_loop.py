@@ -86,7 +86,7 @@ class DilocoRounds:
         group = self._rounds.group
         if group is None:
             return
-        tensors = [each.clone() for each in offer]
+        tensors = [tensor.clone() for tensor in offer]
         try:
             works = self._averaging.begin(group, self._diloco.rhythm.fragment(number), tensors)
         except LOST_MEMBER_ERRORS:
@@ -144,7 +144,7 @@ class DilocoRounds:
         if running is not None and running.group is group:
             self._averaging.end(running.works, running.tensors, parts)
             return running.tensors
-        tensors = self._diloco.content.blank(fragment) if offer is None else [each.clone() for each in offer]
+        tensors = self._diloco.content.blank(fragment) if offer is None else [tensor.clone() for tensor in offer]
         self._averaging.average(group, fragment, tensors, max(parts, 1))
         failpoint("round.computed")
         return tensors
@@ -176,7 +176,7 @@ class DilocoLoop:
     can_catch_up = False
 
     def __init__(self, diloco: DiLoCo, others: Collection[Stateful]) -> None:
-        if any(each is diloco.inner or each is diloco.outer for each in others):
+        if any(other is diloco.inner or other is diloco.outer for other in others):
             raise ValueError(
                 "ElasticState got an optimizer of DiLoCo, whose state it has from there; pass the other objects only"
             )
@@ -200,5 +200,5 @@ class DilocoLoop:
     def fingerprint(self) -> str:
         """Returns a text that is equal on two workers if their outer gradients are compatible."""
         diloco = self._diloco
-        params = [(name, tuple(each.shape), each.dtype) for name, each in diloco.module.named_parameters()]
+        params = [(name, tuple(param.shape), param.dtype) for name, param in diloco.module.named_parameters()]
         return same_bits_as("DiLoCo", torch.__version__, diloco.rhythm, diloco.wire, params)

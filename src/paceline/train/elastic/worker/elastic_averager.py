@@ -99,7 +99,7 @@ def mean_over(group: ProcessGroup | None, part: MeanContribution) -> Values:
 def read_mean(values: Values, part: MeanContribution) -> WeightedMean:
     """Decodes the result of `mean_over`."""
     flags, *rest = values
-    read_flags = [each > 0 for each in flags.tolist()]
+    read_flags = [flag > 0 for flag in flags.tolist()]
     seats, params = part.seat.ranks, len(part.params)
     return WeightedMean(read_flags[seats], read_flags[:seats], read_flags[seats + 1 :], rest[:params], rest[params:])
 
@@ -111,20 +111,20 @@ def _exchange_weights(group: ProcessGroup | None, part: MeanContribution) -> tup
     mine = torch.cat([weight, torch.tensor(part.batch, dtype=torch.int64)])
     everyones = [torch.empty_like(mine) for _ in range(group.size())]
     group.all_gather(everyones, mine)
-    batches = [tuple(each[1:].tolist()) for each in everyones]
+    batches = [tuple(numbers[1:].tolist()) for numbers in everyones]
     if len(set(batches)) > 1:
         raise RuntimeError(
             f"rank {group.rank()}: the ranks average different backwards; by rank, the epoch, the position in it, "
             f"the samples that come again and the backwards of this batch so far are {', '.join(map(str, batches))}. "
             "In an elastic job every rank must call backward, or state.skip_batch(), equally often in every batch"
         )
-    return [each[:1].view(torch.float64).item() for each in everyones], group.rank()
+    return [numbers[:1].view(torch.float64).item() for numbers in everyones], group.rank()
 
 
 def _layout(part: MeanContribution) -> list[torch.Tensor]:
     """Returns meta tensors with the shapes and dtypes of a result: flags, gradients and buffers."""
     flags = torch.empty(part.seat.ranks + 1 + len(part.params), dtype=torch.int64, device="meta")
-    buffers = [torch.empty_like(each, dtype=_summable(each.dtype), device="meta") for each in part.buffers]
+    buffers = [torch.empty_like(buffer, dtype=_summable(buffer.dtype), device="meta") for buffer in part.buffers]
     return [flags, *part.params, *buffers]
 
 

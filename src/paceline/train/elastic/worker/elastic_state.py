@@ -95,7 +95,7 @@ class DdpLoop:
     """
 
     def __init__(self, model: DistributedDataParallel, others: Collection[Stateful]) -> None:
-        loaders = [each for each in others if isinstance(each, StatefulLoader)]
+        loaders = [other for other in others if isinstance(other, StatefulLoader)]
         if len(loaders) != 1:
             raise ValueError(
                 f"ElasticState got a DistributedDataParallel and {len(loaders)} StatefulLoaders; give it the one whose "
@@ -289,7 +289,7 @@ class ElasticState:
         With DiLoCo there are no pending gradients: a checkpoint has the outer parameters, from which each worker's own
         begin.
         """
-        others = {name: each for name, each in self._registry.stateful.items() if each is not self}
+        others = {name: other for name, other in self._registry.stateful.items() if other is not self}
         if not isinstance(self._model, DiLoCo):
             others[_PENDING] = PendingGradients(self._model.module)
         return {"model": self._model, **others}
@@ -325,7 +325,9 @@ def _loop_of(model: LogicalShards | DistributedDataParallel | DiLoCo, others: Co
 
 
 def _require_own_parameters(module: nn.Module, others: Mapping[str, Stateful]) -> None:
-    found = [f"{name}=SharedModelOptimizer" for name, each in others.items() if isinstance(each, SharedModelOptimizer)]
+    found = [
+        f"{name}=SharedModelOptimizer" for name, other in others.items() if isinstance(other, SharedModelOptimizer)
+    ]
     if is_shared(module):
         found.append("the model of a SharedModelOptimizer")
     if found:

@@ -65,25 +65,25 @@ class LauncherConnection:
     def offers(self) -> list[TransferOffer]:
         """The offers received for this worker's latest transfer."""
         with self._changed:
-            latest = max((each.transfer for each in self._offers), default=0)
-            return [each for each in self._offers if each.transfer == latest]
+            latest = max((offer.transfer for offer in self._offers), default=0)
+            return [offer for offer in self._offers if offer.transfer == latest]
 
     def latest_view(self, after: int) -> View | None:
         """Returns the latest received view with a generation greater than `after`, or None."""
         with self._changed:
-            return max((each for each in self._views.values() if each.generation > after), default=None, key=_number)
+            return max((view for view in self._views.values() if view.generation > after), default=None, key=_number)
 
     def view_until(self, number: int) -> View | None:
         """Returns the latest received view with a generation of at most `number`, or None."""
         with self._changed:
-            return max((each for each in self._views.values() if each.generation <= number), default=None, key=_number)
+            return max((view for view in self._views.values() if view.generation <= number), default=None, key=_number)
 
     def transfers_until(self, number: int) -> list[StateTransfer]:
         """Removes and returns the received transfers numbered at most `number` in which this worker is a sender."""
         with self._changed:
-            due = [each for each in self._transfers.values() if each.number <= number]
-            for each in due:
-                del self._transfers[each.number]
+            due = [transfer for transfer in self._transfers.values() if transfer.number <= number]
+            for transfer in due:
+                del self._transfers[transfer.number]
             return due
 
     def when_told(self, on_view: Callable[[View], None] | None) -> None:

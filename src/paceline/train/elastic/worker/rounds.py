@@ -215,7 +215,7 @@ class Rounds:
         if progress.number % agreement.REBALANCE_EVERY == 0:
             shard_ns = [ballot.shard_ns for ballot in ballots]
             if progress.portions.adapt(shard_ns) and group.rank() == 0:
-                counts, taken = progress.portions.counts, ", ".join(f"{each / 1e6:.1f}" for each in shard_ns)
+                counts, taken = progress.portions.counts, ", ".join(f"{time_ns / 1e6:.1f}" for time_ns in shard_ns)
                 sys.stderr.write(f"paceline: shards are now dealt {counts}, since one takes {taken} ms\n")
 
     def _tell_deal(self) -> None:

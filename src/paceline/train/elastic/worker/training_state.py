@@ -44,7 +44,9 @@ class PendingGradients:
     def state_dict(self) -> dict[str, torch.Tensor | int]:
         """Returns the gradients by parameter name; a gradient that is zero everywhere is replaced by the number 0."""
         pending = {name: param.grad for name, param in self.module.named_parameters() if is_pending(param)}
-        return {name: 0 if _is_zero(each) else each for name, each in pending.items() if each is not None}
+        return {
+            name: 0 if _is_zero(gradient) else gradient for name, gradient in pending.items() if gradient is not None
+        }
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor | int]) -> None:
         """Sets these gradients, and removes those of all other parameters."""
@@ -88,10 +90,10 @@ def _of_elements(dtype: str, shape: Sequence[int], elements: bytes | memoryview)
 def _parts(value: Any) -> tuple[bytes, list[bytes]]:
     """Returns the kind of a value, and the digests of its elements or its text."""
     if isinstance(value, Mapping):
-        entries = sorted((_digest(key), _digest(each)) for key, each in value.items())
+        entries = sorted((_digest(key), _digest(item)) for key, item in value.items())
         return b"mapping", [part for entry in entries for part in entry]
     if isinstance(value, (list, tuple)):
-        return b"sequence", [_digest(each) for each in value]
+        return b"sequence", [_digest(item) for item in value]
     if isinstance(value, Set):
         return b"set", sorted(map(_digest, value))
     for kind, text_of in _PLAIN.items():
@@ -143,10 +145,10 @@ class TrainingState:
     """
 
     def __init__(self, module: nn.Module, others: Mapping[str, Stateful], *, is_replicated: bool = True) -> None:
-        for name, each in others.items():
-            if not isinstance(each, Stateful):
+        for name, other in others.items():
+            if not isinstance(other, Stateful):
                 raise TypeError(
-                    f"ElasticState got {name}={type(each).__name__}; it must have state_dict() and load_state_dict(), "
+                    f"ElasticState got {name}={type(other).__name__}; it must have state_dict() and load_state_dict(), "
                     "so that a worker that joins can be given its state"
                 )
         self._module = module
@@ -166,7 +168,7 @@ class TrainingState:
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
         """The optimizers among the others, by name."""
-        return {name: each for name, each in self._others.items() if isinstance(each, torch.optim.Optimizer)}
+        return {name: other for name, other in self._others.items() if isinstance(other, torch.optim.Optimizer)}
 
     def capture(self) -> dict[str, Any]:
         """Returns the state; its tensors are shared with the training, which continues to change them."""
@@ -175,7 +177,7 @@ class TrainingState:
             "gradients": [param.grad for param in self._module.parameters()],
             "pending": [is_pending(param) for param in self._module.parameters()],
             "buffers": [buffer.detach() for buffer in self._module.buffers()],
-            "others": {name: each.state_dict() for name, each in self._others.items()},
+            "others": {name: other.state_dict() for name, other in self._others.items()},
             "random": [torch.get_rng_state(), random.getstate()],
         }
 
@@ -187,8 +189,8 @@ class TrainingState:
         for param, gradient in zip(self._module.parameters(), state["gradients"], strict=True):
             param.grad = None if gradient is None else gradient.clone()
         self._mark_used(state["pending"])
-        for name, each in self._others.items():
-            _load(each, state["others"][name])
+        for name, other in self._others.items():
+            _load(other, state["others"][name])
         if not self._is_replicated:
             return
         torch_state, python_state = state["random"]
@@ -207,7 +209,7 @@ class TrainingState:
             "has_gradient": [param.grad is not None for param in self.parameters],
             "pending": [is_pending(param) for param in self.parameters],
             "buffers": [buffer.detach() for buffer in self._module.buffers()],
-            "others": {name: _without_tensors(each) for name, each in self._others.items()},
+            "others": {name: _without_tensors(other) for name, other in self._others.items()},
         }
 
     @torch.no_grad()
@@ -220,8 +222,8 @@ class TrainingState:
             elif gradient is not None:
                 param.grad = gradient
         self._mark_used(rest["pending"])
-        for name, each in self._others.items():
-            _load(each, _with_tensors(each, rest["others"][name]))
+        for name, other in self._others.items():
+            _load(other, _with_tensors(other, rest["others"][name]))
 
     def _mark_used(self, pending: Sequence[bool]) -> None:
         mark_used(param for param, is_waiting in zip(self.parameters, pending, strict=True) if not is_waiting)
@@ -229,8 +231,8 @@ class TrainingState:
     def digest(self) -> str:
         """Returns the SHA-256 of the `state_dict`s of the module and of all others, as 64 hexadecimal digits."""
         values = self._module.state_dict(keep_vars=True).items()
-        module = {name: each for name, each in values if isinstance(each, torch.Tensor)}
-        others = {name: each.state_dict() for name, each in self._others.items()}
+        module = {name: tensor for name, tensor in values if isinstance(tensor, torch.Tensor)}
+        others = {name: other.state_dict() for name, other in self._others.items()}
         return digest_of_state({"module": module, "others": others})
 
     @property
@@ -256,10 +258,10 @@ class TrainingState:
 
     def _tensors(self) -> list[torch.Tensor]:
         """Returns the tensors that change in training, in an order that is the same on every worker."""
-        states = [each.state for each in self._others.values() if isinstance(each, torch.optim.Optimizer)]
+        states = [other.state for other in self._others.values() if isinstance(other, torch.optim.Optimizer)]
         kept = [
             [param.detach() for param in self._module.parameters()],
-            [each for each in self._module.buffers() if self._is_replicated and not each.is_floating_point()],
+            [buffer for buffer in self._module.buffers() if self._is_replicated and not buffer.is_floating_point()],
             [[state.get(param, {}) for group in _groups(state, self._others) for param in group] for state in states],
         ]
         return [leaf for leaf in _leaves(kept) if isinstance(leaf, torch.Tensor)]
@@ -267,9 +269,9 @@ class TrainingState:
 
 def _groups(state: Mapping[Any, Any], others: Mapping[str, Stateful]) -> Iterator[Sequence[Any]]:
     """Yields the parameters of the optimizer with this `state`, in the order of its groups."""
-    for each in others.values():
-        if isinstance(each, torch.optim.Optimizer) and each.state is state:
-            yield from (group["params"] for group in each.param_groups)
+    for other in others.values():
+        if isinstance(other, torch.optim.Optimizer) and other.state is state:
+            yield from (group["params"] for group in other.param_groups)
 
 
 def _load(stateful: Stateful, state: Any) -> None:
@@ -285,7 +287,7 @@ def _without_tensors(stateful: Stateful) -> Any:
     if not isinstance(stateful, torch.optim.Optimizer):
         return state
     kept = {
-        param: {key: each for key, each in entries.items() if not isinstance(each, torch.Tensor)}
+        param: {key: value for key, value in entries.items() if not isinstance(value, torch.Tensor)}
         for param, entries in state["state"].items()
         if isinstance(entries, Mapping)
     }
@@ -312,11 +314,11 @@ def _copy_all(mine: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> No
 def _leaves(value: Any) -> Iterator[Any]:
     """Yields the tensors and plain values of a nested state, in an order that is the same in every process."""
     if isinstance(value, Mapping):
-        for key, each in value.items():
+        for key, item in value.items():
             yield key
-            yield from _leaves(each)
+            yield from _leaves(item)
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _leaves(each)
+        for item in value:
+            yield from _leaves(item)
     else:
         yield value

@@ -233,8 +233,8 @@ class ViewGroups:
             self._prepares = False
             self._discard_next()
             discarded, self._discarded = self._discarded, []
-        for each in discarded:
-            each.has_ended(_PARTING_S)
+        for group in discarded:
+            group.has_ended(_PARTING_S)
 
     def leave(self) -> None:
         """Ends the default process group. Idempotent."""
@@ -268,12 +268,12 @@ class ViewGroups:
                 self._prepare(view)
                 return
             self._latest_forced = max(self._latest_forced, view.generation)
-            for each in (self._current, self._next):
-                if each is not None and each.view.generation < view.generation:
-                    each.end()
+            for group in (self._current, self._next):
+                if group is not None and group.view.generation < view.generation:
+                    group.end()
 
     def _prepare(self, view: View) -> None:
-        known = [each.view.generation for each in (self._current, self._next) if each is not None]
+        known = [group.view.generation for group in (self._current, self._next) if group is not None]
         is_later = view.generation > max(known, default=0) and view.generation > self._latest_forced
         if self._prepares and is_later and self._connection.name in view.members:
             self._discard_next()
@@ -294,9 +294,9 @@ def exchange_statuses(group: ProcessGroup, mine: MemberStatus) -> list[MemberSta
     boxes = [torch.empty(_LENGTH.size + room, dtype=torch.uint8, device="cpu") for _ in range(group.size())]
     group.all_gather(boxes, as_tensor((_LENGTH.pack(len(encoded)) + encoded[:room]).ljust(_LENGTH.size + room)))
     received = [bytes(as_memory(box)) for box in boxes]
-    lengths = [_LENGTH.unpack_from(each)[0] for each in received]
+    lengths = [_LENGTH.unpack_from(data)[0] for data in received]
     if max(lengths) <= room:
-        texts = [each[_LENGTH.size :][:length] for each, length in zip(received, lengths, strict=True)]
+        texts = [data[_LENGTH.size :][:length] for data, length in zip(received, lengths, strict=True)]
     else:
         texts = group.all_gather_bytes(encoded)
-    return [msgspec.json.decode(each, type=MemberStatus) for each in texts]
+    return [msgspec.json.decode(text, type=MemberStatus) for text in texts]

@@ -1,7 +1,7 @@
 """A worker's membership: it obtains the state, enters successive views, and ends when a view does not contain it.
 
 When the members of a view meet, they exchange statuses, and `agreement.py` derives their next actions. Members that
-have the state then send it, or a part of it, to those that lack it (`ViewStateTransfer`).
+have the state then send it, or a part of it, to those that lack it.
 """
 
 from __future__ import annotations
@@ -38,62 +38,6 @@ from paceline.train.elastic.worker.view_group import LOST_MEMBER_ERRORS, ViewGro
 from paceline.train.elastic.worker.vote import OthersOutvotedError
 
 _OTHER = "its parameters, or what its optimizer keeps, differed from those of the others when it entered the view"
-
-
-class ViewStateTransfer:
-    """The exchange of state between the members of a view that is being entered.
-
-    Args:
-        registry: The state.
-        group: The process group of the view.
-        steps: The optimizer steps of a DDP loop, in which a worker that repeated them lacks only the rest; None
-            otherwise.
-    """
-
-    def __init__(self, registry: TrainingState, group: ProcessGroup, steps: OptimizerStepHooks | None) -> None:
-        self._registry, self._group, self._steps = registry, group, steps
-
-    def give(self, agreed: Agreement, statuses: Sequence[MemberStatus]) -> None:
-        """Sends the missing state to the ranks for which this rank is the source."""
-        for receiver, source in enumerate(agreed.source):
-            if source == self._group.rank():
-                failpoint("state.before_sending")
-                with RecordedSpan(EventKind.CHECKPOINT, "send"):
-                    lacks_all = receiver not in agreed.followers or self._differs(statuses[receiver])
-                    state = self._registry.capture() if lacks_all else self._registry.capture_rest(self._is_known)
-                    send_object_list([lacks_all, state], group_dst=receiver, group=self._group)
-                failpoint("state.sent")
-
-    def take(self, source: int, follower: OptimizerCatchUp | None) -> None:
-        """Receives the missing state. Without `follower`, it is always the entire state."""
-        with RecordedSpan(EventKind.CHECKPOINT, "receive"):
-            box: list[Any] = [None, None]
-            recv_object_list(box, group_src=source, group=self._group)
-            lacks_all, state = box
-            if not lacks_all:
-                self._registry.restore_rest(state)
-            else:
-                if follower is not None:
-                    follower.strays(_OTHER)
-                self._registry.restore(state)
-        failpoint("state.loaded")
-
-    def _differs(self, follower: MemberStatus) -> bool:
-        return any(self._registry.rolling_digest(window) != digest for window, digest in follower.parts)
-
-    def _is_known(self, param: torch.Tensor) -> bool:
-        return self._steps is not None and self._steps.are_noted(param)
-
-
-def warm_up() -> None:
-    """Computes a product and its gradient, which takes several milliseconds the first time in a process.
-
-    Torch's libraries initialize themselves then, also after a fork. The sizes do not matter, and no random number is
-    drawn.
-    """
-    with torch.inference_mode(False), torch.enable_grad():
-        weight = torch.zeros(8, 8, dtype=torch.float32, device="cpu", requires_grad=True)
-        torch.nn.functional.linear(torch.zeros(8, 8, dtype=torch.float32, device="cpu"), weight).sum().backward()
 
 
 T = TypeVar("T")
@@ -258,13 +202,13 @@ class WorkerMembership:
         return self._progress.status(teaches=self.sender.teaches)
 
     def _share(self, group: ProcessGroup, agreed: Agreement, statuses: Sequence[MemberStatus]) -> None:
-        """Sends the state to members that lack it, or receives it; notes whether others have committed this worker's
-        vote.
-        """
-        rank, handing_over = group.rank(), ViewStateTransfer(self._registry, group, self._steps)
-        handing_over.give(agreed, statuses)
+        """Sends or receives the state that ranks lack; notes whether others have committed this worker's vote."""
+        rank = group.rank()
+        for receiver, source in enumerate(agreed.source):
+            if source == rank:
+                self._send_state(group, receiver, receiver in agreed.followers, statuses[receiver])
         if (source := agreed.source[rank]) is not None:
-            handing_over.take(source, self._following if rank in agreed.followers else None)
+            self._receive_state(group, source, self._following if rank in agreed.followers else None)
             self._progress.committed = agreed.committed
             if self._following is not None:
                 self._following.holds = agreed.round
@@ -272,6 +216,33 @@ class WorkerMembership:
             number = self._progress.number
             self.end(f"the others have committed another result of round {number} than its own", OUTVOTED)
         self._progress.learn(agreed, rank)
+
+    def _send_state(self, group: ProcessGroup, receiver: int, is_follower: bool, status: MemberStatus) -> None:
+        """Sends a rank the state, or only the rest of it to a follower whose other parts are equal."""
+        failpoint("state.before_sending")
+        with RecordedSpan(EventKind.CHECKPOINT, "send"):
+            digest_of = self._registry.rolling_digest
+            lacks_all = not is_follower or any(digest_of(window) != digest for window, digest in status.parts)
+            state = self._registry.capture() if lacks_all else self._registry.capture_rest(self._is_known)
+            send_object_list([lacks_all, state], group_dst=receiver, group=group)
+        failpoint("state.sent")
+
+    def _receive_state(self, group: ProcessGroup, source: int, follower: OptimizerCatchUp | None) -> None:
+        """Receives the state, or the rest of it. Without `follower`, it is always the entire state."""
+        with RecordedSpan(EventKind.CHECKPOINT, "receive"):
+            box: list[Any] = [None, None]
+            recv_object_list(box, group_src=source, group=group)
+            lacks_all, state = box
+            if not lacks_all:
+                self._registry.restore_rest(state)
+            else:
+                if follower is not None:
+                    follower.strays(_OTHER)
+                self._registry.restore(state)
+        failpoint("state.loaded")
+
+    def _is_known(self, param: torch.Tensor) -> bool:
+        return self._steps is not None and self._steps.are_noted(param)
 
     def _begin_catching_up(self, received: ReceivedState) -> bool:
         """Restores a snapshot, and in a DDP loop follows the others; returns False if that failed."""
@@ -306,3 +277,14 @@ class WorkerMembership:
         if self._following is not None and self._following.holds == FRESH:
             self._progress.number = FRESH
         self.enter(view)
+
+
+def warm_up() -> None:
+    """Computes a product and its gradient, which takes several milliseconds the first time in a process.
+
+    Torch's libraries initialize themselves then, also after a fork. The sizes do not matter, and no random number is
+    drawn.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        weight = torch.zeros(8, 8, dtype=torch.float32, device="cpu", requires_grad=True)
+        torch.nn.functional.linear(torch.zeros(8, 8, dtype=torch.float32, device="cpu"), weight).sum().backward()
