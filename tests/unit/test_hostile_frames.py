@@ -33,7 +33,7 @@ from paceline.operate.launch.elastic.elastic_options import ElasticOptions
 from paceline.operate.launch.job import Command, Job, RendezvousOptions
 from paceline.operate.launch.multinode.diagnosis_collector import DashboardRelay, DiagnosisCollector
 from paceline.operate.launch.multinode.membership import Orders
-from paceline.operate.launch.multinode.node_connection import _steering
+from paceline.operate.launch.multinode.node_connection import _controller
 from paceline.operate.launch.multinode.protocol import (
     DashboardUpdate,
     JoinJob,
@@ -285,7 +285,7 @@ def job(is_elastic: bool) -> Job:
 @pytest.mark.parametrize("is_elastic", [False, True])
 @pytest.mark.parametrize("body", JSON_BODIES.values(), ids=JSON_BODIES.keys())
 def test_no_text_within_a_report_ends_the_meeting(is_elastic, body):
-    steering = DashboardRelay(DiagnosisCollector(_steering(job(is_elastic))))
+    steering = DashboardRelay(DiagnosisCollector(_controller(job(is_elastic))))
     text = body.decode(errors="replace")
     for number in (1, 2):
         join = JoinJob(f"h{number}", 5, f"10.0.0.{number}", 4000, 2, serves=number == 1, version=__version__)

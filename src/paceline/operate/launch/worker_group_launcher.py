@@ -52,7 +52,7 @@ def run(job: Job, listener: ListeningEndpoint | None = None, secret: bytes | Non
 
     Args:
         job: what to run.
-        listener: what to serve the meeting on, if the caller has opened it already.
+        listener: what to serve the meeting on, if the announcer has opened it already.
         secret: the job's secret. By default it is new on a single machine; several machines take it from the
             environment, or under Slurm from launcher 0.
 

@@ -232,7 +232,7 @@ class WorkerReport(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     """A running worker: its messages that still matter, and its launcher's reason to consider it stalled, if any."""
 
     uid: str
-    said: tuple[FromWorker, ...] = ()
+    messages: tuple[FromWorker, ...] = ()
     stalled: str | None = None
 
 

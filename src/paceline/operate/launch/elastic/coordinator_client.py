@@ -110,19 +110,19 @@ class CoordinatorClient:
         connection: The connection to the launcher that serves the meeting now.
         secret: The job's secret.
         job: The job's description.
-        deputy: The controller that replies to other launchers.
+        standby: The controller that replies to other launchers.
     """
 
     deadline_s: float | None = None
 
-    def __init__(self, connection: Connection, secret: bytes | None, job: Job, deputy: StandbyController) -> None:
-        self._secret, self._deputy = secret, deputy
+    def __init__(self, connection: Connection, secret: bytes | None, job: Job, standby: StandbyController) -> None:
+        self._secret, self._standby = secret, standby
         self._silence_s, self._seeks_s = job.rendezvous.silence_s, job.rendezvous.return_timeout_s
         self._queue = OrderQueue()
         self._changing = threading.RLock()
-        self._account = MachineState(socket.gethostname(), job.workers)
-        self._notes = MachineLog(self._account)
-        self._seeker = CoordinatorSearch(-1, self._seeks_s, random.random)
+        self._state = MachineState(socket.gethostname(), job.workers)
+        self._log = MachineLog(self._state)
+        self._search = CoordinatorSearch(-1, self._seeks_s, random.random)
         self._closed = threading.Event()
         self._answered = threading.Event()
         self._answer = Answered(False, -1)
@@ -149,20 +149,20 @@ class CoordinatorClient:
     def send(self, report: Report) -> None:
         """Sends a report and records it for the next coordinator."""
         with self._changing:
-            self._notes.reported(report)
+            self._log.reported(report)
             if self._wire is not None:
                 self._wire.send(report)
-            if self._notes.leave is not None and self._seeker.has_lost:
+            if self._log.leave is not None and self._search.has_lost:
                 self._over(JobEnded(1))  # no coordinator is left to receive it
 
     def running(self) -> Running | None:
         """Returns the notice for launchers that do not know the job, or None if another launcher sends it."""
         with self._changing:
-            known = self._account.knowledge
-            if self._is_over or self._account.number < 0 or not known.views:
+            known = self._state.knowledge
+            if self._is_over or self._state.number < 0 or not known.views:
                 return None
-            told = self._deputy.running()
-            return Running(known.job) if told is None and self._seeker.is_seeking else told
+            told = self._standby.running()
+            return Running(known.job) if told is None and self._search.is_seeking else told
 
     def receive(self) -> list[Order]:
         """Returns the orders that have arrived."""
@@ -194,7 +194,7 @@ class CoordinatorClient:
         with self._changing:
             if self._wire is not wire or self._is_over:
                 return
-            self._notes.ordered(order)
+            self._log.ordered(order)
             match order:
                 case Answered():
                     self._answer = order
@@ -210,21 +210,21 @@ class CoordinatorClient:
                 case _:
                     self._is_over = isinstance(order, JobEnded | Moved)
                     if isinstance(order, StartSlots):
-                        self._seeker.me = order.machine
+                        self._search.me = order.machine
                     self._queue.put(order)
 
     def _learn(self, wire: ServerConnection, knowledge: ReplicatedJobState) -> None:
-        self._account.learns(knowledge)
-        self._deputy.takes_part(self._account.knowledge.job, self._account.number)
+        self._state.learns(knowledge)
+        self._standby.takes_part(self._state.knowledge.job, self._state.number)
         self._leader, self._leads = knowledge.coordinator, True
-        peers = self._account.knowledge.peers
+        peers = self._state.knowledge.peers
         address = next((peer.address for peer in peers if peer.number == knowledge.coordinator), "")
-        self._deputy.follows(knowledge.coordinator, address)
-        if self._seeker.is_seeking:
-            self._seeker.found()
+        self._standby.follows(knowledge.coordinator, address)
+        if self._search.is_seeking:
+            self._search.found()
             self._queue.put(NotifyOrder(f"machine {knowledge.coordinator} coordinates"))
-            if self._notes.leave is not None:
-                wire.send(self._notes.leave)  # the previous coordinator may not have received it
+            if self._log.leave is not None:
+                wire.send(self._log.leave)  # the previous coordinator may not have received it
         wire.send(StateReplicated(knowledge.views[-1].generation if knowledge.views else 0))
 
     def _on_lost(self, wire: ServerConnection, how: DisconnectReason, why: str) -> None:
@@ -236,10 +236,10 @@ class CoordinatorClient:
             wire.close(lives_on=True)
             if self._is_asking:
                 return
-            if self._account.number < 0 and self._answer.address:
+            if self._state.number < 0 and self._answer.address:
                 self._begin(self._turn_to, self._answer.address)
                 return
-            if self._notes.leave is not None or self._account.number < 0 or not self._account.knowledge.views:
+            if self._log.leave is not None or self._state.number < 0 or not self._state.knowledge.views:
                 self._over(JobEnded(1, lost_at(wire.peer, why)))
                 return
             loss = ConnectionLoss.DROPPED if self._was_dropped else _LOSSES[how]
@@ -249,15 +249,15 @@ class CoordinatorClient:
 
     def _turn_over(self, wire: ServerConnection, order: FollowLauncher) -> None:
         """Follows another launcher, since the coordinator is about to end. If that is this one, it stands first."""
-        if self._account.number == order.number:
-            self._deputy.stand(order.number, _TAKES_OVER_S)
+        if self._state.number == order.number:
+            self._standby.stand(order.number, _TAKES_OVER_S)
         self._wire = None
         wire.close(lives_on=True)
-        if self._account.number < 0:
+        if self._state.number < 0:
             self._begin(self._turn_to, order.address)
             return
-        self._seeker.handed_over(order.number, time.monotonic())
-        self._deputy.follows(-1, "")
+        self._search.handed_over(order.number, time.monotonic())
+        self._standby.follows(-1, "")
         self._say_at_s = time.monotonic() + _SAY_AFTER_S
         if not self._is_asking:
             self._begin(self._seek)
@@ -271,13 +271,13 @@ class CoordinatorClient:
             self._over(JobEnded(1, lost_at(address, str(error))))
             return
         with self._changing:
-            assert self._notes.join is not None
-            self._listen_to(connection).send(self._notes.join)
+            assert self._log.join is not None
+            self._listen_to(connection).send(self._log.join)
 
     def _seek_after(self, loss: ConnectionLoss, peer: str, why: str) -> None:
-        is_new = not self._seeker.is_seeking
-        self._seeker.lost(self._leader, loss, time.monotonic())
-        self._deputy.follows(-1, "")
+        is_new = not self._search.is_seeking
+        self._search.lost(self._leader, loss, time.monotonic())
+        self._standby.follows(-1, "")
         if is_new:
             self._say_at_s = time.monotonic() + _SAY_AFTER_S
             self._queue.put(
@@ -292,11 +292,11 @@ class CoordinatorClient:
         """Searches for a coordinator until this launcher follows one, or a candidate."""
         while not self._closed.is_set() and not self._is_over:
             with self._changing:
-                known = self._account.knowledge
+                known = self._state.knowledge
                 addresses = addresses_of(known)
-                step = self._seeker.next(list(addresses), time.monotonic(), is_done=self._account.is_done)
-                asked = describe_attempts(known, self._seeker.answers)
-                if self._notes.leave is not None and self._seeker.has_lost:
+                step = self._search.next(list(addresses), time.monotonic(), is_done=self._state.is_done)
+                asked = describe_attempts(known, self._search.answers)
+                if self._log.leave is not None and self._search.has_lost:
                     step = GiveUp()
             match step:
                 case GiveUp():
@@ -312,13 +312,13 @@ class CoordinatorClient:
                     self._closed.wait(for_s)
                 case TryMachine(number, stand_s):
                     if stand_s:
-                        self._deputy.stand(number, stand_s)
+                        self._standby.stand(number, stand_s)
                     if self._follow(number, addresses.get(number, "")):
                         return
 
     def _deserted(self, asked: str) -> JobEnded:
         """Returns the result of the job when no other launcher is left."""
-        if self._account.has_finished:
+        if self._state.has_finished:
             return JobEnded(
                 0, f"the job is done: this machine's workers have finished, and no coordinator answers ({asked})"
             )
@@ -332,9 +332,9 @@ class CoordinatorClient:
         """Requests to follow a machine's launcher; returns whether this one does."""
         answer, elsewhere = self._ask(number, address)
         with self._changing:
-            has_ended = self._seeker.tried(number, answer, elsewhere)
+            has_ended = self._search.tried(number, answer, elsewhere)
             if has_ended:
-                self._account.machine_ended(number)
+                self._state.machine_ended(number)
         return answer is ContactResult.FOLLOWED
 
     def _ask(self, number: int, address: str) -> tuple[ContactResult, int | None]:
@@ -345,11 +345,11 @@ class CoordinatorClient:
         self._answered.clear()
         self._answer = Answered(False, -1)
         with self._changing:
-            assert self._notes.join is not None
+            assert self._log.join is not None
             self._leader, self._is_asking = number, True
             wire = self._listen_to(connection)
-            wire.send(msgspec.structs.replace(self._notes.join, number=self._account.number))
-            wire.send(self._notes.follow())
+            wire.send(msgspec.structs.replace(self._log.join, number=self._state.number))
+            wire.send(self._log.follow())
         self._answered.wait(_ANSWER_S)
         with self._changing:
             self._is_asking = False

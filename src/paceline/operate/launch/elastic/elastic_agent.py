@@ -74,19 +74,19 @@ class ElasticAgent(Launcher):
         super().__init__(job, connection, secret, shared, cleanup)
         assert job.elastic is not None
         self._options = job.elastic
-        self._premises = WorkerResources(job, connection, secret, cleanup)
-        self._endings = WorkerExits(job.stall_after_s > 0, self.word, self._say)
+        self._resources = WorkerResources(job, connection, secret, cleanup)
+        self._exits = WorkerExits(job.stall_after_s > 0, self.word, self._say)
         self._members: WorkerPool | None = None
-        self._places: SlotTable | None = None
+        self._slots: SlotTable | None = None
         self._priorities = LoweredPriorities()
-        self._unrest: ChaosRunner | None = None
+        self._chaos: ChaosRunner | None = None
         self._next_signal: tuple[float, int] | None = None  # when (monotonic) the workers get which signal
-        self._departure = ShutdownPlan(job.rendezvous.address is not None)
+        self._shutdown = ShutdownPlan(job.rendezvous.address is not None)
 
     @property
     def _coordinates(self) -> bool:
-        deputy = self._connection.deputy
-        return deputy is not None and deputy.coordinates
+        standby = self._connection.standby
+        return standby is not None and standby.coordinates
 
     @property
     def _goes_on(self) -> bool:
@@ -104,7 +104,7 @@ class ElasticAgent(Launcher):
         ]
 
     def _ports(self) -> tuple[int, int]:
-        port = self._premises.port or port_beside(self._job.one_port) or free_port(self._connection.address)
+        port = self._resources.port or port_beside(self._job.one_port) or free_port(self._connection.address)
         return port, 0
 
     def _is_over(self) -> bool:
@@ -114,24 +114,24 @@ class ElasticAgent(Launcher):
         return [
             self._next_signal[0] if self._next_signal is not None else None,
             self._members.deadline_s if self._members is not None else None,
-            self._places.deadline_s if self._places is not None else None,
-            self._unrest.deadline_s if self._unrest is not None and self._goes_on else None,
+            self._slots.deadline_s if self._slots is not None else None,
+            self._chaos.deadline_s if self._chaos is not None and self._goes_on else None,
         ]
 
     def _tick(self, now_s: float) -> None:
-        if self._members is None or self._places is None:
+        if self._members is None or self._slots is None:
             return
         self._members.tick(now_s)
         self._tell_of_frozen(now_s)
         if self._next_signal is not None and now_s >= self._next_signal[0]:
             self._members.end(self._next_signal[1])
             self._next_signal = (now_s + self._job.shutdown_timeout_s, signal.SIGKILL)
-        if self._unrest is not None and self._goes_on:
-            self._unrest.tick(now_s, list(self._members.members.values()))
-        for slot in self._places.due(now_s):
+        if self._chaos is not None and self._goes_on:
+            self._chaos.tick(now_s, list(self._members.members.values()))
+        for slot in self._slots.due(now_s):
             self._fill(slot, now_s)
         if not self._members.members:
-            self._send(self._departure.farewell(self._coordinates))
+            self._send(self._shutdown.farewell(self._coordinates))
 
     def _follow(self, order: Order) -> None:
         match order:
@@ -143,7 +143,7 @@ class ElasticAgent(Launcher):
                 self._fence(order.uid)
             case CloseSlotsOrder(reason=reason):
                 self._say(reason)
-                self._close_places()
+                self._close_slots()
             case NotifyOrder(reason):
                 self._events.tell("wait", reason=reason)
                 self._say(reason)
@@ -157,40 +157,40 @@ class ElasticAgent(Launcher):
         first, count = begin.first_slot, self._job.workers
         self._events.tell("start", generation=1, ranks=list(range(first, first + count)))
         self._showing.generation(begin.slots, 0)
-        if self._departure.is_shared:
+        if self._shutdown.is_shared:
             self._say(describe_slots(first, count, begin.slots))
         self._directory.note(job=begin.run_id, machine=begin.machine)
         environment = self._environment("0")
         path = os.path.join(self._cleanup.directory, f"copies-{begin.machine}")
-        environment[COPIES] = self._copies.open(path, self._premises.secret)
-        around = self._premises.open(begin, environment, self._machine, self._logs, self._keyboard, self._keeper)
+        environment[COPIES] = self._copies.open(path, self._resources.secret)
+        context = self._resources.open(begin, environment, self._machine, self._logs, self._keyboard, self._keeper)
         self._members = WorkerPool(
             self._job,
-            self._premises.start_of(begin),
+            self._resources.start_of(begin),
             begin.machine,
-            around,
-            self._premises.forker(around, self._selector, self._say),
+            context,
+            self._resources.forker(context, self._selector, self._say),
             self._selector,
             marks=self._cleanup.variables,
             on_start=self._on_start,
             on_message=self._on_message,
             on_end=self._on_member_end,
         )
-        self._places = SlotTable(count, time.monotonic(), self._options.most_replacements)
+        self._slots = SlotTable(count, time.monotonic(), self._options.most_replacements)
         if self._options.chaos is not None:
-            spared = 0 if self._departure.is_shared else 1
-            self._unrest = ChaosRunner(self._options.chaos, begin.machine, spared, self._say)
+            spared = 0 if self._shutdown.is_shared else 1
+            self._chaos = ChaosRunner(self._options.chaos, begin.machine, spared, self._say)
         self._tick(time.monotonic())
 
     def _fill(self, slot: int, now_s: float) -> None:
-        assert self._members is not None and self._places is not None
+        assert self._members is not None and self._slots is not None
         try:
             self._members.add(slot)
         except OSError as error:
-            decision = self._places.ended(slot, ExitCause.FAILED, WorkerHistory(), now_s)
+            decision = self._slots.ended(slot, ExitCause.FAILED, WorkerHistory(), now_s)
             self._say(f"no worker can be started in slot {slot} ({error}); {describe_decision(decision)}")
             if isinstance(decision, CloseSlot):
-                self._connection.client.send(Slots(self._places.count))
+                self._connection.client.send(Slots(self._slots.count))
 
     def _on_children(self, crew: LoopCrew | None) -> None:
         super()._on_children(crew)
@@ -203,7 +203,7 @@ class ElasticAgent(Launcher):
         """Reports that a worker has a process."""
         assert member.worker is not None
         self._cleanup.watch(member.worker.pid)
-        self._endings.began(member)
+        self._exits.began(member)
         if member.is_replacement:
             self._priorities.begin(member.worker.pid)
         self._events.tell("worker", uid=member.uid, slot=member.slot, pid=member.worker.pid)
@@ -220,10 +220,10 @@ class ElasticAgent(Launcher):
             case Ready():
                 self._events.tell("ready", uid=member.uid, after_ms=round(1000 * (now_s - member.asked_s)))
             case Installed(generation):
-                self._departure.took_part = True
+                self._shutdown.took_part = True
                 self._events.tell("installed", uid=member.uid, view=generation)
-                if self._unrest is not None:
-                    self._unrest.entered(member, member.life.took_part_s is None, now_s)
+                if self._chaos is not None:
+                    self._chaos.entered(member, member.life.took_part_s is None, now_s)
         member.life.heard(message, now_s)
         self._connection.client.send(WorkerMessage(member.uid, message))
 
@@ -241,28 +241,28 @@ class ElasticAgent(Launcher):
         member.channel.send(encode_message(message))
 
     def _on_member_end(self, member: PoolWorker, code: int) -> None:
-        assert self._members is not None and self._places is not None
+        assert self._members is not None and self._slots is not None
         how = f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
         self._connection.client.send(WorkerExited(member.uid, how, code))
         self._on_orders()  # the others must receive this before any slow work below
         now_s = time.monotonic()
-        failure = self._endings.failure_of(member, code)
+        failure = self._exits.failure_of(member, code)
         record = failure.record if failure is not None else None
         is_exception = record is not None and not (failure is not None and failure.is_interrupt)
         fate = exit_cause_of(member.life, code, is_exception, failure is not None and failure.memory is not None)
-        decision = self._places.ended(member.slot, fate, member.life, now_s)
-        if self._unrest is not None and isinstance(decision, ReplaceWorker):
-            self._unrest.lost(member, list(self._members.members.values()), now_s)
+        decision = self._slots.ended(member.slot, fate, member.life, now_s)
+        if self._chaos is not None and isinstance(decision, ReplaceWorker):
+            self._chaos.lost(member, list(self._members.members.values()), now_s)
         if self._stopped_by is None and self.moved is None:
-            self._endings.report(member, code, fate, failure, decision, self._end is not None)
-            if isinstance(decision, CloseSlot) and failure is not None and record is not None and self._places.count:
+            self._exits.report(member, code, fate, failure, decision, self._end is not None)
+            if isinstance(decision, CloseSlot) and failure is not None and record is not None and self._slots.count:
                 self._say(f"the last traceback of slot {member.number}:\n{record.text.rstrip()}")
-        self._endings.forget(member)
+        self._exits.forget(member)
         if member.worker is not None:
             self._priorities.forget(member.worker.pid)
         if isinstance(decision, CloseSlot) and self._goes_on:
-            kept = shortened(self._endings.failures) if fate is not ExitCause.LEFT else ()
-            self._connection.client.send(Slots(self._places.count, kept))
+            kept = shortened(self._exits.failures) if fate is not ExitCause.LEFT else ()
+            self._connection.client.send(Slots(self._slots.count, kept))
         self._events.tell("ended", uid=member.uid, how=how)
         if member.worker is not None:
             self._cleanup.end_worker(member.uid, member.worker.pid, self._members.pids())
@@ -289,13 +289,13 @@ class ElasticAgent(Launcher):
             member.life.is_fenced = True
             member.signal(signal.SIGKILL)
 
-    def _close_places(self) -> None:
-        if self._places is not None and self._members is not None:
-            self._places.close(set(self._members.members))
+    def _close_slots(self) -> None:
+        if self._slots is not None and self._members is not None:
+            self._slots.close(set(self._members.members))
 
     def _on_end(self, end: JobEnded) -> None:
         """Ends the workers that still run: they have not completed their loops, or the job has failed."""
-        self._close_places()
+        self._close_slots()
         if self._members is None:
             return
         farewell = encode_message(Dismissed(end.reason or "the job is over", end.code))
@@ -314,27 +314,27 @@ class ElasticAgent(Launcher):
         if self._stopped_by is None:
             self._say(f"the job runs already: the launcher at {moved.address} coordinates it; this machine joins it")
             self.moved = moved
-        self._close_places()
+        self._close_slots()
         if self._members is not None:
             self._members.kill()
 
     def _on_end_signal(self, number: signal.Signals, crew: LoopCrew | None) -> None:
-        self._departure.insists = self._stopped_by is not None
+        self._shutdown.insists = self._stopped_by is not None
         super()._on_end_signal(number, crew)
 
     def _stop(self, number: signal.Signals) -> None:
-        self._stopped_by = self._departure.number = number
+        self._stopped_by = self._shutdown.number = number
         self._watcher.pause()
-        self._close_places()
+        self._close_slots()
         if self._members is None:
-            self._send(self._departure.farewell(coordinates=False))
+            self._send(self._shutdown.farewell(coordinates=False))
             return
-        self._send([Slots(0), *self._departure.announced()])
+        self._send([Slots(0), *self._shutdown.announced()])
         self._say(
             f"{number.name}: passed on to {len(self._members.pids())} workers, which have "
             f"{self._job.shutdown_timeout_s:g} s to end (again to kill them)"
         )
-        if self._departure.hands_over(self._coordinates):
+        if self._shutdown.hands_over(self._coordinates):
             self._say("this launcher coordinates the job; when they have ended, another will (again to end the job)")
         self._next_signal = (time.monotonic(), number)
 
@@ -346,21 +346,21 @@ class ElasticAgent(Launcher):
         if self._members is not None:
             self._members.close()
             self._cleanup.end_generation("0")
-        self._endings.close()
+        self._exits.close()
         self._copies.shut()
-        self._premises.close()
+        self._resources.close()
 
     def _conclude(self, end: JobEnded) -> int:
         if self.moved is not None:
             return end.code
-        if self._unrest is not None:
-            for line in self._unrest.summary(time.monotonic()):
+        if self._chaos is not None:
+            for line in self._chaos.summary(time.monotonic()):
                 self._say(line)
         if end.code:  # the last failures may have ended the job before they reached the coordinator
             blame = ReportedFailures(end.failures)
-            blame.add(self._endings.failures)
+            blame.add(self._exits.failures)
             end = msgspec.structs.replace(end, failures=blame.failures)
-        if self._departure.is_well(end.code):
+        if self._shutdown.is_well(end.code):
             if end.reason:
                 self._say(end.reason)
             return 0

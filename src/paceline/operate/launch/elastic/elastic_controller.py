@@ -447,7 +447,7 @@ class ElasticController:
         if machine.number == self._machines.home or (machine.join.serves and not self._is_gathered):
             return self._over(JobEnded(1, f"{machine.join.host} was stopped ({reason})"))
         del self._machines.here[node]
-        left = self._coordinator.machine_left(str(machine.number), reason, now_s, has_said_so=True)
+        left = self._coordinator.machine_left(str(machine.number), reason, now_s, has_announced_end=True)
         return [(node, JobEnded(0 if reason == ORDERLY_SIGNAL.name else 1)), *self._carry(left)]
 
     def _carry(self, given: CoordinatorOrders) -> Orders:

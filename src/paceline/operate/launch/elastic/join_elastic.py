@@ -63,7 +63,7 @@ class RunningJobAnnouncer:
         self._running, self._is_here = running, is_here
         self._pause_s = _PAUSE_S
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="paceline-caller", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="paceline-announcer", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ def join_elastic(
     address: tuple[str, int],
     listener: ListeningEndpoint | None,
     policy: MembershipPolicy,
-    steering: JobController | None,
+    controller: JobController | None,
 ) -> NodeConnection:
     """Connects this machine to the meeting at `address`, which it serves on `listener` if it has one.
 
@@ -125,20 +125,22 @@ def join_elastic(
     taken, so that they can coordinate later.
     """
     rendezvous = job.rendezvous
-    deputy = StandbyController(policy, options, cast("ElasticController | None", steering))
-    server = _serve(listener, secret, deputy, rendezvous.silence_s) if listener is not None else None
+    standby = StandbyController(policy, options, cast("ElasticController | None", controller))
+    server = _serve(listener, secret, standby, rendezvous.silence_s) if listener is not None else None
     try:
         connection = _connect(job, secret, say, server.address if server is not None else address)
         own = rendezvous.local_address or str(connection.getsockname()[0]).partition("%")[0]
         if server is None:
-            server = _serve(_listen(own, address[1], secret), secret, deputy, rendezvous.silence_s)
+            server = _serve(_listen(own, address[1], secret), secret, standby, rendezvous.silence_s)
     except BaseException:
         if server is not None:
             server.close(0.0)
         raise
-    follower = CoordinatorClient(connection, secret, job, deputy)
-    caller = None if listener is not None else RunningJobAnnouncer(address, secret, follower.running, deputy.is_here)
-    return NodeConnection(follower, own, server, deputy, serves=steering is not None, caller=caller)
+    follower = CoordinatorClient(connection, secret, job, standby)
+    announcer = (
+        None if listener is not None else RunningJobAnnouncer(address, secret, follower.running, standby.is_here)
+    )
+    return NodeConnection(follower, own, server, standby, serves=controller is not None, announcer=announcer)
 
 
 def _connect(job: Job, secret: bytes | None, say: Callable[[str], None], meeting: tuple[str, int]) -> Connection:
@@ -158,10 +160,10 @@ def _connect(job: Job, secret: bytes | None, say: Callable[[str], None], meeting
 
 
 def _serve(
-    listener: ListeningEndpoint, secret: bytes | None, deputy: StandbyController, silence_s: float
+    listener: ListeningEndpoint, secret: bytes | None, standby: StandbyController, silence_s: float
 ) -> MeetingServer:
-    server = MeetingServer(listener, secret, DashboardRelay(DiagnosisCollector(deputy, "slot")), silence_s)
-    deputy.wake = server.wake
+    server = MeetingServer(listener, secret, DashboardRelay(DiagnosisCollector(standby, "slot")), silence_s)
+    standby.wake = server.wake
     return server
 
 

@@ -23,12 +23,12 @@ class StandbyController:
     Args:
         policy: The settings of the meeting.
         options: The elastic options.
-        steering: The controller, if this launcher coordinates the job from the beginning.
+        controller: The controller, if this launcher coordinates the job from the beginning.
     """
 
-    def __init__(self, policy: MembershipPolicy, options: ElasticOptions, steering: ElasticController | None) -> None:
+    def __init__(self, policy: MembershipPolicy, options: ElasticOptions, controller: ElasticController | None) -> None:
         self._policy, self._options = policy, options
-        self._steering = steering
+        self._controller = controller
         self._candidacy: Candidacy | None = None
         self._leader = (-1, "")  # the machine that this launcher follows, with its address
         self._successor: tuple[int, str] | None = None  # the machine to which it has handed over
@@ -42,17 +42,17 @@ class StandbyController:
     @property
     def coordinates(self) -> bool:
         """Whether this launcher coordinates the job."""
-        return self._steering is not None
+        return self._controller is not None
 
     def running(self) -> Running | None:
         """Returns the notice for launchers that do not know the job, if this one coordinates it."""
         with self._changing:
-            return self._steering.running() if self._steering is not None else None
+            return self._controller.running() if self._controller is not None else None
 
     def is_here(self, number: int) -> bool:
         """Returns whether this launcher coordinates the job and that machine is connected to it."""
         with self._changing:
-            return self._steering is not None and self._steering.is_here(number)
+            return self._controller is not None and self._controller.is_here(number)
 
     def takes_part(self, job: str, number: int) -> None:
         """Notes the job in which this launcher takes part, and the number of its machine."""
@@ -69,7 +69,7 @@ class StandbyController:
         already.
         """
         with self._changing:
-            if self._steering is None and self._candidacy is None:
+            if self._controller is None and self._candidacy is None:
                 now_s = time.monotonic()
                 self._number = number
                 self._candidacy = Candidacy(now_s, now_s + for_s)
@@ -81,11 +81,11 @@ class StandbyController:
         with self._changing:
             if self._candidacy is not None:
                 return self._candidacy.deadline_s
-            if self._steering is None:
+            if self._controller is None:
                 return None
-            times_s = [self._steering.deadline_s]
-            if self._steering.lacks_quorum_s is not None:
-                times_s.append(self._steering.lacks_quorum_s + RESIGN_S)
+            times_s = [self._controller.deadline_s]
+            if self._controller.lacks_quorum_s is not None:
+                times_s.append(self._controller.lacks_quorum_s + RESIGN_S)
             return min((time_s for time_s in times_s if time_s is not None), default=None)
 
     def reported(self, node: str, report: Report, now_s: float) -> Orders:
@@ -93,8 +93,8 @@ class StandbyController:
         with self._changing:
             if isinstance(report, Running):
                 return self._heard_of(node, report, now_s)
-            if self._steering is not None and not (self._successor and isinstance(report, (Follow, JoinJob))):
-                return self._with(self._steering.reported(node, report, now_s))
+            if self._controller is not None and not (self._successor and isinstance(report, (Follow, JoinJob))):
+                return self._with(self._controller.reported(node, report, now_s))
             if self._candidacy is None:
                 return self._turn_away(node, report)
             self._said.append((node, report))
@@ -112,41 +112,41 @@ class StandbyController:
     def ended(self, node: str, why: str, now_s: float) -> Orders:
         """Removes a launcher that has ended."""
         with self._changing:
-            if self._steering is not None:
-                return self._with(self._steering.ended(node, why, now_s))
+            if self._controller is not None:
+                return self._with(self._controller.ended(node, why, now_s))
             return self._gone(node, now_s)
 
     def lost(self, node: str, why: str, now_s: float, silent_s: float = 0.0) -> Orders:
         """Removes a launcher whose connection was lost."""
         with self._changing:
-            if self._steering is not None:
-                return self._with(self._steering.lost(node, why, now_s, silent_s))
+            if self._controller is not None:
+                return self._with(self._controller.lost(node, why, now_s, silent_s))
             return self._gone(node, now_s)
 
     def tick(self, now_s: float) -> Orders:
         """Carries out the work that is due."""
         with self._changing:
-            if self._steering is None:
+            if self._controller is None:
                 return self._consider(now_s)
-            steering = self._steering
-            given, lacks_s = self._with(steering.tick(now_s)), steering.lacks_quorum_s
+            controller = self._controller
+            given, lacks_s = self._with(controller.tick(now_s)), controller.lacks_quorum_s
             if lacks_s is None or now_s < lacks_s + RESIGN_S:
                 return given
-            nodes, self._steering = steering.nodes, None
+            nodes, self._controller = controller.nodes, None
             return given + [(node, Dropped()) for node in nodes]
 
     def _heard_of(self, node: str, running: Running, now_s: float) -> Orders:
-        if running.job == (self._steering.identity if self._steering is not None else self._job):
+        if running.job == (self._controller.identity if self._controller is not None else self._job):
             return [(node, Answered(False, self._number))]
-        return self._steering.heard_of(running, now_s) if self._steering is not None else []
+        return self._controller.heard_of(running, now_s) if self._controller is not None else []
 
     def _with(self, given: Orders) -> Orders:
         """Notes whether the coordinator that gave these orders has handed over."""
-        steering = self._steering
-        if steering is not None and steering.successor is not None:
-            self._successor = steering.successor
-            if steering.has_handed_over:
-                self._steering = None
+        controller = self._controller
+        if controller is not None and controller.successor is not None:
+            self._successor = controller.successor
+            if controller.has_handed_over:
+                self._controller = None
         return given
 
     def _turn_away(self, node: str, report: Report) -> Orders:
@@ -180,11 +180,11 @@ class StandbyController:
         said, nodes = self._said, self._nodes
         self._candidacy, self._said, self._nodes = None, [], {}
         joins = {nodes[node]: (node, report) for node, report in said if isinstance(report, JoinJob) and node in nodes}
-        self._steering = ElasticController(self._policy, self._options, now_s)
+        self._controller = ElasticController(self._policy, self._options, now_s)
         failures = [failure for node, report in said if isinstance(report, Follow) for failure in report.failures]
-        orders = self._steering.resume(self._number, candidacy.reports, joins, failures, now_s)
+        orders = self._controller.resume(self._number, candidacy.reports, joins, failures, now_s)
         for node, report in said:
             is_new = node not in nodes and isinstance(report, JoinJob)
             if is_new or (node in nodes and not isinstance(report, (JoinJob, Follow))):
-                orders += self._steering.reported(node, report, now_s)
+                orders += self._controller.reported(node, report, now_s)
         return orders

@@ -209,12 +209,12 @@ class WorkerResources:
         first, slots = begin.first_slot, begin.slots
         return Start(1, 0, most, begin.run_id, begin.machine, begin.machine + 1, first, slots, first, slots, host, port)
 
-    def forker(self, around: WorkerContext, selector: selectors.BaseSelector, say: Callable[[str], None]) -> Forker:
+    def forker(self, context: WorkerContext, selector: selectors.BaseSelector, say: Callable[[str], None]) -> Forker:
         """Returns the forker; it forks unless the user or the kind of program requires new interpreters."""
         descriptors = allow_descriptors(self._job.workers)
         forks = self._job.forks and self._job.command.kind is not CommandKind.PROGRAM
         preload = self._job.elastic.preload if self._job.elastic is not None else ()
-        self._forker = Forker(around.environment, around.pass_fds, descriptors, selector, say, forks, preload)
+        self._forker = Forker(context.environment, context.pass_fds, descriptors, selector, say, forks, preload)
         return self._forker
 
     def close(self) -> None:
@@ -269,7 +269,7 @@ class WorkerPool:
         job: The job's description.
         start: The ranks of this machine's slots.
         machine: The number of this machine, with which the workers' names begin.
-        around: The workers' common context.
+        context: The workers' common context.
         forker: The forker that starts their processes.
         selector: The launcher's event loop.
         marks: A function that returns the variables that mark all processes started by a worker of that name.
@@ -283,7 +283,7 @@ class WorkerPool:
         job: Job,
         start: Start,
         machine: int,
-        around: WorkerContext,
+        context: WorkerContext,
         forker: Forker,
         selector: selectors.BaseSelector,
         *,
@@ -294,7 +294,7 @@ class WorkerPool:
     ) -> None:
         self.members: dict[int, PoolWorker] = {}
         self.stopped = StoppedProcesses()
-        self._job, self._start, self._machine, self._around = job, start, machine, around
+        self._job, self._start, self._machine, self._context = job, start, machine, context
         self._forker = forker
         self._selector = selector
         self._marks = marks
@@ -312,7 +312,7 @@ class WorkerPool:
         number = self._start.first_rank + slot
         uid = f"{self._machine}.{number}.{attempt}"
         start = msgspec.structs.replace(self._start, generation=attempt + 1, restart_count=attempt)
-        prepared = prepare(self._job, start, slot, self._around)
+        prepared = prepare(self._job, start, slot, self._context)
         prepared.variables.update({NAME: uid, **self._marks(uid)})
         channel, theirs = WorkerChannel.pair(self._selector, lambda datagram: self._heard(member, datagram))
         member = PoolWorker(uid, slot, number, channel, time.monotonic(), is_replacement=attempt > 0)
@@ -337,7 +337,7 @@ class WorkerPool:
         """Returns the worker that waits for typed input: it is in `paceline.breakpoint`, or reads the terminal."""
         running = [member.worker for member in self.members.values() if member.worker is not None and member.runs]
         debugged = [worker for worker in running if os.path.exists(worker.debugger_file)]
-        reading = [worker for worker in running if worker.reads and self._around.keyboard.is_read_by(worker.pid)]
+        reading = [worker for worker in running if worker.reads and self._context.keyboard.is_read_by(worker.pid)]
         return next(iter([*debugged, *reading]), None)
 
     def signal(self, number: int) -> None:
@@ -401,7 +401,7 @@ class WorkerPool:
                     self._selector.unregister(member.worker.pidfd)
                     member.worker.collect()
             self._forget(member)
-        self._around.keyboard.restore()
+        self._context.keyboard.restore()
 
     def _started(self, member: PoolWorker, prepared: WorkerSpec, pid: int) -> None:
         try:
@@ -433,7 +433,7 @@ class WorkerPool:
             member.following.drain()
         self._forget(member)
         if worker.reads:
-            self._around.keyboard.restore()
+            self._context.keyboard.restore()
         self._on_end(member, code)
 
     def _heard(self, member: PoolWorker, datagram: bytes) -> None:

@@ -57,8 +57,8 @@ class MeetingClient(Protocol):
 class LocalClient:
     """The meeting of a single machine, with the controller in this process."""
 
-    def __init__(self, steering: JobController) -> None:
-        self._steering = steering
+    def __init__(self, controller: JobController) -> None:
+        self._controller = controller
         self._orders: list[Order] = []
         self._waiting, self._waking = os.pipe()
         self._closed = False
@@ -66,7 +66,7 @@ class LocalClient:
     @property
     def deadline_s(self) -> float | None:
         """The controller's deadline (monotonic), or None."""
-        return self._steering.deadline_s
+        return self._controller.deadline_s
 
     def fileno(self) -> int:
         """Returns a descriptor that is readable while there are orders."""
@@ -78,13 +78,13 @@ class LocalClient:
 
     def send(self, report: Report) -> None:
         """Passes a report to the controller."""
-        self._take(self._steering.reported("local", report, time.monotonic()))
+        self._take(self._controller.reported("local", report, time.monotonic()))
 
     def receive(self) -> list[Order]:
         """Returns the orders that have arrived."""
         if self._orders:
             os.read(self._waiting, 4096)
-        self._take(self._steering.tick(time.monotonic()))
+        self._take(self._controller.tick(time.monotonic()))
         orders, self._orders = self._orders, []
         return orders
 
@@ -113,17 +113,17 @@ class NodeConnection:
         client: The client.
         address: The address by which other nodes reach this machine.
         server: The server of the meeting if it runs here, or None; each launcher of an elastic job has one.
-        deputy: The controller of that server in an elastic job, or None.
+        standby: The controller of that server in an elastic job, or None.
         serves: Whether the meeting began here.
-        caller: The announcer of an elastic job that may run elsewhere than at the meeting's address, or None.
+        announcer: The announcer of an elastic job that may run elsewhere than at the meeting's address, or None.
     """
 
     client: MeetingClient
     address: str
     server: MeetingServer | None = None
-    deputy: StandbyController | None = None
+    standby: StandbyController | None = None
     serves: bool = True
-    caller: RunningJobAnnouncer | None = None
+    announcer: RunningJobAnnouncer | None = None
 
     @property
     def listens(self) -> str:
@@ -135,8 +135,8 @@ class NodeConnection:
 
     def close(self) -> None:
         """Disconnects; a server briefly waits for the others to do so."""
-        if self.caller is not None:
-            self.caller.close()
+        if self.announcer is not None:
+            self.announcer.close()
         self.client.close()
         if self.server is not None:
             self.server.close()
@@ -151,7 +151,7 @@ def open_meeting(
         job: The job's description, with the meeting's address.
         secret: The job's secret.
         say: A function that prints a line for the user.
-        listener: The listener to serve on, if the caller has opened it.
+        listener: The listener to serve on, if the announcer has opened it.
 
     Raises:
         StoreConnectionError: This machine should serve the meeting, and cannot.
@@ -162,21 +162,23 @@ def open_meeting(
     options = job.rendezvous
     if options.address is None:
         return NodeConnection(
-            LocalClient(DashboardRelay(DiagnosisCollector(_steering(job), "rank" if job.elastic is None else "slot"))),
+            LocalClient(
+                DashboardRelay(DiagnosisCollector(_controller(job), "rank" if job.elastic is None else "slot"))
+            ),
             "127.0.0.1",
         )
     address = options.address
     server = None
     if listener is None and options.serves is not False:
         listener = _listener(options, address, secret)
-    steering = _steering(job) if listener is not None and options.running is None else None
+    controller = _controller(job) if listener is not None and options.running is None else None
     if job.elastic is not None:
         from paceline.operate.launch.elastic.join_elastic import join_elastic
 
-        return join_elastic(job, job.elastic, secret, say, address, listener, _policy(job), steering)
-    if listener is not None and steering is not None:
+        return join_elastic(job, job.elastic, secret, say, address, listener, _policy(job), controller)
+    if listener is not None and controller is not None:
         server = MeetingServer(
-            listener, secret, DashboardRelay(DiagnosisCollector(steering)), options.silence_s, bears_starvation=True
+            listener, secret, DashboardRelay(DiagnosisCollector(controller)), options.silence_s, bears_starvation=True
         )
         address = server.address
     try:
@@ -189,7 +191,7 @@ def open_meeting(
     return NodeConnection(client, own, server, serves=server is not None)
 
 
-def _steering(job: Job) -> JobController:
+def _controller(job: Job) -> JobController:
     """Returns the controller of this job's machines."""
     policy, now_s = _policy(job), time.monotonic()
     if job.elastic is None:

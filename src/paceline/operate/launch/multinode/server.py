@@ -129,7 +129,7 @@ class MeetingServer:
     Args:
         listener: The listener that accepts connections; ownership passes to this object.
         secret: The job's secret.
-        steering: The controller that decides the orders.
+        controller: The controller that decides the orders.
         silence_s: The time of silence after which a node counts as lost, in seconds.
         bears_starvation: Whether a node may be silent for longer while its machine responds.
     """
@@ -138,11 +138,11 @@ class MeetingServer:
         self,
         listener: ListeningEndpoint,
         secret: bytes | None,
-        steering: JobController,
+        controller: JobController,
         silence_s: float,
         bears_starvation: bool = False,
     ) -> None:
-        self._steering = steering
+        self._controller = controller
         self._bears_starvation = bears_starvation
         self._silence_s = silence_s
         self._nodes: dict[str, _Node] = {}
@@ -199,7 +199,7 @@ class MeetingServer:
                 for node in self._nodes.values():
                     node.heard_s = max(node.heard_s, now_s)
             self._turned_s = now_s
-            until_s = min(now_s + HEARTBEAT_S, self._steering.deadline_s or math.inf)
+            until_s = min(now_s + HEARTBEAT_S, self._controller.deadline_s or math.inf)
             ready = self._selector.select(max(0.0, until_s - now_s))
             woken_s = time.monotonic()
             for key, _ in ready:
@@ -208,7 +208,7 @@ class MeetingServer:
                 else:
                     self._hear(key.data)
             self._drop_silent_nodes(woken_s)
-            self._carry(self._steering.tick(time.monotonic()))
+            self._carry(self._controller.tick(time.monotonic()))
         for node in list(self._nodes.values()):
             node.close()
 
@@ -245,7 +245,7 @@ class MeetingServer:
     def _report(self, node: _Node, report: Report) -> None:
         """Passes a report on. A node whose report the controller cannot handle is dropped."""
         try:
-            orders = self._steering.reported(node.name, report, node.heard_s)
+            orders = self._controller.reported(node.name, report, node.heard_s)
         except Exception as error:  # the other nodes must not lose the meeting because of this one
             seen = f"{type(report).__name__}, which led to {type(error).__name__}: {error}"
             self._drop(node, f"its launcher sent a {seen}")
@@ -295,9 +295,9 @@ class MeetingServer:
         self._part(node)
         now_s = time.monotonic()
         if has_ended:
-            self._carry(self._steering.ended(node.name, why, now_s))
+            self._carry(self._controller.ended(node.name, why, now_s))
         else:
-            self._carry(self._steering.lost(node.name, why, now_s, silent_s))
+            self._carry(self._controller.lost(node.name, why, now_s, silent_s))
 
     def _part(self, node: _Node) -> None:
         self._selector.unregister(node.connection)

@@ -156,11 +156,11 @@ class Coordinator:
         self._raise_term(report.knowledge.term)
         self.machine_joined(machine, report.host, report.slots, now_s, address, store)
         if (found := self._roster.machines.get(machine)) is not None:
-            found.has_begun, found.told, found.is_leaving = True, None, report.is_leaving
+            found.has_begun, found.replicated, found.is_leaving = True, None, report.is_leaving
             if not was_resuming:
                 self._job.say(f"{found.host} is back")
         for worker in report.workers:
-            self.worker_started(worker.uid, machine, now_s, worker.said)
+            self.worker_started(worker.uid, machine, now_s, worker.messages)
             if worker.stalled is not None:
                 self.worker_stalled(worker.uid, worker.stalled, now_s)
         for uid, how, code in report.ended:
@@ -193,20 +193,20 @@ class Coordinator:
         if (over := self._job.over) is not None:
             return [over]
         found = self._roster.machines.setdefault(machine, MachineRecord(machine, host, slots))
-        found.slots, found.is_reachable, found.named = slots, True, set()
+        found.slots, found.is_reachable, found.listed = slots, True, set()
         found.address, found.store = address or found.address, store or found.store
-        found.replaces, found.has_left, found.has_said_so = found.replaces or found.has_left, False, False
+        found.replaces, found.has_left, found.has_announced_end = found.replaces or found.has_left, False, False
         return []
 
     def machine_listed(self, machine: str, now_s: float) -> CoordinatorOrders:
         """Marks the machine's workers as ended that it has not named since it joined."""
         found = self._roster.machines.get(machine)
-        if found is None or found.named is None:
+        if found is None or found.listed is None:
             return []
         for worker in self._roster.workers.values():
-            if worker.machine is found and worker.lives and worker.uid not in found.named:
+            if worker.machine is found and worker.lives and worker.uid not in found.listed:
                 worker.ended, worker.was_drained = "while its machine was out of reach", False
-        found.named = None
+        found.listed = None
         begin_machines(self._job)
         return self._settle(now_s)
 
@@ -233,13 +233,15 @@ class Coordinator:
             found.is_leaving = True
         return self._settle(now_s)
 
-    def machine_left(self, machine: str, why: str, now_s: float, *, has_said_so: bool = False) -> CoordinatorOrders:
+    def machine_left(
+        self, machine: str, why: str, now_s: float, *, has_announced_end: bool = False
+    ) -> CoordinatorOrders:
         """Removes a machine whose launcher has ended its workers and ends itself."""
         found = self._roster.machines.get(machine)
         if found is None:
             return []
         found.slots, found.has_begun, found.replaces = 0, False, False
-        found.has_left, found.has_said_so = True, has_said_so
+        found.has_left, found.has_announced_end = True, has_announced_end
         for worker in self._roster.workers.values():
             if worker.machine is found and worker.lives:
                 worker.ended, worker.was_drained = f"its machine left: {why}", False
@@ -257,7 +259,7 @@ class Coordinator:
         return self._settle(now_s)
 
     def worker_started(
-        self, uid: str, machine: str, now_s: float, said: Sequence[FromWorker] = ()
+        self, uid: str, machine: str, now_s: float, messages: Sequence[FromWorker] = ()
     ) -> CoordinatorOrders:
         """Notes that a worker runs, or that a known worker still does.
 
@@ -265,20 +267,20 @@ class Coordinator:
             uid: The worker's name.
             machine: The name of its machine.
             now_s: The current time, in seconds.
-            said: The worker's relevant messages, if the machine was unreachable.
+            messages: The worker's relevant messages, if the machine was unreachable.
         """
         found = self._roster.machines.get(machine)
         if found is None or self._job.over is not None:
             return []
-        if found.named is not None:
-            found.named.add(uid)
+        if found.listed is not None:
+            found.listed.add(uid)
         is_known = uid in self._roster.workers
         worker = self._roster.workers.setdefault(uid, WorkerRecord(uid, found))
         if worker.lives:
             worker.runs()
             if is_known:
                 self._job.remind(worker)
-            replay_messages(self._job, worker, said, is_known, now_s)
+            replay_messages(self._job, worker, messages, is_known, now_s)
         else:  # its machine was wrongly considered dead, and the others continued without it
             self._job.orders.append(SendOrder(found.name, uid, Dismissed("the others have gone on without it")))
         return self._settle(now_s)
@@ -308,7 +310,7 @@ class Coordinator:
     def worker_said(self, uid: str, message: FromWorker, now_s: float) -> CoordinatorOrders:
         """Handles a worker's message; the messages of one worker arrive in the order in which it sent them."""
         worker = self._roster.workers.get(uid)
-        if worker is None or not worker.lives or worker.place is WorkerPhase.DISMISSED:
+        if worker is None or not worker.lives or worker.phase is WorkerPhase.DISMISSED:
             return []
         worker.runs()
         handle_message(self._job, worker, message, now_s)
@@ -393,13 +395,13 @@ def handle_message(job: ElasticJob, worker: WorkerRecord, message: FromWorker, n
         case CaughtUp():
             admit_caught_up(job, worker, now_s)
         case Installed():
-            job.breaks.went_on(message.round)
+            job.breaks.committed(message.round)
             job.views.entered(worker, message.generation)
         case Broken():
             _broke(job, worker, message, now_s)
         case Leaving():
             worker.leaving = worker.leaving or message.reason
-            if worker.place is not WorkerPhase.MEMBER:
+            if worker.phase is not WorkerPhase.MEMBER:
                 job.dismiss(worker, f"asked to end: {message.reason}")
         case LoopFinished():
             if not worker.has_finished:
@@ -409,11 +411,11 @@ def handle_message(job: ElasticJob, worker: WorkerRecord, message: FromWorker, n
 
 def _asked(job: ElasticJob, worker: WorkerRecord, message: Ready, now_s: float) -> None:
     """Makes a worker wait for a view. The request of a former member means that it no longer holds the state."""
-    if worker.place is WorkerPhase.MEMBER and worker.has_state:
-        worker.place, worker.has_state = WorkerPhase.OUTSIDE, False
+    if worker.phase is WorkerPhase.MEMBER and worker.has_state:
+        worker.phase, worker.has_state = WorkerPhase.OUTSIDE, False
     fingerprint = message.fingerprint
     reset_transfer(job, worker, message)
-    if worker.place is not WorkerPhase.OUTSIDE:
+    if worker.phase is not WorkerPhase.OUTSIDE:
         return
     worker.fingerprint = fingerprint
     if worker.leaving is not None or job.ending_s is not None:
@@ -421,24 +423,24 @@ def _asked(job: ElasticJob, worker: WorkerRecord, message: Ready, now_s: float) 
     elif job.fingerprint is not None and job.fingerprint != fingerprint:
         refuse_worker(job, worker, job.fingerprint)
     else:
-        worker.place, worker.ready_s = WorkerPhase.READY, now_s
+        worker.phase, worker.ready_s = WorkerPhase.READY, now_s
         resend_offers(job, worker)
 
 
 def _broke(job: ElasticJob, worker: WorkerRecord, message: Broken, now_s: float) -> None:
     """Notes broken connections, unless the worker was sent a later view that replaces them."""
     views, breaks = job.views, job.breaks
-    breaks.went_on(message.round)
+    breaks.committed(message.round)
     generation = message.generation
     if (
-        worker.place is not WorkerPhase.MEMBER
+        worker.phase is not WorkerPhase.MEMBER
         or views.base is None
         or generation < max(views.base.generation, worker.since)
     ):
         return
     if not worker.has_state and worker not in views.base_team:
         if message.round < 0:
-            worker.place = WorkerPhase.READY
+            worker.phase = WorkerPhase.READY
             return
         worker.has_state = True  # it caught up or received the state before it lost the others
     report = ConnectionFailure(generation, now_s + job.policy.break_patience_s)
@@ -446,11 +448,11 @@ def _broke(job: ElasticJob, worker: WorkerRecord, message: Broken, now_s: float)
 
 
 def replay_messages(
-    job: ElasticJob, worker: WorkerRecord, said: Sequence[FromWorker], is_known: bool, now_s: float
+    job: ElasticJob, worker: WorkerRecord, messages: Sequence[FromWorker], is_known: bool, now_s: float
 ) -> None:
     """Handles the messages that a worker sent while its machine was out of reach; some may be known already."""
-    is_in = any(isinstance(entry, Installed) for entry in said)
-    for message in said:
+    is_in = any(isinstance(message, Installed) for message in messages)
+    for message in messages:
         if isinstance(message, Ready) and is_known and is_in:
             continue  # already known; it does not mean that the worker has lost its state
         handle_message(job, worker, message, now_s)

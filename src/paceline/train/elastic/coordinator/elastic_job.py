@@ -73,7 +73,7 @@ class ConnectionFailures:
     round: int = -1
     _forced_s: list[float] = field(default_factory=list)  # since a round was committed
 
-    def went_on(self, round_: int) -> None:
+    def committed(self, round_: int) -> None:
         """Notes the number of rounds that a worker has committed."""
         if round_ > self.round:
             self.round = round_
@@ -151,12 +151,12 @@ class ElasticJob:
     must_move: bool = False
     identity: str = ""
     quiet_until_s: float = 0.0
-    _said: str = ""
+    _last_text: str = ""
 
     def say(self, text: str) -> None:
         """Adds a sentence for the user, unless it repeats the previous one."""
-        if text != self._said:
-            self._said = text
+        if text != self._last_text:
+            self._last_text = text
             self.orders.append(NotifyOrder(text))
 
     def tell(self, worker: WorkerRecord, message: ToWorker) -> None:
@@ -166,22 +166,22 @@ class ElasticJob:
 
     def dismiss(self, worker: WorkerRecord, reason: str, code: int = 0) -> None:
         """Orders a worker to end."""
-        worker.place = WorkerPhase.DISMISSED
+        worker.phase = WorkerPhase.DISMISSED
         self.tell(worker, Dismissed(reason, code))
 
     def give(self, members: Sequence[WorkerRecord], *, is_planned: bool) -> None:
         """Issues the next view, and sends it to its members and to the workers that it leaves out."""
         outside = (
-            [worker for worker in self.roster.workers.values() if worker.place is WorkerPhase.OUTSIDE]
+            [worker for worker in self.roster.workers.values() if worker.phase is WorkerPhase.OUTSIDE]
             if self.is_shared
             else []
         )
-        told = {worker.uid: worker for worker in [*members, *self.views.concerned, *outside]}
+        recipients = {worker.uid: worker for worker in [*members, *self.views.concerned, *outside]}
         must_wait = len(members) < self.policy.min_workers and self.ending_s is None
         self.views.give(members, is_planned=is_planned, must_wait=must_wait)
         if not is_planned:
             self.breaks.answered()
-        self.withheld = list(told.values())
+        self.withheld = list(recipients.values())
         self.release()
 
     def release(self) -> None:
@@ -191,13 +191,13 @@ class ElasticJob:
             return
         if self.is_shared and self.ending_s is None and not self.views.is_known():
             return
-        told, self.withheld = self.withheld, None
-        for worker in told:
+        recipients, self.withheld = self.withheld, None
+        for worker in recipients:
             self.tell(worker, view)
 
     def remind(self, worker: WorkerRecord) -> None:
         """Repeats the messages that a worker may have missed."""
-        if worker.place is WorkerPhase.DISMISSED:
+        if worker.phase is WorkerPhase.DISMISSED:
             self.tell(worker, Dismissed("the job does not need it any more"))
             return
         base, latest = self.views.base, self.views.latest

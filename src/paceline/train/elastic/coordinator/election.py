@@ -247,8 +247,8 @@ class Candidacy:
 
     def _count(self, now_s: float) -> None:
         known = merge_reports(self.reports.values())
-        here = [worker.uid for report in self.reports.values() for worker in report.workers]
-        if not known.views or not known.allows(here):
+        reached = [worker.uid for report in self.reports.values() for worker in report.workers]
+        if not known.views or not known.allows(reached):
             self._enough_s = None
         elif self._enough_s is None:
             self._enough_s = now_s
@@ -267,7 +267,7 @@ def merge_reports(reports: Iterable[MachineReport]) -> ReplicatedJobState:
         message.generation
         for report in known
         for worker in report.workers
-        for message in worker.said
+        for message in worker.messages
         if isinstance(message, Installed)
     }
     complete = max([merged.complete, *(view.generation for view in merged.views if view.generation in entered)])

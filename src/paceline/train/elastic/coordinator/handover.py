@@ -43,8 +43,8 @@ def replication_orders(job: ElasticJob, home: int) -> CoordinatorOrders:
     knowledge = _knowledge(job, home)
     orders: CoordinatorOrders = []
     for machine in job.roster.machines.values():
-        if machine.is_reachable and machine.told != knowledge:
-            machine.told = knowledge
+        if machine.is_reachable and machine.replicated != knowledge:
+            machine.replicated = knowledge
             orders.append(ReplicateOrder(machine.name, knowledge))
     return orders
 
@@ -60,7 +60,7 @@ def _knowledge(job: ElasticJob, home: int) -> ReplicatedJobState:
         complete=views.completed,
         views=tuple(views.since_complete),
         dead=tuple(sorted(uid for uid in members if not workers[uid].lives)),
-        ended=tuple(int(machine.name) for machine in machines if machine.has_left and machine.has_said_so),
+        ended=tuple(int(machine.name) for machine in machines if machine.has_left and machine.has_announced_end),
         peers=tuple(
             LauncherAddress(int(machine.name), machine.host, machine.address)
             for machine in machines
@@ -87,7 +87,7 @@ def resume(job: ElasticJob, known: ReplicatedJobState, now_s: float) -> None:
     for number in known.ended:
         name = str(number)
         found = job.roster.machines.setdefault(name, _absent(name, f"machine {name}", lost_s))
-        found.replaces, found.has_left, found.has_said_so = False, True, True
+        found.replaces, found.has_left, found.has_announced_end = False, True, True
     job.views.resume(known.views, known.complete)
     job.transfers = {
         transfer.receiver: transfer for transfer in known.transfers if not known.is_dead(transfer.receiver)
@@ -116,7 +116,7 @@ class CoordinatorHandover:
         successor: The next coordinator's machine, or None if there is no candidate.
         unfit_s: The time until which each machine is passed over, since members could not reach its store.
         empty_s: The time since which no worker has run on the coordinator's machine.
-        told_s: The time at which the successor was ordered to stand.
+        ordered_s: The time at which the successor was ordered to stand.
         is_over: Whether the others have been ordered to follow it.
     """
 
@@ -125,13 +125,13 @@ class CoordinatorHandover:
     successor: MachineRecord | None = None
     unfit_s: dict[MachineRecord, float] = field(default_factory=dict)
     empty_s: float | None = None
-    told_s: float | None = None
+    ordered_s: float | None = None
     is_over: bool = False
 
     @property
     def has_resigned(self) -> bool:
         """Whether the coordinator makes no more decisions."""
-        return self.told_s is not None
+        return self.ordered_s is not None
 
 
 def choose_successor(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) -> None:
@@ -175,8 +175,8 @@ def tell_successor(job: ElasticJob, retirement: CoordinatorHandover, now_s: floa
     """Orders the successor to stand; from now on this machine counts as ended."""
     successor, home = retirement.successor, retirement.home
     assert successor is not None
-    home.has_left = home.has_said_so = True
-    retirement.told_s = now_s
+    home.has_left = home.has_announced_end = True
+    retirement.ordered_s = now_s
     job.orders.append(HandoverOrder(successor.name, int(successor.name)))
 
 
@@ -188,16 +188,16 @@ def tell_others(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) 
     if retirement.is_over or not (stands or now_s >= deadline_s(retirement)):
         return None
     retirement.is_over = True
-    told = [
+    others = [
         machine for machine in job.roster.machines.values() if machine.is_reachable and machine is not retirement.home
     ]
-    return [HandoverOrder(machine.name, int(successor.name)) for machine in [*told, retirement.home]]
+    return [HandoverOrder(machine.name, int(successor.name)) for machine in [*others, retirement.home]]
 
 
 def deadline_s(retirement: CoordinatorHandover) -> float:
     """Returns the time at which the others are ordered to follow in any case."""
-    assert retirement.told_s is not None
-    return retirement.told_s + _STANDS_S
+    assert retirement.ordered_s is not None
+    return retirement.ordered_s + _STANDS_S
 
 
 def _may_succeed(machine: MachineRecord) -> bool:
@@ -211,5 +211,5 @@ def _has_workers(job: ElasticJob, machine: MachineRecord) -> bool:
 def _has_settled(job: ElasticJob) -> bool:
     """Returns whether another coordinator would have nothing to do at once."""
     views = job.views
-    is_told = views.is_complete and job.withheld is None and not job.breaks.waiting
-    return is_told and views.latest is not None and views.latest.store == views.store
+    is_settled = views.is_complete and job.withheld is None and not job.breaks.waiting
+    return is_settled and views.latest is not None and views.latest.store == views.store

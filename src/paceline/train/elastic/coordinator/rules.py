@@ -44,7 +44,7 @@ def finish_job(job: ElasticJob, now_s: float) -> None:
             job.orders.append(CloseSlotsOrder(machine.name, "the job is done"))
     missing = _waits_for(job, finished)
     for worker in job.roster.workers.values():
-        if worker.lives and worker.place in (WorkerPhase.READY, WorkerPhase.MEMBER) and worker not in missing:
+        if worker.lives and worker.phase in (WorkerPhase.READY, WorkerPhase.MEMBER) and worker not in missing:
             job.dismiss(worker, "the job is done")
     if any(member.is_here for member in missing):
         return
@@ -66,7 +66,7 @@ def _waits_for(job: ElasticJob, finished: list[WorkerRecord]) -> list[WorkerReco
     members = [
         worker
         for worker in job.roster.workers.values()
-        if worker.place is WorkerPhase.MEMBER and worker.uid in with_them
+        if worker.phase is WorkerPhase.MEMBER and worker.uid in with_them
     ]
     return [worker for worker in {worker.uid: worker for worker in [*finished, *members]}.values() if worker.lives]
 
@@ -87,7 +87,7 @@ def _exit_of(finished: list[WorkerRecord]) -> EndOrder:
 def has_closed(job: ElasticJob) -> bool:
     """Returns whether all members were asked to leave and dismissed; ends the job after the last of them."""
     members = job.views.concerned
-    if not members or any(worker.place is not WorkerPhase.DISMISSED for worker in members):
+    if not members or any(worker.phase is not WorkerPhase.DISMISSED for worker in members):
         return False
     if not any(worker.is_here for worker in members):
         job.end(
@@ -122,8 +122,7 @@ def offer_transfer(job: ElasticJob, sender: WorkerRecord, message: TransferReady
     """Passes a sender's offer to the receiver. Without any offer, the others will wait while the receiver gets the
     state.
     """
-    said = job.transfer_offers.setdefault(message.transfer, {})
-    said[sender.uid] = message
+    job.transfer_offers.setdefault(message.transfer, {})[sender.uid] = message
     while len(job.transfer_offers) > _REMEMBERED:
         del job.transfer_offers[min(job.transfer_offers)]
     for receiver in job.roster.ready():
@@ -134,11 +133,11 @@ def offer_transfer(job: ElasticJob, sender: WorkerRecord, message: TransferReady
 def admit_caught_up(job: ElasticJob, worker: WorkerRecord, now_s: float) -> None:
     """Makes a receiver that has caught up ready, including one that a view left out and that continued to catch up."""
     worker.has_caught_up = worker.learns
-    if worker.place is WorkerPhase.OUTSIDE and worker.learns:
+    if worker.phase is WorkerPhase.OUTSIDE and worker.learns:
         if worker.leaving is not None or job.ending_s is not None:
             job.dismiss(worker, f"asked to end: {worker.leaving}" if worker.leaving else "the job is done")
         else:
-            worker.place, worker.ready_s = WorkerPhase.READY, now_s
+            worker.phase, worker.ready_s = WorkerPhase.READY, now_s
 
 
 def reset_transfer(job: ElasticJob, worker: WorkerRecord, message: Ready) -> None:
@@ -146,7 +145,7 @@ def reset_transfer(job: ElasticJob, worker: WorkerRecord, message: Ready) -> Non
 
     A transfer that another coordinator began continues.
     """
-    if worker.place not in (WorkerPhase.OUTSIDE, WorkerPhase.READY):
+    if worker.phase not in (WorkerPhase.OUTSIDE, WorkerPhase.READY):
         return
     worker.learns = message.learns
     known = job.transfers.pop(worker.uid, worker.transfer)
@@ -264,7 +263,7 @@ def _are_too_few(job: ElasticJob, latest: View, now_s: float) -> bool:
 def begin_machines(job: ElasticJob) -> None:
     """Orders machines to start their workers, up to `max_machines`."""
     for machine in job.roster.machines.values():
-        waits = not machine.has_begun and machine.named is None and machine.is_reachable and machine.slots
+        waits = not machine.has_begun and machine.listed is None and machine.is_reachable and machine.slots
         if waits and job.ending_s is None and job.roster.begun() < job.policy.max_machines:
             machine.has_begun = True
             job.orders.append(StartOrder(machine.name))
@@ -286,11 +285,11 @@ def give_first_view(job: ElasticJob, now_s: float) -> bool:
         return False
     until_s = job.began_s + policy.join_timeout_s
     job.due_s.append(until_s)
-    there = f"{len(ready)} of at least {policy.min_workers} workers are ready"
+    ready_count = f"{len(ready)} of at least {policy.min_workers} workers are ready"
     if now_s >= until_s:
-        job.end(EndOrder(1, f"{there} after {policy.join_timeout_s:.0f} s; look at the output of the others"))
+        job.end(EndOrder(1, f"{ready_count} after {policy.join_timeout_s:.0f} s; look at the output of the others"))
     elif job.roster.machines and not job.can_grow():
-        job.end(EndOrder(1, f"{there}, and no other will be started; look at the output of those that ended"))
+        job.end(EndOrder(1, f"{ready_count}, and no other will be started; look at the output of those that ended"))
     return job.over is not None
 
 
@@ -394,7 +393,7 @@ def fence(job: ElasticJob) -> None:
     if job.withheld is not None or job.over is not None:
         return  # another coordinator that lacks the latest view may still need them
     for worker in job.roster.workers.values():
-        is_needless = worker.place is not WorkerPhase.MEMBER and not worker.has_finished
+        is_needless = worker.phase is not WorkerPhase.MEMBER and not worker.has_finished
         if worker.is_stopped and is_needless and not worker.is_fenced:
             worker.is_fenced = True
             job.orders.append(FenceStalledOrder(worker.machine.name, worker.uid))

@@ -66,8 +66,8 @@ class Views:
             if not (worker in team or (is_planned and worker in self.base_team)):
                 self._leave_out(worker)
         for worker in team:
-            if worker.place is not WorkerPhase.MEMBER:
-                worker.place, worker.since = WorkerPhase.MEMBER, view.generation
+            if worker.phase is not WorkerPhase.MEMBER:
+                worker.phase, worker.since = WorkerPhase.MEMBER, view.generation
                 worker.has_state = False
         self.latest, self.team, self.is_complete, self.must_meet = view, team, False, False
         if not is_planned:
@@ -99,7 +99,7 @@ class Views:
         if missing is not None:
             missing.discard(worker.uid)
             self.has_begun = self.has_begun or not missing
-        if worker.place is not WorkerPhase.MEMBER or generation < worker.since or self.latest is None:
+        if worker.phase is not WorkerPhase.MEMBER or generation < worker.since or self.latest is None:
             return
         worker.has_state = True
         if not self.is_complete and not self._missing_in[self.latest.generation]:
@@ -137,7 +137,7 @@ class Views:
                     self.roster.workers[uid].since = view.generation
             before = view
         for worker in self.concerned:
-            worker.place = WorkerPhase.MEMBER
+            worker.phase = WorkerPhase.MEMBER
             worker.has_state = any(view.generation == completed and worker.uid in view.members for view in given)
 
     @property
@@ -209,8 +209,8 @@ class Views:
 
     def _leave_out(self, worker: WorkerRecord) -> None:
         """Removes a member. If it holds no state yet it stays ready; otherwise it must request to join again."""
-        if worker.place is WorkerPhase.MEMBER and not worker.has_finished:
-            worker.place = WorkerPhase.OUTSIDE if worker.has_state else WorkerPhase.READY
+        if worker.phase is WorkerPhase.MEMBER and not worker.has_finished:
+            worker.phase = WorkerPhase.OUTSIDE if worker.has_state else WorkerPhase.READY
             worker.has_state = False
 
 

@@ -27,13 +27,13 @@ class MachineRecord:
         slots: The number of workers that the launcher keeps running.
         has_begun: Whether the launcher has been ordered to start its workers.
         replaces: Whether the launcher replaces workers that end.
-        named: The workers reported so far after the machine reconnected, or None outside of such a report.
+        listed: The workers reported so far after the machine reconnected, or None outside of such a report.
         lost_s: The time of the last contact, if the machine is unreachable.
         address: The address of the launcher for other launchers.
         known: The generation of the latest view that the launcher has confirmed to hold.
-        told: The job state that was last replicated to the launcher.
+        replicated: The job state that was last replicated to the launcher.
         has_left: Whether the launcher has ended.
-        has_said_so: Whether the launcher announced its end, so that it is certain.
+        has_announced_end: Whether the launcher announced its end, so that it is certain.
         is_leaving: Whether the launcher ends as soon as its workers have.
         store: The store in which members of views meet if this launcher coordinates.
     """
@@ -44,13 +44,13 @@ class MachineRecord:
     is_reachable: bool = True
     has_begun: bool = False
     replaces: bool = True
-    named: set[str] | None = None
+    listed: set[str] | None = None
     lost_s: float = 0.0
     address: str = ""
     known: int = 0
-    told: ReplicatedJobState | None = None
+    replicated: ReplicatedJobState | None = None
     has_left: bool = False
-    has_said_so: bool = False
+    has_announced_end: bool = False
     is_leaving: bool = False
     store: str = ""
 
@@ -82,7 +82,7 @@ class WorkerRecord:
 
     uid: str
     machine: MachineRecord
-    place: WorkerPhase = WorkerPhase.OUTSIDE
+    phase: WorkerPhase = WorkerPhase.OUTSIDE
     fingerprint: str = ""
     ready_s: float = 0.0
     learns: bool = False
@@ -114,12 +114,12 @@ class WorkerRecord:
     @property
     def trains(self) -> bool:
         """Whether it is a member that can continue."""
-        return self.place is WorkerPhase.MEMBER and self.is_here and not self.has_finished
+        return self.phase is WorkerPhase.MEMBER and self.is_here and not self.has_finished
 
     @property
     def may_return(self) -> bool:
         """Whether it is a member that cannot continue now but may later."""
-        return self.place is WorkerPhase.MEMBER and self.ended is None and not self.is_here and not self.has_finished
+        return self.phase is WorkerPhase.MEMBER and self.ended is None and not self.is_here and not self.has_finished
 
     @property
     def is_stopped(self) -> bool:
@@ -156,7 +156,7 @@ class WorkerRegistry:
 
     def ready(self) -> list[WorkerRecord]:
         """Returns the responsive workers in phase READY, in the order in which they became ready."""
-        found = [worker for worker in self.workers.values() if worker.place is WorkerPhase.READY and worker.is_here]
+        found = [worker for worker in self.workers.values() if worker.phase is WorkerPhase.READY and worker.is_here]
         return sorted(found, key=lambda worker: worker.ready_s)
 
     def begun(self) -> int:
@@ -172,4 +172,4 @@ class WorkerRegistry:
         if any(machine.slots and machine.replaces and machine.is_reachable for machine in self.machines.values()):
             return True
         outside = (WorkerPhase.OUTSIDE, WorkerPhase.READY)
-        return any(worker.lives and worker.place in outside for worker in self.workers.values())
+        return any(worker.lives and worker.phase in outside for worker in self.workers.values())

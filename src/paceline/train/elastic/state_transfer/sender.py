@@ -216,7 +216,7 @@ class StateSender:
         self._delays: dict[int, ReceiverDelays] = {}
 
     @property
-    def teaches(self) -> bool:
+    def is_sender(self) -> bool:
         """Whether there are any transfers."""
         return bool(self._given)
 

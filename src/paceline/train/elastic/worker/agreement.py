@@ -169,7 +169,7 @@ class MemberStatus(msgspec.Struct, frozen=True, array_like=True):
         has_followed: Whether it has repeated the others' optimizer steps (DDP loop) and lacks only the rest of the
             state.
         parts: The parts of the state that were not compared meanwhile, each with its digest.
-        teaches: Whether it is the sender of a transfer.
+        is_sender: Whether it is the sender of a transfer.
         guest_until: The round before which its votes have not yet proved that its entire state equals the others'.
     """
 
@@ -182,7 +182,7 @@ class MemberStatus(msgspec.Struct, frozen=True, array_like=True):
     committed: int = 0
     has_followed: bool = False
     parts: tuple[tuple[int, int], ...] = ()
-    teaches: bool = False
+    is_sender: bool = False
     guest_until: int = 0
 
 
@@ -253,10 +253,10 @@ def _sources(
     statuses: Sequence[MemberStatus], senders: Sequence[int], lacking: Sequence[int], followers: frozenset[int]
 ) -> tuple[int | None, ...]:
     """Returns each lacking rank's source. Senders of transfers serve the followers, whose state they know."""
-    teachers = [rank for rank in senders if statuses[rank].teaches] or senders
+    transfer_senders = [rank for rank in senders if statuses[rank].is_sender] or senders
     chosen: dict[int, int] = {}
     for index, rank in enumerate(lacking):
-        able = teachers if rank in followers else senders
+        able = transfer_senders if rank in followers else senders
         chosen[rank] = able[index % len(able)]
     return tuple(chosen.get(rank) for rank in range(len(statuses)))
 

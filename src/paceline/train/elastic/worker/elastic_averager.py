@@ -178,7 +178,7 @@ class ElasticAverager:
         self._rounds_of_batch = 0
         self._seat = RankSlot(1, 0)
         if self._rounds is not None:
-            members = self._rounds.dealings.latest.members
+            members = self._rounds.assignments.latest.members
             self._seat = RankSlot(len(members), members.index(self._name) if self._name in members else None)
         return self._seat
 

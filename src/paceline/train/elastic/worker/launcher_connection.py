@@ -86,7 +86,7 @@ class LauncherConnection:
                 del self._transfers[transfer.number]
             return due
 
-    def when_told(self, on_view: Callable[[View], None] | None) -> None:
+    def set_view_handler(self, on_view: Callable[[View], None] | None) -> None:
         """Calls `on_view` with each view received so far, and from the receiving thread with each later one.
 
         After this returns, the previous function is not called any more.

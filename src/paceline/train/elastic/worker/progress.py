@@ -123,8 +123,8 @@ class WorkerProgress:
     Attributes:
         shards: The number of shards of a step.
         number: The next round, or FRESH for a worker without state.
-        dealings: The assignments of batches to members.
-        portions: The assignment of shards to members.
+        assignments: The assignments of batches to members.
+        shard_assignment: The assignment of shards to members.
         mine: The sums that this worker has computed in this round.
         voted: The result for which it voted in this round.
         digest: The digest of that result.
@@ -139,8 +139,8 @@ class WorkerProgress:
     def __init__(self, shards: int) -> None:
         self.shards = shards
         self.number = FRESH
-        self.dealings = BatchAssignments()
-        self.portions = ShardAssignment(shards)
+        self.assignments = BatchAssignments()
+        self.shard_assignment = ShardAssignment(shards)
         self.mine = PartialSums()
         self.voted: Values = []
         self.digest = 0
@@ -151,17 +151,17 @@ class WorkerProgress:
         self.others_have = False
         self.guest_until = 0
 
-    def status(self, *, teaches: bool) -> MemberStatus:
-        """Returns the status that a member sends when it enters a view; `teaches` marks the sender of a transfer."""
+    def status(self, *, is_sender: bool) -> MemberStatus:
+        """Returns the status that a member sends when it enters a view; `is_sender` marks the sender of a transfer."""
         return MemberStatus(
             self.number,
             tuple((node.first, node.stop) for node in self.mine.held),
             self.mine.shard_ns,
-            self.dealings.latest,
+            self.assignments.latest,
             self.has_begun,
             self.digest,
             self.committed,
-            teaches=teaches,
+            is_sender=is_sender,
             guest_until=self.guest_until,
         )
 
@@ -183,6 +183,6 @@ class WorkerProgress:
         self.number += 1
         # A late worker agreed with the others on the next round when it entered the view.
         if not was_late and not is_replay:
-            self.portions.begin_round()
+            self.shard_assignment.begin_round()
             self.others_have = False
         failpoint("round.committed")

@@ -63,9 +63,9 @@ class Rounds:
         return self._progress.number
 
     @property
-    def dealings(self) -> BatchAssignments:
+    def assignments(self) -> BatchAssignments:
         """The assignments of batches to members."""
-        return self._progress.dealings
+        return self._progress.assignments
 
     @property
     def is_replaying(self) -> bool:
@@ -143,19 +143,19 @@ class Rounds:
         if participation.catching_up is not None:
             if (dealt := participation.catching_up.until_batch(progress.number)) is not None:
                 progress.has_begun = True
-                progress.dealings.learn([dealt], is_new=False)
+                progress.assignments.learn([dealt], is_new=False)
                 participation.watch(dealt)
-                return progress.dealings.begin(progress.number, dealt.members)
+                return progress.assignments.begin(progress.number, dealt.members)
             participation.catching_up = None
         if (order := self._connection.dismissed) is not None:  # all leave, so that no view follows; or the job is over
             if self.on_dismissed is not None:
                 self.on_dismissed()
             participation.end(order.reason, order.code)
-        participation.sender.begin_batch(self._agreed, progress.number, progress.committed, progress.dealings.latest)
+        participation.sender.begin_batch(self._agreed, progress.number, progress.committed, progress.assignments.latest)
         participation.retry_until_view_holds(attempt)
         progress.has_begun = True
         self._tell_deal()
-        return progress.dealings.begin(progress.number, participation.view.members)
+        return progress.assignments.begin(progress.number, participation.view.members)
 
     def finish(self) -> None:
         """Returns when every member has finished all rounds, so that none needs another member any more."""
@@ -182,13 +182,13 @@ class Rounds:
         else:
             result = participation.retry_until_view_holds(attempt)
         participation.sender.committed(
-            progress.number, result, progress.digest, progress.state, progress.committed, progress.dealings.latest
+            progress.number, result, progress.digest, progress.state, progress.committed, progress.assignments.latest
         )
         progress.commit(is_replay=self.is_replaying)
         return result
 
     def _sum(self, group: ProcessGroup, value_of: Callable[[int], Values], is_step: bool) -> Values:
-        progress, deal = self._progress, self._progress.portions.deal
+        progress, deal = self._progress, self._progress.shard_assignment.deal
         audit = audit_of(progress.number, deal, progress.shards) if is_step else None
         progress.mine.compute(deal, group.rank(), value_of, audit, is_step=is_step)
         failpoint("round.computed")
@@ -214,8 +214,11 @@ class Rounds:
         self._agreed = min(ballot.ready for ballot in ballots)
         if progress.number % agreement.REBALANCE_EVERY == 0:
             shard_ns = [ballot.shard_ns for ballot in ballots]
-            if progress.portions.adapt(shard_ns) and group.rank() == 0:
-                counts, taken = progress.portions.counts, ", ".join(f"{time_ns / 1e6:.1f}" for time_ns in shard_ns)
+            if progress.shard_assignment.adapt(shard_ns) and group.rank() == 0:
+                counts, taken = (
+                    progress.shard_assignment.counts,
+                    ", ".join(f"{time_ns / 1e6:.1f}" for time_ns in shard_ns),
+                )
                 sys.stderr.write(f"paceline: shards are now dealt {counts}, since one takes {taken} ms\n")
 
     def _tell_deal(self) -> None:
@@ -224,7 +227,7 @@ class Rounds:
             self._on_deal(range(0))
             return
         members = self._participation.view.members
-        self._on_deal(self._progress.portions.of(members.index(self._connection.name)))
+        self._on_deal(self._progress.shard_assignment.of(members.index(self._connection.name)))
 
     def _group_now(self) -> ProcessGroup:
         group = self._participation.group

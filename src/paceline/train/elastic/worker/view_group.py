@@ -192,7 +192,7 @@ class ViewGroups:
         self._discarded: list[ViewGroup] = []
         self._latest_forced = 0
         self._prepares = True
-        connection.when_told(self._told)
+        connection.set_view_handler(self._on_view)
 
     def enter(self, view: View) -> ProcessGroup:
         """Makes the process group of `view` the default group, after ending the previous one.
@@ -201,7 +201,9 @@ class ViewGroups:
             PeerLostError, GroupAbortedError, RendezvousError, StoreError: A member was lost, or a later view arrived.
         """
         forming = self._take(view)
-        self._connection.when_told(self._told)  # a later view may have arrived before this group could be ended
+        self._connection.set_view_handler(
+            self._on_view
+        )  # a later view may have arrived before this group could be ended
         forming.settle()
         world = forming.world()
         make_default(world)
@@ -238,7 +240,7 @@ class ViewGroups:
 
     def leave(self) -> None:
         """Ends the default process group. Idempotent."""
-        self._connection.when_told(None)
+        self._connection.set_view_handler(None)
         self.prepare_no_more()
         with self._lock:
             current, self._current = self._current, None
@@ -261,7 +263,7 @@ class ViewGroups:
             before.close_store()
         return forming
 
-    def _told(self, view: View) -> None:
+    def _on_view(self, view: View) -> None:
         """Interrupts waits in earlier views, or prepares a planned view. Runs on the receiving thread."""
         with self._lock:
             if view.is_planned:

@@ -185,21 +185,21 @@ class WorkerMembership:
         statuses = exchange_statuses(group, self._status())
         agreed = agree(statuses, progress.shards)
         progress.others_have = any(status.has_begun for status in statuses if status.round == agreed.round)
-        progress.dealings.learn([status.dealt for status in statuses], is_new=progress.number == FRESH)
+        progress.assignments.learn([status.dealt for status in statuses], is_new=progress.number == FRESH)
         self._share(group, agreed, statuses)
         if any(source is not None for source in agreed.source):
             # No member begins a batch before all have the state, so each sender is at the beginning of one.
             group.barrier()
         failpoint("view.agreed")
-        progress.portions.enter(statuses, agreed)
+        progress.shard_assignment.enter(statuses, agreed)
         self.agreed, self.group = agreed, group
         self._connection.send(Installed(view.generation, progress.number))
 
     def _status(self) -> MemberStatus:
         following = self._following
         if self._progress.number == FRESH and following is not None and not following.has_strayed:
-            return following.status(self._progress.dealings.latest)
-        return self._progress.status(teaches=self.sender.teaches)
+            return following.status(self._progress.assignments.latest)
+        return self._progress.status(is_sender=self.sender.is_sender)
 
     def _share(self, group: ProcessGroup, agreed: Agreement, statuses: Sequence[MemberStatus]) -> None:
         """Sends or receives the state that ranks lack; notes whether others have committed this worker's vote."""
@@ -250,7 +250,7 @@ class WorkerMembership:
         run_at_low_priority(warm_up)
         failpoint("join.restored")
         contents = received.contents
-        self._progress.dealings.learn([contents.dealt], is_new=True)
+        self._progress.assignments.learn([contents.dealt], is_new=True)
         if self._steps is not None:
             return self._follow(received, self._steps)
         self._progress.number, self._progress.committed = contents.round, contents.committed
