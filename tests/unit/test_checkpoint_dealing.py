@@ -18,7 +18,7 @@ from paceline.train.checkpoint.ownership import assign_bytes
 from paceline.train.checkpoint.pytree import put_together, take_apart, with_classes_of
 from paceline.train.checkpoint.shard_layout import parts_of_run
 
-MODULES = ("dealing", "layout", "names")
+MODULES = ("ownership", "shard_layout", "pytree")
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -54,7 +54,7 @@ class JoinToken:
     def encode(self) -> str:
         """Returns the token as one word.
 
-        >>> Token.decode(Token("10.0.0.1", 29400, b"s" * 32).encode()).port
+        >>> Token.decode(JoinToken("10.0.0.1", 29400, b"s" * 32).encode()).port
         29400
         """
         host = self.host.encode()
