@@ -14,7 +14,7 @@ unless a lost node explains the failure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
@@ -375,7 +375,7 @@ class Membership:
     def _end(self, end: JobEnded) -> Orders:
         self.phase = MembershipPhase.OVER
         self.deadline_s = None
-        return _to(self.nodes, end)
+        return [(node, end) for node in self.nodes]
 
 
 def incompatibility(join: JoinJob, is_elastic: bool) -> str | None:
@@ -392,7 +392,3 @@ def incompatibility(join: JoinJob, is_elastic: bool) -> str | None:
             f"{with_}; start all machines alike"
         )
     return None
-
-
-def _to(nodes: Iterable[str], order: Order) -> Orders:
-    return [(node, order) for node in nodes]
