@@ -1,4 +1,4 @@
-"""What tests of transfers need in one process: a model, senders that serve its state, and results as they are logged."""
+"""Helpers for tests of transfers in one process: a model, senders that serve its state, and logged results."""
 
 from __future__ import annotations
 

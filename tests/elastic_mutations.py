@@ -25,7 +25,7 @@ def _forget_sums() -> None:
     status_of = WorkerMembership._status
 
     def without_sums(self: WorkerMembership) -> Any:
-        self._here.mine.held.clear()
+        self._progress.mine.held.clear()
         return status_of(self)
 
     WorkerMembership._status = without_sums

@@ -115,8 +115,9 @@ class Member:
 
     __slots__ = (
         *("backlog", "code", "coming", "digest", "group", "has_finished", "heard", "is_frozen", "is_leaving"),
-        *("is_inside", "is_receiver", "known", "lag", "last_down_s", "last_up_s", "latest", "latest_transfer", "receiver"),
-        *("transfers", "logs", "number", "round", "site", "slot", "standing", "state", "uid", "was_stalled", "world"),
+        *("is_inside", "is_receiver", "known", "lag", "last_down_s", "last_up_s", "latest", "latest_transfer"),
+        *("receiver", "transfers", "logs"),
+        *("number", "round", "site", "slot", "standing", "state", "uid", "was_stalled", "world"),
     )  # fmt: skip
 
     def __init__(self, world: World, number: int, site: Site, slot: int) -> None:

@@ -20,10 +20,8 @@ from paceline.operate.launch.multinode.protocol import (
     JoinJob,
     Moved,
     Order,
-    ReplicateState,
     Running,
     StartSlots,
-    TellWorker,
     WorkerExited,
     WorkerMessage,
 )
@@ -35,10 +33,10 @@ from paceline.train.elastic.protocol import (
     MachineReport,
     Ready,
     ReplicatedJobState,
+    ReplicateOrder,
+    SendOrder,
     View,
     WorkerReport,
-    decode_to_worker,
-    encode_message,
 )
 
 FIRST = View((1 << 32) + 1, ("0.0.0", "1.0.0", "2.0.0"), is_planned=False, store="tcp:h0:1")
@@ -56,7 +54,7 @@ def join(number: int) -> JoinJob:
 
 def follow(number: int) -> Follow:
     report = MachineReport(number, f"h{number}", 1, number, KNOWN, (WorkerReport(f"{number}.0.0", SAID),))
-    return Follow(msgspec.json.encode(report).decode())
+    return Follow(report)
 
 
 def deputy() -> StandbyController:
@@ -97,12 +95,12 @@ def elected() -> tuple[StandbyController, float]:
     now_s = time.monotonic()
     follows(stands, 1, now_s)
     follows(stands, 2, now_s)
-    said = WorkerMessage("2.0.0", encode_message(LoopFinished(3)).decode())
+    said = WorkerMessage("2.0.0", LoopFinished(3))
     assert stands.reported("node-2", said, now_s) == [], "it is kept until the election is over"
     orders = stands.tick(now_s + 0.4)
     assert stands.coordinates
-    assert {node for node, order in orders if isinstance(order, ReplicateState)} == {"node-1", "node-2"}
-    assert any(isinstance(order, TellWorker) and order.uid == "1.0.0" for _, order in orders)
+    assert {node for node, order in orders if isinstance(order, ReplicateOrder)} == {"node-1", "node-2"}
+    assert any(isinstance(order, SendOrder) and order.uid == "1.0.0" for _, order in orders)
     return stands, now_s + 0.4
 
 
@@ -135,24 +133,18 @@ def test_a_follower_that_goes_away_does_not_count():
     assert stands.tick(now_s + 0.45) == [] and not stands.coordinates
 
 
-def test_what_is_no_report_gets_no_answer():
-    stands = deputy()
-    stands.stand(1, 0.5)
-    assert stands.reported("node-1", Follow("hello"), time.monotonic()) == []
-
-
 def test_one_that_hands_over_shows_newcomers_the_successor():
     leaves, now_s = deputy(), time.monotonic()
     leaves.stand(1, 0.5)
     for number in range(3):
         follows(leaves, number, now_s)
     told = leaves.reported("node-1", Departing(), now_s)
-    told += leaves.reported("node-1", WorkerMessage("1.0.0", encode_message(Leaving("SIGTERM")).decode()), now_s)
+    told += leaves.reported("node-1", WorkerMessage("1.0.0", Leaving("SIGTERM")), now_s)
     told += leaves.reported("node-1", WorkerExited("1.0.0", "exit code 0", 0), now_s)
-    (view,) = {decode_to_worker(each.body.encode()) for _, each in told if isinstance(each, TellWorker)}
+    (view,) = {each.message for _, each in told if isinstance(each, SendOrder)}
     assert isinstance(view, View) and view.members == ("0.0.0", "2.0.0")
     for number in (0, 2):
-        entered = WorkerMessage(f"{number}.0.0", encode_message(Installed(view.generation, 1)).decode())
+        entered = WorkerMessage(f"{number}.0.0", Installed(view.generation, 1))
         told = leaves.reported(f"node-{number}", entered, now_s)
     assert [each for each in told if isinstance(each[1], FollowLauncher)] == [("node-0", FollowLauncher(0, "x:1"))]
     assert follows(leaves, 9, now_s) == [("node-9", Answered(False, 0, "x:1")), ("node-9", Dropped())]
@@ -167,9 +159,9 @@ def test_no_number_of_a_machine_is_given_again():
     known = msgspec.structs.replace(KNOWN, ended=(0, 7))
     for number in (1, 2):
         workers = (WorkerReport(f"{number}.0.0", SAID),)
-        body = msgspec.json.encode(MachineReport(number, f"h{number}", 1, number, known, workers)).decode()
+        report = MachineReport(number, f"h{number}", 1, number, known, workers)
         stands.reported(f"node-{number}", join(number), now_s)
-        stands.reported(f"node-{number}", Follow(body), now_s)
+        stands.reported(f"node-{number}", Follow(report), now_s)
     assert stands.coordinates
     (begin,) = [each for _, each in stands.reported("node-9", join(-1), now_s) if isinstance(each, StartSlots)]
     assert begin.machine == 8
@@ -201,5 +193,5 @@ def test_one_that_stands_sends_the_machines_of_other_jobs_away():
     stands.takes_part("mine", 1)
     stands.stand(1, 0.5)
     report = MachineReport(2, "h2", 1, 2, msgspec.structs.replace(KNOWN, job="theirs"))
-    told = stands.reported("node-2", Follow(msgspec.json.encode(report).decode()), time.monotonic())
+    told = stands.reported("node-2", Follow(report), time.monotonic())
     assert told == [("node-2", Answered(False, -1, is_stranger=True)), ("node-2", Dropped())]

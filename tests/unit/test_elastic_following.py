@@ -137,7 +137,7 @@ def test_another_state_and_an_obstacle_are_reported():
 
 
 def test_a_follower_gets_the_rest_from_one_who_teaches():
-    members = [MemberStatus(7, committed=3), MemberStatus(7, committed=3, teaches=True)]
+    members = [MemberStatus(7, committed=3), MemberStatus(7, committed=3, is_sender=True)]
     agreed = agree([*members, MemberStatus(7, committed=3, has_followed=True)], 1)
     assert (agreed.round, agreed.source, agreed.followers) == (7, (None, None, 1), {2})
 

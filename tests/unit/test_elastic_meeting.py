@@ -27,7 +27,7 @@ class Launcher:
         self._views: list[View] = []
         self._on_view: Callable[[View], None] | None = None
 
-    def when_told(self, on_view: Callable[[View], None] | None) -> None:
+    def set_view_handler(self, on_view: Callable[[View], None] | None) -> None:
         self._on_view = on_view
         for view in self._views if on_view is not None else []:
             on_view(view)

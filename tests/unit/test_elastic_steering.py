@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass, field
 
-import msgspec
 import pytest
 
 import paceline
@@ -27,15 +26,22 @@ from paceline.operate.launch.multinode.protocol import (
     Running,
     Slots,
     StartSlots,
-    TellWorker,
-    WaitOrder,
     WorkerExited,
     WorkerMessage,
     WorkerStarted,
 )
 from paceline.operate.launch.workers.failures import Record, WorkerFailure
-from paceline.train.elastic import protocol
-from paceline.train.elastic.protocol import Installed, Leaving, MachineReport, Ready, ReplicatedJobState, View
+from paceline.train.elastic.protocol import (
+    FromWorker,
+    Installed,
+    Leaving,
+    MachineReport,
+    NotifyOrder,
+    Ready,
+    ReplicatedJobState,
+    SendOrder,
+    View,
+)
 
 
 @dataclass
@@ -70,8 +76,8 @@ class Play:
         (begin,) = [order for order in self.asked(node) if isinstance(order, StartSlots)]
         return begin
 
-    def say(self, node: str, uid: str, *said: protocol.FromWorker) -> None:
-        self.report(node, *(WorkerMessage(uid, protocol.encode_message(each).decode()) for each in said))
+    def say(self, node: str, uid: str, *said: FromWorker) -> None:
+        self.report(node, *(WorkerMessage(uid, each) for each in said))
 
     def run(self, node: str, *uids: str) -> None:
         """Starts workers, which get ready and enter the view that they are told of."""
@@ -86,10 +92,10 @@ class Play:
             self.now_s += 1.0
             self.take(self.steering.tick(self.now_s))
             for node, orders in list(self.told.items()):
-                tells = [each for each in orders if isinstance(each, TellWorker)]
+                tells = [each for each in orders if isinstance(each, SendOrder)]
                 self.told[node] = [each for each in orders if each not in tells]
                 for tell in tells:
-                    match protocol.decode_to_worker(tell.body.encode()):
+                    match tell.message:
                         case View(generation, members) if tell.uid in members:
                             self.views[tell.uid] = members
                             self.say(node, tell.uid, Installed(generation, 0))
@@ -110,7 +116,7 @@ def test_a_single_machine_begins_at_once_with_its_own_store():
 def test_machines_begin_when_enough_are_there():
     play = Play(2, 3)
     play.join("b", 2)
-    assert [type(each) for each in play.asked("b")] == [WaitOrder]
+    assert [type(each) for each in play.asked("b")] == [NotifyOrder]
     play.join("a", 1, serves=True)
     assert play.begin("b") == StartSlots(0, 0, 3, "job", "tcp:10.0.0.97:4000")
     assert play.begin("a") == StartSlots(1, 2, 3, "job", "tcp:10.0.0.97:4000")
@@ -119,7 +125,7 @@ def test_machines_begin_when_enough_are_there():
 def test_the_first_machines_wait_for_the_one_that_serves():
     play = Play(1, 3)
     play.join("b")
-    assert [type(each) for each in play.asked("b")] == [WaitOrder]
+    assert [type(each) for each in play.asked("b")] == [NotifyOrder]
     play.join("a", serves=True)
     assert play.begin("b").machine == 0 and play.begin("a").machine == 1
 
@@ -226,7 +232,7 @@ def test_who_comes_back_after_the_end_learns_how_it_ended():
     play.join("a", serves=True)
     play.report("a", Leave("SIGINT"))
     play.join("b", number=1)
-    play.report("b", Follow(msgspec.json.encode(MachineReport(1, "b", 1, 1, ReplicatedJobState())).decode()))
+    play.report("b", Follow(MachineReport(1, "b", 1, 1, ReplicatedJobState())))
     assert play.asked("b") == [JobEnded(1, "a was stopped (SIGINT)")]
 
 
@@ -296,11 +302,11 @@ def test_only_a_lone_machine_trains_without_awaiting_calls():
         play.report("a", WorkerStarted("0.0.0"), WorkerStarted("0.0.0"))
         play.say("a", "0.0.0", Ready("same"))
         if waits_s:
-            assert not any(isinstance(each, TellWorker) for each in play.asked("a"))
+            assert not any(isinstance(each, SendOrder) for each in play.asked("a"))
             assert play.steering.deadline_s == waits_s
             play.now_s += waits_s
             play.take(play.steering.tick(play.now_s))
-        assert any(isinstance(each, TellWorker) for each in play.asked("a"))
+        assert any(isinstance(each, SendOrder) for each in play.asked("a"))
 
 
 @pytest.mark.parametrize("trains", [False, True])
@@ -338,13 +344,13 @@ def test_no_view_is_given_while_another_job_seeks():
         play.take(play.steering.heard_of(Running("other"), play.now_s))
         play.take(play.steering.tick(play.now_s))
     told = play.asked("a")
-    assert [each.reason for each in told if isinstance(each, WaitOrder)].count(
+    assert [each.text for each in told if isinstance(each, NotifyOrder)].count(
         "a job of this address runs already, and looks for a coordinator; waiting for it"
     ) == 1
-    assert not any(isinstance(each, TellWorker) for each in told)
+    assert not any(isinstance(each, SendOrder) for each in told)
     play.now_s += 5.0
     play.take(play.steering.tick(play.now_s))
-    assert any(isinstance(each, TellWorker) for each in play.asked("a")), "they have given up"
+    assert any(isinstance(each, SendOrder) for each in play.asked("a")), "they have given up"
 
 
 def test_a_machine_of_another_job_is_a_stranger():
@@ -352,10 +358,10 @@ def test_a_machine_of_another_job_is_a_stranger():
     play.join("a", serves=True)
     play.asked("a")
     play.join("b", number=1)
-    play.report("b", Follow(msgspec.json.encode(MachineReport(1, "b", 1, 1, ReplicatedJobState(job="other"))).decode()))
+    play.report("b", Follow(MachineReport(1, "b", 1, 1, ReplicatedJobState(job="other"))))
     assert play.asked("b") == [Answered(False, -1, is_stranger=True), Dropped()]
     assert play.asked("a") == [
-        WaitOrder("a job of this address runs already, and looks for a coordinator; waiting for it")
+        NotifyOrder("a job of this address runs already, and looks for a coordinator; waiting for it")
     ]
     assert not play.steering.is_here(1)
 

@@ -30,24 +30,25 @@ from paceline.errors import RendezvousError
 from paceline.operate.diagnosis import machine_snapshot as pictures
 from paceline.operate.launch import job_dashboard
 from paceline.operate.launch.elastic.elastic_options import ElasticOptions
-from paceline.operate.launch.elastic.machine_log import report_in
 from paceline.operate.launch.job import Command, Job, RendezvousOptions
 from paceline.operate.launch.multinode.diagnosis_collector import DashboardRelay, DiagnosisCollector
 from paceline.operate.launch.multinode.membership import Orders
-from paceline.operate.launch.multinode.node_connection import _steering
+from paceline.operate.launch.multinode.node_connection import _controller
 from paceline.operate.launch.multinode.protocol import (
-    Follow,
+    DashboardUpdate,
     JoinJob,
     MessageError,
     Slots,
-    WorkerMessage,
+    SnapshotReport,
     WorkersFinished,
+    WorkerStalled,
     decode,
     encode,
 )
 from paceline.operate.launch.multinode.remote_client import connect_client
 from paceline.operate.launch.multinode.server import CHANNEL, MeetingServer
 from paceline.operate.launch.ssh.protocol import MARK, MessageSplitter, decode_to_launcher
+from paceline.operate.launch.workers.failures import Record, WorkerFailure
 from paceline.train.checkpoint.peer_memory import protocol as copies
 from paceline.train.checkpoint.peer_memory.server import CacheServer
 from paceline.train.elastic import protocol as elastic
@@ -134,9 +135,19 @@ def test_malformed_json_is_refused_in_order(whose, decoder, error, name):
             decoder(JSON_BODIES[name])
 
 
+WITHIN = {
+    "a worker's message": b'{"kind":"WorkerMessage","uid":"0.0.0","message":%b}',
+    "a machine's report": b'{"kind":"Follow","report":%b}',
+    "a message for a worker": b'{"kind":"SendOrder","machine":"0","uid":"0.0.0","message":%b}',
+    "the state of a job": b'{"kind":"ReplicateOrder","machine":"0","knowledge":%b}',
+}
+
+
+@pytest.mark.parametrize("frame", WITHIN.values(), ids=WITHIN.keys())
 @pytest.mark.parametrize("body", JSON_BODIES.values(), ids=JSON_BODIES.keys())
-def test_a_report_of_a_machine_that_cannot_be_read_is_none(body):
-    assert report_in(Follow(body.decode(errors="replace"))) is None
+def test_a_part_of_a_message_that_cannot_be_read_is_no_message(frame, body):
+    with pytest.raises(MessageError, match="not a message of a launcher"):
+        decode(frame % body)
 
 
 @pytest.mark.parametrize("body", JSON_BODIES.values(), ids=JSON_BODIES.keys())
@@ -165,7 +176,7 @@ def test_no_bytes_are_more_than_refused(body):
 
 @pytest.mark.parametrize("count", [1 << 63, -(1 << 63) - 1, 10**100])
 def test_a_number_that_nothing_can_be_counted_with_is_no_message(count):
-    with pytest.raises(MessageError, match="is out of range"):
+    with pytest.raises(MessageError, match=r"Expected `int` [<>]= -?92233720368547758\d\d - at `\$\.count`"):
         decode(json.dumps({"kind": "Slots", "count": count, "failures": []}).encode())
 
 
@@ -178,8 +189,15 @@ def test_a_failure_with_a_wrong_field_is_no_message():
 
 
 def test_text_that_cannot_be_encoded_is_escaped():
-    message = decode(json.dumps({"kind": "WorkerSaid", "uid": "0", "body": "a\ud800"}).encode())
-    assert message == WorkerMessage("0", "a\\ud800")
+    assert decode(encode(WorkerStalled("0", "a\ud800"))[4:]) == WorkerStalled("0", "a\\ud800")
+    failure = WorkerFailure(1, 2, 1, 1.0, Record(1.0, "ValueError", "a\ud800"), "h")
+    (arrived,) = decode(encode(Slots(1, (failure,)))[4:]).failures
+    assert arrived.record.text == "a\\ud800"
+
+
+def test_half_a_character_is_no_message():
+    with pytest.raises(MessageError):
+        decode(json.dumps({"kind": "WorkerStalled", "uid": "0", "why": "a\ud800"}).encode())
 
 
 # Servers: one connection sends what it should not, and another one is served as before.
@@ -231,6 +249,7 @@ def is_ended(connection: socket.socket) -> bool:
 
 FRAMES = {
     **{name: struct.pack("<I", len(body)) + body for name, body in JSON_BODIES.items()},
+    **{f"{name} that cannot be read": struct.pack("<I", len(frame)) + frame for name, frame in WITHIN.items()},
     "a length of 4 GiB": b"\xff\xff\xff\xff",
     "a report that the steering cannot take": encode(Slots(7)),
 }
@@ -266,14 +285,13 @@ def job(is_elastic: bool) -> Job:
 @pytest.mark.parametrize("is_elastic", [False, True])
 @pytest.mark.parametrize("body", JSON_BODIES.values(), ids=JSON_BODIES.keys())
 def test_no_text_within_a_report_ends_the_meeting(is_elastic, body):
-    steering = DashboardRelay(DiagnosisCollector(_steering(job(is_elastic))))
+    steering = DashboardRelay(DiagnosisCollector(_controller(job(is_elastic))))
     text = body.decode(errors="replace")
     for number in (1, 2):
         join = JoinJob(f"h{number}", 5, f"10.0.0.{number}", 4000, 2, serves=number == 1, version=__version__)
-        steering.reported(f"node-{number}", JoinJob(**{**vars(join), "is_elastic": is_elastic}), 1.0)
-    for report in ("WorkerSaid", "Follow", "Sighting", "Seen"):
-        fields = {"uid": "0.0.0", "body": text} if report == "WorkerSaid" else {"body": text}
-        orders = steering.reported("node-2", decode(json.dumps({"kind": report, **fields}).encode()), 1.0)
+        steering.reported(f"node-{number}", msgspec.structs.replace(join, is_elastic=is_elastic), 1.0)
+    for report in (SnapshotReport(text), DashboardUpdate(text)):
+        orders = steering.reported("node-2", decode(encode(report)[4:]), 1.0)
         assert all(encode(order) for _, order in orders)
     assert steering.deadline_s is None or steering.tick(1.5) is not None
 

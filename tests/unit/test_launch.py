@@ -6,10 +6,10 @@ import os
 import select
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from paceline.cli.main import main, parser
 from paceline.operate.launch.multinode.protocol import LARGEST, Stopped, encode
@@ -98,7 +98,7 @@ def test_what_is_told_between_machines_fits_into_a_message(tmp_path: Path):
         write_record(str(tmp_path / "cause"), ValueError, error, error.__traceback__)
     cause = WorkerFailure(7, 1, 1, 0.0, read_record(str(tmp_path / "cause")))
     others = [failure(rank, time.time() + 1, "KeyError") for rank in range(1000)]
-    others = [replace(each, record=replace(each.record, text="ü" * 5000)) for each in others]
+    others = [structs.replace(each, record=structs.replace(each.record, text="ü" * 5000)) for each in others]
     told = shortened([*others, cause])
     assert cause in told
     assert "characters, see the rank's output" in cause.record.text

@@ -11,9 +11,10 @@ from paceline.operate.dashboard.local_collector import LocalCollector
 from paceline.operate.launch.dashboard_link import LocalActivity
 from paceline.operate.launch.job_dashboard import RemoteDashboardFeed, decode_update, encode_update
 from paceline.operate.launch.multinode.diagnosis_collector import DashboardRelay
-from paceline.operate.launch.multinode.protocol import AskStacks, DashboardUpdate, DashboardWatched, JoinJob, WaitOrder
+from paceline.operate.launch.multinode.protocol import AskStacks, DashboardUpdate, DashboardWatched, JoinJob
 from paceline.operate.launch.multinode.protocol import decode as decode_message
 from paceline.operate.launch.multinode.protocol import encode as encode_message
+from paceline.train.elastic.protocol import NotifyOrder
 
 
 class Inner:
@@ -22,7 +23,7 @@ class Inner:
     deadline_s = None
 
     def reported(self, node, report, now_s):
-        return [(node, WaitOrder("here"))]
+        return [(node, NotifyOrder("here"))]
 
     def ended(self, node, why, now_s):
         return []
@@ -43,12 +44,12 @@ def test_others_are_asked_only_while_somebody_looks():
     viewing.reported("a", join(True), 0.0)
     viewing.reported("b", join(False), 0.0)
     assert viewing.reported("a", DashboardWatched(True), 1.0) == [("b", DashboardWatched(True))]
-    assert viewing.reported("c", join(False), 2.0) == [("c", WaitOrder("here")), ("c", DashboardWatched(True))]
+    assert viewing.reported("c", join(False), 2.0) == [("c", NotifyOrder("here")), ("c", DashboardWatched(True))]
     assert viewing.reported("b", DashboardUpdate("x"), 3.0) == [("a", DashboardUpdate("x"))]
     assert viewing.reported("a", AskStacks(), 3.0) == [("b", AskStacks()), ("c", AskStacks())]
     viewing.lost("b", "gone", 4.0)
     assert viewing.reported("a", DashboardWatched(False), 5.0) == [("c", DashboardWatched(False))]
-    assert viewing.reported("d", join(False), 6.0) == [("d", WaitOrder("here"))]
+    assert viewing.reported("d", join(False), 6.0) == [("d", NotifyOrder("here"))]
 
 
 @pytest.mark.parametrize("message", [DashboardWatched(True), AskStacks(), DashboardUpdate('[{"rank": 1}]')])

@@ -20,10 +20,10 @@ from paceline.operate.launch.multinode.protocol import (
     Start,
     Stop,
     Stopped,
-    WaitOrder,
     WorkersFinished,
 )
 from paceline.operate.launch.workers.failures import Record, WorkerFailure
+from paceline.train.elastic.protocol import NotifyOrder
 
 
 def policy(least: int = 1, most: int = 1, **rest: object) -> MembershipPolicy:
@@ -159,7 +159,7 @@ def test_too_few_machines_end_the_wait_with_their_names():
     play = Play(policy(2, 2, join_timeout_s=10))
     play.join("a")
     play.wait(9)
-    assert play.hear("a") == [WaitOrder("1 of 2 machines are here; waiting for the others")]
+    assert play.hear("a") == [NotifyOrder("1 of 2 machines are here; waiting for the others")]
     play.wait(1)
     end = play.last("a")
     assert end.code == 1
@@ -176,7 +176,7 @@ def test_a_failure_ends_all_and_starts_them_anew_after_a_pause():
     assert not play.hear("a"), "it ends its workers by itself"
     play.stop("a", failures=(failure(),))
     play.stop("b")
-    assert "restart 1 of 1 in 0.25 s: rank 0 failed" in play.last("b").reason
+    assert "restart 1 of 1 in 0.25 s: rank 0 failed" in play.last("b").text
     play.told.clear()
     play.wait(0.2)
     assert not play.hear("a")
@@ -209,7 +209,7 @@ def test_pauses_begin_anew_after_a_steady_run():
         play.now_s += run_s
         play.fail("a", failure())
         play.stop("a", failures=(failure(),))
-        assert f"in {pause:g} s" in play.last("a").reason
+        assert f"in {pause:g} s" in play.last("a").text
         play.wait(pause)
 
 
@@ -231,7 +231,7 @@ def test_one_more_than_max_waits_for_a_place():
     play = Play(policy(1, 2))
     for node in "abc":
         play.join(node)
-    assert isinstance(play.last("c"), WaitOrder)
+    assert isinstance(play.last("c"), NotifyOrder)
     play.lose("a")
     play.stop("b")
     assert [type(play.last(node)) for node in "bc"] == [Start, Start]
@@ -257,7 +257,7 @@ def test_a_lost_machine_leaves_too_few_and_the_rest_wait():
     play.lose("b")
     play.stop("a")
     wait = play.last("a")
-    assert "b (address-b, pid 1) was lost: silence; waiting for 1 more" in wait.reason
+    assert "b (address-b, pid 1) was lost: silence; waiting for 1 more" in wait.text
     play.join("c")
     assert [play.last(node).world_size for node in "ac"] == [2, 2]
 

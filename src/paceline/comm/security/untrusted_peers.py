@@ -16,7 +16,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
-from typing import Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
+
+import msgspec
 
 _CREDENTIALS = struct.Struct("3i")
 
@@ -87,6 +89,8 @@ def _user_at(peer: tuple[object, ...], own: tuple[object, ...]) -> int:
     user: int = _UID.unpack_from(answer, _UID_AT)[0]
     return user
 
+
+Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]  # larger ones fit into no system call
 
 Data = TypeVar("Data")
 Decoded = TypeVar("Decoded")

@@ -29,7 +29,6 @@ from paceline.operate.launch.multinode.protocol import (
     Start,
     Stop,
     Stopped,
-    WaitOrder,
     WorkersFinished,
 )
 from paceline.operate.launch.shared_secret import SlurmSecret, secret_of
@@ -42,6 +41,7 @@ from paceline.operate.launch.workers.worker import WorkerProcess
 from paceline.operate.launch.workers.worker_group import CONSEQUENCES_S, WorkerGroup
 from paceline.operate.launch.workers.worker_stores import WorkerStores, open_multiplexer, require_port
 from paceline.train.checkpoint.peer_memory.server import VARIABLE as COPIES
+from paceline.train.elastic.protocol import NotifyOrder
 
 if TYPE_CHECKING:
     from paceline.operate.diagnosis.job_snapshot import RankExitStatus
@@ -52,7 +52,7 @@ def run(job: Job, listener: ListeningEndpoint | None = None, secret: bytes | Non
 
     Args:
         job: what to run.
-        listener: what to serve the meeting on, if the caller has opened it already.
+        listener: what to serve the meeting on, if the announcer has opened it already.
         secret: the job's secret. By default it is new on a single machine; several machines take it from the
             environment, or under Slurm from launcher 0.
 
@@ -179,7 +179,7 @@ class WorkerGroupLauncher(Launcher):
                 if not self._generation.failures:
                     self._say(f"{reason}; ending the workers of this machine")
                 self._generation.end(after_s=CONSEQUENCES_S if is_failure else 0.0)
-            case WaitOrder(reason):
+            case NotifyOrder(reason):
                 self._events.tell("wait", reason=reason)
                 self._say(reason)
             case JobEnded() if self._end is None:

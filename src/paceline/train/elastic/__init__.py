@@ -1,5 +1,5 @@
-"""Training that goes on when workers die, leave or join: nobody who lives is restarted, and no step is lost.
+"""Elastic training: workers join, leave and fail while the others continue, without restarts and without lost steps.
 
-May use: `parallel` and below; `coordinator.py`, `orders.py`, `messages.py` and what they import are protocol without
-torch, sockets or clocks, which the launcher runs. Start reading at `state.py` and `rounds.py`, a worker's part.
+May use: `parallel` and below. `protocol.py` and `coordinator/` are free of torch, sockets and clocks, so that the
+launcher can run them. Start reading at `worker/elastic_state.py`.
 """

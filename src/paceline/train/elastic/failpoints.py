@@ -1,8 +1,8 @@
-"""Named points at which a test can end, stop or delay a chosen worker: `reach` does nothing anywhere else.
+"""Named points at which a test kills, stops or delays a chosen worker. Without orders, `failpoint` does nothing.
 
 `PACELINE_FAILPOINTS` holds orders separated by commas, each `WORKER:POINT@COUNT=ACTION`: when the worker of that name
-reaches the point for the COUNT-th time, it does ACTION: "kill", "stop", "exit", "raise",
-"delay", or "lose", which is to find the connections to the other workers broken.
+reaches the point for the COUNT-th time, it performs ACTION: "kill", "stop", "exit", "raise", "delay" or "lose" (its
+connections to the other workers fail).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ POINTS = (
     "batch.begun",
     "loop.over",
 )
-# Points of a transfer: of the senders, of a sender's child, and of the receiver.
+# Points of a state transfer: in the senders, in a sender's forked child, and in the receiver.
 POINTS_OF_SENDERS = ("join.snapshot", "join.serving", "join.logged")
 POINTS_OF_CHILDREN = ("join.sending",)
 POINTS_OF_RECEIVERS = ("join.chunk", "join.restored", "join.replay", "join.near")
-# Points of the usual loop only, with DistributedDataParallel and StatefulLoader.
+# Points of the loop with DistributedDataParallel and StatefulLoader only.
 POINTS_OF_DDP_LOOPS = ("batch.dealt", "mean.weighed", "mean.applied")
 # Points before each operation on a disk that holds checkpoints, and after the last one of a save.
 POINTS_OF_CHECKPOINTS = (
@@ -67,10 +67,10 @@ _orders: dict[tuple[str, int], str] = {}
 
 
 def arm(worker: str, orders: str) -> None:
-    """Takes the orders that are for `worker`.
+    """Arms the orders for `worker`; all others are ignored.
 
     Raises:
-        ValueError: an order cannot be read, or names a point that does not exist.
+        ValueError: An order is malformed or names an unknown point or action.
     """
     _orders.clear()
     for order in filter(None, orders.split(",")):
@@ -88,12 +88,12 @@ def arm(worker: str, orders: str) -> None:
 
 
 def arm_by_environment(worker: str) -> None:
-    """Takes the orders that the environment has for `worker`; see `arm`."""
+    """Arms the orders for `worker` in `PACELINE_FAILPOINTS`; see `arm`."""
     arm(worker, os.environ.get(VARIABLE, ""))
 
 
 def failpoint(point: str) -> None:
-    """Does what was ordered for this worker at this point, if anything was."""
+    """Performs the action that was ordered for this point, if any."""
     if _orders:
         _reached[point] += 1
         if action := _orders.get((point, _reached[point])):

@@ -1,10 +1,9 @@
-"""Work of receivers and senders that must not take the processor from those who train on the same machine.
+"""CPU priorities of elastic workers: those that join or send state yield to those that train on the same machine.
 
-Replacements yield the processor to those that train on the same machine, until it is their turn to learn or train.
-
-A replacement runs the script from its top, which may keep a core busy for a while. On a machine whose cores are all
-busy the others would be slower by as much. The kernel lets only those undo that who have CAP_SYS_NICE (root, mostly) or
-a limit RLIMIT_NICE; elsewhere nothing is changed.
+A replacement runs the script from its top, which may occupy a core for a while. If all cores are busy, that would slow
+the training workers down. `LoweredPriorities` lowers the priority of such a process until it trains; raising it again
+requires CAP_SYS_NICE (usually root) or a limit RLIMIT_NICE, and without them nothing is changed. `run_at_low_priority`
+moves single tasks to a thread of lower priority, which needs no privilege.
 """
 
 from __future__ import annotations
@@ -15,13 +14,15 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-NICENESS = 5  # about a third of the time of a process that trains, where both want the same core
-_LOWEST = 19  # what the kernel knows
-_MOST_LOOKS = 8  # at a process that starts others meanwhile
+NICENESS = 5  # about a third of a training process's share of a contended core
+THREAD_NICENESS = 10  # about a ninth of it
+_LOWEST = 19  # the kernel's limit
+_MOST_LOOKS = 8  # passes over a process that keeps starting threads
+T = TypeVar("T")
 
 
 class LoweredPriorities:
-    """Which processes have a lower priority than the launcher."""
+    """The processes whose priority is lower than the launcher's."""
 
     def __init__(self) -> None:
         self._own = os.getpriority(os.PRIO_PROCESS, 0)
@@ -30,7 +31,7 @@ class LoweredPriorities:
         self._yield: set[int] = set()
 
     def begin(self, pid: int) -> None:
-        """Lowers the priority of a process that has just begun, if that can be undone."""
+        """Lowers the priority of a new process, provided that it can be restored later."""
         if self._can_undo is None:
             self._can_undo = _can_undo(self._own)
         if self._can_undo:
@@ -39,12 +40,12 @@ class LoweredPriorities:
                 self._yield.add(pid)
 
     def end(self, pid: int) -> None:
-        """Gives a process, with all its threads and what it has started, the launcher's priority again; idempotent."""
+        """Restores the launcher's priority for a process, its threads and its descendants. Idempotent."""
         if pid not in self._yield:
             return
         self._yield.discard(pid)
         for _ in range(_MOST_LOOKS):
-            lowered = [each for each in _threads_below(pid) if _niceness(each) == self._lower]
+            lowered = [thread for thread in _threads_below(pid) if _niceness(thread) == self._lower]
             for thread in lowered:
                 with contextlib.suppress(OSError):
                     os.setpriority(os.PRIO_PROCESS, thread, self._own)
@@ -52,12 +53,12 @@ class LoweredPriorities:
                 return
 
     def forget(self, pid: int) -> None:
-        """Forgets a process that has ended."""
+        """Removes a process that has ended."""
         self._yield.discard(pid)
 
 
 def _can_undo(own: int) -> bool:
-    """Tries it with a thread that does nothing else."""
+    """Returns whether a lowered priority can be restored, found by trying it on a separate thread."""
     results: list[bool] = []
 
     def attempt() -> None:
@@ -77,7 +78,7 @@ def _can_undo(own: int) -> bool:
 
 
 def _threads_below(pid: int) -> Iterator[int]:
-    """Yields the threads of a process, and of all that it has started."""
+    """Yields the threads of a process and of its descendants."""
     with contextlib.suppress(OSError):  # it has ended
         for thread in os.listdir(f"/proc/{pid}/task"):
             yield int(thread)
@@ -93,15 +94,10 @@ def _niceness(thread: int) -> int | None:
         return None
 
 
-THREAD_NICENESS = 10  # about a ninth of the time of a process that trains, where both want the same core
-
-T = TypeVar("T")
-
-
 def lower_thread_priority() -> None:
-    """Makes the priority of this thread, and of those that it starts, lower than that of the process's first thread.
+    """Lowers the priority of this thread, and of threads that it starts, below that of the process's main thread.
 
-    An ordinary user cannot raise it again.
+    Without privileges it cannot be restored.
     """
     with contextlib.suppress(OSError):
         niceness = min(os.getpriority(os.PRIO_PROCESS, os.getpid()) + THREAD_NICENESS, _LOWEST)
@@ -109,7 +105,7 @@ def lower_thread_priority() -> None:
 
 
 def run_at_low_priority(work: Callable[[], T]) -> T:
-    """Returns what `work` returns, or raises what it raises; it runs in a thread of its own, at low priority."""
+    """Runs `work` in a separate thread of low priority; returns its result or raises its exception."""
     results: list[T] = []
     errors: list[BaseException] = []
 

@@ -1,59 +1,42 @@
-"""What an elastic worker and its launcher tell each other: one JSON object in each datagram of a socket pair.
+"""The protocol of an elastic job: messages between workers and launchers, replicated job state, and orders.
 
 A *view* is a numbered list of the workers that train together; its number is called a generation. A new view is
-*forced* after a worker was lost, and the survivors enter it at once; or it is *planned* because workers come or leave,
+*forced* after a worker was lost, and the survivors enter it at once; or it is *planned* because workers join or leave,
 and its members enter it together at the beginning of the next batch after all of them have formed its process group.
 
-A worker that comes while others train is a *receiver* until it has caught up with them: *senders* among the members take
-a snapshot of the state at the beginning of a batch, for a *transfer* that is numbered like the views. `joining/` has the
-rest.
+A worker that joins while others train is a *receiver* until it has caught up with them: *senders* among the members
+take a snapshot of the state at the beginning of a batch, for a *transfer* that is numbered like the views
+(`state_transfer/`).
 
-Which of two parts of a job that do not see each other may go on.
-
-What every launcher knows of an elastic job, so that any of them can coordinate it when the one that does is lost.
-
-What the coordinator of an elastic job wants done: messages for workers, orders to machines, text for the user.
+A worker and its launcher exchange one JSON object in each datagram of a socket pair. Between launchers the same
+structs travel inside the frames of `operate/launch/multinode/protocol.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 
 import msgspec
 
 from paceline.comm.security.untrusted_peers import decode_untrusted
 
-
-def has_quorum(members: Collection[str], dead: Collection[str], reachable: Collection[str]) -> bool:
-    """Returns whether the part that reaches `reachable` may install a view after the one of `members`.
-
-    Only deaths that were confirmed, by the machine on which the worker ran, make a view smaller. A part needs more than
-    half of those left; of two halves, the one with the member whose name is the lowest goes on. A view all of whose
-    members are dead has nobody left who could disagree.
-    """
-    left = set(members) - set(dead)
-    if not left:
-        return True
-    here = left & set(reachable)
-    return 2 * len(here) > len(left) or (2 * len(here) == len(left) and min(left) in here)
-
-
 LARGEST_DATAGRAM = 1 << 16  # bytes of a datagram
 LEFT_OUT, OUTVOTED = 75, 76  # exit codes of workers that a view left out, or whose result or state was wrong
+_NUMBERS = 1 << 16  # of machines in a job
+_MOST_TRANSFERS = 16  # that are remembered
 
 
 class _WorkerMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """A message."""
+    """A message of a worker or to a worker."""
 
 
 class Ready(_WorkerMessage, frozen=True):
-    """The worker has built its model and asks to take part. It has no state that anybody may copy.
+    """The worker has built its model and requests to join. It has no state that others may copy.
 
     Attributes:
-        fingerprint: a text that is equal in all workers whose results have the same bits.
-        learns: it can catch up with the others while they train; otherwise they wait for it while it gets the state.
-        after: the last transfer that it was offered, which has come to nothing, as have those before.
+        fingerprint: A text that is equal in all workers whose results have the same bits.
+        learns: Whether it can catch up with the others while they train; otherwise they wait while it gets the state.
+        after: The last transfer that was offered to it; this one and all earlier ones have failed.
     """
 
     fingerprint: str
@@ -62,7 +45,7 @@ class Ready(_WorkerMessage, frozen=True):
 
 
 class TransferReady(_WorkerMessage, frozen=True):
-    """The worker serves the state that precedes the round `round`, and the results since; "" if it cannot."""
+    """The worker serves the state before the round `round` and the results since, or cannot if `address` is ""."""
 
     transfer: int
     round: int
@@ -76,7 +59,7 @@ class CaughtUp(_WorkerMessage, frozen=True):
 
 
 class Installed(_WorkerMessage, frozen=True):
-    """The worker has entered the view `generation` and holds the state that precedes the round `round`."""
+    """The worker has entered the view `generation` and holds the state before the round `round`."""
 
     generation: int
     round: int
@@ -91,27 +74,27 @@ class Broken(_WorkerMessage, frozen=True):
 
 
 class Leaving(_WorkerMessage, frozen=True):
-    """The worker was asked to end, and leaves at the end of the batch that it is in."""
+    """The worker was asked to end, and leaves at the end of the current batch."""
 
     reason: str
 
 
 class LoopFinished(_WorkerMessage, frozen=True):
-    """The worker's loop is over; it needs nobody any more."""
+    """The worker's loop has completed; it does not need the others any more."""
 
     round: int
 
 
 class View(_WorkerMessage, frozen=True):
-    """These workers train together from now on.
+    """The workers that train together from now on.
 
     Attributes:
-        generation: the number of the view, larger than that of any view before.
-        members: the workers' names, by rank.
-        is_planned: the members enter it at the beginning of a batch, otherwise at once.
-        must_wait: fewer workers are here than the job needs: finish the batch in progress, and begin no other in this
-            view.
-        store: where the members meet, as in PACELINE_STORE; empty for the store in which they met before.
+        generation: The number of the view, larger than that of any earlier view.
+        members: The workers' names, by rank.
+        is_planned: Whether the members enter it at the beginning of a batch; otherwise they do at once.
+        must_wait: Whether there are fewer workers than the job needs: they finish the batch in progress, and begin no
+            other in this view.
+        store: The store in which the members meet, as in PACELINE_STORE, or "" for the previous one.
     """
 
     generation: int
@@ -122,9 +105,14 @@ class View(_WorkerMessage, frozen=True):
 
 
 class StateTransfer(_WorkerMessage, frozen=True):
-    """The senders serve their state to the receiver, from the next batch on that begins after all members have heard it.
+    """The members in `senders` serve a snapshot to `receiver`.
 
-    `number` is larger than the generation of any view before.
+    They take it at the first batch boundary after every member has received this message.
+
+    Attributes:
+        number: The number of the transfer, larger than the generation of any earlier view.
+        receiver: The name of the receiver.
+        senders: The names of the senders.
     """
 
     number: int
@@ -133,7 +121,7 @@ class StateTransfer(_WorkerMessage, frozen=True):
 
 
 class TransferOffer(_WorkerMessage, frozen=True):
-    """A sender serves the receiver at an address, from the state that precedes the round `round` on."""
+    """The sender `sender` serves the receiver at `address`, from the state before the round `round`."""
 
     transfer: int
     sender: str
@@ -142,13 +130,13 @@ class TransferOffer(_WorkerMessage, frozen=True):
 
 
 class WaitNotice(_WorkerMessage, frozen=True):
-    """Nothing can be done yet; the reason is for the user."""
+    """The worker has to wait; the reason is for the user."""
 
     reason: str
 
 
 class Dismissed(_WorkerMessage, frozen=True):
-    """The worker takes no part any more, and ends with `code`; the reason is for the user."""
+    """The worker must end with `code`; the reason is for the user."""
 
     reason: str
     code: int = 0
@@ -162,58 +150,55 @@ _to_worker = msgspec.json.Decoder(ToWorker)
 
 
 def encode_message(message: FromWorker | ToWorker) -> bytes:
-    """Returns the message as one datagram."""
+    """Encodes a message as one datagram."""
     return msgspec.json.encode(message)
 
 
 def decode_from_worker(datagram: bytes) -> FromWorker:
-    """Returns a worker's message.
+    """Decodes a worker's message.
 
     Raises:
-        ValueError: the datagram is none.
+        ValueError: The datagram is not a message of a worker.
     """
     message: FromWorker = decode_untrusted(_from_worker.decode, datagram)
     return message
 
 
 def decode_to_worker(datagram: bytes) -> ToWorker:
-    """Returns a launcher's message.
+    """Decodes a launcher's message.
 
     Raises:
-        ValueError: the datagram is none.
+        ValueError: The datagram is not a message of a launcher.
     """
     message: ToWorker = decode_untrusted(_to_worker.decode, datagram)
     return message
 
 
-_NUMBERS = 1 << 16  # of machines in a job
-_MOST_TRANSFERS = 16  # that are remembered
-
-
-class LauncherAddress(msgspec.Struct, frozen=True, array_like=True):
-    """A machine, and where its launcher can be reached by the others."""
+class LauncherAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A machine, and the address at which other launchers reach its launcher."""
 
     number: int
     host: str
     address: str
 
 
-class ReplicatedJobState(msgspec.Struct, frozen=True):
-    """Facts about a job. They never become false, so those of several launchers can be put together.
+class ReplicatedJobState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The facts about a job that every launcher holds, so that any of them can take over as coordinator.
 
-    Whoever knows that a worker is dead knows all views that this worker's launcher ever passed on to it.
+    They never become false, so those of several launchers can be merged. A launcher that holds a worker's death holds
+    all views that this worker's launcher ever passed on to it.
 
     Attributes:
-        term: the largest of a coordinator that was heard of.
-        coordinator: the number of the machine with that coordinator.
-        fingerprint: of the job's members.
-        complete: the number of the last view that all its members are known to have entered, 0 without one.
-        views: that view, and all that were given after it.
-        dead: workers in them whose end was confirmed.
-        ended: machines whose launchers have ended, and their workers with them.
-        peers: the machines.
-        transfers: the last one of each receiver that may not have caught up with the others.
-        job: tells the job from all others.
+        term: The largest known term of a coordinator.
+        coordinator: The number of that coordinator's machine.
+        fingerprint: The fingerprint of the job's members.
+        complete: The generation of the last view that all its members are known to have entered, or 0.
+        views: That view, and all later ones.
+        dead: The workers in them whose end was confirmed.
+        ended: The machines whose launchers have ended, along with their workers.
+        peers: The machines.
+        transfers: The last transfer of each receiver that may not have caught up.
+        job: The identity of the job.
     """
 
     term: int = 0
@@ -237,32 +222,32 @@ class ReplicatedJobState(msgspec.Struct, frozen=True):
         return sorted({uid for view in self.views for uid in view.members})
 
     def allows(self, reached: Iterable[str]) -> bool:
-        """Returns whether whoever reaches these living workers may go on without the others."""
-        here = set(reached)
+        """Returns whether the machines of these living workers may continue without the others."""
+        reachable = set(reached)
         dead = [uid for uid in self.members if self.is_dead(uid)]
-        return all(has_quorum(view.members, dead, here) for view in self.views)
+        return all(has_quorum(view.members, dead, reachable) for view in self.views)
 
 
-class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
-    """A worker that runs: what it said that still matters, and why its launcher thinks that it does nothing."""
+class WorkerReport(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A running worker: its messages that still matter, and its launcher's reason to consider it stalled, if any."""
 
     uid: str
-    said: tuple[FromWorker, ...] = ()
+    messages: tuple[FromWorker, ...] = ()
     stalled: str | None = None
 
 
-class MachineReport(msgspec.Struct, frozen=True):
-    """What a launcher tells a coordinator that it follows from now on.
+class MachineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The report of a launcher to a coordinator that it follows from now on.
 
     Attributes:
-        number: of its machine.
-        host: its name.
-        slots: how many workers it keeps running.
-        first_slot: the number of the first of its slots in the job.
-        knowledge: what it knows of the job.
-        workers: those that run.
-        ended: the names of those that have ended, how, and their exit codes.
-        is_leaving: it ends as soon as its workers have.
+        number: The number of its machine.
+        host: The machine's host name.
+        slots: The number of workers that it keeps running.
+        first_slot: The number of its first slot in the job.
+        knowledge: The job's state as the launcher holds it.
+        workers: The running workers.
+        ended: The names of the workers that have ended, the cause in words, and their exit codes.
+        is_leaving: Whether it ends as soon as its workers have.
     """
 
     number: int
@@ -275,61 +260,77 @@ class MachineReport(msgspec.Struct, frozen=True):
     is_leaving: bool = False
 
 
+def has_quorum(members: Collection[str], dead: Collection[str], reachable: Collection[str]) -> bool:
+    """Returns whether the partition that reaches `reachable` may install a view after that of `members`.
+
+    Only deaths confirmed by the worker's own machine make a view smaller. A partition needs more than half of the
+    remaining members; of two halves, the one with the lowest name continues. A view whose members are all dead needs no
+    quorum, since no member can disagree.
+    """
+    left = set(members) - set(dead)
+    if not left:
+        return True
+    reached = left & set(reachable)
+    return 2 * len(reached) > len(left) or (2 * len(reached) == len(left) and min(left) in reached)
+
+
 def machine_of(uid: str) -> int:
     """Returns the number of a worker's machine."""
     return int(uid.partition(".")[0])
 
 
+def next_term(term: int, number: int) -> int:
+    """Returns the term that follows `term` for a coordinator on machine `number`; it differs between machines."""
+    return ((term // _NUMBERS + 1) * _NUMBERS) + number % _NUMBERS
+
+
 def merge_job_states(parts: Iterable[ReplicatedJobState]) -> ReplicatedJobState:
-    """Returns all that is known to any of several launchers."""
-    known = sorted(parts, key=lambda each: (each.term, each.coordinator))
+    """Returns all facts that are known to any of several launchers."""
+    known = sorted(parts, key=lambda state: (state.term, state.coordinator))
     if not known:
         return ReplicatedJobState()
-    complete = max(each.complete for each in known)
-    views = {view.generation: view for each in known for view in each.views if view.generation >= complete}
+    complete = max(state.complete for state in known)
+    views = {view.generation: view for state in known for view in state.views if view.generation >= complete}
     kept = tuple(views[generation] for generation in sorted(views))
     members = {uid for view in kept for uid in view.members}
     return ReplicatedJobState(
         term=known[-1].term,
         coordinator=known[-1].coordinator,
-        fingerprint=next((each.fingerprint for each in reversed(known) if each.fingerprint), ""),
+        fingerprint=next((state.fingerprint for state in reversed(known) if state.fingerprint), ""),
         complete=complete,
         views=kept,
-        dead=tuple(sorted({uid for each in known for uid in each.dead if uid in members})),
-        ended=tuple(sorted({number for each in known for number in each.ended})),
-        peers=tuple({peer.number: peer for each in known for peer in each.peers}.values()),
+        dead=tuple(sorted({uid for state in known for uid in state.dead if uid in members})),
+        ended=tuple(sorted({number for state in known for number in state.ended})),
+        peers=tuple({peer.number: peer for state in known for peer in state.peers}.values()),
         transfers=_open_transfers(
-            (transfer for each in known for transfer in each.transfers),
+            (transfer for state in known for transfer in state.transfers),
             views[complete].members if complete in views else (),
         ),
-        job=next((each.job for each in reversed(known) if each.job), ""),
+        job=next((state.job for state in reversed(known) if state.job), ""),
     )
 
 
 def _open_transfers(transfers: Iterable[StateTransfer], members: Iterable[str]) -> tuple[StateTransfer, ...]:
-    """Returns the last transfer of each receiver, without those of the members, which are over."""
-    latest = {each.receiver: each for each in sorted(transfers, key=lambda each: each.number)}
-    kept = [each for each in latest.values() if each.receiver not in members]
-    return tuple(sorted(kept, key=lambda each: each.number)[-_MOST_TRANSFERS:])
+    """Returns the last transfer of each receiver, except for members, whose transfers have completed."""
+    latest = {transfer.receiver: transfer for transfer in sorted(transfers, key=lambda transfer: transfer.number)}
+    kept = [transfer for transfer in latest.values() if transfer.receiver not in members]
+    return tuple(sorted(kept, key=lambda transfer: transfer.number)[-_MOST_TRANSFERS:])
 
 
-def next_term(term: int, number: int) -> int:
-    """Returns the term of a coordinator on machine `number` that is to follow `term`; no two machines have the same."""
-    return ((term // _NUMBERS + 1) * _NUMBERS) + number % _NUMBERS
+class _Order(msgspec.Struct, frozen=True, tag_field="kind", tag=True, forbid_unknown_fields=True):
+    """An order of the coordinator. `machine`, if there is one, names the addressee."""
 
 
-@dataclass(frozen=True)
-class SendOrder:
-    """Pass a message on to a worker. Messages to one worker must arrive in the order in which they were given."""
+class SendOrder(_Order, frozen=True):
+    """Pass a message on to a worker. The messages to one worker must arrive in the order in which they were given."""
 
     machine: str
     uid: str
     message: ToWorker
 
 
-@dataclass(frozen=True)
-class ReplicateOrder:
-    """The machine's launcher keeps this, in case that it has to coordinate the job, and answers that it does.
+class ReplicateOrder(_Order, frozen=True):
+    """Keep the job's state, in case that this machine's launcher has to coordinate the job, and confirm it.
 
     It must arrive before everything that is ordered after it, on every machine.
     """
@@ -338,48 +339,42 @@ class ReplicateOrder:
     knowledge: ReplicatedJobState
 
 
-@dataclass(frozen=True)
-class StartOrder:
-    """The machine starts its workers, and replaces those that die."""
+class StartOrder(_Order, frozen=True):
+    """Start the machine's workers, and replace those that die."""
 
     machine: str
 
 
-@dataclass(frozen=True)
-class HandoverOrder:
-    """The machine's launcher follows machine `to` from now on. That one stands; the one that gives this order ends."""
+class HandoverOrder(_Order, frozen=True):
+    """Follow machine `to` from now on. That machine stands, and the one that gives this order ends."""
 
     machine: str
     to: int
 
 
-@dataclass(frozen=True)
-class FenceStalledOrder:
-    """The machine's launcher kills a worker that is stopped: others go on without it, and it must not wake up then."""
+class FenceStalledOrder(_Order, frozen=True):
+    """Kill a stopped worker: others continue without it, and it must not wake up then."""
 
     machine: str
     uid: str
 
 
-@dataclass(frozen=True)
-class CloseSlotsOrder:
-    """The machine replaces no worker from now on; those that run go on."""
+class CloseSlotsOrder(_Order, frozen=True):
+    """Replace no worker from now on; those that run continue."""
 
     machine: str
     reason: str
 
 
-@dataclass(frozen=True)
-class EndOrder:
-    """The job is over, on all machines: workers that still run are ended, and the launchers end with `code`."""
+class EndOrder(_Order, frozen=True):
+    """End the job on all machines: running workers are ended, and the launchers end with `code`."""
 
     code: int
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class NotifyOrder:
-    """A sentence for the user's terminal. It is given once for each change, however long the change lasts."""
+class NotifyOrder(_Order, frozen=True):
+    """Print a sentence for the user. It is given once for each change, however long that lasts."""
 
     text: str
 

@@ -1,5 +1,5 @@
-"""Keeps the workers of an elastic job running: one worker in each slot, another in its place when it dies.
+"""The launcher of an elastic job: it runs one worker in each slot, and replaces workers that die.
 
-May use: the rest of `launch`, and of `paceline.train.elastic` the coordinator and the messages. Start reading at `agent.py`;
-`replacement.py` and `chaos.py` decide without a process or a clock.
+May use: the rest of `launch`, and from `train/elastic` the coordinator and the messages. Start reading at
+`elastic_agent.py`; `worker_replacement.py` and `elastic_options.py` are free of processes and clocks.
 """

@@ -1,9 +1,4 @@
-"""Does to the workers what `--chaos` asks for, and shows it.
-
-Cuts the connections of a worker to other machines, as a router that forgets them would.
-
-Keeps account of what chaos did to the workers and what it cost, without a process or a clock.
-"""
+"""`ChaosRunner`: carries out the acts of `--chaos` on the workers of this machine, and reports their effects."""
 
 from __future__ import annotations
 
@@ -22,10 +17,12 @@ from paceline.operate.launch.elastic.worker_pool import PoolWorker
 
 
 def disconnect_worker(pid: int, pidfd: int) -> int:
-    """Shuts down the TCP connections of a process that lead to other machines; returns how many there were.
+    """Shuts down a process's TCP connections to other machines; returns their number.
+
+    The effect is that of a router that drops its connections.
 
     Raises:
-        OSError: the kernel does not let this process reach into that one.
+        OSError: The kernel denies access to the process.
     """
     count = 0
     for name in os.listdir(f"/proc/{pid}/fd"):
@@ -49,13 +46,12 @@ def _leads_elsewhere(connection: socket.socket) -> bool:
     """Returns whether this is an established TCP connection between two machines."""
     if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
         return False
-    here, there = connection.getsockname()[0], connection.getpeername()[0]
-    return bool(here != there)
+    return bool(connection.getsockname()[0] != connection.getpeername()[0])
 
 
 @dataclass
 class _Loss:
-    """A slot whose worker has ended: when, and which others have not entered a view without it yet."""
+    """The end of a slot's worker, and the other workers that have not entered a view without it yet."""
 
     since_s: float
     behind: set[str]
@@ -64,12 +60,12 @@ class _Loss:
 
 @dataclass
 class ChaosStats:
-    """The acts, and how long the workers needed to recover from each loss."""
+    """The acts so far, and the times that the workers needed to recover from each loss."""
 
     began_s: float
     acts: Counter[str] = field(default_factory=Counter)
-    replaced_s: list[float] = field(default_factory=list)  # from the loss until the replacement takes part
-    pauses_s: list[float] = field(default_factory=list)  # from the loss until the others have entered another view
+    replaced_s: list[float] = field(default_factory=list)  # from each loss until the replacement takes part
+    pauses_s: list[float] = field(default_factory=list)  # from each loss until the others have entered another view
     _losses: dict[int, _Loss] = field(default_factory=dict)  # by slot
 
     def acted(self, kind: str) -> None:
@@ -77,13 +73,13 @@ class ChaosStats:
         self.acts[kind] += 1
 
     def lost(self, slot: int, others: set[str], now_s: float) -> None:
-        """Notes that the worker of a slot has ended; `others` are those that take part here."""
+        """Notes that the worker of a slot has ended while `others` take part."""
         for loss in self._losses.values():
             loss.behind &= others
         self._losses[slot] = _Loss(now_s, set(others))
 
     def entered(self, slot: int, uid: str, is_new: bool, now_s: float) -> None:
-        """Notes that a worker has entered a view; `is_new` says that it had taken part in none before."""
+        """Notes that a worker has entered a view; `is_new` marks its first one."""
         if is_new and slot in self._losses:
             self.replaced_s.append(now_s - self._losses.pop(slot).since_s)
         for loss in self._losses.values():
@@ -114,18 +110,18 @@ def _spread(values_s: list[float], what: str) -> str:
     return f"; {what}: median {median(values_s):.2f} s, longest {max(values_s):.2f} s"
 
 
-_CONTINUES_AFTER_S = 5.0  # the last worker that holds the state is not killed when it is stopped
+_CONTINUES_AFTER_S = 5.0  # stopped workers are continued, since the last holder of the state is never fenced
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
 class ChaosRunner:
-    """Chaos among the workers of one machine; it begins when the first of them takes part.
+    """The acts against the workers of one machine, which begin when the first of them takes part.
 
     Args:
-        chaos: what is to be done, and how often.
-        machine: this machine's number; each has times of its own.
-        spared: how many of the workers that take part here are left alone, since without any the state would be lost.
-        say: shows the user a line.
+        chaos: The kinds of acts and their frequency.
+        machine: The number of this machine; each has its own times.
+        spared: The number of participating workers that must remain, since without any the state would be lost.
+        say: A function that prints a line for the user.
     """
 
     def __init__(self, chaos: Chaos, machine: int, spared: int, say: Callable[[str], None]) -> None:
@@ -136,22 +132,22 @@ class ChaosRunner:
         self._say = say
         self._ledger: ChaosStats | None = None
         self._hit: set[str] = set()
-        self._stopped: list[tuple[float, PoolWorker]] = []  # and when each is continued
+        self._stopped: list[tuple[float, PoolWorker]] = []  # with the time at which each is continued
 
     @property
     def deadline_s(self) -> float | None:
-        """When (monotonic) the next act is due; None before the chaos has begun."""
+        """The time (monotonic) of the next act, or None before the first worker takes part."""
         if self._ledger is None:
             return None
         return min([self._ledger.began_s + self._next.at_s, *(at_s for at_s, _ in self._stopped)])
 
     def tick(self, now_s: float, members: Sequence[PoolWorker]) -> None:
-        """Does what is due, to workers that take part."""
+        """Carries out the acts that are due."""
         while self._stopped and now_s >= self._stopped[0][0]:
             self._stopped.pop(0)[1].signal(signal.SIGCONT)
         while self._ledger is not None and now_s >= self._ledger.began_s + self._next.at_s:
             act, self._next = self._next, next(self._acts)
-            candidates = [each for each in members if _takes_part(each) and each.uid not in self._hit]
+            candidates = [worker for worker in members if _takes_part(worker) and worker.uid not in self._hit]
             if len(candidates) <= self._spared:
                 continue
             victim = act.victim_of(candidates)
@@ -167,19 +163,19 @@ class ChaosRunner:
         self._ledger.entered(member.number, member.uid, is_new, now_s)
 
     def lost(self, member: PoolWorker, members: Sequence[PoolWorker], now_s: float) -> None:
-        """Notes that a worker has ended which another is to replace."""
+        """Notes that a worker has ended which is about to be replaced."""
         if self._ledger is not None:
-            others = {each.uid for each in members if _takes_part(each) and each is not member}
+            others = {worker.uid for worker in members if _takes_part(worker) and worker is not member}
             self._ledger.lost(member.number, others, now_s)
 
     def summary(self, now_s: float) -> list[str]:
-        """Returns what was done and what it cost, for the user."""
+        """Returns lines on the acts and their effects, for the user."""
         if self._ledger is None:
             return [f"chaos ({self._chaos}): nothing was done, since no worker took part"]
         return self._ledger.summary(str(self._chaos), now_s)
 
     def _do(self, act: ChaosAct, member: PoolWorker) -> bool:
-        """Does something to a worker; returns whether it could be done."""
+        """Performs an act on a worker; returns whether that was possible."""
         assert member.worker is not None
         when = f"chaos at {act.at_s:.2f} s: {act.kind}"
         try:

@@ -1,7 +1,4 @@
-"""A launcher's access to the coordinator of an elastic job, wherever that is; it finds another when one is lost.
-
-Connections to other launchers of an elastic job, and words for what came of asking for them.
-"""
+"""`CoordinatorClient`: a launcher's connection to the coordinator of an elastic job, and its search after a loss."""
 
 from __future__ import annotations
 
@@ -10,13 +7,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 import msgspec
 
 from paceline.comm.security.encryption import Connection
 from paceline.comm.security.handshake import HandshakeUnfinishedError
-from paceline.comm.security.untrusted_peers import decode_untrusted
 from paceline.errors import AuthenticationError
 from paceline.operate.diagnosis.clock_offset import Offset
 from paceline.operate.launch.elastic.machine_log import MachineLog, MachineState
@@ -30,12 +25,10 @@ from paceline.operate.launch.multinode.protocol import (
     Moved,
     Order,
     Remember,
-    ReplicateState,
     Report,
     Running,
     StartSlots,
     StateReplicated,
-    WaitOrder,
 )
 from paceline.operate.launch.multinode.remote_client import (
     DisconnectReason,
@@ -53,7 +46,7 @@ from paceline.train.elastic.coordinator.election import (
     Pause,
     TryMachine,
 )
-from paceline.train.elastic.protocol import ReplicatedJobState
+from paceline.train.elastic.protocol import NotifyOrder, ReplicatedJobState, ReplicateOrder
 
 _WORDS = {
     ContactResult.ENDED: "nobody listens there",
@@ -65,7 +58,7 @@ _WORDS = {
 
 
 class LauncherUnreachableError(Exception):
-    """Another launcher cannot be reached; `answer` says what that shows of it."""
+    """Another launcher is unreachable; `answer` is the conclusion about it."""
 
     def __init__(self, why: str, answer: ContactResult) -> None:
         super().__init__(why)
@@ -73,10 +66,10 @@ class LauncherUnreachableError(Exception):
 
 
 def connect_to_launcher(address: str, secret: bytes | None, timeout_s: float) -> Connection:
-    """Returns a connection to the launcher that listens at an address, such as `node1:29500`.
+    """Connects to the launcher that listens at an address, such as `node1:29500`.
 
     Raises:
-        UnreachableError: there is none.
+        LauncherUnreachableError: The connection failed.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -88,21 +81,20 @@ def connect_to_launcher(address: str, secret: bytes | None, timeout_s: float) ->
 
 
 def addresses_of(known: ReplicatedJobState) -> dict[int, str]:
-    """Returns where the launchers listen that may live, by machine."""
-    return {each.number: each.address for each in known.peers if each.number not in known.ended}
+    """Returns the addresses of the launchers that may be alive, by machine."""
+    return {peer.number: peer.address for peer in known.peers if peer.number not in known.ended}
 
 
 def describe_attempts(known: ReplicatedJobState, answers: Mapping[int, ContactResult]) -> str:
-    """Returns what came of asking the others, for the user."""
-    hosts = {each.number: each.host for each in known.peers}
+    """Returns the results of the attempts in words, for the user."""
+    hosts = {peer.number: peer.host for peer in known.peers}
     said = sorted(answers.items())
     return ", ".join(f"machine {number} on {hosts.get(number, '?')}: {_WORDS[answer]}" for number, answer in said)
 
 
-_knowledge = msgspec.json.Decoder(ReplicatedJobState)
 _DIAL_S = 0.5
 _ANSWER_S = 1.0
-_TAKES_OVER_S = 2.0  # how long a launcher stands that was told to coordinate
+_TAKES_OVER_S = 2.0  # time for which the successor of a coordinator stands
 _SAY_AFTER_S, _SAY_AGAIN_S = 2.0, 15.0
 _LOSSES = {
     DisconnectReason.ENDED: ConnectionLoss.ENDED,
@@ -112,32 +104,32 @@ _LOSSES = {
 
 
 class CoordinatorClient:
-    """A client of the meeting that does not end with it. It remembers what a coordinator has to be told by then.
+    """A client of the meeting that outlives it. It records everything that the next coordinator needs.
 
     Args:
-        connection: to the launcher that serves the meeting now.
-        secret: the job's.
-        job: says how many workers this machine keeps running, and how long others are waited for.
-        deputy: what this launcher answers to others.
+        connection: The connection to the launcher that serves the meeting now.
+        secret: The job's secret.
+        job: The job's description.
+        standby: The controller that replies to other launchers.
     """
 
     deadline_s: float | None = None
 
-    def __init__(self, connection: Connection, secret: bytes | None, job: Job, deputy: StandbyController) -> None:
-        self._secret, self._deputy = secret, deputy
+    def __init__(self, connection: Connection, secret: bytes | None, job: Job, standby: StandbyController) -> None:
+        self._secret, self._standby = secret, standby
         self._silence_s, self._seeks_s = job.rendezvous.silence_s, job.rendezvous.return_timeout_s
         self._queue = OrderQueue()
         self._changing = threading.RLock()
-        self._account = MachineState(socket.gethostname(), job.workers)
-        self._notes = MachineLog(self._account)
-        self._seeker = CoordinatorSearch(-1, self._seeks_s, random.random)
+        self._state = MachineState(socket.gethostname(), job.workers)
+        self._log = MachineLog(self._state)
+        self._search = CoordinatorSearch(-1, self._seeks_s, random.random)
         self._closed = threading.Event()
         self._answered = threading.Event()
         self._answer = Answered(False, -1)
         self._is_over = False
         self._is_asking = False
         self._say_at_s = 0.0
-        self._leads = False  # whom this launcher follows has coordinated since
+        self._leads = False  # whether the launcher that is followed coordinates, and is not just a candidate
         self._was_dropped = False
         self._leader = -1
         self._wire: ServerConnection | None = None
@@ -150,34 +142,34 @@ class CoordinatorClient:
         return self._queue.fileno()
 
     def clock_offset(self) -> Offset | None:
-        """Returns what is known of the offset to the clock of the machine that coordinates."""
+        """Returns the estimated offset to the clock of the machine that coordinates."""
         with self._changing:
             return self._wire.clock_offset() if self._wire is not None else None
 
     def send(self, report: Report) -> None:
-        """Sends a report, and remembers it; without a coordinator, the next one is told."""
+        """Sends a report and records it for the next coordinator."""
         with self._changing:
-            self._notes.reported(report)
+            self._log.reported(report)
             if self._wire is not None:
                 self._wire.send(report)
-            if self._notes.leave is not None and self._seeker.has_lost:
-                self._over(JobEnded(1))  # there is nobody to take leave of
+            if self._log.leave is not None and self._search.has_lost:
+                self._over(JobEnded(1))  # no coordinator is left to receive it
 
     def running(self) -> Running | None:
-        """Returns what a launcher that has not heard of the job is to be told by this one; None if by another."""
+        """Returns the notice for launchers that do not know the job, or None if another launcher sends it."""
         with self._changing:
-            known = self._account.knowledge
-            if self._is_over or self._account.number < 0 or not known.views:
+            known = self._state.knowledge
+            if self._is_over or self._state.number < 0 or not known.views:
                 return None
-            told = self._deputy.running()
-            return Running(known.job) if told is None and self._seeker.is_seeking else told
+            told = self._standby.running()
+            return Running(known.job) if told is None and self._search.is_seeking else told
 
     def receive(self) -> list[Order]:
-        """Returns the orders that have come."""
+        """Returns the orders that have arrived."""
         return self._queue.receive()
 
     def close(self) -> None:
-        """Disconnects; idempotent."""
+        """Disconnects. Idempotent."""
         self._closed.set()
         self._answered.set()
         with self._changing:
@@ -198,11 +190,11 @@ class CoordinatorClient:
         return wire
 
     def _on_order(self, wire: ServerConnection, order: Order) -> None:
-        """Takes an order; what it says about views is noted before any worker hears of it."""
+        """Handles an order; its views are recorded before any worker receives them."""
         with self._changing:
             if self._wire is not wire or self._is_over:
                 return
-            self._notes.ordered(order)
+            self._log.ordered(order)
             match order:
                 case Answered():
                     self._answer = order
@@ -210,29 +202,29 @@ class CoordinatorClient:
                 case Dropped():
                     self._was_dropped = True
                 case Remember():
-                    pass  # it is noted
-                case ReplicateState(body):
-                    self._learn(wire, decode_untrusted(_knowledge.decode, body))
+                    pass  # recorded above
+                case ReplicateOrder():
+                    self._learn(wire, order.knowledge)
                 case FollowLauncher():
                     self._turn_over(wire, order)
                 case _:
                     self._is_over = isinstance(order, JobEnded | Moved)
                     if isinstance(order, StartSlots):
-                        self._seeker.me = order.machine
+                        self._search.me = order.machine
                     self._queue.put(order)
 
     def _learn(self, wire: ServerConnection, knowledge: ReplicatedJobState) -> None:
-        self._account.learns(knowledge)
-        self._deputy.takes_part(self._account.knowledge.job, self._account.number)
+        self._state.learns(knowledge)
+        self._standby.takes_part(self._state.knowledge.job, self._state.number)
         self._leader, self._leads = knowledge.coordinator, True
-        peers = self._account.knowledge.peers
-        address = next((each.address for each in peers if each.number == knowledge.coordinator), "")
-        self._deputy.follows(knowledge.coordinator, address)
-        if self._seeker.is_seeking:
-            self._seeker.found()
-            self._queue.put(WaitOrder(f"machine {knowledge.coordinator} coordinates"))
-            if self._notes.leave is not None:
-                wire.send(self._notes.leave)  # the one before may not have heard it
+        peers = self._state.knowledge.peers
+        address = next((peer.address for peer in peers if peer.number == knowledge.coordinator), "")
+        self._standby.follows(knowledge.coordinator, address)
+        if self._search.is_seeking:
+            self._search.found()
+            self._queue.put(NotifyOrder(f"machine {knowledge.coordinator} coordinates"))
+            if self._log.leave is not None:
+                wire.send(self._log.leave)  # the previous coordinator may not have received it
         wire.send(StateReplicated(knowledge.views[-1].generation if knowledge.views else 0))
 
     def _on_lost(self, wire: ServerConnection, how: DisconnectReason, why: str) -> None:
@@ -244,34 +236,34 @@ class CoordinatorClient:
             wire.close(lives_on=True)
             if self._is_asking:
                 return
-            if self._account.number < 0 and self._answer.address:
+            if self._state.number < 0 and self._answer.address:
                 self._begin(self._turn_to, self._answer.address)
                 return
-            if self._notes.leave is not None or self._account.number < 0 or not self._account.knowledge.views:
+            if self._log.leave is not None or self._state.number < 0 or not self._state.knowledge.views:
                 self._over(JobEnded(1, lost_at(wire.peer, why)))
                 return
             loss = ConnectionLoss.DROPPED if self._was_dropped else _LOSSES[how]
             if not self._leads and loss in (ConnectionLoss.ENDED, ConnectionLoss.RESET):
-                loss = ConnectionLoss.SILENT  # it may have passed on to its workers what this launcher does not know
+                loss = ConnectionLoss.SILENT  # its workers may have received views that this launcher has not
             self._seek_after(loss, wire.peer, "it gave up" if self._was_dropped else why)
 
     def _turn_over(self, wire: ServerConnection, order: FollowLauncher) -> None:
-        """Follows another launcher, since the coordinator is about to end; stands first, if it is this one's turn."""
-        if self._account.number == order.number:
-            self._deputy.stand(order.number, _TAKES_OVER_S)
+        """Follows another launcher, since the coordinator is about to end. If that is this one, it stands first."""
+        if self._state.number == order.number:
+            self._standby.stand(order.number, _TAKES_OVER_S)
         self._wire = None
         wire.close(lives_on=True)
-        if self._account.number < 0:
+        if self._state.number < 0:
             self._begin(self._turn_to, order.address)
             return
-        self._seeker.handed_over(order.number, time.monotonic())
-        self._deputy.follows(-1, "")
+        self._search.handed_over(order.number, time.monotonic())
+        self._standby.follows(-1, "")
         self._say_at_s = time.monotonic() + _SAY_AFTER_S
         if not self._is_asking:
             self._begin(self._seek)
 
     def _turn_to(self, address: str) -> None:
-        """Joins the job where it is coordinated now, having asked another of its launchers."""
+        """Joins the job at its current coordinator, after another of its launchers redirected this one."""
         self._answer = Answered(False, -1)
         try:
             connection = connect_to_launcher(address, self._secret, self._silence_s)
@@ -279,17 +271,17 @@ class CoordinatorClient:
             self._over(JobEnded(1, lost_at(address, str(error))))
             return
         with self._changing:
-            assert self._notes.join is not None
-            self._listen_to(connection).send(self._notes.join)
+            assert self._log.join is not None
+            self._listen_to(connection).send(self._log.join)
 
     def _seek_after(self, loss: ConnectionLoss, peer: str, why: str) -> None:
-        is_new = not self._seeker.is_seeking
-        self._seeker.lost(self._leader, loss, time.monotonic())
-        self._deputy.follows(-1, "")
+        is_new = not self._search.is_seeking
+        self._search.lost(self._leader, loss, time.monotonic())
+        self._standby.follows(-1, "")
         if is_new:
             self._say_at_s = time.monotonic() + _SAY_AFTER_S
             self._queue.put(
-                WaitOrder(f"the coordinator at {peer} was lost ({why}); looking for one, the workers go on")
+                NotifyOrder(f"the coordinator at {peer} was lost ({why}); looking for one, the workers go on")
             )
         self._begin(self._seek)
 
@@ -297,14 +289,14 @@ class CoordinatorClient:
         threading.Thread(target=task, args=args, name="paceline-seek", daemon=True).start()
 
     def _seek(self) -> None:
-        """Looks for a coordinator until this launcher follows one, or a candidate."""
+        """Searches for a coordinator until this launcher follows one, or a candidate."""
         while not self._closed.is_set() and not self._is_over:
             with self._changing:
-                known = self._account.knowledge
+                known = self._state.knowledge
                 addresses = addresses_of(known)
-                step = self._seeker.next(list(addresses), time.monotonic(), is_done=self._account.is_done)
-                asked = describe_attempts(known, self._seeker.answers)
-                if self._notes.leave is not None and self._seeker.has_lost:
+                step = self._search.next(list(addresses), time.monotonic(), is_done=self._state.is_done)
+                asked = describe_attempts(known, self._search.answers)
+                if self._log.leave is not None and self._search.has_lost:
                     step = GiveUp()
             match step:
                 case GiveUp():
@@ -316,17 +308,17 @@ class CoordinatorClient:
                 case Pause(for_s):
                     if time.monotonic() >= self._say_at_s:
                         self._say_at_s = time.monotonic() + _SAY_AGAIN_S
-                        self._queue.put(WaitOrder(f"still looking for a coordinator: {asked}"))
+                        self._queue.put(NotifyOrder(f"still looking for a coordinator: {asked}"))
                     self._closed.wait(for_s)
                 case TryMachine(number, stand_s):
                     if stand_s:
-                        self._deputy.stand(number, stand_s)
+                        self._standby.stand(number, stand_s)
                     if self._follow(number, addresses.get(number, "")):
                         return
 
     def _deserted(self, asked: str) -> JobEnded:
-        """Returns how this launcher ends when nobody else is left."""
-        if self._account.has_finished:
+        """Returns the result of the job when no other launcher is left."""
+        if self._state.has_finished:
             return JobEnded(
                 0, f"the job is done: this machine's workers have finished, and no coordinator answers ({asked})"
             )
@@ -337,12 +329,12 @@ class CoordinatorClient:
         )
 
     def _follow(self, number: int, address: str) -> bool:
-        """Asks a machine's launcher whether this one may follow it; returns whether it does."""
+        """Requests to follow a machine's launcher; returns whether this one does."""
         answer, elsewhere = self._ask(number, address)
         with self._changing:
-            has_ended = self._seeker.tried(number, answer, elsewhere)
+            has_ended = self._search.tried(number, answer, elsewhere)
             if has_ended:
-                self._account.machine_ended(number)
+                self._state.machine_ended(number)
         return answer is ContactResult.FOLLOWED
 
     def _ask(self, number: int, address: str) -> tuple[ContactResult, int | None]:
@@ -353,11 +345,11 @@ class CoordinatorClient:
         self._answered.clear()
         self._answer = Answered(False, -1)
         with self._changing:
-            assert self._notes.join is not None
+            assert self._log.join is not None
             self._leader, self._is_asking = number, True
             wire = self._listen_to(connection)
-            wire.send(replace(self._notes.join, number=self._account.number))
-            wire.send(self._notes.follow())
+            wire.send(msgspec.structs.replace(self._log.join, number=self._state.number))
+            wire.send(self._log.follow())
         self._answered.wait(_ANSWER_S)
         with self._changing:
             self._is_asking = False

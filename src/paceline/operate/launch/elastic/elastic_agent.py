@@ -1,15 +1,13 @@
-"""Runs one machine's launcher of an elastic job: a worker that ends is replaced, and the others go on.
-
-Carries messages between the workers of this machine and the coordinator, and notes what they say.
-"""
+"""`ElasticAgent`: one machine's launcher of an elastic job, which replaces workers while the others continue."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+
+import msgspec
 
 from paceline.operate.diagnosis.stall_detector import WatchedWorker
 from paceline.operate.launch.elastic.chaos_runner import ChaosRunner
@@ -26,21 +24,16 @@ from paceline.operate.launch.elastic.worker_replacement import (
     exit_cause_of,
 )
 from paceline.operate.launch.job import Job
-from paceline.operate.launch.job_directory import Events
 from paceline.operate.launch.launcher import Launcher
 from paceline.operate.launch.launcher import Workers as LoopCrew
 from paceline.operate.launch.multinode.node_connection import NodeConnection
 from paceline.operate.launch.multinode.protocol import (
-    FenceOrder,
     JobEnded,
     Moved,
     Order,
     Report,
     Slots,
     StartSlots,
-    StopReplacement,
-    TellWorker,
-    WaitOrder,
     WorkerExited,
     WorkerMessage,
     WorkerStalled,
@@ -53,79 +46,25 @@ from paceline.operate.launch.workers.failures import shortened, signal_name
 from paceline.operate.launch.workers.worker_group import CONSEQUENCES_S
 from paceline.operate.launch.workers.worker_stores import port_beside
 from paceline.train.checkpoint.peer_memory.server import VARIABLE as COPIES
-from paceline.train.elastic import protocol
 from paceline.train.elastic.process_priority import LoweredPriorities
-from paceline.train.elastic.protocol import Dismissed, FromWorker, Installed, Ready, TransferOffer, View
-
-
-class WorkerMessageRouter:
-    """What workers and the coordinator tell each other.
-
-    Args:
-        events: where it is written down when workers begin and take part.
-        departure: is told when a worker of this machine has taken part.
-        unrest: is told who takes part; None without `--chaos`.
-        say: tells the user something.
-        send: reports to the coordinator.
-    """
-
-    def __init__(
-        self,
-        events: Events,
-        departure: ShutdownPlan,
-        unrest: ChaosRunner | None,
-        say: Callable[[str], None],
-        send: Callable[[Report], None],
-    ) -> None:
-        self._events, self._departure, self._unrest = events, departure, unrest
-        self._say, self._send = say, send
-        self._yielding = LoweredPriorities()
-
-    def started(self, member: PoolWorker) -> None:
-        """Reports that a worker has a process."""
-        assert member.worker is not None
-        if member.is_replacement:
-            self._yielding.begin(member.worker.pid)
-        self._events.tell("worker", uid=member.uid, slot=member.slot, pid=member.worker.pid)
-        self._send(WorkerStarted(member.uid))
-
-    def heard(self, member: PoolWorker, message: FromWorker | None, datagram: bytes) -> None:
-        """Passes on what a worker says; one that sends something else than messages is killed."""
-        now_s = time.monotonic()
-        match message:
-            case None:
-                self._say(f"{member} is killed, since it sent {datagram[:80]!r}, which is no message of a worker")
-                member.signal(signal.SIGKILL)
-                return
-            case Ready():
-                self._events.tell("ready", uid=member.uid, after_ms=round(1000 * (now_s - member.asked_s)))
-            case Installed(generation):
-                self._departure.took_part = True
-                self._events.tell("installed", uid=member.uid, view=generation)
-                if self._unrest is not None:
-                    self._unrest.entered(member, member.life.took_part_s is None, now_s)
-        member.life.heard(message, now_s)
-        self._send(WorkerMessage(member.uid, datagram.decode()))
-
-    def tell(self, member: PoolWorker, body: str) -> None:
-        """Passes on what the coordinator says to a worker."""
-        message = protocol.decode_to_worker(body.encode())
-        if isinstance(message, Dismissed):
-            member.life.dismissed = message.code
-            if message.code:
-                self._say(f"{member} is dismissed: {message.reason}")
-        if isinstance(message, (TransferOffer, View)) and member.worker is not None:
-            self._yielding.end(member.worker.pid)
-        member.channel.send(body.encode())
-
-    def ended(self, member: PoolWorker) -> None:
-        """Forgets a worker."""
-        if member.worker is not None:
-            self._yielding.forget(member.worker.pid)
+from paceline.train.elastic.protocol import (
+    CloseSlotsOrder,
+    Dismissed,
+    FenceStalledOrder,
+    FromWorker,
+    Installed,
+    NotifyOrder,
+    Ready,
+    SendOrder,
+    ToWorker,
+    TransferOffer,
+    View,
+    encode_message,
+)
 
 
 class ElasticAgent(Launcher):
-    """Keeps the slots of this machine filled, and carries messages between its workers and the coordinator."""
+    """Keeps the slots of this machine filled, and connects their workers with the coordinator."""
 
     word = "slot"  # a worker's rank differs from view to view
 
@@ -135,19 +74,19 @@ class ElasticAgent(Launcher):
         super().__init__(job, connection, secret, shared, cleanup)
         assert job.elastic is not None
         self._options = job.elastic
-        self._premises = WorkerResources(job, connection, secret, cleanup)
-        self._endings = WorkerExits(job.stall_after_s > 0, self.word, self._say)
+        self._resources = WorkerResources(job, connection, secret, cleanup)
+        self._exits = WorkerExits(job.stall_after_s > 0, self.word, self._say)
         self._members: WorkerPool | None = None
-        self._places: SlotTable | None = None
-        self._post: WorkerMessageRouter | None = None
-        self._unrest: ChaosRunner | None = None
+        self._slots: SlotTable | None = None
+        self._priorities = LoweredPriorities()
+        self._chaos: ChaosRunner | None = None
         self._next_signal: tuple[float, int] | None = None  # when (monotonic) the workers get which signal
-        self._departure = ShutdownPlan(job.rendezvous.address is not None)
+        self._shutdown = ShutdownPlan(job.rendezvous.address is not None)
 
     @property
     def _coordinates(self) -> bool:
-        deputy = self._connection.deputy
-        return deputy is not None and deputy.coordinates
+        standby = self._connection.standby
+        return standby is not None and standby.coordinates
 
     @property
     def _goes_on(self) -> bool:
@@ -165,7 +104,7 @@ class ElasticAgent(Launcher):
         ]
 
     def _ports(self) -> tuple[int, int]:
-        port = self._premises.port or port_beside(self._job.one_port) or free_port(self._connection.address)
+        port = self._resources.port or port_beside(self._job.one_port) or free_port(self._connection.address)
         return port, 0
 
     def _is_over(self) -> bool:
@@ -175,37 +114,37 @@ class ElasticAgent(Launcher):
         return [
             self._next_signal[0] if self._next_signal is not None else None,
             self._members.deadline_s if self._members is not None else None,
-            self._places.deadline_s if self._places is not None else None,
-            self._unrest.deadline_s if self._unrest is not None and self._goes_on else None,
+            self._slots.deadline_s if self._slots is not None else None,
+            self._chaos.deadline_s if self._chaos is not None and self._goes_on else None,
         ]
 
     def _tick(self, now_s: float) -> None:
-        if self._members is None or self._places is None:
+        if self._members is None or self._slots is None:
             return
         self._members.tick(now_s)
         self._tell_of_frozen(now_s)
         if self._next_signal is not None and now_s >= self._next_signal[0]:
             self._members.end(self._next_signal[1])
             self._next_signal = (now_s + self._job.shutdown_timeout_s, signal.SIGKILL)
-        if self._unrest is not None and self._goes_on:
-            self._unrest.tick(now_s, list(self._members.members.values()))
-        for slot in self._places.due(now_s):
+        if self._chaos is not None and self._goes_on:
+            self._chaos.tick(now_s, list(self._members.members.values()))
+        for slot in self._slots.due(now_s):
             self._fill(slot, now_s)
         if not self._members.members:
-            self._send(self._departure.farewell(self._coordinates))
+            self._send(self._shutdown.farewell(self._coordinates))
 
     def _follow(self, order: Order) -> None:
         match order:
             case StartSlots() if self._members is None and self._stopped_by is None:
                 self._begin(order)
-            case TellWorker(uid, body):
-                self._tell(uid, body)
-            case FenceOrder(uid):
-                self._fence(uid)
-            case StopReplacement(reason):
+            case SendOrder():
+                self._tell(order.uid, order.message)
+            case FenceStalledOrder():
+                self._fence(order.uid)
+            case CloseSlotsOrder(reason=reason):
                 self._say(reason)
-                self._close_places()
-            case WaitOrder(reason):
+                self._close_slots()
+            case NotifyOrder(reason):
                 self._events.tell("wait", reason=reason)
                 self._say(reason)
             case Moved() if self._end is None:
@@ -218,43 +157,40 @@ class ElasticAgent(Launcher):
         first, count = begin.first_slot, self._job.workers
         self._events.tell("start", generation=1, ranks=list(range(first, first + count)))
         self._showing.generation(begin.slots, 0)
-        if self._departure.is_shared:
+        if self._shutdown.is_shared:
             self._say(describe_slots(first, count, begin.slots))
         self._directory.note(job=begin.run_id, machine=begin.machine)
         environment = self._environment("0")
         path = os.path.join(self._cleanup.directory, f"copies-{begin.machine}")
-        environment[COPIES] = self._copies.open(path, self._premises.secret)
-        around = self._premises.open(begin, environment, self._machine, self._logs, self._keyboard, self._keeper)
+        environment[COPIES] = self._copies.open(path, self._resources.secret)
+        context = self._resources.open(begin, environment, self._machine, self._logs, self._keyboard, self._keeper)
         self._members = WorkerPool(
             self._job,
-            self._premises.start_of(begin),
+            self._resources.start_of(begin),
             begin.machine,
-            around,
-            self._premises.forker(around, self._selector, self._say),
+            context,
+            self._resources.forker(context, self._selector, self._say),
             self._selector,
             marks=self._cleanup.variables,
             on_start=self._on_start,
             on_message=self._on_message,
             on_end=self._on_member_end,
         )
-        self._places = SlotTable(count, time.monotonic(), self._options.most_replacements)
+        self._slots = SlotTable(count, time.monotonic(), self._options.most_replacements)
         if self._options.chaos is not None:
-            spared = 0 if self._departure.is_shared else 1
-            self._unrest = ChaosRunner(self._options.chaos, begin.machine, spared, self._say)
-        self._post = WorkerMessageRouter(
-            self._events, self._departure, self._unrest, self._say, self._connection.client.send
-        )
+            spared = 0 if self._shutdown.is_shared else 1
+            self._chaos = ChaosRunner(self._options.chaos, begin.machine, spared, self._say)
         self._tick(time.monotonic())
 
     def _fill(self, slot: int, now_s: float) -> None:
-        assert self._members is not None and self._places is not None
+        assert self._members is not None and self._slots is not None
         try:
             self._members.add(slot)
         except OSError as error:
-            decision = self._places.ended(slot, ExitCause.FAILED, WorkerHistory(), now_s)
+            decision = self._slots.ended(slot, ExitCause.FAILED, WorkerHistory(), now_s)
             self._say(f"no worker can be started in slot {slot} ({error}); {describe_decision(decision)}")
             if isinstance(decision, CloseSlot):
-                self._connection.client.send(Slots(self._places.count))
+                self._connection.client.send(Slots(self._slots.count))
 
     def _on_children(self, crew: LoopCrew | None) -> None:
         super()._on_children(crew)
@@ -264,49 +200,75 @@ class ElasticAgent(Launcher):
             self._tell_of_frozen(now_s)
 
     def _on_start(self, member: PoolWorker) -> None:
-        assert member.worker is not None and self._post is not None
+        """Reports that a worker has a process."""
+        assert member.worker is not None
         self._cleanup.watch(member.worker.pid)
-        self._endings.began(member)
-        self._post.started(member)
+        self._exits.began(member)
+        if member.is_replacement:
+            self._priorities.begin(member.worker.pid)
+        self._events.tell("worker", uid=member.uid, slot=member.slot, pid=member.worker.pid)
+        self._connection.client.send(WorkerStarted(member.uid))
 
     def _on_message(self, member: PoolWorker, message: FromWorker | None, datagram: bytes) -> None:
-        assert self._post is not None
-        self._post.heard(member, message, datagram)
+        """Passes on a worker's message; a worker that sends anything else is killed."""
+        now_s = time.monotonic()
+        match message:
+            case None:
+                self._say(f"{member} is killed, since it sent {datagram[:80]!r}, which is no message of a worker")
+                member.signal(signal.SIGKILL)
+                return
+            case Ready():
+                self._events.tell("ready", uid=member.uid, after_ms=round(1000 * (now_s - member.asked_s)))
+            case Installed(generation):
+                self._shutdown.took_part = True
+                self._events.tell("installed", uid=member.uid, view=generation)
+                if self._chaos is not None:
+                    self._chaos.entered(member, member.life.took_part_s is None, now_s)
+        member.life.heard(message, now_s)
+        self._connection.client.send(WorkerMessage(member.uid, message))
 
-    def _tell(self, uid: str, body: str) -> None:
+    def _tell(self, uid: str, message: ToWorker) -> None:
+        """Passes on a message of the coordinator to a worker."""
         member = self._members.by_uid(uid) if self._members is not None else None
-        if member is not None and self._post is not None:
-            self._post.tell(member, body)
+        if member is None:
+            return
+        if isinstance(message, Dismissed):
+            member.life.dismissed = message.code
+            if message.code:
+                self._say(f"{member} is dismissed: {message.reason}")
+        if isinstance(message, (TransferOffer, View)) and member.worker is not None:
+            self._priorities.end(member.worker.pid)
+        member.channel.send(encode_message(message))
 
     def _on_member_end(self, member: PoolWorker, code: int) -> None:
-        assert self._members is not None and self._places is not None
+        assert self._members is not None and self._slots is not None
         how = f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
         self._connection.client.send(WorkerExited(member.uid, how, code))
-        self._on_orders()  # the others are to hear of it before anything that takes time
+        self._on_orders()  # the others must receive this before any slow work below
         now_s = time.monotonic()
-        failure = self._endings.failure_of(member, code)
+        failure = self._exits.failure_of(member, code)
         record = failure.record if failure is not None else None
         is_exception = record is not None and not (failure is not None and failure.is_interrupt)
         fate = exit_cause_of(member.life, code, is_exception, failure is not None and failure.memory is not None)
-        decision = self._places.ended(member.slot, fate, member.life, now_s)
-        if self._unrest is not None and isinstance(decision, ReplaceWorker):
-            self._unrest.lost(member, list(self._members.members.values()), now_s)
+        decision = self._slots.ended(member.slot, fate, member.life, now_s)
+        if self._chaos is not None and isinstance(decision, ReplaceWorker):
+            self._chaos.lost(member, list(self._members.members.values()), now_s)
         if self._stopped_by is None and self.moved is None:
-            self._endings.report(member, code, fate, failure, decision, self._end is not None)
-            if isinstance(decision, CloseSlot) and failure is not None and record is not None and self._places.count:
+            self._exits.report(member, code, fate, failure, decision, self._end is not None)
+            if isinstance(decision, CloseSlot) and failure is not None and record is not None and self._slots.count:
                 self._say(f"the last traceback of slot {member.number}:\n{record.text.rstrip()}")
-        self._endings.forget(member)
-        if self._post is not None:
-            self._post.ended(member)
+        self._exits.forget(member)
+        if member.worker is not None:
+            self._priorities.forget(member.worker.pid)
         if isinstance(decision, CloseSlot) and self._goes_on:
-            kept = shortened(self._endings.failures) if fate is not ExitCause.LEFT else ()
-            self._connection.client.send(Slots(self._places.count, kept))
+            kept = shortened(self._exits.failures) if fate is not ExitCause.LEFT else ()
+            self._connection.client.send(Slots(self._slots.count, kept))
         self._events.tell("ended", uid=member.uid, how=how)
         if member.worker is not None:
             self._cleanup.end_worker(member.uid, member.worker.pid, self._members.pids())
 
     def _tell_of_frozen(self, now_s: float) -> None:
-        """Reports the workers that are frozen, and those that are no more; the coordinator knows who is needed."""
+        """Reports the workers that have been stopped or continued; the coordinator knows which ones are needed."""
         assert self._members is not None
         frozen = self._members.frozen(now_s)
         for member in list(self._members.members.values()):
@@ -321,25 +283,25 @@ class ElasticAgent(Launcher):
                 self._connection.client.send(WorkerStarted(member.uid))
 
     def _fence(self, uid: str) -> None:
-        """Kills a worker that is frozen, so that it cannot wake up among those that have gone on without it."""
+        """Kills a stopped worker, so that it cannot wake up among those that continued without it."""
         member = self._members.by_uid(uid) if self._members is not None else None
         if member is not None and member.life.is_stalled:
             member.life.is_fenced = True
             member.signal(signal.SIGKILL)
 
-    def _close_places(self) -> None:
-        if self._places is not None and self._members is not None:
-            self._places.close(set(self._members.members))
+    def _close_slots(self) -> None:
+        if self._slots is not None and self._members is not None:
+            self._slots.close(set(self._members.members))
 
     def _on_end(self, end: JobEnded) -> None:
-        """Ends the workers that still run: none of them has come to the end of its loop, or the job has failed."""
-        self._close_places()
+        """Ends the workers that still run: they have not completed their loops, or the job has failed."""
+        self._close_slots()
         if self._members is None:
             return
-        farewell = protocol.encode_message(Dismissed(end.reason or "the job is over", end.code))
+        farewell = encode_message(Dismissed(end.reason or "the job is over", end.code))
         for member in self._members.members.values():
             if not member.life.has_finished:
-                member.life.dismissed = 0  # whatever it does now, it is no failure
+                member.life.dismissed = 0  # its exit code is not a failure from now on
                 member.channel.send(farewell)
                 if member.life.took_part_s is None:
                     member.signal(signal.SIGKILL)
@@ -347,32 +309,32 @@ class ElasticAgent(Launcher):
         self._next_signal = (time.monotonic() + patience_s, signal.SIGTERM)
 
     def _give_way(self, moved: Moved) -> None:
-        """Ends the workers, which have no part in the job that this machine is to join."""
+        """Ends the workers, which have no part in the job that this machine is about to join."""
         self._end = JobEnded(0)
         if self._stopped_by is None:
             self._say(f"the job runs already: the launcher at {moved.address} coordinates it; this machine joins it")
             self.moved = moved
-        self._close_places()
+        self._close_slots()
         if self._members is not None:
             self._members.kill()
 
     def _on_end_signal(self, number: signal.Signals, crew: LoopCrew | None) -> None:
-        self._departure.insists = self._stopped_by is not None
+        self._shutdown.insists = self._stopped_by is not None
         super()._on_end_signal(number, crew)
 
     def _stop(self, number: signal.Signals) -> None:
-        self._stopped_by = self._departure.number = number
+        self._stopped_by = self._shutdown.number = number
         self._watcher.pause()
-        self._close_places()
+        self._close_slots()
         if self._members is None:
-            self._send(self._departure.farewell(coordinates=False))
+            self._send(self._shutdown.farewell(coordinates=False))
             return
-        self._send([Slots(0), *self._departure.announced()])
+        self._send([Slots(0), *self._shutdown.announced()])
         self._say(
             f"{number.name}: passed on to {len(self._members.pids())} workers, which have "
             f"{self._job.shutdown_timeout_s:g} s to end (again to kill them)"
         )
-        if self._departure.hands_over(self._coordinates):
+        if self._shutdown.hands_over(self._coordinates):
             self._say("this launcher coordinates the job; when they have ended, another will (again to end the job)")
         self._next_signal = (time.monotonic(), number)
 
@@ -384,21 +346,21 @@ class ElasticAgent(Launcher):
         if self._members is not None:
             self._members.close()
             self._cleanup.end_generation("0")
-        self._endings.close()
+        self._exits.close()
         self._copies.shut()
-        self._premises.close()
+        self._resources.close()
 
     def _conclude(self, end: JobEnded) -> int:
         if self.moved is not None:
             return end.code
-        if self._unrest is not None:
-            for line in self._unrest.summary(time.monotonic()):
+        if self._chaos is not None:
+            for line in self._chaos.summary(time.monotonic()):
                 self._say(line)
-        if end.code:  # the last failures may have ended the job before the coordinator heard of them
+        if end.code:  # the last failures may have ended the job before they reached the coordinator
             blame = ReportedFailures(end.failures)
-            blame.add(self._endings.failures)
-            end = replace(end, failures=blame.failures)
-        if self._departure.is_well(end.code):
+            blame.add(self._exits.failures)
+            end = msgspec.structs.replace(end, failures=blame.failures)
+        if self._shutdown.is_well(end.code):
             if end.reason:
                 self._say(end.reason)
             return 0

@@ -1,8 +1,8 @@
-"""Lets the coordinator of an elastic job decide in place of `Membership`, and speak to the meeting's nodes.
+"""`ElasticController`: the coordinator of an elastic job behind the controller protocol of the meeting.
 
-The machines of an elastic job: who is connected, and which slots and which store each of them has.
-
-How a launcher of an elastic job ends that was asked to: with which farewell, and with which exit code.
+It connects the coordinator, which knows machines by number, with the meeting's nodes: `MachineRegistry` assigns slots
+and stores, and the coordinator's orders are addressed to nodes. `ShutdownPlan` determines the final reports and the
+exit code of a launcher that was asked to end.
 """
 
 from __future__ import annotations
@@ -12,16 +12,13 @@ import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-import msgspec
-
 from paceline.operate.launch.elastic.elastic_options import ElasticOptions
-from paceline.operate.launch.elastic.machine_log import ReportedFailures, report_in
+from paceline.operate.launch.elastic.machine_log import ReportedFailures
 from paceline.operate.launch.multinode.membership import MembershipPolicy, Orders, incompatibility
 from paceline.operate.launch.multinode.protocol import (
     Answered,
     Departing,
     Dropped,
-    FenceOrder,
     Follow,
     FollowLauncher,
     JobEnded,
@@ -30,31 +27,38 @@ from paceline.operate.launch.multinode.protocol import (
     Moved,
     Order,
     Remember,
-    ReplicateState,
     Report,
     Running,
     Slots,
     StartSlots,
     StateReplicated,
-    StopReplacement,
-    TellWorker,
-    WaitOrder,
     WorkerExited,
     WorkerMessage,
     WorkerStalled,
     WorkerStarted,
 )
 from paceline.operate.launch.workers.failures import WorkerFailure, shortened
-from paceline.train.elastic import protocol
 from paceline.train.elastic.coordinator.coordinator import Coordinator
 from paceline.train.elastic.coordinator.elastic_job import CoordinatorPolicy
 from paceline.train.elastic.coordinator.election import merge_reports
-from paceline.train.elastic.protocol import MachineReport, next_term
+from paceline.train.elastic.protocol import (
+    CloseSlotsOrder,
+    CoordinatorOrders,
+    EndOrder,
+    FenceStalledOrder,
+    HandoverOrder,
+    MachineReport,
+    NotifyOrder,
+    ReplicateOrder,
+    SendOrder,
+    StartOrder,
+    next_term,
+)
 
 
 @dataclass
 class ConnectedMachine:
-    """A node: what it said when it came, its number, and its first slot once it has begun."""
+    """A connected node: its introduction, its machine's number, and its first slot once it has started."""
 
     join: JoinJob
     number: int
@@ -63,21 +67,21 @@ class ConnectedMachine:
 
     @property
     def store(self) -> str:
-        """Where its launcher serves a store to the workers of other machines."""
+        """The address at which its launcher serves a store to the workers of other machines."""
         host = self.join.address
         return f"tcp:[{host}]:{self.join.port}" if ":" in host else f"tcp:{host}:{self.join.port}"
 
 
 @dataclass
 class MachineRegistry:
-    """The machines, of which each has a number that no other has.
+    """The machines of the job, whose numbers are unique.
 
     Attributes:
-        is_lone: there is one machine, and there will be no other.
-        here: those that are connected, by node.
-        away: those that are lost, and keep their slots.
-        count: how many numbers were given.
-        home: the machine of the launcher that coordinates, once the machines have gathered.
+        is_lone: Whether there is only one machine, and there will be no other.
+        here: The connected machines, by node.
+        away: The lost machines, which keep their slots.
+        count: The number of assigned machine numbers.
+        home: The coordinating launcher's machine, or -1 before the machines have gathered.
     """
 
     is_lone: bool
@@ -87,49 +91,49 @@ class MachineRegistry:
     home: int = -1
 
     def add(self, node: str, join: JoinJob) -> ConnectedMachine:
-        """Adds a machine that comes for the first time."""
+        """Adds a machine that joins for the first time."""
         self.here[node] = found = ConnectedMachine(join, self.count, join.workers)
         self.count += 1
         return found
 
     def returns(self, node: str, join: JoinJob, report: MachineReport) -> ConnectedMachine:
-        """Adds a machine that takes part already, and is connected once more."""
-        for before in [each for each, machine in self.here.items() if machine.number == report.number]:
+        """Adds a machine that takes part already and has reconnected."""
+        for before in [name for name, machine in self.here.items() if machine.number == report.number]:
             del self.here[before]
-        self.away = [each for each in self.away if each.number != report.number]
+        self.away = [machine for machine in self.away if machine.number != report.number]
         self.here[node] = found = ConnectedMachine(join, report.number, report.slots, report.first_slot)
         return found
 
     def name(self, node: str) -> str:
-        """Returns the machine's name for the coordinator: its number."""
+        """Returns the coordinator's name of the machine: its number."""
         return str(self.here[node].number)
 
     def nodes(self) -> dict[str, str]:
-        """Returns the nodes of the machines that are connected, by name."""
+        """Returns the nodes of the connected machines, by the coordinator's name."""
         return {str(machine.number): node for node, machine in self.here.items()}
 
     def listens(self, number: int) -> str:
-        """Returns where the launcher of a machine can be reached by others; empty if that is not known."""
-        found = (each.join.listens for each in [*self.here.values(), *self.away] if each.number == number)
+        """Returns the address at which others reach a machine's launcher, or "" if it is unknown."""
+        found = (machine.join.listens for machine in [*self.here.values(), *self.away] if machine.number == number)
         return next(found, "")
 
     def store(self) -> str | None:
-        """Returns where the workers meet; None while the machine that serves the store is not here."""
-        found = (each for each in self.here.values() if self.home in (-1, each.number))
-        serving = next((each for each in found if each.join.serves or each.number == self.home), None)
+        """Returns the address of the workers' store, or None while the machine that serves it is not connected."""
+        found = (machine for machine in self.here.values() if self.home in (-1, machine.number))
+        serving = next((machine for machine in found if machine.join.serves or machine.number == self.home), None)
         return None if serving is None else self.served_by(serving)
 
     def served_by(self, machine: ConnectedMachine) -> str:
-        """Returns where that machine serves a store to all workers; a lone machine needs no such place."""
+        """Returns the address of the store on that machine; a lone machine's store has none."""
         return "" if self.is_lone else machine.store
 
     def begin(self, node: str, run_id: str) -> StartSlots:
-        """Gives a machine the first slots that no other has; those that are away keep theirs."""
+        """Assigns a machine the first free slots; lost machines keep theirs."""
         machine = self.here[node]
         taken = sorted(
-            (each.first_slot, each.first_slot + each.join.workers)
-            for each in [*self.here.values(), *self.away]
-            if each.first_slot is not None
+            (other.first_slot, other.first_slot + other.join.workers)
+            for other in [*self.here.values(), *self.away]
+            if other.first_slot is not None
         )
         first = 0
         for begin, end in taken:
@@ -138,23 +142,23 @@ class MachineRegistry:
             first = max(first, end)
         machine.first_slot = first
         ends = [end for _, end in taken]
-        slots = max(sum(each.join.workers for each in self.here.values()), first + machine.join.workers, *ends, 0)
+        slots = max(sum(other.join.workers for other in self.here.values()), first + machine.join.workers, *ends, 0)
         return StartSlots(machine.number, first, slots, run_id, self.store() or "")
 
 
-ORDERLY_SIGNAL = signal.SIGTERM  # has a machine leave at the end of a step, which is no failure
+ORDERLY_SIGNAL = signal.SIGTERM  # makes a machine leave at the end of a step, which is not a failure
 
 
 @dataclass
 class ShutdownPlan:
-    """What is known of the end of this launcher, without a process or a clock.
+    """The facts about the end of this launcher, without a process or a clock.
 
     Attributes:
-        is_shared: the job runs, or may, on other machines too.
-        number: the signal that asks for it.
-        insists: another one has come since.
-        took_part: a worker of this machine has trained with others.
-        has_left: the coordinator was told that the workers have ended.
+        is_shared: Whether the job may run on other machines too.
+        number: The signal that requested the end, or None.
+        insists: Whether a second signal has arrived.
+        took_part: Whether a worker of this machine has trained with others.
+        has_left: Whether the coordinator was informed that the workers have ended.
     """
 
     is_shared: bool
@@ -164,38 +168,45 @@ class ShutdownPlan:
     has_left: bool = False
 
     def announced(self) -> list[Report]:
-        """Returns what the coordinator is told at once."""
+        """Returns the reports to the coordinator at the first signal."""
         return [Departing()] if self.number == ORDERLY_SIGNAL else []
 
     def hands_over(self, coordinates: bool) -> bool:
-        """Returns whether a launcher that coordinates the job, or does not, ends when it has handed that over."""
+        """Returns whether this launcher hands the job over before it ends."""
         return coordinates and self.number == ORDERLY_SIGNAL and not self.insists
 
     def farewell(self, coordinates: bool) -> list[Report]:
-        """Returns what the coordinator is told when no worker is left, once."""
+        """Returns the reports to the coordinator when no worker is left, once."""
         if self.number is None or self.has_left or self.hands_over(coordinates):
             return []
         self.has_left = True
         return [Leave(self.number.name)]
 
     def is_well(self, code: int) -> bool:
-        """Returns whether all went as asked, when the job's end here has this code: others go on, or have finished."""
+        """Returns whether the end was orderly, given the job's exit code: others continue, or have finished."""
         has_gone = self.is_shared and (self.has_left or self.took_part)
         return code == 0 and self.number == ORDERLY_SIGNAL and not self.insists and has_gone
 
 
-_RETURN_PATIENCE_S = 2.0  # since a machine was heard of last
-# A job that runs already calls at the address where the machines meet four times a second. Until the first view is
-# given, workers start, which takes them about as long.
+_RETURN_PATIENCE_S = 2.0  # since the last contact with a machine
+# A running job announces itself at the meeting's address four times a second. Waiting costs little, since workers take
+# about as long to start.
 _QUIET_S = 2.0
 _QUIET_SINCE_A_CALL_S = 5.0
 
 
 @dataclass
 class ElasticController:
-    """The machines of an elastic job, and the failures that the user is shown if the job fails.
+    """The machines of an elastic job, and the failures for the final report.
 
-    It holds back the machines that come first until there are enough of them; the coordinator decides all the rest.
+    It waits until enough machines have joined; the coordinator makes all other decisions.
+
+    Attributes:
+        policy: The settings of the meeting.
+        options: The elastic options.
+        started_s: The time at which the job began.
+        successor: The next coordinator's machine and the address of its launcher, or None.
+        identity: The identity of the job.
     """
 
     policy: MembershipPolicy
@@ -204,7 +215,7 @@ class ElasticController:
     successor: tuple[int, str] | None = None  # the machine that was told to coordinate, and its launcher's address
     identity: str = field(default_factory=lambda: secrets.token_hex(8))  # of the job
     _is_gathered: bool = False
-    _has_spoken: bool = False  # a worker has said anything
+    _has_spoken: bool = False  # whether any worker has sent a message
     _blame: ReportedFailures = field(default_factory=ReportedFailures)
     _end: JobEnded | Moved | None = None
     _has_heard_of_another: bool = False
@@ -228,7 +239,7 @@ class ElasticController:
 
     @property
     def deadline_s(self) -> float | None:
-        """When `tick` must be called; None for never."""
+        """The time at which `tick` must be called, or None."""
         if self._end is not None:
             return None
         if not self._is_gathered:
@@ -237,17 +248,17 @@ class ElasticController:
 
     @property
     def lacks_quorum_s(self) -> float | None:
-        """Since when the coordinator waits for machines without which it may not decide; None if it does not."""
+        """The time since which the coordinator has lacked a quorum, or None."""
         return self._coordinator.lacks_quorum_s if self._is_gathered and self._end is None else None
 
     @property
     def nodes(self) -> list[str]:
-        """The machines that are connected."""
+        """The nodes of the connected machines."""
         return list(self._machines.here)
 
     @property
     def has_handed_over(self) -> bool:
-        """Whether all have been told that another launcher coordinates."""
+        """Whether all machines have been ordered to follow another launcher."""
         retirement = self._coordinator.retirement
         return retirement is not None and retirement.is_over
 
@@ -262,11 +273,11 @@ class ElasticController:
         """Takes over a job from the machines that follow this launcher.
 
         Args:
-            home: the number of this launcher's machine.
-            reports: of the machines, by number.
-            joins: by machine, its node and how it introduced itself.
-            failures: that any of them knows of.
-            now_s: the time.
+            home: The number of this launcher's machine.
+            reports: The machines' reports, by number.
+            joins: Each machine's node and introduction, by number.
+            failures: The failures that any of them knows.
+            now_s: The current time, in seconds.
         """
         machines, known = self._machines, merge_reports(reports.values())
         machines.home, self._is_gathered, self._has_spoken, self.identity = home, True, True, known.job
@@ -275,12 +286,12 @@ class ElasticController:
         machines.count = 1 + max([*(peer.number for peer in known.peers), *known.ended, *reports])
         self._coordinator = self._make_coordinator(str(home), next_term(known.term, home), machines.store() or "")
         addresses = {number: join.listens for number, (_, join) in joins.items()}
-        stores = {each.number: machines.served_by(each) for each in machines.here.values()}
+        stores = {machine.number: machines.served_by(machine) for machine in machines.here.values()}
         given = self._coordinator.resume(list(reports.values()), now_s, addresses, stores)
         return [*self._learn_of(failures), *self._carry(given)]
 
     def reported(self, node: str, report: Report, now_s: float) -> Orders:
-        """Takes a node's report."""
+        """Handles a node's report."""
         if isinstance(report, JoinJob):
             return self._joined(node, report, now_s)
         if isinstance(report, Follow):
@@ -297,8 +308,9 @@ class ElasticController:
                 return self._carry(self._coordinator.worker_stalled(uid, why, now_s))
             case WorkerExited(uid, how, exit_code):
                 return self._carry(self._coordinator.worker_ended(uid, how, exit_code, now_s))
-            case WorkerMessage(uid, body):
-                return self._said(node, uid, body, now_s)
+            case WorkerMessage(uid, message):
+                self._has_spoken = True
+                return self._carry(self._coordinator.worker_said(uid, message, now_s))
             case Slots():
                 return self._slots_changed(node, report, now_s)
             case Departing():
@@ -308,7 +320,7 @@ class ElasticController:
         return []
 
     def running(self) -> Running | None:
-        """Returns what a launcher that has not heard of this job is told of it; None when that is over."""
+        """Returns the notice for launchers that do not know this job, or None after its end."""
         if self._end is not None:
             return None
         is_sure = self._is_gathered and self._coordinator.lacks_quorum_s is None
@@ -316,10 +328,10 @@ class ElasticController:
 
     def is_here(self, number: int) -> bool:
         """Returns whether a machine is connected."""
-        return any(each.number == number for each in self._machines.here.values())
+        return any(machine.number == number for machine in self._machines.here.values())
 
     def heard_of(self, other: Running, now_s: float) -> Orders:
-        """Lets this job give way to one that runs already, or wait until that has found a coordinator."""
+        """Gives way to a job that runs already, or waits until that job has found a coordinator."""
         if self._end is not None:
             return []
         if other.address:
@@ -331,17 +343,17 @@ class ElasticController:
             return []
         self._has_heard_of_another = True
         text = "a job of this address runs already, and looks for a coordinator; waiting for it"
-        return [(node, WaitOrder(text)) for node in self._machines.here]
+        return [(node, NotifyOrder(text)) for node in self._machines.here]
 
     def ended(self, node: str, why: str, now_s: float) -> Orders:
-        """Removes a node whose launcher has ended: the kernel has killed its workers."""
+        """Removes a node whose launcher has ended; the kernel has killed its workers."""
         machine = self._machines.here.pop(node, None)
         if machine is None or machine.first_slot is None or self._end is not None:
             return []
         return self._carry(self._coordinator.machine_left(str(machine.number), why, now_s))
 
     def lost(self, node: str, why: str, now_s: float, silent_s: float = 0.0) -> Orders:
-        """Notes that a node's connection has ended, or that it fell silent."""
+        """Notes that a node's connection has ended or timed out."""
         if self._end is not None or (machine := self._machines.here.pop(node, None)) is None:
             return []
         if machine.first_slot is None:
@@ -350,14 +362,14 @@ class ElasticController:
         return self._carry(self._coordinator.machine_lost(str(machine.number), why, now_s, silent_s))
 
     def tick(self, now_s: float) -> Orders:
-        """Does what is due at `now_s`."""
+        """Carries out the work that is due at `now_s`."""
         if self._end is not None:
             return []
         if self._is_gathered:
             return self._carry(self._coordinator.tick(now_s))
         if now_s < self.started_s + self.policy.join_timeout_s:
             return []
-        hosts = [each.join.host for each in self._machines.here.values()]
+        hosts = [machine.join.host for machine in self._machines.here.values()]
         return self._over(
             JobEnded(
                 1,
@@ -366,14 +378,6 @@ class ElasticController:
                 "join_timeout=SECONDS waits on",
             )
         )
-
-    def _said(self, node: str, uid: str, body: str, now_s: float) -> Orders:
-        self._has_spoken = True
-        try:
-            message = protocol.decode_from_worker(body.encode())
-        except ValueError as error:  # every launcher checks what it passes on
-            return self.lost(node, f"its launcher passed on what is no message ({error})", now_s)
-        return self._carry(self._coordinator.worker_said(uid, message, now_s))
 
     def _joined(self, node: str, join: JoinJob, now_s: float) -> Orders:
         if wrong := incompatibility(join, is_elastic=True):
@@ -390,13 +394,13 @@ class ElasticController:
             return self._take_in(node, now_s)
         machines, wanted = self._machines, self.policy.min_nodes
         if len(machines.here) < wanted or machines.store() is None:
-            return [(node, WaitOrder(f"{len(machines.here)} of {wanted} machines are here; waiting for the others"))]
+            return [(node, NotifyOrder(f"{len(machines.here)} of {wanted} machines are here; waiting for the others"))]
         self._is_gathered = True
-        machines.home = next(each.number for each in machines.here.values() if each.join.serves)
+        machines.home = next(machine.number for machine in machines.here.values() if machine.join.serves)
         if not machines.is_lone:
             self._coordinator = self._make_coordinator(str(machines.home), store=machines.store() or "")
             self._coordinator.hold_back(self._quiet_until_s)
-        return [order for each in list(machines.here) for order in self._take_in(each, now_s)]
+        return [order for name in list(machines.here) for order in self._take_in(name, now_s)]
 
     def _take_in(self, node: str, now_s: float) -> Orders:
         machine, name, coordinator = self._machines.here[node], self._machines.name(node), self._coordinator
@@ -405,9 +409,9 @@ class ElasticController:
         return [*self._remember(node), *self._carry([*given, *coordinator.machine_listed(name, now_s)])]
 
     def _returned(self, node: str, follow: Follow, now_s: float) -> Orders:
-        """Takes in a machine that was out of reach, or followed another launcher."""
-        join, report = self._returning.pop(node, None), report_in(follow)
-        if join is None or report is None:
+        """Adds a machine that was unreachable or followed another launcher."""
+        join, report = self._returning.pop(node, None), follow.report
+        if join is None:
             return []
         if report.knowledge.job not in ("", self.identity):
             waits = self.heard_of(Running(report.knowledge.job), now_s)
@@ -424,13 +428,13 @@ class ElasticController:
         machines = self._machines
         machines.here[node].slots = report.count
         told = self._learn_of(report.failures)
-        is_over = not any(each.slots for each in machines.here.values())
+        is_over = not any(machine.slots for machine in machines.here.values())
         if is_over and not self._blame.failures and not self._has_spoken:
-            return self._over(JobEnded(0))  # the script has no elastic loop, and has come to its end
+            return self._over(JobEnded(0))  # the script has no elastic loop, and has completed
         return [*told, *self._carry(self._coordinator.slots_changed(machines.name(node), report.count, now_s))]
 
     def _learn_of(self, failures: Iterable[WorkerFailure]) -> Orders:
-        """Notes failures, and has every machine remember them for the case that this launcher is lost."""
+        """Notes failures, and orders every machine to remember them in case that this launcher is lost."""
         is_new = self._blame.add(failures)
         return [order for node in self._machines.here for order in self._remember(node)] if is_new else []
 
@@ -443,35 +447,31 @@ class ElasticController:
         if machine.number == self._machines.home or (machine.join.serves and not self._is_gathered):
             return self._over(JobEnded(1, f"{machine.join.host} was stopped ({reason})"))
         del self._machines.here[node]
-        left = self._coordinator.machine_left(str(machine.number), reason, now_s, has_said_so=True)
+        left = self._coordinator.machine_left(str(machine.number), reason, now_s, has_announced_end=True)
         return [(node, JobEnded(0 if reason == ORDERLY_SIGNAL.name else 1)), *self._carry(left)]
 
-    def _carry(self, given: protocol.CoordinatorOrders) -> Orders:
-        """Returns the coordinator's orders as the nodes take them."""
+    def _carry(self, given: CoordinatorOrders) -> Orders:
+        """Returns the coordinator's orders, addressed to nodes."""
         carried: Orders = []
         nodes = self._machines.nodes()
         for order in given:
             match order:
-                case protocol.SendOrder(name, uid, message) if name in nodes:
-                    carried.append((nodes[name], TellWorker(uid, protocol.encode_message(message).decode())))
-                case protocol.ReplicateOrder(name, knowledge) if name in nodes:
-                    carried.append((nodes[name], ReplicateState(msgspec.json.encode(knowledge).decode())))
-                case protocol.StartOrder(name) if name in nodes:
-                    carried.append((nodes[name], self._machines.begin(nodes[name], self.policy.run_id)))
-                case protocol.HandoverOrder(name, to) if name in nodes:
-                    carried.append((nodes[name], self._hand_over(int(name), to)))
-                case protocol.FenceStalledOrder(name, uid) if name in nodes:
-                    carried.append((nodes[name], FenceOrder(uid)))
-                case protocol.CloseSlotsOrder(name, reason) if name in nodes:
-                    carried.append((nodes[name], StopReplacement(reason)))
-                case protocol.NotifyOrder(text):
-                    carried += [(each, WaitOrder(text)) for each in self._machines.here]
-                case protocol.EndOrder(code, reason):
+                case EndOrder(code, reason):
                     carried += self._over(JobEnded(code, reason))
+                case NotifyOrder():
+                    carried += [(node, order) for node in self._machines.here]
+                case _ if order.machine not in nodes:
+                    pass
+                case StartOrder(machine):
+                    carried.append((nodes[machine], self._machines.begin(nodes[machine], self.policy.run_id)))
+                case HandoverOrder(machine, to):
+                    carried.append((nodes[machine], self._hand_over(int(machine), to)))
+                case SendOrder() | ReplicateOrder() | FenceStalledOrder() | CloseSlotsOrder():
+                    carried.append((nodes[order.machine], order))
         return carried
 
     def _hand_over(self, number: int, to: int) -> Order:
-        """Returns what a machine is told when another coordinates from now on; this one is told that it may end."""
+        """Returns the order that makes a machine follow the successor, or ends this launcher's own part."""
         if self.successor is None or self.successor[0] != to:
             self.successor = to, self._machines.listens(to)
         is_home = number == self._machines.home

@@ -1,6 +1,6 @@
-"""What `--elastic`, `--min-workers`, `--preload` and `--chaos` ask for.
+"""The options `--elastic`, `--min-workers`, `--preload` and `--chaos`.
 
-What `--chaos` does to the workers, and when: drawn from a seed, without a process or a clock.
+Chaos acts are drawn from a seed, without a process or a clock (`acts_of`); `chaos_runner.py` carries them out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ _Candidate = TypeVar("_Candidate")
 
 @dataclass(frozen=True)
 class Chaos:
-    """Acts of each kind come at random times; `intervals_s` has the mean time between two of a kind."""
+    """A plan of random acts against workers.
+
+    Attributes:
+        intervals_s: The kinds of acts, each with the mean time between two acts in seconds.
+        seed: The seed of the random times.
+    """
 
     intervals_s: tuple[tuple[str, float], ...]
     seed: int = 0
@@ -63,19 +68,25 @@ class Chaos:
 
 @dataclass(frozen=True, order=True)
 class ChaosAct:
-    """Something done to a worker: when, in seconds since the chaos began, what, and a number in [0, 1) for to whom."""
+    """An act against a worker.
+
+    Attributes:
+        at_s: The time since the start of the chaos, in seconds.
+        kind: The kind of the act.
+        choice: A number in [0, 1) that selects the worker.
+    """
 
     at_s: float
     kind: str
     choice: float
 
     def victim_of(self, candidates: Sequence[_Candidate]) -> _Candidate:
-        """Returns the candidate that `choice` falls on."""
+        """Returns the candidate that `choice` selects."""
         return candidates[int(self.choice * len(candidates))]
 
 
 def acts_of(chaos: Chaos, machine: int = 0) -> Iterator[ChaosAct]:
-    """Returns the acts, without end, in the order of their times; those of each machine are its own."""
+    """Returns an endless iterator over the acts, in the order of their times; each machine has its own."""
     return heapq.merge(*(_acts(kind, interval_s, chaos.seed, machine) for kind, interval_s in chaos.intervals_s))
 
 
@@ -98,13 +109,13 @@ def _seconds(text: str, part: str) -> float:
 
 @dataclass(frozen=True)
 class ElasticOptions:
-    """How the workers of an elastic job are kept running.
+    """The options of an elastic job.
 
     Attributes:
-        min_workers: with fewer workers the others wait.
-        most_replacements: how many workers this machine replaces; None if there is no bound.
-        chaos: what is done to random workers.
-        preload: modules that are imported before workers are forked.
+        min_workers: The number of workers below which the others wait.
+        most_replacements: The maximum number of workers that this machine replaces, or None for no limit.
+        chaos: The acts against random workers, or None.
+        preload: The modules that are imported before workers are forked.
     """
 
     min_workers: int = 1
@@ -114,10 +125,10 @@ class ElasticOptions:
 
 
 def elastic_of(options: argparse.Namespace, workers: int, has_several_machines: bool) -> ElasticOptions | None:
-    """Returns what the flags ask for; None if the job is not elastic.
+    """Returns the elastic options, or None if the job is not elastic.
 
     Raises:
-        OptionError: flags contradict each other.
+        OptionError: The flags contradict each other.
     """
     if not options.elastic:
         if options.chaos is not None:
@@ -145,7 +156,7 @@ def elastic_of(options: argparse.Namespace, workers: int, has_several_machines: 
 
 
 def _check_chaos(chaos: Chaos, workers: int) -> None:
-    """Refuses what chaos cannot do to the workers of a single machine."""
+    """Raises an error for chaos that is impossible with the workers of a single machine."""
     if chaos.cuts:
         raise OptionError(
             "--chaos cut needs several machines: the workers of one exchange data through its memory, where there is "

@@ -1,4 +1,4 @@
-"""Starts the workers of an elastic job as forks of a process that has imported torch and stands ready."""
+"""`Forker`: starts the workers of an elastic job as forks of a template process that has imported torch."""
 
 from __future__ import annotations
 
@@ -18,18 +18,24 @@ from paceline.operate.launch.workers.cleanup import kill_group
 from paceline.operate.launch.workers.start_workers import InterpreterStarter, WorkerSpec, python, request_of
 from paceline.operate.launch.workers.worker import bind_process
 
-# What a worker needs before it is ready. The first optimizer of a process imports torch._dynamo, which takes as long as
+# Imported before workers are forked. The first optimizer of a process imports torch._dynamo, which takes as long as
 # torch itself.
 MODULES = ("torch", "torch._dynamo", "paceline.train.elastic.worker.elastic_state")
 
 _LARGEST_ANSWER = 4096
-_ANSWER_S = 30.0  # a process that has not forked a worker by then never will
+_ANSWER_S = 30.0  # time after which a template that has not forked a worker is replaced
 _MOST_TEMPLATES = 4
 
 
 @dataclass(frozen=True)
 class ForkRequest:
-    """A worker to be started; `channel` is its end of the pair of sockets, which is closed once it has been started."""
+    """A worker to be started.
+
+    Attributes:
+        prepared: The worker's arguments, variables and streams.
+        channel: The worker's end of its socket pair, which is closed once the worker has started.
+        on_start: A function that is called with the process id.
+    """
 
     prepared: WorkerSpec
     channel: socket.socket
@@ -37,18 +43,18 @@ class ForkRequest:
 
 
 class Forker:
-    """Forks workers one after another, without the launcher waiting for any.
+    """Forks workers sequentially, without blocking the launcher.
 
-    Where it cannot fork, each worker is a new interpreter, which takes as long as importing torch.
+    Where forking is impossible, each worker is a new interpreter, which takes as long as importing torch.
 
     Args:
-        environment: the variables that all workers share.
-        pass_fds: descriptors that they inherit.
-        descriptors: their limit of descriptors, if it differs from the launcher's.
-        selector: the launcher's loop.
-        say: tells the user that no worker can be forked.
-        forks: whether to fork at all.
-        preload: modules that the user wants workers to have imported, besides `MODULES`.
+        environment: The variables that all workers share.
+        pass_fds: The descriptors that they inherit.
+        descriptors: Their limit of descriptors, if it differs from the launcher's.
+        selector: The launcher's event loop.
+        say: A function that prints a line for the user.
+        forks: Whether to fork at all.
+        preload: Modules to import before forking, besides `MODULES`.
     """
 
     def __init__(
@@ -80,11 +86,11 @@ class Forker:
 
     @property
     def deadline_s(self) -> float | None:
-        """When (monotonic) `tick` must be called; None for never."""
+        """The time (monotonic) at which `tick` must be called, or None."""
         return None if self._asked is None else self._asked_s + _ANSWER_S
 
     def tick(self, now_s: float) -> None:
-        """Gives up a process that does not answer."""
+        """Replaces a template process that does not answer."""
         if self._asked is not None and now_s >= self._asked_s + _ANSWER_S:
             self._give_up(f"it has not answered for {_ANSWER_S:g} s", is_for_good=False)
             self._go_on()
@@ -93,19 +99,19 @@ class Forker:
         """Starts a worker; `request.on_start` is called with its process id, now or later.
 
         Raises:
-            OSError: no process can be started.
+            OSError: No process can be started.
         """
         self._requests.append(request)
         self._go_on()
 
     def cancel(self) -> None:
-        """Forgets the workers that have not been started."""
+        """Discards the requests that have not been started."""
         for request in self._requests:
             request.channel.close()
         self._requests.clear()
 
     def read(self) -> None:
-        """Takes the answers that have come."""
+        """Handles the answers that have arrived."""
         while self._connection is not None:
             try:
                 answer = self._connection.recv(_LARGEST_ANSWER)
@@ -125,7 +131,7 @@ class Forker:
             self._go_on()
 
     def close(self) -> None:
-        """Ends the process that workers are forked from; idempotent."""
+        """Ends the template process. Idempotent."""
         self.cancel()
         if self._asked is not None:
             self._asked.channel.close()
@@ -161,7 +167,7 @@ class Forker:
             prepared = self._asked.prepared
             request = request_of(prepared.argv, prepared.variables, prepared.cores)
             fds = [*prepared.streams(self._nothing), self._asked.channel.fileno()]
-            with contextlib.suppress(OSError):  # it has ended, which `read` notices
+            with contextlib.suppress(OSError):  # `read` detects that it has ended
                 socket.send_fds(self._connection, [request], fds)
 
     def _interpret(self, request: ForkRequest) -> None:
@@ -176,7 +182,7 @@ class Forker:
         request.on_start(pid)
 
     def _give_up_threads(self, names: str) -> None:
-        """Does without the user's modules, and if that is not enough without forks."""
+        """Continues without the user's modules, or without forks if there are none to leave out."""
         why, asked = f"it has threads after its imports ({names})", self._preload
         self._preload = ()
         if asked:
@@ -184,7 +190,7 @@ class Forker:
         self._give_up(why, is_for_good=not asked)
 
     def _give_up(self, why: str, is_for_good: bool) -> None:
-        """Replaces the process that workers are forked from, or starts new interpreters from now on."""
+        """Replaces the template process, or starts new interpreters from now on."""
         pid = self._process.pid if self._process is not None else 0
         self._disconnect()
         if self._asked is not None:

@@ -1,6 +1,6 @@
-"""Connects a launcher of an elastic job on several machines to the meeting; each of them can serve it later.
+"""The connection of a launcher to an elastic job on several machines, each of which can serve the meeting later.
 
-Tells a launcher that newly listens where an elastic job's machines meet that the job runs already.
+`RunningJobAnnouncer` announces the running job to a launcher that is started anew at the meeting's address.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ from paceline.operate.launch.multinode.remote_client import connect, connect_in_
 from paceline.operate.launch.multinode.server import MeetingServer
 
 _PAUSE_S = 0.25
-_LONG_PAUSE_S = 10.0  # after something else than a launcher with the job's secret has answered
+_LONG_PAUSE_S = 10.0  # after a reply from something other than a launcher with the job's secret
 _DIAL_S = 0.5
 _ANSWER_S = 1.0
 
 
 class RunningJobAnnouncer:
-    """Calls at the address again and again, on a thread of its own, while nobody of the job listens there.
+    """Announces a running job at the meeting's address while no launcher of the job listens there.
 
-    The launcher that the job began with may be started again by whoever watches over it, with the same command. It
-    cannot know where the others are, but they know its address.
+    The launcher with which the job began may be restarted by a supervisor with the same command. It cannot know the
+    addresses of the others, but they know its address. The announcements run on a separate thread.
 
     Args:
-        address: where the machines of the job were told to meet; its name is looked up for each call.
-        secret: the job's.
-        running: returns what is to be told; None while another launcher of the job is to tell it, or nobody.
-        is_here: returns whether the machine of that number is connected to this launcher, which coordinates the job.
+        address: The meeting's address, whose name is resolved for each announcement.
+        secret: The job's secret.
+        running: A function that returns the notice, or None while this launcher must not send any.
+        is_here: A function that returns whether this launcher coordinates the job and the given machine is connected to
+            it.
     """
 
     def __init__(
@@ -62,16 +63,16 @@ class RunningJobAnnouncer:
         self._running, self._is_here = running, is_here
         self._pause_s = _PAUSE_S
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="paceline-caller", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="paceline-announcer", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Calls no more; idempotent."""
+        """Stops the announcements. Idempotent."""
         self._closed.set()
         self._thread.join()
 
     def _run(self) -> None:
-        listens_there = -1  # the machine of the job that has answered last
+        listens_there = -1  # the machine of the job that replied last
         while not self._closed.wait(self._pause_s):
             self._pause_s = _PAUSE_S
             running = self._running()
@@ -85,7 +86,7 @@ class RunningJobAnnouncer:
                 listens_there = -1
 
     def _call(self, running: Running) -> int:
-        """Returns the number of the machine that listens there, if it takes part in the job; otherwise -1."""
+        """Returns the number of the machine that listens there, or -1 if it takes no part in the job."""
         with contextlib.closing(connect(self._address, self._secret, _DIAL_S)) as connection:
             connection.sendall(encode(running))
             return _answer(connection, time.monotonic() + _ANSWER_S)
@@ -115,39 +116,39 @@ def join_elastic(
     address: tuple[str, int],
     listener: ListeningEndpoint | None,
     policy: MembershipPolicy,
-    steering: JobController | None,
+    controller: JobController | None,
 ) -> NodeConnection:
     """Connects this machine to the meeting at `address`, which it serves on `listener` if it has one.
 
-    If the job is known to run already, it connects to the launcher that coordinates that, and shows others who come to
-    `address` the way.
-
-    Another machine listens on the same port of its own address, or on any if that is taken: there the others find it
-    when it coordinates the job.
+    If the job is known to run already, it connects to the launcher that coordinates it, and redirects others that
+    connect to `address`. All other machines listen on the same port of their own address, or on any port if that is
+    taken, so that they can coordinate later.
     """
     rendezvous = job.rendezvous
-    deputy = StandbyController(policy, options, cast("ElasticController | None", steering))
-    server = _serve(listener, secret, deputy, rendezvous.silence_s) if listener is not None else None
+    standby = StandbyController(policy, options, cast("ElasticController | None", controller))
+    server = _serve(listener, secret, standby, rendezvous.silence_s) if listener is not None else None
     try:
         connection = _connect(job, secret, say, server.address if server is not None else address)
         own = rendezvous.local_address or str(connection.getsockname()[0]).partition("%")[0]
         if server is None:
-            server = _serve(_listen(own, address[1], secret), secret, deputy, rendezvous.silence_s)
+            server = _serve(_listen(own, address[1], secret), secret, standby, rendezvous.silence_s)
     except BaseException:
         if server is not None:
             server.close(0.0)
         raise
-    follower = CoordinatorClient(connection, secret, job, deputy)
-    caller = None if listener is not None else RunningJobAnnouncer(address, secret, follower.running, deputy.is_here)
-    return NodeConnection(follower, own, server, deputy, serves=steering is not None, caller=caller)
+    follower = CoordinatorClient(connection, secret, job, standby)
+    announcer = (
+        None if listener is not None else RunningJobAnnouncer(address, secret, follower.running, standby.is_here)
+    )
+    return NodeConnection(follower, own, server, standby, serves=controller is not None, announcer=announcer)
 
 
 def _connect(job: Job, secret: bytes | None, say: Callable[[str], None], meeting: tuple[str, int]) -> Connection:
     """Connects to the launcher that coordinates the job, or to the meeting.
 
     Raises:
-        JobMovedError: the job that runs already has another coordinator by now, or has ended.
-        RendezvousTimeoutError: nobody served the meeting in time.
+        JobMovedError: The running job has another coordinator by now, or has ended.
+        RendezvousTimeoutError: No launcher served the meeting in time.
     """
     rendezvous = job.rendezvous
     if rendezvous.running is None:
@@ -159,10 +160,10 @@ def _connect(job: Job, secret: bytes | None, say: Callable[[str], None], meeting
 
 
 def _serve(
-    listener: ListeningEndpoint, secret: bytes | None, deputy: StandbyController, silence_s: float
+    listener: ListeningEndpoint, secret: bytes | None, standby: StandbyController, silence_s: float
 ) -> MeetingServer:
-    server = MeetingServer(listener, secret, DashboardRelay(DiagnosisCollector(deputy, "slot")), silence_s)
-    deputy.wake = server.wake
+    server = MeetingServer(listener, secret, DashboardRelay(DiagnosisCollector(standby, "slot")), silence_s)
+    standby.wake = server.wake
     return server
 
 

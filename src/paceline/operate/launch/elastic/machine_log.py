@@ -1,11 +1,4 @@
-"""What a launcher remembers of an elastic job, for a coordinator that it follows later.
-
-What a machine must be able to repeat about a worker: to a coordinator that lost touch with it, or to a new one.
-
-What a launcher remembers of its workers and of the job, to report it to a coordinator that it follows anew.
-
-The failures that the user of an elastic job is shown at its end, whoever coordinates it then.
-"""
+"""The log of one machine: everything that its launcher can repeat to a coordinator that it follows later."""
 
 from __future__ import annotations
 
@@ -14,7 +7,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from paceline.comm.security.untrusted_peers import decode_untrusted
 from paceline.operate.launch.multinode.protocol import (
     Departing,
     Follow,
@@ -25,14 +17,12 @@ from paceline.operate.launch.multinode.protocol import (
     Report,
     Slots,
     StartSlots,
-    TellWorker,
     WorkerExited,
     WorkerMessage,
     WorkerStalled,
     WorkerStarted,
 )
 from paceline.operate.launch.workers.failures import WorkerFailure, shortened
-from paceline.train.elastic import protocol
 from paceline.train.elastic.protocol import (
     Broken,
     CaughtUp,
@@ -43,38 +33,38 @@ from paceline.train.elastic.protocol import (
     MachineReport,
     Ready,
     ReplicatedJobState,
+    SendOrder,
     TransferReady,
     View,
     WorkerReport,
     merge_job_states,
 )
 
-_TRANSFERS_KEPT = 4  # that a sender may give at a time, and more
+_TRANSFERS_KEPT = 4  # more than a sender serves at a time
 
 
 @dataclass
 class ReplayableMessages:
     """The messages of a worker that still matter, oldest first.
 
-    A machine that meets a coordinator again, or for the first time, reports that it joined; then, for each worker that
-    runs, that it started, and each of `messages` as if the worker had said it now; then the deaths that the
-    coordinator may not know of. The coordinator answers with the view of today.
+    A machine that follows a coordinator, anew or for the first time, reports these for each running worker, and the
+    coordinator handles them as if the worker had just sent them. It replies with the current view.
     """
 
     messages: list[FromWorker] = field(default_factory=list)
 
     def heard(self, message: FromWorker) -> None:
-        """Takes the worker's next message."""
+        """Adds the worker's next message, and removes those that it replaces."""
         match message:
             case Ready():
-                self.messages = [each for each in self.messages if isinstance(each, Leaving)]
+                self.messages = [entry for entry in self.messages if isinstance(entry, Leaving)]
             case Installed():
                 self._forget(Installed, Broken, CaughtUp)
             case CaughtUp():
                 self._forget(CaughtUp)
             case TransferReady():
-                given = [each for each in self.messages if isinstance(each, TransferReady)]
-                self.messages = [each for each in self.messages if each not in given[: 1 - _TRANSFERS_KEPT]]
+                given = [entry for entry in self.messages if isinstance(entry, TransferReady)]
+                self.messages = [entry for entry in self.messages if entry not in given[: 1 - _TRANSFERS_KEPT]]
             case Broken():
                 self._forget(Broken)
             case Leaving():
@@ -84,7 +74,7 @@ class ReplayableMessages:
         self.messages.append(message)
 
     def _forget(self, *kinds: type[FromWorker]) -> None:
-        self.messages = [each for each in self.messages if not isinstance(each, kinds)]
+        self.messages = [message for message in self.messages if not isinstance(message, kinds)]
 
 
 _REMEMBERED = 256  # workers that have ended
@@ -98,10 +88,10 @@ class _RunningWorker:
 
 @dataclass
 class MachineState:
-    """Keeps what a coordinator needs to know of one machine.
+    """The facts about one machine that a coordinator needs.
 
-    What the coordinator tells the machine is noted here when it comes, before anything is passed on to a worker: so a
-    view that some worker may have heard of is known to every coordinator that this launcher follows later.
+    The coordinator's orders are noted here before anything is passed on to a worker. So a view that any worker may have
+    received is known to every coordinator that this launcher follows later.
     """
 
     host: str
@@ -112,15 +102,15 @@ class MachineState:
     is_leaving: bool = False
     _workers: dict[str, _RunningWorker] = field(default_factory=dict)
     _finished: set[str] = field(default_factory=set)
-    _has_failed: bool = False  # a worker has, after its loop
+    _has_failed: bool = False  # whether a worker has failed after its loop
     _ended: dict[str, tuple[str, int]] = field(default_factory=dict)
 
     def started(self, uid: str) -> None:
-        """A worker runs."""
+        """Notes that a worker runs."""
         self._workers.setdefault(uid, _RunningWorker()).stalled = None
 
     def said(self, uid: str, message: FromWorker) -> None:
-        """A worker has sent a message."""
+        """Notes a worker's message."""
         if uid in self._workers:
             self._workers[uid].standing.heard(message)
             self._workers[uid].stalled = None
@@ -128,12 +118,12 @@ class MachineState:
                 self._finished.add(uid)
 
     def stalled(self, uid: str, why: str) -> None:
-        """A worker does nothing."""
+        """Notes that a worker is stopped."""
         if uid in self._workers:
             self._workers[uid].stalled = why
 
     def ended(self, uid: str, how: str, code: int) -> None:
-        """A worker has ended."""
+        """Notes that a worker has ended."""
         self._workers.pop(uid, None)
         self._has_failed |= uid in self._finished and code > 0
         self._ended[uid] = (how, code)
@@ -142,33 +132,33 @@ class MachineState:
 
     @property
     def has_finished(self) -> bool:
-        """Whether a worker of this machine has come to the end of the training, and none has failed since."""
+        """Whether a worker of this machine has completed the training, and none has failed since."""
         return bool(self._finished) and not self._has_failed
 
     @property
     def is_done(self) -> bool:
-        """Whether this machine's part of the job is over."""
+        """Whether this machine's part of the job is complete."""
         return self.has_finished and not self._workers
 
     def learns(self, knowledge: ReplicatedJobState) -> None:
-        """The coordinator tells what it knows."""
+        """Merges the state that the coordinator replicates."""
         self.knowledge = merge_job_states([self.knowledge, knowledge])
 
     def passes_on(self, view: View) -> None:
-        """The coordinator tells a worker a view."""
+        """Notes a view that is passed on to a worker."""
         self.knowledge = merge_job_states(
             [self.knowledge, ReplicatedJobState(term=view.generation >> 32, views=(view,))]
         )
 
     def machine_ended(self, number: int) -> None:
-        """The launcher of that machine has ended, and all that it ever told this one is known."""
+        """Notes that the launcher of that machine has ended, and all its messages to this one have been read."""
         ended = {*self.knowledge.ended, number}
         self.knowledge = msgspec.structs.replace(self.knowledge, ended=tuple(sorted(ended)))
 
     def report(self) -> MachineReport:
-        """Returns what a coordinator that is followed from now on is told."""
+        """Returns the report to a coordinator that is followed from now on."""
         workers = [
-            WorkerReport(uid, tuple(each.standing.messages), each.stalled) for uid, each in self._workers.items()
+            WorkerReport(uid, tuple(worker.standing.messages), worker.stalled) for uid, worker in self._workers.items()
         ]
         ended = tuple((uid, how, code) for uid, (how, code) in self._ended.items())
         return MachineReport(
@@ -183,33 +173,34 @@ class MachineState:
         )
 
 
-MOST_FAILURES = 64  # that are kept
+MOST_FAILURES = 64
 
 
 @dataclass
 class ReportedFailures:
-    """Failures in the order in which they became known, each once."""
+    """The failures that are reported to the user at the end of the job, each once, in order of arrival."""
 
     failures: tuple[WorkerFailure, ...] = ()
 
     def add(self, failures: Iterable[WorkerFailure]) -> bool:
-        """Adds failures; returns whether any is new. Beyond the first few they are too many to tell anybody more."""
-        known = {(each.host, each.pid) for each in self.failures}
-        new = [each for each in failures if (each.host, each.pid) not in known][: MOST_FAILURES - len(self.failures)]
+        """Adds failures up to a limit; returns whether any is new."""
+        known = {(failure.host, failure.pid) for failure in self.failures}
+        new = [failure for failure in failures if (failure.host, failure.pid) not in known][
+            : MOST_FAILURES - len(self.failures)
+        ]
         self.failures = shortened([*self.failures, *new])
         return bool(new)
 
 
-_reports = msgspec.json.Decoder(MachineReport)
-
-
 @dataclass
 class MachineLog:
-    """The account of this machine, how it has introduced itself, and the failures that the user is shown at the end.
+    """The state of this machine, its introduction, and the failures for the final report.
 
     Attributes:
-        join: what it said when it came.
-        leave: what it says when it goes, once it does.
+        account: The machine's state.
+        blame: The failures.
+        join: The report with which it joined, or None.
+        leave: The report with which it leaves, or None.
     """
 
     account: MachineState
@@ -218,15 +209,15 @@ class MachineLog:
     leave: Leave | None = None
 
     def reported(self, report: Report) -> None:
-        """Notes what this launcher tells the coordinator."""
+        """Notes a report of this launcher to the coordinator."""
         account = self.account
         match report:
             case JoinJob():
                 self.join = report
             case WorkerStarted(uid):
                 account.started(uid)
-            case WorkerMessage(uid, body):
-                account.said(uid, protocol.decode_from_worker(body.encode()))
+            case WorkerMessage(uid, message):
+                account.said(uid, message)
             case WorkerStalled(uid, why):
                 account.stalled(uid, why)
             case WorkerExited(uid, how, exit_code):
@@ -240,25 +231,15 @@ class MachineLog:
                 self.leave = report
 
     def ordered(self, order: Order) -> None:
-        """Notes what the coordinator orders; views before any worker hears of them."""
+        """Notes an order of the coordinator; views before any worker receives them."""
         match order:
             case StartSlots():
                 self.account.number, self.account.first_slot = order.machine, order.first_slot
-            case TellWorker(_, body):
-                message = protocol.decode_to_worker(body.encode())
-                if isinstance(message, View):
-                    self.account.passes_on(message)
+            case SendOrder(message=View() as view):
+                self.account.passes_on(view)
             case Remember(failures):
                 self.blame.add(failures)
 
     def follow(self) -> Follow:
-        """Returns what a coordinator that is followed from now on is told."""
-        return Follow(msgspec.json.encode(self.account.report()).decode(), self.blame.failures)
-
-
-def report_in(follow: Follow) -> MachineReport | None:
-    """Returns a machine's report; None if it is none, so that the machine gets no answer."""
-    try:
-        return decode_untrusted(_reports.decode, follow.body)
-    except ValueError:
-        return None
+        """Returns the report to a coordinator that is followed from now on."""
+        return Follow(self.account.report(), self.blame.failures)

@@ -1,7 +1,4 @@
-"""Finds out how the workers of an elastic job on this machine have ended, and shows it to the user.
-
-What the user is shown about a worker of an elastic job that has ended.
-"""
+"""The exits of this machine's workers: their causes, and the sentences that report them."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from paceline.operate.launch.workers.worker import failure_of
 
 
 def describe_exit(life: WorkerHistory, failure: WorkerFailure | None) -> str:
-    """Returns how a worker has ended: in a few words, with its exception or the kernel's figures if there are any."""
+    """Returns the manner of a worker's end in a few words, with its exception or the kernel's figures if available."""
     if life.is_fenced:
         return "was stopped by a signal, so it was killed"
     if failure is None:
@@ -30,7 +27,7 @@ def describe_exit(life: WorkerHistory, failure: WorkerFailure | None) -> str:
 
 
 def describe_decision(decision: ReplaceWorker | CloseSlot) -> str:
-    """Returns what follows."""
+    """Returns the consequence of a worker's end in words."""
     if isinstance(decision, ReplaceWorker):
         return f"another worker takes its place{f' in {decision.after_s:g} s' if decision.after_s else ''}"
     if decision.reason is not None:
@@ -39,19 +36,19 @@ def describe_decision(decision: ReplaceWorker | CloseSlot) -> str:
 
 
 def describe_slots(first: int, count: int, slots: int) -> str:
-    """Returns which of a job's slots are on this machine."""
+    """Returns the range of slots on this machine in words."""
     if count == 1:
         return f"slot {first} of {slots} is here"
     return f"slots {first} to {first + count - 1} of {slots} are here"
 
 
 class WorkerExits:
-    """The ends of this machine's workers.
+    """The exits of this machine's workers.
 
     Args:
-        reads: whether the recordings of workers that have ended are read.
-        word: what a worker's number is.
-        say: shows the user a line.
+        reads: Whether the recordings of workers that have ended are read.
+        word: The word for a worker's number, such as "slot".
+        say: A function that prints a line for the user.
     """
 
     def __init__(self, reads: bool, word: str, say: Callable[[str], None]) -> None:
@@ -61,13 +58,13 @@ class WorkerExits:
         self._recordings: dict[str, int] = {}  # by worker, descriptors of what it records
 
     def began(self, member: PoolWorker) -> None:
-        """A worker runs."""
+        """Keeps a running worker's recording open beyond its end."""
         if self._reads and member.worker is not None and member.worker.memory is not None:
             with contextlib.suppress(OSError):  # there are no more descriptors
                 self._recordings[member.uid] = os.dup(member.worker.memory.fd)
 
     def failure_of(self, member: PoolWorker, code: int) -> WorkerFailure | None:
-        """Returns how a worker failed that has ended with `code`; None if it has not."""
+        """Returns the failure of a worker that ended with `code`, or None if it did not fail."""
         if code == 0 or member.worker is None:
             return None
         failure = failure_of(member.worker, code, read_record(member.worker.error_file), self._memory)
@@ -83,15 +80,15 @@ class WorkerExits:
         decision: ReplaceWorker | CloseSlot,
         is_over: bool,
     ) -> None:
-        """Shows how a worker has ended, and what follows.
+        """Reports a worker's end and its consequence.
 
         Args:
-            member: the worker.
-            code: its exit code.
-            fate: why it has ended.
-            failure: how it failed, if it did.
-            decision: whether another takes its place.
-            is_over: the job is ending.
+            member: The worker.
+            code: The exit code.
+            fate: The cause of its end.
+            failure: The failure, or None.
+            decision: Whether it is replaced.
+            is_over: Whether the job is ending.
         """
         if failure is not None and (fate in (ExitCause.FAILED, ExitCause.REFUSED) or member.life.has_finished):
             self.failures.append(failure)
@@ -102,18 +99,18 @@ class WorkerExits:
         self._say(f"{self._verdict(member, code, fate, failure)}; {follows}")
 
     def forget(self, member: PoolWorker) -> None:
-        """Gives back what was kept for a worker that has ended."""
+        """Releases the resources of a worker that has ended."""
         if (recording := self._recordings.pop(member.uid, None)) is not None:
             os.close(recording)
 
     def close(self) -> None:
-        """Gives back what was kept for all workers; idempotent."""
+        """Releases the resources of all workers. Idempotent."""
         while self._recordings:
             os.close(self._recordings.popitem()[1])
         self._memory.close()
 
     def _verdict(self, member: PoolWorker, code: int, fate: ExitCause, failure: WorkerFailure | None) -> str:
-        """Returns a sentence on a worker's end, which is that of other jobs if it has failed."""
+        """Returns a sentence on a worker's end; for a failure, the diagnosis that other jobs use."""
         if fate is ExitCause.RELEASED:
             return f"{member} has ended, since the others went on without it"
         if failure is None or member.life.is_fenced or fate not in (ExitCause.FAILED, ExitCause.KILLED):

@@ -1,11 +1,4 @@
-"""The workers of an elastic job that run on this machine, by slot.
-
-The launcher's end of the pair of sockets that leads to one worker: a message in each datagram.
-
-Notices workers that are stopped, as by SIGSTOP, and have not been continued within a second.
-
-What the workers of an elastic job on this machine need besides each other: a store, a secret, a process to fork.
-"""
+"""`WorkerPool`: the workers of an elastic job on this machine, by slot, with their channels and shared resources."""
 
 from __future__ import annotations
 
@@ -18,8 +11,10 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from paceline.comm.security.secret import SECRET_FD_VARIABLE as SECRET_FD
 from paceline.comm.security.secret import SecretFile
@@ -41,9 +36,9 @@ from paceline.train.elastic.protocol import LARGEST_DATAGRAM, FromWorker
 
 
 class WorkerChannel:
-    """Passes the worker's datagrams to `on_datagram`, and what it is told to the worker, in order.
+    """The launcher's end of the socket pair to one worker, with a message in each datagram.
 
-    A worker that does not read delays nobody: what it cannot be sent now is kept until it can.
+    A worker that does not read blocks nothing: datagrams are queued until it does.
     """
 
     def __init__(
@@ -61,17 +56,17 @@ class WorkerChannel:
     def pair(
         cls, selector: selectors.BaseSelector, on_datagram: Callable[[bytes], None]
     ) -> tuple[WorkerChannel, socket.socket]:
-        """Returns a channel, and the worker's end."""
+        """Returns a channel and the worker's end."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return cls(ours, selector, on_datagram), theirs
 
     def send(self, datagram: bytes) -> None:
-        """Sends a datagram, or keeps it until the worker reads; one to a worker that has ended is dropped."""
+        """Sends a datagram, or queues it until the worker reads; it is dropped if the worker has ended."""
         self._unsent.append(datagram)
         self._flush()
 
     def drain(self) -> None:
-        """Takes all that the worker has sent so far."""
+        """Handles all datagrams that the worker has sent so far."""
         while self._is_open:
             try:
                 datagram = self._connection.recv(LARGEST_DATAGRAM)
@@ -85,7 +80,7 @@ class WorkerChannel:
             self._on_datagram(datagram)
 
     def close(self) -> None:
-        """Closes the channel; idempotent."""
+        """Closes the channel. Idempotent."""
         if self._is_open:
             self._is_open = False
             self._selector.unregister(self._connection)
@@ -101,7 +96,7 @@ class WorkerChannel:
                 self._connection.send(self._unsent[0])
             except BlockingIOError:
                 break
-            except OSError:  # the worker has ended, which its launcher notices too
+            except OSError:  # the worker has ended, which the launcher detects elsewhere
                 self._unsent.clear()
                 break
             self._unsent.popleft()
@@ -110,28 +105,28 @@ class WorkerChannel:
             self._selector.modify(self._connection, events, self._on_ready)
 
 
-STOPPED_AFTER_S = 1.0  # after so long, a stopped worker is frozen; one that is only slow never is
+STOPPED_AFTER_S = 1.0  # time after which a stopped worker counts as frozen; a merely slow one never does
 
 
 @dataclass
 class StoppedProcesses:
-    """Which processes are stopped, and since when."""
+    """The processes that are stopped by a signal, with the time since when."""
 
     since_s: dict[int, float] = field(default_factory=dict)
     _looked_s: float = 0.0
 
     def look(self, stopped: Iterable[int], now_s: float) -> None:
-        """Takes the process ids of those that are stopped now."""
+        """Updates the ids of the stopped processes."""
         self.since_s = {pid: self.since_s.get(pid, now_s) for pid in stopped}
         self._looked_s = now_s
 
     def frozen(self, now_s: float) -> list[int]:
-        """Returns those that have been stopped for too long."""
+        """Returns the processes that have been stopped for too long."""
         return [pid for pid, since_s in self.since_s.items() if now_s - since_s >= STOPPED_AFTER_S]
 
     @property
     def deadline_s(self) -> float | None:
-        """When to look again; None while nobody is stopped."""
+        """The time of the next check, or None while no process is stopped."""
         known_s = [
             self._looked_s if pid in self.frozen(self._looked_s) else since_s for pid, since_s in self.since_s.items()
         ]
@@ -139,18 +134,21 @@ class StoppedProcesses:
 
 
 def is_stopped(pid: int) -> bool:
-    """Returns whether a process is stopped by a signal; one that a debugger holds is not."""
+    """Returns whether a process is stopped by a signal; one that a debugger holds does not count."""
     with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat", "rb") as status:
         return status.read().rpartition(b")")[2].split()[0] == b"T"
     return False
 
 
 class WorkerResources:
-    """The workers' store, if it is served here, and what leads to it; all workers of the job hold one secret.
+    """The resources that the workers share: their secret, their store if it is served here, and the forker.
 
-    With several machines the launcher that serves the meeting serves the store too: no worker may, since any may die.
+    With several machines, the launcher that serves the meeting also serves the store; a worker could not, since any may
+    die.
 
-    Attributes: `secret`, which all workers of the job hold, and `port` of the store, if it is served to other machines.
+    Attributes:
+        secret: The secret of all workers of the job, or None.
+        port: The port of the store that this launcher serves to other machines, or 0.
     """
 
     def __init__(self, job: Job, connection: NodeConnection, secret: bytes | None, cleanup: Cleanup) -> None:
@@ -174,10 +172,10 @@ class WorkerResources:
         keyboard: Keyboard,
         keeper: RecordingKeeper,
     ) -> WorkerContext:
-        """Returns what the workers have in common; `environment` is what any job's workers share.
+        """Returns the workers' common context; `environment` holds the variables of any job's workers.
 
         Raises:
-            OSError: the store cannot be served.
+            OSError: The store cannot be served.
         """
         served = begin.store
         if not served:
@@ -185,7 +183,7 @@ class WorkerResources:
             self._store = StoreServer.on_unix_path(str(path), self.secret)
             served = f"unix:{path}"
         environment["PACELINE_STORE"] = served
-        # Torch then asks for huge pages: a worker that forks to give others its state does so five times as fast.
+        # Torch then requests huge pages, which make the forks of state transfers five times as fast.
         environment.setdefault("THP_MEM_ALLOC_ENABLE", "1")
         if self.secret is not None:
             self._file = SecretFile.create(self.secret)
@@ -211,16 +209,16 @@ class WorkerResources:
         first, slots = begin.first_slot, begin.slots
         return Start(1, 0, most, begin.run_id, begin.machine, begin.machine + 1, first, slots, first, slots, host, port)
 
-    def forker(self, around: WorkerContext, selector: selectors.BaseSelector, say: Callable[[str], None]) -> Forker:
-        """Returns what starts the workers: forks, unless the user or the kind of program wants new interpreters."""
+    def forker(self, context: WorkerContext, selector: selectors.BaseSelector, say: Callable[[str], None]) -> Forker:
+        """Returns the forker; it forks unless the user or the kind of program requires new interpreters."""
         descriptors = allow_descriptors(self._job.workers)
         forks = self._job.forks and self._job.command.kind is not CommandKind.PROGRAM
         preload = self._job.elastic.preload if self._job.elastic is not None else ()
-        self._forker = Forker(around.environment, around.pass_fds, descriptors, selector, say, forks, preload)
+        self._forker = Forker(context.environment, context.pass_fds, descriptors, selector, say, forks, preload)
         return self._forker
 
     def close(self) -> None:
-        """Ends all of it; idempotent."""
+        """Releases all resources. Idempotent."""
         if self._forker is not None:
             self._forker.close()
             self._forker = None
@@ -237,11 +235,11 @@ NAME = "PACELINE_WORKER"
 
 @dataclass
 class PoolWorker:
-    """The worker of a slot: its name, its process once it has one, and what is known of its life."""
+    """The worker of a slot: its name, its process once it has one, and its history."""
 
     uid: str
     slot: int  # of this machine's, from 0
-    number: int  # of the slot in the whole job, which is the worker's RANK
+    number: int  # of the slot in the whole job: the worker's RANK
     channel: WorkerChannel
     asked_s: float
     is_replacement: bool = False  # the slot had a worker before
@@ -255,7 +253,7 @@ class PoolWorker:
 
     @property
     def runs(self) -> bool:
-        """Whether it has a process whose end is not known yet."""
+        """Whether it has a process that is not known to have ended."""
         return self.worker is not None and self.worker.exit_code is None
 
     def signal(self, number: int) -> None:
@@ -268,16 +266,16 @@ class WorkerPool:
     """Starts workers and follows them until they end.
 
     Args:
-        job: says what to run.
-        start: the ranks of this machine's slots.
-        machine: this machine's number in the job, with which the workers' names begin.
-        around: what the workers have in common.
-        forker: starts their processes.
-        selector: the launcher's loop.
-        marks: returns the variables that mark what a worker of this name starts.
-        on_start: is called with a worker that has a process now.
-        on_message: is called with each message of a worker; None stands for one that is not a message.
-        on_end: is called with a worker that has ended, after all of its messages and output.
+        job: The job's description.
+        start: The ranks of this machine's slots.
+        machine: The number of this machine, with which the workers' names begin.
+        context: The workers' common context.
+        forker: The forker that starts their processes.
+        selector: The launcher's event loop.
+        marks: A function that returns the variables that mark all processes started by a worker of that name.
+        on_start: A function that is called with a worker that has a process now.
+        on_message: A function that is called with each message of a worker, or with None for an invalid datagram.
+        on_end: A function that is called with a worker that has ended, after all of its messages and output.
     """
 
     def __init__(
@@ -285,7 +283,7 @@ class WorkerPool:
         job: Job,
         start: Start,
         machine: int,
-        around: WorkerContext,
+        context: WorkerContext,
         forker: Forker,
         selector: selectors.BaseSelector,
         *,
@@ -296,7 +294,7 @@ class WorkerPool:
     ) -> None:
         self.members: dict[int, PoolWorker] = {}
         self.stopped = StoppedProcesses()
-        self._job, self._start, self._machine, self._around = job, start, machine, around
+        self._job, self._start, self._machine, self._context = job, start, machine, context
         self._forker = forker
         self._selector = selector
         self._marks = marks
@@ -307,14 +305,14 @@ class WorkerPool:
         """Starts a worker in a slot that has none; it has a process when `on_start` is called.
 
         Raises:
-            OSError: there are no descriptors, or no processes, for it.
+            OSError: Descriptors or processes are exhausted.
         """
         attempt = self._attempts.get(slot, 0)
         self._attempts[slot] = attempt + 1
         number = self._start.first_rank + slot
         uid = f"{self._machine}.{number}.{attempt}"
-        start = replace(self._start, generation=attempt + 1, restart_count=attempt)
-        prepared = prepare(self._job, start, slot, self._around)
+        start = msgspec.structs.replace(self._start, generation=attempt + 1, restart_count=attempt)
+        prepared = prepare(self._job, start, slot, self._context)
         prepared.variables.update({NAME: uid, **self._marks(uid)})
         channel, theirs = WorkerChannel.pair(self._selector, lambda datagram: self._heard(member, datagram))
         member = PoolWorker(uid, slot, number, channel, time.monotonic(), is_replacement=attempt > 0)
@@ -331,15 +329,15 @@ class WorkerPool:
         return next((member for member in self.members.values() if member.uid == uid), None)
 
     def pids(self) -> list[int]:
-        """Returns the process ids of the workers whose end is not known yet."""
-        self._forker.read()  # those that have just been forked
+        """Returns the process ids of the workers that are not known to have ended."""
+        self._forker.read()  # includes workers that have just been forked
         return [member.worker.pid for member in self.members.values() if member.worker is not None and member.runs]
 
     def interactive(self) -> WorkerProcess | None:
         """Returns the worker that waits for typed input: it is in `paceline.breakpoint`, or reads the terminal."""
         running = [member.worker for member in self.members.values() if member.worker is not None and member.runs]
         debugged = [worker for worker in running if os.path.exists(worker.debugger_file)]
-        reading = [worker for worker in running if worker.reads and self._around.keyboard.is_read_by(worker.pid)]
+        reading = [worker for worker in running if worker.reads and self._context.keyboard.is_read_by(worker.pid)]
         return next(iter([*debugged, *reading]), None)
 
     def signal(self, number: int) -> None:
@@ -348,12 +346,12 @@ class WorkerPool:
             member.signal(number)
 
     def end(self, number: int) -> None:
-        """Sends a signal that ends workers, also to those that are stopped, and starts no more."""
+        """Sends a signal that ends workers, including stopped ones, and starts no more."""
         self._forker.cancel()
-        for member in [each for each in self.members.values() if each.worker is None]:
+        for member in [worker for worker in self.members.values() if worker.worker is None]:
             self._forget(member)
         self.signal(number)
-        self.signal(signal.SIGCONT)  # a stopped worker hears it now, before anything else of its program runs
+        self.signal(signal.SIGCONT)  # a stopped worker handles the signal before its program continues
 
     def kill(self) -> None:
         """Kills the workers at once."""
@@ -367,13 +365,17 @@ class WorkerPool:
 
     @property
     def deadline_s(self) -> float | None:
-        """When (monotonic) `tick` must be called; None for never."""
+        """The time (monotonic) at which `tick` must be called, or None."""
         followings = [member.following for member in self.members.values() if member.following is not None]
-        times_s = [self.stopped.deadline_s, self._forker.deadline_s, *(each.deadline_s for each in followings)]
-        return min((each for each in times_s if each is not None), default=None)
+        times_s = [
+            self.stopped.deadline_s,
+            self._forker.deadline_s,
+            *(following.deadline_s for following in followings),
+        ]
+        return min((time_s for time_s in times_s if time_s is not None), default=None)
 
     def tick(self, now_s: float) -> None:
-        """Does what is due."""
+        """Carries out the work that is due."""
         self._forker.tick(now_s)
         for member in self.members.values():
             if member.following is not None:
@@ -387,11 +389,11 @@ class WorkerPool:
         return [member for member in self.members.values() if member.worker is not None and member.worker.pid in frozen]
 
     def look_for_stopped(self, now_s: float) -> None:
-        """Notes which workers are stopped now."""
+        """Updates which workers are stopped."""
         self.stopped.look([pid for pid in self.pids() if is_stopped(pid)], now_s)
 
     def close(self) -> None:
-        """Kills what still runs and closes every channel and pipe; idempotent."""
+        """Kills the remaining workers and closes every channel and pipe. Idempotent."""
         for member in list(self.members.values()):
             if member.worker is not None:
                 member.worker.signal(signal.SIGKILL)
@@ -399,7 +401,7 @@ class WorkerPool:
                     self._selector.unregister(member.worker.pidfd)
                     member.worker.collect()
             self._forget(member)
-        self._around.keyboard.restore()
+        self._context.keyboard.restore()
 
     def _started(self, member: PoolWorker, prepared: WorkerSpec, pid: int) -> None:
         try:
@@ -431,7 +433,7 @@ class WorkerPool:
             member.following.drain()
         self._forget(member)
         if worker.reads:
-            self._around.keyboard.restore()
+            self._context.keyboard.restore()
         self._on_end(member, code)
 
     def _heard(self, member: PoolWorker, datagram: bytes) -> None:

@@ -1,6 +1,6 @@
-"""Decides whether and when another worker takes the place of one that has ended, without a process or a clock.
+"""The decisions whether and when a worker that has ended is replaced, without a process or a clock.
 
-Which slots of a machine wait for a worker, until when, and which get none any more: without a process or a clock.
+`SlotHistory` decides for one slot; `SlotTable` tracks which slots of a machine wait for a worker, and until when.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from paceline.train.elastic.protocol import LEFT_OUT, FromWorker, Installed, Lea
 
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 30.0
-SOON_S = 60.0  # a worker that fails earlier than this after it took part has failed soon
-MOST_SOON = 3  # the slot is given up with the third failure soon after taking part
-MOST_FAILED_STARTS = 4  # ... with the fourth worker in a row that fails before it takes part
-MOST_KILLED_STARTS = 10  # ... with the tenth in a row that somebody kills before it takes part
+SOON_S = 60.0  # a failure within this time of taking part counts as soon
+# A slot is closed after so many failures in a row...
+MOST_SOON = 3  # ... soon after taking part,
+MOST_FAILED_STARTS = 4  # ... before taking part,
+MOST_KILLED_STARTS = 10  # ... or of being killed from outside before taking part.
 
 _CRASHES = frozenset(
     (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGSYS, signal.SIGTRAP)
@@ -24,27 +25,27 @@ _CRASHES = frozenset(
 
 
 class ExitCause(Enum):
-    """Why a worker has ended."""
+    """The cause of a worker's end."""
 
-    DONE = auto()  # its script is over
+    DONE = auto()  # its script has completed
     LEFT = auto()  # it was asked to leave
-    REFUSED = auto()  # the coordinator does not let it take part
-    RELEASED = auto()  # the others went on without it, and another may come
-    KILLED = auto()  # something outside the script ended it
-    FAILED = auto()  # its script failed, or crashed
+    REFUSED = auto()  # the coordinator refused it
+    RELEASED = auto()  # the others continued without it, and it may be replaced
+    KILLED = auto()  # it was ended from outside the script
+    FAILED = auto()  # its script failed or crashed
 
 
 @dataclass
 class WorkerHistory:
-    """What is known of a worker that matters when it ends.
+    """The facts about a worker that matter when it ends.
 
     Attributes:
-        took_part_s: when it first entered a view.
-        is_leaving: it said that it leaves.
-        has_finished: it said that its loop is over.
-        dismissed: the exit code with which it was dismissed.
-        is_stalled: the coordinator was told that it is frozen.
-        is_fenced: the launcher killed it, because it was frozen.
+        took_part_s: The time at which it first entered a view, or None.
+        is_leaving: Whether it has announced that it leaves.
+        has_finished: Whether its training loop has completed.
+        dismissed: The exit code with which it was dismissed, or None.
+        is_stalled: Whether it was reported to the coordinator as stopped.
+        is_fenced: Whether the launcher killed it because it was stopped.
     """
 
     took_part_s: float | None = None
@@ -55,7 +56,7 @@ class WorkerHistory:
     is_fenced: bool = False
 
     def heard(self, message: FromWorker, now_s: float) -> None:
-        """Takes a message of the worker."""
+        """Notes a message of the worker."""
         match message:
             case Installed():
                 self.took_part_s = self.took_part_s or now_s
@@ -66,13 +67,13 @@ class WorkerHistory:
 
 
 def exit_cause_of(life: WorkerHistory, exit_code: int, has_record: bool, is_out_of_memory: bool) -> ExitCause:
-    """Returns why a worker has ended.
+    """Returns the cause of a worker's end.
 
     Args:
-        life: what it did before.
-        exit_code: as in subprocess, negative for a signal.
-        has_record: it left an exception other than a Ctrl-C.
-        is_out_of_memory: the kernel killed it, because memory ran out.
+        life: The worker's history.
+        exit_code: The exit code as in subprocess, negative for a signal.
+        has_record: Whether it left an exception other than KeyboardInterrupt.
+        is_out_of_memory: Whether the kernel killed it because memory ran out.
     """
     if life.dismissed:
         return ExitCause.REFUSED
@@ -89,25 +90,25 @@ def exit_cause_of(life: WorkerHistory, exit_code: int, has_record: bool, is_out_
 
 @dataclass(frozen=True)
 class ReplaceWorker:
-    """Another worker takes the place, after a pause."""
+    """The worker is replaced after a pause of `after_s` seconds."""
 
     after_s: float
 
 
 @dataclass(frozen=True)
 class CloseSlot:
-    """Nobody takes the place; `reason` is None if all went as it should."""
+    """The worker is not replaced; `reason` is None if it ended as intended."""
 
     reason: str | None
 
 
 @dataclass
 class SlotHistory:
-    """The history of one slot.
+    """The failures of one slot.
 
-    A worker that somebody kills after it took part says nothing about the script, so it is replaced at once however
-    often that happens. Workers that fail by themselves, or that are killed before they take part, are replaced after
-    longer and longer pauses, and not for ever.
+    A worker that is killed from outside after it took part reveals nothing about the script, so it is replaced at once,
+    however often that happens. Workers that fail by themselves, or are killed before they take part, are replaced after
+    increasing pauses, and only a limited number of times.
     """
 
     failed_starts: int = 0
@@ -115,7 +116,7 @@ class SlotHistory:
     soon: int = 0
 
     def ended(self, fate: ExitCause, life: WorkerHistory, now_s: float) -> ReplaceWorker | CloseSlot:
-        """Returns what follows the end of a worker."""
+        """Returns the decision after the end of a worker."""
         if fate in (ExitCause.DONE, ExitCause.LEFT):
             return CloseSlot(None)
         if fate is ExitCause.REFUSED:
@@ -147,7 +148,7 @@ class SlotHistory:
 
 
 def pause_s(in_a_row: int) -> float:
-    """Returns how long to wait after the n-th failure in a row: not at all, then 0.25 s, 0.5 s, up to 30 s."""
+    """Returns the pause after the n-th failure in a row: none, then 0.25 s, 0.5 s, up to 30 s."""
     return 0.0 if in_a_row < 2 else min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(in_a_row - 2, 30))
 
 
@@ -155,37 +156,37 @@ class SlotTable:
     """The slots of a machine, all of which are due at first.
 
     Args:
-        count: how many there are.
-        now_s: the time.
-        most_replacements: how many of this machine's workers may be replaced in all; None for no bound.
+        count: The number of slots.
+        now_s: The current time, in seconds.
+        most_replacements: The maximum number of replacements on this machine, or None for no limit.
     """
 
     def __init__(self, count: int, now_s: float, most_replacements: int | None = None) -> None:
-        self._slots = {slot: SlotHistory() for slot in range(count)}  # those that are open
-        self._due_s = dict.fromkeys(range(count), now_s)  # those of them that wait for a worker
+        self._slots = {slot: SlotHistory() for slot in range(count)}  # the open slots
+        self._due_s = dict.fromkeys(range(count), now_s)  # the open slots that wait for a worker
         self._most_replacements = most_replacements
         self._replaces = True
         self.replacements = 0
 
     @property
     def count(self) -> int:
-        """How many slots have a worker, or will have one."""
+        """The number of slots that have a worker, or will have one."""
         return len(self._slots)
 
     @property
     def deadline_s(self) -> float | None:
-        """When the next slot is due; None while none waits."""
+        """The time at which the next slot is due, or None."""
         return min(self._due_s.values(), default=None)
 
     def due(self, now_s: float) -> list[int]:
-        """Returns the slots that are to get a worker now, which from then on they have."""
+        """Returns the slots that must get a worker now, and counts them as filled."""
         due = [slot for slot, due_s in self._due_s.items() if now_s >= due_s]
         for slot in due:
             del self._due_s[slot]
         return due
 
     def ended(self, slot: int, fate: ExitCause, life: WorkerHistory, now_s: float) -> ReplaceWorker | CloseSlot:
-        """Returns what follows the end of the worker of a slot."""
+        """Returns the decision after the end of a slot's worker."""
         if slot not in self._slots:
             return CloseSlot(None)
         decision = self._slots[slot].ended(fate, life, now_s)
@@ -204,7 +205,7 @@ class SlotTable:
         return decision
 
     def close(self, running: set[int]) -> None:
-        """Replaces nobody from now on: only the slots `running` stay open, until their workers end."""
+        """Stops replacements: only the slots in `running` stay open, until their workers end."""
         self._slots = {slot: history for slot, history in self._slots.items() if slot in running}
         self._due_s.clear()
         self._replaces = False

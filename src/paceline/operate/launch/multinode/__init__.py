@@ -1,6 +1,6 @@
-"""Lets the launchers of several machines act as one: who is there, who runs in which generation, what to do next.
+"""The launchers of several machines as one job: membership, generations, and orders to each machine.
 
-One launcher serves the meeting; every launcher, including that one, is a node of it and keeps a connection. May use:
-the rest of `launch`, `store`, `security`. Start reading at `membership.py`, which decides everything without a socket
-or a clock; `server.py` and `remote_client.py` carry its orders.
+One launcher serves the meeting; every launcher, including that one, is a node and keeps a connection to it. May use:
+the rest of `launch`, `store`, `security`, and the protocol of `train/elastic`. Start reading at `membership.py`, which
+makes all decisions without a socket or a clock; `server.py` and `remote_client.py` carry its orders.
 """

@@ -1,14 +1,7 @@
-"""Puts together what the nodes see of their workers, and has the diagnosis shown where the job was started.
+"""Controllers that wrap another one: `DiagnosisCollector` and `DashboardRelay`.
 
-It stands around the state machine that decides what the nodes do, and is one itself: without sockets or a clock.
-
-A state machine around the one that decides what the nodes do: it answers some reports itself.
-
-It knows which nodes take part, and which of them serves the meeting. Without sockets or a clock.
-
-Carries what other machines see of their ranks to the launcher that serves the live page, while somebody looks at it.
-
-It stands around the state machine that decides what the nodes do, and is one itself: without sockets or a clock.
+The former merges the nodes' snapshots into one diagnosis for the user; the latter passes the live page's data between
+nodes. Like the controllers they wrap, they are state machines without sockets or a clock.
 """
 
 from __future__ import annotations
@@ -39,18 +32,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class ControllerMiddleware:
-    """A steering that passes everything on to `inner`; subclasses answer what is theirs."""
+    """A controller that passes everything on to `inner`; subclasses handle some of the reports themselves."""
 
     inner: JobController
-    _serves: dict[str, bool] = field(default_factory=dict, kw_only=True)  # of each node, whether it serves the meeting
+    _serves: dict[str, bool] = field(default_factory=dict, kw_only=True)  # by node
 
     @property
     def deadline_s(self) -> float | None:
-        """When `tick` must be called if nothing else happens before; None for never."""
+        """The time at which `tick` must be called, or None."""
         return self.inner.deadline_s
 
     def reported(self, node: str, report: Report, now_s: float) -> Orders:
-        """Takes a node's report."""
+        """Handles a node's report."""
         if isinstance(report, JoinJob):
             self._serves[node] = report.serves
         return self.inner.reported(node, report, now_s)
@@ -66,11 +59,11 @@ class ControllerMiddleware:
         return self.inner.lost(node, why, now_s, silent_s)
 
     def tick(self, now_s: float) -> Orders:
-        """Does what is due at `now_s`."""
+        """Carries out the work that is due at `now_s`."""
         return self.inner.tick(now_s)
 
     def _serving(self) -> list[str]:
-        """Returns the node that serves the meeting, if it is there."""
+        """Returns the node that serves the meeting, if it is connected."""
         return [node for node, serves in self._serves.items() if serves]
 
     def _others(self) -> list[str]:
@@ -83,12 +76,12 @@ class ControllerMiddleware:
 
 @dataclass
 class DashboardRelay(ControllerMiddleware):
-    """A steering that also answers `Watching`, `AskStacks` and `Seen`; `inner` decides everything else."""
+    """A controller that also relays `DashboardWatched`, `AskStacks` and `DashboardUpdate` between the nodes."""
 
     _is_watched: bool = False
 
     def reported(self, node: str, report: Report, now_s: float) -> Orders:
-        """Takes a node's report."""
+        """Handles a node's report."""
         if isinstance(report, DashboardWatched):
             self._is_watched = report.is_on
         if isinstance(report, DashboardWatched | AskStacks):
@@ -101,39 +94,39 @@ class DashboardRelay(ControllerMiddleware):
         return orders
 
 
-PATIENCE_S = 4.0  # for the other nodes' pictures, which take as long as a look
-LAST_PATIENCE_S = 10.0  # likewise if the cause may be where they are taken; a node that is lost is not waited for
-FAILURE_PATIENCE_S = 0.3  # when a worker has failed, for pictures that are taken at once
+PATIENCE_S = 4.0  # time for the other nodes' snapshots of a stall
+LAST_PATIENCE_S = 10.0  # the same if the cause may be on one of the missing nodes; lost nodes are not awaited
+FAILURE_PATIENCE_S = 0.3  # time for snapshots after a failure, which are taken at once
 FAILURE_LAST_PATIENCE_S = 4.0
 
 
 @dataclass(frozen=True)
 class ReceivedSnapshot:
-    """A picture, and when it came: those of several nodes may be seconds apart, and their clocks do not tell that."""
+    """A snapshot and its time of arrival; snapshots of several nodes may be seconds apart, on different clocks."""
 
     picture: MachineSnapshot
     at_s: float
 
     def by(self, now_s: float) -> MachineSnapshot:
-        """Returns the picture as if it had been taken now."""
+        """Returns the snapshot as if it had been taken now."""
         return replace(self.picture, taken_s=self.picture.taken_s + now_s - self.at_s)
 
     @property
     def stalled_since_s(self) -> float | None:
-        """Since when, on the clock of `at_s`, a call lasts too long; None if none does."""
+        """The time, on the clock of `at_s`, since which a call has taken too long, or None."""
         since_s = self.picture.stalled_since_s
         return None if since_s is None else self.at_s - (self.picture.taken_s - since_s)
 
 
 @dataclass
 class SnapshotCollection:
-    """Pictures that are being collected.
+    """Snapshots that are being collected.
 
     Attributes:
-        missing: the nodes whose pictures have not come.
-        deadline_s: when to make do with those that have.
-        last_s: when to do so if they do not tell what the cause is.
-        pictures: by node.
+        missing: The nodes whose snapshots have not arrived.
+        deadline_s: The time at which to conclude from those that have.
+        last_s: The time at which to do so if they do not reveal the cause.
+        pictures: The snapshots by node.
     """
 
     missing: set[str]
@@ -142,16 +135,16 @@ class SnapshotCollection:
     pictures: dict[str, ReceivedSnapshot] = field(default_factory=dict)
 
     def add(self, node: str, arrived: ReceivedSnapshot) -> None:
-        """Takes a node's picture, asked for or not."""
+        """Adds a node's snapshot, requested or not."""
         self.pictures[node] = arrived
         self.missing.discard(node)
 
     def is_over(self, now_s: float) -> bool:
-        """Returns whether nothing is waited for any longer."""
+        """Returns whether no further snapshot is awaited."""
         return not self.missing or now_s >= self.deadline_s
 
     def goes_on(self) -> bool:
-        """Waits until `last_s`; returns whether there is anything to wait for."""
+        """Extends the wait until `last_s`; returns whether there is any snapshot to wait for."""
         is_later = bool(self.missing) and self.last_s > self.deadline_s
         self.deadline_s = self.last_s
         return is_later
@@ -159,10 +152,10 @@ class SnapshotCollection:
 
 @dataclass
 class DiagnosisCollector(ControllerMiddleware):
-    """A steering that also answers sightings; `inner` decides everything else.
+    """A controller that also handles snapshots; `inner` makes all other decisions.
 
     Attributes:
-        word: what the numbers of the workers are.
+        word: The word for a worker's number, such as "rank".
     """
 
     word: str = "rank"
@@ -170,19 +163,19 @@ class DiagnosisCollector(ControllerMiddleware):
     _failure: SnapshotCollection | None = None  # one in each generation
     _last: dict[str, ReceivedSnapshot] = field(default_factory=dict)  # of workers that have ended
     _said: StallReporter = field(default_factory=StallReporter)
-    _has_failed: bool = False  # a worker of this generation
+    _has_failed: bool = False  # whether a worker of this generation has failed
     _has_ended: bool = False
 
     @property
     def deadline_s(self) -> float | None:
-        """When `tick` must be called if nothing else happens before; None for never."""
-        rounds = [each.deadline_s for each in (self._stall, self._failure) if each is not None]
+        """The time at which `tick` must be called, or None."""
+        rounds = [collection.deadline_s for collection in (self._stall, self._failure) if collection is not None]
         own_s = min(rounds, default=None)
-        known = [each for each in (self.inner.deadline_s, own_s) if each is not None]
+        known = [time_s for time_s in (self.inner.deadline_s, own_s) if time_s is not None]
         return min(known, default=None)
 
     def reported(self, node: str, report: Report, now_s: float) -> Orders:
-        """Takes a node's report."""
+        """Handles a node's report."""
         if isinstance(report, SnapshotReport):
             return self._sighted(node, report, now_s)
         return self._with_final_diagnosis(super().reported(node, report, now_s), now_s)
@@ -196,7 +189,7 @@ class DiagnosisCollector(ControllerMiddleware):
         return self._with_final_diagnosis(super().lost(node, why, now_s, silent_s), now_s)
 
     def tick(self, now_s: float) -> Orders:
-        """Does what is due at `now_s`."""
+        """Carries out the work that is due at `now_s`."""
         return [*self._with_final_diagnosis(super().tick(now_s), now_s), *self._conclude(now_s)]
 
     def _sighted(self, node: str, sighting: SnapshotReport, now_s: float) -> Orders:
@@ -236,12 +229,12 @@ class DiagnosisCollector(ControllerMiddleware):
     def _round(
         self, node: str, order: RequestSnapshot, deadline_s: float, last_s: float
     ) -> tuple[SnapshotCollection, Orders]:
-        """Returns a round that a node's picture has begun, and the orders to all others."""
+        """Returns a collection that a node's snapshot has begun, and the requests to all other nodes."""
         others = set(self._serves) - {node}
         return SnapshotCollection(others, deadline_s, last_s), [(other, order) for other in sorted(others)]
 
     def _conclude(self, now_s: float) -> Orders:
-        """Says what the pictures of a round show that is over."""
+        """Returns the messages that follow from the collections that are complete."""
         if self._failure is not None and self._failure.is_over(now_s):
             return self._conclude_failure(self._failure, now_s)
         if self._stall is None or not self._stall.is_over(now_s):
@@ -250,11 +243,11 @@ class DiagnosisCollector(ControllerMiddleware):
         if (verdict is None or not verdict.is_certain) and self._stall.goes_on():
             return []
         pictures, self._stall = self._stall.pictures.values(), None
-        stalls = [since_s for each in pictures if (since_s := each.stalled_since_s) is not None]
+        stalls = [since_s for snapshot in pictures if (since_s := snapshot.stalled_since_s) is not None]
         return [] if verdict is None or not stalls else self._tell_verdict(verdict, min(stalls))
 
     def _conclude_failure(self, finished: SnapshotCollection, now_s: float) -> Orders:
-        """Says what has failed, or waits on for the nodes that are missing, since one of them may have the cause."""
+        """Explains a failure, or waits for the missing nodes, since one of them may have the cause."""
         verdict = self._verdict(finished.pictures, now_s)
         is_known = verdict is not None and verdict.is_failure and verdict.is_certain
         if not is_known and finished.goes_on():
@@ -265,7 +258,7 @@ class DiagnosisCollector(ControllerMiddleware):
         return self._tell_verdict(verdict, now_s)
 
     def _tell_verdict(self, verdict: Diagnosis, since_s: float) -> Orders:
-        """Says it, unless that was said before."""
+        """Returns the message with a diagnosis, unless it repeats the last one."""
         text = self._said.tell(verdict, since_s)
         return self._tell(text, verdict.blamed) if text is not None else []
 
@@ -274,15 +267,15 @@ class DiagnosisCollector(ControllerMiddleware):
         from paceline.operate.diagnosis.machine_snapshot import job_snapshot_of
 
         return explain_or_default(
-            lambda: diagnose(job_snapshot_of((each.by(now_s) for each in pictures.values()), self.word)), None
+            lambda: diagnose(job_snapshot_of((snapshot.by(now_s) for snapshot in pictures.values()), self.word)), None
         )
 
     def _tell(self, text: str, blamed: tuple[int, ...] | None = None) -> Orders:
         told = UserMessage(text, is_stall=blamed is not None, blamed=blamed or ())
-        return [(node, told) for node in self._serving() or self._serves]  # who served first may be gone
+        return [(node, told) for node in self._serving() or self._serves]  # the server may have changed
 
     def _with_final_diagnosis(self, orders: Orders, now_s: float) -> Orders:
-        """Adds, in front of the orders that end a job, why it has failed, or which ranks the others waited for."""
+        """Inserts, before the orders that end a job, the cause of its failure or the ranks that delayed the others."""
         if any(isinstance(order, Start) for _, order in orders):
             self._stall = self._failure = None
             self._has_failed = False
@@ -298,28 +291,28 @@ class DiagnosisCollector(ControllerMiddleware):
         return [*told, *orders]
 
     def _last_words(self, end: JobEnded, now_s: float) -> list[str]:
-        """Returns what is to be said at the end of a job, in sentences."""
+        """Returns the sentences for the end of a job."""
         if end.code == 0:
             from paceline.operate.diagnosis.stragglers import describe_slowdowns
 
-            pictures = [each.picture for each in self._last.values()]
+            pictures = [snapshot.picture for snapshot in self._last.values()]
             return explain_or_default(lambda: describe_slowdowns(pictures, self.word), [])
         seen = self._failure.pictures if self._failure is not None else {}
         verdict = self._verdict({**seen, **self._last}, now_s) if seen or (self._last and end.failures) else None
-        # Without a failure the job ends since a node is gone; a rank that failed before is worth telling all the same.
+        # Without a failure the job ends because a node was lost; a rank that failed before is reported all the same.
         if verdict is None or not (verdict.is_failure or (verdict.is_fault and end.failures)):
             return []
         return [verdict.sentence]
 
     def _forget(self, node: str) -> None:
         super()._forget(node)
-        for each in (self._stall, self._failure):
-            if each is not None:
-                each.missing.discard(node)
+        for collection in (self._stall, self._failure):
+            if collection is not None:
+                collection.missing.discard(node)
 
 
 def _is_of_calls(picture: MachineSnapshot) -> bool:
-    """Returns whether a rank failed since its calls do not fit those of the others."""
+    """Returns whether a rank failed because its calls did not match those of the others."""
     from paceline.operate.diagnosis.job_snapshot import ExitReason
 
     return any(rank.ending is not None and rank.ending.manner is ExitReason.MISMATCH for rank in picture.ranks)

@@ -1,27 +1,25 @@
-"""Decides which nodes take part in which generation of workers, without a socket, a process or a clock.
+"""`Membership`: the state machine that decides which nodes run which generation of workers, and with which ranks.
 
-It is a state machine: events come in as calls with the time at which they happened; orders for nodes come out.
+It has no socket, process or clock: events arrive as calls with a timestamp, and each call returns orders for nodes.
 
     GATHERING   the job waits for enough nodes; no workers run
     RUNNING     the workers of `members` run, as one generation
-    STOPPING    the workers are being ended because one failed, or a node came or went
+    STOPPING    the workers are being ended because one failed, or a node joined or left
     PAUSING     a worker failed, and all are restarted after a pause
     OVER        every node has been ordered to end
 
-A generation that ends because nodes came or went does not count as a restart; one in which a worker failed does, unless
-a lost node explains the failure.
-
-Decides which ranks the workers of each node get.
-
-What the meeting needs of whoever decides: a state machine without sockets or a clock.
+A generation that ends because nodes joined or left does not count as a restart. One in which a worker failed does,
+unless a lost node explains the failure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
+
+import msgspec
 
 from paceline import __version__
 from paceline.operate.launch.multinode.protocol import (
@@ -34,79 +32,79 @@ from paceline.operate.launch.multinode.protocol import (
     Start,
     Stop,
     Stopped,
-    WaitOrder,
     WorkersFinished,
 )
 from paceline.operate.launch.workers.failures import WorkerFailure, first_failure, shortened
+from paceline.train.elastic.protocol import NotifyOrder
 
 
 def assign_ranks(
     joins: Sequence[JoinJob], generation: int, restart_count: int, max_restarts: int, run_id: str, port: int | None
 ) -> list[Start]:
-    """Returns the order to start for each node; the ranks of its workers follow those of the nodes before it.
+    """Returns the Start of each node; the ranks of its workers follow those of the previous nodes.
 
     Args:
-        joins: what the nodes have said about themselves, in the order of their ranks.
-        generation: the number of the generation of workers.
-        restart_count: how often the workers were restarted.
-        max_restarts: how often they may be.
-        run_id: the name of the job.
-        port: the port of torch's store, where the user chose it; if None, the first node's.
+        joins: The nodes' introductions, in the order of their ranks.
+        generation: The number of the generation of workers.
+        restart_count: The number of restarts so far.
+        max_restarts: The maximum number of restarts.
+        run_id: The name of the job.
+        port: The port of torch's store that the user chose, or None for the first node's.
     """
     sizes = [join.workers for join in joins]
     starts = []
-    for at, join in enumerate(joins):
-        role_sizes = [each.workers if each.role == join.role else 0 for each in joins]
+    for index, join in enumerate(joins):
+        role_sizes = [other.workers if other.role == join.role else 0 for other in joins]
         start = Start(
             generation=generation,
             restart_count=restart_count,
             max_restarts=max_restarts,
             run_id=run_id,
-            group_rank=at,
+            group_rank=index,
             group_world_size=len(joins),
-            first_rank=sum(sizes[:at]),
+            first_rank=sum(sizes[:index]),
             world_size=sum(sizes),
-            role_first_rank=sum(role_sizes[:at]),
+            role_first_rank=sum(role_sizes[:index]),
             role_world_size=sum(role_sizes),
             master_addr=joins[0].address,
             master_port=port or joins[0].port,
-            hosts=tuple(each.host for each in joins),
+            hosts=tuple(other.host for other in joins),
             store_port=joins[0].store_port,
         )
         starts.append(start)
     return starts
 
 
-Orders = list[tuple[str, Order]]  # to whom, what
+Orders = list[tuple[str, Order]]  # each with the node to which it is addressed
 
 
 class JobController(Protocol):
-    """Decides what the nodes do; `Membership` for generations, `ElasticSteering` for elastic jobs."""
+    """The state machine behind a meeting: `Membership` for generations, `ElasticController` for elastic jobs."""
 
     @property
     def deadline_s(self) -> float | None:
-        """When `tick` must be called if nothing else happens before; None for never."""
+        """The time at which `tick` must be called, or None."""
 
     def reported(self, node: str, report: Report, now_s: float) -> Orders:
-        """Takes a node's report."""
+        """Handles a node's report."""
 
     def ended(self, node: str, why: str, now_s: float) -> Orders:
-        """Removes a node whose launcher has ended, and its workers with it."""
+        """Removes a node whose launcher has ended, along with its workers."""
 
     def lost(self, node: str, why: str, now_s: float, silent_s: float = 0.0) -> Orders:
-        """Removes a node whose connection was lost, or which was silent for `silent_s`; its workers may live."""
+        """Removes a node whose connection failed or which was silent for `silent_s` seconds; its workers may live."""
 
     def tick(self, now_s: float) -> Orders:
-        """Does what is due at `now_s`."""
+        """Carries out the work that is due at `now_s`."""
 
 
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 30.0
-STEADY_S = 300.0  # after workers have run this long, the pauses start again at the shortest
+STEADY_S = 300.0  # a run of this length resets the pauses
 
 
 class MembershipPhase(Enum):
-    """The state of the job."""
+    """The phase of the job."""
 
     GATHERING = auto()
     RUNNING = auto()
@@ -117,28 +115,41 @@ class MembershipPhase(Enum):
 
 @dataclass(frozen=True)
 class MembershipPolicy:
-    """The settings of the node that serves; the other nodes' settings are ignored."""
+    """The settings of the node that serves; those of other nodes are ignored. All times are in seconds.
+
+    Attributes:
+        run_id: The name of the job.
+        min_nodes: The minimum number of nodes.
+        max_nodes: The maximum number of nodes.
+        is_static: Whether the nodes are numbered, and the job ends when any of them does.
+        max_restarts: The maximum number of restarts after failures.
+        last_call_s: The time for which the job waits for more nodes after each arrival, once `min_nodes` have joined.
+        join_timeout_s: The time for which the job waits for `min_nodes`.
+        port: The port of torch's store that the user chose, or None.
+        return_timeout_s: The time for which an elastic job waits for machines without which it cannot continue.
+        meeting_first: Whether the node that serves has the first ranks, since all others can reach it.
+    """
 
     run_id: str
     min_nodes: int = 1
     max_nodes: int = 1
-    is_static: bool = False  # the nodes are numbered, and the job ends when any of them does
+    is_static: bool = False
     max_restarts: int = 0
-    last_call_s: float = 0.5  # how long the others wait for more after each arrival, once MIN nodes are there
+    last_call_s: float = 0.5
     join_timeout_s: float = 600.0
-    port: int | None = None  # of torch's store, where the user chose it
-    return_timeout_s: float = 120.0  # how long an elastic job waits for machines without which it cannot go on
-    meeting_first: bool = False  # the node that serves has the first ranks, since all others can reach it
+    port: int | None = None
+    return_timeout_s: float = 120.0
+    meeting_first: bool = False
 
 
 def pause_s(restarts: int) -> float:
-    """Returns how long to wait before the n-th restart in a row: 0.25 s, 0.5 s, 1 s, up to 30 s."""
+    """Returns the pause before the n-th restart in a row: 0.25 s, 0.5 s, 1 s, up to 30 s."""
     return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(restarts - 1, 30))
 
 
 @dataclass
 class Membership:
-    """The nodes of a job; `tick` must be called at `deadline_s` if nothing else happens before."""
+    """The nodes of a job. Its `tick` must be called at `deadline_s` if no other event occurs before."""
 
     policy: MembershipPolicy
     started_s: float = 0.0
@@ -151,8 +162,8 @@ class Membership:
     _open: set[str] = field(default_factory=set)  # members whose workers run
     _finished: set[str] = field(default_factory=set)
     _failures: list[WorkerFailure] = field(default_factory=list)
-    _makes_room: bool = False  # the generation was ended for a newcomer
-    _lost: list[str] = field(default_factory=list)  # for each node lost in this generation, a sentence that says why
+    _makes_room: bool = False  # whether the generation was ended for a newcomer
+    _lost: list[str] = field(default_factory=list)  # a sentence for each node lost in this generation
     _last_arrival_s: float = 0.0
     _in_a_row: int = 0
 
@@ -160,7 +171,7 @@ class Membership:
         self.deadline_s = self.started_s + self.policy.join_timeout_s
 
     def reported(self, node: str, report: Report, now_s: float) -> Orders:
-        """Hands a node's report to the method for its kind."""
+        """Dispatches a node's report."""
         match report:
             case JoinJob():
                 return self.joined(node, report, now_s)
@@ -175,7 +186,7 @@ class Membership:
         return []
 
     def joined(self, node: str, join: JoinJob, now_s: float) -> Orders:
-        """Adds a node that asks to take part."""
+        """Adds a node that requests to take part."""
         if self.phase is MembershipPhase.OVER:
             return [(node, JobEnded(1, "the job is over"))]
         if wrong := incompatibility(join, is_elastic=False):
@@ -186,9 +197,12 @@ class Membership:
         self._last_arrival_s = now_s
         if self.phase is MembershipPhase.GATHERING:
             orders = self._gather(now_s)
-            here, wanted = len(self.nodes), self.policy.min_nodes
-            if here < wanted:
-                orders = [*orders, (node, WaitOrder(f"{here} of {wanted} machines are here; waiting for the others"))]
+            count, wanted = len(self.nodes), self.policy.min_nodes
+            if count < wanted:
+                orders = [
+                    *orders,
+                    (node, NotifyOrder(f"{count} of {wanted} machines are here; waiting for the others")),
+                ]
             return orders
         if (
             self.phase is MembershipPhase.RUNNING
@@ -197,10 +211,10 @@ class Membership:
         ):
             self._makes_room = True
             return self._stop(f"{join.host} joins")
-        return [(node, WaitOrder(f"{len(self.members)} machines are at work; this one waits for a place"))]
+        return [(node, NotifyOrder(f"{len(self.members)} machines are at work; this one waits for a place"))]
 
     def failed(self, node: str, report: Failed, now_s: float) -> Orders:
-        """Records that the first worker of a node has failed; `stopped` follows."""
+        """Notes the first failure of a node's workers; `stopped` follows."""
         if report.generation != self.generation or self.phase not in (
             MembershipPhase.RUNNING,
             MembershipPhase.STOPPING,
@@ -213,22 +227,22 @@ class Membership:
         return self._stop(f"rank {failure.rank} failed on {failure.host}", but=node)
 
     def finished(self, node: str, report: WorkersFinished, now_s: float) -> Orders:
-        """Records that the workers of a node have ended without a failure."""
+        """Notes that the workers of a node have ended without a failure."""
         if report.generation == self.generation:
             self._finished.add(node)
         return self._closed(node, report.generation, now_s)
 
     def stopped(self, node: str, report: Stopped, now_s: float) -> Orders:
-        """Records that none of a node's workers runs any more."""
+        """Notes that none of a node's workers runs any more."""
         if node in self.nodes:
-            self.nodes[node] = replace(self.nodes[node], port=report.port, store_port=report.store_port)
+            self.nodes[node] = msgspec.structs.replace(self.nodes[node], port=report.port, store_port=report.store_port)
         if report.generation == self.generation:
             known = {(failure.rank, failure.pid) for failure in self._failures}
-            self._failures += [each for each in report.failures if (each.rank, each.pid) not in known]
+            self._failures += [failure for failure in report.failures if (failure.rank, failure.pid) not in known]
         return self._closed(node, report.generation, now_s)
 
     def left(self, node: str, leave: Leave, now_s: float) -> Orders:
-        """Removes a node whose user or scheduler stopped it."""
+        """Removes a node that its user or scheduler stopped."""
         join = self.nodes.get(node)
         if join is None:
             return []
@@ -241,14 +255,14 @@ class Membership:
         return self.lost(node, why, now_s)
 
     def lost(self, node: str, why: str, now_s: float, silent_s: float = 0.0) -> Orders:
-        """Removes a node whose connection has ended, or which fell silent."""
+        """Removes a node whose connection failed or timed out."""
         join = self.nodes.get(node)
         if join is None:
             return []
         return self._gone(node, f"{join.host} ({join.address}, pid {join.pid}) was lost: {why}", now_s)
 
     def tick(self, now_s: float) -> Orders:
-        """Does what is due at `now_s`."""
+        """Carries out the work that is due at `now_s`."""
         if self.deadline_s is None or now_s < self.deadline_s or self.phase is MembershipPhase.OVER:
             return []
         if self.phase is MembershipPhase.PAUSING:
@@ -256,7 +270,7 @@ class Membership:
         return self._gather(now_s) if self.phase is MembershipPhase.GATHERING else []
 
     def _wrong_number(self, join: JoinJob) -> str | None:
-        holder = next((each for each in self.nodes.values() if each.node_rank == join.node_rank), None)
+        holder = next((node for node in self.nodes.values() if node.node_rank == join.node_rank), None)
         if join.node_rank is None or join.node_rank >= self.policy.max_nodes:
             return f"--node-rank {join.node_rank} is not from 0 to {self.policy.max_nodes - 1}"
         if holder is not None:
@@ -298,7 +312,7 @@ class Membership:
         starts = assign_ranks(joins, self.generation, self.restarts, policy.max_restarts, policy.run_id, policy.port)
         waiting = list(self.nodes)[self.policy.max_nodes :]
         orders: Orders = [*zip(self.members, starts, strict=True)]
-        return orders + [(node, WaitOrder(f"{len(self.members)} machines are at work")) for node in waiting]
+        return orders + [(node, NotifyOrder(f"{len(self.members)} machines are at work")) for node in waiting]
 
     def _stop(self, reason: str, but: str | None = None) -> Orders:
         self.phase = MembershipPhase.STOPPING
@@ -325,8 +339,8 @@ class Membership:
         return orders if self._open else orders + self._generation_over(now_s)
 
     def _generation_over(self, now_s: float) -> Orders:
-        """Decides what follows a generation of which no worker runs any more."""
-        explained = self._makes_room or (bool(self._lost) and all(each.is_consequence for each in self._failures))
+        """Returns the orders after the last worker of a generation has ended."""
+        explained = self._makes_room or (bool(self._lost) and all(failure.is_consequence for failure in self._failures))
         if self._finished == {*self.members}:
             return self._end(JobEnded(0))
         if not self._failures or explained:
@@ -340,11 +354,11 @@ class Membership:
         cause = first_failure(self._failures)
         which = f"restart {self.restarts} of {self.policy.max_restarts} in {pause_s(self._in_a_row):g} s"
         reason = f"{which}: rank {cause.rank} failed ({cause.host}, pid {cause.pid}, {cause.how})"
-        return [(node, WaitOrder(reason)) for node in self.nodes]
+        return [(node, NotifyOrder(reason)) for node in self.nodes]
 
     def _causes(self) -> tuple[WorkerFailure, ...]:
         """Returns the failures of this generation, unless a lost node explains them all."""
-        is_over = self.phase is MembershipPhase.GATHERING or all(each.is_consequence for each in self._failures)
+        is_over = self.phase is MembershipPhase.GATHERING or all(failure.is_consequence for failure in self._failures)
         return () if is_over else shortened(self._failures)
 
     def _begin_gathering(self, now_s: float) -> Orders:
@@ -355,17 +369,17 @@ class Membership:
         if self.phase is MembershipPhase.GATHERING and len(self.nodes) < self.policy.min_nodes:
             missing = self.policy.min_nodes - len(self.nodes)
             reason = "; ".join([*self._lost, f"waiting for {missing} more"])
-            orders += [(node, WaitOrder(reason)) for node in self.nodes]
+            orders += [(node, NotifyOrder(reason)) for node in self.nodes]
         return orders
 
     def _end(self, end: JobEnded) -> Orders:
         self.phase = MembershipPhase.OVER
         self.deadline_s = None
-        return _to(self.nodes, end)
+        return [(node, end) for node in self.nodes]
 
 
 def incompatibility(join: JoinJob, is_elastic: bool) -> str | None:
-    """Returns why a node cannot take part in a job that is elastic or is not; None if it can."""
+    """Returns the reason for which a node cannot take part in the job, or None."""
     if join.version != __version__:
         return (
             f"{join.host} (pid {join.pid}) runs Paceline {join.version or 'of a version before 0.1.0'}, and the "
@@ -378,7 +392,3 @@ def incompatibility(join: JoinJob, is_elastic: bool) -> str | None:
             f"{with_}; start all machines alike"
         )
     return None
-
-
-def _to(nodes: Iterable[str], order: Order) -> Orders:
-    return [(node, order) for node in nodes]

@@ -1,6 +1,6 @@
-"""Connects this node to the meeting, and serves the meeting if that is this machine's part.
+"""This node's connection to the meeting, and the server of the meeting if it runs on this machine.
 
-What a launcher needs of the meeting: it sends reports and receives orders. A single machine needs no socket.
+A launcher sends reports and receives orders through a `MeetingClient`. A single machine needs no socket.
 """
 
 from __future__ import annotations
@@ -36,60 +36,60 @@ class MeetingClient(Protocol):
 
     @property
     def deadline_s(self) -> float | None:
-        """When (monotonic) to call `receive` even if nothing is readable; None for never."""
+        """The time (monotonic) at which `receive` must be called even if nothing is readable, or None."""
 
     def fileno(self) -> int:
         """Returns a descriptor that is readable while there are orders."""
 
     def clock_offset(self) -> Offset | None:
-        """Returns what is known of the offset to the clock of the machine that serves the meeting."""
+        """Returns the estimated offset to the clock of the machine that serves the meeting."""
 
     def send(self, report: Report) -> None:
-        """Sends a report; never waits for long, and does not fail when the meeting is lost: then an End comes."""
+        """Sends a report without blocking for long. If the meeting is lost, it does not fail; a JobEnded arrives."""
 
     def receive(self) -> list[Order]:
-        """Returns the orders that have come."""
+        """Returns the orders that have arrived."""
 
     def close(self) -> None:
-        """Disconnects; idempotent."""
+        """Disconnects. Idempotent."""
 
 
 class LocalClient:
-    """The meeting of a single machine, which decides everything at once."""
+    """The meeting of a single machine, with the controller in this process."""
 
-    def __init__(self, steering: JobController) -> None:
-        self._steering = steering
+    def __init__(self, controller: JobController) -> None:
+        self._controller = controller
         self._orders: list[Order] = []
         self._waiting, self._waking = os.pipe()
         self._closed = False
 
     @property
     def deadline_s(self) -> float | None:
-        """When (monotonic) the state machine decides something because time has passed."""
-        return self._steering.deadline_s
+        """The controller's deadline (monotonic), or None."""
+        return self._controller.deadline_s
 
     def fileno(self) -> int:
         """Returns a descriptor that is readable while there are orders."""
         return self._waiting
 
     def clock_offset(self) -> Offset | None:
-        """Returns an offset of 0, since the meeting is here."""
+        """Returns an offset of 0, since the meeting is in this process."""
         return Offset(0, 0, time.monotonic_ns())
 
     def send(self, report: Report) -> None:
-        """Reports to the state machine."""
-        self._take(self._steering.reported("here", report, time.monotonic()))
+        """Passes a report to the controller."""
+        self._take(self._controller.reported("local", report, time.monotonic()))
 
     def receive(self) -> list[Order]:
-        """Returns the orders that have come."""
+        """Returns the orders that have arrived."""
         if self._orders:
             os.read(self._waiting, 4096)
-        self._take(self._steering.tick(time.monotonic()))
+        self._take(self._controller.tick(time.monotonic()))
         orders, self._orders = self._orders, []
         return orders
 
     def close(self) -> None:
-        """Closes the pipe; idempotent."""
+        """Closes the pipe. Idempotent."""
         if not self._closed:
             self._closed = True
             os.close(self._waiting)
@@ -102,41 +102,41 @@ class LocalClient:
 
 
 class JobMovedError(Exception):
-    """The elastic job that this machine was to join cannot be reached any more where it was coordinated."""
+    """The elastic job that this machine was about to join is no longer coordinated at the known address."""
 
 
 @dataclass
 class NodeConnection:
-    """A client of the meeting, and the address by which others know this node.
+    """A client of the meeting, with the address of this node.
 
     Attributes:
-        client: of the meeting.
-        address: of this machine.
-        server: of the meeting, if it runs here; the launchers of an elastic job all have one.
-        deputy: what that does in an elastic job.
-        serves: whether the meeting began here.
-        caller: tells those that come to the meeting's address that an elastic job is elsewhere, if it may be.
+        client: The client.
+        address: The address by which other nodes reach this machine.
+        server: The server of the meeting if it runs here, or None; each launcher of an elastic job has one.
+        standby: The controller of that server in an elastic job, or None.
+        serves: Whether the meeting began here.
+        announcer: The announcer of an elastic job that may run elsewhere than at the meeting's address, or None.
     """
 
     client: MeetingClient
     address: str
     server: MeetingServer | None = None
-    deputy: StandbyController | None = None
+    standby: StandbyController | None = None
     serves: bool = True
-    caller: RunningJobAnnouncer | None = None
+    announcer: RunningJobAnnouncer | None = None
 
     @property
     def listens(self) -> str:
-        """Where the launchers of an elastic job reach this one; empty if there is no server."""
+        """The address at which other launchers of an elastic job reach this one, or "" without a server."""
         if self.server is None:
             return ""
         host, port = self.server.address
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def close(self) -> None:
-        """Disconnects; a server waits a little for the others to do so."""
-        if self.caller is not None:
-            self.caller.close()
+        """Disconnects; a server briefly waits for the others to do so."""
+        if self.announcer is not None:
+            self.announcer.close()
         self.client.close()
         if self.server is not None:
             self.server.close()
@@ -148,33 +148,37 @@ def open_meeting(
     """Connects this machine to the meeting.
 
     Args:
-        job: says where the machines meet.
-        secret: the job's secret.
-        say: tells the user what the launcher waits for.
-        listener: what to serve on, if the caller has opened it.
+        job: The job's description, with the meeting's address.
+        secret: The job's secret.
+        say: A function that prints a line for the user.
+        listener: The listener to serve on, if the announcer has opened it.
 
     Raises:
-        StoreConnectionError: this machine should serve the meeting, and cannot.
-        RendezvousTimeoutError, AuthenticationError, ValueError: see `dial`.
+        StoreConnectionError: This machine should serve the meeting, and cannot.
+        RendezvousTimeoutError: No launcher served the meeting in time.
+        AuthenticationError: The server does not hold the job's secret.
+        ValueError: The address is not loopback and there is no secret.
     """
     options = job.rendezvous
     if options.address is None:
         return NodeConnection(
-            LocalClient(DashboardRelay(DiagnosisCollector(_steering(job), "rank" if job.elastic is None else "slot"))),
+            LocalClient(
+                DashboardRelay(DiagnosisCollector(_controller(job), "rank" if job.elastic is None else "slot"))
+            ),
             "127.0.0.1",
         )
     address = options.address
     server = None
     if listener is None and options.serves is not False:
         listener = _listener(options, address, secret)
-    steering = _steering(job) if listener is not None and options.running is None else None
+    controller = _controller(job) if listener is not None and options.running is None else None
     if job.elastic is not None:
         from paceline.operate.launch.elastic.join_elastic import join_elastic
 
-        return join_elastic(job, job.elastic, secret, say, address, listener, _policy(job), steering)
-    if listener is not None and steering is not None:
+        return join_elastic(job, job.elastic, secret, say, address, listener, _policy(job), controller)
+    if listener is not None and controller is not None:
         server = MeetingServer(
-            listener, secret, DashboardRelay(DiagnosisCollector(steering)), options.silence_s, bears_starvation=True
+            listener, secret, DashboardRelay(DiagnosisCollector(controller)), options.silence_s, bears_starvation=True
         )
         address = server.address
     try:
@@ -187,8 +191,8 @@ def open_meeting(
     return NodeConnection(client, own, server, serves=server is not None)
 
 
-def _steering(job: Job) -> JobController:
-    """Returns the state machine that decides what the machines of this job do."""
+def _controller(job: Job) -> JobController:
+    """Returns the controller of this job's machines."""
     policy, now_s = _policy(job), time.monotonic()
     if job.elastic is None:
         return Membership(policy, now_s)
@@ -220,29 +224,29 @@ def _listener(options: RendezvousOptions, address: tuple[str, int], secret: byte
         return None if host is None else listen(host, address[1], secret)
     except StoreConnectionError as error:
         if not options.serves and isinstance(error, PortInUseError):
-            return None  # the launcher that came first on this machine serves
+            return None  # the first launcher on this machine serves
         if options.serves:
             raise
     return None
 
 
 def host_to_serve_on(name: str, serves: bool) -> str | None:
-    """Returns the host to listen on: `name`, unless it only leads to loopback here, as /etc/hosts of many systems says.
+    """Returns the host to listen on, or None if the name belongs to another machine.
 
-    Then it is this machine's address. A name that is not known yet, as a pod's own may not be, is taken for this
-    machine's if it `serves`, otherwise for another machine's: then the result is None.
+    It is `name`, unless that resolves only to loopback, as in /etc/hosts of many systems; then it is this machine's
+    address. A name that does not resolve yet, such as a pod's own, counts as this machine's only if it `serves`.
     """
     if name == "localhost" or name.replace(".", "").isdecimal() or ":" in name:
         return name
     try:
-        addresses = [str(each[4][0]) for each in socket.getaddrinfo(resolver_name(name), None, type=socket.SOCK_STREAM)]
+        addresses = [str(info[4][0]) for info in socket.getaddrinfo(resolver_name(name), None, type=socket.SOCK_STREAM)]
     except OSError:
         return own_address() if serves else None
     return own_address() if all(map(is_loopback, addresses)) else name
 
 
 def own_address() -> str:
-    """Returns the address with which this machine would reach others; loopback if it has no route to any."""
+    """Returns the address of this machine on its route to others, or loopback without a route."""
     for target in DEFAULT_ROUTE_TARGETS:
         with contextlib.suppress(OSError):
             return source_address(target)

@@ -1,354 +1,374 @@
-"""The reports of nodes and the orders to them. `framing.py` says how they travel.
+"""The reports of nodes, the orders to them, and their encoding: a length, followed by JSON.
 
-How messages travel between launchers: each is a length, then JSON. Nothing that is received is executed.
+Each report and each order is one frozen msgspec struct, so the declarations below are also the check of everything that
+is received: a frame that does not fit them is a `MessageError`, and nothing that is received is executed. The orders of
+an elastic job's coordinator and the messages of its workers (`train/elastic/protocol.py`) travel as they are.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import struct
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
-from typing import get_args
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
 
 from paceline import __version__
-from paceline.comm.security.untrusted_peers import decode_untrusted, encodable
-from paceline.operate.launch.workers.failures import Record, WorkerFailure
+from paceline.comm.security.untrusted_peers import Int64, decode_untrusted, encodable
+from paceline.operate.launch.workers.failures import WorkerFailure
+from paceline.train.elastic.protocol import (
+    CloseSlotsOrder,
+    FenceStalledOrder,
+    FromWorker,
+    MachineReport,
+    NotifyOrder,
+    ReplicateOrder,
+    SendOrder,
+)
 
 
-@dataclass(frozen=True)
-class JoinJob:
-    """A node asks to take part.
+class _NodeMessage(msgspec.Struct, frozen=True, tag_field="kind", tag=True, forbid_unknown_fields=True):
+    """A report or an order."""
 
-    Should rank 0 run there, it serves torch's store at `port` and Paceline's at `store_port`.
+
+class JoinJob(_NodeMessage, frozen=True, tag="Join"):
+    """A node requests to take part.
+
+    The tags of this report and of `JobEnded` never change, so that a launcher of any other version receives the reason
+    for its refusal.
+
+    Attributes:
+        host: The node's host name.
+        pid: The process id of its launcher.
+        address: The address by which other nodes reach it.
+        port: The port of torch's store, which the node serves if rank 0 runs there.
+        workers: The number of its workers.
+        role: The role of its workers, as in torchelastic.
+        node_rank: The node's number in a static job, or None.
+        serves: Whether the node serves the meeting.
+        version: Paceline's version; versions before 0.1.0 do not send it.
+        is_elastic: Whether the launcher was started with `--elastic`.
+        listens: In an elastic job, the address at which other launchers reach this one if it coordinates.
+        number: The number of the machine if it takes part already, and a Follow comes next; otherwise -1.
+        store_port: The port of Paceline's store, which the node serves if rank 0 runs there.
+        job: In an elastic job, the identity of the job that the node was ordered to join, or "".
     """
 
     host: str
-    pid: int
+    pid: Int64
     address: str
-    port: int
-    workers: int
+    port: Int64
+    workers: Int64
     role: str = "default"
-    node_rank: int | None = None
+    node_rank: Int64 | None = None
     serves: bool = False
-    version: str = ""  # Paceline's version; versions before 0.1.0 do not send it
+    version: str = ""
     is_elastic: bool = False
-    listens: str = ""  # in an elastic job: where other launchers reach this one, should it have to coordinate
-    number: int = -1  # of the machine, if it takes part already; a Follow comes next
-    store_port: int = 0
-    job: str = ""  # in an elastic job: the one that it was told to join, by its identity
+    listens: str = ""
+    number: Int64 = -1
+    store_port: Int64 = 0
+    job: str = ""
 
 
-@dataclass(frozen=True)
-class Failed:
-    """The first worker of the node to fail in this generation; the node is ending the others."""
+class _ForeignJoin(msgspec.Struct, frozen=True):
+    """The part of a JoinJob of another version that its refusal needs."""
 
-    generation: int
+    kind: Literal["Join"]
+    host: str = ""
+    pid: Int64 = 0
+    version: str = ""
+
+
+class Failed(_NodeMessage, frozen=True):
+    """The first worker of the node has failed in this generation; the node is ending the others."""
+
+    generation: Int64
     failure: WorkerFailure
 
 
-@dataclass(frozen=True)
-class WorkersFinished:
+class WorkersFinished(_NodeMessage, frozen=True):
     """All workers of the node have ended without a failure."""
 
-    generation: int
+    generation: Int64
 
 
-@dataclass(frozen=True)
-class Stopped:
-    """None of the node's workers runs any more; `port` and `store_port` are for the next generation, as in `Join`."""
+class Stopped(_NodeMessage, frozen=True):
+    """None of the node's workers runs any more; the ports are for the next generation, as in `JoinJob`."""
 
-    generation: int
-    port: int
+    generation: Int64
+    port: Int64
     failures: tuple[WorkerFailure, ...] = ()
-    store_port: int = 0
+    store_port: Int64 = 0
 
 
-@dataclass(frozen=True)
-class Leave:
-    """The node was stopped by its user or scheduler, its workers have ended."""
+class Leave(_NodeMessage, frozen=True):
+    """The node was stopped by its user or scheduler, and its workers have ended."""
 
     reason: str
 
 
-@dataclass(frozen=True)
-class Departing:
+class Departing(_NodeMessage, frozen=True):
     """In an elastic job: the node ends as soon as its workers have; then it leaves, or hands over if it coordinates."""
 
 
-@dataclass(frozen=True)
-class WorkerStarted:
+class WorkerStarted(_NodeMessage, frozen=True):
     """In an elastic job: a worker runs."""
 
     uid: str
 
 
-@dataclass(frozen=True)
-class WorkerStalled:
-    """In an elastic job: a worker is stopped; once it is continued, a WorkerStarted comes."""
+class WorkerStalled(_NodeMessage, frozen=True):
+    """In an elastic job: a worker is stopped. After it is continued, a WorkerStarted follows."""
 
     uid: str
     why: str
 
 
-@dataclass(frozen=True)
-class WorkerExited:
-    """In an elastic job: a worker has ended, and all that it said has been reported; `how` is for the user."""
+class WorkerExited(_NodeMessage, frozen=True):
+    """In an elastic job: a worker has ended, and all its messages have been reported; `how` is for the user."""
 
     uid: str
     how: str
-    exit_code: int
+    exit_code: Int64
 
 
-@dataclass(frozen=True)
-class WorkerMessage:
-    """In an elastic job: a message of a worker, as JSON."""
+class WorkerMessage(_NodeMessage, frozen=True):
+    """In an elastic job: a message of a worker."""
 
     uid: str
-    body: str
+    message: FromWorker
 
 
-@dataclass(frozen=True)
-class Slots:
-    """In an elastic job: how many of the node's slots have a worker or will have one, and why others were given up."""
+class Slots(_NodeMessage, frozen=True):
+    """In an elastic job: the number of the node's open slots, and the failures for which others were closed."""
 
-    count: int
+    count: Int64
     failures: tuple[WorkerFailure, ...] = ()
 
 
-@dataclass(frozen=True)
-class Follow:
-    """In an elastic job: a machine that takes part already follows this launcher from now on; its report, as JSON.
+class Follow(_NodeMessage, frozen=True):
+    """In an elastic job: a machine that takes part already follows this launcher from now on.
 
-    `failures` are those that it has reported, or was told to remember.
+    Attributes:
+        report: The machine's report.
+        failures: The failures that it has reported, or was ordered to remember.
     """
 
-    body: str
+    report: MachineReport
     failures: tuple[WorkerFailure, ...] = ()
 
 
-@dataclass(frozen=True)
-class Running:
-    """In an elastic job: tells a launcher where the machines meet that a job runs already.
+class Running(_NodeMessage, frozen=True):
+    """In an elastic job: a notice to the launcher at the meeting's address that a job runs already.
 
-    `job` is its identity; `address` is that of the launcher that coordinates it, empty while its launchers look for
-    another. The answer is an Answered from a launcher that takes part in that job, and nothing from another one.
+    A launcher that takes part in that job replies with an Answered, any other launcher not at all.
+
+    Attributes:
+        job: The identity of the job.
+        address: The address of the launcher that coordinates it, or "" while its launchers search for another one.
     """
 
     job: str
     address: str = ""
 
 
-@dataclass(frozen=True)
-class StateReplicated:
-    """In an elastic job: the node has taken in a Know, with views up to that number."""
+class StateReplicated(_NodeMessage, frozen=True):
+    """In an elastic job: the node holds the replicated state, with views up to that generation."""
 
-    generation: int
+    generation: Int64
 
 
-@dataclass(frozen=True)
-class SnapshotReport:
-    """What is seen of the node's workers, as JSON of `operate/diagnosis/machine_snapshot.py`.
+class SnapshotReport(_NodeMessage, frozen=True):
+    """A snapshot of the node's workers.
 
-    The node sends it when a call lasts too long, when a worker fails, when it is ordered to look, when its calls go on
+    The node sends it when a call takes too long, when a worker fails, when it is requested, when calls proceed again
     (then `body` is empty), and when its workers have ended.
+
+    Attributes:
+        body: The snapshot, encoded by `operate/diagnosis/machine_snapshot.py`.
+        is_last: Whether the workers have ended.
+        is_failure: Whether a worker has failed, on this node or on the one for which the snapshot was requested.
     """
 
     body: str
-    is_last: bool = False  # the workers have ended
-    is_failure: bool = False  # a worker has failed, here or where the order to look came from
+    is_last: bool = False
+    is_failure: bool = False
 
 
-@dataclass(frozen=True)
-class DashboardWatched:
-    """Whether somebody looks at the live page: from the node that has it, and to the others."""
+class DashboardWatched(_NodeMessage, frozen=True):
+    """Whether the live page has viewers: sent by the node that has it, and relayed to the others."""
 
     is_on: bool
 
 
-@dataclass(frozen=True)
-class AskStacks:
-    """Take the stacks of the workers, and send them as `Seen`: from the node that has the page, and to the others."""
+class AskStacks(_NodeMessage, frozen=True):
+    """A request for the workers' stacks in a DashboardUpdate, from the node with the page; relayed to the others."""
 
 
-@dataclass(frozen=True)
-class DashboardUpdate:
-    """What a node sees of its ranks and what they print, as JSON of `operate/launch/job_dashboard.py`, for the node with the page."""
+class DashboardUpdate(_NodeMessage, frozen=True):
+    """The state and output of a node's ranks for the page, encoded by `operate/launch/job_dashboard.py`."""
 
     body: str
 
 
-@dataclass(frozen=True)
-class Heartbeat:
-    """A sign of life in either direction, with no news."""
+class Heartbeat(_NodeMessage, frozen=True):
+    """A sign of life in either direction."""
 
 
-@dataclass(frozen=True)
-class AskTime:
-    """The node asks what time it is where the meeting is served; `asked_ns` is its own CLOCK_MONOTONIC."""
+class AskTime(_NodeMessage, frozen=True):
+    """A request for the time where the meeting is served; `asked_ns` is the node's own CLOCK_MONOTONIC."""
 
-    asked_ns: int
-
-
-@dataclass(frozen=True)
-class TellTime:
-    """The answer to `AskTime`: `told_ns` is CLOCK_MONOTONIC where the meeting is served."""
-
-    asked_ns: int
-    told_ns: int
+    asked_ns: Int64
 
 
-@dataclass(frozen=True)
-class Start:
-    """Start the workers of a generation: those of this node are ranks `first_rank` and following."""
+class TellTime(_NodeMessage, frozen=True):
+    """The reply to `AskTime`; `told_ns` is CLOCK_MONOTONIC where the meeting is served."""
 
-    generation: int
-    restart_count: int
-    max_restarts: int
-    run_id: str
-    group_rank: int
-    group_world_size: int
-    first_rank: int
-    world_size: int
-    role_first_rank: int
-    role_world_size: int
-    master_addr: str
-    master_port: int
-    hosts: tuple[str, ...] = ()  # of all nodes, in the order of their ranks
-    store_port: int = 0  # of Paceline's store at `master_addr`; 0 on a single machine
+    asked_ns: Int64
+    told_ns: Int64
 
 
-@dataclass(frozen=True)
-class Stop:
-    """End the workers and report `Stopped`."""
+class Start(_NodeMessage, frozen=True):
+    """Start the workers of a generation.
 
-    generation: int
-    reason: str
-    is_failure: bool = False  # then the workers get a moment to report what the failure meant for them
-
-
-@dataclass(frozen=True)
-class WaitOrder:
-    """There is nothing to do yet; the reason is for the user."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class StartSlots:
-    """In an elastic job: start a worker in each slot; those of this node are `first_slot` and following.
-
-    `machine` is the node's number, unique in the job for ever. `store` is where the workers' store is served; it is
-    empty if the node is to serve one for itself.
+    Attributes:
+        generation: The number of the generation.
+        restart_count: The number of restarts so far.
+        max_restarts: The maximum number of restarts.
+        run_id: The name of the job.
+        group_rank: The number of this node.
+        group_world_size: The number of nodes.
+        first_rank: The first rank of this node's workers.
+        world_size: The number of workers.
+        role_first_rank: The first rank of this node's workers within their role.
+        role_world_size: The number of workers in that role.
+        master_addr: The address of the node with rank 0.
+        master_port: The port of torch's store there.
+        hosts: The host names of all nodes, in the order of their ranks.
+        store_port: The port of Paceline's store at `master_addr`; 0 on a single machine.
     """
 
-    machine: int
-    first_slot: int
-    slots: int  # of all nodes that are there
+    generation: Int64
+    restart_count: Int64
+    max_restarts: Int64
+    run_id: str
+    group_rank: Int64
+    group_world_size: Int64
+    first_rank: Int64
+    world_size: Int64
+    role_first_rank: Int64
+    role_world_size: Int64
+    master_addr: str
+    master_port: Int64
+    hosts: tuple[str, ...] = ()
+    store_port: Int64 = 0
+
+
+class Stop(_NodeMessage, frozen=True):
+    """End the workers and report `Stopped`.
+
+    After a failure (`is_failure`) the workers get a moment to report its consequences.
+    """
+
+    generation: Int64
+    reason: str
+    is_failure: bool = False
+
+
+class StartSlots(_NodeMessage, frozen=True):
+    """In an elastic job: start a worker in each slot.
+
+    Attributes:
+        machine: The number of the node's machine, which is never reused.
+        first_slot: The number of the node's first slot.
+        slots: The number of slots of all connected nodes.
+        run_id: The name of the job.
+        store: The address of the workers' store, or "" if the node must serve one for itself.
+    """
+
+    machine: Int64
+    first_slot: Int64
+    slots: Int64
     run_id: str
     store: str = ""
 
 
-@dataclass(frozen=True)
-class TellWorker:
-    """In an elastic job: a message for a worker, as JSON."""
-
-    uid: str
-    body: str
-
-
-@dataclass(frozen=True)
-class FenceOrder:
-    """In an elastic job: kill a worker that is stopped, since the others go on without it."""
-
-    uid: str
-
-
-@dataclass(frozen=True)
-class StopReplacement:
-    """In an elastic job: start no further worker; those that run go on."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class ReplicateState:
-    """In an elastic job: what the node has to know in case that it coordinates the job one day, as JSON."""
-
-    body: str
-
-
-@dataclass(frozen=True)
-class Remember:
-    """In an elastic job: failures that the user is shown at the end; the next coordinator has to be told of them."""
+class Remember(_NodeMessage, frozen=True):
+    """In an elastic job: keep the failures for the final report; the next coordinator must receive them."""
 
     failures: tuple[WorkerFailure, ...]
 
 
-@dataclass(frozen=True)
-class FollowLauncher:
-    """In an elastic job: the node follows the launcher of machine `number` from now on, or stands if that is itself."""
+class FollowLauncher(_NodeMessage, frozen=True):
+    """In an elastic job: follow the launcher of machine `number` from now on, or stand if that is this machine."""
 
-    number: int
+    number: Int64
     address: str
 
 
-@dataclass(frozen=True)
-class Answered:
-    """In an elastic job: whether the node may follow this launcher, or whom this one follows, -1 if nobody.
+class Answered(_NodeMessage, frozen=True):
+    """In an elastic job: the reply to a launcher that requests to follow this one.
 
-    With `is_stranger` this launcher takes no part in the node's job, so the one that was there before has ended.
+    Attributes:
+        is_welcome: Whether the launcher may follow this one.
+        number: The number of the machine that this launcher follows or is, or -1 if it follows none.
+        address: The address of that machine's launcher.
+        is_stranger: Whether this launcher takes no part in the job, so that the one that was there has ended.
     """
 
     is_welcome: bool
-    number: int
+    number: Int64
     address: str = ""
     is_stranger: bool = False
 
 
-@dataclass(frozen=True)
-class Moved:
-    """In an elastic job: this job gives way to another, which runs already; join that one at `address`."""
+class Moved(_NodeMessage, frozen=True):
+    """In an elastic job: this job gives way to another one that runs already; join that one at `address`."""
 
     job: str
     address: str
 
 
-@dataclass(frozen=True)
-class Dropped:
-    """The server goes on without the node, or serves no more; it closes the connection, and has not ended."""
+class Dropped(_NodeMessage, frozen=True):
+    """The server continues without the node, or stops serving. It closes the connection, but has not ended."""
 
 
-@dataclass(frozen=True)
-class RequestSnapshot:
-    """Report a `Sighting`, since another node's workers make no progress, or one of them has failed."""
+class RequestSnapshot(_NodeMessage, frozen=True):
+    """Send a SnapshotReport, since workers of another node make no progress or have failed.
+
+    With `is_deep`, a worker has failed because its calls did not match, and only many calls reveal the cause.
+    """
 
     is_failure: bool = False
-    is_deep: bool = False  # a worker has failed since its calls did not fit, and only many calls tell why
+    is_deep: bool = False
 
 
-@dataclass(frozen=True)
-class UserMessage:
-    """What is wrong with the job, for the user.
+class UserMessage(_NodeMessage, frozen=True):
+    """A diagnosis for the user.
 
     Attributes:
-        text: a sentence.
-        is_last: whether it is shown after the report of the failures.
-        is_stall: whether it says why the job makes no progress, and blames the ranks in `blamed`.
+        text: A sentence.
+        is_last: Whether it is printed after the report of the failures.
+        is_stall: Whether it explains why the job makes no progress.
+        blamed: The ranks that cause the stall.
     """
 
     text: str
     is_last: bool = False
     is_stall: bool = False
-    blamed: tuple[int, ...] = ()
+    blamed: tuple[Int64, ...] = ()
 
 
-@dataclass(frozen=True)
-class JobEnded:
-    """The job is over; `code` is for the shell."""
+class JobEnded(_NodeMessage, frozen=True, tag="End"):
+    """The job has ended.
 
-    code: int
+    Attributes:
+        code: The launcher's exit code.
+        reason: A sentence for the user, or "".
+        failures: The failures that ended it.
+    """
+
+    code: Int64
     reason: str = ""
     failures: tuple[WorkerFailure, ...] = ()
 
@@ -378,15 +398,15 @@ Report = (
 Order = (
     Start
     | Stop
-    | WaitOrder
+    | NotifyOrder
     | JobEnded
     | Heartbeat
     | TellTime
     | StartSlots
-    | TellWorker
-    | FenceOrder
-    | StopReplacement
-    | ReplicateState
+    | SendOrder
+    | FenceStalledOrder
+    | CloseSlotsOrder
+    | ReplicateOrder
     | Remember
     | FollowLauncher
     | Answered
@@ -401,20 +421,10 @@ Order = (
 Message = Report | Order
 
 
-LARGEST = 1 << 22
-_BEYOND = 1 << 63  # what this many is, neither the system nor struct can take
-_LONGEST_SHOWN = 100  # of a value in an error
+LARGEST = 1 << 22  # bytes of a message
 _LENGTH = struct.Struct("<I")
-
-_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in (*get_args(Report), *get_args(Order))}
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "int": int,
-    "str": str,
-    "str | None": (str, type(None)),
-    "bool": bool,
-    "int | None": (int, type(None)),
-    "float": (float, int),
-}
+_message = msgspec.json.Decoder(Message)
+_foreign_join = msgspec.json.Decoder(_ForeignJoin)
 
 
 class MessageError(ValueError):
@@ -422,82 +432,62 @@ class MessageError(ValueError):
 
 
 def encode(message: Message) -> bytes:
-    """Returns the message after its length."""
-    body = json.dumps({"kind": type(message).__name__, **asdict(message)}).encode()
+    """Returns the message after its length.
+
+    Raises:
+        MessageError: The message is too long.
+    """
+    try:
+        body = msgspec.json.encode(message)
+    except UnicodeEncodeError:  # a traceback or a path may hold bytes that are not UTF-8
+        body = msgspec.json.encode(_encodable(msgspec.to_builtins(message)))
     if len(body) > LARGEST:
         raise MessageError(f"a message of {len(body)} bytes is larger than {LARGEST}")
     return _LENGTH.pack(len(body)) + body
 
 
 def decode(body: bytes) -> Message:
-    """Returns the message in `body`.
+    """Returns the message in `body`. Of a JoinJob of another version, only the fields for its refusal are read.
 
     Raises:
-        MessageError: `body` is no message, or a field has another type or a number that nothing can be counted with.
+        MessageError: `body` is not a message.
     """
     try:
-        content = decode_untrusted(json.loads, body)
-        kind = _KINDS[content.pop("kind")]
-        known = {each.name: str(each.type) for each in fields(kind)}
-        if kind is JoinJob and content.get("version") != __version__:  # to be refused with the reason, whatever it says
-            content = {name: value for name, value in content.items() if name in known}
-        values = {name: _value(known[name], value) for name, value in content.items()}
-        make: Callable[..., Message] = kind
-        return make(**values)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        message: Message = decode_untrusted(_message.decode, body)
+    except ValueError as error:
+        if (join := _decode_foreign_join(body)) is not None:
+            return join
         raise MessageError(f"not a message of a launcher ({type(error).__name__}: {error})") from error
+    return message
 
 
-def _value(kind: str, value: object) -> object:
-    if kind == "Failure":
-        return _failure(value)
-    if kind.startswith("tuple") and isinstance(value, list):
-        inner = kind.removeprefix("tuple[").partition(",")[0].rstrip("]")
-        return tuple(_value(inner, each) for each in value)
-    expected = _TYPES.get(kind)
-    if expected is None or not isinstance(value, expected) or (isinstance(value, bool) and kind != "bool"):
-        raise TypeError(f"{_shown(value)} is not {kind}")
-    if isinstance(value, (int, float)) and not (math.isfinite(value) and -_BEYOND <= value < _BEYOND):
-        raise ValueError(f"{_shown(value)} is out of range")
-    return encodable(value) if isinstance(value, str) else value
+def _decode_foreign_join(body: bytes) -> JoinJob | None:
+    try:
+        join = decode_untrusted(_foreign_join.decode, body)
+    except ValueError:
+        return None
+    return None if join.version == __version__ else JoinJob(join.host, join.pid, "", 0, 0, version=join.version)
 
 
-def _shown(value: object) -> str:
-    return type(value).__name__ if isinstance(value, (list, dict)) else repr(value)[:_LONGEST_SHOWN]
-
-
-def _failure(value: object) -> WorkerFailure:
-    content = _dict(value)
-    record = content.pop("record")
-    known = {each.name: str(each.type) for each in fields(WorkerFailure)}
-    values = {name: _value(known[name], each) for name, each in content.items()}
-    make: Callable[..., WorkerFailure] = WorkerFailure
-    return make(**values, record=None if record is None else _record(record))
-
-
-def _record(value: object) -> Record:
-    known = {each.name: str(each.type) for each in fields(Record)}
-    make: Callable[..., Record] = Record
-    return make(**{name: _value(known[name], each) for name, each in _dict(value).items()})
-
-
-def _dict(value: object) -> dict[str, object]:
-    if not isinstance(value, dict):
-        raise TypeError(f"{_shown(value)} is not an object")
-    return value
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, dict):
+        return {key: _encodable(item) for key, item in value.items()}
+    return [_encodable(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 @dataclass
 class Inbox:
-    """Splits the received bytes into messages."""
+    """A buffer that splits the received bytes into messages."""
 
     received: bytearray = field(default_factory=bytearray)
 
     def feed(self, data: bytes) -> list[Message]:
-        """Takes more bytes; returns the messages that are complete.
+        """Adds received bytes; returns the messages that are complete.
 
         Raises:
-            MessageError: the bytes are no message.
+            MessageError: The bytes are not a message.
         """
         self.received += data
         messages = []

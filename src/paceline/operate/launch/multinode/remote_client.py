@@ -1,6 +1,6 @@
-"""A client of a meeting that another machine serves, or this one.
+"""`RemoteClient`: a client of a meeting that is served over a socket.
 
-A launcher's connection to a server of the meeting, which threads of its own keep alive.
+`ServerConnection` keeps a connection alive on separate threads, independently of the launcher's event loop.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from paceline.operate.launch.multinode.protocol import (
     JobEnded,
     Message,
     Order,
-    ReplicateState,
     Report,
     Start,
     StartSlots,
@@ -35,29 +34,30 @@ from paceline.operate.launch.multinode.protocol import (
     encode,
 )
 from paceline.operate.launch.multinode.server import CHANNEL, HEARTBEAT_S, is_starved
+from paceline.train.elastic.protocol import ReplicateOrder
 
-_WELCOMES = (Start, StartSlots, ReplicateState)  # what a meeting says to a node that it has taken in
-_RESETS = struct.pack("ii", 1, 0)  # SO_LINGER: closing the connection discards it
+_WELCOMES = (Start, StartSlots, ReplicateOrder)  # orders to a node that the meeting has admitted
+_RESETS = struct.pack("ii", 1, 0)  # SO_LINGER: closing the connection resets it
 
 
 class DisconnectReason(Enum):
-    """How a connection came to its end."""
+    """The way in which a connection ended."""
 
-    ENDED = auto()  # the other side closed it, after all that it had sent
-    RESET = auto()  # the other side knows nothing of it, though it was heard of just now
-    SILENT = auto()  # nothing was heard of the other side for too long, or since this process was stopped
+    ENDED = auto()  # the server closed it, and all its messages were read
+    RESET = auto()  # the server no longer has it, although it was active just before
+    SILENT = auto()  # no message arrived for too long, or since this process was stopped
 
 
 class ServerConnection:
-    """A connection, whatever the launcher is busy with.
+    """A connection to a server of the meeting.
 
     Args:
-        connection: the socket, which it takes over.
-        silence_s: a connection that is silent for longer is lost.
-        on_order: is called with each order, from a thread.
-        on_lost: is called once, from a thread, when the connection is lost, with a reason for the user.
-        bears_starvation: whether the other side may be silent for longer while its machine answers.
-        clock_ns: the clock whose offset to the other side's is measured.
+        connection: The socket; ownership passes to this object.
+        silence_s: The time in seconds after which a silent connection counts as lost.
+        on_order: A function that is called with each order, on a separate thread.
+        on_lost: A function that is called once, on a separate thread, with the reason for the loss.
+        bears_starvation: Whether the server may be silent for longer while its machine responds.
+        clock_ns: The clock whose offset to the server's clock is measured.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class ServerConnection:
         self._bears_starvation = bears_starvation
         self._offset = OffsetEstimate()
         self._measuring = threading.Lock()
-        self._may_ask = False  # a meeting of another version must not get a message that it does not know
+        self._may_ask = False  # a meeting of another version must not receive unknown messages
         self._connection = connection
         self._connection.settimeout(silence_s)
         self.local_address: str = connection.getsockname()[0]
@@ -84,27 +84,27 @@ class ServerConnection:
         self._sending = threading.Lock()
         self._closed = threading.Event()
         self._threads = [
-            threading.Thread(target=each, name="paceline-meeting-client", daemon=True)
-            for each in (self._read, self._beat)
+            threading.Thread(target=target, name="paceline-meeting-client", daemon=True)
+            for target in (self._read, self._beat)
         ]
 
     def start(self) -> None:
-        """Begins to listen."""
+        """Starts to receive."""
         for thread in self._threads:
             thread.start()
 
     def clock_offset(self) -> Offset | None:
-        """Returns what is known of the offset to the clock of the other side."""
+        """Returns the estimated offset to the server's clock."""
         with self._measuring:
             return self._offset.at(self._clock_ns())
 
     def send(self, report: Report) -> None:
         """Sends a report."""
-        with self._sending, contextlib.suppress(OSError):  # the reading thread notices this too, and reports it
+        with self._sending, contextlib.suppress(OSError):  # the reading thread detects and reports this
             self._connection.sendall(encode(report))
 
     def close(self, *, lives_on: bool = False) -> None:
-        """Disconnects; idempotent. With `lives_on` the other side does not take it for the end of this launcher."""
+        """Disconnects. Idempotent. With `lives_on`, the server does not take it for the end of this launcher."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -133,7 +133,7 @@ class ServerConnection:
                     continue
                 self._lost(DisconnectReason.SILENT, f"nothing was heard of it for {silent_s:.2g} s")
                 return
-            except (OSError, ValueError) as error:  # the latter if a message, or what it carries, cannot be read
+            except (OSError, ValueError) as error:  # a ValueError is an invalid message
                 is_recent = time.monotonic() - self._heard_s <= self._silence_s
                 is_reset = isinstance(error, ConnectionResetError) and is_recent
                 self._lost(DisconnectReason.RESET if is_reset else DisconnectReason.SILENT, str(error))
@@ -163,12 +163,12 @@ class ServerConnection:
 
 
 def connect(address: tuple[str, int], secret: bytes | None, timeout_s: float) -> Connection:
-    """Returns a connection to a server of the meeting, after both sides have proved the secret.
+    """Connects to a server of the meeting; both sides prove that they hold the secret.
 
     Raises:
-        OSError, HandshakeUnfinishedError: nobody serves it there.
-        AuthenticationError: the server does not hold the job's secret.
-        ValueError: the address is not loopback and there is no secret.
+        OSError, HandshakeUnfinishedError: No server listens there.
+        AuthenticationError: The server does not hold the job's secret.
+        ValueError: The address is not loopback and there is no secret.
     """
     plain = dial(address, timeout_s)
     try:
@@ -196,7 +196,7 @@ _ADVICE: dict[type[Exception], str] = {
 
 
 class OrderQueue:
-    """Orders that came in other threads, for the launcher's loop."""
+    """Orders that were received on other threads, for the launcher's event loop."""
 
     def __init__(self) -> None:
         self._orders: list[Order] = []
@@ -216,7 +216,7 @@ class OrderQueue:
                 os.write(self._waking, b".")
 
     def receive(self) -> list[Order]:
-        """Returns the orders that have come."""
+        """Returns the orders that have arrived."""
         with self._changing:
             if self._orders:
                 os.read(self._waiting, 4096)
@@ -224,7 +224,7 @@ class OrderQueue:
         return orders
 
     def close(self) -> None:
-        """Closes the descriptors; idempotent."""
+        """Closes the descriptors. Idempotent."""
         with self._changing:
             if self._is_open:
                 self._is_open = False
@@ -250,7 +250,7 @@ class RemoteClient:
         return self._queue.fileno()
 
     def clock_offset(self) -> Offset | None:
-        """Returns what is known of the offset to the clock of the machine that serves the meeting."""
+        """Returns the estimated offset to the clock of the machine that serves the meeting."""
         return self._wire.clock_offset()
 
     def send(self, report: Report) -> None:
@@ -258,11 +258,11 @@ class RemoteClient:
         self._wire.send(report)
 
     def receive(self) -> list[Order]:
-        """Returns the orders that have come."""
+        """Returns the orders that have arrived."""
         return self._queue.receive()
 
     def close(self) -> None:
-        """Disconnects; idempotent."""
+        """Disconnects. Idempotent."""
         self._wire.close()
         self._queue.close()
 
@@ -271,7 +271,7 @@ class RemoteClient:
 
 
 def lost_at(peer: str, why: str) -> str:
-    """Returns what the user is told when the job ends because the meeting is lost."""
+    """Returns the message for the user when the job ends because the meeting is lost."""
     return f"the launcher at {peer}, where the machines meet, was lost: {why}"
 
 
@@ -285,14 +285,14 @@ def connect_client(
 def connect_in_time(
     address: tuple[str, int], secret: bytes | None, timeout_s: float, say: Callable[[str], None]
 ) -> Connection:
-    """Connects as soon as the meeting is served; if that takes long, `say` tells the user what the launcher waits for.
+    """Connects as soon as the meeting is served. If that takes long, `say` prints what the launcher waits for.
 
-    A name that nobody knows is looked up until then too: that of a pod becomes known only when it has been started.
+    An unknown name is resolved again until then, since the name of a pod is published only when the pod has started.
 
     Raises:
-        RendezvousTimeoutError: nobody served it in time.
-        AuthenticationError: the server does not hold the job's secret.
-        ValueError: the address is not loopback and there is no secret.
+        RendezvousTimeoutError: No launcher served the meeting in time.
+        AuthenticationError: The server does not hold the job's secret.
+        ValueError: The address is not loopback and there is no secret.
     """
     started_s = time.monotonic()
     pause_s = _FIRST_PAUSE_S
@@ -301,7 +301,7 @@ def connect_in_time(
         left_s = started_s + timeout_s - time.monotonic()
         try:
             attempt_s = min(_ATTEMPT_S if said else _SOON_S, left_s)
-            return connect(address, secret, max(0.1, attempt_s))  # looks the name up anew each time
+            return connect(address, secret, max(0.1, attempt_s))  # resolves the name each time
         except (OSError, HandshakeUnfinishedError) as error:
             kind = socket.gaierror if isinstance(error, socket.gaierror) else Exception
             if left_s <= 0:

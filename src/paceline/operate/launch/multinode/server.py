@@ -1,9 +1,8 @@
-"""Serves the meeting: carries reports to the state machine, its orders to the nodes, and notices who falls silent.
+"""`MeetingServer`: passes the nodes' reports to the controller and its orders to the nodes, and detects lost nodes.
 
-Tells a launcher that gets no processor from one that is gone: its machine's kernel answers in any case.
-
-A machine whose cores are all busy may not run a launcher for seconds. Its kernel acknowledges what comes all the same,
-which that of a machine that is lost, or behind a network that is cut, does not.
+A launcher that only lacks a processor is distinguished from a lost one (`is_starved`): if all cores are busy, a machine
+may not run its launcher for seconds, but its kernel still acknowledges data, which that of a lost or disconnected
+machine does not.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ from paceline.operate.launch.multinode.protocol import (
     encode,
 )
 
-STARVATION_LIMIT_S = 30.0  # with a launcher that is silent while its machine answers
+STARVATION_LIMIT_S = 30.0  # maximum silence of a launcher whose machine responds
 
 _INFO = struct.Struct("=2xB53xI")  # within `struct tcp_info` of linux/tcp.h: tcpi_retransmits, tcpi_last_ack_recv
-_FEWEST_REPEATED = 2  # one repetition may cross with an answer that is only late
+_FEWEST_REPEATED = 2  # a single retransmission may cross with a late acknowledgement
 
 
 def is_starved(connection: Connection, silent_s: float, within_s: float) -> bool:
-    """Returns whether the other end may only lack a processor.
+    """Returns whether the other end may merely lack a processor.
 
     Args:
-        connection: to the other launcher, to which something is sent several times within `within_s`.
-        silent_s: for how long nothing has been heard of it.
-        within_s: a machine that is not lost acknowledges in this time what it is sent.
+        connection: The connection to the other launcher, to which data is sent several times within `within_s`.
+        silent_s: The time since its last message, in seconds.
+        within_s: The time in which the kernel of a reachable machine acknowledges data, in seconds.
     """
     if silent_s >= STARVATION_LIMIT_S:
         return False
@@ -62,14 +61,14 @@ def is_starved(connection: Connection, silent_s: float, within_s: float) -> bool
 CHANNEL = "node"
 HEARTBEAT_S = 0.5
 _SEND_S = 1.0
-_STALL_S = 1.0  # after a pause of this process as long as this, silence says nothing about the others
-_LONGEST_TURN_S = 30.0  # a server that is busy for longer gives no more signs of life
+_STALL_S = 1.0  # after a pause of this process of that length, silence of the others proves nothing
+_LONGEST_TURN_S = 30.0  # a server that is busy for longer sends no more heartbeats
 _LARGEST_READ = 1 << 16
 
 
 @dataclass
 class _Node:
-    """A node, to which two threads send; `fault` says why nothing more can be sent to it."""
+    """A node, to which two threads send; `fault` is the reason why no more can be sent, or ""."""
 
     name: str
     connection: Connection
@@ -87,7 +86,7 @@ class _Node:
             return False
 
     def send(self, message: Order) -> None:
-        """Sends a message whole, or sets `fault`."""
+        """Sends a complete message, or sets `fault`."""
         with self._sending:
             if not self.fault:
                 try:
@@ -96,24 +95,24 @@ class _Node:
                     self.fault = str(error)
 
     def part(self) -> None:
-        """Closes the connection; the other side, if it lives, must not take that for the end of this launcher."""
+        """Closes the connection in a way that a living node does not take for the end of this launcher."""
         self.send(Dropped())
         self.close()
 
     def close(self) -> None:
-        """Closes the connection, when nobody sends."""
+        """Closes the connection while no thread sends."""
         with self._sending:
             self.fault = self.fault or "the connection was closed"
             self.connection.close()
 
 
 def explain_silence(silent_s: float, elsewhere_s: Sequence[float], limit_s: float) -> str:
-    """Returns why a node is taken for lost.
+    """Returns the reason for which a node is considered lost.
 
     Args:
-        silent_s: for how long nothing was heard of it.
-        elsewhere_s: the same for all nodes on other machines, itself among them.
-        limit_s: how long a node may be silent.
+        silent_s: The time since the node's last message, in seconds.
+        elsewhere_s: The same for all nodes on other machines, including this one.
+        limit_s: The maximum time of silence, in seconds.
     """
     text = f"nothing was heard of it for {silent_s:.1f} s"
     if elsewhere_s and min(elsewhere_s) > limit_s / 2:
@@ -122,28 +121,28 @@ def explain_silence(silent_s: float, elsewhere_s: Sequence[float], limit_s: floa
 
 
 class MeetingServer:
-    """Serves on `listener`, which it takes over, in threads of its own until `close`.
+    """Serves the meeting on separate threads until `close`.
 
-    One thread serves. Another one gives the nodes signs of life, since to explain a failure takes the first one
-    seconds on a busy machine, in which the nodes would otherwise believe that the meeting is lost.
+    One thread serves. Another one sends heartbeats, since explaining a failure may occupy the first one for seconds on
+    a busy machine, in which the nodes would consider the meeting lost.
 
     Args:
-        listener: accepts connections.
-        secret: the job's.
-        steering: decides what the nodes do.
-        silence_s: a node that is silent for longer is lost.
-        bears_starvation: whether a node may be silent for longer while its machine answers.
+        listener: The listener that accepts connections; ownership passes to this object.
+        secret: The job's secret.
+        controller: The controller that decides the orders.
+        silence_s: The time of silence after which a node counts as lost, in seconds.
+        bears_starvation: Whether a node may be silent for longer while its machine responds.
     """
 
     def __init__(
         self,
         listener: ListeningEndpoint,
         secret: bytes | None,
-        steering: JobController,
+        controller: JobController,
         silence_s: float,
         bears_starvation: bool = False,
     ) -> None:
-        self._steering = steering
+        self._controller = controller
         self._bears_starvation = bears_starvation
         self._silence_s = silence_s
         self._nodes: dict[str, _Node] = {}
@@ -159,14 +158,14 @@ class MeetingServer:
         self._turned_s = time.monotonic()  # when the serving thread last began a turn
         self._is_over = threading.Event()
         self._threads = [
-            threading.Thread(target=each, name=f"paceline-meeting{suffix}", daemon=True)
-            for each, suffix in ((self._serve, ""), (self._beat, "-beat"))
+            threading.Thread(target=target, name=f"paceline-meeting{suffix}", daemon=True)
+            for target, suffix in ((self._serve, ""), (self._beat, "-beat"))
         ]
         for thread in self._threads:
             thread.start()
 
     def close(self, linger_s: float = 2.0) -> None:
-        """Waits for the nodes to disconnect, `linger_s` seconds at most; idempotent."""
+        """Waits for the nodes to disconnect, at most `linger_s` seconds. Idempotent."""
         if self._closing_by_s is None:
             self._closing_by_s = time.monotonic() + linger_s
             os.write(self._waking, b".")
@@ -178,7 +177,7 @@ class MeetingServer:
             os.close(self._waking)
 
     def wake(self) -> None:
-        """Asks the state machine again what is due, since it was told something from elsewhere."""
+        """Calls the controller's `tick` soon, since an event has reached it from elsewhere."""
         with contextlib.suppress(OSError):  # closed meanwhile
             os.write(self._waking, b".")
 
@@ -200,7 +199,7 @@ class MeetingServer:
                 for node in self._nodes.values():
                     node.heard_s = max(node.heard_s, now_s)
             self._turned_s = now_s
-            until_s = min(now_s + HEARTBEAT_S, self._steering.deadline_s or math.inf)
+            until_s = min(now_s + HEARTBEAT_S, self._controller.deadline_s or math.inf)
             ready = self._selector.select(max(0.0, until_s - now_s))
             woken_s = time.monotonic()
             for key, _ in ready:
@@ -209,7 +208,7 @@ class MeetingServer:
                 else:
                     self._hear(key.data)
             self._drop_silent_nodes(woken_s)
-            self._carry(self._steering.tick(time.monotonic()))
+            self._carry(self._controller.tick(time.monotonic()))
         for node in list(self._nodes.values()):
             node.close()
 
@@ -228,7 +227,7 @@ class MeetingServer:
         try:
             data = receive_now(node.connection, _LARGEST_READ)
             messages = node.inbox.feed(data)
-        except BlockingIOError:  # only a part of a record has come
+        except BlockingIOError:  # only a part of a record has arrived
             return
         except (OSError, MessageError) as error:
             self._drop(node, str(error))
@@ -244,10 +243,10 @@ class MeetingServer:
                 self._report(node, message)
 
     def _report(self, node: _Node, report: Report) -> None:
-        """Passes a report on; a node whose report makes no sense, as that of a program of another kind, is dropped."""
+        """Passes a report on. A node whose report the controller cannot handle is dropped."""
         try:
-            orders = self._steering.reported(node.name, report, node.heard_s)
-        except Exception as error:  # the other nodes must not lose the meeting for the sake of this one
+            orders = self._controller.reported(node.name, report, node.heard_s)
+        except Exception as error:  # the other nodes must not lose the meeting because of this one
             seen = f"{type(report).__name__}, which led to {type(error).__name__}: {error}"
             self._drop(node, f"its launcher sent a {seen}")
         else:
@@ -260,9 +259,9 @@ class MeetingServer:
                     node.send(Heartbeat())
 
     def _drop_silent_nodes(self, now_s: float) -> None:
-        """Drops the nodes of which nothing was heard until `now_s`, and those to which nothing can be sent.
+        """Drops the nodes from which nothing had arrived by `now_s`, and those to which nothing can be sent.
 
-        What has come since `now_s` may not have been read, as long as this thread was busy.
+        Data that arrived after `now_s` may not have been read while this thread was busy.
         """
         nodes = list(self._nodes.values())
         elsewhere = [now_s - node.heard_s for node in nodes if node.is_elsewhere]
@@ -296,9 +295,9 @@ class MeetingServer:
         self._part(node)
         now_s = time.monotonic()
         if has_ended:
-            self._carry(self._steering.ended(node.name, why, now_s))
+            self._carry(self._controller.ended(node.name, why, now_s))
         else:
-            self._carry(self._steering.lost(node.name, why, now_s, silent_s))
+            self._carry(self._controller.lost(node.name, why, now_s, silent_s))
 
     def _part(self, node: _Node) -> None:
         self._selector.unregister(node.connection)

@@ -18,10 +18,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
+import msgspec
+
+from paceline.comm.security.untrusted_peers import Int64
 from paceline.operate.launch.workers.placement import format_cpulist
 
 _NAME = "alarm"
@@ -92,8 +94,7 @@ _OWN_FILES = (
 )
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An exception that ended a worker."""
 
     time_s: float
@@ -101,16 +102,15 @@ class Record:
     text: str
 
 
-@dataclass(frozen=True)
-class WorkerFailure:
+class WorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A worker that failed; `exit_code` is as in subprocess, negative for a signal."""
 
-    rank: int
-    pid: int
-    exit_code: int
+    rank: Int64
+    pid: Int64
+    exit_code: Int64
     seen_s: float
     record: Record | None
-    host: str = field(default_factory=socket.gethostname)
+    host: str = msgspec.field(default_factory=socket.gethostname)
     memory: str | None = None  # the kernel's figures, if it killed the worker because memory ran out
     log: str | None = None  # the directory with its output
     at_exit: bool = False  # its script had come to its end, and the interpreter was shutting down
@@ -188,8 +188,8 @@ def shortened(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, ...]:
         if failure is cause:
             kept.append(failure)
         elif len(kept) < _MOST_TOLD:
-            record = failure.record and replace(failure.record, text=failure.record.text[-_LAST_WORDS:])
-            kept.append(replace(failure, record=record))
+            record = failure.record and msgspec.structs.replace(failure.record, text=failure.record.text[-_LAST_WORDS:])
+            kept.append(msgspec.structs.replace(failure, record=record))
     return tuple(kept)
 
 
@@ -280,7 +280,7 @@ def write_error_json(failure: WorkerFailure) -> None:
         with contextlib.suppress(OSError):  # for example, the disk is full; the console shows the failure as well
             Path(failure.log).mkdir(parents=True, exist_ok=True)
             more = {"how": failure.how, "manner": failure.manner, "line": failure.line}
-            Path(failure.log, "error.json").write_text(json.dumps({**asdict(failure), **more}, indent=1))
+            Path(failure.log, "error.json").write_text(json.dumps({**msgspec.to_builtins(failure), **more}, indent=1))
 
 
 def write_record(path: str, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -8,7 +8,8 @@ import selectors
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import replace
+
+import msgspec
 
 from paceline.operate.launch.workers.failures import (
     ExceptionNotice,
@@ -195,7 +196,7 @@ class WorkerGroup:
         if failure.memory is None:
             return failure
         smaller = [seen_s for seen_s, peak in self._killed if peak < peak_bytes]
-        failure = replace(failure, seen_s=min([failure.seen_s, *(each - 0.001 for each in smaller)]))
+        failure = msgspec.structs.replace(failure, seen_s=min([failure.seen_s, *(each - 0.001 for each in smaller)]))
         self._killed.append((failure.seen_s, peak_bytes))
         return failure
 

@@ -1,37 +1,31 @@
-"""Takes in what happens to the machines and workers of an elastic job, and says what is to be done about it.
+"""The coordinator of an elastic job: a state machine that receives events and returns orders.
 
-It is a state machine without a socket, a process or a clock: events come in as calls with the time at which they were
-heard of, orders come out. Events change facts (`job.py`, `roster.py`, `views.py`); `_settle` decides what follows from
-the facts alone, so that it does not matter in which order the reports of different workers arrive. Its rules, in the
-order in which they are applied:
+It has no socket, process or clock: events arrive as calls with a timestamp. They change facts (`elastic_job.py`,
+`worker_registry.py`, `views.py`); `_settle` derives the orders from the facts alone, so that the order in which reports
+of different workers arrive does not matter. The rules are in `rules.py`, in the sequence in which they apply:
 
-1. Once a member has finished, all rounds are committed and every member has the final state: nobody comes in any more,
-   no quorum is needed, and the job ends when all members have finished and ended (`ending.py`).
-2. The first view is given when all workers are ready, or some time after enough of them are (`starting.py`).
-3. When a member is gone (ended, stalled, or on a machine out of reach), or when connections broke and the death that
-   would explain it has not been reported for `break_patience_s`, a forced view takes the other members of the base, and
-   those newcomers that have the state (`forcing.py`). It needs a quorum.
-   If nobody who holds the state is left: members that may still come back are awaited; newcomers of which it is not
-   known are given time to say so (they report what they hold when their connections break); if no round can have
-   been committed, the job begins again; otherwise its state is lost, and it ends.
-   A member that is stopped is killed once the others go on without it, so that it does not wake up among them. The
-   last one that holds the state is left alone, however long it is stopped.
-4. When everybody has entered the latest view, those who are ready come in, and those who leave go, by a planned view
-   (`planning.py`). Those who can catch up while the others train do so first (`transfers.py`).
-5. When the coordinator's own launcher is about to end, another coordinates (`retiring.py`).
+1. Once a member has finished, all rounds are committed and every member has the final state. No worker joins any more,
+   no quorum is needed, and the job ends when all members have finished and ended.
+2. The first view is issued when all workers are ready, or some time after enough of them are.
+3. When a member is absent (it ended, stalled, or is on an unreachable machine), or when connections broke and no death
+   has explained it for `break_patience_s`, a forced view takes the other members of the base and the newcomers that
+   have the state. It requires a quorum. If no holder of the state is left: members that may return are awaited;
+   newcomers that may hold the state get time to report it (they do so when their connections break); if no round can
+   have been committed, the job begins again; otherwise its state is lost and the job ends. A stopped member is killed
+   once the others continue without it, so that it cannot wake up among them. The last holder of the state is never
+   killed, however long it is stopped.
+4. When all members have entered the latest view, a planned view adds the ready workers and removes the leaving ones.
+   Workers that can catch up while the others train do so first.
+5. When the coordinator's own launcher is about to end, another one takes over (`handover.py`).
 
-What is expected of workers: a forced view is entered at once, wherever a worker is, also while it meets the members of
-another view. A planned view is entered at the beginning of a batch, by agreement, or by workers that wait there in a
-view that must wait; a worker whose connections broke does *not* enter it, since the others may be in the middle of a
-batch, where newcomers cannot begin. One that waits between two batches does not report that connections broke, since
-others have entered the planned view before it. No member goes on in a view before all its members have the state. In a
-view that must wait, a batch that any member has begun is finished by all; no other is begun. A worker that receives a
-view without itself has no state any more: it ends, or asks again, unless it was asked to end: then it ends with code
-0, at once, or at the agreed batch if the view is planned and its own connections work.
-
-What the messages of workers mean for an elastic job.
-
-What it means for an elastic job that machines come, name their workers, are lost and leave.
+Workers enter a forced view at once, even while they meet the members of another view. They enter a planned view at the
+beginning of a batch, by agreement, or when they wait there in a view that must wait. A worker whose connections broke
+does *not* enter a planned view, since the others may be in the middle of a batch, where newcomers cannot begin. A
+worker that waits between two batches does not report broken connections, since others may have entered the planned view
+before it. No member continues in a view before all its members have the state. In a view that must wait, a batch that
+any member has begun is finished by all, and no other begins. A worker that receives a view without itself has lost its
+state: it ends or requests to join again. If it was asked to end, it ends with code 0, at once, or at the agreed batch
+if the view is planned and its own connections work.
 """
 
 from __future__ import annotations
@@ -87,134 +81,11 @@ from paceline.train.elastic.protocol import (
 )
 
 
-def handle_message(job: ElasticJob, worker: WorkerRecord, message: FromWorker, now_s: float) -> None:
-    """Notes what a worker's message says."""
-    match message:
-        case Ready():
-            _asked(job, worker, message, now_s)
-        case TransferReady():
-            offer_transfer(job, worker, message)
-        case CaughtUp():
-            admit_caught_up(job, worker, now_s)
-        case Installed():
-            job.breaks.went_on(message.round)
-            job.views.entered(worker, message.generation)
-        case Broken():
-            _broke(job, worker, message, now_s)
-        case Leaving():
-            worker.leaving = worker.leaving or message.reason
-            if worker.place is not WorkerPhase.MEMBER:
-                job.dismiss(worker, f"asked to end: {message.reason}")
-        case LoopFinished():
-            if not worker.has_finished:
-                worker.has_finished = True
-                job.finished.append(worker)
-
-
-def _asked(job: ElasticJob, worker: WorkerRecord, message: Ready, now_s: float) -> None:
-    """Lets a worker wait for a view; one that was a member says by this that it has no state any more."""
-    if worker.place is WorkerPhase.MEMBER and worker.has_state:
-        worker.place, worker.has_state = WorkerPhase.OUTSIDE, False
-    fingerprint = message.fingerprint
-    reset_transfer(job, worker, message)
-    if worker.place is not WorkerPhase.OUTSIDE:
-        return
-    worker.fingerprint = fingerprint
-    if worker.leaving is not None or job.ending_s is not None:
-        job.dismiss(worker, f"asked to end: {worker.leaving}" if worker.leaving else "the job is done")
-    elif job.fingerprint is not None and job.fingerprint != fingerprint:
-        refuse_worker(job, worker, job.fingerprint)
-    else:
-        worker.place, worker.ready_s = WorkerPhase.READY, now_s
-        resend_offers(job, worker)
-
-
-def _broke(job: ElasticJob, worker: WorkerRecord, message: Broken, now_s: float) -> None:
-    """Notes that a worker's connections broke, if it has not been told a view since that helps it."""
-    views, breaks = job.views, job.breaks
-    breaks.went_on(message.round)
-    generation = message.generation
-    if (
-        worker.place is not WorkerPhase.MEMBER
-        or views.base is None
-        or generation < max(views.base.generation, worker.since)
-    ):
-        return
-    if not worker.has_state and worker not in views.base_team:
-        if message.round < 0:
-            worker.place = WorkerPhase.READY
-            return
-        worker.has_state = True  # it has learned the state, or was given it before it lost the others
-    report = ConnectionFailure(generation, now_s + job.policy.break_patience_s)
-    breaks.reported(worker.uid, report, message.reason)
-
-
-def replay_messages(
-    job: ElasticJob, worker: WorkerRecord, said: Sequence[FromWorker], is_known: bool, now_s: float
-) -> None:
-    """Takes what a worker said while its machine was out of reach, perhaps together with what is known."""
-    is_in = any(isinstance(each, Installed) for each in said)
-    for message in said:
-        if isinstance(message, Ready) and is_known and is_in:
-            continue  # it is known, and does not mean that the worker has no state any more
-        handle_message(job, worker, message, now_s)
-
-
-def add_machine(job: ElasticJob, machine: str, host: str, slots: int, address: str, store: str) -> None:
-    """Adds a machine, or one that comes back."""
-    found = job.roster.machines.setdefault(machine, MachineRecord(machine, host, slots))
-    found.slots, found.is_reachable, found.named = slots, True, set()
-    found.address, found.store = address or found.address, store or found.store
-    found.replaces, found.has_left, found.has_said_so = found.replaces or found.has_left, False, False
-
-
-def add_worker(job: ElasticJob, found: MachineRecord, uid: str, said: Sequence[FromWorker], now_s: float) -> None:
-    """Adds a worker that runs, or takes in what one has said while its machine was out of reach."""
-    if found.named is not None:
-        found.named.add(uid)
-    is_known = uid in job.roster.workers
-    worker = job.roster.workers.setdefault(uid, WorkerRecord(uid, found))
-    if not worker.lives:  # its machine was taken for dead, wrongly, and the others have gone on without it
-        job.orders.append(SendOrder(found.name, uid, Dismissed("the others have gone on without it")))
-        return
-    worker.runs()
-    if is_known:
-        job.remind(worker)
-    replay_messages(job, worker, said, is_known, now_s)
-
-
-def mark_unlisted_ended(job: ElasticJob, found: MachineRecord) -> None:
-    """Takes the workers for dead that a machine has not named since it came."""
-    for worker in job.roster.workers.values():
-        if worker.machine is found and worker.lives and worker.uid not in (found.named or ()):
-            worker.ended, worker.was_drained = "while its machine was out of reach", False
-    found.named = None
-    begin_machines(job)
-
-
-def mark_unreachable(job: ElasticJob, found: MachineRecord, why: str, since_s: float) -> None:
-    """Notes that a machine cannot be reached."""
-    found.is_reachable, found.lost_s = False, since_s
-    job.say(f"{found.host} cannot be reached: {why}")
-    begin_machines(job)
-
-
-def remove_machine(job: ElasticJob, found: MachineRecord, why: str, *, has_said_so: bool) -> None:
-    """Removes a machine, and its workers with it."""
-    found.slots, found.has_begun, found.replaces = 0, False, False
-    found.has_left, found.has_said_so = True, has_said_so
-    for worker in job.roster.workers.values():
-        if worker.machine is found and worker.lives:
-            worker.ended, worker.was_drained = f"its machine left: {why}", False
-    job.say(f"{found.host} left: {why}")
-    begin_machines(job)
-
-
 class Coordinator:
-    """The workers of an elastic job. `tick` must be called at `deadline_s` if nothing else happens before.
+    """The coordinator of an elastic job. Its `tick` must be called at `deadline_s` if no other event occurs before.
 
-    Every method returns what is to be done now, in this order. Names of machines and workers are unique in the job for
-    ever: a worker that replaces another has a name of its own, and so has a launcher that was started again.
+    Every method returns the orders to carry out, in sequence. The names of machines and workers are never reused: a
+    replacement worker has a new name, and so has a restarted launcher.
     """
 
     def __init__(
@@ -227,16 +98,16 @@ class Coordinator:
         store: str = "",
         identity: str = "",
     ) -> None:
-        """Makes the coordinator of a job that begins now.
+        """Initializes the coordinator of a new job.
 
         Args:
-            policy: the settings.
-            now_s: the time.
-            term: a number larger than that of any coordinator of this job before.
-            home: the machine that the coordinator is on, if there are others that may have to coordinate after it;
-                the names of machines are their numbers then.
-            store: where the members of the views meet, if not in the store of their environment.
-            identity: tells the job from all others.
+            policy: The settings.
+            now_s: The current time, in seconds.
+            term: A number larger than the term of any earlier coordinator of this job.
+            home: The coordinator's own machine, if other machines may have to take over. Machine names are then their
+                numbers.
+            store: The store in which members of views meet, or "" for that of their environment.
+            identity: An identifier that distinguishes this job from all others.
         """
         self._roster = WorkerRegistry()
         self._home = home
@@ -245,9 +116,9 @@ class Coordinator:
         )
         self._job.identity, self._job.quiet_until_s = identity, now_s + policy.quiet_s
         self._is_resuming = False
-        self.retirement: CoordinatorHandover | None = None  # once this coordinator's launcher is about to end
-        self.lacks_quorum_s: float | None = None  # since when it waits for those without whom it may not decide
-        self.deadline_s: float | None = now_s + policy.join_timeout_s  # None: nothing is waited for
+        self.retirement: CoordinatorHandover | None = None  # set when this coordinator's launcher is about to end
+        self.lacks_quorum_s: float | None = None  # the time since which it has lacked a quorum
+        self.deadline_s: float | None = now_s + policy.join_timeout_s
 
     def resume(
         self,
@@ -256,39 +127,40 @@ class Coordinator:
         addresses: Mapping[int, str] = {},
         stores: Mapping[int, str] = {},
     ) -> CoordinatorOrders:
-        """Goes on with a job that another coordinator has begun, from what the machines know that follow this one.
+        """Continues a job of another coordinator, from the reports of the machines that follow this one.
 
-        It repeats what that one has said last, to those that may have missed it. Who was left out by then stays out.
+        The last messages of that coordinator are repeated to workers that may have missed them. Workers that it left
+        out stay out.
 
         Args:
-            reports: of the machines.
-            now_s: the time.
-            addresses: where their launchers can be reached, by machine, if not as before.
-            stores: where the members of views meet if they coordinate.
+            reports: The machines' reports.
+            now_s: The current time, in seconds.
+            addresses: The launchers' addresses by machine, where they have changed.
+            stores: The stores in which members of views meet, by the machine that coordinates.
         """
         known = merge_reports(reports)
         resume(self._job, known, now_s)
         self._job.say(succession(known, int(self._home or 0)))
         self._is_resuming = True
-        for each in reports:
-            self.machine_returned(each, now_s, addresses.get(each.number, ""), stores.get(each.number, ""))
+        for report in reports:
+            self.machine_returned(report, now_s, addresses.get(report.number, ""), stores.get(report.number, ""))
         self._is_resuming = False
         return self._settle(now_s)
 
     def machine_returned(
         self, report: MachineReport, now_s: float, address: str = "", store: str = ""
     ) -> CoordinatorOrders:
-        """Takes in a machine that has begun already, and was out of reach or followed another coordinator."""
+        """Adds a machine that has started its workers, and was unreachable or followed another coordinator."""
         machine = str(report.number)
         was_resuming, self._is_resuming = self._is_resuming, True
         self._raise_term(report.knowledge.term)
         self.machine_joined(machine, report.host, report.slots, now_s, address, store)
         if (found := self._roster.machines.get(machine)) is not None:
-            found.has_begun, found.told, found.is_leaving = True, None, report.is_leaving
+            found.has_begun, found.replicated, found.is_leaving = True, None, report.is_leaving
             if not was_resuming:
                 self._job.say(f"{found.host} is back")
         for worker in report.workers:
-            self.worker_started(worker.uid, machine, now_s, worker.said)
+            self.worker_started(worker.uid, machine, now_s, worker.messages)
             if worker.stalled is not None:
                 self.worker_stalled(worker.uid, worker.stalled, now_s)
         for uid, how, code in report.ended:
@@ -298,12 +170,14 @@ class Coordinator:
         return [self._job.over] if self._job.over is not None else self._settle(now_s)
 
     def hold_back(self, until_s: float) -> bool:
-        """Gives no first view before that time, since another job may run already; returns False if there is one."""
+        """Issues no first view before `until_s`, since another job may be running; returns False if one was issued
+        already.
+        """
         self._job.quiet_until_s = max(self._job.quiet_until_s, until_s)
         return self._job.views.latest is None
 
     def machine_knows(self, machine: str, generation: int, now_s: float) -> CoordinatorOrders:
-        """Notes that the machine's launcher has taken in a Know, with views up to that number."""
+        """Notes that the machine's launcher has confirmed the replicated state with views up to `generation`."""
         found = self._roster.machines.get(machine)
         if found is not None:
             found.known = max(found.known, generation)
@@ -312,55 +186,71 @@ class Coordinator:
     def machine_joined(
         self, machine: str, host: str, slots: int, now_s: float, address: str = "", store: str = ""
     ) -> CoordinatorOrders:
-        """Adds a machine that keeps `slots` workers running once it is told to Begin, or one that comes back.
+        """Adds a machine that keeps `slots` workers running once it is ordered to start, or one that reconnects.
 
-        The launcher goes on by reporting, for each of its workers that runs, that it started and what its Standing
-        holds, and then calls `machine_listed`.
+        Its launcher then reports each running worker with `worker_started`, and finally calls `machine_listed`.
         """
         if (over := self._job.over) is not None:
             return [over]
-        add_machine(self._job, machine, host, slots, address, store)
+        found = self._roster.machines.setdefault(machine, MachineRecord(machine, host, slots))
+        found.slots, found.is_reachable, found.listed = slots, True, set()
+        found.address, found.store = address or found.address, store or found.store
+        found.replaces, found.has_left, found.has_announced_end = found.replaces or found.has_left, False, False
         return []
 
     def machine_listed(self, machine: str, now_s: float) -> CoordinatorOrders:
-        """Takes the workers of the machine that it has not named since it joined for dead."""
+        """Marks the machine's workers as ended that it has not named since it joined."""
         found = self._roster.machines.get(machine)
-        if found is None or found.named is None:
+        if found is None or found.listed is None:
             return []
-        mark_unlisted_ended(self._job, found)
+        for worker in self._roster.workers.values():
+            if worker.machine is found and worker.lives and worker.uid not in found.listed:
+                worker.ended, worker.was_drained = "while its machine was out of reach", False
+        found.listed = None
+        begin_machines(self._job)
         return self._settle(now_s)
 
     def machine_lost(self, machine: str, why: str, now_s: float, silent_s: float = 0.0) -> CoordinatorOrders:
-        """Notes that the machine cannot be reached. Its workers may live, and may train with others.
+        """Notes that the machine is unreachable. Its workers may live, and may train with others.
 
         Args:
-            machine: its name.
-            why: for the user.
-            now_s: the time.
-            silent_s: for how long nothing has been heard of it.
+            machine: The machine's name.
+            why: The reason, for the user.
+            now_s: The current time, in seconds.
+            silent_s: The time since the last contact, in seconds.
         """
         found = self._roster.machines.get(machine)
         if found is None or not found.is_reachable:
             return []
-        mark_unreachable(self._job, found, why, now_s - silent_s)
+        found.is_reachable, found.lost_s = False, now_s - silent_s
+        self._job.say(f"{found.host} cannot be reached: {why}")
+        begin_machines(self._job)
         return self._settle(now_s)
 
     def machine_leaves(self, machine: str, now_s: float) -> CoordinatorOrders:
-        """Notes that the machine's launcher ends as soon as its workers have; they have been asked to."""
+        """Notes that the machine's launcher ends as soon as its workers have, which have been asked to end."""
         if (found := self._roster.machines.get(machine)) is not None:
             found.is_leaving = True
         return self._settle(now_s)
 
-    def machine_left(self, machine: str, why: str, now_s: float, *, has_said_so: bool = False) -> CoordinatorOrders:
-        """Removes a machine whose launcher has ended its workers, and goes."""
+    def machine_left(
+        self, machine: str, why: str, now_s: float, *, has_announced_end: bool = False
+    ) -> CoordinatorOrders:
+        """Removes a machine whose launcher has ended its workers and ends itself."""
         found = self._roster.machines.get(machine)
         if found is None:
             return []
-        remove_machine(self._job, found, why, has_said_so=has_said_so)
+        found.slots, found.has_begun, found.replaces = 0, False, False
+        found.has_left, found.has_announced_end = True, has_announced_end
+        for worker in self._roster.workers.values():
+            if worker.machine is found and worker.lives:
+                worker.ended, worker.was_drained = f"its machine left: {why}", False
+        self._job.say(f"{found.host} left: {why}")
+        begin_machines(self._job)
         return self._settle(now_s)
 
     def slots_changed(self, machine: str, slots: int, now_s: float) -> CoordinatorOrders:
-        """Notes how many workers the machine keeps running from now on; fewer, because one failed again and again."""
+        """Notes the number of workers that the machine keeps running after a slot failed repeatedly."""
         found = self._roster.machines.get(machine)
         if found is None:
             return []
@@ -369,27 +259,37 @@ class Coordinator:
         return self._settle(now_s)
 
     def worker_started(
-        self, uid: str, machine: str, now_s: float, said: Sequence[FromWorker] = ()
+        self, uid: str, machine: str, now_s: float, messages: Sequence[FromWorker] = ()
     ) -> CoordinatorOrders:
-        """Notes that a worker runs, or that one that is known still does.
+        """Notes that a worker runs, or that a known worker still does.
 
         Args:
-            uid: the worker's name.
-            machine: its machine's.
-            now_s: the time.
-            said: after the machine was out of reach, what the worker's Standing holds.
+            uid: The worker's name.
+            machine: The name of its machine.
+            now_s: The current time, in seconds.
+            messages: The worker's relevant messages, if the machine was unreachable.
         """
         found = self._roster.machines.get(machine)
         if found is None or self._job.over is not None:
             return []
-        add_worker(self._job, found, uid, said, now_s)
+        if found.listed is not None:
+            found.listed.add(uid)
+        is_known = uid in self._roster.workers
+        worker = self._roster.workers.setdefault(uid, WorkerRecord(uid, found))
+        if worker.lives:
+            worker.runs()
+            if is_known:
+                self._job.remind(worker)
+            replay_messages(self._job, worker, messages, is_known, now_s)
+        else:  # its machine was wrongly considered dead, and the others continued without it
+            self._job.orders.append(SendOrder(found.name, uid, Dismissed("the others have gone on without it")))
         return self._settle(now_s)
 
     def worker_stalled(self, uid: str, why: str, now_s: float) -> CoordinatorOrders:
-        """Notes that a worker does nothing; all that it sent before has been reported.
+        """Notes that a worker is unresponsive; all its earlier messages have been reported.
 
-        It is left out, and its launcher is told to kill it, while others can go on. When it answers again, its launcher
-        reports that it started.
+        It is left out, and its launcher is ordered to kill it, if others can continue. When it responds again, its
+        launcher reports that it started.
         """
         worker = self._roster.workers.get(uid)
         if worker is None or not worker.lives:
@@ -400,7 +300,7 @@ class Coordinator:
         return self._settle(now_s)
 
     def worker_ended(self, uid: str, how: str, exit_code: int, now_s: float) -> CoordinatorOrders:
-        """Notes that a worker has ended; all that it sent has been reported before."""
+        """Notes that a worker has ended; all its messages have been reported before."""
         worker = self._roster.workers.get(uid)
         if worker is None or not worker.lives:
             return []
@@ -408,20 +308,20 @@ class Coordinator:
         return self._settle(now_s)
 
     def worker_said(self, uid: str, message: FromWorker, now_s: float) -> CoordinatorOrders:
-        """Takes a worker's message; each worker's messages come in the order in which it sent them."""
+        """Handles a worker's message; the messages of one worker arrive in the order in which it sent them."""
         worker = self._roster.workers.get(uid)
-        if worker is None or not worker.lives or worker.place is WorkerPhase.DISMISSED:
+        if worker is None or not worker.lives or worker.phase is WorkerPhase.DISMISSED:
             return []
         worker.runs()
         handle_message(self._job, worker, message, now_s)
         return self._settle(now_s)
 
     def tick(self, now_s: float) -> CoordinatorOrders:
-        """Does what is due at `now_s`."""
+        """Carries out the work that is due at `now_s`."""
         return self._settle(now_s)
 
     def _settle(self, now_s: float) -> CoordinatorOrders:
-        """Returns what follows from the facts, and sets `deadline_s`."""
+        """Returns the orders that follow from the facts, and sets `deadline_s`."""
         job = self._job
         if self._is_resuming:
             return []
@@ -444,7 +344,7 @@ class Coordinator:
         return orders if self._home is None else [*replication_orders(job, int(self._home)), *orders]
 
     def _step(self, job: ElasticJob, now_s: float) -> bool:
-        """Applies the first rule that does something; returns whether one did, so that another may follow."""
+        """Applies the first rule that has an effect; returns whether one had, so that the rules apply again."""
         finish_job(job, now_s)
         if job.over is not None:
             return False
@@ -469,15 +369,90 @@ class Coordinator:
         return self.retirement
 
     def _give_way(self, retirement: CoordinatorHandover, now_s: float) -> CoordinatorOrders:
-        """Hands the office over. What happens meanwhile is for the next coordinator, which hears of it too."""
+        """Hands over to the successor. Later events are left to it, since the machines report them to it too."""
         self._job.orders = []
         orders = tell_others(self._job, retirement, now_s)
         self.lacks_quorum_s, self.deadline_s = None, None if retirement.is_over else deadline_s(retirement)
         return [] if orders is None else [*replication_orders(self._job, int(retirement.home.name)), *orders]
 
     def _raise_term(self, term: int) -> None:
-        """Gives later views larger numbers than any that a machine has heard of from another coordinator."""
+        """Raises the term, so that generations of later views exceed those of any coordinator that a machine has
+        followed.
+        """
         views = self._job.views
         if self._home is not None and term > views.term:
             views.term = next_term(term, int(self._home))
             views.must_meet = views.latest is not None
+
+
+def handle_message(job: ElasticJob, worker: WorkerRecord, message: FromWorker, now_s: float) -> None:
+    """Notes the content of a worker's message."""
+    match message:
+        case Ready():
+            _asked(job, worker, message, now_s)
+        case TransferReady():
+            offer_transfer(job, worker, message)
+        case CaughtUp():
+            admit_caught_up(job, worker, now_s)
+        case Installed():
+            job.breaks.committed(message.round)
+            job.views.entered(worker, message.generation)
+        case Broken():
+            _broke(job, worker, message, now_s)
+        case Leaving():
+            worker.leaving = worker.leaving or message.reason
+            if worker.phase is not WorkerPhase.MEMBER:
+                job.dismiss(worker, f"asked to end: {message.reason}")
+        case LoopFinished():
+            if not worker.has_finished:
+                worker.has_finished = True
+                job.finished.append(worker)
+
+
+def _asked(job: ElasticJob, worker: WorkerRecord, message: Ready, now_s: float) -> None:
+    """Makes a worker wait for a view. The request of a former member means that it no longer holds the state."""
+    if worker.phase is WorkerPhase.MEMBER and worker.has_state:
+        worker.phase, worker.has_state = WorkerPhase.OUTSIDE, False
+    fingerprint = message.fingerprint
+    reset_transfer(job, worker, message)
+    if worker.phase is not WorkerPhase.OUTSIDE:
+        return
+    worker.fingerprint = fingerprint
+    if worker.leaving is not None or job.ending_s is not None:
+        job.dismiss(worker, f"asked to end: {worker.leaving}" if worker.leaving else "the job is done")
+    elif job.fingerprint is not None and job.fingerprint != fingerprint:
+        refuse_worker(job, worker, job.fingerprint)
+    else:
+        worker.phase, worker.ready_s = WorkerPhase.READY, now_s
+        resend_offers(job, worker)
+
+
+def _broke(job: ElasticJob, worker: WorkerRecord, message: Broken, now_s: float) -> None:
+    """Notes broken connections, unless the worker was sent a later view that replaces them."""
+    views, breaks = job.views, job.breaks
+    breaks.committed(message.round)
+    generation = message.generation
+    if (
+        worker.phase is not WorkerPhase.MEMBER
+        or views.base is None
+        or generation < max(views.base.generation, worker.since)
+    ):
+        return
+    if not worker.has_state and worker not in views.base_team:
+        if message.round < 0:
+            worker.phase = WorkerPhase.READY
+            return
+        worker.has_state = True  # it caught up or received the state before it lost the others
+    report = ConnectionFailure(generation, now_s + job.policy.break_patience_s)
+    breaks.reported(worker.uid, report, message.reason)
+
+
+def replay_messages(
+    job: ElasticJob, worker: WorkerRecord, messages: Sequence[FromWorker], is_known: bool, now_s: float
+) -> None:
+    """Handles the messages that a worker sent while its machine was out of reach; some may be known already."""
+    is_in = any(isinstance(message, Installed) for message in messages)
+    for message in messages:
+        if isinstance(message, Ready) and is_known and is_in:
+            continue  # already known; it does not mean that the worker has lost its state
+        handle_message(job, worker, message, now_s)

@@ -1,9 +1,4 @@
-"""The facts about an elastic job, and the orders that are being put together.
-
-The settings of an elastic job's coordinator.
-
-Reports of connections that broke: when they call for a forced view, and when there were too many of them.
-"""
+"""The state of an elastic job at its coordinator: settings, facts, and the orders under preparation."""
 
 from __future__ import annotations
 
@@ -26,24 +21,24 @@ from paceline.train.elastic.protocol import (
 
 @dataclass(frozen=True)
 class CoordinatorPolicy:
-    """The numbers by which the coordinator decides; the defaults suit everything but tests.
+    """The coordinator's settings; the defaults suit everything but tests. All times are in seconds.
 
     Attributes:
-        min_workers: with fewer, the members finish their batch and wait.
-        max_machines: further machines wait for a place.
-        start_patience_s: how long the first view waits for all workers, once the first is ready and `min_workers` are.
-        gather_s: how long a worker that is ready waits for others that may come at the same time.
-        break_patience_s: how long a report of broken connections waits for the report of the death that explains it.
-        most_breaks: the job ends after so many breaks in a row without a death and without a round committed...
-        breaks_within_s: ... within so many seconds.
-        hope_s: how long the last workers of a view are given to say whether they hold the state, when all that are
-            known to hold it are dead.
-        quorum_timeout_s: how long a coordinator that is cut off from too many members waits for them.
-        join_timeout_s: how long the job waits for `min_workers`.
-        return_patience_s: how long after it was heard of last the workers of a machine that cannot be reached are left
-            out, unless workers report before that their connections broke.
-        quiet_s: how long after the job began the first view waits for the news that another job runs already.
-        follow_patience_s: how long a new coordinator gives machines to follow it, before it leaves their workers out.
+        min_workers: The number of members below which they finish their batch and wait.
+        max_machines: The number of machines that take part at once; further ones stand by.
+        start_patience_s: The time for which the first view waits for all workers once `min_workers` are ready.
+        gather_s: The time for which a ready worker waits for others that may become ready with it.
+        break_patience_s: The time for which a report of broken connections waits for the death that explains it.
+        most_breaks: The number of consecutive breaks without a death or a committed round after which the job ends, if
+            they occur within `breaks_within_s`.
+        breaks_within_s: The period over which `most_breaks` counts.
+        hope_s: The time for which newcomers may report whether they hold the state, when all known holders are dead.
+        quorum_timeout_s: The time for which a coordinator that lacks a quorum waits for one.
+        join_timeout_s: The time for which the job waits for `min_workers`.
+        return_patience_s: The time since the last contact after which workers of an unreachable machine are left out,
+            unless workers report broken connections earlier.
+        quiet_s: The time for which the first view waits for news of another running job.
+        follow_patience_s: The time for which a new coordinator waits for machines before it leaves their workers out.
     """
 
     min_workers: int = 1
@@ -63,7 +58,7 @@ class CoordinatorPolicy:
 
 @dataclass(frozen=True)
 class ConnectionFailure:
-    """A report that waits for a forced view."""
+    """A worker's report of broken connections, which becomes a forced view at `due_s`."""
 
     generation: int
     due_s: float
@@ -71,60 +66,66 @@ class ConnectionFailure:
 
 @dataclass
 class ConnectionFailures:
-    """The reports that no view has answered yet, and the views that were forced for no other cause."""
+    """The unanswered reports of broken connections, and the forced views that had no other cause."""
 
     waiting: dict[str, ConnectionFailure] = field(default_factory=dict)  # by reporter
     reasons: dict[str, str] = field(default_factory=dict)
     round: int = -1
     _forced_s: list[float] = field(default_factory=list)  # since a round was committed
 
-    def went_on(self, round_: int) -> None:
-        """Takes the number of rounds that a worker has committed."""
+    def committed(self, round_: int) -> None:
+        """Notes the number of rounds that a worker has committed."""
         if round_ > self.round:
             self.round = round_
             self._forced_s.clear()
             self.reasons.clear()
 
     def reported(self, uid: str, what: ConnectionFailure, reason: str) -> None:
-        """Takes a report; a second one of the same worker does not begin the wait anew."""
+        """Adds a report. A second report of the same worker does not restart the wait."""
         self.reasons[uid] = reason
         due_s = min(what.due_s, self.waiting.get(uid, what).due_s)
         self.waiting[uid] = ConnectionFailure(what.generation, due_s)
 
     def answered(self) -> None:
-        """Forgets the reporters, since a forced view was given."""
+        """Discards the reports, since a forced view was issued."""
         self.waiting.clear()
 
     def are_too_many(self, policy: CoordinatorPolicy, now_s: float) -> bool:
         """Counts one more view that was forced without a death; returns whether the job should give up."""
-        self._forced_s = [each for each in self._forced_s if now_s - each < policy.breaks_within_s] + [now_s]
+        self._forced_s = [forced_s for forced_s in self._forced_s if now_s - forced_s < policy.breaks_within_s] + [
+            now_s
+        ]
         return len(self._forced_s) > policy.most_breaks
 
 
 @dataclass
 class ElasticJob:
-    """What is known of a job.
+    """The facts about a job, and the orders under preparation.
 
     Attributes:
-        began_s: when it began.
-        over: how it ended.
-        fingerprint: of the first view's members, and thus of all.
-        finished: the workers that have finished.
-        ending_s: since when there are any.
-        leaving_s: since when all members have been asked to leave.
-        few_s: since when there are fewer members than the job needs.
-        held: for whom everybody waits, and why.
-        held_s: since when.
-        due_s: when the facts have to be looked at again, if nothing happens.
-        orders: what is to be done.
-        is_shared: other launchers may have to coordinate the job when this one is lost.
-        withheld: who is told the latest view once enough launchers know of it; None if it was told.
-        lacks_quorum: the job waits for members without whom it may not go on.
-        transfers: of receivers that another coordinator has known, and that have not been heard of yet.
-        transfer_offers: by transfer, what its senders have said.
-        identity: tells this job from all others.
-        quiet_until_s: no first view is given before.
-        must_move: the members are to meet in another store, since the one of the latest view is about to end.
+        policy: The settings.
+        began_s: The time at which the job began.
+        roster: The records of machines and workers.
+        views: The views that were issued.
+        breaks: The reports of broken connections.
+        over: The order with which the job ended, or None.
+        fingerprint: The fingerprint of all members, or None before the first view.
+        finished: The workers whose training loop has completed.
+        ending_s: The time at which the first of them finished, or None.
+        leaving_s: The time since which all members have been asked to leave, or None.
+        few_s: The time since which there have been too few members, or None.
+        held: The message that names the workers for which the job waits, or None.
+        held_s: The time at which that wait began.
+        due_s: The times at which the facts must be evaluated again if no event arrives.
+        orders: The orders under preparation.
+        is_shared: Whether other launchers may have to take over as coordinator.
+        withheld: The recipients of the latest view, which is sent once enough launchers hold it, or None after that.
+        lacks_quorum: Whether the job waits for members without which it must not continue.
+        transfers: The transfers, by receiver, that another coordinator began and whose receivers have not reported yet.
+        transfer_offers: The senders' replies, by transfer and sender.
+        must_move: Whether the members must meet in another store, since that of the latest view is about to end.
+        identity: An identifier that distinguishes this job from all others.
+        quiet_until_s: The time before which no first view is issued.
     """
 
     policy: CoordinatorPolicy
@@ -150,54 +151,53 @@ class ElasticJob:
     must_move: bool = False
     identity: str = ""
     quiet_until_s: float = 0.0
-    _said: str = ""
+    _last_text: str = ""
 
     def say(self, text: str) -> None:
-        """Adds a sentence for the user, unless it was the last one too."""
-        if text != self._said:
-            self._said = text
+        """Adds a sentence for the user, unless it repeats the previous one."""
+        if text != self._last_text:
+            self._last_text = text
             self.orders.append(NotifyOrder(text))
 
     def tell(self, worker: WorkerRecord, message: ToWorker) -> None:
-        """Adds a message for a worker that can be reached."""
+        """Adds a message for a worker, if the worker is reachable."""
         if worker.lives and worker.machine.is_reachable:
             self.orders.append(SendOrder(worker.machine.name, worker.uid, message))
 
     def dismiss(self, worker: WorkerRecord, reason: str, code: int = 0) -> None:
-        """Tells a worker to end."""
-        worker.place = WorkerPhase.DISMISSED
+        """Orders a worker to end."""
+        worker.phase = WorkerPhase.DISMISSED
         self.tell(worker, Dismissed(reason, code))
 
     def give(self, members: Sequence[WorkerRecord], *, is_planned: bool) -> None:
-        """Makes the next view, and tells it to its members and to those whom it leaves out."""
+        """Issues the next view, and sends it to its members and to the workers that it leaves out."""
         outside = (
-            [each for each in self.roster.workers.values() if each.place is WorkerPhase.OUTSIDE]
+            [worker for worker in self.roster.workers.values() if worker.phase is WorkerPhase.OUTSIDE]
             if self.is_shared
             else []
         )
-        told = {each.uid: each for each in [*members, *self.views.concerned, *outside]}
+        recipients = {worker.uid: worker for worker in [*members, *self.views.concerned, *outside]}
         must_wait = len(members) < self.policy.min_workers and self.ending_s is None
         self.views.give(members, is_planned=is_planned, must_wait=must_wait)
         if not is_planned:
             self.breaks.answered()
-        self.withheld = list(told.values())
+        self.withheld = list(recipients.values())
         self.release()
 
     def release(self) -> None:
-        """Tells the latest view, once no other coordinator can come to its office without knowing of it."""
+        """Sends the latest view once every possible next coordinator would hold it."""
         view = self.views.latest
-        if view is None or self.withheld is None or (self.is_shared and not self._may_tell()):
+        if view is None or self.withheld is None:
             return
-        told, self.withheld = self.withheld, None
-        for worker in told:
+        if self.is_shared and self.ending_s is None and not self.views.is_known():
+            return
+        recipients, self.withheld = self.withheld, None
+        for worker in recipients:
             self.tell(worker, view)
 
-    def _may_tell(self) -> bool:
-        return self.ending_s is not None or self.views.is_known()
-
     def remind(self, worker: WorkerRecord) -> None:
-        """Tells a worker what it may have missed."""
-        if worker.place is WorkerPhase.DISMISSED:
+        """Repeats the messages that a worker may have missed."""
+        if worker.phase is WorkerPhase.DISMISSED:
             self.tell(worker, Dismissed("the job does not need it any more"))
             return
         base, latest = self.views.base, self.views.latest
@@ -214,10 +214,10 @@ class ElasticJob:
             self.tell(worker, offer)
 
     def open_transfers(self) -> list[StateTransfer]:
-        """Returns the transfers of those that have not caught up with the others, as far as is known, oldest first."""
-        receivers = [each for each in self.roster.workers.values() if each.lives and not each.has_state]
-        found = [each.transfer for each in receivers if each.transfer is not None]
-        return sorted([*found, *self.transfers.values()], key=lambda each: each.number)
+        """Returns the transfers whose receivers have not caught up, as far as is known, oldest first."""
+        receivers = [worker for worker in self.roster.workers.values() if worker.lives and not worker.has_state]
+        found = [receiver.transfer for receiver in receivers if receiver.transfer is not None]
+        return sorted([*found, *self.transfers.values()], key=lambda transfer: transfer.number)
 
     def end(self, end: EndOrder) -> None:
         """Ends the job."""
@@ -225,5 +225,5 @@ class ElasticJob:
         self.orders.append(end)
 
     def can_grow(self) -> bool:
-        """Returns whether a worker may yet come: a machine's next, or a further machine."""
+        """Returns whether another worker may still join, as a replacement or from a further machine."""
         return self.roster.begun() < self.policy.max_machines or self.roster.can_grow()

@@ -1,18 +1,19 @@
-"""How launchers find a coordinator after they have lost the one that they followed.
+"""The election of a coordinator by launchers that have lost theirs.
 
-There is no ballot. A launcher *follows* one coordinator at a time: it passes on to its workers what this one says, and
-nothing that another does. One that has lost its coordinator looks for another, in the order of the machines' numbers;
-when it has come to itself, it *stands* for a while, so that others may follow it. Whoever follows reports all that it
-knows (`knowledge.py`). The candidate coordinates as soon as its followers are enough to go on without the rest, in
-every view of which any of them knows. It gives up its candidacy if that takes too long, and its followers look on.
+There is no ballot. A launcher *follows* one coordinator at a time: it passes that coordinator's messages on to its
+workers and ignores all others. A launcher that has lost its coordinator tries the machines in the order of their
+numbers. When it reaches its own number it *stands* as a candidate for a while, so that others may follow it. A follower
+sends all it holds about the job (`MachineReport`). The candidate becomes the coordinator as soon as its followers are a
+quorum in every view that any of them holds. It gives up its candidacy if that takes too long, and its followers search
+on.
 
-Why there are never two truths. A view is entered by all its members or does not count, and it is passed on to them only
-after launchers with a quorum of each view before it know of it (`views.py`). A coordinator elsewhere, with a quorum of
-its own, has at least one of these launchers among its followers. That launcher either told it of the view, and so
-it needs a quorum of that view too; or it has followed the other before it heard of the view, which it does not pass on
-any more, and which therefore nobody can complete. Workers that are known to be dead do not count: whoever knows of a
-death also knows the views that the dead worker could have entered, as long as a launcher's end counts only for those
-that were connected to it until then and have read all that it sent.
+Why two coordinators never contradict each other. A view counts only if all its members enter it, and it is passed on to
+them only after launchers with a quorum of each earlier view hold it (`views.py`). A coordinator elsewhere, with a
+quorum of its own, has at least one of these launchers among its followers. Either that launcher has reported the view,
+so the coordinator needs a quorum of it too; or it followed the new coordinator before it received the view, which it
+then does not pass on, so the view cannot be completed. Dead workers do not count: whoever holds a death also holds the
+views that the dead worker could have entered, provided that a launcher's end counts only for those that were connected
+to it until then and have read all it sent.
 """
 
 from __future__ import annotations
@@ -23,30 +24,30 @@ from enum import Enum, auto
 
 from paceline.train.elastic.protocol import Installed, MachineReport, ReplicatedJobState, merge_job_states
 
-GATHER_S = 0.4  # a candidate with enough followers waits so long for those that may be on their way
-_STAND_S = 0.6  # a candidacy lasts so long, and at random up to twice that
+GATHER_S = 0.4  # time for which a candidate with enough followers waits for further ones
+_STAND_S = 0.6  # minimum time of a candidacy; the maximum, chosen at random, is twice that
 _PAUSE_S = 0.1
-ALONE_S = 2.0  # after which a launcher believes that all others have ended
-_PATIENCE_S = 1.0  # how long to wait for machines before this one in the order that have not lost the coordinator yet
+ALONE_S = 2.0  # time after which a launcher considers all others ended
+_PATIENCE_S = 1.0  # time for lower-numbered machines that have not noticed the loss yet
 
 
 class ContactResult(Enum):
-    """What came of trying to follow a machine's launcher."""
+    """The result of an attempt to follow a machine's launcher."""
 
-    FOLLOWED = auto()  # it coordinates, or stands; this launcher follows it now
-    ELSEWHERE = auto()  # it follows another
-    SEEKING = auto()  # it looks for a coordinator itself
-    ENDED = auto()  # nobody listens there, though the machine answers
-    SILENT = auto()  # no answer
+    FOLLOWED = auto()  # it coordinates or stands, and this launcher follows it now
+    ELSEWHERE = auto()  # it follows another coordinator
+    SEEKING = auto()  # it searches for a coordinator itself
+    ENDED = auto()  # the machine responds, but its launcher's port is closed
+    SILENT = auto()  # no response
 
 
 class ConnectionLoss(Enum):
-    """How the connection to a coordinator came to its end."""
+    """The way in which the connection to a coordinator ended."""
 
-    ENDED = auto()  # the other launcher has ended; all that it sent was read
-    RESET = auto()  # the other side knows nothing of the connection any more, though it was heard of just now
-    DROPPED = auto()  # the other launcher has said that it goes on without this one
-    SILENT = auto()  # nothing was heard for too long, or since this process was stopped
+    ENDED = auto()  # the other launcher has ended, and all its messages were read
+    RESET = auto()  # the peer no longer has the connection, although it was active just before
+    DROPPED = auto()  # the other launcher has announced that it continues without this one
+    SILENT = auto()  # no message arrived for too long, or since this process was stopped
 
 
 _GONE = {
@@ -59,7 +60,7 @@ _GONE = {
 
 @dataclass(frozen=True)
 class TryMachine:
-    """Connect to that machine; if it is this one, stand for `stand_s` seconds first."""
+    """Connect to that machine; if it is this one, stand as a candidate for `stand_s` seconds first."""
 
     number: int
     stand_s: float = 0.0
@@ -67,19 +68,19 @@ class TryMachine:
 
 @dataclass(frozen=True)
 class Pause:
-    """Wait."""
+    """Wait for `for_s` seconds."""
 
     for_s: float
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Nobody was found for too long."""
+    """Stop the search: no coordinator was found in time."""
 
 
 @dataclass(frozen=True)
 class JobDeserted:
-    """The job is over: nobody listens where its launchers did, or this machine has nothing more to do in it."""
+    """The job has ended: all its launchers have, or this machine's part in it is complete."""
 
 
 SearchStep = TryMachine | Pause | GiveUp | JobDeserted
@@ -87,13 +88,14 @@ SearchStep = TryMachine | Pause | GiveUp | JobDeserted
 
 @dataclass
 class CoordinatorSearch:
-    """Decides where one launcher looks for a coordinator; `chance` returns numbers between 0 and 1.
+    """The search of one launcher for a coordinator.
 
     Attributes:
-        me: its machine's number.
-        timeout_s: how long it looks.
-        is_seeking: whether it looks now.
-        answers: the latest of each machine.
+        me: The number of the launcher's machine.
+        timeout_s: The time after which it gives up, in seconds.
+        chance: A function that returns random numbers between 0 and 1.
+        is_seeking: Whether the search is in progress.
+        answers: The latest result of each machine.
     """
 
     me: int
@@ -101,43 +103,43 @@ class CoordinatorSearch:
     chance: Callable[[], float]
     is_seeking: bool = False
     answers: dict[int, ContactResult] = field(default_factory=dict)
-    _leader: int | None = None  # whom it has lost, as long as that one may be reached again
+    _leader: int | None = None  # the lost coordinator, as long as it may be reached again
     _loss: ConnectionLoss = ConnectionLoss.SILENT
     _since_s: float = 0.0
     _waits_until_s: float = 0.0
     _order: list[int | None] = field(default_factory=list)  # None stands for a pause
-    _is_turning: bool = False  # the coordinator has named another one, which was not tried in vain yet
-    _alone_s: float | None = None  # since when all others seem to have ended
+    _is_turning: bool = False  # the coordinator has named a successor, which has not been tried without success
+    _alone_s: float | None = None  # the time since which all others seem to have ended
 
     def lost(self, leader: int, loss: ConnectionLoss, now_s: float) -> None:
-        """The connection to a coordinator, or a candidate, is lost; the time runs since the last coordinator was."""
+        """Notes the loss of a coordinator or candidate. The timeout runs from the loss of the last coordinator."""
         if not self.is_seeking:
             self.is_seeking, self._since_s = True, now_s
             self._leader, self._loss = leader, loss
             self._begin([], now_s)
 
     def handed_over(self, to: int, now_s: float) -> None:
-        """The coordinator that was followed ends in good order, and machine `to` takes its place."""
+        """Notes that the coordinator ends in good order, and machine `to` takes over."""
         self.is_seeking, self._since_s, self._leader = True, now_s, None
         self._begin([to], now_s)
         self._is_turning = True
 
     def found(self) -> None:
-        """A coordinator was found."""
+        """Notes that a coordinator was found."""
         self.is_seeking = self._is_turning = False
 
     @property
     def has_lost(self) -> bool:
-        """Whether there is nobody to follow, as far as this launcher knows."""
+        """Whether this launcher knows of no coordinator to follow."""
         return self.is_seeking and not self._is_turning
 
     def next(self, peers: Sequence[int], now_s: float, *, is_done: bool = False) -> SearchStep:
-        """Returns what to do now.
+        """Returns the next step.
 
         Args:
-            peers: the numbers of the machines that may live.
-            now_s: the time.
-            is_done: this machine's workers have come to the end of the training, so the job is about to end.
+            peers: The numbers of the machines that may be alive.
+            now_s: The current time, in seconds.
+            is_done: Whether this machine's workers have completed the training, so that the job is about to end.
         """
         if now_s >= self._since_s + self.timeout_s:
             return GiveUp()
@@ -152,7 +154,7 @@ class CoordinatorSearch:
             return Pause(_PAUSE_S * (1 + self.chance()))
         if number != self.me:
             return TryMachine(number)
-        before = [self.answers[each] for each in self.answers if each < self.me]
+        before = [answer for number, answer in self.answers.items() if number < self.me]
         if now_s < self._waits_until_s and (ContactResult.ELSEWHERE in before or ContactResult.SEEKING in before):
             self._order = []
             return Pause(_PAUSE_S)
@@ -160,11 +162,12 @@ class CoordinatorSearch:
         return TryMachine(self.me, _STAND_S * (1 + self.chance()))
 
     def tried(self, number: int, answer: ContactResult, elsewhere: int | None = None) -> bool:
-        """Takes what came of a try, and whom the other one follows.
+        """Notes the result of an attempt, and the machine that the other launcher follows.
 
         Returns:
-            Whether this shows that the launcher of that machine has ended, after this one had read all that it sent:
-            its connection was closed in good order, and it cannot be reached; or it was reset, and nobody listens.
+            Whether this proves that the launcher of that machine ended after this one had read all it sent: its
+            connection was closed in good order and it is unreachable, or the connection was reset and its port is
+            closed.
         """
         self.answers[number] = answer
         is_new = elsewhere is not None and elsewhere not in (self.me, self._leader, number)
@@ -181,11 +184,11 @@ class CoordinatorSearch:
         self._waits_until_s = now_s + _PATIENCE_S
 
     def _is_alone(self, peers: Sequence[int], now_s: float, is_done: bool) -> bool:
-        """Returns whether nobody is left to be found.
+        """Returns whether no other launcher is left.
 
-        A machine that answers, and where nobody listens at the launcher's port any more, says that this launcher has
-        ended. That all have, for a while, happens when a job is over, or when all of them were killed: both ways
-        nobody will come back. A path that is cut gives no answer, and is no sign of anything.
+        A machine that responds with a closed launcher port has no launcher any more. If that holds for all machines for
+        a while, the job has ended or all launchers were killed; none will return in either case. A broken network path
+        gives no response, and proves nothing.
         """
         others = [number for number in peers if number != self.me]
         have_ended = bool(others) and all(self.answers.get(number) is ContactResult.ENDED for number in others)
@@ -201,11 +204,12 @@ class CoordinatorSearch:
 
 @dataclass
 class Candidacy:
-    """A launcher that stands: the reports of its followers, and whether they are enough.
+    """The candidacy of a launcher: its followers' reports, and whether they are enough.
 
     Attributes:
-        since_s: when it began.
-        reports: by machine.
+        since_s: The time at which it began.
+        until_s: The time at which it ends without enough followers.
+        reports: The followers' reports, by machine.
     """
 
     since_s: float
@@ -214,56 +218,56 @@ class Candidacy:
     _enough_s: float | None = None
 
     def follows(self, report: MachineReport, now_s: float) -> None:
-        """Takes a follower's report."""
+        """Adds a follower's report."""
         self.reports[report.number] = report
         self._count(now_s)
 
     def left(self, number: int, now_s: float) -> None:
-        """A follower is gone."""
+        """Removes a follower."""
         self.reports.pop(number, None)
         self._count(now_s)
 
     @property
     def deadline_s(self) -> float:
-        """When to ask again."""
+        """The time at which the candidacy must be evaluated again."""
         return self.until_s if self._enough_s is None else self._enough_s + GATHER_S
 
     @property
     def has_enough(self) -> bool:
-        """Whether the followers are enough to go on without the rest."""
+        """Whether the followers are enough to continue without the rest."""
         return self._enough_s is not None
 
     def is_elected(self, now_s: float) -> bool:
-        """Returns whether it coordinates from now on."""
+        """Returns whether the candidate coordinates from now on."""
         if self._enough_s is None:
             return False
         known = merge_reports(self.reports.values())
-        awaited = [each.number for each in known.peers if each.number not in known.ended]
+        awaited = [peer.number for peer in known.peers if peer.number not in known.ended]
         return now_s >= self._enough_s + GATHER_S or all(number in self.reports for number in awaited)
 
     def _count(self, now_s: float) -> None:
         known = merge_reports(self.reports.values())
-        here = [worker.uid for report in self.reports.values() for worker in report.workers]
-        if not known.views or not known.allows(here):
+        reached = [worker.uid for report in self.reports.values() for worker in report.workers]
+        if not known.views or not known.allows(reached):
             self._enough_s = None
         elif self._enough_s is None:
             self._enough_s = now_s
 
 
 def merge_reports(reports: Iterable[MachineReport]) -> ReplicatedJobState:
-    """Returns what several machines know together.
+    """Returns the job state that follows from the reports of several machines.
 
-    A worker says that it has entered a view after all its members have come to it, so one of them is enough to know
-    that none of those before it counts.
+    A worker reports that it has entered a view only after all its members have met, so a single report proves that no
+    earlier view counts.
     """
     known = list(reports)
-    dead = ReplicatedJobState(dead=tuple(uid for each in known for uid, _, _ in each.ended))
-    merged = merge_job_states([dead, *(each.knowledge for each in known)])
+    dead = ReplicatedJobState(dead=tuple(uid for report in known for uid, _, _ in report.ended))
+    merged = merge_job_states([dead, *(report.knowledge for report in known)])
     entered = {
         message.generation
         for report in known
         for worker in report.workers
-        for message in worker.said
+        for message in worker.messages
         if isinstance(message, Installed)
     }
     complete = max([merged.complete, *(view.generation for view in merged.views if view.generation in entered)])

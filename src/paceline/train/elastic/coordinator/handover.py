@@ -1,15 +1,16 @@
-"""How a coordinator whose launcher is about to end passes its office on, before anybody has to miss it.
+"""The planned handover from a coordinator whose launcher is about to end to its successor.
 
-1. The workers of its own machine leave by a planned view. The members of this view and of all that follow meet in the
-   store of the successor's launcher. If no worker has to leave, a planned view of the same members does only that.
-2. When all have entered it, every machine is told what a coordinator has to know, and the successor is told that it is
-   its turn. From then on this coordinator decides nothing any more.
-3. The successor stands, as after a loss (`election.py`), and leaves this launcher. Then the others are told to follow.
+1. The workers of its own machine leave by a planned view. The members of this view and of all later ones meet in the
+   store of the successor's launcher. If no worker has to leave, a planned view with the same members only changes the
+   store.
+2. When all members have entered it, the job's state is replicated to every machine, and the successor is ordered to
+   stand. From then on this coordinator makes no decisions.
+3. The successor stands as after a loss (`election.py`), and disconnects from this launcher. Then the others are ordered
+   to follow it.
 
-The successor is the machine that would be elected anyhow: the one with the lowest number. It needs the same quorum as
-any candidate, so nothing depends on whether this goes well. Whoever is lost meanwhile, the others look on as always.
-
-How a job passes from one coordinator to another: what is told beforehand, and what is made of it.
+The successor is the machine that would be elected anyway: the one with the lowest number. It needs the same quorum as
+any candidate, so correctness does not depend on the handover. If the successor fails meanwhile, the others search as
+usual.
 """
 
 from __future__ import annotations
@@ -27,19 +28,23 @@ from paceline.train.elastic.protocol import (
     machine_of,
 )
 
+_STANDS_S = 1.0  # time for the successor to stand before the others are ordered to follow in any case
+_UNFIT_S = 10.0  # time for which a machine is passed over after members failed to reach its store
+_SETTLES_S = 5.0  # time for the members to settle after the last worker of this machine has ended
+
 
 def replication_orders(job: ElasticJob, home: int) -> CoordinatorOrders:
-    """Returns the orders that let every machine know what a coordinator after this one has to know.
+    """Returns the orders that replicate the job's state to every machine whose copy is outdated.
 
-    Before the first view there is nothing that could be lost.
+    Before the first view there is no state to lose.
     """
     if not job.views.since_complete or job.over is not None:
         return []
     knowledge = _knowledge(job, home)
     orders: CoordinatorOrders = []
     for machine in job.roster.machines.values():
-        if machine.is_reachable and machine.told != knowledge:
-            machine.told = knowledge
+        if machine.is_reachable and machine.replicated != knowledge:
+            machine.replicated = knowledge
             orders.append(ReplicateOrder(machine.name, knowledge))
     return orders
 
@@ -47,7 +52,7 @@ def replication_orders(job: ElasticJob, home: int) -> CoordinatorOrders:
 def _knowledge(job: ElasticJob, home: int) -> ReplicatedJobState:
     views, workers = job.views, job.roster.workers
     members = {uid for view in views.since_complete for uid in view.members}
-    machines = sorted(job.roster.machines.values(), key=lambda each: int(each.name))
+    machines = sorted(job.roster.machines.values(), key=lambda machine: int(machine.name))
     return ReplicatedJobState(
         term=views.term,
         coordinator=home,
@@ -55,15 +60,19 @@ def _knowledge(job: ElasticJob, home: int) -> ReplicatedJobState:
         complete=views.completed,
         views=tuple(views.since_complete),
         dead=tuple(sorted(uid for uid in members if not workers[uid].lives)),
-        ended=tuple(int(each.name) for each in machines if each.has_left and each.has_said_so),
-        peers=tuple(LauncherAddress(int(each.name), each.host, each.address) for each in machines if not each.has_left),
+        ended=tuple(int(machine.name) for machine in machines if machine.has_left and machine.has_announced_end),
+        peers=tuple(
+            LauncherAddress(int(machine.name), machine.host, machine.address)
+            for machine in machines
+            if not machine.has_left
+        ),
         transfers=tuple(job.open_transfers()),
         job=job.identity,
     )
 
 
 def resume(job: ElasticJob, known: ReplicatedJobState, now_s: float) -> None:
-    """Puts the job into the state that is known; the machines are yet to come back."""
+    """Restores the job from replicated state; the machines have yet to reconnect."""
     job.fingerprint, job.identity = known.fingerprint or None, known.job
     lost_s = now_s - job.policy.return_patience_s + job.policy.follow_patience_s
     for peer in known.peers:
@@ -78,13 +87,15 @@ def resume(job: ElasticJob, known: ReplicatedJobState, now_s: float) -> None:
     for number in known.ended:
         name = str(number)
         found = job.roster.machines.setdefault(name, _absent(name, f"machine {name}", lost_s))
-        found.replaces, found.has_left, found.has_said_so = False, True, True
+        found.replaces, found.has_left, found.has_announced_end = False, True, True
     job.views.resume(known.views, known.complete)
-    job.transfers = {each.receiver: each for each in known.transfers if not known.is_dead(each.receiver)}
+    job.transfers = {
+        transfer.receiver: transfer for transfer in known.transfers if not known.is_dead(transfer.receiver)
+    }
 
 
 def succession(known: ReplicatedJobState, home: int) -> str:
-    """Returns a sentence on who coordinates, and what became of the one before."""
+    """Returns a sentence that names the coordinator and the fate of the previous one."""
     if known.coordinator == home:
         return f"machine {home} coordinates again"
     state = "is gone" if known.coordinator in known.ended else "cannot be reached"
@@ -95,23 +106,18 @@ def _absent(name: str, host: str, lost_s: float, address: str = "") -> MachineRe
     return MachineRecord(name, host, 0, is_reachable=False, has_begun=True, lost_s=lost_s, address=address)
 
 
-_STANDS_S = 1.0  # how long the successor has to stand, before the others are told in any case
-_UNFIT_S = 10.0  # how long a machine is passed over whose store some members have not reached
-_SETTLES_S = 5.0  # how long the members have to come to rest, once the last worker here has ended
-
-
 @dataclass
 class CoordinatorHandover:
-    """The end of a coordinator's office.
+    """The handover of a coordinator that is about to end.
 
     Attributes:
-        home: the coordinator's machine.
-        store: where the members of its views have met.
-        successor: who is to coordinate next, if there is anybody.
-        unfit_s: until when machines are passed over.
-        empty_s: since when no worker runs on the coordinator's machine.
-        told_s: when the successor was told.
-        is_over: the others were told too.
+        home: The coordinator's machine.
+        store: The store in which the members of its views have met.
+        successor: The next coordinator's machine, or None if there is no candidate.
+        unfit_s: The time until which each machine is passed over, since members could not reach its store.
+        empty_s: The time since which no worker has run on the coordinator's machine.
+        ordered_s: The time at which the successor was ordered to stand.
+        is_over: Whether the others have been ordered to follow it.
     """
 
     home: MachineRecord
@@ -119,35 +125,37 @@ class CoordinatorHandover:
     successor: MachineRecord | None = None
     unfit_s: dict[MachineRecord, float] = field(default_factory=dict)
     empty_s: float | None = None
-    told_s: float | None = None
+    ordered_s: float | None = None
     is_over: bool = False
 
     @property
     def has_resigned(self) -> bool:
-        """Whether the coordinator decides nothing any more."""
-        return self.told_s is not None
+        """Whether the coordinator makes no more decisions."""
+        return self.ordered_s is not None
 
 
 def choose_successor(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) -> None:
-    """Chooses the successor, at whose machine the members of views to come meet.
+    """Chooses the successor, in whose store the members of future views meet.
 
-    A broken network may keep some of them from its store, though all reach this coordinator.
+    A partitioned network may cut some members off from its store although all of them reach this coordinator.
     """
     views, before, unfit_s = job.views, retirement.successor, retirement.unfit_s
     if before is not None and job.breaks.waiting and views.is_on_its_way_to(before.store):
         unfit_s[before] = now_s + _UNFIT_S
-    able = [each for each in job.roster.machines.values() if each is not retirement.home and _may_succeed(each)]
-    fit = [each for each in able if now_s >= unfit_s.get(each, now_s)]
+    able = [
+        machine for machine in job.roster.machines.values() if machine is not retirement.home and _may_succeed(machine)
+    ]
+    fit = [machine for machine in able if now_s >= unfit_s.get(machine, now_s)]
     if able and not fit:
-        job.due_s.append(min(unfit_s[each] for each in able))
-    retirement.successor = min(fit, key=lambda each: (not each.slots, int(each.name)), default=None)
+        job.due_s.append(min(unfit_s[machine] for machine in able))
+    retirement.successor = min(fit, key=lambda machine: (not machine.slots, int(machine.name)), default=None)
     job.views.store = retirement.store if retirement.successor is None else retirement.successor.store
     job.must_move = retirement.successor is not None and not _has_workers(job, retirement.home)
 
 
 def may_hand_over(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) -> bool:
-    """Returns whether the time has come to tell the successor."""
-    stays = any(each.trains and each.leaving is None for each in job.views.team)
+    """Returns whether the successor can be ordered to stand now."""
+    stays = any(worker.trains and worker.leaving is None for worker in job.views.team)
     is_needed = job.over is None and job.ending_s is None and stays
     if not is_needed or retirement.successor is None or _has_workers(job, retirement.home):
         retirement.empty_s = None
@@ -164,30 +172,32 @@ def may_hand_over(job: ElasticJob, retirement: CoordinatorHandover, now_s: float
 
 
 def tell_successor(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) -> None:
-    """Tells the successor; this machine counts as one that has ended from now on."""
+    """Orders the successor to stand; from now on this machine counts as ended."""
     successor, home = retirement.successor, retirement.home
     assert successor is not None
-    home.has_left = home.has_said_so = True
-    retirement.told_s = now_s
+    home.has_left = home.has_announced_end = True
+    retirement.ordered_s = now_s
     job.orders.append(HandoverOrder(successor.name, int(successor.name)))
 
 
 def tell_others(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) -> CoordinatorOrders | None:
-    """Returns the orders that end the office, when the successor stands; None if that is still to be waited for."""
+    """Returns the orders that complete the handover once the successor stands, or None before."""
     successor = retirement.successor
     assert successor is not None
-    stands = not successor.is_reachable or successor.has_left  # it has left this launcher for itself, or was lost
+    stands = not successor.is_reachable or successor.has_left  # it disconnected in order to stand, or was lost
     if retirement.is_over or not (stands or now_s >= deadline_s(retirement)):
         return None
     retirement.is_over = True
-    told = [each for each in job.roster.machines.values() if each.is_reachable and each is not retirement.home]
-    return [HandoverOrder(each.name, int(successor.name)) for each in [*told, retirement.home]]
+    others = [
+        machine for machine in job.roster.machines.values() if machine.is_reachable and machine is not retirement.home
+    ]
+    return [HandoverOrder(machine.name, int(successor.name)) for machine in [*others, retirement.home]]
 
 
 def deadline_s(retirement: CoordinatorHandover) -> float:
-    """Returns when the others are told in any case."""
-    assert retirement.told_s is not None
-    return retirement.told_s + _STANDS_S
+    """Returns the time at which the others are ordered to follow in any case."""
+    assert retirement.ordered_s is not None
+    return retirement.ordered_s + _STANDS_S
 
 
 def _may_succeed(machine: MachineRecord) -> bool:
@@ -195,11 +205,11 @@ def _may_succeed(machine: MachineRecord) -> bool:
 
 
 def _has_workers(job: ElasticJob, machine: MachineRecord) -> bool:
-    return any(each.lives and each.machine is machine for each in job.roster.workers.values())
+    return any(worker.lives and worker.machine is machine for worker in job.roster.workers.values())
 
 
 def _has_settled(job: ElasticJob) -> bool:
-    """Whether another coordinator would have nothing to do at once."""
+    """Returns whether another coordinator would have nothing to do at once."""
     views = job.views
-    is_told = views.is_complete and job.withheld is None and not job.breaks.waiting
-    return is_told and views.latest is not None and views.latest.store == views.store
+    is_settled = views.is_complete and job.withheld is None and not job.breaks.waiting
+    return is_settled and views.latest is not None and views.latest.store == views.store

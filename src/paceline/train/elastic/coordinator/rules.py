@@ -1,16 +1,12 @@
-"""Forced views: when the members of a view cannot go on together, and who goes on instead.
+"""The rules by which a coordinator decides: end, first view, forced views, state transfers and planned views.
 
-How an elastic job ends.
+Each rule is a function of the job's facts that adds orders; `Coordinator._step` applies them in the sequence given in
+`coordinator.py`.
 
-Lessons: how a worker that comes late learns the state while the others train, before it is in any view.
-
-A transfer has a number, which is larger than that of any view before, and senders. All members are told of it, and the
-senders among them take a snapshot at the beginning of the batch after all have heard of it, so that all have the same.
-What a receiver makes of it is its own affair: it says when it has caught up, or asks again when all its senders are gone.
-
-Planned views: workers come and go without anybody being disturbed.
-
-How an elastic job begins: its machines, and its first view.
+A *transfer* gives the state to a worker that joins while the others train. It has senders, and a number larger than
+that of any earlier view. It is sent to all members; the senders among them take a snapshot at the beginning of the
+first batch after all members have received it, so that all snapshots are equal. The receiver reports when it has caught
+up, or asks again when all its senders have failed.
 """
 
 from __future__ import annotations
@@ -32,9 +28,12 @@ from paceline.train.elastic.protocol import (
     WaitNotice,
 )
 
+SENDERS_OF_A_TRANSFER = 2
+_REMEMBERED = 16  # transfers
+
 
 def finish_job(job: ElasticJob, now_s: float) -> None:
-    """Ends the job when a worker has finished, and all others of which that is expected."""
+    """Ends the job after a worker has finished and all workers that must end first have ended."""
     finished = job.finished
     if not finished:
         return
@@ -44,12 +43,12 @@ def finish_job(job: ElasticJob, now_s: float) -> None:
             machine.replaces = False
             job.orders.append(CloseSlotsOrder(machine.name, "the job is done"))
     missing = _waits_for(job, finished)
-    for each in job.roster.workers.values():
-        if each.lives and each.place in (WorkerPhase.READY, WorkerPhase.MEMBER) and each not in missing:
-            job.dismiss(each, "the job is done")
-    if any(each.is_here for each in missing):
+    for worker in job.roster.workers.values():
+        if worker.lives and worker.phase in (WorkerPhase.READY, WorkerPhase.MEMBER) and worker not in missing:
+            job.dismiss(worker, "the job is done")
+    if any(member.is_here for member in missing):
         return
-    is_safe = any(not each.lives and each.exit_code == 0 for each in finished)
+    is_safe = any(not member.lives and member.exit_code == 0 for member in finished)
     until_s = job.ending_s + (job.policy.hope_s if is_safe else job.policy.quorum_timeout_s)
     if missing and now_s < until_s:
         job.due_s.append(until_s)
@@ -58,49 +57,47 @@ def finish_job(job: ElasticJob, now_s: float) -> None:
 
 
 def _waits_for(job: ElasticJob, finished: list[WorkerRecord]) -> list[WorkerRecord]:
-    """Returns who has to end before the job does, once a member has finished.
+    """Returns the workers that must end before the job does, once a member has finished.
 
-    These are the workers that have finished, whose script may go on after its loop, and those that were with one of
-    them in its last view: they have the final state, since it could not have finished without them.
+    These are the workers that have finished, whose scripts may continue after the loop, and the members of their last
+    views: they have the final state, since the finished worker could not have completed without them.
     """
-    with_them = {uid for each in finished for uid in job.views.members_of(each.installed)}
+    with_them = {uid for worker in finished for uid in job.views.members_of(worker.installed)}
     members = [
-        each for each in job.roster.workers.values() if each.place is WorkerPhase.MEMBER and each.uid in with_them
+        worker
+        for worker in job.roster.workers.values()
+        if worker.phase is WorkerPhase.MEMBER and worker.uid in with_them
     ]
-    return [each for each in {id(each): each for each in [*finished, *members]}.values() if each.lives]
+    return [worker for worker in {worker.uid: worker for worker in [*finished, *members]}.values() if worker.lives]
 
 
 def _exit_of(finished: list[WorkerRecord]) -> EndOrder:
-    """Returns how the job ends, after all that have finished have ended.
+    """Returns the order that ends the job, after all finished workers have ended.
 
-    A worker that was killed after its loop is no harm as long as another came to its end: all have the same state.
+    A worker may be killed after its loop without harm if another completed, since all have the same state.
     """
-    for each in finished:
-        if each.exit_code > 0:
-            return EndOrder(each.exit_code, f"After its last round, {each.absence}.")
-    if all(not each.lives and each.exit_code < 0 for each in finished):
+    for worker in finished:
+        if worker.exit_code > 0:
+            return EndOrder(worker.exit_code, f"After its last round, {worker.absence}.")
+    if all(not member.lives and member.exit_code < 0 for member in finished):
         return EndOrder(1, f"After the last round, {finished[0].absence}, and no other worker came to its end.")
     return EndOrder(0)
 
 
 def has_closed(job: ElasticJob) -> bool:
-    """Returns whether all members were asked to leave and dismissed, and ends the job after the last of them."""
+    """Returns whether all members were asked to leave and dismissed; ends the job after the last of them."""
     members = job.views.concerned
-    if not members or any(each.place is not WorkerPhase.DISMISSED for each in members):
+    if not members or any(worker.phase is not WorkerPhase.DISMISSED for worker in members):
         return False
-    if not any(each.is_here for each in members):
+    if not any(worker.is_here for worker in members):
         job.end(
             EndOrder(1, "All workers were asked to leave before the last round, and nobody was left to hand over to.")
         )
     return True
 
 
-SENDERS_OF_A_TRANSFER = 2  # of a transfer
-_REMEMBERED = 16  # transfers
-
-
 def start_transfers(job: ElasticJob) -> None:
-    """Begins the transfers of those who are ready to learn, when all members train."""
+    """Begins the transfers to ready workers that can catch up, while all members train."""
     views = job.views
     if views.latest is None or views.latest.must_wait:
         return
@@ -110,20 +107,22 @@ def start_transfers(job: ElasticJob) -> None:
 
 
 def admissible_workers(job: ElasticJob) -> list[WorkerRecord]:
-    """Returns those who may come in by a planned view.
+    """Returns the ready workers that may join by a planned view.
 
-    A receiver that has not caught up may if nobody trains meanwhile, since the members wait for more, or all leave.
+    A receiver that has not caught up may join if training is paused anyway, since the members wait for more workers or
+    all of them leave.
     """
     views = job.views
     is_idle = views.latest is not None and views.latest.must_wait
-    is_idle = is_idle or all(each.leaving is not None for each in views.team)
-    return [each for each in job.roster.ready() if is_idle or each.has_caught_up or not each.learns]
+    is_idle = is_idle or all(worker.leaving is not None for worker in views.team)
+    return [worker for worker in job.roster.ready() if is_idle or worker.has_caught_up or not worker.learns]
 
 
 def offer_transfer(job: ElasticJob, sender: WorkerRecord, message: TransferReady) -> None:
-    """Tells the receiver of a sender; if none can, the others will have to wait while it gets the state."""
-    said = job.transfer_offers.setdefault(message.transfer, {})
-    said[sender.uid] = message
+    """Passes a sender's offer to the receiver. Without any offer, the others will wait while the receiver gets the
+    state.
+    """
+    job.transfer_offers.setdefault(message.transfer, {})[sender.uid] = message
     while len(job.transfer_offers) > _REMEMBERED:
         del job.transfer_offers[min(job.transfer_offers)]
     for receiver in job.roster.ready():
@@ -132,21 +131,21 @@ def offer_transfer(job: ElasticJob, sender: WorkerRecord, message: TransferReady
 
 
 def admit_caught_up(job: ElasticJob, worker: WorkerRecord, now_s: float) -> None:
-    """Lets a receiver that has caught up come in, also one that a view left out, and that has gone on learning since."""
+    """Makes a receiver that has caught up ready, including one that a view left out and that continued to catch up."""
     worker.has_caught_up = worker.learns
-    if worker.place is WorkerPhase.OUTSIDE and worker.learns:
+    if worker.phase is WorkerPhase.OUTSIDE and worker.learns:
         if worker.leaving is not None or job.ending_s is not None:
             job.dismiss(worker, f"asked to end: {worker.leaving}" if worker.leaving else "the job is done")
         else:
-            worker.place, worker.ready_s = WorkerPhase.READY, now_s
+            worker.phase, worker.ready_s = WorkerPhase.READY, now_s
 
 
 def reset_transfer(job: ElasticJob, worker: WorkerRecord, message: Ready) -> None:
-    """Forgets the transfer of a worker that asks to take part, unless it has only said again what it said before.
+    """Discards the transfer of a worker that requests to join, unless the request merely repeats an earlier one.
 
-    A transfer that another coordinator has begun goes on.
+    A transfer that another coordinator began continues.
     """
-    if worker.place not in (WorkerPhase.OUTSIDE, WorkerPhase.READY):
+    if worker.phase not in (WorkerPhase.OUTSIDE, WorkerPhase.READY):
         return
     worker.learns = message.learns
     known = job.transfers.pop(worker.uid, worker.transfer)
@@ -157,7 +156,7 @@ def reset_transfer(job: ElasticJob, worker: WorkerRecord, message: Ready) -> Non
 
 
 def resend_offers(job: ElasticJob, receiver: WorkerRecord) -> None:
-    """Tells a receiver of the senders that were heard of before itself."""
+    """Sends a receiver the offers that arrived before its own request."""
     if (transfer := receiver.transfer) is not None:
         for uid, message in job.transfer_offers.get(transfer.number, {}).items():
             _offer(job, receiver, transfer, uid, message)
@@ -177,37 +176,39 @@ def _offer(
 
 
 def _may_be_given(job: ElasticJob, receiver: WorkerRecord) -> bool:
-    """Whether the receiver has a transfer, which it may complete; when senders have offered it, it knows that itself."""
+    """Returns whether the receiver has a transfer that may still complete. After an offer, the receiver itself detects
+    a loss.
+    """
     if receiver.transfer is None:
         return False
     senders = [job.roster.workers.get(uid) for uid in receiver.transfer.senders if uid not in receiver.refusals]
-    return bool(receiver.offers) or any(each is not None and each.trains for each in senders)
+    return bool(receiver.offers) or any(worker is not None and worker.trains for worker in senders)
 
 
 def _begin(job: ElasticJob, receiver: WorkerRecord) -> None:
-    """Chooses senders, those on the receiver's own machine first, and tells all members."""
-    able = [each for each in job.views.team if each.trains and each.has_state and each.leaving is None]
-    able.sort(key=lambda each: (each.machine is not receiver.machine, each.uid))
+    """Chooses the senders, preferring the receiver's own machine, and announces the transfer to all members."""
+    able = [worker for worker in job.views.team if worker.trains and worker.has_state and worker.leaving is None]
+    able.sort(key=lambda member: (member.machine is not receiver.machine, member.uid))
     if not able:
         return
     chosen = able[:SENDERS_OF_A_TRANSFER]
-    transfer = StateTransfer(job.views.next_number(), receiver.uid, tuple(each.uid for each in chosen))
+    transfer = StateTransfer(job.views.next_number(), receiver.uid, tuple(member.uid for member in chosen))
     receiver.transfer, receiver.refusals, receiver.offers = transfer, set(), []
     for member in job.views.team:
         job.tell(member, transfer)
 
 
 def change_membership(job: ElasticJob, now_s: float) -> bool:
-    """Lets workers in and out once everybody has entered the latest view; returns whether it did.
+    """Adds and removes workers once all members have entered the latest view; returns whether it did.
 
-    Those who were asked to end stay until somebody else holds the state.
+    Workers that were asked to end stay until others hold the state.
     """
     views = job.views
     if views.latest is None or not views.is_complete or job.breaks.waiting:
         return False
-    if any(each.lives and not each.machine.is_reachable for each in views.team):
-        return False  # they are to come back first, or to be left out
-    leavers = [each for each in views.team if each.leaving is not None]
+    if any(worker.lives and not worker.machine.is_reachable for worker in views.team):
+        return False  # wait until they reconnect or are left out
+    leavers = [worker for worker in views.team if worker.leaving is not None]
     ready = admissible_workers(job)
     if _are_too_few(job, views.latest, now_s):
         return True
@@ -216,20 +217,20 @@ def change_membership(job: ElasticJob, now_s: float) -> bool:
         return False
     if not ready and len(leavers) == len(views.team):
         return _dismiss_last(job, leavers, now_s)
-    is_urgent = leavers or moves or any(each.has_caught_up for each in ready)
+    is_urgent = leavers or moves or any(worker.has_caught_up for worker in ready)
     due_s = now_s if is_urgent else ready[0].ready_s + job.policy.gather_s
     if now_s < due_s:
         job.due_s.append(due_s)
         return False
     if not views.is_allowed():
         return False
-    staying = [each for each in views.team if each.leaving is None] or views.team
+    staying = [worker for worker in views.team if worker.leaving is None] or views.team
     job.give([*staying, *ready], is_planned=True)
     return True
 
 
 def _dismiss_last(job: ElasticJob, leavers: list[WorkerRecord], now_s: float) -> bool:
-    """Lets the last members go; if others are about to come, not before they were given some time."""
+    """Dismisses the last members, after a grace period if other workers may still join."""
     if job.leaving_s is None:
         job.leaving_s = now_s
     due_s = job.leaving_s + job.policy.start_patience_s
@@ -242,7 +243,7 @@ def _dismiss_last(job: ElasticJob, leavers: list[WorkerRecord], now_s: float) ->
 
 
 def _are_too_few(job: ElasticJob, latest: View, now_s: float) -> bool:
-    """Says that workers are missing; returns True, after ending the job, when they have been for too long."""
+    """Reports that workers are missing; returns True, after ending the job, if they have been missing for too long."""
     if not latest.must_wait:
         job.few_s = None
         return False
@@ -260,18 +261,18 @@ def _are_too_few(job: ElasticJob, latest: View, now_s: float) -> bool:
 
 
 def begin_machines(job: ElasticJob) -> None:
-    """Lets machines start their workers, as many as have a place."""
+    """Orders machines to start their workers, up to `max_machines`."""
     for machine in job.roster.machines.values():
-        waits = not machine.has_begun and machine.named is None and machine.is_reachable and machine.slots
+        waits = not machine.has_begun and machine.listed is None and machine.is_reachable and machine.slots
         if waits and job.ending_s is None and job.roster.begun() < job.policy.max_machines:
             machine.has_begun = True
             job.orders.append(StartOrder(machine.name))
 
 
 def give_first_view(job: ElasticJob, now_s: float) -> bool:
-    """Gives the first view once enough workers are ready; returns whether it did anything.
+    """Issues the first view once enough workers are ready; returns whether it had any effect.
 
-    When all that the machines keep running are ready, nobody else is waited for.
+    If all workers that the machines keep running are ready, it waits for no others.
     """
     policy, ready = job.policy, job.roster.ready()
     if len(ready) >= policy.min_workers:
@@ -284,28 +285,28 @@ def give_first_view(job: ElasticJob, now_s: float) -> bool:
         return False
     until_s = job.began_s + policy.join_timeout_s
     job.due_s.append(until_s)
-    there = f"{len(ready)} of at least {policy.min_workers} workers are ready"
+    ready_count = f"{len(ready)} of at least {policy.min_workers} workers are ready"
     if now_s >= until_s:
-        job.end(EndOrder(1, f"{there} after {policy.join_timeout_s:.0f} s; look at the output of the others"))
+        job.end(EndOrder(1, f"{ready_count} after {policy.join_timeout_s:.0f} s; look at the output of the others"))
     elif job.roster.machines and not job.can_grow():
-        job.end(EndOrder(1, f"{there}, and no other will be started; look at the output of those that ended"))
+        job.end(EndOrder(1, f"{ready_count}, and no other will be started; look at the output of those that ended"))
     return job.over is not None
 
 
 def _start(job: ElasticJob, ready: list[WorkerRecord]) -> None:
-    counts = Counter(each.fingerprint for each in ready)
-    fingerprint = max(counts, key=lambda each: counts[each])  # of two that are as frequent, the one that came first
+    counts = Counter(newcomer.fingerprint for newcomer in ready)
+    fingerprint = max(counts, key=lambda text: counts[text])  # on a tie, the one that was ready first
     for worker in ready:
         if worker.fingerprint != fingerprint:
             refuse_worker(job, worker, fingerprint)
-    chosen = [each for each in ready if each.fingerprint == fingerprint]
+    chosen = [newcomer for newcomer in ready if newcomer.fingerprint == fingerprint]
     if len(chosen) >= job.policy.min_workers:
         job.fingerprint = fingerprint
         job.give(chosen, is_planned=False)
 
 
 def refuse_worker(job: ElasticJob, worker: WorkerRecord, expected: str) -> None:
-    """Turns away a worker whose results would have other bits; its machine would start others like it."""
+    """Dismisses a worker whose results would differ in bits, and stops replacements on its machine, which would too."""
     host = worker.machine.host
     reason = f"worker {worker.uid} on {host} has {worker.fingerprint!r}, and the job's members have {expected!r}"
     reason = f"{reason}: their results would differ in bits"
@@ -317,22 +318,22 @@ def refuse_worker(job: ElasticJob, worker: WorkerRecord, expected: str) -> None:
 
 
 def why_forced(job: ElasticJob, now_s: float) -> str | None:
-    """Returns why a forced view is needed, or None."""
+    """Returns the reason for a forced view, or None."""
     views = job.views
     if views.must_meet:
         return "not all members had entered the last view when its coordinator was lost"
-    for each in views.base_team:
-        if _may_come_back(job, each, now_s):
+    for worker in views.base_team:
+        if _may_come_back(job, worker, now_s):
             continue
-        if not each.trains and not each.has_finished and not (each.has_left_well and each not in views.team):
-            return each.absence
-    gone = [each for each in views.newcomers if not each.trains and not _may_come_back(job, each, now_s)]
+        if not worker.trains and not worker.has_finished and not (worker.has_left_well and worker not in views.team):
+            return worker.absence
+    gone = [member for member in views.newcomers if not member.trains and not _may_come_back(job, member, now_s)]
     if job.ending_s is None and gone:
         return gone[0].absence
     if views.latest is not None and not views.latest.is_planned:
-        for each in views.team:
-            if each.has_finished and each.installed < views.latest.generation:
-                return f"worker {each.uid} has finished"
+        for candidate in views.team:
+            if candidate.has_finished and candidate.installed < views.latest.generation:
+                return f"worker {candidate.uid} has finished"
     for uid, report in job.breaks.waiting.items():
         if now_s >= report.due_s or views.is_explained(report.generation):
             return f"worker {uid} reports: {job.breaks.reasons.get(uid, 'its connections broke')}"
@@ -341,9 +342,9 @@ def why_forced(job: ElasticJob, now_s: float) -> str | None:
 
 
 def _may_come_back(job: ElasticJob, worker: WorkerRecord, now_s: float) -> bool:
-    """Returns whether a worker's machine is only out of this launcher's reach, since it has not been so for long.
+    """Returns whether a worker's machine has been unreachable only for a short time.
 
-    The worker may train on meanwhile. If it does not, those that are connected to it report that soon.
+    The worker may be training on. If it is not, the workers connected to it soon report that.
     """
     if not worker.lives or worker.machine.is_reachable or job.breaks.waiting:
         return False
@@ -355,65 +356,65 @@ def _may_come_back(job: ElasticJob, worker: WorkerRecord, now_s: float) -> bool:
 
 
 def lacks_quorum(job: ElasticJob, now_s: float) -> bool:
-    """Waits for those without whom the latest view, which was not told yet, must not be; returns whether it does."""
+    """Waits for a quorum for the latest view, which has not been sent yet; returns whether it is missing."""
     if job.withheld is None or job.ending_s is not None or job.views.is_allowed():
         return False
     job.lacks_quorum = True
-    away = [each for each in job.views.undecided() if not each.is_here]
+    away = [worker for worker in job.views.undecided() if not worker.is_here]
     _must_end(job, away, "the others are too few to go on without them", now_s)
     return True
 
 
 def force_view(job: ElasticJob, why: str, now_s: float) -> bool:
-    """Gives a forced view, or says what it has to wait for; returns whether it did anything but wait.
+    """Issues a forced view, or reports what it waits for; returns whether it did more than wait.
 
-    After the last round no quorum is needed: nobody commits anything any more.
+    After the last round no quorum is required, since nothing is committed any more.
     """
     sources = job.views.sources()
     if not sources:
         return job.ending_s is None and _nobody_left(job, now_s)
     if job.ending_s is None and not job.views.is_allowed():
-        away = [each for each in job.views.concerned if each.may_return]
+        away = [worker for worker in job.views.concerned if worker.may_return]
         job.lacks_quorum = True
         return _must_end(job, away, "the others are too few to go on without them", now_s)
-    if all(each.trains for each in job.views.concerned) and job.breaks.are_too_many(job.policy, now_s):
+    if all(worker.trains for worker in job.views.concerned) and job.breaks.are_too_many(job.policy, now_s):
         reasons = "; ".join(f"worker {uid}: {reason}" for uid, reason in job.breaks.reasons.items())
         again = f"The workers' connections broke more than {job.policy.most_breaks} times without a round between"
         job.end(EndOrder(1, f"{again}, though all workers live. They report: {reasons}"))
         return True
     job.held = None
     job.say(f"{len(sources)} workers go on: {why}" if len(sources) > 1 else f"1 worker goes on: {why}")
-    job.give([each for each in sources if each.leaving is None] or sources, is_planned=False)
+    job.give([worker for worker in sources if worker.leaving is None] or sources, is_planned=False)
     return True
 
 
 def fence(job: ElasticJob) -> None:
-    """Has those killed that are stopped and hold nothing that anybody needs: no view that counts contains them."""
+    """Orders launchers to kill stopped workers that no valid view contains."""
     if job.withheld is not None or job.over is not None:
-        return  # a coordinator that does not know of the latest view may yet need them
+        return  # another coordinator that lacks the latest view may still need them
     for worker in job.roster.workers.values():
-        is_needless = worker.place is not WorkerPhase.MEMBER and not worker.has_finished
+        is_needless = worker.phase is not WorkerPhase.MEMBER and not worker.has_finished
         if worker.is_stopped and is_needless and not worker.is_fenced:
             worker.is_fenced = True
             job.orders.append(FenceStalledOrder(worker.machine.name, worker.uid))
 
 
 def _nobody_left(job: ElasticJob, now_s: float) -> bool:
-    """Looks for somebody who holds the state, or may: else the job begins again, or ends.
+    """Looks for a worker that holds, or may hold, the state; without one, the job begins again or ends.
 
-    Whoever is only stopped has lost nothing, and is waited for until it is continued or ends.
+    A worker that is only stopped has lost nothing, and is awaited until it is continued or ends.
     """
     members = job.views.concerned
-    if stopped := [each for each in members if each.may_return and each.is_stopped]:
+    if stopped := [worker for worker in members if worker.may_return and worker.is_stopped]:
         job.lacks_quorum = not job.views.is_allowed()
         _tell_whom_it_waits_for(
             job, stopped, "it is stopped, and nobody else holds the job's state; send it SIGCONT", now_s
         )
         return False
-    if away := [each for each in members if each.may_return]:
+    if away := [worker for worker in members if worker.may_return]:
         job.lacks_quorum = not job.views.is_allowed()
         return _must_end(job, away, "nobody else holds the job's state", now_s)
-    unsure = [each for each in job.views.newcomers if each.trains]
+    unsure = [worker for worker in job.views.newcomers if worker.trains]
     if unsure and _wait_for(job, unsure, "they may hold the job's state", now_s, job.policy.hope_s):
         return False
     if not job.views.may_have_begun():
@@ -422,31 +423,31 @@ def _nobody_left(job: ElasticJob, now_s: float) -> bool:
         job.breaks.answered()
         job.fingerprint = job.held = None
         return True
-    ends = "; ".join(each.absence for each in members if not each.is_here)
+    ends = "; ".join(worker.absence for worker in members if not worker.is_here)
     gone = f"The job's state is lost, since every worker that held it is gone: {ends}."
     job.end(EndOrder(1, f"{gone} Start again from a checkpoint."))
     return True
 
 
 def _must_end(job: ElasticJob, missing: list[WorkerRecord], why: str, now_s: float) -> bool:
-    """Waits for workers without whom the job cannot go on; ends it when they do not come back."""
+    """Waits for workers without which the job cannot continue; ends the job when they do not return in time."""
     timeout_s = job.policy.quorum_timeout_s
     if _wait_for(job, missing, why, now_s, timeout_s):
         return False
-    absences = "; ".join(each.absence for each in missing)
+    absences = "; ".join(worker.absence for worker in missing)
     job.end(EndOrder(1, f"Waited {timeout_s:.0f} s, because {why}: {absences}."))
     return True
 
 
 def _wait_for(job: ElasticJob, missing: list[WorkerRecord], why: str, now_s: float, timeout_s: float) -> bool:
-    """Says for whom the job waits, once; returns False when it has waited long enough."""
+    """Reports once which workers the job waits for; returns False when the time has passed."""
     _tell_whom_it_waits_for(job, missing, why, now_s)
     job.due_s.append(job.held_s + timeout_s)
     return now_s < job.held_s + timeout_s
 
 
 def _tell_whom_it_waits_for(job: ElasticJob, missing: list[WorkerRecord], why: str, now_s: float) -> None:
-    text = f"waiting for {', '.join(each.uid for each in missing)}: {why}"
+    text = f"waiting for {', '.join(member.uid for member in missing)}: {why}"
     if job.held is None:
         job.held_s = now_s
     if job.held != text:

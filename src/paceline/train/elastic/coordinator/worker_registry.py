@@ -1,4 +1,4 @@
-"""What the coordinator knows about each machine and each worker of an elastic job."""
+"""The coordinator's records of the machines and workers of an elastic job."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from paceline.train.elastic.protocol import ReplicatedJobState, StateTransfer, T
 
 
 class WorkerPhase(Enum):
-    """Where a worker stands."""
+    """The phase of a worker's membership."""
 
-    OUTSIDE = auto()  # it runs; it has not asked to take part, or not again since a view left it out
-    READY = auto()  # it asks to take part
-    MEMBER = auto()  # a view that still counts contains it
-    DISMISSED = auto()  # it was told to end
+    OUTSIDE = auto()  # it runs but has not requested to join, or not since a view left it out
+    READY = auto()  # it has requested to join
+    MEMBER = auto()  # a valid view contains it
+    DISMISSED = auto()  # it was ordered to end
 
 
 @dataclass(eq=False)
@@ -22,15 +22,20 @@ class MachineRecord:
     """A machine whose launcher has joined the job.
 
     Attributes:
-        named: after its return, the workers that it has named so far.
-        lost_s: when it was heard of last, if it cannot be reached now.
-        address: where its launcher can be reached by others.
-        known: the latest view that its launcher knows of.
-        told: what it was told last in case that it has to coordinate.
-        has_left: its launcher has ended.
-        has_said_so: it said that it would, so that this is no mistake.
-        is_leaving: its launcher ends as soon as its workers have.
-        store: where the members of views meet if its launcher coordinates.
+        name: The machine's name, unique in the job.
+        host: The host name, for messages.
+        slots: The number of workers that the launcher keeps running.
+        has_begun: Whether the launcher has been ordered to start its workers.
+        replaces: Whether the launcher replaces workers that end.
+        listed: The workers reported so far after the machine reconnected, or None outside of such a report.
+        lost_s: The time of the last contact, if the machine is unreachable.
+        address: The address of the launcher for other launchers.
+        known: The generation of the latest view that the launcher has confirmed to hold.
+        replicated: The job state that was last replicated to the launcher.
+        has_left: Whether the launcher has ended.
+        has_announced_end: Whether the launcher announced its end, so that it is certain.
+        is_leaving: Whether the launcher ends as soon as its workers have.
+        store: The store in which members of views meet if this launcher coordinates.
     """
 
     name: str
@@ -39,40 +44,45 @@ class MachineRecord:
     is_reachable: bool = True
     has_begun: bool = False
     replaces: bool = True
-    named: set[str] | None = None
+    listed: set[str] | None = None
     lost_s: float = 0.0
     address: str = ""
     known: int = 0
-    told: ReplicatedJobState | None = None
+    replicated: ReplicatedJobState | None = None
     has_left: bool = False
-    has_said_so: bool = False
+    has_announced_end: bool = False
     is_leaving: bool = False
     store: str = ""
 
 
 @dataclass(eq=False)
 class WorkerRecord:
-    """A worker's process.
+    """A worker process.
 
     Attributes:
-        learns: it can catch up while others train, see `transfers.py`.
-        has_caught_up: it has caught up.
-        transfer: the transfer that it is given.
-        refusals: the senders that cannot give that.
-        offers: what it was told of the others.
-        since: the first view that contains it, since it was ready last.
-        installed: the latest view that it has entered.
-        has_state: it has entered a view that contains it, so that its state is the job's.
-        leaving: why it was asked to end, if it was.
-        stalled: why its launcher thinks that it does nothing, if so.
-        is_fenced: its launcher was told to kill it, as it does nothing.
-        ended: how it ended.
-        was_drained: all that it sent before it ended is known.
+        uid: The worker's name, unique in the job.
+        machine: The machine on which it runs.
+        fingerprint: A text that is equal in workers whose results are equal to the bit.
+        ready_s: The time at which it became ready.
+        learns: Whether it can catch up while others train (see `rules.py`).
+        has_caught_up: Whether it has caught up.
+        transfer: Its state transfer, or None.
+        refusals: The senders that cannot serve that transfer.
+        offers: The offers of senders that were passed on to it.
+        since: The generation of the first view that contains it since it was last ready.
+        installed: The generation of the latest view that it has entered.
+        has_state: Whether it has entered a view that contains it, so that it holds the job's state.
+        leaving: The reason for which it was asked to end, or None.
+        has_finished: Whether its training loop has completed.
+        stalled: The launcher's reason to consider it unresponsive, or None.
+        is_fenced: Whether its launcher was ordered to kill it because it is stalled.
+        ended: The cause of its end, or None.
+        was_drained: Whether all messages that it sent before its end have been received.
     """
 
     uid: str
     machine: MachineRecord
-    place: WorkerPhase = WorkerPhase.OUTSIDE
+    phase: WorkerPhase = WorkerPhase.OUTSIDE
     fingerprint: str = ""
     ready_s: float = 0.0
     learns: bool = False
@@ -93,41 +103,41 @@ class WorkerRecord:
 
     @property
     def lives(self) -> bool:
-        """Its end is not known."""
+        """Whether its end has not been reported."""
         return self.ended is None
 
     @property
     def is_here(self) -> bool:
-        """It runs, and answers."""
+        """Whether it runs and responds."""
         return self.ended is None and self.machine.is_reachable and self.stalled is None
 
     @property
     def trains(self) -> bool:
-        """It is a member that can go on."""
-        return self.place is WorkerPhase.MEMBER and self.is_here and not self.has_finished
+        """Whether it is a member that can continue."""
+        return self.phase is WorkerPhase.MEMBER and self.is_here and not self.has_finished
 
     @property
     def may_return(self) -> bool:
-        """It is a member that cannot go on now, but perhaps later."""
-        return self.place is WorkerPhase.MEMBER and self.ended is None and not self.is_here and not self.has_finished
+        """Whether it is a member that cannot continue now but may later."""
+        return self.phase is WorkerPhase.MEMBER and self.ended is None and not self.is_here and not self.has_finished
 
     @property
     def is_stopped(self) -> bool:
-        """It does nothing, on a machine that answers: when it is continued, it goes on."""
+        """Whether it is unresponsive on a reachable machine; it resumes when the process is continued."""
         return self.ended is None and self.machine.is_reachable and self.stalled is not None
 
     def runs(self) -> None:
-        """Notes that it does something."""
+        """Notes that the worker is responsive."""
         self.stalled, self.is_fenced = None, False
 
     @property
     def has_left_well(self) -> bool:
-        """It was asked to end, and did."""
+        """Whether it was asked to end and did so with exit code 0."""
         return self.ended is not None and self.leaving is not None and self.exit_code == 0
 
     @property
     def absence(self) -> str:
-        """Why it is not here."""
+        """The reason for its absence, for messages."""
         if self.ended is not None:
             return f"worker {self.uid} on {self.machine.host} has ended ({self.ended})"
         if not self.machine.is_reachable:
@@ -139,27 +149,27 @@ class WorkerRecord:
 
 @dataclass
 class WorkerRegistry:
-    """All machines and workers that have been heard of."""
+    """All machines and workers of the job, including those that have ended."""
 
     machines: dict[str, MachineRecord] = field(default_factory=dict)
     workers: dict[str, WorkerRecord] = field(default_factory=dict)
 
     def ready(self) -> list[WorkerRecord]:
-        """Returns the workers that ask to take part and can, in the order in which they asked."""
-        found = [each for each in self.workers.values() if each.place is WorkerPhase.READY and each.is_here]
-        return sorted(found, key=lambda each: each.ready_s)
+        """Returns the responsive workers in phase READY, in the order in which they became ready."""
+        found = [worker for worker in self.workers.values() if worker.phase is WorkerPhase.READY and worker.is_here]
+        return sorted(found, key=lambda worker: worker.ready_s)
 
     def begun(self) -> int:
-        """Returns how many machines that are reached have begun."""
-        return sum(each.has_begun and each.is_reachable for each in self.machines.values())
+        """Returns the number of reachable machines that have started their workers."""
+        return sum(machine.has_begun and machine.is_reachable for machine in self.machines.values())
 
     def expected(self) -> int:
-        """Returns how many workers the machines keep running."""
-        return sum(each.slots for each in self.machines.values() if each.has_begun and each.is_reachable)
+        """Returns the number of workers that the reachable, started machines keep running."""
+        return sum(machine.slots for machine in self.machines.values() if machine.has_begun and machine.is_reachable)
 
     def can_grow(self) -> bool:
-        """Returns whether a worker lives outside of all views, or may yet be started."""
-        if any(each.slots and each.replaces and each.is_reachable for each in self.machines.values()):
+        """Returns whether a worker lives outside of all views or may still be started."""
+        if any(machine.slots and machine.replaces and machine.is_reachable for machine in self.machines.values()):
             return True
         outside = (WorkerPhase.OUTSIDE, WorkerPhase.READY)
-        return any(each.lives and each.place in outside for each in self.workers.values())
+        return any(worker.lives and worker.phase in outside for worker in self.workers.values())

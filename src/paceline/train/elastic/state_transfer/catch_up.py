@@ -1,13 +1,8 @@
-"""A receiver runs the script's loop on results that others have committed, until it has caught up with them.
+"""Catch-up of a receiver: it replays the rounds that others committed after the snapshot, and then enters a view.
 
-A worker that has the state of some rounds ago follows the others, and then enters a view.
-
-In the loop of logical shards it runs the script's loop on their results; `following.py` has the usual loop.
-
-A worker of the usual loop that has the state of some rounds ago makes the others' steps, and then enters a view.
-
-It is not in the script's loop yet, whose forward and backward it could not make with the others. What changes apart
-from the steps, such as buffers, the scheduler and the loader, it gets when it enters the view.
+With logical shards it runs the script's loop on the others' results (`LoopCatchUp`). A receiver in a DDP loop cannot
+run forward and backward with the others, so it repeats their optimizer steps before the script's loop begins
+(`OptimizerCatchUp`). The remaining state, such as buffers, scheduler and loader, it receives when it enters the view.
 """
 
 from __future__ import annotations
@@ -54,17 +49,16 @@ from paceline.train.elastic.worker.vote import CAUSES
 from paceline.train.logical_shards.tree_sum import Values
 from paceline.train.module_tensors import digest_of, memory_of
 
-_PATIENCE_S = 30.0  # how long a sender may take to go on with what it has begun to send
 _LOOK_S = 0.1
 _TRIES, _MORE_TRIES = 4, 16
 
 
 @dataclass
 class AdmissionTest:
-    """Says when a receiver is to be admitted.
+    """Decides when a receiver is to be admitted.
 
-    It is when it has caught up with the others, or when it never will, since its loop takes as long as theirs: then
-    they wait for it, as long as it takes for what it is behind.
+    That is when it has caught up, or when it never will because its loop is no faster than theirs; the others then wait
+    while it replays the rounds by which it is behind.
 
     >>> AdmissionTest().is_near(0), AdmissionTest().is_near(2)
     (True, False)
@@ -74,7 +68,9 @@ class AdmissionTest:
     _taken: int = 0
 
     def is_near(self, behind: int) -> bool:
-        """Takes how many results are left, after each that the receiver gets; returns whether it is to be admitted."""
+        """Notes the number of remaining results after each one received; returns whether the receiver is to be
+        admitted.
+        """
         if self._first is None:
             self._first = behind
         self._taken += 1
@@ -87,17 +83,18 @@ class AdmissionTest:
 
 
 class SendersLostError(Exception):
-    """Nobody serves the results any more."""
+    """No sender serves the results any more."""
 
 
 class RemoteLog:
-    """The results of the rounds from a snapshot on.
+    """The results of the rounds since a snapshot, as served by the senders.
 
     Args:
-        senders: connections to the senders' children, which have the same results.
-        on_near: is called, with the round, whenever the receiver is to be admitted.
-        check: is called while there is nothing to do, and may raise an error.
-        may_come: whether a receiver that has caught up may be admitted; is called until it returns True.
+        senders: The connections to the senders' children, which serve equal results.
+        on_near: A function that is called with the round whenever the receiver is to be admitted.
+        check: A function that is called while waiting, and may raise an error.
+        may_come: A function that returns whether a receiver that has caught up may be admitted. It is called until it
+            returns True.
     """
 
     def __init__(
@@ -109,7 +106,7 @@ class RemoteLog:
     ) -> None:
         self._senders = senders
         self._on_near, self._check, self._may_come = on_near, check, may_come
-        self._generation = 0  # the last view of which the receiver knows that the others have entered it
+        self._generation = 0  # the last view that the receiver knows the others to have entered
         self._pursuit = AdmissionTest()
         self._is_near = False
         self._next: tuple[RoundResult | ViewEntered, Values] | None = None
@@ -121,10 +118,10 @@ class RemoteLog:
         return self._is_near
 
     def follow(self, round_number: int) -> tuple[LogItem, Values]:
-        """Returns what happened next in the usual loop, until the result of the round: steps of optimizers too.
+        """Returns the next item of a DDP loop up to the result of the round, including optimizer steps.
 
         Raises:
-            SendersLostError: no sender is left.
+            SendersLostError: No sender is left.
         """
         item, values = self._get(round_number)
         match item:
@@ -137,10 +134,10 @@ class RemoteLog:
         return item, values
 
     def next(self, round_number: int) -> RoundResult | ViewEntered:
-        """Returns what happened next to the members, who have finished all rounds before this one.
+        """Returns the next item of the members, which have finished all rounds before `round_number`.
 
         Raises:
-            SendersLostError: no sender is left.
+            SendersLostError: No sender is left.
         """
         if self._next is None:
             item, values = self._get(round_number)
@@ -156,21 +153,21 @@ class RemoteLog:
         """Returns the result of the round.
 
         Raises:
-            SendersLostError: no sender is left.
+            SendersLostError: No sender is left.
         """
         while not isinstance(self.next(round_number), RoundResult):
-            pass  # the members have entered a view in the middle of a batch, in which nobody comes in
+            pass  # the members entered a view in the middle of a batch, in which no worker is admitted
         assert self._next is not None
         (item, values), self._next = self._next, None
         assert isinstance(item, RoundResult)
         return item, values
 
     def was_left_out(self) -> None:
-        """Notes that the view that was to admit the receiver broke, so that it has to say again that it is near."""
+        """Notes that the admitting view broke, so that the receiver has to report again that it is near."""
         self._is_near = False
 
     def close(self) -> None:
-        """Ends the transfer; idempotent."""
+        """Ends the transfer. Idempotent."""
         for sender in self._senders:
             sender.close()
         self._senders.clear()
@@ -188,7 +185,7 @@ class RemoteLog:
     def _get_from(self, sender: Connection, round_number: int) -> tuple[LogItem, Values]:
         sender.sendall(REQUEST.pack(RequestKind.ITEM, round_number, self._generation, self._steps))
         for other in self._senders[1:]:
-            with contextlib.suppress(OSError):  # it is found out when it is needed
+            with contextlib.suppress(OSError):  # detected again when this sender is needed
                 other.sendall(REQUEST.pack(RequestKind.FORGET, round_number, 0, self._steps))
         while True:
             while not select.select([sender], [], [], _LOOK_S)[0]:
@@ -217,7 +214,7 @@ class RemoteLog:
 
 def _receive_checked(sender: Connection, head: OptimizerStep) -> Values:
     values = _receive(sender, head)
-    if digest_of_chunk([memory_of(each) for each in values]) != head.digest:
+    if digest_of_chunk([memory_of(tensor) for tensor in values]) != head.digest:
         raise BrokenTransferError(f"a step before round {head.round} came damaged")
     return values
 
@@ -234,17 +231,17 @@ def _receive(sender: Connection, head: RoundResult | OptimizerStep) -> Values:
     return values
 
 
-_ENDING_S = 1.0  # how long a receiver without senders waits for the news that the job is over
+_ENDING_S = 1.0  # time for which a receiver without senders waits for the notice that the job has ended
 
 
 class CatchUp:
-    """What receivers of both loops do: they say when they are near, and enter the view that lets them in.
+    """The common part of both kinds of catch-up: the report of being near, and entry into the admitting view.
 
     Args:
-        connection: the worker's connection to its launcher.
-        received: what the senders have given; the state has been taken over.
-        enter: enters a view.
-        end: ends this worker, for a reason and with an exit code.
+        connection: The worker's connection to its launcher.
+        received: The result of the transfer, whose state has been restored.
+        enter: A function that enters a view.
+        end: A function that ends this worker with a reason and an exit code.
     """
 
     def __init__(
@@ -259,7 +256,7 @@ class CatchUp:
         self._replay = RemoteLog(received.senders, self._is_near, self._check, self._may_come)
 
     def _may_come(self) -> bool:
-        """Whether this worker may be admitted once it has caught up."""
+        """Returns whether this worker may be admitted once it has caught up."""
         return True
 
     def _is_near(self, round_number: int) -> None:
@@ -267,20 +264,23 @@ class CatchUp:
         self._connection.send(CaughtUp(round_number))
 
     def _check(self) -> None:
-        """Ends this worker if it was asked to end."""
+        """Ends this worker if it was ordered to end."""
         if (order := self._connection.dismissed) is not None:
             self._end(order.reason, order.code)
 
     def _comes_in(self, generation: int, holds: Callable[[], int]) -> bool:
-        """Enters the view that the others have entered, or one that follows because it broke, if it has this worker.
+        """Enters the others' view, or a forced view that replaced it; returns False if that does not contain this
+        worker.
 
         Args:
-            generation: the number of the view.
-            holds: returns the round whose state this worker has by now.
+            generation: The generation of the view.
+            holds: A function that returns the round whose preceding state this worker has.
         """
         after = generation - 1
         while True:
-            view = self._connection.await_view(after, lambda each: each.generation == generation or not each.is_planned)
+            view = self._connection.await_view(
+                after, lambda found: found.generation == generation or not found.is_planned
+            )
             if isinstance(view, Dismissed):
                 self._end(view.reason, view.code)
             if self._connection.name not in view.members:
@@ -295,28 +295,28 @@ class CatchUp:
 
 
 class LoopCatchUp(CatchUp):
-    """Gives the script's loop the others' results until they let this worker in."""
+    """Supplies the script's loop with the others' results until this worker is admitted."""
 
     def result(self, round_number: int, state: int) -> tuple[Values, int]:
-        """Returns the result of the round, which the others have committed, and its digest.
+        """Returns the committed result of the round, and its digest.
 
         Args:
-            round_number: the round.
-            state: the digest of a part of this worker's state, which must be that of the others.
+            round_number: The round.
+            state: The digest of a part of this worker's state, which must equal the others'.
         """
         try:
-            said, values = self._replay.take(round_number)
+            committed, values = self._replay.take(round_number)
         except SendersLostError as error:
             self.give_up(str(error))
-        if said.state != state:
+        if committed.state != state:
             self._end(f"its state before round {round_number} differs from that of the others. {CAUSES}", OUTVOTED)
-        if digest_of(values) != said.digest:
+        if digest_of(values) != committed.digest:
             self._end(f"the result of round {round_number} came damaged", LEFT_OUT)
         failpoint("join.replay")
-        return values, said.digest
+        return values, committed.digest
 
     def until_batch(self, round_number: int) -> BatchAssignment | None:
-        """Returns how the batch that begins now was dealt out to the others; None if this worker is among them now."""
+        """Returns the others' assignment of the batch that begins now, or None if this worker has been admitted."""
         while True:
             self._check()
             try:
@@ -331,7 +331,7 @@ class LoopCatchUp(CatchUp):
             self._replay.was_left_out()
 
     def give_up(self, reason: str) -> NoReturn:
-        """Ends this worker, which cannot catch up any more; if that is because the job is over, it is told so."""
+        """Ends this worker, which cannot catch up any more; with the launcher's reason, if the job has ended."""
         until_s = time.monotonic() + _ENDING_S
 
         def found() -> list[Dismissed]:
@@ -343,25 +343,25 @@ class LoopCatchUp(CatchUp):
         self._end(order.reason, order.code)
 
 
-_LARGE = 128 << 20  # bytes of a state, of whose parts a digest takes more than a millisecond
-_SMALL = 16 << 20  # bytes of a state of which a digest takes some 2 ms, for which the others may wait
-_COMPARING_S = 2.0  # how long a receiver that has caught up stays away until all parts were compared
+_LARGE = 128 << 20  # bytes of a state above which the digest of a part takes more than a millisecond
+_SMALL = 16 << 20  # bytes of a state whose digest takes about 2 ms, for which the others may wait
+_COMPARING_S = 2.0  # maximum delay of admission until all parts have been compared
 
 
 class OptimizerCatchUp(CatchUp):
-    """Makes the others' steps until they let this worker in.
+    """Repeats the others' optimizer steps until this worker is admitted.
 
     Args:
-        connection: the worker's connection to its launcher.
-        received: what the senders have given; the state has been taken over.
-        enter: enters a view.
-        end: ends this worker, for a reason and with an exit code.
-        registry: the state.
-        steps: those of the optimizers.
+        connection: The worker's connection to its launcher.
+        received: The result of the transfer, whose state has been restored.
+        enter: A function that enters a view.
+        end: A function that ends this worker with a reason and an exit code.
+        registry: The state.
+        steps: The optimizer steps.
 
     Attributes:
-        holds: the round before which this worker has the whole state, FRESH while it lacks a part.
-        has_strayed: its state is not that of the others, or cannot become so.
+        holds: The round before which this worker has the entire state, or FRESH while it lacks a part.
+        has_strayed: Whether its state differs from the others', or cannot become equal.
     """
 
     def __init__(
@@ -385,7 +385,7 @@ class OptimizerCatchUp(CatchUp):
         self.has_strayed = False
 
     def status(self, dealt: BatchAssignment) -> MemberStatus:
-        """Returns what this worker says about itself when it enters a view."""
+        """Returns the status that this worker sends when it enters a view."""
         windows = range(WINDOWS) if self._is_small else sorted(self._course.unchecked)
         parts = tuple((window, self._registry.rolling_digest(window)) for window in windows)
         return MemberStatus(
@@ -396,8 +396,8 @@ class OptimizerCatchUp(CatchUp):
         """Returns when this worker is in a view with the others.
 
         Raises:
-            StrayedError: its state is not that of the others.
-            SendersLostError: nobody serves the steps any more.
+            StateDivergedError: Its state is not that of the others.
+            SendersLostError: No sender serves the steps any more.
         """
         try:
             while True:
@@ -418,23 +418,23 @@ class OptimizerCatchUp(CatchUp):
             self._replay.close()
 
     def strays(self, reason: str) -> None:
-        """Says why this worker needs the whole state, for which the others have to wait, unless it has said so."""
+        """Reports once why this worker needs the entire state, for which the others have to wait."""
         if not self.has_strayed:
             self.has_strayed = True
             sys.stderr.write(f"paceline: {self._connection} needs the whole state, and the others wait: {reason}\n")
 
     def _may_come(self) -> bool:
-        """Whether what the others would have to compare when this worker enters a view is done, or takes too long."""
+        """Returns whether the comparison of states that delays the others on entry is complete, or takes too long."""
         if self._caught_up_s is None:
             self._caught_up_s = time.monotonic()
         is_compared = self._is_small or not self._course.unchecked
         return is_compared or time.monotonic() - self._caught_up_s > _COMPARING_S
 
     def _until_next_view(self, *, or_near: bool = False) -> ViewEntered | None:
-        """Makes the steps that precede the next view of the others; with `or_near`, only until it is near to them.
+        """Repeats the steps before the next view of the others; with `or_near`, only until this worker is near.
 
-        When it is near, it makes as many steps as the others, and in the next view they wait until it has made the
-        last one before. So it does that at its usual priority.
+        Once it is near, the others wait in their next view until it has made the last step before that, so it runs at
+        normal priority.
         """
         while not (or_near and self._replay.is_near):
             self._check()

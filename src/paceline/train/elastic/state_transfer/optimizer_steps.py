@@ -1,9 +1,9 @@
-"""Steps of optimizers in the usual loop: as members make them, for receivers, and as a receiver makes them again.
+"""Optimizer steps in a DDP loop: captured at the members, and repeated at a receiver.
 
-A step follows from the gradients as they are when `optimizer.step()` is called, after clipping and unscaling, from the
-options of the groups, such as the learning rate, and from what the optimizer keeps. The last of these a receiver has.
+A step is determined by the gradients at the call of `optimizer.step()`, after clipping and unscaling, by the options of
+the parameter groups, such as the learning rate, and by the optimizer's state, which a receiver has.
 
-Whether the state of a receiver of the usual loop is still that of the others; pure.
+`StateDivergence` detects, as a pure state machine, that a receiver's state no longer equals the others'.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ from paceline.train.module_tensors import memory_of
 
 
 class StateDivergedError(Exception):
-    """The receiver's state is not, or cannot become, that of the others."""
+    """The receiver's state does not equal the others', or cannot become equal."""
 
 
 class StateDivergence:
-    """What a receiver has made of a snapshot and of the members' steps since.
+    """Compares a receiver's history, a snapshot and the members' steps since, with that of the members.
 
     A member that has committed a round may be lost before any other knows of it, and the others then commit another
-    result. So each step says after which result it was made, and each round which one came before: a receiver that has
-    made a step which the others have not notices that.
+    result. So each step carries the result it followed, and each round the previous result: a receiver that has made a
+    step which the others did not detects that.
 
     Args:
-        round_number: the round that follows the snapshot.
-        committed: the digest of the result of the round before.
-        windows: into how many parts the state is divided, one of which is compared in each round.
-        is_large: comparing a part takes a receiver so long that it does so only once with each.
+        round_number: The round that follows the snapshot.
+        committed: The digest of the previous round's result.
+        windows: The number of parts into which the state is divided, one of which is compared in each round.
+        is_large: Whether the comparison of a part is so expensive that each part is compared only once.
     """
 
     def __init__(self, round_number: int, committed: int, windows: int, *, is_large: bool = False) -> None:
         self.round = round_number
         self.committed = committed
-        self.unchecked = frozenset(range(windows))  # those parts that were not compared since the first step
+        self.unchecked = frozenset(range(windows))  # parts that were not compared since the first step
         self._windows = windows
         self._is_large = is_large
         self._has_stepped = False
         self._steps_of_round = 0
 
     def steps(self, item: OptimizerStep) -> None:
-        """Takes a step that is to be made now.
+        """Notes a step that is about to be repeated.
 
         Raises:
-            StrayedError: it cannot be, or an earlier one was not made by the others.
+            StateDivergedError: It cannot be repeated, or the others did not make an earlier one.
         """
         if item.obstacle:
             raise StateDivergedError(item.obstacle)
@@ -64,16 +64,14 @@ class StateDivergence:
         self._has_stepped = True
 
     def compares(self, round_number: int) -> bool:
-        """Whether a part of the receiver's state before a round is to be compared with that of the members."""
+        """Returns whether a part of the receiver's state before a round is to be compared with the members'."""
         return not self._is_large or (self._has_stepped and round_number % self._windows in self.unchecked)
 
     def passes(self, item: RoundResult, state: int | None) -> None:
-        """Takes a round that the members have committed, and the digest of a part of the receiver's own state before.
-
-        The digest is None where that is not compared.
+        """Notes a committed round, and the digest of a part of the receiver's state before it (None if not compared).
 
         Raises:
-            StrayedError: the members' state was another.
+            StateDivergedError: The members' state was different.
         """
         if self._steps_of_round:
             self._require_same(item.before)
@@ -100,7 +98,7 @@ OnStep = Callable[[OptimizerStep, list[memoryview]], None]
 
 @dataclass(frozen=True)
 class _GradientNote:
-    """A gradient as it was in a round: another one may get the memory of one that was freed, and its version."""
+    """A gradient at a certain round. Its memory and version alone do not identify it, since they may be reused."""
 
     round: int
     gradient: weakref.ref[torch.Tensor] | None
@@ -121,11 +119,11 @@ class _GradientNote:
 
 
 class OptimizerStepHooks:
-    """Sees each step of `optimizers` before it is made.
+    """Intercepts each step of `optimizers` before it is made.
 
     Attributes:
-        on_step: is called with each step of this worker; None while nobody learns.
-        at: the round that comes next, and the digest of the result of the round before.
+        on_step: A function that is called with each step of this worker, or None without receivers.
+        at: The next round, and the digest of the previous round's result.
     """
 
     def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
@@ -138,10 +136,10 @@ class OptimizerStepHooks:
             optimizer.register_step_pre_hook(self._hook(name))
 
     def again(self, item: OptimizerStep, values: Values) -> None:
-        """Makes a step of a member with this worker's optimizer.
+        """Repeats a member's step with this worker's optimizer.
 
         Raises:
-            StrayedError: this worker's optimizer is another, or raises an error.
+            StateDivergedError: This worker's optimizer is different, or raises an error.
         """
         optimizer = self._optimizers.get(item.optimizer)
         if optimizer is None:
@@ -159,16 +157,16 @@ class OptimizerStepHooks:
             self._again = None
 
     def note(self, params: Iterable[torch.Tensor]) -> None:
-        """Notes which gradients these parameters have, since receivers have them too."""
+        """Notes the gradients of these parameters, since receivers have them too."""
         for param in params:
             self._notes[id(param)] = _GradientNote.of(self.at[0], param.grad)
 
     def forget(self) -> None:
-        """Forgets the gradients that were noted."""
+        """Discards the noted gradients."""
         self._notes.clear()
 
     def are_noted(self, param: torch.Tensor) -> bool:
-        """Whether a parameter's gradient was noted in this round, and has not changed since."""
+        """Returns whether a parameter's gradient was noted in this round and has not changed since."""
         note = self._notes.get(id(param))
         return note is not None and note.round == self.at[0] and note.is_of(param.grad)
 
@@ -193,36 +191,36 @@ def _layout(gradient: torch.Tensor) -> MemoryLayout | None:
 
 
 def _closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
-    """Returns the closure that `step` is called with; the first argument is the optimizer."""
+    """Returns the closure passed to `step`; the first argument is the optimizer."""
     return args[1] if len(args) > 1 else kwargs.get("closure")
 
 
 def _describe(
     name: str, optimizer: torch.optim.Optimizer, at: tuple[int, int], closure: object
 ) -> tuple[OptimizerStep, list[memoryview]]:
-    """Returns a step as it is logged, without a copy of the gradients."""
+    """Returns a step in the form in which it is logged, without copying the gradients."""
     if closure is not None:
         return OptimizerStep(*at, name, obstacle=_CLOSURE), []
     if getattr(optimizer, "grad_scale", None) is not None:
         return OptimizerStep(*at, name, obstacle=_SCALED), []
-    options = [{key: each for key, each in group.items() if key != "params"} for group in optimizer.param_groups]
+    options = [{key: option for key, option in group.items() if key != "params"} for group in optimizer.param_groups]
     try:
         encoded = encode(options, f"the options of the optimizer {name!r}")
     except TypeError as error:
         return OptimizerStep(*at, name, obstacle=str(error)), []
     gradients = [param.grad for param in _params(optimizer)]
-    tensors = [*(each for each in gradients if each is not None), *encoded.buffers]
-    memories = [memory_of(each) for each in tensors]
-    kinds = tuple((str(each.dtype), tuple(each.shape)) for each in tensors)
-    present = tuple(each is not None for each in gradients)
+    tensors = [*(gradient for gradient in gradients if gradient is not None), *encoded.buffers]
+    memories = [memory_of(tensor) for tensor in tensors]
+    kinds = tuple((str(tensor.dtype), tuple(tensor.shape)) for tensor in tensors)
+    present = tuple(gradient is not None for gradient in gradients)
     return OptimizerStep(*at, name, sum(map(len, memories)), kinds, present, bytes(encoded.body)), memories
 
 
 def _take_over(optimizer: torch.optim.Optimizer, item: OptimizerStep, values: Values) -> None:
-    """Gives an optimizer the gradients and options of a member's step.
+    """Sets the gradients and options of a member's step.
 
     Raises:
-        StrayedError: they do not fit.
+        StateDivergedError: They do not fit the optimizer.
     """
     params, count = [*_params(optimizer)], sum(item.has_gradient)
     if len(params) != len(item.has_gradient):

@@ -1,6 +1,6 @@
-"""A receiver gets the state: from all senders at once, and checked chunk by chunk.
+"""The receiver of a state transfer: it takes chunks from all senders at once, and verifies each of them.
 
-A worker without state: how it comes to take part, with a view at once or after a transfer.
+`ViewAdmission` requests that a worker without state may join, by a view at once or after a transfer.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from paceline.train.elastic.state_transfer.transfer_protocol import (
 )
 from paceline.train.elastic.worker.launcher_connection import LauncherConnection
 
-_PATIENCE_S = 30.0  # how long a sender may take to go on with what it has begun to send
-_DUPLICATE_S = 1.0  # how long a sender may take to send what another has sent as well
+_PATIENCE_S = 30.0  # maximum pause of a sender within a message
+_DUPLICATE_S = 1.0  # time for a sender to finish a chunk that has arrived from another one
 _LOOK_S = 0.02
 
 
 class ReceivedState:
-    """What the senders have given: the state, what goes with it, and connections for the results since."""
+    """The result of a transfer: the state, its description, and connections for the results since."""
 
     def __init__(self, contents: SnapshotContents, state: Any, senders: list[Connection]) -> None:
         self.contents = contents
@@ -56,14 +56,14 @@ class ReceivedState:
         self._state = state
 
     def take_state(self) -> Any:
-        """Returns the state, which is large, and forgets it."""
+        """Returns the state and drops this object's reference to it, since it is large."""
         state, self._state = self._state, None
         return state
 
 
 @dataclass
 class _ReceiveBuffers:
-    """The memory that the state is received in, once a sender has said how much it takes."""
+    """The memory that receives the state, allocated when the first sender announces its size."""
 
     contents: SnapshotContents
     chunks: MissingChunks
@@ -74,18 +74,18 @@ class _ReceiveBuffers:
 
     @classmethod
     def of(cls, contents: SnapshotContents) -> _ReceiveBuffers:
-        """Returns memory for what a sender has announced."""
+        """Allocates memory for the announced snapshot."""
         buffers = empty_buffers(contents.sizes)
         layout = ChunkLayout(contents.sizes, CHUNK_BYTES)
-        return cls(contents, MissingChunks(layout.count), layout, buffers, [as_memory(each) for each in buffers])
+        return cls(contents, MissingChunks(layout.count), layout, buffers, [as_memory(buffer) for buffer in buffers])
 
 
 class StateReceiver:
-    """Gets the state of one transfer.
+    """Receives the state of one transfer.
 
     Args:
-        offers: returns the senders that serve the transfer, of which more may come.
-        is_needless: is called now and then; when it returns True, the state is not needed any more.
+        offers: A function that returns the senders' offers received so far.
+        is_needless: A function that is called regularly and returns True once the state is not needed any more.
     """
 
     def __init__(self, offers: Callable[[], Sequence[TransferOffer]], is_needless: Callable[[], bool]) -> None:
@@ -96,7 +96,7 @@ class StateReceiver:
         self._connected: dict[str, Connection] = {}
 
     def learn(self) -> ReceivedState | None:
-        """Returns what the senders give; None if all have failed, or if it is not needed any more."""
+        """Returns the received state, or None if all senders have failed or it is not needed any more."""
         while True:
             for offer in self._offers():
                 if offer.sender not in self._tried:
@@ -105,7 +105,7 @@ class StateReceiver:
                 self._changed.wait(_LOOK_S)
             if self._room is not None and self._room.chunks.is_complete:
                 return self._finish(self._room)
-            if self._is_needless() or not any(each.is_alive() for each in self._tried.values()):
+            if self._is_needless() or not any(thread.is_alive() for thread in self._tried.values()):
                 self._close()
                 return None
 
@@ -115,7 +115,7 @@ class StateReceiver:
         thread.start()
 
     def _run(self, offer: TransferOffer) -> None:
-        """Gets chunks from one sender as long as there are any and it goes well."""
+        """Receives chunks from one sender until none is left or the sender fails."""
         lower_thread_priority()
         try:
             connection = self._connect(offer)
@@ -125,7 +125,7 @@ class StateReceiver:
                 self._get_chunks(offer.sender, connection, room)
                 return
         except (OSError, BrokenTransferError, AuthenticationError, RuntimeError):
-            pass  # the others give what this one has not
+            pass  # the other senders serve its chunks
         self._lost(offer.sender)
 
     def _connect(self, offer: TransferOffer) -> Connection:
@@ -138,7 +138,7 @@ class StateReceiver:
         return connection
 
     def _room_for(self, contents: SnapshotContents) -> _ReceiveBuffers | None:
-        """Returns the room; None if this sender's snapshot is of another round than the first one's."""
+        """Returns the buffers, or None if this sender's snapshot differs from the first one's."""
         with self._changed:
             if self._room is None:
                 self._room = _ReceiveBuffers.of(contents)
@@ -167,10 +167,10 @@ class StateReceiver:
         with self._changed:
             if not room.chunks.arrived(number):
                 return
-            at = 0
+            offset = 0
             for buffer, first, stop in room.layout.spans(number):
-                room.memories[buffer][first:stop] = data[at : at + stop - first]
-                at += stop - first
+                room.memories[buffer][first:stop] = data[offset : offset + stop - first]
+                offset += stop - first
             if room.chunks.is_complete:
                 self._changed.notify_all()
 
@@ -183,7 +183,7 @@ class StateReceiver:
             connection.close()
 
     def _finish(self, room: _ReceiveBuffers) -> ReceivedState | None:
-        for sender, thread in self._tried.items():  # a sender may still send what another has sent as well
+        for sender, thread in self._tried.items():  # one may be sending a chunk that arrived from another
             thread.join(_DUPLICATE_S)
             if thread.is_alive():
                 self._lost(sender)
@@ -202,40 +202,42 @@ class StateReceiver:
         self._connected.clear()
 
 
-_MOST_TRANSFERS = 3  # that fail, after which the others have to wait while it gets the state
+_MOST_TRANSFERS = 3  # failed transfers after which the others have to wait while the worker gets the state
 
 
 class ViewAdmission:
-    """Asks to take part, and waits for the answer."""
+    """Requests to join, and waits for the answer."""
 
     def __init__(self, connection: LauncherConnection) -> None:
         self._connection = connection
         self._ready = Ready("")
         self._failed = 0
-        self._latest = 0  # the last transfer that it was given
+        self._latest = 0  # the number of its last transfer
 
     def ask(self, fingerprint: str, *, learns: bool) -> None:
-        """Asks to take part; see `Ready`."""
+        """Requests to join; see `Ready`."""
         self._ready = Ready(fingerprint, learns)
         self._connection.send(self._ready)
 
     def ask_again(self) -> None:
-        """Asks again, since a view or a transfer has failed."""
+        """Repeats the request after a view or a transfer has failed."""
         self._ready = Ready(
             self._ready.fingerprint, self._failed < _MOST_TRANSFERS and self._ready.learns, self._latest
         )
         self._connection.send(self._ready)
 
     def has_failed(self, *, may_learn: bool) -> None:
-        """Asks again after a transfer that led nowhere; unless it may learn, the others wait while it gets the state."""
+        """Repeats the request after a failed transfer. Without `may_learn`, the others wait while the worker gets the
+        state.
+        """
         self._failed = self._failed + 1 if may_learn else _MOST_TRANSFERS
         self.ask_again()
 
     def await_admission(self, after: int) -> View | Dismissed | ReceivedState:
-        """Waits for the next view after a generation, for the order to end, or for a transfer that succeeds.
+        """Waits for the next view after the generation `after`, the order to end, or a transfer that succeeds.
 
         Raises:
-            LauncherLostError: the launcher has ended.
+            LauncherLostError: The launcher has ended.
         """
         while True:
             news = self._connection.await_news(partial(self._news, after))
@@ -249,12 +251,12 @@ class ViewAdmission:
                 self.has_failed(may_learn=True)
 
     def _news(self, after: int) -> list[View | Dismissed | TransferOffer]:
-        """Returns the answer, or what senders offer in a transfer that is newer than the last one."""
+        """Returns the answer, or the offers of a transfer that is newer than the last one."""
         answer = self._answer(after)
         return (
             [answer]
             if answer is not None
-            else [each for each in self._connection.offers if each.transfer > self._latest]
+            else [offer for offer in self._connection.offers if offer.transfer > self._latest]
         )
 
     def _answer(self, after: int) -> View | Dismissed | None:
@@ -262,9 +264,9 @@ class ViewAdmission:
         return dismissed if dismissed is not None else self._connection.latest_view(after)
 
     def _has_a_place(self, after: int) -> bool:
-        """Whether a transfer is needless, since this worker is in a view already, or was told to end."""
+        """Returns whether a transfer is needless, since a view contains this worker or it was ordered to end."""
         answer = self._answer(after)
         return isinstance(answer, Dismissed) or (answer is not None and self._connection.name in answer.members)
 
     def _offers_now(self) -> list[TransferOffer]:
-        return [each for each in self._connection.offers if each.transfer == self._latest]
+        return [offer for offer in self._connection.offers if offer.transfer == self._latest]

@@ -1,9 +1,4 @@
-"""What a member does for receivers: takes snapshots when all have heard of a transfer, and logs what is committed.
-
-How long a sender has waited for a receiver that is slower than the training, and when the user is told.
-
-A sender's snapshot for one receiver: a fork of this process, and the log that it reads.
-"""
+"""The sender's side of state transfers: a member takes snapshots by forking, and logs the results committed since."""
 
 from __future__ import annotations
 
@@ -50,60 +45,63 @@ from paceline.train.elastic.worker.launcher_connection import LauncherConnection
 from paceline.train.elastic.worker.training_state import TrainingState
 from paceline.train.module_tensors import memory_of
 
-_GROWS = 2.0  # it is worth a line again when the total has grown by this factor...
-_LEAST_S = 1.0  # ... and by this much
+_GROWS = 2.0  # the total is reported again when it has grown by this factor...
+_LEAST_S = 1.0  # ... and by this many seconds
 
 
 @dataclass
 class ReceiverDelays:
-    """The waits for one receiver."""
+    """The accumulated waits for one slow receiver, and the sentences that report them."""
 
     receiver: str
     count: int = 0
     total_s: float = 0.0
-    _said_s: float = -1.0  # the total that the user knows of
+    _reported_s: float = -1.0  # the total at the last report
 
     def waited(self, for_s: float) -> str | None:
-        """Notes a wait; returns what the user is told, which is something at first, and then seldom."""
+        """Adds a wait; returns a sentence for the user, at first and then whenever the total has grown enough."""
         self.count += 1
         self.total_s += for_s
-        if self._said_s >= 0 and self.total_s < max(_GROWS * self._said_s, self._said_s + _LEAST_S):
+        if self._reported_s >= 0 and self.total_s < max(_GROWS * self._reported_s, self._reported_s + _LEAST_S):
             return None
-        return self._told()
+        return self._report()
 
     def over(self) -> str | None:
-        """Returns what the user is told at the end, unless he knows it."""
-        return self._told() if self.total_s > max(self._said_s, 0.0) else None
+        """Returns a final sentence for the user, unless the total has been reported."""
+        return self._report() if self.total_s > max(self._reported_s, 0.0) else None
 
-    def _told(self) -> str:
-        self._said_s = self.total_s
+    def _report(self) -> str:
+        self._reported_s = self.total_s
         times = "once" if self.count == 1 else f"{self.count} times"
         who = f"worker {self.receiver}, which learns more slowly"
         return f"the others waited for {who}: {times}, {self.total_s:.1f} s in all"
 
 
 _LEAST_LOG_BYTES = 64 << 20
-_STUCK_S = 10.0  # after which a receiver that takes nothing is given up
+_STUCK_S = 10.0  # time after which a receiver that reads nothing is given up
 _LOOK_S = 0.005
 
 
 class Snapshot:
-    """The state of this process as it is when this is made; closed, nothing of it is left.
+    """A copy-on-write snapshot of the training state, taken by forking. Closing it kills the child and frees its
+    memory.
 
-    The child shares the state's memory until this process changes it, so the snapshot needs as much memory as is
-    changed while it lasts, at most that of the state, and the log as much again: a receiver that is slower than the
-    training holds it up when the log is full.
+    The child shares the state's memory until this process changes it, so the snapshot takes as much memory as is
+    changed during its lifetime, at most the size of the state, and the log may take as much again. When the log is
+    full, training waits for the receiver.
 
     Args:
-        number: the transfer's.
-        registry: the state.
-        round_number, committed, dealt: as in `Contents`.
-        listener: where the receiver connects; it is taken over.
-        key: what the receiver must hold.
+        number: The number of the transfer.
+        registry: The state.
+        round_number: The next round, as in `SnapshotContents`.
+        committed: The digest of the previous round's result.
+        dealt: The latest batch assignment.
+        listener: The listener to which the receiver connects; ownership passes to this object.
+        key: The key that the receiver must hold.
 
     Raises:
-        OSError: there are no processes, descriptors or memory.
-        TypeError: the state cannot be sent.
+        OSError: Processes, descriptors or memory are exhausted.
+        TypeError: The state cannot be sent.
     """
 
     def __init__(
@@ -121,7 +119,7 @@ class Snapshot:
         with contextlib.ExitStack() as undo:
             undo.callback(listener.close)
             encoded = encode(registry.capture(), "the state")
-            memories = [as_memory(each) for each in encoded.buffers]
+            memories = [as_memory(buffer) for buffer in encoded.buffers]
             sizes = tuple(map(len, memories))
             contents = SnapshotContents(round_number, committed, dealt, bytes(encoded.body), sizes)
             self._most = max(_LEAST_LOG_BYTES, sum(sizes))
@@ -140,7 +138,7 @@ class Snapshot:
     def _fork(self, served: ServedSnapshot) -> None:
         parent = os.getpid()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forks with threads; `serving.py` says why it may
+            warnings.simplefilter("ignore", DeprecationWarning)  # fork with threads; see `snapshot_server.py`
             child = os.fork()
         if child == 0:
             serve_in_child(served, parent)
@@ -157,19 +155,19 @@ class Snapshot:
         return True
 
     def log(self, item: LogItem, tensors: Sequence[memoryview] = ()) -> None:
-        """Appends to what the receiver gets; gives the receiver up if there is no memory."""
+        """Appends an item for the receiver; closes the snapshot if memory is exhausted."""
         try:
             self._size = append(self._log, item, tensors)
             self._line.send(b"+")
         except BlockingIOError:
-            pass  # the child has not yet taken notice of what came before
+            pass  # earlier wake-ups are still pending
         except OSError:
             self.close()
 
     def make_room(self) -> bool:
-        """Waits until the receiver has got the whole log, if that has become too long; returns whether it waited.
+        """Waits until the receiver has the whole log, if that has grown too long; returns whether it waited.
 
-        A receiver that does not come, or takes nothing, is given up.
+        A receiver that does not connect, or reads nothing, is given up.
         """
         if self._log < 0 or self._size - self._progress.done <= self._most:
             return False
@@ -184,7 +182,7 @@ class Snapshot:
         return True
 
     def close(self) -> None:
-        """Ends the child; idempotent."""
+        """Ends the child. Idempotent."""
         if self._child:
             os.kill(self._child, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
@@ -200,12 +198,12 @@ KEY = "transfer of an elastic job"
 
 
 class StateSender:
-    """The transfers that this member gives; most of the time there are none.
+    """The transfers that this member serves; usually there are none.
 
     Args:
-        connection: the worker's connection to its launcher.
-        registry: the state.
-        steps: of the usual loop, in which receivers get the steps of optimizers; otherwise they get results of rounds.
+        connection: The worker's connection to its launcher.
+        registry: The state.
+        steps: The optimizer steps of a DDP loop, which receivers get instead of the results of rounds; None otherwise.
     """
 
     def __init__(
@@ -218,12 +216,12 @@ class StateSender:
         self._delays: dict[int, ReceiverDelays] = {}
 
     @property
-    def teaches(self) -> bool:
-        """Whether there are any."""
+    def is_sender(self) -> bool:
+        """Whether there are any transfers."""
         return bool(self._given)
 
     def begin_batch(self, agreed: int, round_number: int, committed: int, dealt: BatchAssignment) -> None:
-        """Begins the transfers that all members have heard of; `agreed` is the largest such number."""
+        """Begins the transfers that all members have received, whose numbers are at most `agreed`."""
         for number, snapshot in list(self._given.items()):
             began_s = time.monotonic()
             if snapshot.make_room():
@@ -242,14 +240,14 @@ class StateSender:
         before: int,
         dealt: BatchAssignment,
     ) -> None:
-        """Logs a round for those who learn."""
+        """Logs a round for the receivers."""
         if not self._given:
             return
         if self._steps is not None:
             self._steps.at = round_number + 1, digest
             result = []
-        memories = [memory_of(each) for each in result]
-        kinds = tuple((str(each.dtype), tuple(each.shape)) for each in result)
+        memories = [memory_of(tensor) for tensor in result]
+        kinds = tuple((str(tensor.dtype), tuple(tensor.shape)) for tensor in result)
         nbytes = sum(map(len, memories))
         self._log(RoundResult(round_number, nbytes, kinds, digest, state, dealt, before), memories)
         failpoint("join.logged")
@@ -260,12 +258,12 @@ class StateSender:
             self._log(ViewEntered(round_number, view.generation, view.members))
 
     def close(self) -> None:
-        """Ends all transfers; idempotent."""
+        """Ends all transfers. Idempotent."""
         for number in list(self._given):
             self._forget(number)
 
     def _watch_steps(self, round_number: int, committed: int) -> None:
-        """Has the steps of optimizers logged from here on, if anybody learns."""
+        """Logs optimizer steps from now on if there are receivers."""
         if self._steps is None:
             return
         self._steps.at = round_number, committed
@@ -289,14 +287,14 @@ class StateSender:
         try:
             key = derive_key(job_secret(), KEY)
             if chosen_level() == "encrypt":
-                identity_of(key)  # made here, so that the fork of a process with threads need not load OpenSSL
+                identity_of(key)  # before the fork, so that the child of a threaded process need not load OpenSSL
             listener = listen(_own_host(), 0, job_secret())
             host, port = listener.getsockname()[:2]
             self._given[transfer.number] = Snapshot(
                 transfer.number, self._registry, round_number, committed, dealt, listener, key
             )
             self._delays[transfer.number] = ReceiverDelays(transfer.receiver)
-            if self._steps is not None and len(self._given) == 1:  # those who learn already may have other gradients
+            if self._steps is not None and len(self._given) == 1:  # earlier receivers may have other gradients
                 self._steps.at = round_number, committed
                 self._steps.note(self._registry.parameters)
             address = f"{host}:{port}"
@@ -320,7 +318,7 @@ def _say(text: str | None) -> None:
 
 
 def _own_host() -> str:
-    """Returns the address at which the other workers reach this one."""
+    """Returns the address at which other workers reach this one."""
     kind, _, place = os.environ.get("PACELINE_STORE", "").partition(":")
     if kind != "tcp":
         return "127.0.0.1"

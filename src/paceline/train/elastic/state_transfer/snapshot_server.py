@@ -1,12 +1,10 @@
-"""A sender's child: serves the snapshot that it is, and the sender's log, to one receiver.
+"""The sender's forked child: it serves its snapshot, and the sender's log, to one receiver.
 
-It is a fork of a process that has threads, so it uses nothing that another thread may have held in the middle of a
-change: no torch, no group, and none of the descriptors that it inherits but its own.
+It is a fork of a process with threads, so it uses nothing that another thread may have left in an inconsistent state:
+no torch, no group, and no inherited descriptors but its own.
 
-The log of a sender: the results of the rounds since its snapshot, in memory that its child reads.
-
-The file has a name in no folder. The sender appends to it, and never waits: its size tells the child how much is there.
-The child gives the memory of results back that the receiver has got.
+The log, with the results of the rounds since the snapshot, is an anonymous memory file. The sender appends and never
+waits; the file's size tells the child how much is there. The child frees the memory of results that the receiver has.
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ from paceline.train.elastic.state_transfer.transfer_protocol import (
 )
 
 _LENGTH = struct.Struct("<Q")  # of the head that follows
-_PIECES = 512  # that one system call writes
+_PIECES = 512  # maximum per system call
 _PUNCH_HOLE = 0x03  # FALLOC_FL_PUNCH_HOLE and FALLOC_FL_KEEP_SIZE
 _libc = ctypes.CDLL(None)
 
@@ -65,19 +63,19 @@ def new_log() -> int:
     """Returns the descriptor of an empty log.
 
     Raises:
-        OSError: there are no descriptors, or no memory.
+        OSError: Descriptors or memory are exhausted.
     """
     return memfd_create("paceline-results")
 
 
 def append(log: int, item: LogItem, body: Sequence[memoryview] = ()) -> int:
-    """Appends to a log; returns its size.
+    """Appends an item to a log; returns the log's size.
 
     Raises:
-        OSError: there is no memory.
+        OSError: Memory is exhausted.
     """
     head = encode_head(item)
-    pieces = [memoryview(_LENGTH.pack(len(head))), memoryview(head), *(each for each in body if len(each))]
+    pieces = [memoryview(_LENGTH.pack(len(head))), memoryview(head), *(part for part in body if len(part))]
     while pieces:
         count = os.writev(log, pieces[:_PIECES])
         while pieces and count >= len(pieces[0]):
@@ -90,7 +88,7 @@ def append(log: int, item: LogItem, body: Sequence[memoryview] = ()) -> int:
 
 @dataclass(frozen=True)
 class LogEntry:
-    """Where an item lies in a log: its head, and its body, which ends at `stop`."""
+    """The location of an item in a log: its head, and the range of its body."""
 
     item: LogItem
     body: int
@@ -98,26 +96,26 @@ class LogEntry:
 
 
 class LogReader:
-    """The child's view of a log, with reads that do not move the place at which the sender writes."""
+    """The child's view of a log. Reads do not move the file offset at which the sender writes."""
 
     def __init__(self, log: int) -> None:
         self.file = log
         self._entries: list[LogEntry] = []
         self._stop = 0
-        self._done = 0  # where the memory that was given back ends
+        self._done = 0  # the end of the freed memory
 
     @property
     def ahead(self) -> int:
-        """How many results are there that the receiver has not got."""
+        """The number of results that the receiver does not have yet."""
         return sum(isinstance(entry.item, RoundResult) for entry in self._entries)
 
     def next(self, round_: int, generation: int, steps: int = 0) -> LogEntry | None:
-        """Returns what a receiver needs in that round; None if it is not there yet.
+        """Returns the next entry that a receiver needs in a round, or None if it has not been logged yet.
 
         Args:
-            round_: the round.
-            generation: the latest view of which the receiver knows that the members have entered it.
-            steps: how many steps of optimizers it has got of this round.
+            round_: The round.
+            generation: The latest view that the receiver knows the members to have entered.
+            steps: The number of optimizer steps of this round that it has.
         """
         self._read()
         for entry in self._entries:
@@ -133,10 +131,10 @@ class LogReader:
         return None
 
     def forget(self, round_: int, steps: int = 0) -> int:
-        """Gives back the memory of what comes before a round.
+        """Frees the memory of everything before a round.
 
         Returns:
-            Up to where a receiver has the log that has so many steps of that round, too.
+            The offset up to which a receiver with `steps` optimizer steps of that round has the log.
         """
         self._read()
         kept = [entry for entry in self._entries if entry.item.round >= round_]
@@ -151,8 +149,8 @@ class LogReader:
     def digest_of(self, entry: LogEntry) -> bytes:
         """Returns the digest of an entry's body."""
         total = xxhash.xxh3_128(seed=0)
-        for at in range(entry.body, entry.stop, CHUNK_BYTES):
-            total.update(os.pread(self.file, min(CHUNK_BYTES, entry.stop - at), at))
+        for offset in range(entry.body, entry.stop, CHUNK_BYTES):
+            total.update(os.pread(self.file, min(CHUNK_BYTES, entry.stop - offset), offset))
         return total.digest()
 
     def _read(self) -> None:
@@ -171,24 +169,24 @@ class LogReader:
             self._stop = stop
 
 
-FIRST_S = 30.0  # how long the receiver has to come
-_PATIENCE_S = 30.0  # how long it may take nothing
+FIRST_S = 30.0  # time for the receiver to connect
+_PATIENCE_S = 30.0  # maximum time without progress
 _MOST_DESCRIPTORS = 1 << 20
 
 
 @dataclass(frozen=True)
 class ServedSnapshot:
-    """What a child serves.
+    """The resources of a snapshot's child.
 
     Attributes:
-        number: the transfer's.
-        key: what the receiver must hold.
-        contents: of the snapshot.
-        memories: its buffers.
-        listener: where the receiver connects.
-        log: the sender's log.
-        line: comes from the sender: a byte says that the log has grown, and the end that the sender has ended.
-        progress: what the child tells the sender, see `Progress`.
+        number: The number of the transfer.
+        key: The key that the receiver must hold.
+        contents: The description of the snapshot.
+        memories: The snapshot's buffers.
+        listener: The listener to which the receiver connects.
+        log: The descriptor of the sender's log.
+        line: A socket to the sender: a byte means that the log has grown, and its end that the sender has ended.
+        progress: The memory through which the child reports to the sender.
     """
 
     number: int
@@ -202,11 +200,7 @@ class ServedSnapshot:
 
 
 class TransferProgress:
-    """Memory of a sender and its child, in which the child says how far the receiver is.
-
-    Attributes: `done`, up to where the log is not needed any more, and `sent`, which grows with all that is sent and is
-    0 before the receiver came.
-    """
+    """Memory shared by a sender and its child, in which the child reports the receiver's progress."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, mmap.PAGESIZE)
@@ -219,38 +213,38 @@ class TransferProgress:
 
     @property
     def sent(self) -> int:
-        """How often something was sent."""
+        """The number of messages sent, 0 before the receiver connected."""
         return self._numbers[1]
 
     def more(self, done: int) -> None:
-        """Notes that something was sent, and that the log is not needed up to `done`."""
+        """Notes that a message was sent, and that the log is not needed up to `done`."""
         self._numbers[0] = done
         self._numbers[1] += 1
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory."""
         self._numbers.release()
         self._memory.close()
 
 
 def serve_in_child(served: ServedSnapshot, sender_pid: int) -> NoReturn:
-    """Serves one receiver in a process that was just forked, and ends it; it never outlives the sender."""
+    """Serves one receiver in a newly forked process, and ends the process. It never outlives the sender."""
     try:
         die_with_parent(sender_pid)
-        gc.disable()  # what the sender left for the collector is the sender's to close
+        gc.disable()  # the sender closes its own garbage
         _keep_only([served.listener.fileno(), served.log, served.line.fileno()])
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _serve(served)
     except (OSError, BrokenTransferError):
-        pass  # the receiver or the sender is gone
+        pass  # the receiver or the sender has disconnected
     finally:
-        lower_thread_priority()  # to give the memory back takes a while, too
+        lower_thread_priority()  # freeing the memory takes a while, too
         os._exit(0)
 
 
 def _keep_only(descriptors: Sequence[int]) -> None:
-    """Closes all descriptors but these; those of a terminal lead nowhere."""
+    """Closes all descriptors but these; the standard streams are redirected to /dev/null."""
     null = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):
         if standard not in descriptors:
@@ -272,18 +266,20 @@ def _serve(served: ServedSnapshot) -> None:
 
 
 def _await_receiver(served: ServedSnapshot) -> Connection | None:
-    came: queue.SimpleQueue[Connection] = queue.SimpleQueue()
-    door = AuthenticatedListener(served.listener, served.key, CHANNEL, lambda each, _: came.put(each), served.number)
+    receivers: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+    listener = AuthenticatedListener(
+        served.listener, served.key, CHANNEL, lambda receiver, _: receivers.put(receiver), served.number
+    )
     try:
-        return came.get(timeout=FIRST_S)
+        return receivers.get(timeout=FIRST_S)
     except queue.Empty:
         return None
     finally:
-        door.close()
+        listener.close()
 
 
 class SnapshotServer:
-    """The conversation with the receiver."""
+    """The connection with the receiver."""
 
     def __init__(self, served: ServedSnapshot, receiver: Connection) -> None:
         self._served, self._receiver = served, receiver
@@ -291,16 +287,17 @@ class SnapshotServer:
         self._log = LogReader(served.log)
         self._awaited: tuple[int, int, int] | None = None  # a round, a generation and a number of steps
         self._request = memoryview(bytearray(REQUEST.size))
-        self._is_near = False  # the receiver has been
-        self._passed = 0, 0  # the round that the receiver is in, and how many of its steps it has
+        self._is_near = False  # whether the receiver has been near
+        self._passed = 0, 0  # the receiver's round, and the number of that round's steps it has
 
     def run(self) -> None:
-        """Answers until the receiver or the sender is gone; at low priority until the receiver has come near.
+        """Answers until the receiver or the sender disconnects; at low priority until the receiver is near.
 
-        From then on the others may be in the next view already, and wait until it has the last result before that.
+        From then on the others may be in the next view already, and wait until the receiver has the last result before
+        it.
 
         Raises:
-            BrokenTransferError, OSError: one of them is.
+            BrokenTransferError, OSError: The receiver or the sender has disconnected.
         """
         run_at_low_priority(self._begin)
         while self._goes_on():
@@ -313,12 +310,12 @@ class SnapshotServer:
             pass
 
     def _goes_on(self) -> bool:
-        """Waits for what the receiver asks, or the sender logs, and answers; returns False if the sender is gone."""
+        """Waits for a request or a new log entry, and answers; returns False if the sender has ended."""
         ready, _, _ = select.select([self._receiver, self._served.line], [], [])
         if self._served.line in ready:
             if not self._served.line.recv(4096):
                 return False
-            self._tell_sender()  # the receiver may have got from another sender what has come now
+            self._tell_sender()  # the receiver may have the new entry from another sender
         if self._awaited is not None:
             self._give_awaited()
         if self._receiver in ready:
@@ -359,7 +356,7 @@ class SnapshotServer:
         self._awaited = None
         item = entry.item
         self._is_near = self._is_near or isinstance(item, ViewEntered) or self._log.ahead <= NEAR
-        if isinstance(item, OptimizerStep):  # digested here, since the members would have to wait for it
+        if isinstance(item, OptimizerStep):  # digested in the child, so that the members need not wait
             item = msgspec.structs.replace(item, digest=self._log.digest_of(entry))
         send_head(self._receiver, item, self._log.ahead)
         self._send_log(entry.body, entry.stop)

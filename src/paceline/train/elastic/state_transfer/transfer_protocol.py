@@ -1,9 +1,7 @@
-"""What a receiver and a sender's child send each other, after both have proved the job's secret.
+"""The messages between a receiver and a sender's child, and the division of a snapshot into chunks.
 
-A request is a fixed struct. An answer is a frame: the length of its head, how many results the sender has beyond, the
-head (msgpack), and a body whose length the head says.
-
-Which chunk of a snapshot is asked of which sender, and where in the buffers a chunk lies.
+Both ends first prove that they hold the job's secret. A request is a fixed struct. An answer is a frame: the length of
+its head, the number of further results that the sender has, the head (msgpack), and a body whose length the head gives.
 """
 
 from __future__ import annotations
@@ -23,9 +21,10 @@ from paceline.train.elastic.worker.agreement import BatchAssignment
 
 
 class MissingChunks:
-    """The chunks that a receiver still needs; a sender that is lost costs those that it has not sent.
+    """The chunks that a receiver still needs, and the senders that were asked for them.
 
-    When all that are left have been asked for, an idle sender is asked for them again, so that none holds the others up.
+    When all remaining chunks have been requested, an idle sender is asked for them again, so that no slow sender delays
+    the transfer.
 
     >>> chunks = MissingChunks(2)
     >>> chunks.next_for("a"), chunks.next_for("b"), chunks.lost("b"), chunks.next_for("a")
@@ -39,11 +38,11 @@ class MissingChunks:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all chunks have come."""
+        """Whether all chunks have arrived."""
         return not self._missing
 
     def next_for(self, sender: str) -> int | None:
-        """Returns the chunk that this sender is asked for next; None if it has to send all that are left."""
+        """Returns the next chunk to request from this sender, or None if it was asked for all remaining ones."""
         while self._waiting:
             chunk = self._waiting.pop()
             if chunk in self._missing:
@@ -52,19 +51,19 @@ class MissingChunks:
         shared = [chunk for chunk, senders in self._asked.items() if sender not in senders]
         if not shared:
             return None
-        chunk = min(shared, key=lambda each: (len(self._asked[each]), each))
+        chunk = min(shared, key=lambda candidate: (len(self._asked[candidate]), candidate))
         self._asked[chunk].add(sender)
         return chunk
 
     def arrived(self, chunk: int) -> bool:
-        """Notes that a chunk has come, whole; returns whether it had not come before."""
+        """Notes that a chunk has arrived; returns whether it is the first copy."""
         is_new = chunk in self._missing
         self._missing.discard(chunk)
         self._asked.pop(chunk, None)
         return is_new
 
     def lost(self, sender: str) -> None:
-        """Gives back what only this sender was asked for."""
+        """Returns the chunks that were requested only from this sender to the queue."""
         for chunk, senders in list(self._asked.items()):
             senders.discard(sender)
             if not senders:
@@ -73,7 +72,7 @@ class MissingChunks:
 
 
 class ChunkLayout:
-    """Where chunks lie: the buffers are taken as one run of bytes, which is cut every `chunk_bytes`.
+    """The location of chunks: the buffers form one run of bytes, which is cut every `chunk_bytes`.
 
     >>> ChunkLayout([3, 0, 4], 5).spans(0)
     [(0, 0, 3), (2, 0, 2)]
@@ -88,33 +87,33 @@ class ChunkLayout:
         self.count = -(-self.nbytes // chunk_bytes)
 
     def spans(self, chunk: int) -> list[tuple[int, int, int]]:
-        """Returns a chunk's parts: a buffer, and the first byte and the one after the last within it."""
-        at, stop = chunk * self._chunk_bytes, min((chunk + 1) * self._chunk_bytes, self.nbytes)
-        buffer, found = bisect_right(self._ends, at), []
-        while at < stop:
-            first = at - (self._ends[buffer] - self._sizes[buffer])
-            last = min(self._sizes[buffer], first + stop - at)
+        """Returns a chunk's parts: a buffer, and the range of bytes within it."""
+        start, stop = chunk * self._chunk_bytes, min((chunk + 1) * self._chunk_bytes, self.nbytes)
+        buffer, found = bisect_right(self._ends, start), []
+        while start < stop:
+            first = start - (self._ends[buffer] - self._sizes[buffer])
+            last = min(self._sizes[buffer], first + stop - start)
             if last > first:
                 found.append((buffer, first, last))
-            at += last - first
+            start += last - first
             buffer += 1
         return found
 
 
 CHANNEL = "transfer"  # of the handshake
 CHUNK_BYTES = 4 << 20
-NEAR = 1  # results behind the others with which a receiver counts as having caught up
-REQUEST = struct.Struct("<QQQQ")  # an Ask and three numbers
+NEAR = 1  # a receiver that lacks at most so many results has caught up
+REQUEST = struct.Struct("<QQQQ")  # a RequestKind and three numbers
 FRAME = struct.Struct("<QQ")
 _LARGEST_HEAD = 1 << 30
 
 
 class RequestKind(IntEnum):
-    """What a receiver asks for."""
+    """The kinds of requests, each with up to three numbers."""
 
-    CHUNK = 1  # of this number
-    ITEM = 2  # what the log has next for this round, after a view of this generation and so many steps
-    FORGET = 3  # nothing: it has all of the rounds before this one, and so many steps of this one
+    CHUNK = 1  # (number): this chunk
+    ITEM = 2  # (round, generation, steps): the next log item of the round, after that view and so many steps
+    FORGET = 3  # (round, -, steps): nothing; the receiver has all earlier rounds and so many steps of this one
 
 
 class _FrameHead(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -122,13 +121,14 @@ class _FrameHead(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class SnapshotContents(_FrameHead, frozen=True):
-    """What a snapshot holds: the encoded state without its buffers, and the buffers' lengths in bytes.
+    """The description of a snapshot: the encoded state without its buffers.
 
     Attributes:
-        round: the round that comes next.
-        committed: the digest of the result of the round before.
-        dealt: the latest batch that was dealt out.
-        body, sizes: see above.
+        round: The next round.
+        committed: The digest of the previous round's result.
+        dealt: The latest batch assignment.
+        body: The encoded state without its buffers.
+        sizes: The lengths of the buffers, in bytes.
     """
 
     round: int
@@ -139,7 +139,7 @@ class SnapshotContents(_FrameHead, frozen=True):
 
 
 class SnapshotChunk(_FrameHead, frozen=True):
-    """A part of the buffers, taken together; the body has its bytes."""
+    """A part of the concatenated buffers; the body has its bytes."""
 
     number: int
     nbytes: int
@@ -147,16 +147,16 @@ class SnapshotChunk(_FrameHead, frozen=True):
 
 
 class RoundResult(_FrameHead, frozen=True):
-    """The result of a round, which was committed.
+    """The result of a committed round.
 
     Attributes:
-        round: the round.
-        nbytes: the length of the body: the tensors, contiguous. In the usual loop there are none.
-        tensors: their dtypes and shapes.
-        digest: of the result.
-        state: the members' digest of a part of their state before the round.
-        dealt: the latest batch that was dealt out.
-        before: the digest of the result of the round before.
+        round: The round.
+        nbytes: The length of the body, which holds the contiguous tensors. In a DDP loop there are none.
+        tensors: The tensors' dtypes and shapes.
+        digest: The digest of the result.
+        state: The members' digest of a part of their state before the round.
+        dealt: The latest batch assignment.
+        before: The digest of the previous round's result.
     """
 
     round: int
@@ -169,18 +169,18 @@ class RoundResult(_FrameHead, frozen=True):
 
 
 class OptimizerStep(_FrameHead, frozen=True):
-    """A step of an optimizer in the usual loop, as it is about to be made.
+    """An optimizer step in a DDP loop that is about to be made.
 
     Attributes:
-        round: the round that comes next.
-        after: the digest of the result of the round before.
-        optimizer: its name.
-        nbytes: the length of the body: the gradients, and then tensors of the options, contiguous.
-        tensors: their dtypes and shapes.
-        has_gradient: for each parameter in the order of the groups, whether it has a gradient.
-        options: those of the groups, such as the learning rate, encoded.
-        obstacle: why the step does not follow from all this, if it does not.
-        digest: of the body; whoever sends it adds that.
+        round: The next round.
+        after: The digest of the previous round's result.
+        optimizer: The name of the optimizer.
+        nbytes: The length of the body, which holds the gradients and then the tensors of the options, contiguous.
+        tensors: The dtypes and shapes of these tensors.
+        has_gradient: For each parameter in the order of the groups, whether it has a gradient.
+        options: The encoded options of the groups, such as the learning rate.
+        obstacle: The reason for which the step cannot be repeated, or "".
+        digest: The digest of the body, added by the sender's child.
     """
 
     round: int
@@ -195,7 +195,7 @@ class OptimizerStep(_FrameHead, frozen=True):
 
 
 class ViewEntered(_FrameHead, frozen=True):
-    """The members of the sender's view enter another view before the round."""
+    """The sender's members enter another view before the round."""
 
     round: int
     generation: int
@@ -203,7 +203,7 @@ class ViewEntered(_FrameHead, frozen=True):
 
 
 class NothingYet(_FrameHead, frozen=True):
-    """The receiver has caught up: the sender has nothing that it asks for, and sends that as soon as it has."""
+    """The receiver has caught up; the sender sends the requested item as soon as it is logged."""
 
 
 LogItem = RoundResult | OptimizerStep | ViewEntered
@@ -212,7 +212,7 @@ _heads = msgspec.msgpack.Decoder(FrameHead)
 
 
 class BrokenTransferError(Exception):
-    """A sender sent something else than it should, or nothing any more."""
+    """The other end sent an unexpected message, or disconnected."""
 
 
 def encode_head(head: FrameHead) -> bytes:
@@ -221,10 +221,10 @@ def encode_head(head: FrameHead) -> bytes:
 
 
 def decode_head(data: bytes | bytearray | memoryview) -> FrameHead:
-    """Returns a head that was received.
+    """Decodes a received head.
 
     Raises:
-        BrokenTransferError: it is none.
+        BrokenTransferError: The data is not a head.
     """
     try:
         head: FrameHead = decode_untrusted(_heads.decode, data)
@@ -253,10 +253,10 @@ def send_head(connection: Connection, head: FrameHead, ahead: int = 0) -> None:
 
 
 def receive_head(connection: Connection) -> tuple[FrameHead, int]:
-    """Receives a frame up to its body; returns the head, and how many results the sender has beyond.
+    """Receives a frame up to its body; returns the head, and the number of further results at the sender.
 
     Raises:
-        BrokenTransferError, OSError: the sender is gone, or sent something else.
+        BrokenTransferError, OSError: The sender disconnected, or sent something else.
     """
     prefix = memoryview(bytearray(FRAME.size))
     receive_into(connection, prefix)
@@ -269,14 +269,13 @@ def receive_head(connection: Connection) -> tuple[FrameHead, int]:
 
 
 def receive_into(connection: Connection, memory: memoryview) -> None:
-    """Fills `memory` with what comes next.
+    """Fills `memory` with the next bytes.
 
     Raises:
-        BrokenTransferError, OSError: the other end is gone.
+        BrokenTransferError, OSError: The other end disconnected.
     """
-    at = 0
-    while at < len(memory):
-        count = connection.recv_into(memory[at:])
+    while memory:
+        count = connection.recv_into(memory)
         if not count:
             raise BrokenTransferError("the connection was closed")
-        at += count
+        memory = memory[count:]

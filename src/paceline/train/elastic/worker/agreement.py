@@ -1,17 +1,15 @@
-"""What the members of a new view agree on, from what each of them says about itself; every member gets the same result.
+"""The agreement of the members of a new view, computed from their statuses; every member obtains the same result.
 
 A *round* is one sum over all shards: the gradient of a step, or an evaluation. A member keeps the partial sums that it
-has computed for its round n, so only what a dead worker had computed is computed again. Whoever has committed round n
-has seen the vote of every member, so every member has the result, and the rest only lack the knowledge that all agreed.
-They are one round behind, and commit what they have voted for.
+has computed for its round n, so only those of a dead worker are computed again. A member that has committed round n has
+seen the vote of every member, so every member has the result; the rest merely lack the confirmation that all agreed.
+They are one round behind, and commit the result they voted for.
 
-To whom each batch was dealt out, on which the members agree even if they are in different views when it begins.
+Members may be in different views when a batch begins: one begins it, and another loses its connections before it does.
+The latter begins the batch in a later view, and must not assign it anew. So members exchange the latest batch that they
+know to have begun, and adopt its assignment (`BatchAssignments`).
 
-A member may begin a batch, and another one of the same view may lose its connections before it does. The latter then
-begins the batch in a later view, and must not deal it out anew. So members tell each other, when they enter a view,
-of the latest batch that they know to have begun, and whoever has not begun it yet takes over how it was dealt out.
-
-How many shards each member gets: in proportion to its speed, and changed only where that pays.
+Each member's number of shards is proportional to its speed, and changes only if that pays (`fair_counts`).
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from paceline.train.logical_shards.tree_sum import Node, is_tree_over_ranks, nod
 
 
 class BatchAssignment(msgspec.Struct, frozen=True, array_like=True):
-    """A batch that was dealt out: the round that it begins with, and the members that have shares in it, by rank."""
+    """A batch that was assigned to members: the round it begins with, and the members that share it, by rank."""
 
     round: int
     members: tuple[str, ...]
@@ -38,12 +36,12 @@ NO_BATCH_ASSIGNMENT = BatchAssignment(-1, ())
 
 @dataclass(frozen=True)
 class ViewChange:
-    """Who trains from this batch on.
+    """The change of membership before a batch.
 
     Attributes:
-        workers: the number of workers.
-        came: the names of those that were not there in the batch before.
-        went: the names of those that are not there any more.
+        workers: The number of workers from this batch on.
+        came: The names of the workers that joined since the previous batch.
+        went: The names of the workers that left since then.
     """
 
     workers: int
@@ -52,20 +50,22 @@ class ViewChange:
 
 
 class BatchAssignments:
-    """What one member knows of the batches that were dealt out."""
+    """The batch assignments known to one member."""
 
     def __init__(self) -> None:
         self.latest = NO_BATCH_ASSIGNMENT
-        self._told: tuple[str, ...] = ()  # the members at the latest batch that this member has begun itself
+        self._reported: tuple[str, ...] = ()  # the members of the latest batch that this member has begun
 
     def learn(self, others: Iterable[BatchAssignment], *, is_new: bool) -> None:
-        """Takes what the members of a view know; a new member has taken part in all that was dealt out before."""
+        """Merges the latest assignments of the view's members. A new member is deemed to have shared all earlier
+        batches.
+        """
         self.latest = max([self.latest, *others], key=lambda dealt: dealt.round)
         if is_new:
-            self._told = self.latest.members
+            self._reported = self.latest.members
 
     def begin(self, round_number: int, members: tuple[str, ...]) -> ViewChange | None:
-        """Begins a batch, and deals it out to `members` unless that was done; returns the change since the last one.
+        """Begins a batch, assigning it to `members` unless it was assigned; returns the change since the last one.
 
         >>> early, late = BatchAssignments(), BatchAssignments()
         >>> early.begin(0, ("a", "b", "c"))
@@ -76,43 +76,43 @@ class BatchAssignments:
         """
         if self.latest.round < round_number:
             self.latest = BatchAssignment(round_number, members)
-        before, now = self._told, self.latest.members
-        self._told = now
+        before, now = self._reported, self.latest.members
+        self._reported = now
         if before == now:
             return None
         came = tuple(name for name in now if name not in before)
         return ViewChange(len(now), came, tuple(name for name in before if name not in now))
 
 
-REBALANCE_EVERY = 25  # rounds between two looks at the members' speeds
-_WORTH = 0.9  # a new deal must make the longest share shorter than this part of what it is
-_WORTH_SLICES = 0.75  # ... if the core adds up the sums now, and could not any more
+REBALANCE_EVERY = 25  # rounds between two comparisons of the members' speeds
+_WORTH = 0.9  # a new deal must shorten the longest share to less than this fraction
+_WORTH_SLICES = 0.75  # ... if the core adds up the sums now and no longer could
 _NEW = 0.2  # the weight of the latest measurement in a member's speed
 
 
 def even_counts(shards: int, ranks: int) -> list[int]:
-    """Returns how many shards each rank gets if all are equally fast.
+    """Returns the number of shards of each rank if all are equally fast.
 
-    Those that are left over go to the first ranks, or to the last ones if only then the core can add up what the ranks
-    have (see `sum_over_ranks`). That is so where few of as many ranks as shards are lost.
+    The remainder goes to the first ranks, or to the last ones if only that lets the core add up the ranks' sums (see
+    `sum_over_ranks`). That is the case when there were as many ranks as shards and few of them were lost.
 
     >>> even_counts(8, 3), even_counts(4, 3)
     ([3, 3, 2], [1, 1, 2])
     """
-    each, more = divmod(shards, ranks)
-    first, last = ([each + (rank in larger) for rank in range(ranks)] for larger in (range(more), range(ranks)[-more:]))
+    base, more = divmod(shards, ranks)
+    first, last = ([base + (rank in larger) for rank in range(ranks)] for larger in (range(more), range(ranks)[-more:]))
     return last if more and _adds_up_in_core(last) and not _adds_up_in_core(first) else first
 
 
 def fair_counts(shards: int, shard_ns: Sequence[int], now: Sequence[int]) -> list[int]:
-    """Returns how many shards each rank gets; `now` if nothing else is worth the change.
+    """Returns the number of shards of each rank, or `now` if no change is worthwhile.
 
-    The longest share is as short as it can be, and every rank has a shard if there are enough.
+    The longest share is as short as possible, and every rank has a shard if there are enough.
 
     Args:
-        shards: the number of shards.
-        shard_ns: how long a shard takes on each rank, in nanoseconds; 0 for a rank of which that is not known yet.
-        now: the number of shards of each rank until now.
+        shards: The number of shards.
+        shard_ns: The time per shard on each rank, in nanoseconds; 0 where it is unknown.
+        now: The current number of shards of each rank.
 
     >>> fair_counts(12, [10, 10, 20, 20], [3, 3, 3, 3])
     [4, 4, 2, 2]
@@ -121,14 +121,14 @@ def fair_counts(shards: int, shard_ns: Sequence[int], now: Sequence[int]) -> lis
     >>> fair_counts(4, [5, 6, 6], [1, 1, 2])
     [1, 1, 2]
     """
-    known = [each for each in shard_ns if each > 0]
+    known = [time_ns for time_ns in shard_ns if time_ns > 0]
     if not known:
         return list(now)
-    costs = [each if each > 0 else median_low(known) for each in shard_ns]
+    costs = [time_ns if time_ns > 0 else median_low(known) for time_ns in shard_ns]
     counts = [0] * len(costs)
-    for at in range(shards):
+    for shard in range(shards):
         idle = [rank for rank, count in enumerate(counts) if count == 0]
-        candidates = idle if at < len(costs) else range(len(costs))
+        candidates = idle if shard < len(costs) else range(len(costs))
         chosen = min(candidates, key=lambda rank: ((counts[rank] + 1) * costs[rank], rank))
         counts[chosen] += 1
     longest = max(count * cost for count, cost in zip(counts, costs, strict=True))
@@ -138,14 +138,14 @@ def fair_counts(shards: int, shard_ns: Sequence[int], now: Sequence[int]) -> lis
 
 
 def _adds_up_in_core(counts: Sequence[int]) -> bool:
-    """Returns whether the sum over all shards is the tree over ranks with so many shards each."""
+    """Returns whether the tree over ranks with these numbers of shards gives the sum over all shards."""
     root, stops = Node(0, sum(counts)), [*accumulate(counts)]
     runs = [range(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
     return is_tree_over_ranks(root, [nodes_within(run, root) for run in runs])
 
 
 def smoothed(before_ns: int, measured_ns: int) -> int:
-    """Returns a member's speed after a measurement, which changes it slowly."""
+    """Returns the smoothed time per shard after a new measurement."""
     return measured_ns if before_ns == 0 else round((1 - _NEW) * before_ns + _NEW * measured_ns)
 
 
@@ -156,20 +156,21 @@ Deal = list[list[Node]]  # for each rank the nodes of the tree whose sums it com
 
 
 class MemberStatus(msgspec.Struct, frozen=True, array_like=True):
-    """What a member says about itself when it enters a view.
+    """The status that a member sends when it enters a view.
 
     Attributes:
-        round: its round.
-        held: the nodes of that round that it has the sums of.
-        shard_ns: how long a shard takes on it, 0 if it has not computed any.
-        dealt: the latest batch that it knows to have been dealt out.
-        has_begun: it is in the batch whose first round that is, or in a later round of it.
-        voted: the digest of the result with which it has voted in this round, 0 without one.
-        committed: the digest of the result of the round before, 0 without one.
-        has_followed: it has made the steps of the others, in the usual loop, and lacks the rest of the state.
-        parts: the parts of the state that were not compared meanwhile, each with its digest.
-        teaches: it gives a transfer.
-        guest_until: before this round it has not yet shown in votes that its whole state is that of the others.
+        round: The member's round.
+        held: The tree nodes of that round whose sums it holds.
+        shard_ns: Its time per shard in nanoseconds, or 0 before it has computed any.
+        dealt: The latest batch assignment that it knows.
+        has_begun: Whether it is in the batch that begins with that round, or in a later round of the batch.
+        voted: The digest of the result for which it voted in this round, or 0.
+        committed: The digest of the previous round's result, or 0.
+        has_followed: Whether it has repeated the others' optimizer steps (DDP loop) and lacks only the rest of the
+            state.
+        parts: The parts of the state that were not compared meanwhile, each with its digest.
+        is_sender: Whether it is the sender of a transfer.
+        guest_until: The round before which its votes have not yet proved that its entire state equals the others'.
     """
 
     round: int
@@ -181,24 +182,23 @@ class MemberStatus(msgspec.Struct, frozen=True, array_like=True):
     committed: int = 0
     has_followed: bool = False
     parts: tuple[tuple[int, int], ...] = ()
-    teaches: bool = False
+    is_sender: bool = False
     guest_until: int = 0
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What follows from the members' statuses.
+    """The decisions that follow from the members' statuses.
 
     Attributes:
-        round: the round that is computed next.
-        deal: the nodes of each rank in that round.
-        source: for each rank that lacks the state, or a part of it, the rank from which it gets that; None for the
-            others.
-        followers: those ranks that lack only a part.
-        guest_until: for each rank the round before which it does not count where states differ.
-        late: the ranks that have the latest result, but do not know that it was committed.
-        outvoted: the late ranks that have voted for another result.
-        committed: the digest of the latest result.
+        round: The round that is computed next.
+        deal: The tree nodes of each rank in that round.
+        source: For each rank that lacks the state or a part of it, the rank that sends it; otherwise None.
+        late: The ranks that have the latest result but do not know that it was committed.
+        outvoted: The late ranks that voted for another result.
+        committed: The digest of the latest result.
+        followers: The ranks that lack only a part of the state.
+        guest_until: For each rank, the round before which its vote on the state does not count.
     """
 
     round: int
@@ -219,27 +219,27 @@ NOTHING_AGREED = Agreement(0, [], ())
 
 
 def agree(statuses: Sequence[MemberStatus], shards: int) -> Agreement:
-    """Returns what the members do next, given their statuses by rank.
+    """Returns the members' next actions, given their statuses by rank.
 
     Raises:
-        ValueError: a member is more than one round behind, which the protocol rules out.
+        ValueError: A member is more than one round behind, which the protocol rules out.
     """
     rounds = [FRESH if status.has_followed else status.round for status in statuses]
     latest = max(rounds)
-    if latest == FRESH:  # the job begins, and rank 0's state is everybody's
+    if latest == FRESH:  # the job begins, and all ranks take the state of rank 0
         return Agreement(0, deal_evenly(shards, len(statuses)), (None, *[0] * (len(statuses) - 1)))
-    if lost := [rank for rank, each in enumerate(rounds) if FRESH < each < latest - 1]:
+    if lost := [rank for rank, round_ in enumerate(rounds) if FRESH < round_ < latest - 1]:
         raise ValueError(f"ranks {lost} are more than one round behind round {latest}: {list(statuses)}")
-    senders = [rank for rank, each in enumerate(rounds) if each == latest]
-    late = frozenset(rank for rank, each in enumerate(rounds) if FRESH < each < latest)
+    senders = [rank for rank, round_ in enumerate(rounds) if round_ == latest]
+    late = frozenset(rank for rank, round_ in enumerate(rounds) if FRESH < round_ < latest)
     committed = statuses[senders[0]].committed
     outvoted = frozenset(rank for rank in late if statuses[rank].voted != committed)
-    held = [status.held if each == latest else () for status, each in zip(statuses, rounds, strict=True)]
-    deal = complete([[Node(*each) for each in nodes] for nodes in held], shards)
-    lacking = [rank for rank, each in enumerate(rounds) if each == FRESH]
+    held = [status.held if number == latest else () for status, number in zip(statuses, rounds, strict=True)]
+    deal = complete([[Node(*node) for node in nodes] for nodes in held], shards)
+    lacking = [rank for rank, round_ in enumerate(rounds) if round_ == FRESH]
     followers = frozenset(rank for rank in lacking if _is_up_to_date(statuses[rank], latest, committed))
     source = _sources(statuses, senders, lacking, followers)
-    guest_until = [each.guest_until for each in statuses]
+    guest_until = [status.guest_until for status in statuses]
     for rank in lacking:
         guest_until[rank] = latest + WINDOWS if rank in followers else 0
     return Agreement(latest, deal, source, late, outvoted, committed, followers, tuple(guest_until))
@@ -252,33 +252,33 @@ def _is_up_to_date(status: MemberStatus, latest: int, committed: int) -> bool:
 def _sources(
     statuses: Sequence[MemberStatus], senders: Sequence[int], lacking: Sequence[int], followers: frozenset[int]
 ) -> tuple[int | None, ...]:
-    """Returns for each rank from which it gets what it lacks; those that teach know what followers have already."""
-    teachers = [rank for rank in senders if statuses[rank].teaches] or senders
+    """Returns each lacking rank's source. Senders of transfers serve the followers, whose state they know."""
+    transfer_senders = [rank for rank in senders if statuses[rank].is_sender] or senders
     chosen: dict[int, int] = {}
-    for at, rank in enumerate(lacking):
-        able = teachers if rank in followers else senders
-        chosen[rank] = able[at % len(able)]
+    for index, rank in enumerate(lacking):
+        able = transfer_senders if rank in followers else senders
+        chosen[rank] = able[index % len(able)]
     return tuple(chosen.get(rank) for rank in range(len(statuses)))
 
 
 def deal_runs(counts: Sequence[int]) -> Deal:
-    """Returns a deal in which rank r has a run of `counts[r]` consecutive shards.
+    """Returns a deal in which rank r has `counts[r]` consecutive shards.
 
     >>> deal_runs([2, 1, 1])[1:]
     [[Node(first=2, stop=3)], [Node(first=3, stop=4)]]
     """
     root = Node(0, sum(counts))
     starts = [sum(counts[:rank]) for rank in range(len(counts))]
-    return [nodes_within(range(at, at + count), root) for at, count in zip(starts, counts, strict=True)]
+    return [nodes_within(range(start, start + count), root) for start, count in zip(starts, counts, strict=True)]
 
 
 def deal_evenly(shards: int, ranks: int) -> Deal:
-    """Returns a deal in which each rank has a run of consecutive shards, of lengths that differ by one at most."""
+    """Returns a deal in which each rank has consecutive shards; their numbers differ by at most one."""
     return deal_runs(even_counts(shards, ranks))
 
 
 def complete(held: Sequence[Sequence[Node]], shards: int) -> Deal:
-    """Returns a deal in which each rank keeps the sums that it holds, and the missing shards are dealt out evenly.
+    """Returns a deal in which each rank keeps the sums that it holds, and the missing shards are divided evenly.
 
     >>> complete([[Node(0, 2)], [Node(2, 4)]], 8)[1]
     [Node(first=2, stop=4), Node(first=6, stop=8)]
@@ -295,16 +295,16 @@ def complete(held: Sequence[Sequence[Node]], shards: int) -> Deal:
     missing = [shard for shard in range(shards) if not covered[shard]]
     for rank, mine in enumerate(kept):
         share = run_of_rank(len(missing), len(kept), rank)
-        mine += _nodes_of([missing[at] for at in share], shards)
+        mine += _nodes_of([missing[index] for index in share], shards)
     return kept
 
 
 def _nodes_of(chosen: Sequence[int], shards: int) -> list[Node]:
-    """Returns the largest nodes of the tree that together hold the chosen shards, which are in ascending order."""
+    """Returns the largest tree nodes that together hold the chosen shards, which must be in ascending order."""
     nodes: list[Node] = []
     first = 0
-    for at in range(1, len(chosen) + 1):
-        if at == len(chosen) or chosen[at] != chosen[at - 1] + 1:
-            nodes += nodes_within(range(chosen[first], chosen[at - 1] + 1), Node(0, shards))
-            first = at
+    for index in range(1, len(chosen) + 1):
+        if index == len(chosen) or chosen[index] != chosen[index - 1] + 1:
+            nodes += nodes_within(range(chosen[first], chosen[index - 1] + 1), Node(0, shards))
+            first = index
     return nodes

@@ -1,9 +1,9 @@
-"""DiLoCo in an elastic job: each exchange of outer gradients is a round, on which the members of a view agree.
+"""DiLoCo in an elastic job: each exchange of outer gradients is a round on which the members of a view agree.
 
-An exchange begins in the background, on the process group of the view, and its round waits for it. If the view breaks
-in between, the members of the next one hold the exchange again, with what each has kept; the mean is over those that
-are there. A worker that comes gets the outer parameters and what the outer optimizer keeps at the beginning of a round,
-in which it takes no part yet. It begins with the inner optimizer's state of the worker that gives it the state.
+An exchange runs in the background on the process group of the view; its round waits for it. If the view breaks in
+between, the members of the next view repeat the exchange with the gradients that each has kept, and average over the
+members present. A joining worker receives the outer parameters and the outer optimizer's state at the beginning of a
+round in which it does not take part yet, along with the inner optimizer's state of its sender.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from paceline.train.elastic.worker.training_state import Stateful, TrainingState
 from paceline.train.elastic.worker.view_group import LOST_MEMBER_ERRORS
 from paceline.train.module_tensors import broadcast_tensors
 
-_FINAL = -1  # the mean of what all members have, at the end
+_FINAL = -1  # the number of the mean over all members at the end
 
 
 class DilocoTrainingState(TrainingState):
-    """The outer parameters, and the state of the outer optimizer and of `others`.
+    """The outer parameters, the state of the outer optimizer, and that of `others`.
 
-    Each worker has parameters, an inner optimizer and buffers of its own, of which a newcomer gets a member's.
+    Parameters, inner optimizer and buffers are each worker's own; a newcomer starts with those of a member.
     """
 
     def __init__(self, diloco: DiLoCo, others: Mapping[str, Stateful]) -> None:
@@ -40,18 +40,18 @@ class DilocoTrainingState(TrainingState):
         self._diloco = diloco
 
     def capture(self) -> dict[str, Any]:
-        """Returns the state, and what is this worker's own."""
+        """Returns the shared state and this worker's own state."""
         return {**super().capture(), "own": self._diloco.own_state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Puts a state that `capture` returned in another process in the place of this one."""
+        """Replaces this state with one that `capture` returned in another process."""
         super().restore(state)
         self._diloco.take_own_state(state["own"])
 
 
 @dataclass(frozen=True)
 class _RunningSums:
-    """Sums that are under way on the process group of a view."""
+    """Sums in progress on the process group of a view."""
 
     group: ProcessGroup
     tensors: Tensors
@@ -59,9 +59,9 @@ class _RunningSums:
 
 
 class DilocoRounds:
-    """Holds the exchanges of `diloco` in rounds.
+    """Runs the exchanges of `diloco` as rounds.
 
-    Before a round that newcomers may begin with, `on_round` is called, which may enter another view.
+    `on_round` is called before each round at which newcomers may begin; it may enter another view.
     """
 
     def __init__(self, rounds: Rounds, diloco: DiLoCo, on_round: Callable[[], None]) -> None:
@@ -72,25 +72,25 @@ class DilocoRounds:
         self._running: dict[int, _RunningSums] = {}
 
     def start(self, number: int) -> None:
-        """Forgets what has begun."""
+        """Discards exchanges in progress."""
         self._offers.clear()
         self._running.clear()
 
     def decided(self) -> int:
-        """Returns 0, since nobody decides without this worker."""
+        """Returns 0: no exchange is decided without this worker."""
         return 0
 
     def begin(self, number: int, offer: Tensors) -> None:
-        """Keeps the offer, and begins to add it up."""
+        """Keeps the offer and begins to sum it over the members."""
         self._offers[number] = offer
         group = self._rounds.group
         if group is None:
             return
-        tensors = [each.clone() for each in offer]
+        tensors = [tensor.clone() for tensor in offer]
         try:
             works = self._averaging.begin(group, self._diloco.rhythm.fragment(number), tensors)
         except LOST_MEMBER_ERRORS:
-            return  # its round will find that the view has broken
+            return  # its round detects that the view has broken
         self._running[number] = _RunningSums(group, tensors, works)
 
     def outcome(self, number: int) -> ExchangeResult:
@@ -99,17 +99,17 @@ class DilocoRounds:
         return self._outcome(number)
 
     def leave(self, begun: range) -> Iterator[ExchangeResult]:
-        """Yields the outcomes of what has begun; a worker that comes later than here comes too late."""
+        """Yields the results of the exchanges in progress. Workers that join later than this take no part."""
         self._on_round()
         for number in begun:
             yield self._outcome(number)
 
     def mean(self, fragment: int, offer: Tensors) -> Tensors:
-        """Runs a round for the mean over all members."""
+        """Runs a round that computes the mean over all members."""
         return self._rounds.agree_on(lambda group: self._mean(group, _FINAL, fragment, offer, None))
 
     def most(self, number: int) -> int:
-        """Runs a round for the largest number."""
+        """Runs a round that computes the largest number."""
 
         def largest(group: ProcessGroup) -> Tensors:
             numbers = torch.zeros(group.size(), dtype=torch.int64)
@@ -119,7 +119,7 @@ class DilocoRounds:
         return int(self._rounds.agree_on(largest)[0])
 
     def copy_from_first(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Runs a round that copies the first member's tensors to all."""
+        """Runs a round that copies the first member's tensors to all members."""
 
         def copied(group: ProcessGroup) -> Tensors:
             copies = [tensor.detach().clone() for tensor in tensors]
@@ -138,26 +138,26 @@ class DilocoRounds:
     def _mean(
         self, group: ProcessGroup, number: int, fragment: int, offer: Tensors | None, running: _RunningSums | None
     ) -> Tensors:
-        """Returns the mean over the members of a view that have an offer; it is computed out of place."""
+        """Returns the mean over the members of a view that have an offer, computed out of place."""
         parts = self._count(group, number, offer is not None)
         failpoint("mean.weighed")
         if running is not None and running.group is group:
             self._averaging.end(running.works, running.tensors, parts)
             return running.tensors
-        tensors = self._diloco.content.blank(fragment) if offer is None else [each.clone() for each in offer]
+        tensors = self._diloco.content.blank(fragment) if offer is None else [tensor.clone() for tensor in offer]
         self._averaging.average(group, fragment, tensors, max(parts, 1))
         failpoint("round.computed")
         return tensors
 
     def _count(self, group: ProcessGroup, number: int, has_offer: bool) -> int:
-        """Returns how many members have an offer.
+        """Returns the number of members that have an offer.
 
         Raises:
-            RuntimeError: the members hold different exchanges.
+            RuntimeError: The members run different exchanges.
         """
-        told = torch.zeros(group.size(), 2, dtype=torch.int64)
-        group.all_gather(list(told.unbind()), torch.tensor([number, int(has_offer)]))
-        numbers, has = told.unbind(1)
+        gathered = torch.zeros(group.size(), 2, dtype=torch.int64)
+        group.all_gather(list(gathered.unbind()), torch.tensor([number, int(has_offer)]))
+        numbers, has = gathered.unbind(1)
         if len(set(numbers.tolist())) > 1:
             raise RuntimeError(
                 f"rank {group.rank()}: the workers hold different exchanges of outer gradients: {numbers.tolist()}, by "
@@ -167,16 +167,16 @@ class DilocoRounds:
 
 
 class DilocoLoop:
-    """The loop with DiLoCo; a worker that comes late gets the whole state at once.
+    """The training loop with DiLoCo. A joining worker receives the entire state at once.
 
     Raises:
-        ValueError: the optimizers are among the others, or late ranks are not waited for.
+        ValueError: `others` contains the inner or outer optimizer, or `diloco` has a `grace_s`.
     """
 
     can_catch_up = False
 
     def __init__(self, diloco: DiLoCo, others: Collection[Stateful]) -> None:
-        if any(each is diloco.inner or each is diloco.outer for each in others):
+        if any(other is diloco.inner or other is diloco.outer for other in others):
             raise ValueError(
                 "ElasticState got an optimizer of DiLoCo, whose state it has from there; pass the other objects only"
             )
@@ -192,13 +192,13 @@ class DilocoLoop:
         return DilocoTrainingState(self._diloco, others)
 
     def rounds(self, connection: LauncherConnection, registry: TrainingState, on_batch: Callable[[], None]) -> Rounds:
-        """Returns the rounds in which outer gradients are averaged from now on."""
+        """Returns the rounds that average the outer gradients from now on."""
         rounds = Rounds(1, connection, registry, lambda _: None)
         self._diloco.exchange_by(DilocoRounds(rounds, self._diloco, on_batch))
         return rounds
 
     def fingerprint(self) -> str:
-        """Returns what must be equal on two workers for their outer gradients to fit together."""
+        """Returns a text that is equal on two workers if their outer gradients are compatible."""
         diloco = self._diloco
-        params = [(name, tuple(each.shape), each.dtype) for name, each in diloco.module.named_parameters()]
+        params = [(name, tuple(param.shape), param.dtype) for name, param in diloco.module.named_parameters()]
         return same_bits_as("DiLoCo", torch.__version__, diloco.rhythm, diloco.wire, params)

@@ -1,11 +1,9 @@
-"""The usual loop in an elastic job: a module whose gradients are averaged, and a loader that is dealt out anew.
+"""The weighted mean of the members' gradients, and the assignment of batches, in an elastic DDP loop.
 
-A backward is a round (`rounds.py`) in which each member has one value: its gradients, times its weight. A member that
-is gone has none, and nobody computes it again. The step is then the mean over the samples of the others, and those of
-the member that is gone come again at the end of the epoch. What members have committed is the same everywhere: the
-gradients, the buffers and who took part; the loader's position follows from that.
-
-The weighted mean of the members' gradients, in which each member has one value that nobody can compute again.
+Each backward is a round (`rounds.py`) to which each member contributes one value, its weighted gradients, which no
+other member can compute. If a member is lost, the mean is over the samples of the others, and the lost member's samples
+come again at the end of the epoch. The committed result is the same on all members: the gradients, the buffers and the
+list of participants, which determines the loader's position.
 """
 
 from __future__ import annotations
@@ -29,14 +27,14 @@ from paceline.train.logical_shards.tree_sum import Flat, Values, unpack
 
 @dataclass(frozen=True)
 class MeanContribution:
-    """What one member contributes to a mean; the mean is computed out of place, so that it may be computed again.
+    """One member's contribution to a mean. The mean is computed out of place, so that it can be repeated.
 
     Attributes:
-        weight: the weight of its gradients; with zero they do not count, whatever they are.
-        seat: its seat in the batch.
-        batch: numbers that name the batch, and are the same on every member.
-        params: the parameters, whose gradients are meant.
-        buffers: those of the module, which everybody takes over from the first member that counts.
+        weight: The weight of its gradients; with zero they are ignored.
+        seat: The member's slot in the batch.
+        batch: Numbers that identify the batch, equal on every member.
+        params: The parameters whose gradients are averaged.
+        buffers: The module's buffers, which all members take from the first one with a positive weight.
     """
 
     weight: float
@@ -47,14 +45,14 @@ class MeanContribution:
 
 
 class WeightedMean(NamedTuple):
-    """A mean as its views on the result of a round.
+    """A mean, as views of the result of a round.
 
     Attributes:
-        counts: whether any member counted.
-        took_part: for each seat of the batch, whether its member took part, counted or not.
-        has_gradient: for each parameter, whether any member that counted had a gradient.
-        gradients: for each parameter, the mean.
-        buffers: the first counting member's.
+        counts: Whether any member had a positive weight.
+        took_part: For each slot of the batch, whether its member took part, whatever its weight.
+        has_gradient: For each parameter, whether any member with a positive weight had a gradient.
+        gradients: The mean gradient of each parameter.
+        buffers: The buffers of the first member with a positive weight.
     """
 
     counts: bool
@@ -66,10 +64,10 @@ class WeightedMean(NamedTuple):
 
 @torch.no_grad()
 def mean_over(group: ProcessGroup | None, part: MeanContribution) -> Values:
-    """Returns the mean over the members of `group`, or of this process alone; `read` makes sense of it.
+    """Returns the mean over the members of `group`, or of this process alone, encoded for `read_mean`.
 
     Raises:
-        RuntimeError: the members are in different batches, which the message shows.
+        RuntimeError: The members are in different batches, which the message lists.
     """
     weights, rank = _exchange_weights(group, part)
     failpoint("mean.weighed")
@@ -84,9 +82,9 @@ def mean_over(group: ProcessGroup | None, part: MeanContribution) -> Values:
     if part.weight > 0:
         flags[seats] = 1
         factor = part.weight / total
-        for at, (param, view) in enumerate(zip(part.params, rest, strict=False)):
+        for index, (param, view) in enumerate(zip(part.params, rest, strict=False)):
             if param.grad is not None:
-                flags[seats + 1 + at] = 1
+                flags[seats + 1 + index] = 1
                 torch.mul(param.grad, factor, out=view)
         if all(weight == 0 for weight in weights[:rank]):
             for buffer, view in zip(part.buffers, rest[len(part.params) :], strict=True):
@@ -99,9 +97,9 @@ def mean_over(group: ProcessGroup | None, part: MeanContribution) -> Values:
 
 
 def read_mean(values: Values, part: MeanContribution) -> WeightedMean:
-    """Returns the mean that a result holds."""
+    """Decodes the result of `mean_over`."""
     flags, *rest = values
-    read_flags = [each > 0 for each in flags.tolist()]
+    read_flags = [flag > 0 for flag in flags.tolist()]
     seats, params = part.seat.ranks, len(part.params)
     return WeightedMean(read_flags[seats], read_flags[:seats], read_flags[seats + 1 :], rest[:params], rest[params:])
 
@@ -113,20 +111,20 @@ def _exchange_weights(group: ProcessGroup | None, part: MeanContribution) -> tup
     mine = torch.cat([weight, torch.tensor(part.batch, dtype=torch.int64)])
     everyones = [torch.empty_like(mine) for _ in range(group.size())]
     group.all_gather(everyones, mine)
-    batches = [tuple(each[1:].tolist()) for each in everyones]
+    batches = [tuple(numbers[1:].tolist()) for numbers in everyones]
     if len(set(batches)) > 1:
         raise RuntimeError(
             f"rank {group.rank()}: the ranks average different backwards; by rank, the epoch, the position in it, "
             f"the samples that come again and the backwards of this batch so far are {', '.join(map(str, batches))}. "
             "In an elastic job every rank must call backward, or state.skip_batch(), equally often in every batch"
         )
-    return [each[:1].view(torch.float64).item() for each in everyones], group.rank()
+    return [numbers[:1].view(torch.float64).item() for numbers in everyones], group.rank()
 
 
 def _layout(part: MeanContribution) -> list[torch.Tensor]:
-    """Returns tensors of the shapes and dtypes of a result: flags, gradients and buffers."""
+    """Returns meta tensors with the shapes and dtypes of a result: flags, gradients and buffers."""
     flags = torch.empty(part.seat.ranks + 1 + len(part.params), dtype=torch.int64, device="meta")
-    buffers = [torch.empty_like(each, dtype=_summable(each.dtype), device="meta") for each in part.buffers]
+    buffers = [torch.empty_like(buffer, dtype=_summable(buffer.dtype), device="meta") for buffer in part.buffers]
     return [flags, *part.params, *buffers]
 
 
@@ -142,12 +140,12 @@ def _summable(dtype: torch.dtype) -> torch.dtype:
 
 
 class ElasticAverager:
-    """Averages the gradients of `model` over the members of each view, and deals `loader` out to them.
+    """Averages the gradients of `model` over the members of each view, and divides the batches of `loader` among them.
 
     Args:
-        model: the module.
-        loader: the loader of the batches that it is trained on.
-        on_batch: is called when the next batch is about to begin.
+        model: The module.
+        loader: The loader of its training batches.
+        on_batch: A function that is called before each batch.
     """
 
     def __init__(
@@ -160,27 +158,27 @@ class ElasticAverager:
         self._name = ""
         self._params, self._buffers_of = model.average_by(self)
         loader.use_batch_assigner(self)
-        # - The batch that the loop is in
+        # - The current batch
         self._seat: RankSlot | None = None
-        self._counts = True  # the batch is this rank's own, and not one that another rank has as well
+        self._counts = True  # False if another rank has the same samples
         self._rounds_of_batch = 0
         # - The next backward
         self._weight = 1.0
         self._before: tuple[list[torch.Tensor | None], list[torch.Tensor]] | None = None  # gradients and buffers
 
     def average_by(self, rounds: Rounds, name: str) -> None:
-        """Averages over the members of the views of `rounds` from now on, in which this worker has that name."""
+        """Averages over the members of the views of `rounds` from now on; `name` is this worker's name in them."""
         self._rounds, self._name = rounds, name
 
-    # - What the loader asks
+    # - Called by the loader
 
     def begin_batch(self) -> RankSlot:
-        """Returns this rank's seat in the next batch."""
+        """Returns this rank's slot in the next batch."""
         self._on_batch()
         self._rounds_of_batch = 0
         self._seat = RankSlot(1, 0)
         if self._rounds is not None:
-            members = self._rounds.dealings.latest.members
+            members = self._rounds.assignments.latest.members
             self._seat = RankSlot(len(members), members.index(self._name) if self._name in members else None)
         return self._seat
 
@@ -190,10 +188,10 @@ class ElasticAverager:
         failpoint("batch.dealt")
 
     def end_batch(self) -> None:
-        """Requires that the batch has had a backward.
+        """Verifies that the batch had a backward.
 
         Raises:
-            RuntimeError: it had none, or one that left parameters without a gradient.
+            RuntimeError: It had none, or one that left parameters without a gradient.
         """
         if self._rounds_of_batch == 0:
             self._model.require_averaged()
@@ -203,30 +201,30 @@ class ElasticAverager:
                 "optimizer.step() like the other ranks"
             )
 
-    # - What the module asks
+    # - Called by the module
 
     def set_weight(self, weight: float) -> None:
         """Sets the weight of this rank's next backward.
 
         Raises:
-            ValueError: the weight is negative, infinite or NaN.
+            ValueError: The weight is negative, infinite or NaN.
         """
         if not (math.isfinite(weight) and weight >= 0):
             raise ValueError(f"worker {self._name or '0'}: weight is {weight}; it must be finite and not negative")
         self._weight = float(weight)
 
     def before_forward(self) -> None:
-        """Keeps what the forward and its backward change, for the case that they do not count."""
+        """Saves the gradients and buffers, for the case that no member's backward counts."""
         if self._before is None:
             gradients = [None if param.grad is None else param.grad.clone() for param in self._params]
             self._before = gradients, [buffer.clone() for buffer in self._buffers_of()]
 
     def average(self) -> None:
-        """Replaces the gradients by the mean over the members."""
+        """Replaces the gradients with the mean over the members."""
         self._run(self._weight if self._counts else 0.0)
 
     def skip(self) -> None:
-        """Replaces the gradients by the mean over the other members."""
+        """Replaces the gradients with the mean over the other members."""
         self._run(0.0)
 
     @torch.no_grad()

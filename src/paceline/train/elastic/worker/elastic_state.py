@@ -1,7 +1,4 @@
-"""What a training loop needs in order to go on when workers die, leave or join.
-
-The two kinds of training loops: in logical shards, and the usual one with a `DistributedDataParallel`.
-"""
+"""`ElasticState`: the public state of an elastic training run, and its loops with logical shards and with DDP."""
 
 from __future__ import annotations
 
@@ -33,9 +30,10 @@ from paceline.train.shared_model.shared_parameters import is_shared
 
 
 class TrainingLoop(Protocol):
-    """What differs between the loops.
+    """The differences between the training loops.
 
-    Attributes: `can_catch_up`, whether a worker that comes late can catch up while the others train.
+    Attributes:
+        can_catch_up: Whether a joining worker can catch up while the others train.
     """
 
     can_catch_up: bool
@@ -45,16 +43,16 @@ class TrainingLoop(Protocol):
         ...
 
     def rounds(self, connection: LauncherConnection, registry: TrainingState, on_batch: Callable[[], None]) -> Rounds:
-        """Returns the rounds that add up the loop's gradients from now on; `on_batch` is called before each batch."""
+        """Returns the rounds that sum the loop's gradients from now on; `on_batch` is called before each batch."""
         ...
 
     def fingerprint(self) -> str:
-        """Returns what must be equal on two workers that train together."""
+        """Returns a text that must be equal on all workers that train together."""
         ...
 
 
 class LogicalShardsLoop:
-    """The loop in logical shards: the bits of its results do not depend on the workers."""
+    """The loop with logical shards: the bits of its results do not depend on the workers."""
 
     can_catch_up = True
 
@@ -66,7 +64,7 @@ class LogicalShardsLoop:
         return TrainingState(self._shards.module, others)
 
     def rounds(self, connection: LauncherConnection, registry: TrainingState, on_batch: Callable[[], None]) -> Rounds:
-        """Returns the rounds that add up the shards' gradients from now on."""
+        """Returns the rounds that sum the shards' gradients from now on."""
         shards = self._shards
 
         def deal(mine: range) -> None:
@@ -77,7 +75,7 @@ class LogicalShardsLoop:
         return rounds
 
     def fingerprint(self) -> str:
-        """Returns what must be equal on two workers for their results to have the same bits."""
+        """Returns a text that is equal on two workers if their results have the same bits."""
         return same_bits_as(
             torch.__version__,
             torch.backends.cpu.get_cpu_capability(),
@@ -92,12 +90,12 @@ class DdpLoop:
     """The loop with a `DistributedDataParallel` and a `StatefulLoader`.
 
     Raises:
-        ValueError: there is not exactly one StatefulLoader among the others, or the module or the loader was made with
-            an option that needs ranks which stay.
+        ValueError: There is not exactly one StatefulLoader among the others, or the module or the loader has an option
+            that requires a fixed set of ranks.
     """
 
     def __init__(self, model: DistributedDataParallel, others: Collection[Stateful]) -> None:
-        loaders = [each for each in others if isinstance(each, StatefulLoader)]
+        loaders = [other for other in others if isinstance(other, StatefulLoader)]
         if len(loaders) != 1:
             raise ValueError(
                 f"ElasticState got a DistributedDataParallel and {len(loaders)} StatefulLoaders; give it the one whose "
@@ -123,7 +121,7 @@ class DdpLoop:
         return rounds
 
     def fingerprint(self) -> str:
-        """Returns what must be equal on two workers for their gradients and their loaders to fit together."""
+        """Returns a text that is equal on two workers if their gradients and loaders are compatible."""
         loader = self._loader
         dealt = loader.state_dict()["length"], loader.batch_size, loader.shuffle, loader.seed, loader.remainder
         return same_bits_as("DistributedDataParallel", torch.__version__, dealt, _described(self._model.module))
@@ -140,43 +138,41 @@ def _described(module: nn.Module) -> list[tuple[object, ...]]:
     ]
 
 
-_PENDING = "pending gradients"  # no name that `ElasticState` can be given
+_PENDING = "pending gradients"  # not an identifier, so no keyword argument of `ElasticState` can clash
 
 
 class ElasticState:
-    """Keeps the state of a training run through the deaths, departures and arrivals of workers.
+    """Keeps a training run alive while workers die, leave and join.
 
-    The loop is that of `LogicalShards` with `ShardLoader`, or the usual one of `DistributedDataParallel` with
-    `StatefulLoader` (see below). When a worker dies in the middle of a step, the others
-    compute its shards of that step and go on; none of them is restarted. A worker that comes late runs the script from
-    the top, is given the state in `epochs`, and takes part from the next step on. Since a step depends on the number of
-    shards and not on that of workers, the results have the same bits as those of one process that nothing disturbed.
+    The loop uses either `LogicalShards` with `ShardLoader`, or `DistributedDataParallel` with `StatefulLoader` (see
+    below). When a worker dies in the middle of a step, the others compute its shards of that step and continue; none of
+    them is restarted. A worker that joins late runs the script from the top, receives the state in `epochs`, and takes
+    part from the next step on. Since a step depends on the number of shards and not on the number of workers, the
+    results have the same bits as those of one undisturbed process.
 
-    Start the script with `paceline run --elastic`. Started without, it is a job of this one process.
+    Start the script with `paceline run --elastic`. Without it, the job consists of this one process.
 
-    What the script does before `epochs` it does on each worker by itself, since a worker that comes late has nobody to
-    do it with: the default process group has one rank until then. Between taking a batch from the loader and calling
-    `shards.backward` nothing may change the state; schedulers step after the optimizer. A loop that is resumed in the
-    middle of an epoch runs the lines before the loader's `for` again.
+    Before `epochs` each worker runs the script by itself, so the default process group has one rank until then. Between
+    taking a batch from the loader and calling `shards.backward` nothing may change the state; schedulers step after the
+    optimizer. When a loop resumes in the middle of an epoch, the lines before the loader's `for` run again.
 
-    In the usual loop the others finish the step with the mean over their own samples, and the samples of the worker
-    that died come again at the end of the epoch: no step is lost, and each sample is used once. The bits depend on who
-    died when. Each batch has a backward, or `skip_batch`, on every worker.
+    In the DDP loop the others finish the step with the mean over their own samples, and the dead worker's samples come
+    again at the end of the epoch: no step is lost, and each sample is used once. The bits depend on the time of the
+    death. Every worker must call backward, or `skip_batch`, in each batch.
 
     Args:
-        model: the logical shards, which hold the model, or the model in a DistributedDataParallel, or a DiLoCo.
-        on_view: is called with a `ViewChange` at the beginning of the first batch that other workers train on than the
-            one before, with the same arguments on every worker, so that it may change learning rates.
-        replays: a worker that comes late catches up while the others train. It runs the loop of `LogicalShards` on
-            their results, or makes the steps of their optimizers before the usual loop. With False they wait while it
-            gets the state. A loop of `LogicalShards` with collectives of its own, or one that looks into `batches`,
-            needs False.
-        others: everything else that has a state, by name: the optimizer, the scheduler, the loader, ....
+        model: The logical shards that hold the model, the model in a DistributedDataParallel, or a DiLoCo.
+        on_view: A function that is called with a `ViewChange` at the beginning of the first batch after a change of
+            workers. Its arguments are the same on every worker, so it may change learning rates.
+        replays: Whether a joining worker catches up while the others train, by running the loop of `LogicalShards` on
+            their results, or by repeating their optimizer steps before a DDP loop. With False they wait while it
+            receives the state. A loop of `LogicalShards` that calls collectives or inspects `batches` requires False.
+        others: All other objects that have a state, by name: the optimizer, the scheduler, the loader, ....
 
     Raises:
-        TypeError: one of the others has no state_dict and load_state_dict.
-        ValueError: the DistributedDataParallel or its loader was made with an option that needs ranks which stay, or
-            one of the others is a SharedModelOptimizer or named epoch.
+        TypeError: One of the others has no state_dict and load_state_dict.
+        ValueError: The DistributedDataParallel or its loader has an option that requires a fixed set of ranks, or one
+            of the others is a SharedModelOptimizer or named epoch.
 
     Example::
 
@@ -190,7 +186,7 @@ class ElasticState:
                 shards.backward(lambda xy: loss_function(model(xy[0]), xy[1]), batches)
                 optimizer.step()
 
-    The usual loop::
+    The DDP loop::
 
         model = paceline.DistributedDataParallel(model)
         loader = paceline.StatefulLoader(dataset, batch_size=8)
@@ -224,34 +220,35 @@ class ElasticState:
 
     @property
     def epoch(self) -> int:
-        """The epoch that the loop is in, from 0."""
+        """The current epoch, from 0."""
         return self._epoch
 
     @property
     def is_replaying(self) -> bool:
-        """Whether the loop runs on results that others have computed before, since this worker came late.
+        """Whether the loop runs on results that others computed earlier, since this worker joined late.
 
-        Whatever a step leaves outside of the state, such as a line in a log, the others have left already.
+        Side effects of a step outside of the state, such as a line in a log, have been produced by the others already.
         """
         return self._rounds is not None and self._rounds.is_replaying
 
     @property
     def rounds(self) -> Rounds | None:
-        """The rounds that the workers agree on; None outside of `epochs`, and in a job of this one process."""
+        """The rounds on which the workers agree; None outside of `epochs` and in a job of this one process."""
         return self._rounds
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yields the epochs from the current one to before `count`, and returns when all workers have finished them.
+        """Yields the epochs from the current one up to `count` (exclusive); returns when all workers have finished
+        them.
 
         Raises:
-            DivergenceError: workers that should have the same results have not.
-            SystemExit: this worker was asked to leave, or the launcher has no use for it.
+            DivergenceError: Workers that should have the same results do not.
+            SystemExit: This worker was asked to leave, or the launcher dismissed it.
         """
         connection = LauncherConnection.of_environment()
         if connection is not None:
             self._join(connection)
         else:
-            self._tell(ViewChange(1, ("0",), ()))
+            self._report(ViewChange(1, ("0",), ()))
         while self._epoch < count:
             yield self._epoch
             self._epoch += 1
@@ -259,14 +256,15 @@ class ElasticState:
             self._rounds.finish()
 
     def skip_batch(self) -> None:
-        """Takes part in the other workers' step without this worker's samples; in the usual loop, instead of backward.
+        """Takes part in the other workers' step without this worker's samples. In the DDP loop, call it instead of
+        backward.
 
-        The gradients are the mean over the samples of the others afterwards, and `optimizer.step()` must follow as
-        always. If all workers skip the batch, the gradients are as they were before the forward, which is None after
+        Afterwards the gradients are the mean over the samples of the others, and `optimizer.step()` must follow as
+        usual. If all workers skip the batch, the gradients are as they were before the forward, which is None after
         `optimizer.zero_grad()`, so that the optimizer does nothing. The samples do not come again in this epoch.
 
         Raises:
-            TypeError: the loop is that of `LogicalShards`, in which every shard counts, or of `DiLoCo`.
+            TypeError: The loop is one of `LogicalShards`, in which every shard counts, or of `DiLoCo`.
         """
         if isinstance(self._model, LogicalShards):
             raise TypeError("skip_batch() was called in a loop of LogicalShards, whose steps need every shard")
@@ -277,25 +275,27 @@ class ElasticState:
     def digest(self) -> str:
         """Returns the SHA-256 of the state, as 64 hexadecimal digits; it is the same on every worker.
 
-        The state is the module's parameters and persistent buffers by name, and the `state_dict` of everything else,
-        the epoch among it; gradients and random generators are left out. Only values count: a tensor's type, shape and
-        elements, and the values of all else, but neither the order of keys nor the kind of container. Whoever loads a
-        checkpoint, on any number of workers, and a worker that joins have the digest of the state that was saved.
+        The state consists of the module's parameters and persistent buffers by name, and the `state_dict` of all other
+        objects including the epoch; gradients and random generators are left out. Only values count: a tensor's type,
+        shape and elements, and the values of everything else, but neither the order of keys nor the kind of container.
+        The digest is preserved by saving and loading a checkpoint, on any number of workers, and by the transfer to a
+        joining worker.
         """
         return self._registry.digest()
 
     def parts(self) -> dict[str, Any]:
-        """Returns the model as "model", everything else that was given by its name, and the pending gradients.
+        """Returns the model as "model", all other objects by name, and the pending gradients.
 
-        With DiLoCo there are none: a checkpoint has the outer parameters, and the workers' own begin from these.
+        With DiLoCo there are no pending gradients: a checkpoint has the outer parameters, from which each worker's own
+        begin.
         """
-        others = {name: each for name, each in self._registry.stateful.items() if each is not self}
+        others = {name: other for name, other in self._registry.stateful.items() if other is not self}
         if not isinstance(self._model, DiLoCo):
             others[_PENDING] = PendingGradients(self._model.module)
         return {"model": self._model, **others}
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the number of the current epoch."""
+        """Returns the current epoch."""
         return {"epoch": self._epoch}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -311,9 +311,9 @@ class ElasticState:
 
     def _begin_batch(self) -> None:
         assert self._rounds is not None
-        self._tell(self._rounds.begin_batch())
+        self._report(self._rounds.begin_batch())
 
-    def _tell(self, change: ViewChange | None) -> None:
+    def _report(self, change: ViewChange | None) -> None:
         if change is not None and self._on_view is not None:
             self._on_view(change)
 
@@ -325,7 +325,9 @@ def _loop_of(model: LogicalShards | DistributedDataParallel | DiLoCo, others: Co
 
 
 def _require_own_parameters(module: nn.Module, others: Mapping[str, Stateful]) -> None:
-    found = [f"{name}=SharedModelOptimizer" for name, each in others.items() if isinstance(each, SharedModelOptimizer)]
+    found = [
+        f"{name}=SharedModelOptimizer" for name, other in others.items() if isinstance(other, SharedModelOptimizer)
+    ]
     if is_shared(module):
         found.append("the model of a SharedModelOptimizer")
     if found:
@@ -337,7 +339,7 @@ def _require_own_parameters(module: nn.Module, others: Mapping[str, Stateful]) -
 
 
 def _leave_on_sigterm(connection: LauncherConnection, rounds: Rounds) -> None:
-    """Makes the first SIGTERM a request to leave at the end of the batch, and the second one final."""
+    """Turns the first SIGTERM into a request to leave at the end of the batch; the second one is final."""
 
     def leave(number: int, _: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)

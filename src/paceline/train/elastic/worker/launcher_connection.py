@@ -1,4 +1,4 @@
-"""A worker's connection to its launcher: what it has been told so far, and what it waits for."""
+"""A worker's connection to its launcher: a thread receives messages, and the training thread waits for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.train.elastic.protocol import Dismissed, FromWorker, StateTransfer
 
 FD_VARIABLE = "PACELINE_ELASTIC_FD"
 NAME_VARIABLE = "PACELINE_WORKER"
-_SAY_AFTER_S = 1.0  # a wait that is shorter than this is nobody's concern
+_SAY_AFTER_S = 1.0  # shorter waits are not reported
 _REMEMBERED = 4  # views and transfers
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ class LauncherLostError(PacelineError):
 
 
 class LauncherConnection:
-    """The connection over `connection`, a socket of datagrams, of the worker `name`; a thread of its own listens."""
+    """The datagram socket of the worker `name`, with a thread that receives."""
 
     def __init__(self, connection: socket.socket, name: str) -> None:
         self.name = name
@@ -49,7 +49,7 @@ class LauncherConnection:
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> LauncherConnection | None:
-        """Returns the connection that the launcher has left in the environment; None without an elastic launcher."""
+        """Returns the connection described by the environment, or None without an elastic launcher."""
         fd = environment.get(FD_VARIABLE)
         return None if fd is None else cls(socket.socket(fileno=int(fd)), environment[NAME_VARIABLE])
 
@@ -58,38 +58,38 @@ class LauncherConnection:
 
     @property
     def dismissed(self) -> Dismissed | None:
-        """The order to end, if it has come."""
+        """The order to end, or None."""
         return self._dismissed
 
     @property
     def offers(self) -> list[TransferOffer]:
-        """The senders that serve this worker's latest transfer, as far as it has heard."""
+        """The offers received for this worker's latest transfer."""
         with self._changed:
-            latest = max((each.transfer for each in self._offers), default=0)
-            return [each for each in self._offers if each.transfer == latest]
+            latest = max((offer.transfer for offer in self._offers), default=0)
+            return [offer for offer in self._offers if offer.transfer == latest]
 
     def latest_view(self, after: int) -> View | None:
-        """Returns the last view after a generation of which the worker has heard."""
+        """Returns the latest received view with a generation greater than `after`, or None."""
         with self._changed:
-            return max((each for each in self._views.values() if each.generation > after), default=None, key=_number)
+            return max((view for view in self._views.values() if view.generation > after), default=None, key=_number)
 
     def view_until(self, number: int) -> View | None:
-        """Returns the last view up to a number of which the worker has heard."""
+        """Returns the latest received view with a generation of at most `number`, or None."""
         with self._changed:
-            return max((each for each in self._views.values() if each.generation <= number), default=None, key=_number)
+            return max((view for view in self._views.values() if view.generation <= number), default=None, key=_number)
 
     def transfers_until(self, number: int) -> list[StateTransfer]:
-        """Returns the transfers up to a number that this worker has heard of as a sender, and removes them."""
+        """Removes and returns the received transfers numbered at most `number` in which this worker is a sender."""
         with self._changed:
-            due = [each for each in self._transfers.values() if each.number <= number]
-            for each in due:
-                del self._transfers[each.number]
+            due = [transfer for transfer in self._transfers.values() if transfer.number <= number]
+            for transfer in due:
+                del self._transfers[transfer.number]
             return due
 
-    def when_told(self, on_view: Callable[[View], None] | None) -> None:
-        """Calls `on_view` with the views heard of so far, and from the listening thread with each that comes later.
+    def set_view_handler(self, on_view: Callable[[View], None] | None) -> None:
+        """Calls `on_view` with each view received so far, and from the receiving thread with each later one.
 
-        When this returns, no earlier function is called any more.
+        After this returns, the previous function is not called any more.
         """
         with self._changed:
             self._on_view = on_view
@@ -98,17 +98,17 @@ class LauncherConnection:
                     on_view(view)
 
     def send(self, message: FromWorker) -> None:
-        """Tells the launcher something; a launcher that has ended is noticed by the next wait."""
+        """Sends a message to the launcher. The end of the launcher is detected by the next wait."""
         with contextlib.suppress(OSError):
             self._socket.send(protocol.encode_message(message))
 
     def await_view(self, after: int, accepts: Callable[[View], bool]) -> View | Dismissed:
-        """Waits for a view later than the generation `after` that the worker accepts, or for the order to end.
+        """Waits for a view with a generation greater than `after` that `accepts` approves, or for the order to end.
 
-        The launcher says why it takes long, which is shown once for each reason; it has the deadlines.
+        A long wait prints the launcher's reason, once for each reason; the launcher enforces the deadlines.
 
         Raises:
-            LauncherLostError: the launcher has ended.
+            LauncherLostError: The launcher has ended.
         """
 
         def found() -> list[View | Dismissed]:
@@ -120,12 +120,12 @@ class LauncherConnection:
         return self.await_news(found)
 
     def await_news(self, found: Callable[[], Sequence[T]]) -> T:
-        """Returns the first thing that `found` finds; it is called whenever the launcher has said something.
+        """Waits until `found` returns anything, and returns the first item. It is called after each message.
 
         Raises:
-            LauncherLostError: the launcher has ended.
+            LauncherLostError: The launcher has ended.
         """
-        told, began_s = "", time.monotonic()
+        printed, began_s = "", time.monotonic()
         with self._changed:
             while True:
                 if news := found():
@@ -133,9 +133,9 @@ class LauncherConnection:
                 if self._is_lost:
                     raise LauncherLostError(f"{self}: its launcher has ended")
                 waited_s = time.monotonic() - began_s
-                if self._reason != told and waited_s >= _SAY_AFTER_S:
-                    told = self._reason
-                    sys.stderr.write(f"paceline: worker {self.name} waits: {told}\n")
+                if self._reason != printed and waited_s >= _SAY_AFTER_S:
+                    printed = self._reason
+                    sys.stderr.write(f"paceline: worker {self.name} waits: {printed}\n")
                 self._changed.wait(_SAY_AFTER_S)
 
     def _listen(self) -> None:
@@ -179,5 +179,5 @@ def _number(view: View) -> int:
 
 
 def same_bits_as(*facts: object) -> str:
-    """Returns the fingerprint of a worker; equal texts mean that their results have the same bits."""
+    """Returns the fingerprint of a worker; workers with equal fingerprints compute results with equal bits."""
     return msgspec.json.encode([str(fact) for fact in facts]).decode()

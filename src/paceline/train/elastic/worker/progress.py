@@ -1,9 +1,4 @@
-"""Where a worker is in the training: the round that comes next, and what it holds of it.
-
-What a member computes in a round: the sums of its nodes, which it keeps until the round is committed.
-
-Which shards each member of a view computes: in the round at hand, and in those that follow.
-"""
+"""A worker's progress: its next round, the partial sums that it holds, and the shards of each member."""
 
 from __future__ import annotations
 
@@ -31,12 +26,12 @@ from paceline.train.module_tensors import digest_of
 
 
 class PartialSums:
-    """The sums that a member holds.
+    """The partial sums that a member has computed and keeps until their round is committed.
 
     Attributes:
-        held: by node.
-        shard_ns: how long a shard takes here, 0 before any was computed.
-        audited: the digest of the shard that is audited in this round, 0 if it was not computed here.
+        held: The sums by tree node.
+        shard_ns: This worker's time per shard in nanoseconds, or 0 before any was computed.
+        audited: The digest of the audited shard of this round, or 0 if it was not computed here.
     """
 
     def __init__(self) -> None:
@@ -48,7 +43,7 @@ class PartialSums:
     def compute(
         self, deal: Deal, rank: int, value_of: Callable[[int], Values], audit: Audit | None, *, is_step: bool
     ) -> None:
-        """Computes those sums of this rank that it does not hold; in a step, measures how long a shard takes."""
+        """Computes the sums of this rank that it does not hold; in a step, measures the time per shard."""
         began_ns = time.perf_counter_ns()
         missing = [node for node in deal[rank] if node not in self.held]
         is_again = bool(missing) and self._attempts > 0
@@ -63,11 +58,11 @@ class PartialSums:
             self.audited = digest_of(value_of(audit.shard))
 
     def forget(self) -> None:
-        """Forgets the sums of a round that was committed."""
+        """Discards the sums of a committed round."""
         self.held, self.audited, self._attempts = {}, 0, 0
 
     def _audited_value(self, value_of: Callable[[int], Values], audit: Audit | None) -> Callable[[int], Values]:
-        """Returns `value_of`, which keeps a digest of the shard that is audited, if there is one."""
+        """Returns `value_of`, wrapped to keep a digest of the audited shard if there is one."""
         if audit is None:
             return value_of
 
@@ -81,14 +76,14 @@ class PartialSums:
 
 
 class ShardAssignment:
-    """The portions of the members, by rank; all members work out the same ones.
+    """The shards of each member, by rank; all members compute the same assignment.
 
-    A round that one view has begun and another one finishes is dealt out by what the members still have of it. Every
-    other round is dealt out in runs of consecutive shards.
+    A round that began in an earlier view is divided according to the sums that the members still hold. Every other
+    round is divided into runs of consecutive shards.
 
     Attributes:
-        deal: the nodes of each rank in the round at hand.
-        counts: the number of shards of each rank in rounds to come.
+        deal: The tree nodes of each rank in the current round.
+        counts: The number of shards of each rank in later rounds.
     """
 
     def __init__(self, shards: int) -> None:
@@ -97,55 +92,55 @@ class ShardAssignment:
         self.counts: list[int] = []
 
     def enter(self, statuses: Sequence[MemberStatus], agreed: Agreement) -> None:
-        """Takes over what the members of a new view have agreed on, given what each has said about itself."""
+        """Adopts the agreement of the members of a new view."""
         even = even_counts(self._shards, len(statuses))
         self.counts = fair_counts(self._shards, [status.shard_ns for status in statuses], even)
         self.deal = agreed.deal if any(status.held for status in statuses) else deal_runs(self.counts)
 
     def adapt(self, shard_ns: Sequence[int]) -> bool:
-        """Fits the rounds to come to how long a shard takes on each rank; returns whether that changes a portion."""
+        """Adapts later rounds to each rank's time per shard; returns whether that changes the counts."""
         counts = fair_counts(self._shards, shard_ns, self.counts)
         has_changed = counts != self.counts
         self.counts = counts
         return has_changed
 
     def begin_round(self) -> None:
-        """Deals out a new round."""
+        """Divides a new round."""
         self.deal = deal_runs(self.counts)
 
     def of(self, rank: int) -> range:
-        """Returns the shards of a rank in rounds to come."""
+        """Returns the shards of a rank in later rounds."""
         first = sum(self.counts[:rank])
         return range(first, first + self.counts[rank])
 
 
 class WorkerProgress:
-    """Where one worker is; it lasts through all the views that the worker is in.
+    """The progress of one worker through all its views.
 
     Args:
-        shards: the number of shards of a step.
+        shards: The number of shards of a step.
 
     Attributes:
-        shards: that number.
-        number: the round that comes next, FRESH for a worker without state.
-        dealings: to whom batches were dealt out.
-        portions: which shards each member computes.
-        mine: the sums that this worker has computed in this round.
-        voted: the result with which it has voted in this round.
-        digest: of that.
-        state: the digest of a part of the state at the beginning of this round.
-        committed: the digest of the result of the round before.
-        is_late: others have committed this round already, with that result.
-        has_begun: this worker is in a batch.
-        others_have: a member that is in the same round has begun its batch.
-        guest_until: the round before which this worker is a guest, see `Status`.
+        shards: The number of shards of a step.
+        number: The next round, or FRESH for a worker without state.
+        assignments: The assignments of batches to members.
+        shard_assignment: The assignment of shards to members.
+        mine: The sums that this worker has computed in this round.
+        voted: The result for which it voted in this round.
+        digest: The digest of that result.
+        state: The digest of a part of the state at the beginning of this round.
+        committed: The digest of the previous round's result.
+        is_late: Whether others have committed this round already, with that result.
+        has_begun: Whether this worker is in a batch.
+        others_have: Whether another member in the same round has begun its batch.
+        guest_until: The round before which this worker is a guest, see `MemberStatus`.
     """
 
     def __init__(self, shards: int) -> None:
         self.shards = shards
         self.number = FRESH
-        self.dealings = BatchAssignments()
-        self.portions = ShardAssignment(shards)
+        self.assignments = BatchAssignments()
+        self.shard_assignment = ShardAssignment(shards)
         self.mine = PartialSums()
         self.voted: Values = []
         self.digest = 0
@@ -156,22 +151,22 @@ class WorkerProgress:
         self.others_have = False
         self.guest_until = 0
 
-    def status(self, *, teaches: bool) -> MemberStatus:
-        """Returns what a member says about itself when it enters a view; `teaches` if it gives a transfer."""
+    def status(self, *, is_sender: bool) -> MemberStatus:
+        """Returns the status that a member sends when it enters a view; `is_sender` marks the sender of a transfer."""
         return MemberStatus(
             self.number,
             tuple((node.first, node.stop) for node in self.mine.held),
             self.mine.shard_ns,
-            self.dealings.latest,
+            self.assignments.latest,
             self.has_begun,
             self.digest,
             self.committed,
-            teaches=teaches,
+            is_sender=is_sender,
             guest_until=self.guest_until,
         )
 
     def learn(self, agreed: Agreement, rank: int) -> None:
-        """Takes over what the members of a new view have agreed on, when this worker has the state."""
+        """Adopts the agreement of the members of a new view; this worker must have the state."""
         if rank in agreed.late:
             self.is_late = True
             failpoint("result.taken")
@@ -180,14 +175,14 @@ class WorkerProgress:
         self.guest_until = agreed.guest_until[rank] if agreed.guest_until else 0
 
     def commit(self, *, is_replay: bool) -> None:
-        """Goes on to the next round; a replayed one is another's."""
+        """Advances to the next round. With `is_replay`, the round was computed by others."""
         was_late, self.is_late = self.is_late, False
         self.voted = []
         self.mine.forget()
         self.committed, self.digest = self.digest, 0
         self.number += 1
-        # One that was late has agreed with the others on the round that comes now when it entered the view.
+        # A late worker agreed with the others on the next round when it entered the view.
         if not was_late and not is_replay:
-            self.portions.begin_round()
+            self.shard_assignment.begin_round()
             self.others_have = False
         failpoint("round.committed")

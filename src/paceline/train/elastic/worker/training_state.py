@@ -1,17 +1,16 @@
-"""The state of a training run: everything that a worker that joins must be given, and that must be equal everywhere.
+"""The state of a training run: everything that a joining worker must receive and that must be equal on all workers.
 
-The gradients that a checkpoint of an elastic job must have: those that no optimizer has used yet.
+It includes the gradients that no optimizer has used yet, which a checkpoint of an elastic job must contain.
 
-The digest of a training's state: equal exactly if the state is, whatever its containers are and in which order.
+`digest_of_state` returns equal digests exactly for equal states, whatever their containers and the order in them. It is
+the SHA-256 of the value's kind and its parts, each preceded by its length, where the parts of a container are the
+digests of its elements, so that no two states have the same bytes:
 
-It is the SHA-256 of the value's kind and its parts, each after its length; of what has elements, the parts are their
-digests, so that no two states have the same bytes:
-
-- a tensor: its type, its shape, and its elements in row-major order, wherever they were and in whichever strides;
-- a dict or another mapping: its entries in the order of the bytes of their keys, and a set in that of its elements;
+- a tensor: its type, its shape, and its elements in row-major order, whatever its device and strides;
+- a dict or another mapping: its entries in the order of the bytes of their keys; a set: its elements in that order;
 - a list, a tuple or a subclass of one: its elements in their order;
-- None, a bool, an int, a float, a complex number, a text, bytes: its value, also of a subclass, as NumPy and
-  enumerations have; an array of NumPy is a tensor;
+- None, a bool, an int, a float, a complex number, a text, bytes: its value, also for subclasses such as NumPy scalars
+  and enumerations; a NumPy array counts as a tensor;
 - anything else: the text that `repr` returns.
 """
 
@@ -34,21 +33,23 @@ from paceline.train.zero.optimizer_state import load_optimizer
 
 
 class PendingGradients:
-    """Stands for the gradients of a module between the backwards of an accumulation; equal on all workers.
+    """The gradients that a module has accumulated between backwards; equal on all workers.
 
-    Those that are left after an optimizer's step are not among them: the next accumulation begins without them.
+    Gradients left over from an optimizer's step do not count: the next accumulation begins without them.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     def state_dict(self) -> dict[str, torch.Tensor | int]:
-        """Returns the gradients by the names of the parameters; of one that is zero everywhere, the number 0."""
+        """Returns the gradients by parameter name; a gradient that is zero everywhere is replaced by the number 0."""
         pending = {name: param.grad for name, param in self.module.named_parameters() if is_pending(param)}
-        return {name: 0 if _is_zero(each) else each for name, each in pending.items() if each is not None}
+        return {
+            name: 0 if _is_zero(gradient) else gradient for name, gradient in pending.items() if gradient is not None
+        }
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor | int]) -> None:
-        """Gives the parameters these gradients, and those that are not named none."""
+        """Sets these gradients, and removes those of all other parameters."""
         for name, param in self.module.named_parameters():
             found = state.get(name)
             if isinstance(found, torch.Tensor):
@@ -76,7 +77,7 @@ def _digest(value: Any) -> bytes:
         value = value.tolist()
     if isinstance(value, torch.Tensor):
         dense = value.detach() if value.layout is torch.strided else value.detach().to_dense()
-        plain = dense.resolve_conj().resolve_neg()  # is kept as long as its memory is looked at
+        plain = dense.resolve_conj().resolve_neg()  # keeps the memory alive
         return _of_elements(str(value.dtype).removeprefix("torch."), value.shape, memory_of(plain))
     kind, parts = _parts(value)
     return _joined(kind, *parts)
@@ -87,12 +88,12 @@ def _of_elements(dtype: str, shape: Sequence[int], elements: bytes | memoryview)
 
 
 def _parts(value: Any) -> tuple[bytes, list[bytes]]:
-    """Returns the kind of a value, and the digests of what it consists of, or its text."""
+    """Returns the kind of a value, and the digests of its elements or its text."""
     if isinstance(value, Mapping):
-        entries = sorted((_digest(key), _digest(each)) for key, each in value.items())
+        entries = sorted((_digest(key), _digest(item)) for key, item in value.items())
         return b"mapping", [part for entry in entries for part in entry]
     if isinstance(value, (list, tuple)):
-        return b"sequence", [_digest(each) for each in value]
+        return b"sequence", [_digest(item) for item in value]
     if isinstance(value, Set):
         return b"set", sorted(map(_digest, value))
     for kind, text_of in _PLAIN.items():
@@ -103,9 +104,9 @@ def _parts(value: Any) -> tuple[bytes, list[bytes]]:
 
 def _joined(*parts: bytes | memoryview) -> bytes:
     total = hashlib.sha256()
-    for each in parts:
-        total.update(len(each).to_bytes(_LENGTH_NBYTES, "little"))
-        total.update(each)
+    for part in parts:
+        total.update(len(part).to_bytes(_LENGTH_NBYTES, "little"))
+        total.update(part)
     return total.digest()
 
 
@@ -121,33 +122,33 @@ _PLAIN: dict[type, Callable[[Any], bytes]] = {  # bool first, since it is an int
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object whose state can be taken and put back: an optimizer, a scheduler, a loader, a module."""
+    """An object whose state can be saved and restored: an optimizer, a scheduler, a loader, a module."""
 
     def state_dict(self) -> Any:
         """Returns the state."""
 
     def load_state_dict(self, state: Any, /) -> Any:
-        """Puts the state back."""
+        """Restores the state."""
 
 
 class TrainingState:
     """The module's parameters and buffers, and the state of `others`.
 
     Args:
-        module: the model, of which gradients that have been kept for the next step belong to the state too.
-        others: the optimizer and everything else that has a state, by name.
-        is_replicated: whether all workers compute the same, so that they also share the state of random numbers, and
-            the buffers are equal when a round is agreed on. Otherwise each computes on its own part of a batch.
+        module: The model; its accumulated gradients are part of the state.
+        others: The optimizer and all other objects that have a state, by name.
+        is_replicated: Whether all workers compute the same, so that they share random number generators and have equal
+            buffers whenever a round is committed. Otherwise each worker computes on its own part of a batch.
 
     Raises:
-        TypeError: one of the others has no state_dict and load_state_dict.
+        TypeError: One of the others has no state_dict and load_state_dict.
     """
 
     def __init__(self, module: nn.Module, others: Mapping[str, Stateful], *, is_replicated: bool = True) -> None:
-        for name, each in others.items():
-            if not isinstance(each, Stateful):
+        for name, other in others.items():
+            if not isinstance(other, Stateful):
                 raise TypeError(
-                    f"ElasticState got {name}={type(each).__name__}; it must have state_dict() and load_state_dict(), "
+                    f"ElasticState got {name}={type(other).__name__}; it must have state_dict() and load_state_dict(), "
                     "so that a worker that joins can be given its state"
                 )
         self._module = module
@@ -156,40 +157,40 @@ class TrainingState:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The module's."""
+        """The module's parameters."""
         return [*self._module.parameters()]
 
     @property
     def stateful(self) -> dict[str, Stateful]:
-        """Everything but the module, by name."""
+        """All objects but the module, by name."""
         return dict(self._others)
 
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        """Those among the others."""
-        return {name: each for name, each in self._others.items() if isinstance(each, torch.optim.Optimizer)}
+        """The optimizers among the others, by name."""
+        return {name: other for name, other in self._others.items() if isinstance(other, torch.optim.Optimizer)}
 
     def capture(self) -> dict[str, Any]:
-        """Returns the state; its tensors are those that the training goes on to change."""
+        """Returns the state; its tensors are shared with the training, which continues to change them."""
         return {
             "parameters": [param.detach() for param in self._module.parameters()],
             "gradients": [param.grad for param in self._module.parameters()],
             "pending": [is_pending(param) for param in self._module.parameters()],
             "buffers": [buffer.detach() for buffer in self._module.buffers()],
-            "others": {name: each.state_dict() for name, each in self._others.items()},
+            "others": {name: other.state_dict() for name, other in self._others.items()},
             "random": [torch.get_rng_state(), random.getstate()],
         }
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Puts a state that `capture` returned, here or in another process, in the place of this one."""
+        """Replaces this state with one that `capture` returned in any process."""
         _copy_all([*self._module.parameters()], state["parameters"])
         _copy_all([*self._module.buffers()], state["buffers"])
         for param, gradient in zip(self._module.parameters(), state["gradients"], strict=True):
             param.grad = None if gradient is None else gradient.clone()
         self._mark_used(state["pending"])
-        for name, each in self._others.items():
-            _load(each, state["others"][name])
+        for name, other in self._others.items():
+            _load(other, state["others"][name])
         if not self._is_replicated:
             return
         torch_state, python_state = state["random"]
@@ -198,22 +199,22 @@ class TrainingState:
         random.setstate((version, tuple(numbers), gauss))
 
     def capture_rest(self, is_known: Callable[[torch.Tensor], bool]) -> dict[str, Any]:
-        """Returns what a worker lacks that has made all steps of the optimizers.
+        """Returns the state that a worker lacks after repeating all optimizer steps.
 
         Args:
-            is_known: whether the worker has the gradient of a parameter.
+            is_known: A function that returns whether the worker has the gradient of a parameter.
         """
         return {
             "gradients": [None if is_known(param) else param.grad for param in self.parameters],
             "has_gradient": [param.grad is not None for param in self.parameters],
             "pending": [is_pending(param) for param in self.parameters],
             "buffers": [buffer.detach() for buffer in self._module.buffers()],
-            "others": {name: _without_tensors(each) for name, each in self._others.items()},
+            "others": {name: _without_tensors(other) for name, other in self._others.items()},
         }
 
     @torch.no_grad()
     def restore_rest(self, rest: Mapping[str, Any]) -> None:
-        """Completes a state with what `capture_rest` returned in another process."""
+        """Completes a state with the result of `capture_rest` in another process."""
         _copy_all([*self._module.buffers()], rest["buffers"])
         for param, gradient, has_gradient in zip(self.parameters, rest["gradients"], rest["has_gradient"], strict=True):
             if not has_gradient:
@@ -221,56 +222,56 @@ class TrainingState:
             elif gradient is not None:
                 param.grad = gradient
         self._mark_used(rest["pending"])
-        for name, each in self._others.items():
-            _load(each, _with_tensors(each, rest["others"][name]))
+        for name, other in self._others.items():
+            _load(other, _with_tensors(other, rest["others"][name]))
 
     def _mark_used(self, pending: Sequence[bool]) -> None:
         mark_used(param for param, is_waiting in zip(self.parameters, pending, strict=True) if not is_waiting)
 
     def digest(self) -> str:
-        """Returns the SHA-256 of the module's `state_dict` and those of all others, as 64 hexadecimal digits."""
+        """Returns the SHA-256 of the `state_dict`s of the module and of all others, as 64 hexadecimal digits."""
         values = self._module.state_dict(keep_vars=True).items()
-        module = {name: each for name, each in values if isinstance(each, torch.Tensor)}
-        others = {name: each.state_dict() for name, each in self._others.items()}
+        module = {name: tensor for name, tensor in values if isinstance(tensor, torch.Tensor)}
+        others = {name: other.state_dict() for name, other in self._others.items()}
         return digest_of_state({"module": module, "others": others})
 
     @property
     def nbytes(self) -> int:
-        """The size of what `rolling_digest` goes through."""
+        """The number of bytes that `rolling_digest` covers in one cycle."""
         return sum(tensor.nbytes for tensor in self._tensors())
 
     def rolling_digest(self, round_number: int) -> int:
-        """Returns a digest (XXH3, 63 bits) of one sixteenth of the state's tensors, the next one in each round."""
+        """Returns a digest (XXH3, 63 bits) of one sixteenth of the state's tensors, a different one in each round."""
         tensors = self._tensors()
         sizes = [tensor.nbytes for tensor in tensors]
         window = -(-sum(sizes) // WINDOWS)
         start = (round_number % WINDOWS) * window
         stop = start + window
         total = xxhash.xxh3_64(seed=0)
-        at = 0
+        offset = 0
         for tensor, size in zip(tensors, sizes, strict=True):
-            first, last = max(start - at, 0), min(stop - at, size)
+            first, last = max(start - offset, 0), min(stop - offset, size)
             if first < last:
                 total.update(memory_of(tensor)[first:last])
-            at += size
+            offset += size
         return total.intdigest() >> 1
 
     def _tensors(self) -> list[torch.Tensor]:
         """Returns the tensors that change in training, in an order that is the same on every worker."""
-        states = [each.state for each in self._others.values() if isinstance(each, torch.optim.Optimizer)]
+        states = [other.state for other in self._others.values() if isinstance(other, torch.optim.Optimizer)]
         kept = [
             [param.detach() for param in self._module.parameters()],
-            [each for each in self._module.buffers() if self._is_replicated and not each.is_floating_point()],
+            [buffer for buffer in self._module.buffers() if self._is_replicated and not buffer.is_floating_point()],
             [[state.get(param, {}) for group in _groups(state, self._others) for param in group] for state in states],
         ]
         return [leaf for leaf in _leaves(kept) if isinstance(leaf, torch.Tensor)]
 
 
 def _groups(state: Mapping[Any, Any], others: Mapping[str, Stateful]) -> Iterator[Sequence[Any]]:
-    """Yields the parameters of the optimizer that `state` belongs to, in the order of its groups."""
-    for each in others.values():
-        if isinstance(each, torch.optim.Optimizer) and each.state is state:
-            yield from (group["params"] for group in each.param_groups)
+    """Yields the parameters of the optimizer with this `state`, in the order of its groups."""
+    for other in others.values():
+        if isinstance(other, torch.optim.Optimizer) and other.state is state:
+            yield from (group["params"] for group in other.param_groups)
 
 
 def _load(stateful: Stateful, state: Any) -> None:
@@ -281,12 +282,12 @@ def _load(stateful: Stateful, state: Any) -> None:
 
 
 def _without_tensors(stateful: Stateful) -> Any:
-    """Returns a state; if it is an optimizer's, without the tensors that it keeps for each parameter."""
+    """Returns an object's state; an optimizer's without the tensors that it keeps for each parameter."""
     state = stateful.state_dict()
     if not isinstance(stateful, torch.optim.Optimizer):
         return state
     kept = {
-        param: {key: each for key, each in entries.items() if not isinstance(each, torch.Tensor)}
+        param: {key: value for key, value in entries.items() if not isinstance(value, torch.Tensor)}
         for param, entries in state["state"].items()
         if isinstance(entries, Mapping)
     }
@@ -294,7 +295,7 @@ def _without_tensors(stateful: Stateful) -> Any:
 
 
 def _with_tensors(stateful: Stateful, state: Any) -> Any:
-    """Returns a state that `_without_tensors` returned in another process, with the tensors of this one's."""
+    """Returns a state from `_without_tensors` in another process, completed with this process's tensors."""
     if not isinstance(stateful, torch.optim.Optimizer):
         return state
     own = stateful.state_dict()["state"]
@@ -313,11 +314,11 @@ def _copy_all(mine: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> No
 def _leaves(value: Any) -> Iterator[Any]:
     """Yields the tensors and plain values of a nested state, in an order that is the same in every process."""
     if isinstance(value, Mapping):
-        for key, each in value.items():
+        for key, item in value.items():
             yield key
-            yield from _leaves(each)
+            yield from _leaves(item)
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _leaves(each)
+        for item in value:
+            yield from _leaves(item)
     else:
         yield value

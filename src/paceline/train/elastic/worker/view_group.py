@@ -1,9 +1,7 @@
-"""Where the members of a view meet: the process group of a view is made, and the one before it ends.
+"""The process groups of views: `ViewGroups` holds the current one and forms the next.
 
-The process group of one view, from the first connection to its end.
-
-The group of a planned view forms while its members still train in the view before, in a thread of its own. They enter
-the view when all of them have it, so that nobody waits for a member that is slow to connect.
+The group of a planned view forms on a separate thread while its members still train in the previous view. They enter
+the view when all of them have formed it, so that no member waits for a slow connection.
 """
 
 from __future__ import annotations
@@ -39,16 +37,16 @@ from paceline.train.elastic.worker.agreement import MemberStatus
 from paceline.train.elastic.worker.launcher_connection import LauncherConnection
 
 _FORMING_S = 60.0
-_HEAD_START_S = 5.0  # how long members train on while the group of the next view forms
+_HEAD_START_S = 5.0  # time for which members train on while the group of the next view forms
 
 
 class ViewGroup:
-    """The process group of a view.
+    """The process group of one view.
 
     Args:
-        view: the view.
-        name: this worker's.
-        costs: what messages cost, as far as groups of earlier views have measured it.
+        view: The view.
+        name: This worker's name.
+        costs: The costs of messages that groups of earlier views have measured.
     """
 
     def __init__(self, view: View, name: str, costs: KnownCosts) -> None:
@@ -65,26 +63,26 @@ class ViewGroup:
         self._began_s = 0.0
 
     def begin(self) -> None:
-        """Begins to form the group in the background."""
+        """Starts to form the group in the background."""
         self._began_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="paceline-meeting", daemon=True)
         self._thread.start()
 
     @property
     def is_due(self) -> bool:
-        """Whether it is no use to wait longer before entering: all have met, or this worker cannot meet them.
+        """Whether further waiting before entry is useless: all members have met, or this worker cannot reach them.
 
-        Some time after the beginning it is so in any case. A member that cannot reach the others notices that first,
-        and says so when it enters the view, for which all have to be ready.
+        It becomes true after a fixed time in any case. A member that cannot reach the others detects that first, and
+        reports it when it enters the view, for which all members have to be ready.
         """
         is_over = self._thread is None or not self._thread.is_alive()
         return is_over or time.monotonic() - self._began_s > _HEAD_START_S
 
     def world(self) -> World:
-        """Returns the group with what belongs to it, when all members have met.
+        """Waits until all members have met, and returns the group with its resources.
 
         Raises:
-            PeerLostError, GroupAbortedError, RendezvousError, StoreError: a member was lost, or a later view came.
+            PeerLostError, GroupAbortedError, RendezvousError, StoreError: A member was lost, or a later view arrived.
         """
         if self._thread is None:
             self._form()
@@ -96,7 +94,9 @@ class ViewGroup:
         return self._world
 
     def end(self) -> None:
-        """Ends what waits for other members, here or in calls on the group; idempotent, and for any thread."""
+        """Interrupts all waiting for other members, during formation or in calls on the group. Idempotent and
+        thread-safe.
+        """
         with self._lock:
             self._is_over = True
             if self._store is not None:
@@ -105,7 +105,7 @@ class ViewGroup:
                 self._world.group.abort()
 
     def discard(self) -> None:
-        """Ends a group that this worker does not enter, and waits for nothing; idempotent."""
+        """Ends a group that this worker does not enter, without waiting. Idempotent."""
         self.end()
         with self._lock:
             self._is_unwanted = True
@@ -114,13 +114,13 @@ class ViewGroup:
             world.close()
 
     def has_ended(self, within_s: float) -> bool:
-        """Waits for the thread of a group that was discarded; returns whether it has ended."""
+        """Waits up to `within_s` seconds for the thread of a discarded group; returns whether it has ended."""
         if self._thread is not None:
             self._thread.join(within_s)
         return self._thread is None or not self._thread.is_alive()
 
     def close_store(self) -> None:
-        """Closes the store of a group that has ended; idempotent."""
+        """Closes the store of a group that has ended. Idempotent."""
         if self._store is not None:
             self._store.close()
 
@@ -132,7 +132,7 @@ class ViewGroup:
     def _run(self) -> None:
         try:
             self._form()
-        except BaseException as error:  # `world` raises it where the view is entered
+        except BaseException as error:  # raised by `world`, where the view is entered
             self._error = error
 
     def _form(self) -> None:
@@ -160,12 +160,12 @@ class ViewGroup:
 
     def _open_store(self) -> Store:
         patience = timedelta(seconds=_FORMING_S)
-        if self.view.store:  # the one of this worker's environment may be gone, with the launcher that served it
+        if self.view.store:  # the environment's store may have ended with the launcher that served it
             return open_store_at(self.view.store, patience)
         return open_store(self._rank, len(self.view.members), patience)
 
 
-# What a member sees when another one is lost, or has left for a later view.
+# Errors that a member raises when another one is lost or has left for a later view.
 LOST_MEMBER_ERRORS = (PeerLostError, GroupAbortedError, CollectiveTimeoutError, RendezvousError, StoreError)
 _NO_COLLECTIVES = (
     "this worker came late and runs the loop on results of the others, who are not in this call. For a loop with "
@@ -173,32 +173,36 @@ _NO_COLLECTIVES = (
 )
 _CALL_S = 3600.0
 _LENGTH = struct.Struct("<Q")
-_ROOM, _ROOM_OF_NAME = 1024, 32  # bytes of a status, and more for each member, since it has their names
-_PARTING_S = 5.0  # how long a group that nobody wants any more may take to notice that
+_ROOM, _ROOM_OF_NAME = 1024, 32  # bytes reserved for a status, and for each member's name in it
+_PARTING_S = 5.0  # time for a discarded group to end
 
 
 class ViewGroups:
-    """Holds the default process group of the current view, and forms that of a planned view as soon as it is told."""
+    """Holds the default process group of the current view, and forms that of a planned view as soon as the view
+    arrives.
+    """
 
     def __init__(self, connection: LauncherConnection) -> None:
         self._connection = connection
         self._costs = KnownCosts()
-        self._lock = threading.Lock()  # may be taken while the connection's is held, and not the other way round
+        self._lock = threading.Lock()  # lock order: the connection's lock first, then this one
         self._current: ViewGroup | None = None
         self._next: ViewGroup | None = None  # of a planned view
         self._discarded: list[ViewGroup] = []
         self._latest_forced = 0
         self._prepares = True
-        connection.when_told(self._told)
+        connection.set_view_handler(self._on_view)
 
     def enter(self, view: View) -> ProcessGroup:
-        """Makes the process group of `view` the default group; ends the one before.
+        """Makes the process group of `view` the default group, after ending the previous one.
 
         Raises:
-            PeerLostError, GroupAbortedError, RendezvousError, StoreError: a member was lost, or a later view came.
+            PeerLostError, GroupAbortedError, RendezvousError, StoreError: A member was lost, or a later view arrived.
         """
         forming = self._take(view)
-        self._connection.when_told(self._told)  # a later view may have come before there was anything to end
+        self._connection.set_view_handler(
+            self._on_view
+        )  # a later view may have arrived before this group could be ended
         forming.settle()
         world = forming.world()
         make_default(world)
@@ -208,8 +212,8 @@ class ViewGroups:
     def acts_up_to(self, heard: int) -> int:
         """Returns the largest number, of the views and transfers up to `heard`, that this worker can act on at once.
 
-        It cannot enter a planned view at once while the view's group forms, and all that it has heard of since it
-        entered the current one has to wait with that.
+        It cannot enter a planned view while the view's group forms, and everything received since it entered the
+        current view has to wait with that.
         """
         with self._lock:
             current, coming = self._current, self._next
@@ -218,24 +222,24 @@ class ViewGroups:
         return 0 if current is None else current.view.generation
 
     def watch_only(self, workers: int) -> None:
-        """Lets the script see itself as one more rank than so many workers, until it enters a view.
+        """Presents this process to the script as one more rank beyond `workers`, until it enters a view.
 
-        It runs on results of the others, and must not think that it is the first rank, which prints and saves.
+        It runs on results of the others, and must not act as the first rank, which prints and saves.
         """
         become_observer(workers, _NO_COLLECTIVES)
 
     def prepare_no_more(self) -> None:
-        """Forms no other group beforehand, since the loop is over; the current one stays."""
+        """Stops forming groups in advance, since the loop has completed; the current group remains."""
         with self._lock:
             self._prepares = False
             self._discard_next()
             discarded, self._discarded = self._discarded, []
-        for each in discarded:
-            each.has_ended(_PARTING_S)
+        for group in discarded:
+            group.has_ended(_PARTING_S)
 
     def leave(self) -> None:
-        """Ends the default process group; idempotent."""
-        self._connection.when_told(None)
+        """Ends the default process group. Idempotent."""
+        self._connection.set_view_handler(None)
         self.prepare_no_more()
         with self._lock:
             current, self._current = self._current, None
@@ -244,7 +248,7 @@ class ViewGroups:
             current.close_store()
 
     def _take(self, view: View) -> ViewGroup:
-        """Returns the group of a view, which may have begun to form; ends the current one."""
+        """Returns the group of a view, which may be forming already; ends the current one."""
         with self._lock:
             before, forming = self._current, self._next
             if forming is not None and forming.view == view:
@@ -258,19 +262,19 @@ class ViewGroups:
             before.close_store()
         return forming
 
-    def _told(self, view: View) -> None:
-        """Ends what waits for members of earlier views, or prepares a planned view; in the listening thread."""
+    def _on_view(self, view: View) -> None:
+        """Interrupts waits in earlier views, or prepares a planned view. Runs on the receiving thread."""
         with self._lock:
             if view.is_planned:
                 self._prepare(view)
                 return
             self._latest_forced = max(self._latest_forced, view.generation)
-            for each in (self._current, self._next):
-                if each is not None and each.view.generation < view.generation:
-                    each.end()
+            for group in (self._current, self._next):
+                if group is not None and group.view.generation < view.generation:
+                    group.end()
 
     def _prepare(self, view: View) -> None:
-        known = [each.view.generation for each in (self._current, self._next) if each is not None]
+        known = [group.view.generation for group in (self._current, self._next) if group is not None]
         is_later = view.generation > max(known, default=0) and view.generation > self._latest_forced
         if self._prepares and is_later and self._connection.name in view.members:
             self._discard_next()
@@ -285,15 +289,15 @@ class ViewGroups:
 
 
 def exchange_statuses(group: ProcessGroup, mine: MemberStatus) -> list[MemberStatus]:
-    """Returns the statuses of all members, by rank; in a single collective if none is unusually long."""
+    """Returns the statuses of all members, by rank, in a single collective unless one is unusually long."""
     encoded = msgspec.json.encode(mine)
     room = _ROOM + _ROOM_OF_NAME * group.size()
     boxes = [torch.empty(_LENGTH.size + room, dtype=torch.uint8, device="cpu") for _ in range(group.size())]
     group.all_gather(boxes, as_tensor((_LENGTH.pack(len(encoded)) + encoded[:room]).ljust(_LENGTH.size + room)))
     received = [bytes(as_memory(box)) for box in boxes]
-    lengths = [_LENGTH.unpack_from(each)[0] for each in received]
+    lengths = [_LENGTH.unpack_from(data)[0] for data in received]
     if max(lengths) <= room:
-        texts = [each[_LENGTH.size :][:length] for each, length in zip(received, lengths, strict=True)]
+        texts = [data[_LENGTH.size :][:length] for data, length in zip(received, lengths, strict=True)]
     else:
         texts = group.all_gather_bytes(encoded)
-    return [msgspec.json.decode(each, type=MemberStatus) for each in texts]
+    return [msgspec.json.decode(text, type=MemberStatus) for text in texts]

@@ -1,9 +1,8 @@
-"""The vote with which the members of a view commit a round: all must have the same result and the same state.
+"""The vote by which the members of a view commit a round: all must have the same result and the same state.
 
-The audit: once in a while other members compute one member's shard as well, and all must get the same bits.
-
-The digests of the vote show that a member's memory differs from the others'. They do not show a member that computes
-wrong sums from right memory, since everybody gets those sums. An audit does, and names it if two others agree.
+The digests of the vote reveal a member whose memory differs from the others'. They do not reveal a member that computes
+wrong sums from correct memory, since all members receive those sums. For this, other members occasionally recompute one
+shard: the *audit*. It identifies the faulty member if two others agree.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from paceline.errors import PacelineError
 from paceline.train.elastic.worker.agreement import Deal
 
 AUDIT_EVERY = 100  # rounds
-_STRIDE = 0x9E3779B1  # a large odd number: the shards that are audited one after the other are spread
+_STRIDE = 0x9E3779B1  # a large odd number, which spreads consecutive audits over the shards
 
 
 class Audit(NamedTuple):
-    """The shard that is audited, the rank that has it, and the ranks that compute it as well."""
+    """The shard that is audited, the rank that owns it, and the ranks that recompute it."""
 
     shard: int
     owner: int
@@ -31,7 +30,7 @@ class Audit(NamedTuple):
 
 
 def audit_of(round_number: int, deal: Deal, shards: int) -> Audit | None:
-    """Returns the audit of a round; None if it has none."""
+    """Returns the audit of a round, or None if the round has none."""
     size = len(deal)
     if size == 1 or round_number % AUDIT_EVERY != AUDIT_EVERY - 1:
         return None
@@ -41,11 +40,12 @@ def audit_of(round_number: int, deal: Deal, shards: int) -> Audit | None:
 
 
 def suspects(audit: Audit, digests: Sequence[int]) -> tuple[int, ...]:
-    """Returns the ranks whose digest of the audited shard is not that of the majority; all of them without a majority.
+    """Returns the ranks whose digest of the audited shard differs from the majority's, or all of them without a
+    majority.
 
     Args:
-        audit: the audit.
-        digests: by rank; 0 on ranks that did not compute the shard in this attempt.
+        audit: The audit.
+        digests: The digests by rank; 0 on ranks that did not compute the shard in this attempt.
     """
     ranks = [rank for rank in (audit.owner, *audit.others) if digests[rank]]
     seen = [digests[rank] for rank in ranks]
@@ -64,9 +64,11 @@ CAUSES = (
 
 
 class DivergenceError(PacelineError):
-    """Members of an elastic job hold different results or states, and no majority says which of them are right.
+    """Members of an elastic job hold different results or states, and no majority shows which of them are correct.
 
-    Attributes: `round`, the round in which it was noticed, and `workers`, the names of those that differ.
+    Attributes:
+        round: The round in which the difference was detected.
+        workers: The names of the workers that differ.
     """
 
     def __init__(self, message: str, *, round_number: int, workers: tuple[str, ...]) -> None:
@@ -76,21 +78,22 @@ class DivergenceError(PacelineError):
 
 
 class OutvotedError(PacelineError):
-    """This worker's result or state differs from that of the majority, so that it must not go on."""
+    """This worker's result or state differs from that of the majority, so it must not continue."""
 
 
 class OthersOutvotedError(PacelineError):
-    """Another member was outvoted and ends: nobody commits the round, to which it has contributed, and it is redone."""
+    """Another member was outvoted and ends. The round to which it contributed is not committed but repeated."""
 
 
 class Ballot(NamedTuple):
-    """What a member says in a vote.
+    """A member's vote.
 
     Attributes:
-        result, state: digests of its result and of a part of its state, which must be those of all.
-        ready: the largest number of a view or transfer that it can act on at once, see `Meeting.acts_up_to`.
-        shard_ns: how long a shard takes on it, 0 if it does not know.
-        audited: a digest of the shard that is audited in this round, 0 if it did not compute that.
+        result: The digest of its result, which must be equal on all members.
+        state: The digest of a part of its state, which must be equal on all members.
+        ready: The largest number of a view or transfer that it can act on at once, see `ViewGroups.acts_up_to`.
+        shard_ns: Its time per shard in nanoseconds, or 0 if unknown.
+        audited: The digest of the audited shard, or 0 if it did not compute that.
     """
 
     result: int
@@ -108,12 +111,12 @@ def vote(
     audit: Audit | None = None,
     guests: Collection[int] = (),
 ) -> list[Ballot]:
-    """Compares the members' ballots; returns them by rank. Guests have no part in what the majority is.
+    """Compares the members' ballots and returns them by rank. Guests do not count towards the majority.
 
     Raises:
-        OutvotedError: more than half of the members agree with each other, and not with this one.
-        OthersOutvotedError: they agree with this one, and not with all others.
-        DivergenceError: there is no such majority; on every member.
+        OutvotedError: More than half of the members agree with each other, but not with this one.
+        OthersOutvotedError: They agree with this one, but not with all others.
+        DivergenceError: There is no such majority; raised on every member.
     """
     ballots = [torch.empty(len(mine), dtype=torch.int64) for _ in range(group.size())]
     group.all_gather(ballots, torch.tensor(mine))
@@ -128,7 +131,7 @@ def _judge_audit(ballots: Sequence[Ballot], audit: Audit, rank: int, round_numbe
     wrong = suspects(audit, [ballot.audited for ballot in ballots])
     if not wrong:
         return
-    named = tuple(names[each] for each in wrong)
+    named = tuple(names[suspect] for suspect in wrong)
     if len(wrong) > 1:
         raise DivergenceError(
             f"round {round_number}: the workers {', '.join(named)} computed different sums of shard {audit.shard} from "

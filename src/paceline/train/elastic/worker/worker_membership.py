@@ -1,10 +1,7 @@
-"""How a worker takes part: it gets the state, enters views one after the other, and ends when it is not in the next.
+"""A worker's membership: it obtains the state, enters successive views, and ends when a view does not contain it.
 
-`agreement.py` says what follows from what the members of a view tell each other when they enter it.
-
-How the members of a view that have the state give it, or a part of it, to those that lack it.
-
-What a process that computes pays for once, paid while nobody waits for it.
+When the members of a view meet, they exchange statuses, and `agreement.py` derives their next actions. Members that
+have the state then send it, or a part of it, to those that lack it.
 """
 
 from __future__ import annotations
@@ -43,96 +40,42 @@ from paceline.train.elastic.worker.vote import OthersOutvotedError
 _OTHER = "its parameters, or what its optimizer keeps, differed from those of the others when it entered the view"
 
 
-class ViewStateTransfer:
-    """What this worker gives and gets when it enters a view.
-
-    Args:
-        registry: the state.
-        group: the process group of the view.
-        steps: of the usual loop, in which a worker may have followed them, and lacks only the rest.
-    """
-
-    def __init__(self, registry: TrainingState, group: ProcessGroup, steps: OptimizerStepHooks | None) -> None:
-        self._registry, self._group, self._steps = registry, group, steps
-
-    def give(self, agreed: Agreement, statuses: Sequence[MemberStatus]) -> None:
-        """Gives the others what they lack, as far as this worker is to."""
-        for receiver, source in enumerate(agreed.source):
-            if source == self._group.rank():
-                failpoint("state.before_sending")
-                with RecordedSpan(EventKind.CHECKPOINT, "send"):
-                    lacks_all = receiver not in agreed.followers or self._differs(statuses[receiver])
-                    state = self._registry.capture() if lacks_all else self._registry.capture_rest(self._is_known)
-                    send_object_list([lacks_all, state], group_dst=receiver, group=self._group)
-                failpoint("state.sent")
-
-    def take(self, source: int, follower: OptimizerCatchUp | None) -> None:
-        """Takes over what this worker lacks; `follower` if that may not be the whole."""
-        with RecordedSpan(EventKind.CHECKPOINT, "receive"):
-            box: list[Any] = [None, None]
-            recv_object_list(box, group_src=source, group=self._group)
-            lacks_all, state = box
-            if not lacks_all:
-                self._registry.restore_rest(state)
-            else:
-                if follower is not None:
-                    follower.strays(_OTHER)
-                self._registry.restore(state)
-        failpoint("state.loaded")
-
-    def _differs(self, follower: MemberStatus) -> bool:
-        return any(self._registry.rolling_digest(window) != digest for window, digest in follower.parts)
-
-    def _is_known(self, param: torch.Tensor) -> bool:
-        return self._steps is not None and self._steps.are_noted(param)
-
-
-def warm_up() -> None:
-    """Computes a product and its gradient, which takes several milliseconds the first time in a process.
-
-    The libraries of torch set themselves up then, also after a fork. The sizes do not matter, and no random number is
-    drawn.
-    """
-    with torch.inference_mode(False), torch.enable_grad():
-        weight = torch.zeros(8, 8, dtype=torch.float32, device="cpu", requires_grad=True)
-        torch.nn.functional.linear(torch.zeros(8, 8, dtype=torch.float32, device="cpu"), weight).sum().backward()
-
-
 T = TypeVar("T")
 
 
 class WorkerMembership:
-    """Takes one worker through all the views that it is in.
+    """Takes one worker through all its views.
 
     Args:
-        connection: the worker's connection to its launcher.
-        registry: the state, which a worker that joins is given.
-        here: where the worker is.
-        steps: of the usual loop, which a worker that joins makes again; it cannot run the loop itself on results.
+        connection: The worker's connection to its launcher.
+        registry: The state that a joining worker receives.
+        progress: The worker's progress.
+        steps: The optimizer steps of a DDP loop, which a joining worker repeats since it cannot run the loop on
+            results; None for other loops.
 
     Attributes:
-        sender: the transfers that this worker gives.
-        view: the latest view that it has entered, or that it was told of before it had the state.
-        group: the process group of the current view; None while there is none.
-        agreed: what the members of the current view have agreed on.
-        catching_up: with the others, who have committed later rounds; None while this worker does not.
-        is_leaving: it was asked to end.
+        sender: The transfers that this worker serves.
+        view: The latest view that it has entered, or that it received before it had the state.
+        group: The process group of the current view, or None.
+        agreed: The agreement of the members of the current view.
+        catching_up: The replay of later rounds that others have committed, or None.
+        is_leaving: Whether the worker was asked to end.
     """
 
     def __init__(
         self,
         connection: LauncherConnection,
         registry: TrainingState,
-        here: WorkerProgress,
+        progress: WorkerProgress,
         steps: OptimizerStepHooks | None,
     ) -> None:
         self._connection = connection
         self._registry = registry
-        self._here = here
+        self._progress = progress
         self._steps = steps
         self._meeting = ViewGroups(connection)
         self._newcomer = ViewAdmission(connection)
-        self._following: OptimizerCatchUp | None = None  # the others in the usual loop, before the script's loop begins
+        self._following: OptimizerCatchUp | None = None  # in a DDP loop, before the script's loop begins
         self.sender = StateSender(connection, registry, steps)
         self.view = View(0, (), is_planned=False)
         self.group: ProcessGroup | None = None
@@ -141,36 +84,37 @@ class WorkerMembership:
         self.is_leaving = False
 
     def begin(self, fingerprint: str, *, learns: bool) -> None:
-        """Asks to take part, and returns when this worker has the state, and is in a view or about to catch up.
+        """Requests to join; returns when this worker has the state and is in a view or about to catch up.
 
         Args:
-            fingerprint, learns: see `Ready`.
+            fingerprint: The worker's fingerprint, see `Ready`.
+            learns: Whether it can catch up while others train, see `Ready`.
 
         Raises:
-            SystemExit: the launcher says that the worker takes no part.
+            SystemExit: The launcher dismissed the worker.
         """
         self._newcomer.ask(fingerprint, learns=learns)
         self.retry_until_view_holds(self.enter_next_view)
 
     def retry_until_view_holds(self, attempt: Callable[[], T]) -> T:
-        """Returns the result of `attempt` in the first view that lasts as long as it takes."""
+        """Calls `attempt`, retrying in each new view, until one call completes without losing a member."""
         while True:
             try:
                 return attempt()
             except (*LOST_MEMBER_ERRORS, OthersOutvotedError) as error:
                 if self.group is not None or self.view.generation:
-                    self._connection.send(Broken(self.view.generation, self._here.number, str(error)))
+                    self._connection.send(Broken(self.view.generation, self._progress.number, str(error)))
                 self.group = None
 
     def enter_next_view(self) -> None:
-        """Waits for the next view, and enters it; or begins to catch up.
+        """Waits for the next view and enters it, or begins to catch up.
 
         Raises:
-            SystemExit: the launcher says that the worker ends, or it is not in that view.
+            SystemExit: The launcher dismissed the worker, or the view does not contain it.
         """
         while True:
             answer: View | Dismissed | ReceivedState
-            if self._here.number == FRESH:
+            if self._progress.number == FRESH:
                 answer = self._newcomer.await_admission(self.view.generation)
             else:
                 answer = self._connection.await_view(self.view.generation, self._may_enter)
@@ -180,10 +124,10 @@ class WorkerMembership:
                 if self._begin_catching_up(answer):
                     return
                 continue
-            if self._here.number != FRESH or self._connection.name in answer.members:
+            if self._progress.number != FRESH or self._connection.name in answer.members:
                 self.enter(answer)
                 return
-            # The view that this newcomer was to enter broke before it had the state: it asks again.
+            # The newcomer's view broke before it had the state.
             self.view = answer
             self._newcomer.ask_again()
 
@@ -191,28 +135,28 @@ class WorkerMembership:
         """Enters a view with its other members.
 
         Raises:
-            SystemExit: this worker is not in it.
+            SystemExit: The view does not contain this worker.
         """
-        before, self.view, self.group, self._here.is_late = self.view, view, None, False
+        before, self.view, self.group, self._progress.is_late = self.view, view, None, False
         if self._connection.name not in view.members:
             code = 0 if self.is_leaving else LEFT_OUT
             self.end(f"it is not in view {view.generation}, which follows view {before.generation}", code)
-        self.sender.entering(self._here.number, view)
+        self.sender.entering(self._progress.number, view)
         failpoint("view.entering")
         name = "planned" if view.is_planned else "forced"
         with RecordedSpan(EventKind.VIEW_CHANGE, name, view.generation, len(view.members)):
             self._enter_with_others(view)
 
     def watch(self, dealt: BatchAssignment) -> None:
-        """Lets the script, which catches up, see itself as one more rank than those to whom a batch was dealt out."""
+        """Presents this process to the script as one more rank beyond those of a batch, while it catches up."""
         self._meeting.watch_only(len(dealt.members))
 
     def ready_until(self) -> int:
-        """Returns the largest number, of the views and transfers heard of, that this worker can act on at once."""
+        """Returns the largest number, of the received views and transfers, that this worker can act on at once."""
         return self._meeting.acts_up_to(self._connection.heard)
 
     def finish(self) -> None:
-        """Ends what concerns others, since the loop is over; the current group stays."""
+        """Ends all service to other workers, since the loop has completed; the current group remains."""
         self.sender.close()
         self._meeting.prepare_no_more()
 
@@ -224,75 +168,104 @@ class WorkerMembership:
         raise SystemExit(code)
 
     def _may_enter(self, view: View) -> bool:
-        """Whether this worker may enter a view that it has heard of, since it has lost the one before or is new.
+        """Returns whether this worker, which is new or has lost its view, may enter a received view.
 
-        A planned view is for members that have all arrived at the beginning of a batch: those that wait there for more
-        workers, and newcomers. A worker that has lost its view does not know where the others are, and waits for a
-        forced one.
+        A planned view is for members that are all at the beginning of a batch: those that wait there for more workers,
+        and newcomers. A worker that has lost its view does not know the progress of the others, and waits for a forced
+        view.
         """
-        if self._here.number == FRESH:
+        if self._progress.number == FRESH:
             return True
         return not view.is_planned or (self.group is not None and self.view.must_wait)
 
     def _enter_with_others(self, view: View) -> None:
-        here = self._here
+        progress = self._progress
         group = self._meeting.enter(view)
         failpoint("view.formed")
         statuses = exchange_statuses(group, self._status())
-        agreed = agree(statuses, here.shards)
-        here.others_have = any(status.has_begun for status in statuses if status.round == agreed.round)
-        here.dealings.learn([status.dealt for status in statuses], is_new=here.number == FRESH)
+        agreed = agree(statuses, progress.shards)
+        progress.others_have = any(status.has_begun for status in statuses if status.round == agreed.round)
+        progress.assignments.learn([status.dealt for status in statuses], is_new=progress.number == FRESH)
         self._share(group, agreed, statuses)
         if any(source is not None for source in agreed.source):
-            # Nobody begins a batch before everybody has the state, so that whoever gives it is at the beginning of one.
+            # No member begins a batch before all have the state, so each sender is at the beginning of one.
             group.barrier()
         failpoint("view.agreed")
-        here.portions.enter(statuses, agreed)
+        progress.shard_assignment.enter(statuses, agreed)
         self.agreed, self.group = agreed, group
-        self._connection.send(Installed(view.generation, here.number))
+        self._connection.send(Installed(view.generation, progress.number))
 
     def _status(self) -> MemberStatus:
         following = self._following
-        if self._here.number == FRESH and following is not None and not following.has_strayed:
-            return following.status(self._here.dealings.latest)
-        return self._here.status(teaches=self.sender.teaches)
+        if self._progress.number == FRESH and following is not None and not following.has_strayed:
+            return following.status(self._progress.assignments.latest)
+        return self._progress.status(is_sender=self.sender.is_sender)
 
     def _share(self, group: ProcessGroup, agreed: Agreement, statuses: Sequence[MemberStatus]) -> None:
-        """Gives the state to those that lack it; learns that others have committed what this worker has voted for."""
-        rank, handing_over = group.rank(), ViewStateTransfer(self._registry, group, self._steps)
-        handing_over.give(agreed, statuses)
+        """Sends or receives the state that ranks lack; notes whether others have committed this worker's vote."""
+        rank = group.rank()
+        for receiver, source in enumerate(agreed.source):
+            if source == rank:
+                self._send_state(group, receiver, receiver in agreed.followers, statuses[receiver])
         if (source := agreed.source[rank]) is not None:
-            handing_over.take(source, self._following if rank in agreed.followers else None)
-            self._here.committed = agreed.committed
+            self._receive_state(group, source, self._following if rank in agreed.followers else None)
+            self._progress.committed = agreed.committed
             if self._following is not None:
                 self._following.holds = agreed.round
         if rank in agreed.outvoted:
-            number = self._here.number
+            number = self._progress.number
             self.end(f"the others have committed another result of round {number} than its own", OUTVOTED)
-        self._here.learn(agreed, rank)
+        self._progress.learn(agreed, rank)
+
+    def _send_state(self, group: ProcessGroup, receiver: int, is_follower: bool, status: MemberStatus) -> None:
+        """Sends a rank the state, or only the rest of it to a follower whose other parts are equal."""
+        failpoint("state.before_sending")
+        with RecordedSpan(EventKind.CHECKPOINT, "send"):
+            digest_of = self._registry.rolling_digest
+            lacks_all = not is_follower or any(digest_of(window) != digest for window, digest in status.parts)
+            state = self._registry.capture() if lacks_all else self._registry.capture_rest(self._is_known)
+            send_object_list([lacks_all, state], group_dst=receiver, group=group)
+        failpoint("state.sent")
+
+    def _receive_state(self, group: ProcessGroup, source: int, follower: OptimizerCatchUp | None) -> None:
+        """Receives the state, or the rest of it. Without `follower`, it is always the entire state."""
+        with RecordedSpan(EventKind.CHECKPOINT, "receive"):
+            box: list[Any] = [None, None]
+            recv_object_list(box, group_src=source, group=group)
+            lacks_all, state = box
+            if not lacks_all:
+                self._registry.restore_rest(state)
+            else:
+                if follower is not None:
+                    follower.strays(_OTHER)
+                self._registry.restore(state)
+        failpoint("state.loaded")
+
+    def _is_known(self, param: torch.Tensor) -> bool:
+        return self._steps is not None and self._steps.are_noted(param)
 
     def _begin_catching_up(self, received: ReceivedState) -> bool:
-        """Takes over a snapshot, and in the usual loop follows the others; returns False if that led nowhere."""
+        """Restores a snapshot, and in a DDP loop follows the others; returns False if that failed."""
         run_at_low_priority(lambda: self._registry.restore(received.take_state()))
         run_at_low_priority(warm_up)
         failpoint("join.restored")
         contents = received.contents
-        self._here.dealings.learn([contents.dealt], is_new=True)
+        self._progress.assignments.learn([contents.dealt], is_new=True)
         if self._steps is not None:
             return self._follow(received, self._steps)
-        self._here.number, self._here.committed = contents.round, contents.committed
+        self._progress.number, self._progress.committed = contents.round, contents.committed
         self.catching_up = LoopCatchUp(self._connection, received, self.enter, self.end)
         self.watch(contents.dealt)
         return True
 
     def _follow(self, received: ReceivedState, steps: OptimizerStepHooks) -> bool:
-        """Makes the others' steps until this worker is in a view; returns False, and asks again, if it cannot."""
+        """Repeats the others' steps until this worker is in a view. If that fails, it asks again and returns False."""
         following = OptimizerCatchUp(self._connection, received, self._enter_after, self.end, self._registry, steps)
         self._following = following
         try:
             following.until_admitted()
         except (StateDivergedError, SendersLostError):
-            self._here.number = FRESH
+            self._progress.number = FRESH
             self._newcomer.has_failed(may_learn=not following.has_strayed)
             return False
         finally:
@@ -300,7 +273,18 @@ class WorkerMembership:
         return True
 
     def _enter_after(self, view: View) -> None:
-        """Enters a view as one that has followed the others, and perhaps was left out of the view before."""
+        """Enters a view after following the others, and perhaps after the previous view left this worker out."""
         if self._following is not None and self._following.holds == FRESH:
-            self._here.number = FRESH
+            self._progress.number = FRESH
         self.enter(view)
+
+
+def warm_up() -> None:
+    """Computes a product and its gradient, which takes several milliseconds the first time in a process.
+
+    Torch's libraries initialize themselves then, also after a fork. The sizes do not matter, and no random number is
+    drawn.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        weight = torch.zeros(8, 8, dtype=torch.float32, device="cpu", requires_grad=True)
+        torch.nn.functional.linear(torch.zeros(8, 8, dtype=torch.float32, device="cpu"), weight).sum().backward()
