@@ -86,7 +86,7 @@ class WorkerMessageRouter:
         assert member.worker is not None
         if member.is_replacement:
             self._yielding.begin(member.worker.pid)
-        self._events.tell("worker", uid=member.uid, slot=member.slot, pid=member.worker.pid)
+        self._events.write("worker", uid=member.uid, slot=member.slot, pid=member.worker.pid)
         self._send(WorkerStarted(member.uid))
 
     def heard(self, member: PoolWorker, message: FromWorker | None, datagram: bytes) -> None:
@@ -98,10 +98,10 @@ class WorkerMessageRouter:
                 member.signal(signal.SIGKILL)
                 return
             case Ready():
-                self._events.tell("ready", uid=member.uid, after_ms=round(1000 * (now_s - member.asked_s)))
+                self._events.write("ready", uid=member.uid, after_ms=round(1000 * (now_s - member.asked_s)))
             case Installed(generation):
                 self._departure.took_part = True
-                self._events.tell("installed", uid=member.uid, view=generation)
+                self._events.write("installed", uid=member.uid, view=generation)
                 if self._unrest is not None:
                     self._unrest.entered(member, member.life.took_part_s is None, now_s)
         member.life.heard(message, now_s)
@@ -153,7 +153,7 @@ class ElasticAgent(Launcher):
     def _goes_on(self) -> bool:
         return self._end is None and self._stopped_by is None
 
-    def _crew(self) -> WorkerPool | None:
+    def _running_workers(self) -> WorkerPool | None:
         return self._members
 
     def _watched(self) -> list[WatchedWorker]:
@@ -206,7 +206,7 @@ class ElasticAgent(Launcher):
                 self._say(reason)
                 self._close_places()
             case WaitOrder(reason):
-                self._events.tell("wait", reason=reason)
+                self._events.write("wait", reason=reason)
                 self._say(reason)
             case Moved() if self._end is None:
                 self._give_way(order)
@@ -216,8 +216,8 @@ class ElasticAgent(Launcher):
 
     def _begin(self, begin: StartSlots) -> None:
         first, count = begin.first_slot, self._job.workers
-        self._events.tell("start", generation=1, ranks=list(range(first, first + count)))
-        self._showing.generation(begin.slots, 0)
+        self._events.write("start", generation=1, ranks=list(range(first, first + count)))
+        self._dashboard.generation(begin.slots, 0)
         if self._departure.is_shared:
             self._say(describe_slots(first, count, begin.slots))
         self._directory.note(job=begin.run_id, machine=begin.machine)
@@ -301,7 +301,7 @@ class ElasticAgent(Launcher):
         if isinstance(decision, CloseSlot) and self._goes_on:
             kept = shortened(self._endings.failures) if fate is not ExitCause.LEFT else ()
             self._connection.client.send(Slots(self._places.count, kept))
-        self._events.tell("ended", uid=member.uid, how=how)
+        self._events.write("ended", uid=member.uid, how=how)
         if member.worker is not None:
             self._cleanup.end_worker(member.uid, member.worker.pid, self._members.pids())
 
