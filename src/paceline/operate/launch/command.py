@@ -1,7 +1,7 @@
 """Runs `paceline run`, `paceline join` and `python -m paceline.launch`, from parsed options to an exit code.
 
-`cli/main.py` and `paceline/launch.py` parse the command lines. Most imports are inside functions, so that help texts and
-usage errors appear at once.
+`cli/main.py` and `paceline/launch.py` parse the command lines. Most imports are inside functions, so that help texts
+and usage errors appear at once.
 """
 
 from __future__ import annotations
