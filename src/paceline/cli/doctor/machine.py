@@ -1,4 +1,4 @@
-"""Checks this machine. Each check reads files or asks the kernel; none needs torch or another machine."""
+"""Checks of this machine, which read files or call the kernel; none needs torch or another machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paceline.operate.launch.workers.placement import count_gpus, domains_of, fo
 _GIB = 1 << 30
 _SMALL_SHM = _GIB
 _FEW_FILES = 4096
-_TIME_ERROR = 5  # adjtimex: the clock is not synchronised
+_TIME_ERROR = 5  # adjtimex(2): the clock is not synchronised
 
 
 def _good(about: str, seen: str) -> Diagnostic:
@@ -163,7 +163,7 @@ def ports() -> list[Diagnostic]:
 
 def clock() -> list[Diagnostic]:
     """Reports whether the kernel considers the clock synchronised."""
-    buffer = ctypes.create_string_buffer(256)  # struct timex with modes=0, which asks only
+    buffer = ctypes.create_string_buffer(256)  # struct timex with modes=0, which only reads
     state = ctypes.CDLL(None).adjtimex(buffer)
     if state == _TIME_ERROR:
         fix = "start chronyd or systemd-timesyncd; in a virtual machine, check the host's clock"
@@ -197,12 +197,11 @@ def accelerators(root: Path = Path("/")) -> list[Diagnostic]:
 
 
 def leftovers() -> list[Diagnostic]:
-    """Reports this user's processes that belong to Paceline jobs."""
-    pids = marked("")
-    inside = [pid for pid in pids if os.environ.get(MARK) is None]
-    if not inside:
+    """Reports this user's processes that belong to Paceline jobs; inside a job, reports none."""
+    pids = marked("") if os.environ.get(MARK) is None else []
+    if not pids:
         return [_good("other jobs", "this user runs none on this machine")]
-    seen = f"{len(inside)} processes of Paceline jobs run here: {', '.join(map(str, sorted(inside)[:8]))}"
+    seen = f"{len(pids)} processes of Paceline jobs run here: {', '.join(map(str, sorted(pids)[:8]))}"
     return [
         Diagnostic(
             Severity.NOTE, "other jobs", seen, "they use the same cores and GPUs", "end them if they are not wanted"
@@ -231,7 +230,7 @@ CHECKS: tuple[Callable[[], list[Diagnostic]], ...] = (
 
 
 def check_machine() -> list[Diagnostic]:
-    """Returns the findings of all checks; a check that fails reports that."""
+    """Returns the findings of all checks, and a note for each check that failed."""
     findings: list[Diagnostic] = []
     for check in CHECKS:
         try:

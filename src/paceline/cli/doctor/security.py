@@ -1,6 +1,6 @@
-"""Says how the connections of jobs are protected here, on which sockets running jobs listen, and who reaches them.
+"""Checks of security: the level, the secret and OpenSSL, and the reachability of sockets on which jobs listen.
 
-Finds the sockets on which processes listen, from /proc.
+The sockets of processes are found in /proc.
 """
 
 from __future__ import annotations
@@ -26,13 +26,10 @@ _UNIX_LISTENS = 1 << 16  # __SO_ACCEPTCON
 
 @dataclass(frozen=True, order=True)
 class ListeningSocket:
-    """A socket to which strangers can speak.
+    """A socket that accepts data from other processes."""
 
-    `kind` is tcp, tcp6, udp, udp6 or unix. A Unix socket's address is its path, with @ in front for the abstract ones.
-    """
-
-    kind: str
-    address: str
+    kind: str  # tcp, tcp6, udp, udp6 or unix
+    address: str  # of a Unix socket its path, or @ and its abstract name
     port: int = 0
 
     def __str__(self) -> str:
@@ -40,16 +37,16 @@ class ListeningSocket:
 
 
 def listening_sockets_of(pids: Iterable[int]) -> set[ListeningSocket]:
-    """Returns the sockets on which these processes listen; those of UDP count as soon as they are bound."""
+    """Returns the sockets on which these processes listen, including all bound UDP sockets."""
     found: set[ListeningSocket] = set()
     for pid in pids:
         with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             inodes = {inode for fd in Path(f"/proc/{pid}/fd").iterdir() if (inode := _socket_inode(fd))}
-            found |= _of_network(pid, inodes) | _of_machine(pid, inodes)
+            found |= _network_sockets(pid, inodes) | _unix_sockets(pid, inodes)
     return found
 
 
-def _of_network(pid: int, inodes: set[str]) -> set[ListeningSocket]:
+def _network_sockets(pid: int, inodes: set[str]) -> set[ListeningSocket]:
     found = set()
     for kind in ("tcp", "tcp6", "udp", "udp6"):
         for row in _rows(pid, kind):
@@ -59,7 +56,7 @@ def _of_network(pid: int, inodes: set[str]) -> set[ListeningSocket]:
     return found
 
 
-def _of_machine(pid: int, inodes: set[str]) -> set[ListeningSocket]:
+def _unix_sockets(pid: int, inodes: set[str]) -> set[ListeningSocket]:
     return {
         ListeningSocket("unix", row[7] if len(row) > 7 else "")
         for row in _rows(pid, "unix")
@@ -80,8 +77,8 @@ def _rows(pid: int, kind: str) -> list[list[str]]:
 
 
 def _numeric(packed: str) -> str:
-    """Returns an address that the kernel wrote as hexadecimal words in its own byte order."""
-    words = [int(packed[at : at + 8], 16) for at in range(0, len(packed), 8)]
+    """Returns an address that the kernel prints as hexadecimal words in native byte order."""
+    words = [int(packed[start : start + 8], 16) for start in range(0, len(packed), 8)]
     raw = b"".join(struct.pack("=I", word) for word in words)
     return socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw)
 
@@ -138,11 +135,11 @@ def _listeners() -> list[Diagnostic]:
     if not found:
         running = f"none of {len(jobs)} processes of jobs" if jobs else "no job of this user runs here"
         return [Diagnostic(Severity.GOOD, "listeners", running)]
-    return [_reach(each) for each in found]
+    return [_reach(listener) for listener in found]
 
 
 def _processes_of_jobs() -> list[int]:
-    """Returns this user's workers and the launchers above them."""
+    """Returns the process ids of this user's workers and of their launchers."""
     workers = marked("")
     return sorted({*workers, *(parent for pid in workers if (parent := _parent(pid)) > 1)})
 
