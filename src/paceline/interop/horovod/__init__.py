@@ -1,10 +1,10 @@
-"""Horovod's interface for PyTorch over Paceline: `import paceline.interop.horovod as hvd`.
+"""Horovod's interface for PyTorch over Paceline: `import paceline.horovod as hvd`.
 
-This is a thin layer. May use: `group`, `functional` and `parallel`, and `launch` for `run`. `ranks.py` has `init` and
-the ranks, `calls.py` and `varying.py` the collectives, `negotiation.py` makes them and checks that the ranks agree,
-`handles.py` has the asynchronous ones' handles, `optimizer.py` `DistributedOptimizer`, whose gradients `gradients.py`
-averages; `stand_in/` is what `paceline run --compat horovod` puts on the path. Start reading at `calls.py`;
-docs/migrating.md says what differs from Horovod.
+Files are named after Horovod's own modules where there is one. `call_queue.py` executes the calls of `collectives.py`
+and `uneven_collectives.py`, and checks that the ranks agree. `stand_in/` is the package that `paceline run --compat
+horovod` puts on the path. docs/migrating.md lists the differences to Horovod.
+
+May use: `group`, `functional`, `ddp`, and `launch` for `run`. Start reading at `basics.py` and `collectives.py`.
 """
 
 from __future__ import annotations
@@ -164,4 +164,4 @@ ABSENT = {
 
 def __getattr__(name: str) -> NoReturn:
     reason = f": {ABSENT[name]}" if name in ABSENT else ""
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{reason}")
+    raise AttributeError(f"module 'paceline.horovod' has no attribute {name!r}{reason}")

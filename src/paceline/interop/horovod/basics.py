@@ -1,9 +1,4 @@
-"""Joins the job, and says which rank of how many this process is, on its machine and among the machines.
-
-Process sets: Horovod's name for groups of some of the ranks.
-
-Runs a function on several processes of this machine, as `horovod.run` does.
-"""
+"""`init`, ranks, process sets (Horovod's name for groups of some of the ranks) and `run`."""
 
 from __future__ import annotations
 
@@ -25,10 +20,10 @@ from paceline.operate.launch.spawn import spawn
 
 
 class ProcessSet:
-    """Some of the ranks, between which collectives can be made once `init` or `add_process_set` has taken it.
+    """Some of the ranks, as a group for collectives after `init` or `add_process_set`.
 
     Args:
-        ranks: the ranks; all of them if None.
+        ranks: The ranks; None for all.
     """
 
     def __init__(self, ranks: Sequence[int] | None = None) -> None:
@@ -42,7 +37,7 @@ class ProcessSet:
 
     @property
     def ranks(self) -> list[int]:
-        """Returns the ranks of the set, in order."""
+        """The ranks of the set, in order."""
         return list(range(default_group().size())) if self._given is None else list(self._given)
 
     def included(self) -> bool:
@@ -70,27 +65,25 @@ class ProcessSet:
         if self._queue is None:
             me = default_group().rank()
             if self._given is None:
-                raise ValueError(
-                    f"rank {me} made a call before init(); all ranks call paceline.interop.horovod.init() first"
-                )
+                raise ValueError(f"rank {me} made a call before init(); all ranks call paceline.horovod.init() first")
             why = "is not in it" if self.process_set_id is not None else "has not added it; call add_process_set on all"
             raise ValueError(f"rank {me} made a call on {self!r} and {why}")
         return self._queue
 
     def is_of(self, world: ProcessGroup) -> bool:
-        """Returns whether the set is open, and of ranks of this default group."""
+        """Returns whether the set is open and consists of ranks of this default group."""
         return self._world is world
 
     def open(self, number: int) -> None:
-        """Makes the group; every rank of the job calls this, in the same order."""
+        """Creates the group; every rank of the job calls this, in the same order."""
         self._world = default_group()
-        made = new_group(self._given, group_desc=f"paceline.interop.horovod's calls of ranks {self.ranks}")
-        self._queue = CallQueue(made) if isinstance(made, ProcessGroup) else None
+        group = new_group(self._given, group_desc=f"paceline.horovod's calls of ranks {self.ranks}")
+        self._queue = CallQueue(group) if isinstance(group, ProcessGroup) else None
         self.process_set_id = number
         _opened.append(self)
 
     def close(self) -> None:
-        """Ends the group; idempotent."""
+        """Destroys the group; idempotent."""
         if self._queue is not None:
             self._queue.close()
             self._queue.group.close()
@@ -106,7 +99,7 @@ _added = 0
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Makes the group of a process set, or of some ranks, and returns the set. Every rank of the job calls this."""
+    """Creates the group of a process set, or of some ranks; returns the set. Every rank of the job calls this."""
     global _added
     _added += 1
     chosen = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
@@ -115,7 +108,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Ends a process set, and returns whether it was one that had been added. Every rank of the job calls this."""
+    """Removes a process set; returns whether it had been added. Every rank of the job calls this."""
     if process_set is global_process_set or process_set.process_set_id is None:
         return False
     process_set.close()
@@ -123,19 +116,19 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def open_global_process_set() -> None:
-    """Makes the group of all ranks, unless it is there; every rank of the job calls this."""
+    """Creates the group of all ranks unless it exists; every rank of the job calls this."""
     if global_process_set.is_of(default_group()):
         return
     close_process_sets()
     global_process_set.open(0)
-    # Before the groups end with the process: their calls on threads end first.
+    # Ends the calls on threads before the groups end with the process.
     util.Finalize(None, close_process_sets, exitpriority=1)
 
 
 def close_process_sets() -> None:
-    """Ends all process sets, the global one included."""
-    for each in list(_opened):
-        each.close()
+    """Closes all process sets, including the global one."""
+    for process_set in list(_opened):
+        process_set.close()
 
 
 def run(
@@ -149,11 +142,12 @@ def run(
     """Calls `func(*args, **kwargs)` on `np` processes of this machine, and returns their results by rank.
 
     Args:
-        func: a function of a module, which calls `init`.
-        args, kwargs: its arguments.
-        np: the number of processes.
-        hosts: this machine only, as in "localhost:4"; start a job on several with `paceline run`.
-        options: Horovod's others (`use_gloo`, `verbose` and so on) are not used.
+        func: A function of an importable module, which calls `init`.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        np: The number of processes.
+        hosts: This machine only, as in "localhost:4"; `paceline run` starts a job on several machines.
+        options: Horovod's other options (`use_gloo`, `verbose` and so on), which are ignored.
 
     Raises:
         ValueError: `hosts` names another machine.
@@ -167,7 +161,7 @@ def run(
         )
     with tempfile.TemporaryDirectory(prefix="paceline-") as directory:
         spawn(_call, (directory, func, tuple(args), dict(kwargs or {})), nprocs=np)
-        # Only processes of this user that were started above have written there.
+        # Only the processes started above have written there.
         return [pickle.loads(Path(directory, str(rank)).read_bytes()) for rank in range(np)]
 
 
@@ -181,23 +175,23 @@ _OTHER_LAUNCHERS = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | None = None) -> None:
     """Joins the job that `paceline run` has started; without a launcher this process is a job of its own.
 
-    A second call has no effect, and a default process group that exists already is used.
+    A second call has no effect, and an existing default process group is used.
 
     Args:
-        comm: must be None; process sets do what Horovod does with a list of ranks or an MPI communicator here.
-        process_sets: sets of ranks to make groups of; all ranks give the same ones.
+        comm: Must be None; process sets replace Horovod's lists of ranks and MPI communicators.
+        process_sets: Sets of ranks to create groups for, the same on all ranks.
 
     Raises:
-        ValueError: `comm` was given, or another launcher has started the ranks, which does not say where they meet.
-        RendezvousError: the ranks did not find each other.
+        ValueError: `comm` was given, or another launcher, which provides no rendezvous, started the ranks.
+        RendezvousError: the rendezvous failed.
     """
     if comm is not None:
-        raise ValueError("paceline.interop.horovod.init has no comm; give process_sets=[ProcessSet(ranks)] instead")
+        raise ValueError("paceline.horovod.init has no comm; give process_sets=[ProcessSet(ranks)] instead")
     if not group_exists():
         _join()
     open_global_process_set()
-    for each in process_sets or ():
-        add_process_set(each)
+    for process_set in process_sets or ():
+        add_process_set(process_set)
 
 
 def _join() -> None:
@@ -215,14 +209,14 @@ def _join() -> None:
 
 
 def shutdown() -> None:
-    """Leaves the job; has no effect if this process is in none."""
+    """Leaves the job; has no effect without one."""
     if group_exists():
         close_process_sets()
         destroy_process_group()
 
 
 def is_initialized() -> bool:
-    """Returns whether `init` has been called, and `shutdown` not since."""
+    """Returns whether `init` has been called, and `shutdown` has not been called since."""
     return group_exists()
 
 
@@ -264,14 +258,14 @@ def is_homogeneous() -> bool:
 
 
 def _of_launcher(variable: str, otherwise: int) -> int:
-    """Returns what the launcher says, if it started this job and not one around it."""
+    """Returns the launcher's variable if it describes this job, not an outer one; else `otherwise`."""
     is_of_this_job = os.environ.get("WORLD_SIZE") == str(size()) and os.environ.get("RANK") == str(rank())
     return int(os.environ[variable]) if is_of_this_job and variable in os.environ else otherwise
 
 
 def _on_my_host() -> list[int]:
     members = default_group().members
-    return [at for at, member in enumerate(members) if member.host == members[rank()].host]
+    return [number for number, member in enumerate(members) if member.host == members[rank()].host]
 
 
 def mpi_threads_supported() -> bool:
@@ -283,7 +277,7 @@ mpi_enabled = mpi_built = mpi_threads_supported
 
 
 def gloo_built() -> bool:
-    """Returns True: tensors on the CPU can be reduced without MPI, which is what scripts ask this for."""
+    """Returns True: CPU tensors can be reduced without MPI, which scripts check by this function."""
     return True
 
 
@@ -291,7 +285,7 @@ gloo_enabled = gloo_built
 
 
 def nccl_built() -> int:
-    """Returns 0, as Horovod does where it reduces on the CPU."""
+    """Returns 0, as Horovod does when built for the CPU."""
     return 0
 
 
@@ -299,7 +293,7 @@ ddl_built = ccl_built = nccl_built
 
 
 def cuda_built() -> bool:
-    """Returns False, as Horovod does where it reduces on the CPU."""
+    """Returns False, as Horovod does when built for the CPU."""
     return False
 
 
