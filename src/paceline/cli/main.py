@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 
 _CHECKPOINT_PATH_HELP = "a checkpoint, or a directory of checkpoints, of which the newest whole one is taken"
+_ON_X86 = {"avx512": "AVX-512", "avx2": "AVX2", "baseline": "SSE2"}
+_ON_ARM = {"baseline": "NEON"}
 
 
 def _add_join_arguments(parser: argparse.ArgumentParser, environment: Mapping[str, str]) -> None:
@@ -252,10 +254,6 @@ def _refresh_interval(text: str) -> float:
     if not 0.1 <= seconds <= 3600:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 3600")
     return seconds
-
-
-_ON_X86 = {"avx512": "AVX-512", "avx2": "AVX2", "baseline": "SSE2"}
-_ON_ARM = {"baseline": "NEON"}
 
 
 class VersionAction(argparse.Action):

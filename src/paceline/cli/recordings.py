@@ -19,6 +19,10 @@ from paceline.operate.diagnosis.runs import JobRun, list_runs, runs_directory, w
 
 if TYPE_CHECKING:
     from paceline.operate.dashboard.job_sample import StallNotice
+    from paceline.operate.diagnosis.finding import Diagnosis
+    from paceline.operate.diagnosis.postmortem import JobRemnants
+
+_LONGEST_COMMAND = 60
 
 
 def add_analyze_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,16 +33,12 @@ def add_analyze_arguments(parser: argparse.ArgumentParser) -> None:
 
 def analyze(options: argparse.Namespace) -> int:
     """Prints the diagnosis of a job; returns 0 if no fault was found, 1 if one was, and 2 without recordings."""
-    from paceline.operate.diagnosis.diagnosis import diagnose
     from paceline.operate.diagnosis.finding import summary
-    from paceline.operate.diagnosis.postmortem import read_job
-    from paceline.operate.diagnosis.slow_links import slow_network
-    from paceline.operate.diagnosis.stragglers import worth_telling
 
     if not Path(options.directory).is_dir():
         print(f"paceline analyze: {options.directory} is not a directory", file=sys.stderr)
         return 2
-    found = read_job(options.directory)
+    found, verdict, late = _diagnose([options.directory])
     if not found.files:
         print(
             f"paceline analyze: {options.directory} has no recording (*.record); `paceline run --log-dir DIR` keeps "
@@ -46,8 +46,6 @@ def analyze(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 2
-    verdict = diagnose(found.scene)
-    late = [*worth_telling(found.ranks), *slow_network(found.ranks)]
     verdicts = [*([verdict] if verdict is not None else []), *late]
     if options.json:
         facts = [{"cause": item.cause.name, "blamed": item.blamed, "sentence": item.sentence} for item in verdicts]
@@ -58,6 +56,17 @@ def analyze(options: argparse.Namespace) -> int:
         if not verdicts:
             print("nothing is wrong: no rank failed, none waits for another, and none was late as a rule")
     return 1 if verdict is not None and verdict.is_fault else 0
+
+
+def _diagnose(directories: Sequence[str | Path]) -> tuple[JobRemnants, Diagnosis | None, list[Diagnosis]]:
+    """Returns a job's recordings, the diagnosis of its end, and the ranks and links that were usually slow."""
+    from paceline.operate.diagnosis.diagnosis import diagnose
+    from paceline.operate.diagnosis.postmortem import read_job
+    from paceline.operate.diagnosis.slow_links import slow_network
+    from paceline.operate.diagnosis.stragglers import worth_telling
+
+    found = read_job(*directories)
+    return found, diagnose(found.scene), [*worth_telling(found.ranks), *slow_network(found.ranks)]
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,17 +80,11 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 def _verdict_on(directories: Sequence[Path]) -> StallNotice | None:
     """Returns the fault that `paceline analyze` reports, if any."""
     from paceline.operate.dashboard.job_sample import StallNotice
-    from paceline.operate.diagnosis.diagnosis import diagnose
-    from paceline.operate.diagnosis.postmortem import read_job
-    from paceline.operate.diagnosis.slow_links import slow_network
-    from paceline.operate.diagnosis.stragglers import worth_telling
 
-    found = read_job(*directories)
-    verdict = diagnose(found.scene)
-    late = tuple(slow.sentence for slow in (*worth_telling(found.ranks), *slow_network(found.ranks)))
-    if verdict is not None and verdict.is_fault:
-        return StallNotice(verdict.sentence, verdict.blamed, late)
-    return None
+    _, verdict, late = _diagnose(directories)
+    if verdict is None or not verdict.is_fault:
+        return None
+    return StallNotice(verdict.sentence, verdict.blamed, tuple(slow.sentence for slow in late))
 
 
 def write_report(options: argparse.Namespace) -> int:
@@ -153,9 +156,6 @@ def _read_profile(path: Path) -> dict[str, Any]:
     data = path.read_bytes()
     profile: dict[str, Any] = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
     return profile
-
-
-_LONGEST_COMMAND = 60
 
 
 def add_runs_arguments(parser: argparse.ArgumentParser) -> None:

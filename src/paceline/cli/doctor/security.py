@@ -22,6 +22,12 @@ from paceline.operate.launch.workers.cleanup import marked
 
 _LISTENS = "0A"  # TCP_LISTEN
 _UNIX_LISTENS = 1 << 16  # __SO_ACCEPTCON
+_MEANINGS = {
+    None: "not chosen: connections are authenticated, and encrypted where an address is public",
+    "auth": "auth: connections are authenticated and not encrypted",
+    "encrypt": "encrypt: connections are authenticated, and encrypted between machines",
+    "none": "none: connections are neither authenticated nor encrypted",
+}
 
 
 @dataclass(frozen=True, order=True)
@@ -81,14 +87,6 @@ def _numeric(packed: str) -> str:
     words = [int(packed[start : start + 8], 16) for start in range(0, len(packed), 8)]
     raw = b"".join(struct.pack("=I", word) for word in words)
     return socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw)
-
-
-_MEANINGS = {
-    None: "not chosen: connections are authenticated, and encrypted where an address is public",
-    "auth": "auth: connections are authenticated and not encrypted",
-    "encrypt": "encrypt: connections are authenticated, and encrypted between machines",
-    "none": "none: connections are neither authenticated nor encrypted",
-}
 
 
 def check_security() -> list[Diagnostic]:

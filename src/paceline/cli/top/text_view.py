@@ -24,6 +24,16 @@ _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 _SIZE = (100, 30)
 
 Draw = Callable[[int, int, bool], list[str]]  # (width, height, is coloured) -> lines
+_COLOURS = {"bad": 31, "good": 32, "waiting": 33, "quiet": 90, "bold": 1}
+_MOODS = {"good": "good", "bad": "bad", "waiting": "waiting", "over": "bold"}
+_PART_COLOURS = {"data": 33, "forward": 36, "backward": 34, "exposed": 31, "optimizer": 35, "other": 90}
+_PART_NAMES = {"exposed": "waiting", "data": "data", "other": "other"}
+_STATES = {"training": "good", "running": "good", "dead": "bad", "silent": "bad", "ended": "quiet"}
+_BAR = 40
+_SPARKS = "▁▂▃▄▅▆▇█"
+_SLOW = 1.1
+_MOST_LINKS = 4
+_GIB, _MIB = 1 << 30, 1 << 20
 
 
 def show(draw: Draw, every_s: float, is_once: bool) -> None:
@@ -74,17 +84,6 @@ def _is_typed(keys: str, within_s: float) -> bool:
 
 
 Picture = Mapping[str, Any]
-
-_COLOURS = {"bad": 31, "good": 32, "waiting": 33, "quiet": 90, "bold": 1}
-_MOODS = {"good": "good", "bad": "bad", "waiting": "waiting", "over": "bold"}
-_PART_COLOURS = {"data": 33, "forward": 36, "backward": 34, "exposed": 31, "optimizer": 35, "other": 90}
-_PART_NAMES = {"exposed": "waiting", "data": "data", "other": "other"}
-_STATES = {"training": "good", "running": "good", "dead": "bad", "silent": "bad", "ended": "quiet"}
-_BAR = 40
-_SPARKS = "▁▂▃▄▅▆▇█"
-_SLOW = 1.1
-_MOST_LINKS = 4
-_GIB, _MIB = 1 << 30, 1 << 20
 
 
 def coloured(text: str, colour: str | int, is_coloured: bool) -> str:

@@ -18,6 +18,8 @@ from paceline.comm.store.store import HashStore
 from paceline.interop.horovod.call_queue import CallQueue
 from paceline.operate.launch.spawn import spawn
 
+_OTHER_LAUNCHERS = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
 
 class ProcessSet:
     """Some of the ranks, as a group for collectives after `init` or `add_process_set`.
@@ -167,9 +169,6 @@ def run(
 
 def _call(rank: int, directory: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     Path(directory, str(rank)).write_bytes(pickle.dumps(func(*args, **kwargs)))
-
-
-_OTHER_LAUNCHERS = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | None = None) -> None:

@@ -30,6 +30,13 @@ from paceline.interop.migrate.names import (
 from paceline.interop.migrate.python_source import Edits, Imported, NameUse, PythonSource, expression, import_statement
 
 _IMPORTS_US = re.compile(r"^[ \t]*(?:import|from)[ \t]+(?:torch\.distributed|horovod)\b", re.MULTILINE)
+_MODULES = ("paceline.parallel.hooks", "paceline.horovod", "paceline")  # the modules of rewritten names
+_OTHERS_OF_HOROVOD = "Paceline trains PyTorch programs, and this is for another library"
+_ELASTIC = (
+    "Horovod's elastic state has no counterpart of the same form; see paceline.ElasticState, which survives workers' "
+    "deaths without going back to a commit"
+)
+_ON_ONE_LINE = {"lpar": None, "rpar": None}
 
 
 def may_need_migration(text: str) -> bool:
@@ -122,14 +129,6 @@ def choose_mode(readings: Mapping[str, PythonSource]) -> ModeChoice:
                     MigrationMode.PLUGIN, f"{file}:{found.line} uses {library}, which uses torch's default group"
                 )
     return ModeChoice(MigrationMode.IMPORT)
-
-
-_MODULES = ("paceline.parallel.hooks", "paceline.horovod", "paceline")  # the modules of rewritten names
-_OTHERS_OF_HOROVOD = "Paceline trains PyTorch programs, and this is for another library"
-_ELASTIC = (
-    "Horovod's elastic state has no counterpart of the same form; see paceline.ElasticState, which survives workers' "
-    "deaths without going back to a commit"
-)
 
 
 def migrate_python(reading: PythonSource, way: MigrationMode) -> MigratedFile:
@@ -270,9 +269,6 @@ def _from_imports(statement: cst.ImportFrom, group: list[Imported], table: _Name
     if kept:
         result.insert(0, statement.with_changes(names=_closed(kept)))
     return result
-
-
-_ON_ONE_LINE = {"lpar": None, "rpar": None}
 
 
 def _aliases(statement: cst.ImportFrom) -> list[cst.ImportAlias]:

@@ -89,25 +89,10 @@ def _forwarded(name: str) -> Callable[..., torch_dist.Work]:
 
 
 for _name in (
-    "allreduce",
-    "allreduce_coalesced",
-    "broadcast",
-    "reduce",
-    "allgather",
-    "allgather_coalesced",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "alltoall",
-    "all_to_all_single",
-    "barrier",
-    "send",
-    "recv",
-    "recv_anysource",
+    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "allgather_coalesced"),
+    *("all_gather_single", "all_gather_single_coalesced", "gather", "scatter", "reduce_scatter"),
+    *("reduce_scatter_single", "reduce_scatter_single_coalesced", "alltoall", "all_to_all_single"),
+    *("barrier", "send", "recv", "recv_anysource"),
 ):
     setattr(DeviceBackend, _name, _forwarded(_name))
 

@@ -32,6 +32,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 _STORE_FACTORY = "_create_c10d_store"
 _LONGEST_PAUSE_S = 0.25
+_SHRINK_FACTORY = "_create_shrunk_process_group"
+_GLOO, _OURS = "gloo", "paceline"
+_MIXES_FROM = (2, 14)  # the first release of torch in which a backend in Python can be one of several
+_GROUP_FACTORY = "_new_process_group_helper"
+_FIGURES = "_get_ddp_logging_data"
 
 
 @functools.cache
@@ -87,9 +92,6 @@ def _await_store(host: str, port: int, timeout: timedelta) -> None:
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-_SHRINK_FACTORY = "_create_shrunk_process_group"
-
-
 def can_replace_shrink_group() -> bool:
     """Returns whether this release of PyTorch has `shrink_group` in the supported form."""
     return hasattr(c10d, "shrink_group") and hasattr(c10d, _SHRINK_FACTORY)
@@ -113,12 +115,6 @@ def replace_shrink_group(kind: type[torch_dist.ProcessGroup]) -> None:
 
     make_or_return.kind = kind  # type: ignore[attr-defined]
     setattr(c10d, _SHRINK_FACTORY, make_or_return)
-
-
-_GLOO, _OURS = "gloo", "paceline"
-_MIXES_FROM = (2, 14)  # the first release of torch in which a backend in Python can be one of several
-_GROUP_FACTORY = "_new_process_group_helper"
-_FIGURES = "_get_ddp_logging_data"
 
 
 @functools.cache

@@ -12,6 +12,10 @@ from torch._C._distributed_c10d import Store as TorchStore
 from paceline.comm.group.default import default_world
 from paceline.comm.store.store import PrefixStore, Store, StoreAnswer, StoreOp, StoreStatus
 
+# torch's own `wait` prints a warning on each timeout, and cannot be interrupted. The pauses between polls grow with the
+# time waited, so that a wait takes at most a sixteenth longer and polls rarely.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _SHARE_OF_WAIT = 0.001, 0.25, 1 / 16
+
 
 class StoreForTorch(TorchStore):
     """A Paceline store as one of torch.distributed, with the methods that process groups need."""
@@ -79,11 +83,6 @@ def make_torch_default_group() -> None:
         "paceline", store=store, rank=world.group.rank(), world_size=world.group.size(), timeout=world.timeout
     )
     vars(torch_dist.group.WORLD)["lent_store"] = store  # torch's C++ keeps only its own side of the store alive
-
-
-# torch's own `wait` prints a warning on each timeout, and cannot be interrupted. The pauses between polls grow with the
-# time waited, so that a wait takes at most a sixteenth longer and polls rarely.
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _SHARE_OF_WAIT = 0.001, 0.25, 1 / 16
 
 
 class StoreFromTorch(Store):

@@ -35,6 +35,21 @@ from paceline.operate.launch.option_types import (
 )
 from paceline.operate.launch.workers.environment import parse_libraries
 
+SHELLS = ("bash", "zsh", "tcsh")
+_BASH = """\
+_paceline() {{
+    local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} words
+    case "${{COMP_WORDS[1]}} $before $word" in
+{cases}
+    esac
+    [ "$COMP_CWORD" -gt 1 ] || words="{commands}"
+    COMPREPLY=($(compgen -W "$words" -- "$word"))
+}}
+complete -o default -F _paceline paceline
+"""
+_ZSH = "#compdef paceline\nautoload -U +X bashcompinit && bashcompinit\n"
+_WORD = re.compile(r"[A-Za-z][\w-]*")
+
 
 class Parser(argparse.ArgumentParser):
     """An `ArgumentParser` whose errors name the mistake, the nearest flag and `--help`, with exit code 2."""
@@ -68,22 +83,6 @@ class Parser(argparse.ArgumentParser):
         known = [spelling for action in self._actions for spelling in action.option_strings if spelling[:2] == "--"]
         near = get_close_matches(flag.replace("_", "-"), known, n=1)
         return f"{flag} is not a flag; did you mean {near[0]}?" if near else f"{flag} is not a flag"
-
-
-SHELLS = ("bash", "zsh", "tcsh")
-
-_BASH = """\
-_paceline() {{
-    local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} words
-    case "${{COMP_WORDS[1]}} $before $word" in
-{cases}
-    esac
-    [ "$COMP_CWORD" -gt 1 ] || words="{commands}"
-    COMPREPLY=($(compgen -W "$words" -- "$word"))
-}}
-complete -o default -F _paceline paceline
-"""
-_ZSH = "#compdef paceline\nautoload -U +X bashcompinit && bashcompinit\n"
 
 
 class CompletionAction(argparse.Action):
@@ -139,9 +138,6 @@ def _flags(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
         for action in parser._actions
         if action.option_strings and action.help is not argparse.SUPPRESS
     }
-
-
-_WORD = re.compile(r"[A-Za-z][\w-]*")
 
 
 @dataclass(frozen=True)

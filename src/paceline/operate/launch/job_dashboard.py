@@ -42,6 +42,7 @@ _MOST_CHARACTERS = 1 << 18
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(RemoteSample).decode
+_POLL_INTERVAL_S = 0.5  # between two checks for started and ended workers
 
 
 class RemoteDashboardFeed:
@@ -154,9 +155,6 @@ def _step(step: RankStep, offset_s: float, is_last: bool) -> RankStep:
     times = {name: round(value, 6) for name, value in vars(step).items() if name.endswith("_s") and value is not None}
     times |= {"begin_s": shift(step.begin_s), "end_s": shift(step.end_s)}
     return replace(step, **times, phases=phases, buckets=buckets)
-
-
-_POLL_INTERVAL_S = 0.5  # between two checks for started and ended workers
 
 
 class JobDashboard:

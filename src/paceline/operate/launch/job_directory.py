@@ -42,6 +42,13 @@ from paceline.operate.launch.job import Job
 from paceline.operate.launch.workers.output import Console
 
 EventListener = Callable[[str, dict[str, Fact]], None]
+# A worker must not shrink memory that the launcher maps.
+_SEALS = linux.F_SEAL_SEAL | linux.F_SEAL_SHRINK | linux.F_SEAL_GROW
+_FAST = 1  # zlib's level
+_MOST_FILES = 256  # recordings per job; in a long elastic job, many workers die
+_SECRET = re.compile(r"token|secret|passw|passphrase|credential|api.?key|auth", re.IGNORECASE)
+_HIDDEN = "***"
+_MOST_OF_A_NAME = 40
 
 
 class Events:
@@ -78,12 +85,6 @@ class Events:
         if self._file is not None:
             with contextlib.suppress(OSError), open(append_to(str(self._file)), "ab") as file:
                 file.write(text)
-
-
-# A worker must not shrink memory that the launcher maps.
-_SEALS = linux.F_SEAL_SEAL | linux.F_SEAL_SHRINK | linux.F_SEAL_GROW
-_FAST = 1  # zlib's level
-_MOST_FILES = 256  # recordings per job; in a long elastic job, many workers die
 
 
 class RecordingMemory:
@@ -155,11 +156,6 @@ class RecordingKeeper:
                     self._written.popleft().unlink()
         finally:
             os.close(fd)
-
-
-_SECRET = re.compile(r"token|secret|passw|passphrase|credential|api.?key|auth", re.IGNORECASE)
-_HIDDEN = "***"
-_MOST_OF_A_NAME = 40
 
 
 class JobDirectory:

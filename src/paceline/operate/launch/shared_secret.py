@@ -35,6 +35,12 @@ from paceline.operate.launch.job import Job
 _PREFIX = "pl1-"
 _PORT = struct.Struct(">H")
 _CHECK = struct.Struct(">I")
+_STEP = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_JOB_START_TIME", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
+_DIRECTORIES = ("SLURM_SUBMIT_DIR", "HOME")
+_SECRET_BYTES = 32
+_LOOK_S = 0.1
+_PATIENCE_S = 3.0
+_ADVICE = "set PACELINE_SECRET to the same value on all machines instead, as `paceline launch-script slurm` does"
 
 
 class TokenError(ValueError):
@@ -96,14 +102,6 @@ def read_token() -> str:
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, shown)
         print(file=sys.stderr)
-
-
-_STEP = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_JOB_START_TIME", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
-_DIRECTORIES = ("SLURM_SUBMIT_DIR", "HOME")
-_SECRET_BYTES = 32
-_LOOK_S = 0.1
-_PATIENCE_S = 3.0
-_ADVICE = "set PACELINE_SECRET to the same value on all machines instead, as `paceline launch-script slurm` does"
 
 
 class SlurmSecret:

@@ -41,6 +41,213 @@ if TYPE_CHECKING:
     from paceline.operate.diagnosis.job_snapshot import RankExitStatus
     from paceline.operate.diagnosis.machine_snapshot import MachineSnapshot
 
+_GRACE_S = 5.0
+
+
+def spawn(
+    fn: Callable[..., object],
+    args: tuple[object, ...] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str = "spawn",
+    stall_after: float = 15.0,
+) -> Spawned | None:
+    """Calls `fn(rank, *args)` on `nprocs` processes, in each of which `init_process_group()` needs no arguments.
+
+    Args:
+        fn: A function of an importable module; with start_method="fork", any function.
+        args: Further arguments of the function.
+        nprocs: The number of processes.
+        join: Whether to wait for the processes. Otherwise a `Spawned` is returned, whose `join` waits.
+        daemon: Whether the processes end with this one even if it exits normally (they always do if it is killed).
+        start_method: "spawn", "forkserver" or "fork"; forks compute with one thread each.
+        stall_after: The duration in seconds after which a call counts as stalled. While the caller waits, one sentence
+            on stderr then names the rank that is missing, and the reason. 0 turns this off.
+
+    Raises:
+        ValueError: `nprocs` is less than 1, or the processes cannot import `fn`.
+        WorkerError: a process failed (with `join`); its message ends with the traceback.
+    """
+    if nprocs < 1:
+        raise ValueError(f"nprocs is {nprocs}; it must be at least 1")
+    if start_method != "fork" and fn.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+        raise ValueError(
+            f"{fn.__qualname__} is defined in an interactive session, which new processes cannot import; "
+            'pass start_method="fork", or put it into a module'
+        )
+    context = cast(SpawnContext, multiprocessing.get_context(start_method))  # all contexts have its methods
+    directory = tempfile.mkdtemp(prefix="paceline-")
+    secret = secrets.token_hex(32)
+    store = StoreServer.on_unix_path(os.path.join(directory, "store"), secret.encode())
+    port, run_id = free_port(), secrets.token_hex(8)
+    threads = threads_per_worker(allowed_cores(), nprocs, os.environ)
+    recordings, started_ns = directory_of_files(), time.time_ns()
+    processes: list[BaseProcess] = []
+    failures: list[Connection] = []
+    for rank in range(nprocs):
+        environment = {
+            **worker_environment(rank, nprocs, port, run_id),
+            "PACELINE_STORE": f"unix:{directory}/store",
+            "PACELINE_SECRET": secret,
+            DIRECTORY_VARIABLE: recordings,
+        }
+        if threads is not None:
+            environment["OMP_NUM_THREADS"] = str(threads)
+        receiving, sending = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_work, args=(fn, rank, args, environment, threads, sending, os.getpid(), start_method), daemon=daemon
+        )
+        process.start()
+        sending.close()
+        processes.append(process)
+        failures.append(receiving)
+    watch = SpawnWatchdog(processes, started_ns, recordings, stall_after)
+    spawned = Spawned(processes, failures, store, directory, watch)
+    if not join:
+        return spawned
+    spawned.join()
+    return None
+
+
+def notebook_launch(
+    fn: Callable[..., object], nprocs: int, args: tuple[object, ...] = (), start_method: str | None = None
+) -> None:
+    """Calls `fn(rank, *args)` on `nprocs` processes from a notebook cell, as `spawn` does from a script.
+
+    A function of the notebook itself runs in forks of the notebook's process. A function of a module is imported by
+    new processes, which is always safe.
+
+    >>> import paceline
+    >>> paceline.notebook_launch(print, nprocs=1)  # doctest: +SKIP
+
+    Args:
+        fn: A function of the notebook or of a module.
+        nprocs: The number of processes.
+        args: Further arguments of the function.
+        start_method: "fork", "spawn" or "forkserver"; by default "fork" for a function of the notebook, else "spawn".
+            Forks compute with one thread each.
+
+    Raises:
+        RuntimeError: the start method is "fork", and this process has already used CUDA, which forks cannot share.
+        WorkerError: a process failed; its message ends with the traceback.
+    """
+    if start_method is None:
+        start_method = "fork" if fn.__module__ == "__main__" else "spawn"
+    torch = sys.modules.get("torch")
+    if start_method == "fork" and torch is not None and torch.cuda.is_initialized():
+        raise RuntimeError(
+            f"{fn.__qualname__} is to run in forks of this notebook (pid {os.getpid()}), but a cell has already used "
+            "CUDA here, and a fork of such a process cannot. Restart the notebook and do not touch a GPU before this "
+            "call, or put the function into a module"
+        )
+    sys.stdout.flush()
+    if start_method == "fork":
+        fn = functools.partial(_print_whole_lines, fn)
+    spawned = spawn(fn, args, nprocs, join=False, start_method=start_method)
+    assert spawned is not None
+    try:
+        spawned.join()
+    except KeyboardInterrupt:  # the notebook's stop button
+        spawned.end()
+        raise
+
+
+class Spawned:
+    """The processes that `spawn(..., join=False)` started."""
+
+    def __init__(
+        self,
+        processes: list[BaseProcess],
+        failures: list[Connection],
+        store: StoreServer,
+        directory: str,
+        watch: SpawnWatchdog,
+    ) -> None:
+        self._processes = processes
+        self._failures = dict(enumerate(failures))  # by rank, for processes that have not reported one
+        self._reports: dict[int, Record] = {}  # by rank
+        self._watchdog = watch
+        self._release = weakref.finalize(self, _release, store, directory, self._watchdog)
+
+    def pids(self) -> list[int]:
+        """Returns the process ids, by rank."""
+        return [process.pid or 0 for process in self._processes]
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Waits for all processes to end; returns False if some still run after `timeout` seconds.
+
+        If they make no progress meanwhile, one sentence on stderr names the rank that causes it.
+
+        Raises:
+            WorkerError: a process failed. The message holds the traceback of the first failure; the other processes
+                have been ended.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            codes = [process.exitcode for process in self._processes]  # read once, since each access polls the process
+            for rank, code in enumerate(codes):
+                if code not in (None, 0):
+                    self._fail(rank)
+            running = [process.sentinel for process, code in zip(self._processes, codes, strict=True) if code is None]
+            if not running:
+                self._watchdog.conclude()
+                self._release()
+                return True
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            self._wait(running, deadline)
+
+    def end(self) -> None:
+        """Ends the processes that still run."""
+        for process in self._processes:
+            if process.exitcode is None:
+                process.terminate()
+        deadline = time.monotonic() + _GRACE_S
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+        self._release()
+
+    def _wait(self, running: list[int], deadline_s: float | None) -> None:
+        """Waits until a process has ended or failed, the watchdog needs attention, or the deadline has passed."""
+        deadlines = [time_s for time_s in (deadline_s, self._watchdog.deadline_s) if time_s is not None]
+        timeout_s = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        watched = self._watchdog.fileno()
+        ready = wait([*running, watched, *self._failures.values()], timeout_s)
+        self._collect()
+        if watched in ready:
+            self._watchdog.collect()
+        self._watchdog.tick()
+
+    def _collect(self) -> None:
+        """Receives reported exceptions."""
+        for rank, failure in list(self._failures.items()):
+            if failure.poll():
+                del self._failures[rank]  # a process reports at most one, and closes the pipe
+                with contextlib.suppress(EOFError):
+                    self._reports[rank] = Record(*failure.recv())
+                    self._watchdog.raised(rank, self._reports[rank])
+
+    def _fail(self, seen: int) -> None:
+        time.sleep(0.1)  # the failure that caused this one may still arrive
+        self._collect()
+        why = self._watchdog.why()
+        self.end()
+        self._collect()
+        host = socket.gethostname()
+        first = min(self._reports, key=lambda rank: self._reports[rank].time_s) if self._reports else seen
+        code = self._processes[first].exitcode
+        text = self._reports[first].text if self._reports else "it left no traceback, look at its output"
+        head = (
+            f"rank {first} ({host}, pid {self._processes[first].pid}, exit code {code}) failed first; the other ranks "
+            "were ended:"
+        )
+        parts = [head, text.rstrip(), why]
+        raise WorkerError("\n".join(part for part in parts if part), rank=first, exit_code=code)
+
 
 class SpawnWatchdog:
     """Watches processes until `close`. The waiting thread calls `tick` and, when `fileno` is readable, `collect`.
@@ -209,214 +416,6 @@ class WholeLines(io.TextIOBase):
         if held:
             self._stream.write(held)
         self._stream.flush()
-
-
-_GRACE_S = 5.0
-
-
-class Spawned:
-    """The processes that `spawn(..., join=False)` started."""
-
-    def __init__(
-        self,
-        processes: list[BaseProcess],
-        failures: list[Connection],
-        store: StoreServer,
-        directory: str,
-        watch: SpawnWatchdog,
-    ) -> None:
-        self._processes = processes
-        self._failures = dict(enumerate(failures))  # by rank, for processes that have not reported one
-        self._reports: dict[int, Record] = {}  # by rank
-        self._watchdog = watch
-        self._release = weakref.finalize(self, _release, store, directory, self._watchdog)
-
-    def pids(self) -> list[int]:
-        """Returns the process ids, by rank."""
-        return [process.pid or 0 for process in self._processes]
-
-    def join(self, timeout: float | None = None) -> bool:
-        """Waits for all processes to end; returns False if some still run after `timeout` seconds.
-
-        If they make no progress meanwhile, one sentence on stderr names the rank that causes it.
-
-        Raises:
-            WorkerError: a process failed. The message holds the traceback of the first failure; the other processes
-                have been ended.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            codes = [process.exitcode for process in self._processes]  # read once, since each access polls the process
-            for rank, code in enumerate(codes):
-                if code not in (None, 0):
-                    self._fail(rank)
-            running = [process.sentinel for process, code in zip(self._processes, codes, strict=True) if code is None]
-            if not running:
-                self._watchdog.conclude()
-                self._release()
-                return True
-            if deadline is not None and time.monotonic() >= deadline:
-                return False
-            self._wait(running, deadline)
-
-    def end(self) -> None:
-        """Ends the processes that still run."""
-        for process in self._processes:
-            if process.exitcode is None:
-                process.terminate()
-        deadline = time.monotonic() + _GRACE_S
-        for process in self._processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.exitcode is None:
-                process.kill()
-                process.join()
-        self._release()
-
-    def _wait(self, running: list[int], deadline_s: float | None) -> None:
-        """Waits until a process has ended or failed, the watchdog needs attention, or the deadline has passed."""
-        deadlines = [time_s for time_s in (deadline_s, self._watchdog.deadline_s) if time_s is not None]
-        timeout_s = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
-        watched = self._watchdog.fileno()
-        ready = wait([*running, watched, *self._failures.values()], timeout_s)
-        self._collect()
-        if watched in ready:
-            self._watchdog.collect()
-        self._watchdog.tick()
-
-    def _collect(self) -> None:
-        """Receives reported exceptions."""
-        for rank, failure in list(self._failures.items()):
-            if failure.poll():
-                del self._failures[rank]  # a process reports at most one, and closes the pipe
-                with contextlib.suppress(EOFError):
-                    self._reports[rank] = Record(*failure.recv())
-                    self._watchdog.raised(rank, self._reports[rank])
-
-    def _fail(self, seen: int) -> None:
-        time.sleep(0.1)  # the failure that caused this one may still arrive
-        self._collect()
-        why = self._watchdog.why()
-        self.end()
-        self._collect()
-        host = socket.gethostname()
-        first = min(self._reports, key=lambda rank: self._reports[rank].time_s) if self._reports else seen
-        code = self._processes[first].exitcode
-        text = self._reports[first].text if self._reports else "it left no traceback, look at its output"
-        head = (
-            f"rank {first} ({host}, pid {self._processes[first].pid}, exit code {code}) failed first; the other ranks "
-            "were ended:"
-        )
-        parts = [head, text.rstrip(), why]
-        raise WorkerError("\n".join(part for part in parts if part), rank=first, exit_code=code)
-
-
-def spawn(
-    fn: Callable[..., object],
-    args: tuple[object, ...] = (),
-    nprocs: int = 1,
-    join: bool = True,
-    daemon: bool = False,
-    start_method: str = "spawn",
-    stall_after: float = 15.0,
-) -> Spawned | None:
-    """Calls `fn(rank, *args)` on `nprocs` processes, in each of which `init_process_group()` needs no arguments.
-
-    Args:
-        fn: A function of an importable module; with start_method="fork", any function.
-        args: Further arguments of the function.
-        nprocs: The number of processes.
-        join: Whether to wait for the processes. Otherwise a `Spawned` is returned, whose `join` waits.
-        daemon: Whether the processes end with this one even if it exits normally (they always do if it is killed).
-        start_method: "spawn", "forkserver" or "fork"; forks compute with one thread each.
-        stall_after: The duration in seconds after which a call counts as stalled. While the caller waits, one sentence
-            on stderr then names the rank that is missing, and the reason. 0 turns this off.
-
-    Raises:
-        ValueError: `nprocs` is less than 1, or the processes cannot import `fn`.
-        WorkerError: a process failed (with `join`); its message ends with the traceback.
-    """
-    if nprocs < 1:
-        raise ValueError(f"nprocs is {nprocs}; it must be at least 1")
-    if start_method != "fork" and fn.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
-        raise ValueError(
-            f"{fn.__qualname__} is defined in an interactive session, which new processes cannot import; "
-            'pass start_method="fork", or put it into a module'
-        )
-    context = cast(SpawnContext, multiprocessing.get_context(start_method))  # all contexts have its methods
-    directory = tempfile.mkdtemp(prefix="paceline-")
-    secret = secrets.token_hex(32)
-    store = StoreServer.on_unix_path(os.path.join(directory, "store"), secret.encode())
-    port, run_id = free_port(), secrets.token_hex(8)
-    threads = threads_per_worker(allowed_cores(), nprocs, os.environ)
-    recordings, started_ns = directory_of_files(), time.time_ns()
-    processes: list[BaseProcess] = []
-    failures: list[Connection] = []
-    for rank in range(nprocs):
-        environment = {
-            **worker_environment(rank, nprocs, port, run_id),
-            "PACELINE_STORE": f"unix:{directory}/store",
-            "PACELINE_SECRET": secret,
-            DIRECTORY_VARIABLE: recordings,
-        }
-        if threads is not None:
-            environment["OMP_NUM_THREADS"] = str(threads)
-        receiving, sending = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_work, args=(fn, rank, args, environment, threads, sending, os.getpid(), start_method), daemon=daemon
-        )
-        process.start()
-        sending.close()
-        processes.append(process)
-        failures.append(receiving)
-    watch = SpawnWatchdog(processes, started_ns, recordings, stall_after)
-    spawned = Spawned(processes, failures, store, directory, watch)
-    if not join:
-        return spawned
-    spawned.join()
-    return None
-
-
-def notebook_launch(
-    fn: Callable[..., object], nprocs: int, args: tuple[object, ...] = (), start_method: str | None = None
-) -> None:
-    """Calls `fn(rank, *args)` on `nprocs` processes from a notebook cell, as `spawn` does from a script.
-
-    A function of the notebook itself runs in forks of the notebook's process. A function of a module is imported by
-    new processes, which is always safe.
-
-    >>> import paceline
-    >>> paceline.notebook_launch(print, nprocs=1)  # doctest: +SKIP
-
-    Args:
-        fn: A function of the notebook or of a module.
-        nprocs: The number of processes.
-        args: Further arguments of the function.
-        start_method: "fork", "spawn" or "forkserver"; by default "fork" for a function of the notebook, else "spawn".
-            Forks compute with one thread each.
-
-    Raises:
-        RuntimeError: the start method is "fork", and this process has already used CUDA, which forks cannot share.
-        WorkerError: a process failed; its message ends with the traceback.
-    """
-    if start_method is None:
-        start_method = "fork" if fn.__module__ == "__main__" else "spawn"
-    torch = sys.modules.get("torch")
-    if start_method == "fork" and torch is not None and torch.cuda.is_initialized():
-        raise RuntimeError(
-            f"{fn.__qualname__} is to run in forks of this notebook (pid {os.getpid()}), but a cell has already used "
-            "CUDA here, and a fork of such a process cannot. Restart the notebook and do not touch a GPU before this "
-            "call, or put the function into a module"
-        )
-    sys.stdout.flush()
-    if start_method == "fork":
-        fn = functools.partial(_print_whole_lines, fn)
-    spawned = spawn(fn, args, nprocs, join=False, start_method=start_method)
-    assert spawned is not None
-    try:
-        spawned.join()
-    except KeyboardInterrupt:  # the notebook's stop button
-        spawned.end()
-        raise
 
 
 def _print_whole_lines(fn: Callable[..., object], rank: int, *args: object) -> None:

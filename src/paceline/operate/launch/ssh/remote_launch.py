@@ -24,6 +24,10 @@ from paceline.operate.launch.ssh.protocol import (
 
 _SSH_FAILED = 255
 _NOT_FOUND = (126, 127)
+PATIENCE_S = 5.0  # time for launchers to end by themselves after one was lost
+OTHER_REASONS_S = 2.0  # time for further launchers to report why they do not start, after the first has
+MARGIN_S = 15.0  # beyond the shutdown timeout of workers
+WRONG_FLAGS = 2  # the exit code of a launcher that has started nothing
 
 
 @dataclass(frozen=True)
@@ -104,12 +108,6 @@ def _of_ssh(attempt: LaunchAttempt, errors: str) -> str:
 def _last(errors: str) -> str:
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     return lines[-1] if lines else "nothing was said"
-
-
-PATIENCE_S = 5.0  # time for launchers to end by themselves after one was lost
-OTHER_REASONS_S = 2.0  # time for further launchers to report why they do not start, after the first has
-MARGIN_S = 15.0  # beyond the shutdown timeout of workers
-WRONG_FLAGS = 2  # the exit code of a launcher that has started nothing
 
 
 class LauncherPhase(Enum):

@@ -54,6 +54,25 @@ _NAME = re.compile(
 _COUNTS = ("slots", "cpu", "count")
 _USERS = ("user", "username")
 _IGNORED = ("max_slots", "max-slots", "ifname", "binding")  # limits and placement for other launchers
+# The current directory is removed from the path, since the directory in which ssh starts may shadow modules.
+FAR_END = (
+    "import sys; sys.path[:] = filter(None, sys.path); "
+    "from paceline.operate.launch.ssh.remote_launcher import main; sys.exit(main())"
+)
+# No prompts, since several machines would prompt at once; a separate connection, which ends with the launcher; and the
+# end of a connection whose network is silent for 15 s.
+SSH_OPTIONS = (
+    *("-T", "-a", "-x", "-S", "none", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15"),
+    *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
+)
+_TAIL_BYTES = 1 << 13
+START_S = 120.0
+_POLL_S = 1.0  # between checks for ended processes whose pipes are still open
+_FORWARDED = {
+    *("OMP_NUM_THREADS", "PYTHONPATH", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
+    *("PACELINE_SECURITY", "PACELINE_INSECURE", "PACELINE_PORT", "PACELINE_IFACE", "PACELINE_CONGESTION"),
+    *("PACELINE_ALGORITHM", "PACELINE_COSTS", "PACELINE_STREAMS", "PACELINE_CHECKS", "PACELINE_RECORD"),
+}
 
 
 @dataclass(frozen=True)
@@ -144,20 +163,6 @@ def _together(hosts: Iterable[Host]) -> tuple[Host, ...]:
         Host(name, user, slots[0] if len(slots) == 1 else sum(count or 1 for count in slots))
         for (name, user), slots in entries.items()
     )
-
-
-# The current directory is removed from the path, since the directory in which ssh starts may shadow modules.
-FAR_END = (
-    "import sys; sys.path[:] = filter(None, sys.path); "
-    "from paceline.operate.launch.ssh.remote_launcher import main; sys.exit(main())"
-)
-# No prompts, since several machines would prompt at once; a separate connection, which ends with the launcher; and the
-# end of a connection whose network is silent for 15 s.
-SSH_OPTIONS = (
-    *("-T", "-a", "-x", "-S", "none", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15"),
-    *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
-)
-_TAIL_BYTES = 1 << 13
 
 
 def command_for(attempt: LaunchAttempt, ssh: Sequence[str]) -> list[str]:
@@ -285,15 +290,6 @@ class LauncherProcess:
     def _close_stdin(self) -> None:
         with contextlib.suppress(BrokenPipeError):
             self._stdin.close()
-
-
-START_S = 120.0
-_POLL_S = 1.0  # between checks for ended processes whose pipes are still open
-_FORWARDED = {
-    *("OMP_NUM_THREADS", "PYTHONPATH", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
-    *("PACELINE_SECURITY", "PACELINE_INSECURE", "PACELINE_PORT", "PACELINE_IFACE", "PACELINE_CONGESTION"),
-    *("PACELINE_ALGORITHM", "PACELINE_COSTS", "PACELINE_STREAMS", "PACELINE_CHECKS", "PACELINE_RECORD"),
-}
 
 
 def run_on_hosts(options: argparse.Namespace) -> int:

@@ -25,7 +25,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,13 +111,16 @@ def children() -> set[int]:
     """Returns the running children of this process, including adopted ones."""
     me = os.getpid()
     found = set()
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as status:
-                state, parent = status.read().rpartition(b")")[2].split()[:2]
-                if int(parent) == me and state != b"Z":
-                    found.add(int(name))
+    for pid in _all_pids():
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as status:
+            state, parent = status.read().rpartition(b")")[2].split()[:2]
+            if int(parent) == me and state != b"Z":
+                found.add(pid)
     return found
+
+
+def _all_pids() -> Iterator[int]:
+    return (int(name) for name in os.listdir("/proc") if name.isdecimal())
 
 
 def kill_orphans(own: Iterable[int]) -> None:
@@ -148,11 +151,11 @@ def marked(mark: str) -> list[int]:
     """Returns the running processes of this user whose environment had `mark` when they started."""
     entry = f"{MARK}={mark}".encode()
     found = []
-    for name in os.listdir("/proc"):
-        if name.isdecimal() and int(name) != os.getpid():
-            with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as environment:
+    for pid in _all_pids():
+        if pid != os.getpid():
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as environment:
                 if entry in environment.read():
-                    found.append(int(name))
+                    found.append(pid)
     return found
 
 
@@ -170,11 +173,10 @@ def in_sessions(leaders: Iterable[int]) -> list[int]:
     """Returns the running processes of the sessions that `leaders` lead or led."""
     sessions = set(leaders)
     found = []
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            with contextlib.suppress(OSError):
-                if os.getsid(int(name)) in sessions:
-                    found.append(int(name))
+    for pid in _all_pids():
+        with contextlib.suppress(OSError):
+            if os.getsid(pid) in sessions:
+                found.append(pid)
     return found
 
 

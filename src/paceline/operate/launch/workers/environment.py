@@ -33,6 +33,18 @@ _HOROVODS = {
     "HOROVOD_CROSS_SIZE": "GROUP_WORLD_SIZE",
 }
 _STAND_IN = Path(__file__).parents[3] / "interop" / "horovod" / "stand_in"  # the directory of a package `horovod`
+# Variables that launchers set for their workers, one of which may have started this launcher.
+_OF_WORKERS = {
+    *("CGROUP", "COMPAT_TOLD", "COPIES", "ELASTIC_FD", "ERROR_FILE", "GATE", "JOB", "RECORD_DIR", "RECORD_FD"),
+    *("SECRET_FD", "STDIN", "STORE", "TERMINAL", "TORCH_STORE", "TORCH_STORE_REQUESTS", "WORKER"),
+}
+_NEAR = 0.75
+# Variables of an outer job, if one of its workers started this launcher; the launcher's own workers must not use them.
+_NOT_PASSED_ON = {
+    *("PACELINE_SECRET", "PACELINE_SECRET_FILE", SECRET_FD),
+    *(STORE, TORCH_STORE, TORCH_STORE_REQUESTS, USES_TORCH_STORE, PORT, GATE),
+    *("PACELINE_COPIES", "PACELINE_TERMINAL", "PACELINE_ELASTIC_FD", "PACELINE_WORKER", RECORD_FD),
+}
 
 
 def parse_libraries(text: str) -> tuple[str, ...]:
@@ -156,12 +168,6 @@ _BETWEEN_MACHINES: Mapping[str, Callable[[str], None]] = {
     "PACELINE_CONGESTION": _congestion,
     "PACELINE_IFACE": _interface,
 }
-# Variables that launchers set for their workers, one of which may have started this launcher.
-_OF_WORKERS = {
-    *("CGROUP", "COMPAT_TOLD", "COPIES", "ELASTIC_FD", "ERROR_FILE", "GATE", "JOB", "RECORD_DIR", "RECORD_FD"),
-    *("SECRET_FD", "STDIN", "STORE", "TERMINAL", "TORCH_STORE", "TORCH_STORE_REQUESTS", "WORKER"),
-}
-_NEAR = 0.75
 
 
 def check_variables(has_other_machines: bool, environment: Mapping[str, str] = os.environ) -> None:
@@ -192,25 +198,6 @@ def misspelt(environment: Mapping[str, str] = os.environ) -> Iterator[str]:
 
         if near := get_close_matches(word, known, n=1, cutoff=_NEAR):
             yield f"the environment variable {name} is not known and has no effect; did you mean {prefix}{near[0]}?"
-
-
-# Variables of an outer job, if one of its workers started this launcher; the launcher's own workers must not use them.
-_NOT_PASSED_ON = (
-    "PACELINE_SECRET",
-    "PACELINE_SECRET_FILE",
-    SECRET_FD,
-    STORE,
-    TORCH_STORE,
-    TORCH_STORE_REQUESTS,
-    USES_TORCH_STORE,
-    "PACELINE_COPIES",
-    "PACELINE_TERMINAL",
-    "PACELINE_ELASTIC_FD",
-    "PACELINE_WORKER",
-    PORT,
-    GATE,
-    RECORD_FD,
-)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,31 @@ from types import TracebackType
 from paceline.operate.launch.workers.placement import format_cpulist
 
 _PIPE_NAME = "alarm"
+# Errors caused by the failure of another rank: Paceline's own, and those of gloo, NCCL and sockets for a lost peer.
+_CONSEQUENCES = {
+    "PeerLostError",
+    "CollectiveTimeoutError",
+    "GroupAbortedError",
+    "StoreConnectionError",
+    "ConnectionResetError",
+}
+_BY_ITSELF = re.compile(r"GroupAbortedError: .*\bthis process aborted|GroupAbortedError: .*\baborted by this process")
+_CONSEQUENCE_TEXTS = re.compile(
+    r"Connection (?:closed|reset) by peer|Broken pipe|ncclRemoteError|ncclSystemError|Socket Timeout|"
+    r"NCCL communicator was aborted|[Ww]atchdog|recvValue failed|failed to recv, got 0 bytes|Timed out waiting .* recv",
+)
+_PACKAGE = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3)) + os.sep
+_LONGEST_TEXT = 1 << 16
+_CRASHES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
+_MOST_SENT, _TAIL_CHARACTERS = 256, 1000  # of failures in one message, and of the text of each but the cause
+_LONGEST_SUMMARY = 200
+_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
+_OWN_FILES = (
+    "paceline/operate/launch/workers/bootstrap.py",
+    "paceline/operate/launch/workers/template.py",
+    "<frozen runpy>",
+    "runpy.py",
+)
 
 
 class ExceptionNotice:
@@ -66,33 +91,6 @@ def notify_exception(directory: str) -> None:
             os.write(fd, b".")
         finally:
             os.close(fd)
-
-
-# Errors caused by the failure of another rank: Paceline's own, and those of gloo, NCCL and sockets for a lost peer.
-_CONSEQUENCES = {
-    "PeerLostError",
-    "CollectiveTimeoutError",
-    "GroupAbortedError",
-    "StoreConnectionError",
-    "ConnectionResetError",
-}
-_BY_ITSELF = re.compile(r"GroupAbortedError: .*\bthis process aborted|GroupAbortedError: .*\baborted by this process")
-_CONSEQUENCE_TEXTS = re.compile(
-    r"Connection (?:closed|reset) by peer|Broken pipe|ncclRemoteError|ncclSystemError|Socket Timeout|"
-    r"NCCL communicator was aborted|[Ww]atchdog|recvValue failed|failed to recv, got 0 bytes|Timed out waiting .* recv",
-)
-_PACKAGE = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3)) + os.sep
-_LONGEST_TEXT = 1 << 16
-_CRASHES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
-_MOST_SENT, _TAIL_CHARACTERS = 256, 1000  # of failures in one message, and of the text of each but the cause
-_LONGEST_SUMMARY = 200
-_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
-_OWN_FILES = (
-    "paceline/operate/launch/workers/bootstrap.py",
-    "paceline/operate/launch/workers/template.py",
-    "<frozen runpy>",
-    "runpy.py",
-)
 
 
 @dataclass(frozen=True)

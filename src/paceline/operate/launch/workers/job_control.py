@@ -13,6 +13,8 @@ import termios
 from collections.abc import Sequence
 from pathlib import Path
 
+_READ = {"x86_64": 0, "aarch64": 63}  # the number of the system call
+
 
 class Signals:
     """Catches signals until closed. A signal that is already ignored, such as SIGHUP under nohup, stays ignored.
@@ -65,8 +67,6 @@ class Signals:
         os.close(self._reading)
         os.close(self._writing)
 
-
-_READ = {"x86_64": 0, "aarch64": 63}  # the number of the system call
 
 Attributes = list[int | list[bytes | int]]
 

@@ -32,6 +32,11 @@ _LINES_IN_VIEW = 40  # about the height of a terminal
 _LINES_COMPARED = 6
 
 Write = Callable[[bytes], None]
+_NAMES = {Streams.OUT: "stdout", Streams.ERR: "stderr"}
+_UPDATES_S = 10.0  # between two states of a progress bar on a console that cannot redraw lines
+# A pager on a worker's terminal would wait for keys for ever.
+WITHOUT_PAGERS = {"PAGER": "cat", "GIT_PAGER": "cat"}
+_PREFIX_COLUMNS = len("[rank 0] ")  # or "[slot 0] "
 
 
 def wants_colours(fd: int) -> bool:
@@ -109,7 +114,7 @@ class LinePrefixer:
             self._write(self._prefix + text)
 
     def close(self) -> None:
-        """Passes on what is left."""
+        """Flushes the rest."""
         self._pass_on(self._rows.end())
 
 
@@ -161,10 +166,10 @@ class OutputSink(Protocol):
         """Accepts output, which may be split anywhere."""
 
     def prompt(self) -> None:
-        """Shows the unfinished line, since somebody is to answer it."""
+        """Shows the unfinished line, which is a prompt."""
 
     def close(self) -> None:
-        """Passes on what is left; idempotent."""
+        """Flushes the rest; idempotent."""
 
 
 class TerminalSink:
@@ -183,7 +188,7 @@ class TerminalSink:
             self._lines.feed(data)
 
     def prompt(self) -> None:
-        """Does nothing, since the line is shown already."""
+        """Has no effect, since the line is already shown."""
 
     def close(self) -> None:
         """Leaves the terminal at the beginning of a row."""
@@ -202,18 +207,18 @@ class OutputStream:
         """Accepts output, which may be split anywhere."""
         if self._file is not None:
             self._file.write(data)
-        for each in self._sinks:
-            each.feed(data)
+        for sink in self._sinks:
+            sink.feed(data)
 
     def prompt(self) -> None:
-        """Shows the unfinished line, since somebody is to answer it."""
-        for each in self._sinks:
-            each.prompt()
+        """Shows the unfinished line, which is a prompt."""
+        for sink in self._sinks:
+            sink.prompt()
 
     def close(self) -> None:
-        """Passes on what is left; idempotent."""
-        for each in self._sinks:
-            each.close()
+        """Flushes the rest; idempotent."""
+        for sink in self._sinks:
+            sink.close()
         if self._file is not None:
             self._file.close()
 
@@ -300,10 +305,6 @@ def open_standard_streams() -> None:
     os.close(fd)
 
 
-_NAMES = {Streams.OUT: "stdout", Streams.ERR: "stderr"}
-_UPDATES_S = 10.0  # between two states of a progress bar on a console that cannot redraw lines
-
-
 @dataclass(frozen=True)
 class Destination:
     """The destination of one stream of a worker: a file that the worker writes itself, or a stream that we feed.
@@ -387,11 +388,6 @@ class Logs:
     def _open(self, attempt: int, folder: str, name: str) -> LogFile:
         assert self.directory is not None
         return LogFile(self.directory / f"attempt_{attempt}" / folder / f"{name}.log", self._console.say)
-
-
-# A pager on a worker's terminal would wait for keys for ever.
-WITHOUT_PAGERS = {"PAGER": "cat", "GIT_PAGER": "cat"}
-_PREFIX_COLUMNS = len("[rank 0] ")  # or "[slot 0] "
 
 
 class WorkerOutput:

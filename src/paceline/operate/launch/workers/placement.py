@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+_SYS = Path("/sys/devices/system")
+
 
 def count_gpus(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
     """Returns the number of GPUs that this process may use under CUDA_VISIBLE_DEVICES."""
@@ -53,8 +55,6 @@ def numa_node_of_gpu(index: int, root: Path = Path("/")) -> int | None:
 
 
 Cores = tuple[int, ...]
-
-_SYS = Path("/sys/devices/system")
 
 
 def parse_cpulist(text: str) -> Cores:

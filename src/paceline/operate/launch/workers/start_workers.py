@@ -46,6 +46,9 @@ from paceline.operate.launch.workers.worker import (
 )
 from paceline.operate.launch.workers.worker_group import WorkerGroup
 
+_ANSWER_S = 60.0
+_UNKNOWN = "<chosen at the start>"
+
 
 @dataclass(frozen=True)
 class MachineResources:
@@ -92,9 +95,6 @@ class MachineResources:
                 f"--nproc-per-node {self.gpus} (or gpu) gives each worker its own"
             )
         return lines
-
-
-_ANSWER_S = 60.0
 
 
 class WorkerStarter(Protocol):
@@ -389,9 +389,6 @@ def start_workers(
             on_start(pid)
             generation.follow(prepared.started(pid), prepared.outputs)
     return generation
-
-
-_UNKNOWN = "<chosen at the start>"
 
 
 def describe_plan(job: Job, machine: MachineResources) -> str:

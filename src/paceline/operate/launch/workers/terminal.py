@@ -22,6 +22,7 @@ _CONTROL = re.compile(rb"[\r\x1b]")
 _WITHIN_A_ROW = b"mCDPX@"  # colours, movements and changes within the text of a row
 _LONGEST_ROW = 1 << 16
 _REMEMBERED = 64  # final rows to which the cursor may still return
+_COLUMNS = 80  # assumed for a terminal of unknown size
 
 
 class _Row:
@@ -211,9 +212,6 @@ def _news(rows: list[_Row]) -> list[bytes]:
             row.reported = row.text
             texts.append(row.text)
     return texts
-
-
-_COLUMNS = 80  # assumed for a terminal of unknown size
 
 
 class Screen:

@@ -33,6 +33,9 @@ _FLAG = {
 
 _NO_PIDFDS = (errno.ENOSYS, errno.EPERM, errno.EINVAL)  # an old kernel, or a sandbox without the call
 _ADOPTION_S = 0.02
+_READ_BYTES = 1 << 16
+_MOST_READS = 256
+_PROMPT_S = 0.2  # the delay after which an unfinished line counts as a prompt
 
 
 def bootstrap_argv(command: Command, local_rank: int) -> list[str]:
@@ -128,11 +131,6 @@ def bind_process(pid: int, cores: Cores | None, descriptors: tuple[int, int] | N
             os.sched_setaffinity(pid, cores)
         if descriptors is not None:
             resource.prlimit(pid, resource.RLIMIT_NOFILE, descriptors)
-
-
-_READ_BYTES = 1 << 16
-_MOST_READS = 256
-_PROMPT_S = 0.2  # the delay after which an unfinished line counts as a prompt
 
 
 class OutputForwarder:

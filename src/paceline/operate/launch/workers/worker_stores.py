@@ -24,6 +24,8 @@ from paceline.comm.store.tcp_store import BACKLOG, PortInUseError, StoreServer, 
 from paceline.operate.launch.job import CommandKind, Job
 from paceline.operate.launch.multinode.protocol import Start
 
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # 0: PyTorch does not load the plug-in, which requests torch's store
+
 
 @contextlib.contextmanager
 def open_multiplexer(job: Job) -> Iterator[None]:
@@ -72,9 +74,6 @@ def port_beside(one_port: int | None) -> int | None:
     if one_port is None:
         return None
     return one_port + 1 if one_port < 65535 else one_port - 1
-
-
-_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # 0: PyTorch does not load the plug-in, which requests torch's store
 
 
 class WorkerStores:
