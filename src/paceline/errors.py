@@ -37,7 +37,7 @@ def short_repr(value: object) -> str:
 
     A tensor's `repr` reads all of its values, and ends the process if its memory has been freed.
 
-    >>> shown("soon"), shown(None), shown([1])
+    >>> short_repr("soon"), short_repr(None), short_repr([1])
     ("'soon'", 'None', 'a list')
     """
     is_short = value is None or isinstance(value, (str, bytes, int, float, Enum))

@@ -87,7 +87,7 @@ def test_another_broken_pipe_is_an_error(capfd, monkeypatch):
     def broken(options):
         raise BrokenPipeError("the connection to the other machine")
 
-    monkeypatch.setattr(command_line.recordings, "show_runs", broken)
+    monkeypatch.setattr("paceline.cli.recordings.show_runs", broken)
     with pytest.raises(BrokenPipeError, match="the other machine"):
         main(["runs"])
 

@@ -13,15 +13,14 @@ from paceline.routes import resolver_name, source_address
 # A process that listens, finds its address and connects, by names and by addresses, as a rank does when it starts.
 STARTS = """
 import sys
-from paceline.comm.one_port.dialer import leads_out
-from paceline.comm.one_port.dialer import dial
+from paceline.comm.one_port.dialer import dial, is_reachable_from_outside
 from paceline.routes import source_address
 from paceline.comm.store.tcp_store import listen_at_port
 
 for host in ("localhost", "127.0.0.1"):
     with listen_at_port(host, 0, b"s" * 32) as listening:
         dial((host, listening.getsockname()[1]), 30.0, source_address(host)).close()
-        assert not leads_out(host)
+        assert not is_reachable_from_outside(host)
 print("encodings.idna" in sys.modules)
 """
 

@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from planned import calibration
 
@@ -69,6 +69,7 @@ def test_a_job_is_played_alike_from_the_same_seed():
     assert play(40, 8, TIMES, failures, 5, 20) != play(40, 8, TIMES, failures, 6, 20)
 
 
+@example(1045, 3, 1)  # the end was drawn for a moment at which the last failure was not over
 @given(st.integers(0, 2**32), st.integers(2, 6), st.integers(1, 2))
 def test_every_failure_is_survived_or_explained(seed, machines, per_machine):
     played = SimulatedJob(

@@ -111,7 +111,7 @@ def decode_untrusted(decode: Callable[[Data], Decoded], data: Data) -> Decoded:
 def encodable(text: str) -> str:
     """Returns text that can be encoded: lone surrogates, which JSON can hold, are written as escapes.
 
-    >>> writable("a\\ud800b")
+    >>> encodable("a\\ud800b")
     'a\\\\ud800b'
     """
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()

@@ -433,7 +433,10 @@ class SimulatedJob:
 
     def _fails(self, left: int) -> None:
         if left == 0:
-            self._is_over = True
+            if self._hurt:  # the job recovers from the last failure first
+                self.after(self.times.step_s, self._fails, 0)
+            else:
+                self._is_over = True
             return
         failures, machines = self._failures, list(self._machines)
         of_machines = len(machines) / failures.machine_s if failures.machine_s else 0.0

@@ -40,10 +40,10 @@ def assign_bytes(
     Returns:
         What each rank gets. Items of no bytes go to the rank whose turn it is, so that somebody has them.
 
-    >>> deal([4, 8], [0, 0], alignment=2)
-    [[Share(item=0, start=0, stop=4), Share(item=1, start=0, stop=2)], [Share(item=1, start=2, stop=8)]]
-    >>> deal([4, 8], [0, 12], alignment=2)
-    [[Share(item=0, start=0, stop=4), Share(item=1, start=0, stop=8)], []]
+    >>> assign_bytes([4, 8], [0, 0], alignment=2)
+    [[ByteRange(item=0, start=0, stop=4), ByteRange(item=1, start=0, stop=2)], [ByteRange(item=1, start=2, stop=8)]]
+    >>> assign_bytes([4, 8], [0, 12], alignment=2)
+    [[ByteRange(item=0, start=0, stop=4), ByteRange(item=1, start=0, stop=8)], []]
     """
     rooms = _rooms(sum(sizes), loads)
     limits = list(accumulate(rooms))

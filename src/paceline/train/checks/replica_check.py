@@ -72,9 +72,9 @@ class DisagreeingRanks:
 def compare_digests(everyones: Sequence[RankDigests]) -> DisagreeingRanks | None:
     """Returns which ranks differ in one part of the state, None if none do that can be compared.
 
-    >>> compare([Digests(1, 7), Digests(1, 7), Digests(1, 8)]).describe([0, 1, 2])
+    >>> compare_digests([RankDigests(1, 7), RankDigests(1, 7), RankDigests(1, 8)]).describe([0, 1, 2])
     'rank 2 differs from ranks 0 and 1'
-    >>> compare([Digests(1, 7), Digests(1, 8)]).describe([0, 1])
+    >>> compare_digests([RankDigests(1, 7), RankDigests(1, 8)]).describe([0, 1])
     'ranks 0 and 1 differ, and no majority says which is right'
     """
     by_shape: dict[int, dict[int, list[int]]] = {}

@@ -42,7 +42,7 @@ class BatchSharding(NamedTuple):
     def places(self, count: int) -> range:
         """Returns the places that this rank takes in a step of `count` samples, from 0 to `count` - 1.
 
-        >>> [Deal(2, 2, rank, "share").places(3) for rank in (0, 1)]
+        >>> [BatchSharding(2, 2, rank, "share").places(3) for rank in (0, 1)]
         [range(0, 2), range(2, 3)]
         """
         if count < self.step and self.remainder == "drop":
@@ -92,7 +92,7 @@ def step_shards(position: int, length: int, deal: BatchSharding) -> Iterator[Ste
 
     The position in an epoch is one number, whatever the number of ranks.
 
-    >>> [share.places for share in shares(4, 11, Deal(batch_size=2, num_replicas=2, rank=1, remainder="share"))]
+    >>> [share.places for share in step_shards(4, 11, BatchSharding(batch_size=2, num_replicas=2, rank=1, remainder="share"))]
     [(6, 7), (10,)]
     """
     for start in range(position, length, deal.step):

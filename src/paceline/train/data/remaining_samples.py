@@ -14,9 +14,9 @@ from paceline.train.data.stream_reader import StreamPosition
 class RemainingSamples:
     """The places of an epoch that are still to be used: those from `position` on, and then those that came back.
 
-    >>> rest = Rest(position=6, length=8, returned=(2, 3))
+    >>> rest = RemainingSamples(position=6, length=8, returned=(2, 3))
     >>> rest.places(1, 4), rest.after(3)
-    ([7, 2, 3], Rest(position=8, length=8, returned=(3,)))
+    ([7, 2, 3], RemainingSamples(position=8, length=8, returned=(3,)))
     """
 
     position: int
@@ -30,7 +30,7 @@ class RemainingSamples:
     def place(self, at: int) -> int:
         """Returns one of the places.
 
-        >>> rest = Rest(position=6, length=8, returned=(2, 3))
+        >>> rest = RemainingSamples(position=6, length=8, returned=(2, 3))
         >>> [rest.place(at) for at in range(len(rest))]
         [6, 7, 2, 3]
         """
@@ -83,7 +83,7 @@ class EpochStep:
     def places_of(self, rank: int) -> list[int]:
         """Returns what a rank uses; nothing if it only repeats what another one uses.
 
-        >>> step = Step(Rest(4, 9), ranks=3, count=2)
+        >>> step = EpochStep(RemainingSamples(4, 9), ranks=3, count=2)
         >>> [step.places_of(rank) for rank in range(3)]
         [[4], [5], []]
         """

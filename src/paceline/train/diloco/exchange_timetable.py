@@ -82,8 +82,8 @@ def participants_after_waiting(numbers: Sequence[int]) -> Participants:
     Raises:
         ValueError: ranks that have not finished have come to different exchanges.
 
-    >>> who_is_there([4, FINISHED, 4])
-    Verdict(takes_part=(True, False, True), is_final=False)
+    >>> participants_after_waiting([4, FINISHED, 4])
+    Participants(takes_part=(True, False, True), is_final=False)
     """
     there = tuple(number != FINISHED for number in numbers)
     if len({number for number in numbers if number != FINISHED}) > 1:
@@ -112,7 +112,7 @@ class ExchangeInterval:
     def begins(self, exchange: int) -> int:
         """Returns after how many inner steps the exchange begins.
 
-        >>> [Rhythm(every=10, fragments=4).begins(exchange) for exchange in range(6)]
+        >>> [ExchangeInterval(every=10, fragments=4).begins(exchange) for exchange in range(6)]
         [3, 5, 8, 10, 13, 15]
         """
         earlier, fragment = divmod(exchange, self.fragments)
@@ -125,7 +125,7 @@ class ExchangeInterval:
     def begun_after(self, steps: int) -> int:
         """Returns how many exchanges have begun after so many inner steps.
 
-        >>> [Rhythm(every=10, fragments=4).begun_after(steps) for steps in (0, 2, 3, 9, 10, 23)]
+        >>> [ExchangeInterval(every=10, fragments=4).begun_after(steps) for steps in (0, 2, 3, 9, 10, 23)]
         [0, 0, 1, 3, 4, 9]
         """
         begun = steps // self.every * self.fragments

@@ -54,7 +54,7 @@ def cut_evenly(sizes: Sequence[int], ranks: int, round_size: int, alignment: int
         alignment: the elements by which a cut may be off.
 
     >>> cut_evenly([4, 12], 2, 16, 2)
-    [[[Run(param=0, start=0, stop=4), Run(param=1, start=0, stop=4)], [Run(param=1, start=4, stop=12)]]]
+    [[[ElementRun(param=0, start=0, stop=4), ElementRun(param=1, start=0, stop=4)], [ElementRun(param=1, start=4, stop=12)]]]
     """
     ends = list(accumulate(sizes))
     total = ends[-1] if ends else 0
@@ -71,7 +71,7 @@ def divide_whole(sizes: Sequence[int], ranks: int) -> list[Round]:
     """Gives each parameter as a whole to one rank, as evenly as that goes, in a single round.
 
     >>> divide_whole([3, 5, 2], 2)
-    [[[Run(param=1, start=0, stop=5)], [Run(param=0, start=0, stop=3), Run(param=2, start=0, stop=2)]]]
+    [[[ElementRun(param=1, start=0, stop=5)], [ElementRun(param=0, start=0, stop=3), ElementRun(param=2, start=0, stop=2)]]]
     """
     owned: Round = [[] for _ in range(ranks)]
     for param, parts in enumerate(assign_to_ranks(sizes, [False] * len(sizes), [0] * ranks)):

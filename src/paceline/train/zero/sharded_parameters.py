@@ -97,7 +97,7 @@ Layer = TypeVar("Layer", bound=Hashable)
 class LayerOrder(Generic[Layer]):
     """Predicts which layer follows another one: the layer that followed it last time.
 
-    >>> order = Order()
+    >>> order = LayerOrder()
     >>> [order.visit(layer) for layer in (0, 1, 2)]
     [None, None, None]
     >>> [order.visit(layer) for layer in (0, 1, 2)]

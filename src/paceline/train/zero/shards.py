@@ -55,11 +55,11 @@ def assign_to_ranks(sizes: Sequence[int], may_cut: Sequence[bool], loads: list[i
     Returns:
         The parts of each parameter, in order.
 
-    >>> divide([256, 1280, 512, 512], [True] * 4, loads := [0, 0]), loads
-    ([[Part(start=0, stop=256, owner=1)], [Part(start=0, stop=1280, owner=0)], [Part(start=0, stop=512, owner=1)], \
-[Part(start=0, stop=512, owner=1)]], [1280, 1280])
-    >>> divide([1024], [True], loads := [0, 0])
-    [[Part(start=0, stop=512, owner=0), Part(start=512, stop=1024, owner=1)]]
+    >>> assign_to_ranks([256, 1280, 512, 512], [True] * 4, loads := [0, 0]), loads
+    ([[OwnedBytes(start=0, stop=256, owner=1)], [OwnedBytes(start=0, stop=1280, owner=0)], [OwnedBytes(start=0, stop=512, owner=1)], \
+[OwnedBytes(start=0, stop=512, owner=1)]], [1280, 1280])
+    >>> assign_to_ranks([1024], [True], loads := [0, 0])
+    [[OwnedBytes(start=0, stop=512, owner=0), OwnedBytes(start=512, stop=1024, owner=1)]]
     """
     even = -(-(sum(loads) + sum(sizes)) // len(loads))
     parts: list[list[OwnedBytes]] = [[] for _ in sizes]

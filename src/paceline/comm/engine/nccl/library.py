@@ -194,7 +194,7 @@ class Library:
 def format_version(code: int) -> str:
     """Returns a version code as text: 22105 as "2.21.5". Codes before 2.9 have one digit less.
 
-    >>> say_version(22105), say_version(2708)
+    >>> format_version(22105), format_version(2708)
     ('2.21.5', '2.7.8')
     """
     major = 10000 if code >= 10000 else 1000

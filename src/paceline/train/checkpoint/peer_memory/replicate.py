@@ -112,7 +112,7 @@ def targets(everyone: Sequence[CacheLocation], rank: int, copies: int) -> list[C
     Hosts are in the order of their first ranks, and each has its copies on the ones that follow it, so that every host
     keeps about as much for others as others keep for it. There are fewer copies where there are fewer other hosts.
 
-    >>> a, b, c = (Presence(f"v{host}", host, f"{host}:1") for host in "abc")
+    >>> a, b, c = (CacheLocation(f"v{host}", host, f"{host}:1") for host in "abc")
     >>> [each.host for each in targets([a, a, b, c], 1, 1)], [each.host for each in targets([a, a, b, c], 3, 2)]
     (['a', 'b'], ['c', 'a', 'b'])
     >>> [each.host for each in targets([a, a], 1, 1)]

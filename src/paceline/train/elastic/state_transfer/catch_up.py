@@ -66,7 +66,7 @@ class AdmissionTest:
     It is when it has caught up with the others, or when it never will, since its loop takes as long as theirs: then
     they wait for it, as long as it takes for what it is behind.
 
-    >>> Pursuit().is_near(0), Pursuit().is_near(2)
+    >>> AdmissionTest().is_near(0), AdmissionTest().is_near(2)
     (True, False)
     """
 

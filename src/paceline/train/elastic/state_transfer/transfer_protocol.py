@@ -27,7 +27,7 @@ class MissingChunks:
 
     When all that are left have been asked for, an idle sender is asked for them again, so that none holds the others up.
 
-    >>> chunks = Chunks(2)
+    >>> chunks = MissingChunks(2)
     >>> chunks.next_for("a"), chunks.next_for("b"), chunks.lost("b"), chunks.next_for("a")
     (0, 1, None, 1)
     """
@@ -75,9 +75,9 @@ class MissingChunks:
 class ChunkLayout:
     """Where chunks lie: the buffers are taken as one run of bytes, which is cut every `chunk_bytes`.
 
-    >>> Layout([3, 0, 4], 5).spans(0)
+    >>> ChunkLayout([3, 0, 4], 5).spans(0)
     [(0, 0, 3), (2, 0, 2)]
-    >>> Layout([3, 0, 4], 5).spans(1)
+    >>> ChunkLayout([3, 0, 4], 5).spans(1)
     [(2, 2, 4)]
     """
 

@@ -67,7 +67,7 @@ class BatchAssignments:
     def begin(self, round_number: int, members: tuple[str, ...]) -> ViewChange | None:
         """Begins a batch, and deals it out to `members` unless that was done; returns the change since the last one.
 
-        >>> early, late = Dealings(), Dealings()
+        >>> early, late = BatchAssignments(), BatchAssignments()
         >>> early.begin(0, ("a", "b", "c"))
         ViewChange(workers=3, came=('a', 'b', 'c'), went=())
         >>> late.learn([early.latest], is_new=False)
