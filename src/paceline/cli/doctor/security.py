@@ -42,53 +42,6 @@ class ListeningSocket:
         return f"unix:{self.address}" if self.kind == "unix" else f"{self.kind}:{self.address}:{self.port}"
 
 
-def listening_sockets_of(pids: Iterable[int]) -> set[ListeningSocket]:
-    """Returns the sockets on which these processes listen, including all bound UDP sockets."""
-    found: set[ListeningSocket] = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
-            inodes = {inode for fd in Path(f"/proc/{pid}/fd").iterdir() if (inode := _socket_inode(fd))}
-            found |= _network_sockets(pid, inodes) | _unix_sockets(pid, inodes)
-    return found
-
-
-def _network_sockets(pid: int, inodes: set[str]) -> set[ListeningSocket]:
-    found = set()
-    for kind in ("tcp", "tcp6", "udp", "udp6"):
-        for row in _rows(pid, kind):
-            if row[9] in inodes and (row[3] == _LISTENS or kind.startswith("udp")):
-                address, _, port = row[1].rpartition(":")
-                found.add(ListeningSocket(kind, _numeric(address), int(port, 16)))
-    return found
-
-
-def _unix_sockets(pid: int, inodes: set[str]) -> set[ListeningSocket]:
-    return {
-        ListeningSocket("unix", row[7] if len(row) > 7 else "")
-        for row in _rows(pid, "unix")
-        if row[6] in inodes and int(row[3], 16) & _UNIX_LISTENS
-    }
-
-
-def _socket_inode(fd: Path) -> str:
-    try:
-        link = os.readlink(fd)
-    except OSError:  # closed meanwhile
-        return ""
-    return link.removeprefix("socket:[").removesuffix("]") if link.startswith("socket:[") else ""
-
-
-def _rows(pid: int, kind: str) -> list[list[str]]:
-    return [line.split() for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()[1:]]
-
-
-def _numeric(packed: str) -> str:
-    """Returns an address that the kernel prints as hexadecimal words in native byte order."""
-    words = [int(packed[start : start + 8], 16) for start in range(0, len(packed), 8)]
-    raw = b"".join(struct.pack("=I", word) for word in words)
-    return socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw)
-
-
 def check_security() -> list[Diagnostic]:
     """Reports the level, the secret, OpenSSL, and the listening sockets of this user's running jobs."""
     return [_level(), _secret(), _openssl(), *_listeners()]
@@ -165,3 +118,50 @@ def _reach(listener: ListeningSocket) -> Diagnostic:
             Severity.NOTE, "listener", f"{listener}: reached from the Internet", why, "use a firewall too"
         )
     return Diagnostic(Severity.GOOD, "listener", f"{listener}: reached from the machines of its network")
+
+
+def listening_sockets_of(pids: Iterable[int]) -> set[ListeningSocket]:
+    """Returns the sockets on which these processes listen, including all bound UDP sockets."""
+    found: set[ListeningSocket] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
+            inodes = {inode for fd in Path(f"/proc/{pid}/fd").iterdir() if (inode := _socket_inode(fd))}
+            found |= _network_sockets(pid, inodes) | _unix_sockets(pid, inodes)
+    return found
+
+
+def _network_sockets(pid: int, inodes: set[str]) -> set[ListeningSocket]:
+    found = set()
+    for kind in ("tcp", "tcp6", "udp", "udp6"):
+        for row in _rows(pid, kind):
+            if row[9] in inodes and (row[3] == _LISTENS or kind.startswith("udp")):
+                address, _, port = row[1].rpartition(":")
+                found.add(ListeningSocket(kind, _numeric(address), int(port, 16)))
+    return found
+
+
+def _unix_sockets(pid: int, inodes: set[str]) -> set[ListeningSocket]:
+    return {
+        ListeningSocket("unix", row[7] if len(row) > 7 else "")
+        for row in _rows(pid, "unix")
+        if row[6] in inodes and int(row[3], 16) & _UNIX_LISTENS
+    }
+
+
+def _socket_inode(fd: Path) -> str:
+    try:
+        link = os.readlink(fd)
+    except OSError:  # closed meanwhile
+        return ""
+    return link.removeprefix("socket:[").removesuffix("]") if link.startswith("socket:[") else ""
+
+
+def _rows(pid: int, kind: str) -> list[list[str]]:
+    return [line.split() for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()[1:]]
+
+
+def _numeric(packed: str) -> str:
+    """Returns an address that the kernel prints as hexadecimal words in native byte order."""
+    words = [int(packed[start : start + 8], 16) for start in range(0, len(packed), 8)]
+    raw = b"".join(struct.pack("=I", word) for word in words)
+    return socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw)

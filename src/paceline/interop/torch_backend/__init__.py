@@ -27,40 +27,6 @@ _stores: list[Store] = []  # at most one, for all rendezvous of this process; ra
 _lent: list[TorchStore] = []  # one per rendezvous; torch's C++ keeps only its own side of a store alive
 
 
-def replace_env_handler() -> None:
-    """Replaces torch.distributed's handler of `env://`, except under torchrun, which serves a store itself."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # torch.distributed also has a function `rendezvous`
-        vars(import_module("torch.distributed.rendezvous"))["_rendezvous_handlers"]["env"] = env_rendezvous_handler
-
-
-def env_rendezvous_handler(
-    url: str, timeout: timedelta | None = None, **_: Any
-) -> Iterator[tuple[TorchStore, int, int]]:
-    """Yields the store, the rank and the world size, as torch's own handler does.
-
-    Raises:
-        ValueError: the environment has no rank, world size or address.
-        StoreError: the store cannot be reached.
-    """
-    from paceline.comm.rendezvous.environment import open_store, rank_and_world_size
-    from paceline.comm.store.store import DEFAULT_TIMEOUT, PrefixStore
-    from paceline.interop.torch_backend.store_adapters import StoreForTorch
-
-    timeout = DEFAULT_TIMEOUT if timeout is None else timeout
-    query = parse_qs(urlsplit(url).query)
-    rank, world_size = rank_and_world_size(
-        *(int(query[name][0]) if name in query else -1 for name in ("rank", "world_size"))
-    )
-    if not _stores:
-        _stores.append(open_store(rank, world_size, timeout))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"torch/{attempt}/{len(_lent)}", _stores[0])
-    store.set_timeout(timeout)
-    _lent.append(StoreForTorch(store))
-    yield _lent[-1], rank, world_size
-    raise RuntimeError("torch.distributed cannot meet a second time in one rendezvous by env://")
-
-
 def register() -> None:
     """Registers the backend "paceline" with torch.distributed; has no effect where that is not possible."""
     try:
@@ -110,3 +76,37 @@ def lend_default_group() -> None:
 
     register()
     make_torch_default_group()
+
+
+def replace_env_handler() -> None:
+    """Replaces torch.distributed's handler of `env://`, except under torchrun, which serves a store itself."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # torch.distributed also has a function `rendezvous`
+        vars(import_module("torch.distributed.rendezvous"))["_rendezvous_handlers"]["env"] = env_rendezvous_handler
+
+
+def env_rendezvous_handler(
+    url: str, timeout: timedelta | None = None, **_: Any
+) -> Iterator[tuple[TorchStore, int, int]]:
+    """Yields the store, the rank and the world size, as torch's own handler does.
+
+    Raises:
+        ValueError: the environment has no rank, world size or address.
+        StoreError: the store cannot be reached.
+    """
+    from paceline.comm.rendezvous.environment import open_store, rank_and_world_size
+    from paceline.comm.store.store import DEFAULT_TIMEOUT, PrefixStore
+    from paceline.interop.torch_backend.store_adapters import StoreForTorch
+
+    timeout = DEFAULT_TIMEOUT if timeout is None else timeout
+    query = parse_qs(urlsplit(url).query)
+    rank, world_size = rank_and_world_size(
+        *(int(query[name][0]) if name in query else -1 for name in ("rank", "world_size"))
+    )
+    if not _stores:
+        _stores.append(open_store(rank, world_size, timeout))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = PrefixStore(f"torch/{attempt}/{len(_lent)}", _stores[0])
+    store.set_timeout(timeout)
+    _lent.append(StoreForTorch(store))
+    yield _lent[-1], rank, world_size
+    raise RuntimeError("torch.distributed cannot meet a second time in one rendezvous by env://")

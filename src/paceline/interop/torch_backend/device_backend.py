@@ -24,6 +24,60 @@ _CPU = torch.device("cpu")
 _ALONE = "custom"  # the name of a process group whose only backend is not PyTorch's own
 
 
+def create(options: Any, pg_options: Any = None) -> TorchProcessGroup | DeviceBackend:
+    """Creates the process group that torch.distributed requests, or its backend for CPU tensors in a mixture.
+
+    With `enable_reconfigure` the group has no connections until `_reconfigure`.
+
+    Raises:
+        ValueError: `pg_options`, which this backend lacks, were given, or `enable_reconfigure` for a mixture.
+        RendezvousError, AuthenticationError: the rendezvous failed.
+    """
+    is_mixed, is_open = has_other_backends(options), getattr(options, "enable_reconfigure", False)
+    if is_mixed and is_open:
+        raise ValueError(
+            "a mixture of backends cannot be reconfigured: PyTorch does not support it, and nccl has not been run on a "
+            "GPU with Paceline yet. Give enable_reconfigure=True to a group whose only backend is 'paceline'"
+        )
+    if pg_options is not None and not is_mixed:  # PyTorch passes the other backend's options to every backend
+        raise ValueError(f"the backend 'paceline' has no options; got {type(pg_options).__name__}")
+    named = options.global_ranks_in_group or range(options.group_size)
+    group = _form(options.store, options.group_rank, options.timeout, named, str(options.group_id), is_open)
+    set_fallback_world(_default_world)
+    return DeviceBackend(group) if is_mixed else group
+
+
+def create_alone(
+    store: Any, rank: int, world_size: int, timeout: timedelta, device: torch.device, options: dict[str, object]
+) -> TorchProcessGroup:
+    """Creates the process group that `torch.distributed._dist2.new_group` requests, which torch does not register.
+
+    Raises:
+        ValueError: `device` is not the CPU, or `options`, which this backend lacks, were given.
+        RendezvousError, AuthenticationError: the rendezvous failed.
+    """
+    if device.type != "cpu":
+        raise ValueError(f"the backend 'paceline' takes CPU tensors; got the device {device}")
+    if options:
+        raise ValueError(f"the backend 'paceline' has no options; got {', '.join(options)}")
+    return _form(store, rank, timeout, range(world_size), "alone", False)
+
+
+def _form(
+    store: Any, rank: int, timeout: timedelta, named: Sequence[int], name: str, is_open: bool
+) -> TorchProcessGroup:
+    keep_works_of_reducers()
+    meeting = GroupRendezvous(store, rank, len(named), timeout, named, name)
+    return TorchProcessGroup(meeting, None if is_open else form_group(meeting))
+
+
+def _default_world() -> World | None:
+    """Returns Paceline's view of torch's default group, or None if that is not a Paceline group."""
+    whole = torch_dist.group.WORLD
+    group = None if whole is None else paceline_group_of(whole)
+    return None if group is None else group.world
+
+
 def has_other_backends(options: Any) -> bool:
     """Returns whether the group of a new backend also has backends of PyTorch, as far as `options` show."""
     whole = getattr(options, "process_group", None)
@@ -105,57 +159,3 @@ def paceline_group_of(whole: torch_dist.ProcessGroup) -> TorchProcessGroup | Non
         return None
     backend = whole._get_backend(_CPU)
     return backend.group if isinstance(backend, DeviceBackend) else None
-
-
-def create(options: Any, pg_options: Any = None) -> TorchProcessGroup | DeviceBackend:
-    """Creates the process group that torch.distributed requests, or its backend for CPU tensors in a mixture.
-
-    With `enable_reconfigure` the group has no connections until `_reconfigure`.
-
-    Raises:
-        ValueError: `pg_options`, which this backend lacks, were given, or `enable_reconfigure` for a mixture.
-        RendezvousError, AuthenticationError: the rendezvous failed.
-    """
-    is_mixed, is_open = has_other_backends(options), getattr(options, "enable_reconfigure", False)
-    if is_mixed and is_open:
-        raise ValueError(
-            "a mixture of backends cannot be reconfigured: PyTorch does not support it, and nccl has not been run on a "
-            "GPU with Paceline yet. Give enable_reconfigure=True to a group whose only backend is 'paceline'"
-        )
-    if pg_options is not None and not is_mixed:  # PyTorch passes the other backend's options to every backend
-        raise ValueError(f"the backend 'paceline' has no options; got {type(pg_options).__name__}")
-    named = options.global_ranks_in_group or range(options.group_size)
-    group = _form(options.store, options.group_rank, options.timeout, named, str(options.group_id), is_open)
-    set_fallback_world(_default_world)
-    return DeviceBackend(group) if is_mixed else group
-
-
-def create_alone(
-    store: Any, rank: int, world_size: int, timeout: timedelta, device: torch.device, options: dict[str, object]
-) -> TorchProcessGroup:
-    """Creates the process group that `torch.distributed._dist2.new_group` requests, which torch does not register.
-
-    Raises:
-        ValueError: `device` is not the CPU, or `options`, which this backend lacks, were given.
-        RendezvousError, AuthenticationError: the rendezvous failed.
-    """
-    if device.type != "cpu":
-        raise ValueError(f"the backend 'paceline' takes CPU tensors; got the device {device}")
-    if options:
-        raise ValueError(f"the backend 'paceline' has no options; got {', '.join(options)}")
-    return _form(store, rank, timeout, range(world_size), "alone", False)
-
-
-def _form(
-    store: Any, rank: int, timeout: timedelta, named: Sequence[int], name: str, is_open: bool
-) -> TorchProcessGroup:
-    keep_works_of_reducers()
-    meeting = GroupRendezvous(store, rank, len(named), timeout, named, name)
-    return TorchProcessGroup(meeting, None if is_open else form_group(meeting))
-
-
-def _default_world() -> World | None:
-    """Returns Paceline's view of torch's default group, or None if that is not a Paceline group."""
-    whole = torch_dist.group.WORLD
-    group = None if whole is None else paceline_group_of(whole)
-    return None if group is None else group.world

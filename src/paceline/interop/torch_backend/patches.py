@@ -40,84 +40,6 @@ _FIGURES = "_get_ddp_logging_data"
 
 
 @functools.cache
-def replace_store_factory() -> None:
-    """Replaces the function with which torch.distributed opens a store for `env://` and `tcp://`; idempotent."""
-    rendezvous = vars(import_module("torch.distributed.rendezvous"))
-    original = rendezvous[_STORE_FACTORY]
-    signature = inspect.signature(original)
-    meetings = 0
-
-    @functools.wraps(original)
-    def make(*args: Any, **options: Any) -> Any:
-        from torch._C._distributed_c10d import PrefixStore, TCPStore
-
-        from paceline.comm.rendezvous.environment import is_torch_store
-
-        nonlocal meetings
-        given = signature.bind(*args, **options).arguments
-        if is_torch_store(given["port"]):
-            _await_store(given["hostname"], given["port"], given["timeout"])
-            store = original(*args, **options)
-            meetings += 1
-            return store if meetings == 1 else PrefixStore(f"meeting/{meetings}", store)
-        more = {name: given[name] for name in ("use_libuv",) if name in given}
-        return TCPStore(
-            host_name=given["hostname"],
-            port=given["port"],
-            world_size=given["world_size"],
-            is_master=given["rank"] == 0,
-            timeout=given["timeout"],
-            multi_tenant=True,
-            **more,
-        )
-
-    rendezvous[_STORE_FACTORY] = make
-
-
-def _await_store(host: str, port: int, timeout: timedelta) -> None:
-    """Requests that the launcher start torch's store, and returns when it listens, or after the timeout.
-
-    Torch's own client would log each early attempt, and then wait for a second.
-    """
-    from paceline.comm.rendezvous.environment import TORCH_STORE_REQUESTS
-
-    if path := os.environ.get(TORCH_STORE_REQUESTS):
-        with contextlib.suppress(OSError), open(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "wb") as pipe:
-            pipe.write(b"\n")
-    until_s, pause_s = time.monotonic() + timeout.total_seconds(), 0.002
-    while (left_s := until_s - time.monotonic()) > 0:
-        with contextlib.suppress(OSError), socket.create_connection((host, port), left_s):
-            return
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-
-def can_replace_shrink_group() -> bool:
-    """Returns whether this release of PyTorch has `shrink_group` in the supported form."""
-    return hasattr(c10d, "shrink_group") and hasattr(c10d, _SHRINK_FACTORY)
-
-
-def replace_shrink_group(kind: type[torch_dist.ProcessGroup]) -> None:
-    """Makes `shrink_group` return groups of the class `kind` unchanged; other groups are unaffected."""
-    make = getattr(c10d, _SHRINK_FACTORY)
-    if getattr(make, "kind", None) is kind:
-        return
-
-    def make_or_return(new_backend: Any, ranks: Sequence[int], metadata: Any, is_default_group: bool) -> Any:
-        if not isinstance(new_backend, kind):
-            return make(new_backend, ranks, metadata, is_default_group)
-        former = metadata["original_group_name"]
-        # PyTorch restarts its numbering of groups after this, and would find keys of earlier groups under their names.
-        metadata["store"] = new_backend.get_group_store()
-        new_backend._set_group_name(metadata["new_group_name"])
-        new_backend._set_group_desc("default:shrunken" if is_default_group else f"{former}:shrunk")
-        return new_backend
-
-    make_or_return.kind = kind  # type: ignore[attr-defined]
-    setattr(c10d, _SHRINK_FACTORY, make_or_return)
-
-
-@functools.cache
 def replace_gloo() -> None:
     """Makes torch.distributed create Paceline groups for CPU tensors in place of gloo's; idempotent."""
     original = getattr(c10d, _GROUP_FACTORY)
@@ -196,3 +118,81 @@ def _report_replacement(asked: str, ours: str | None, size: int, has_options: bo
     else:
         text = f"{who} stays as it is: it has no gloo, which Paceline would take the place of"
     print(text, file=sys.stderr, flush=True)
+
+
+@functools.cache
+def replace_store_factory() -> None:
+    """Replaces the function with which torch.distributed opens a store for `env://` and `tcp://`; idempotent."""
+    rendezvous = vars(import_module("torch.distributed.rendezvous"))
+    original = rendezvous[_STORE_FACTORY]
+    signature = inspect.signature(original)
+    meetings = 0
+
+    @functools.wraps(original)
+    def make(*args: Any, **options: Any) -> Any:
+        from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+        from paceline.comm.rendezvous.environment import is_torch_store
+
+        nonlocal meetings
+        given = signature.bind(*args, **options).arguments
+        if is_torch_store(given["port"]):
+            _await_store(given["hostname"], given["port"], given["timeout"])
+            store = original(*args, **options)
+            meetings += 1
+            return store if meetings == 1 else PrefixStore(f"meeting/{meetings}", store)
+        more = {name: given[name] for name in ("use_libuv",) if name in given}
+        return TCPStore(
+            host_name=given["hostname"],
+            port=given["port"],
+            world_size=given["world_size"],
+            is_master=given["rank"] == 0,
+            timeout=given["timeout"],
+            multi_tenant=True,
+            **more,
+        )
+
+    rendezvous[_STORE_FACTORY] = make
+
+
+def _await_store(host: str, port: int, timeout: timedelta) -> None:
+    """Requests that the launcher start torch's store, and returns when it listens, or after the timeout.
+
+    Torch's own client would log each early attempt, and then wait for a second.
+    """
+    from paceline.comm.rendezvous.environment import TORCH_STORE_REQUESTS
+
+    if path := os.environ.get(TORCH_STORE_REQUESTS):
+        with contextlib.suppress(OSError), open(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "wb") as pipe:
+            pipe.write(b"\n")
+    until_s, pause_s = time.monotonic() + timeout.total_seconds(), 0.002
+    while (left_s := until_s - time.monotonic()) > 0:
+        with contextlib.suppress(OSError), socket.create_connection((host, port), left_s):
+            return
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def can_replace_shrink_group() -> bool:
+    """Returns whether this release of PyTorch has `shrink_group` in the supported form."""
+    return hasattr(c10d, "shrink_group") and hasattr(c10d, _SHRINK_FACTORY)
+
+
+def replace_shrink_group(kind: type[torch_dist.ProcessGroup]) -> None:
+    """Makes `shrink_group` return groups of the class `kind` unchanged; other groups are unaffected."""
+    make = getattr(c10d, _SHRINK_FACTORY)
+    if getattr(make, "kind", None) is kind:
+        return
+
+    def make_or_return(new_backend: Any, ranks: Sequence[int], metadata: Any, is_default_group: bool) -> Any:
+        if not isinstance(new_backend, kind):
+            return make(new_backend, ranks, metadata, is_default_group)
+        former = metadata["original_group_name"]
+        # PyTorch restarts its numbering of groups after this, and would find keys of earlier groups under their names.
+        metadata["store"] = new_backend.get_group_store()
+        new_backend._set_group_name(metadata["new_group_name"])
+        new_backend._set_group_desc("default:shrunken" if is_default_group else f"{former}:shrunk")
+        return new_backend
+
+    make_or_return.kind = kind  # type: ignore[attr-defined]
+    setattr(c10d, _SHRINK_FACTORY, make_or_return)

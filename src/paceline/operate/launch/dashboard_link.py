@@ -33,6 +33,115 @@ _UPDATES_S = 10.0  # between two states of a progress bar
 _KEPT_NBYTES = 1 << 16  # of output, for a dashboard that is opened later
 
 
+class DashboardLink:
+    """The dashboard, if this launcher serves it; otherwise the feed for the launcher that does.
+
+    Args:
+        job: The job, whose options say whether there is a dashboard.
+        connection: The connection to the meeting; the launcher that serves the meeting also serves the dashboard.
+        is_secret: Whether the job has a secret.
+        directory: The job's directory, or None.
+        say: Prints a line for the user.
+        workers: Returns the running workers of this machine.
+
+    Attributes:
+        local: The recorded activity of this machine, or None if no dashboard can exist.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        connection: NodeConnection,
+        is_secret: bool,
+        directory: Path | None,
+        say: Callable[[str], None],
+        workers: Callable[[], Iterable[WatchedWorker]],
+    ) -> None:
+        self._connection = connection
+        self._workers = workers
+        self._page: JobDashboard | None = None
+        self._feed: RemoteDashboardFeed | None = None
+        self.local: LocalActivity | None = None
+        if connection.serves:
+            if job.page is not None:
+                from paceline.operate.launch.job_dashboard import JobDashboard
+
+                self._page = JobDashboard(job, "auth" if is_secret else "", directory, say, connection.client.send)
+                self.local = self._page.local
+        else:
+            self.local = LocalActivity(is_observed=False, has_all_events=False)
+
+    @property
+    def has_page(self) -> bool:
+        """Whether this launcher serves the dashboard."""
+        return self._page is not None
+
+    @property
+    def deadline_s(self) -> float | None:
+        """The time (monotonic) at which `tick` must be called; None for never."""
+        return next((source.deadline_s for source in (self._page, self._feed) if source is not None), None)
+
+    def tick(self, now_s: float) -> None:
+        """Samples the workers when that is due."""
+        if self._page is not None:
+            self._page.watch(now_s, self._workers)
+        elif self._feed is not None:
+            self._feed.tick(now_s)
+
+    def generation(self, world_size: int, restarts: int) -> None:
+        """Shows that workers start or restart."""
+        if self._page is not None:
+            self._page.generation(world_size, restarts)
+
+    def seen(self, body: str) -> None:
+        """Shows an update from another machine's launcher."""
+        if self._page is not None:
+            self._page.seen(body)
+
+    def stalled(self, message: UserMessage) -> None:
+        """Shows the cause of a stall."""
+        if self._page is not None:
+            self._page.stalled(message)
+
+    def take_stacks(self) -> None:
+        """Starts capturing the stacks of this machine's workers."""
+        if self.local is not None:
+            self.local.start_stack_capture()
+
+    def send_to_dashboard(self, is_on: bool) -> None:
+        """Starts or stops the feed for the launcher that serves the dashboard."""
+        if self._feed is not None:
+            self._feed.close()
+            self._feed = None
+        if is_on and self.local is not None:
+            from paceline.operate.launch.job_dashboard import RemoteDashboardFeed
+
+            self._feed = RemoteDashboardFeed(self.local, self._workers, self._offset_s, self._connection.client.send)
+
+    def send_last_update(self) -> None:
+        """Sends the workers' last state to the launcher with the dashboard, before it is notified of their end.
+
+        It must be called while `workers` still returns them.
+        """
+        if self._feed is not None:
+            self._feed.send_sample()
+
+    def over(self, outcome: str) -> None:
+        """Shows the end of the job."""
+        if self._page is not None:
+            self._page.over(outcome)
+
+    def close(self) -> None:
+        """Ends the dashboard or the feed; idempotent."""
+        for resource in (self._page, self._feed, self.local):
+            if resource is not None:
+                resource.close()
+
+    def _offset_s(self) -> float:
+        offset = self._connection.client.clock_offset()
+        return offset.offset_ns / 1e9 if offset is not None else 0.0
+
+
 class LocalActivity:
     """The recorded events, output and workers of this machine.
 
@@ -149,112 +258,3 @@ class _OutputTap:
     def close(self) -> None:
         """Flushes the rest."""
         self._lines.close()
-
-
-class DashboardLink:
-    """The dashboard, if this launcher serves it; otherwise the feed for the launcher that does.
-
-    Args:
-        job: The job, whose options say whether there is a dashboard.
-        connection: The connection to the meeting; the launcher that serves the meeting also serves the dashboard.
-        is_secret: Whether the job has a secret.
-        directory: The job's directory, or None.
-        say: Prints a line for the user.
-        workers: Returns the running workers of this machine.
-
-    Attributes:
-        local: The recorded activity of this machine, or None if no dashboard can exist.
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        connection: NodeConnection,
-        is_secret: bool,
-        directory: Path | None,
-        say: Callable[[str], None],
-        workers: Callable[[], Iterable[WatchedWorker]],
-    ) -> None:
-        self._connection = connection
-        self._workers = workers
-        self._page: JobDashboard | None = None
-        self._feed: RemoteDashboardFeed | None = None
-        self.local: LocalActivity | None = None
-        if connection.serves:
-            if job.page is not None:
-                from paceline.operate.launch.job_dashboard import JobDashboard
-
-                self._page = JobDashboard(job, "auth" if is_secret else "", directory, say, connection.client.send)
-                self.local = self._page.local
-        else:
-            self.local = LocalActivity(is_observed=False, has_all_events=False)
-
-    @property
-    def has_page(self) -> bool:
-        """Whether this launcher serves the dashboard."""
-        return self._page is not None
-
-    @property
-    def deadline_s(self) -> float | None:
-        """The time (monotonic) at which `tick` must be called; None for never."""
-        return next((source.deadline_s for source in (self._page, self._feed) if source is not None), None)
-
-    def tick(self, now_s: float) -> None:
-        """Samples the workers when that is due."""
-        if self._page is not None:
-            self._page.watch(now_s, self._workers)
-        elif self._feed is not None:
-            self._feed.tick(now_s)
-
-    def generation(self, world_size: int, restarts: int) -> None:
-        """Shows that workers start or restart."""
-        if self._page is not None:
-            self._page.generation(world_size, restarts)
-
-    def seen(self, body: str) -> None:
-        """Shows an update from another machine's launcher."""
-        if self._page is not None:
-            self._page.seen(body)
-
-    def stalled(self, message: UserMessage) -> None:
-        """Shows the cause of a stall."""
-        if self._page is not None:
-            self._page.stalled(message)
-
-    def take_stacks(self) -> None:
-        """Starts capturing the stacks of this machine's workers."""
-        if self.local is not None:
-            self.local.start_stack_capture()
-
-    def send_to_dashboard(self, is_on: bool) -> None:
-        """Starts or stops the feed for the launcher that serves the dashboard."""
-        if self._feed is not None:
-            self._feed.close()
-            self._feed = None
-        if is_on and self.local is not None:
-            from paceline.operate.launch.job_dashboard import RemoteDashboardFeed
-
-            self._feed = RemoteDashboardFeed(self.local, self._workers, self._offset_s, self._connection.client.send)
-
-    def send_last_update(self) -> None:
-        """Sends the workers' last state to the launcher with the dashboard, before it is notified of their end.
-
-        It must be called while `workers` still returns them.
-        """
-        if self._feed is not None:
-            self._feed.send_sample()
-
-    def over(self, outcome: str) -> None:
-        """Shows the end of the job."""
-        if self._page is not None:
-            self._page.over(outcome)
-
-    def close(self) -> None:
-        """Ends the dashboard or the feed; idempotent."""
-        for resource in (self._page, self._feed, self.local):
-            if resource is not None:
-                resource.close()
-
-    def _offset_s(self) -> float:
-        offset = self._connection.client.clock_offset()
-        return offset.offset_ns / 1e9 if offset is not None else 0.0

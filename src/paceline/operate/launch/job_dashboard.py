@@ -45,118 +45,6 @@ _decode = msgspec.json.Decoder(RemoteSample).decode
 _POLL_INTERVAL_S = 0.5  # between two checks for started and ended workers
 
 
-class RemoteDashboardFeed:
-    """Samples the workers of this machine each second until `close`.
-
-    Args:
-        local: The activity that this launcher has recorded.
-        workers: Returns the running workers.
-        offset_s: Returns the offset from this machine's clock to that of the dashboard's machine, in seconds.
-        send: Sends an update.
-    """
-
-    def __init__(
-        self,
-        local: LocalActivity,
-        workers: Callable[[], Iterable[WatchedWorker]],
-        offset_s: Callable[[], float],
-        send: Callable[[DashboardUpdate], None],
-    ) -> None:
-        self._local = local
-        self._workers = workers
-        self._offset_s = offset_s
-        self._send = send
-        self._collector = LocalCollector(local.notes, JobInfo(""))
-        self.deadline_s = 0.0
-        local.set_observed(True)
-
-    def tick(self, now_s: float) -> None:
-        """Sends a sample when one is due."""
-        if now_s >= self.deadline_s:
-            self.deadline_s = now_s + _SAMPLE_INTERVAL_S
-            self.send_sample()
-
-    def send_sample(self) -> None:
-        """Takes a sample of the workers, and sends it unless it is empty."""
-        self._local.watch(self._workers())
-        sample = self._collector.look()
-        if sample.ranks or sample.lines or sample.events:
-            self._send(DashboardUpdate(encode_update(sample, self._offset_s())))
-
-    def close(self) -> None:
-        """Releases the recordings; idempotent."""
-        self._local.set_observed(False)
-        self._local.forget_workers()
-        self._collector.close()
-
-
-def encode_update(sample: JobSample, offset_s: float) -> str:
-    """Returns a sample as JSON, with its times on the dashboard's clock, in about 2 KB per rank and second.
-
-    Only the last step of a rank keeps its phases and buckets, since the dashboard shows them for one step. Of much
-    output, only the latest lines are sent.
-    """
-    update = RemoteSample(
-        ranks=tuple(_rank(rank, offset_s) for rank in sample.ranks),
-        links=sample.links,
-        events=tuple(_shifted(event, offset_s) for event in sample.events),
-        lines=tuple(_shifted(line, offset_s) for line in _latest(sample.lines)),
-        stacks=tuple(_shifted(stack, offset_s) for stack in sample.stacks),
-    )
-    return _encode(update).decode()
-
-
-def decode_update(body: str) -> RemoteSample:
-    """Returns the sample of another machine.
-
-    Raises:
-        ValueError: `body` is not an update.
-    """
-    return decode_untrusted(_decode, body)
-
-
-def _latest(lines: tuple[Line, ...]) -> tuple[Line, ...]:
-    kept: list[Line] = []
-    characters = 0
-    for line in reversed(lines[-_MOST_LINES:]):
-        characters += len(line.text)
-        if characters > _MOST_CHARACTERS:
-            break
-        kept.append(line)
-    left_out = len(lines) - len(kept)
-    if left_out:
-        first = lines[0]
-        kept.append(Line(first.at_s, first.rank, 2, f"({left_out} lines of this machine's ranks are left out here)"))
-    return tuple(reversed(kept))
-
-
-_Moment = TypeVar("_Moment", JobEvent, Line, Stack)
-
-
-def _shifted(moment: _Moment, offset_s: float) -> _Moment:
-    return replace(moment, at_s=moment.at_s + offset_s)
-
-
-def _rank(sample: RankSample, offset_s: float) -> RankSample:
-    last = len(sample.steps) - 1
-    steps = tuple(_step(step, offset_s, index == last) for index, step in enumerate(sample.steps))
-    return replace(sample, heard_s=sample.heard_s + offset_s, steps=steps)
-
-
-def _step(step: RankStep, offset_s: float, is_last: bool) -> RankStep:
-    def shift(time_s: float) -> float:
-        return round(time_s + offset_s, 6)
-
-    phases = tuple((name, shift(begin), shift(end)) for name, begin, end in step.phases) if is_last else ()
-    buckets = tuple(
-        BucketTiming(shift(bucket.ready_s), shift(bucket.sent_s), shift(bucket.done_s), bucket.nbytes, bucket.name)
-        for bucket in (step.buckets if is_last else ())
-    )
-    times = {name: round(value, 6) for name, value in vars(step).items() if name.endswith("_s") and value is not None}
-    times |= {"begin_s": shift(step.begin_s), "end_s": shift(step.end_s)}
-    return replace(step, **times, phases=phases, buckets=buckets)
-
-
 class JobDashboard:
     """The dashboard of a job.
 
@@ -270,3 +158,115 @@ class JobDashboard:
         self._serving.close()
         self._collector.close()
         self.local.close()
+
+
+class RemoteDashboardFeed:
+    """Samples the workers of this machine each second until `close`.
+
+    Args:
+        local: The activity that this launcher has recorded.
+        workers: Returns the running workers.
+        offset_s: Returns the offset from this machine's clock to that of the dashboard's machine, in seconds.
+        send: Sends an update.
+    """
+
+    def __init__(
+        self,
+        local: LocalActivity,
+        workers: Callable[[], Iterable[WatchedWorker]],
+        offset_s: Callable[[], float],
+        send: Callable[[DashboardUpdate], None],
+    ) -> None:
+        self._local = local
+        self._workers = workers
+        self._offset_s = offset_s
+        self._send = send
+        self._collector = LocalCollector(local.notes, JobInfo(""))
+        self.deadline_s = 0.0
+        local.set_observed(True)
+
+    def tick(self, now_s: float) -> None:
+        """Sends a sample when one is due."""
+        if now_s >= self.deadline_s:
+            self.deadline_s = now_s + _SAMPLE_INTERVAL_S
+            self.send_sample()
+
+    def send_sample(self) -> None:
+        """Takes a sample of the workers, and sends it unless it is empty."""
+        self._local.watch(self._workers())
+        sample = self._collector.look()
+        if sample.ranks or sample.lines or sample.events:
+            self._send(DashboardUpdate(encode_update(sample, self._offset_s())))
+
+    def close(self) -> None:
+        """Releases the recordings; idempotent."""
+        self._local.set_observed(False)
+        self._local.forget_workers()
+        self._collector.close()
+
+
+def encode_update(sample: JobSample, offset_s: float) -> str:
+    """Returns a sample as JSON, with its times on the dashboard's clock, in about 2 KB per rank and second.
+
+    Only the last step of a rank keeps its phases and buckets, since the dashboard shows them for one step. Of much
+    output, only the latest lines are sent.
+    """
+    update = RemoteSample(
+        ranks=tuple(_rank(rank, offset_s) for rank in sample.ranks),
+        links=sample.links,
+        events=tuple(_shifted(event, offset_s) for event in sample.events),
+        lines=tuple(_shifted(line, offset_s) for line in _latest(sample.lines)),
+        stacks=tuple(_shifted(stack, offset_s) for stack in sample.stacks),
+    )
+    return _encode(update).decode()
+
+
+def decode_update(body: str) -> RemoteSample:
+    """Returns the sample of another machine.
+
+    Raises:
+        ValueError: `body` is not an update.
+    """
+    return decode_untrusted(_decode, body)
+
+
+def _latest(lines: tuple[Line, ...]) -> tuple[Line, ...]:
+    kept: list[Line] = []
+    characters = 0
+    for line in reversed(lines[-_MOST_LINES:]):
+        characters += len(line.text)
+        if characters > _MOST_CHARACTERS:
+            break
+        kept.append(line)
+    left_out = len(lines) - len(kept)
+    if left_out:
+        first = lines[0]
+        kept.append(Line(first.at_s, first.rank, 2, f"({left_out} lines of this machine's ranks are left out here)"))
+    return tuple(reversed(kept))
+
+
+_Moment = TypeVar("_Moment", JobEvent, Line, Stack)
+
+
+def _shifted(moment: _Moment, offset_s: float) -> _Moment:
+    return replace(moment, at_s=moment.at_s + offset_s)
+
+
+def _rank(sample: RankSample, offset_s: float) -> RankSample:
+    last = len(sample.steps) - 1
+    steps = tuple(_step(step, offset_s, index == last) for index, step in enumerate(sample.steps))
+    return replace(sample, heard_s=sample.heard_s + offset_s, steps=steps)
+
+
+def _step(step: RankStep, offset_s: float, is_last: bool) -> RankStep:
+    def shift(time_s: float) -> float:
+        return round(time_s + offset_s, 6)
+
+    phases = tuple((name, shift(begin), shift(end)) for name, begin, end in step.phases) if is_last else ()
+    buckets = tuple(
+        BucketTiming(shift(bucket.ready_s), shift(bucket.sent_s), shift(bucket.done_s), bucket.nbytes, bucket.name)
+        for bucket in (step.buckets if is_last else ())
+    )
+    times = {name: round(value, 6) for name, value in vars(step).items() if name.endswith("_s") and value is not None}
+    times |= {"begin_s": shift(step.begin_s), "end_s": shift(step.end_s)}
+    return replace(step, **times, phases=phases, buckets=buckets)

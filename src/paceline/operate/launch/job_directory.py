@@ -51,113 +51,6 @@ _HIDDEN = "***"
 _MOST_OF_A_NAME = 40
 
 
-class Events:
-    """Writes events into the job's directory, if there is one, and optionally to stderr; also calls `listener`."""
-
-    def __init__(
-        self,
-        to_stderr: bool,
-        run_id: str,
-        console: Console,
-        directory: Path | None = None,
-        listener: EventListener | None = None,
-    ) -> None:
-        self._to_stderr = to_stderr
-        self._run_id = run_id
-        self._write_to_stderr = console.writer(2)
-        self._file = None if directory is None else directory / EVENTS_FILE
-        self._listener = listener
-
-    def write(self, event: str, **facts: Fact) -> None:
-        """Writes one event with its time, its host and its facts."""
-        if self._listener is not None:
-            self._listener(event, facts)
-        line = {
-            "event": event,
-            "time_s": round(time.time(), 3),
-            "host": socket.gethostname(),
-            "run_id": self._run_id,
-            **facts,
-        }
-        text = json.dumps(line).encode() + b"\n"
-        if self._to_stderr:
-            self._write_to_stderr(text)
-        if self._file is not None:
-            with contextlib.suppress(OSError), open(append_to(str(self._file)), "ab") as file:
-                file.write(text)
-
-
-class RecordingMemory:
-    """The memory into which one worker records; the launcher calls `release` when the worker has ended."""
-
-    def __init__(self, keeper: RecordingKeeper, path: Path | None) -> None:
-        self.fd = linux.memfd_create(MEMORY_NAME, linux.MFD_CLOEXEC | linux.MFD_ALLOW_SEALING)
-        os.truncate(self.fd, layout.NBYTES)
-        fcntl.fcntl(self.fd, linux.F_ADD_SEALS, _SEALS)
-        self._keeper = keeper
-        self._path = path
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """The environment variable through which the worker receives the memory."""
-        return {HANDED_VARIABLE: str(HandedMemory(self.fd, os.fstat(self.fd).st_ino, os.getpid()))}
-
-    def release(self) -> None:
-        """Writes the recording to disk, if the worker made one, and frees the memory; idempotent."""
-        fd, self.fd = self.fd, -1
-        if fd < 0:
-            return
-        if self._path is not None and os.pread(fd, 8, 0) == layout.MAGIC.to_bytes(8, "little"):
-            self._keeper.write_out(fd, self._path)
-        else:
-            os.close(fd)
-
-
-class RecordingKeeper:
-    """The recordings of a job's workers on this machine."""
-
-    def __init__(self, directory: Path | None) -> None:
-        self._directory = directory
-        self._writer: ThreadPoolExecutor | None = None
-        self._written: deque[Path] = deque()
-
-    def new(self, attempt: int, rank: int) -> RecordingMemory | None:
-        """Returns memory for a worker, or None if recording is off or no file descriptor is available."""
-        if is_switched_off():
-            return None
-        directory = self._directory
-        path = None if directory is None else directory / f"attempt_{attempt}" / str(rank) / RECORDING_FILE
-        try:
-            return RecordingMemory(self, path)
-        except OSError:
-            return None
-
-    def write_out(self, fd: int, path: Path) -> None:
-        """Writes the memory `fd` of an ended worker to a file, in a thread, and closes it."""
-        if self._writer is None:
-            self._writer = ThreadPoolExecutor(1, thread_name_prefix="paceline-recordings")
-        self._writer.submit(self._write, fd, path)
-
-    def close(self) -> None:
-        """Waits for all writes to complete; idempotent."""
-        if self._writer is not None:
-            self._writer.shutdown()
-            self._writer = None
-
-    def _write(self, fd: int, path: Path) -> None:
-        try:
-            with contextlib.suppress(OSError):  # a full disk must not end the job
-                path.parent.mkdir(parents=True, exist_ok=True)
-                written = path.with_name(f".{path.name}")
-                written.write_bytes(zlib.compress(os.pread(fd, layout.NBYTES, 0), _FAST))
-                written.replace(path)
-                self._written.append(path)
-                if len(self._written) > _MOST_FILES:
-                    self._written.popleft().unlink()
-        finally:
-            os.close(fd)
-
-
 class JobDirectory:
     """The directory, created on construction, and the description of the job in it.
 
@@ -269,3 +162,110 @@ def _versions() -> dict[str, str]:
     with contextlib.suppress(PackageNotFoundError):
         versions["torch"] = version("torch")
     return versions
+
+
+class Events:
+    """Writes events into the job's directory, if there is one, and optionally to stderr; also calls `listener`."""
+
+    def __init__(
+        self,
+        to_stderr: bool,
+        run_id: str,
+        console: Console,
+        directory: Path | None = None,
+        listener: EventListener | None = None,
+    ) -> None:
+        self._to_stderr = to_stderr
+        self._run_id = run_id
+        self._write_to_stderr = console.writer(2)
+        self._file = None if directory is None else directory / EVENTS_FILE
+        self._listener = listener
+
+    def write(self, event: str, **facts: Fact) -> None:
+        """Writes one event with its time, its host and its facts."""
+        if self._listener is not None:
+            self._listener(event, facts)
+        line = {
+            "event": event,
+            "time_s": round(time.time(), 3),
+            "host": socket.gethostname(),
+            "run_id": self._run_id,
+            **facts,
+        }
+        text = json.dumps(line).encode() + b"\n"
+        if self._to_stderr:
+            self._write_to_stderr(text)
+        if self._file is not None:
+            with contextlib.suppress(OSError), open(append_to(str(self._file)), "ab") as file:
+                file.write(text)
+
+
+class RecordingMemory:
+    """The memory into which one worker records; the launcher calls `release` when the worker has ended."""
+
+    def __init__(self, keeper: RecordingKeeper, path: Path | None) -> None:
+        self.fd = linux.memfd_create(MEMORY_NAME, linux.MFD_CLOEXEC | linux.MFD_ALLOW_SEALING)
+        os.truncate(self.fd, layout.NBYTES)
+        fcntl.fcntl(self.fd, linux.F_ADD_SEALS, _SEALS)
+        self._keeper = keeper
+        self._path = path
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variable through which the worker receives the memory."""
+        return {HANDED_VARIABLE: str(HandedMemory(self.fd, os.fstat(self.fd).st_ino, os.getpid()))}
+
+    def release(self) -> None:
+        """Writes the recording to disk, if the worker made one, and frees the memory; idempotent."""
+        fd, self.fd = self.fd, -1
+        if fd < 0:
+            return
+        if self._path is not None and os.pread(fd, 8, 0) == layout.MAGIC.to_bytes(8, "little"):
+            self._keeper.write_out(fd, self._path)
+        else:
+            os.close(fd)
+
+
+class RecordingKeeper:
+    """The recordings of a job's workers on this machine."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
+        self._writer: ThreadPoolExecutor | None = None
+        self._written: deque[Path] = deque()
+
+    def new(self, attempt: int, rank: int) -> RecordingMemory | None:
+        """Returns memory for a worker, or None if recording is off or no file descriptor is available."""
+        if is_switched_off():
+            return None
+        directory = self._directory
+        path = None if directory is None else directory / f"attempt_{attempt}" / str(rank) / RECORDING_FILE
+        try:
+            return RecordingMemory(self, path)
+        except OSError:
+            return None
+
+    def write_out(self, fd: int, path: Path) -> None:
+        """Writes the memory `fd` of an ended worker to a file, in a thread, and closes it."""
+        if self._writer is None:
+            self._writer = ThreadPoolExecutor(1, thread_name_prefix="paceline-recordings")
+        self._writer.submit(self._write, fd, path)
+
+    def close(self) -> None:
+        """Waits for all writes to complete; idempotent."""
+        if self._writer is not None:
+            self._writer.shutdown()
+            self._writer = None
+
+    def _write(self, fd: int, path: Path) -> None:
+        try:
+            with contextlib.suppress(OSError):  # a full disk must not end the job
+                path.parent.mkdir(parents=True, exist_ok=True)
+                written = path.with_name(f".{path.name}")
+                written.write_bytes(zlib.compress(os.pread(fd, layout.NBYTES, 0), _FAST))
+                written.replace(path)
+                self._written.append(path)
+                if len(self._written) > _MOST_FILES:
+                    self._written.popleft().unlink()
+        finally:
+            os.close(fd)

@@ -89,209 +89,6 @@ class Host:
         return self.name if self.user is None else f"{self.user}@{self.name}"
 
 
-def hosts_of(text: str) -> tuple[Host, ...]:
-    """Returns the machines of `--hosts`: a list, or the name of a host file.
-
-    >>> [(host.destination, host.slots) for host in hosts_of("a:4,anna@b:2,c")]
-    [('a', 4), ('anna@b', 2), ('c', None)]
-
-    Raises:
-        OptionError: the text is neither, or names no machine.
-    """
-    if os.path.isfile(text):
-        try:
-            return hosts_of_file(Path(text).read_text(), text)
-        except (OSError, UnicodeDecodeError) as error:
-            raise OptionError(f"--hosts {text} cannot be read: {error}") from error
-    if "/" in text:
-        raise OptionError(f"--hosts {text}: there is no such file")
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words:
-        raise OptionError("--hosts names no machine; give HOST:N,HOST:N or the name of a host file")
-    return _together(_host_of(word, "--hosts") for word in words)
-
-
-def hosts_of_file(text: str, name: str) -> tuple[Host, ...]:
-    """Returns the machines of a host file: lines with HOST, HOST:N or HOST slots=N, and comments after #.
-
-    Raises:
-        OptionError: a line has another form; the message gives its number.
-    """
-    found = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        words = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split()
-        if words:
-            found.append(_host_of_line(words, f"{name}:{number}"))
-    if not found:
-        raise OptionError(f"{name} names no machine; it needs lines such as `node1 slots=4`")
-    return _together(found)
-
-
-def _host_of(word: str, where: str) -> Host:
-    parts = _NAME.fullmatch(word)
-    if parts is None:
-        raise OptionError(
-            f"{where}: {word!r} is neither HOST nor HOST:N with N workers; a login name stands before it (anna@HOST), "
-            "and an IPv6 address in brackets"
-        )
-    slots = int(parts["slots"]) if parts["slots"] is not None else None
-    if slots == 0:
-        raise OptionError(f"{where}: {word!r} has no workers; leave the machine out")
-    return Host(parts["host"].strip("[]"), parts["user"], slots)
-
-
-def _host_of_line(words: list[str], where: str) -> Host:
-    host = _host_of(words[0], where)
-    user, slots = host.user, host.slots
-    for word in words[1:]:
-        key, equals, value = word.partition("=")
-        if equals and key in _COUNTS and value.isdecimal() and int(value):
-            slots = int(value)
-        elif equals and key in _USERS and re.fullmatch(r"[\w.+-]+", value):
-            user = value
-        elif not equals or key not in _IGNORED:
-            raise OptionError(f"{where}: {word!r} is not known; a line is HOST, HOST:N or HOST slots=N")
-    return Host(host.name, user, slots)
-
-
-def _together(hosts: Iterable[Host]) -> tuple[Host, ...]:
-    """Returns each machine once, with the workers of all its entries."""
-    entries: dict[tuple[str, str | None], list[int | None]] = {}
-    for host in hosts:
-        entries.setdefault((host.name, host.user), []).append(host.slots)
-    return tuple(
-        Host(name, user, slots[0] if len(slots) == 1 else sum(count or 1 for count in slots))
-        for (name, user), slots in entries.items()
-    )
-
-
-def command_for(attempt: LaunchAttempt, ssh: Sequence[str]) -> list[str]:
-    """Returns the command that starts the launcher of a machine."""
-    far_end = [attempt.python, "-c", FAR_END]
-    return far_end if attempt.is_here else [*ssh, *SSH_OPTIONS, attempt.destination, f"exec {shlex.join(far_end)}"]
-
-
-def is_here(host: Host) -> bool:
-    """Returns whether a name without a login name denotes this machine, so that no ssh is needed."""
-    if host.user is not None:
-        return False
-    if host.name in ("localhost", socket.gethostname()):
-        return True
-    try:
-        found = socket.getaddrinfo(host.name, 0, type=socket.SOCK_STREAM)
-    except OSError:
-        return False  # only ssh's configuration may resolve it
-    return any(_is_mine(family, address) for family, _, _, _, address in found)
-
-
-def _is_mine(family: int, address: object) -> bool:
-    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind(address)  # type: ignore[arg-type]  # as getaddrinfo returned it
-        return True
-    return False
-
-
-class LauncherProcess:
-    """The local process of a launcher: ssh, or the launcher itself.
-
-    Args:
-        command: The command that starts it.
-        prefixes: The prefixes of its lines on stdout and stderr.
-        writes: The functions that write these lines.
-
-    Raises:
-        OSError: the command cannot be started.
-    """
-
-    def __init__(self, command: Sequence[str], prefixes: tuple[bytes, bytes], writes: tuple[Write, Write]) -> None:
-        # The starter forwards a Ctrl-C in the terminal, so that each launcher has a session of its own.
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-        )
-        self._splitter = MessageSplitter()
-        self._lines = [LinePrefixer(prefix, write) for prefix, write in zip(prefixes, writes, strict=True)]
-        assert self._process.stdin is not None and self._process.stdout is not None
-        assert self._process.stderr is not None
-        self._stdin = self._process.stdin
-        self._pipes = [self._process.stdout, self._process.stderr]
-        for pipe in self._pipes:
-            os.set_blocking(pipe.fileno(), False)
-        self._errors = b""
-
-    @property
-    def errors(self) -> str:
-        """The end of the output on stderr."""
-        return self._errors.decode(errors="replace")
-
-    @property
-    def descriptors(self) -> list[int]:
-        """The descriptors of stdout and stderr."""
-        return [pipe.fileno() for pipe in self._pipes]
-
-    def read(self, stream: int) -> tuple[list[FromLauncher], bool]:
-        """Forwards output on stdout (0) or stderr (1); returns the messages in it, and whether the stream has ended.
-
-        Raises:
-            ValueError: a message cannot be decoded.
-        """
-        try:
-            data = os.read(self._pipes[stream].fileno(), 1 << 16)
-        except BlockingIOError:
-            return [], False
-        messages: list[FromLauncher] = []
-        printed = data
-        if stream == 0:
-            messages, printed = self._splitter.feed(data)
-        else:
-            self._errors = (self._errors + data)[-_TAIL_BYTES:]
-        self._lines[stream].feed(printed)
-        return messages, not data
-
-    def send(self, message: ToLauncher) -> None:
-        """Sends a message to the launcher; has no effect if it has ended."""
-        with contextlib.suppress(BrokenPipeError, ValueError):
-            self._stdin.write(encode_to_launcher(message))
-            self._stdin.flush()
-
-    def exit_code(self) -> int | None:
-        """Returns the exit code of the local process, or None while it runs."""
-        return self._process.poll()
-
-    def disconnect(self) -> None:
-        """Closes the connection, which ends the launcher and its workers."""
-        self._close_stdin()
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-
-    def drain(self) -> list[FromLauncher]:
-        """Forwards the remaining output of an ended process; returns the messages in it."""
-        messages: list[FromLauncher] = []
-        for stream in range(2):
-            # Another process, such as one of ssh, may hold the pipe open.
-            while select.select([self._pipes[stream]], [], [], 0)[0]:
-                more, has_ended = self.read(stream)
-                messages += more
-                if has_ended:
-                    break
-        self._lines[0].feed(self._splitter.close())
-        for lines in self._lines:
-            lines.close()
-        return messages
-
-    def close(self) -> None:
-        """Ends the process if it still runs, and closes the pipes."""
-        if self._process.poll() is None:
-            self.disconnect()
-            self._process.wait()
-        self._close_stdin()
-        for pipe in self._pipes:
-            pipe.close()
-
-    def _close_stdin(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self._stdin.close()
-
-
 def run_on_hosts(options: argparse.Namespace) -> int:
     """Runs the job on the machines of `--hosts`; returns the exit code.
 
@@ -485,3 +282,206 @@ class SshStarter:
                     self._launchers[machine].send(Signal(name))
                 case Disconnect(machine) if machine in self._launchers:
                     self._launchers[machine].disconnect()
+
+
+class LauncherProcess:
+    """The local process of a launcher: ssh, or the launcher itself.
+
+    Args:
+        command: The command that starts it.
+        prefixes: The prefixes of its lines on stdout and stderr.
+        writes: The functions that write these lines.
+
+    Raises:
+        OSError: the command cannot be started.
+    """
+
+    def __init__(self, command: Sequence[str], prefixes: tuple[bytes, bytes], writes: tuple[Write, Write]) -> None:
+        # The starter forwards a Ctrl-C in the terminal, so that each launcher has a session of its own.
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+        self._splitter = MessageSplitter()
+        self._lines = [LinePrefixer(prefix, write) for prefix, write in zip(prefixes, writes, strict=True)]
+        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._stdin = self._process.stdin
+        self._pipes = [self._process.stdout, self._process.stderr]
+        for pipe in self._pipes:
+            os.set_blocking(pipe.fileno(), False)
+        self._errors = b""
+
+    @property
+    def errors(self) -> str:
+        """The end of the output on stderr."""
+        return self._errors.decode(errors="replace")
+
+    @property
+    def descriptors(self) -> list[int]:
+        """The descriptors of stdout and stderr."""
+        return [pipe.fileno() for pipe in self._pipes]
+
+    def read(self, stream: int) -> tuple[list[FromLauncher], bool]:
+        """Forwards output on stdout (0) or stderr (1); returns the messages in it, and whether the stream has ended.
+
+        Raises:
+            ValueError: a message cannot be decoded.
+        """
+        try:
+            data = os.read(self._pipes[stream].fileno(), 1 << 16)
+        except BlockingIOError:
+            return [], False
+        messages: list[FromLauncher] = []
+        printed = data
+        if stream == 0:
+            messages, printed = self._splitter.feed(data)
+        else:
+            self._errors = (self._errors + data)[-_TAIL_BYTES:]
+        self._lines[stream].feed(printed)
+        return messages, not data
+
+    def send(self, message: ToLauncher) -> None:
+        """Sends a message to the launcher; has no effect if it has ended."""
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            self._stdin.write(encode_to_launcher(message))
+            self._stdin.flush()
+
+    def exit_code(self) -> int | None:
+        """Returns the exit code of the local process, or None while it runs."""
+        return self._process.poll()
+
+    def disconnect(self) -> None:
+        """Closes the connection, which ends the launcher and its workers."""
+        self._close_stdin()
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    def drain(self) -> list[FromLauncher]:
+        """Forwards the remaining output of an ended process; returns the messages in it."""
+        messages: list[FromLauncher] = []
+        for stream in range(2):
+            # Another process, such as one of ssh, may hold the pipe open.
+            while select.select([self._pipes[stream]], [], [], 0)[0]:
+                more, has_ended = self.read(stream)
+                messages += more
+                if has_ended:
+                    break
+        self._lines[0].feed(self._splitter.close())
+        for lines in self._lines:
+            lines.close()
+        return messages
+
+    def close(self) -> None:
+        """Ends the process if it still runs, and closes the pipes."""
+        if self._process.poll() is None:
+            self.disconnect()
+            self._process.wait()
+        self._close_stdin()
+        for pipe in self._pipes:
+            pipe.close()
+
+    def _close_stdin(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.close()
+
+
+def command_for(attempt: LaunchAttempt, ssh: Sequence[str]) -> list[str]:
+    """Returns the command that starts the launcher of a machine."""
+    far_end = [attempt.python, "-c", FAR_END]
+    return far_end if attempt.is_here else [*ssh, *SSH_OPTIONS, attempt.destination, f"exec {shlex.join(far_end)}"]
+
+
+def is_here(host: Host) -> bool:
+    """Returns whether a name without a login name denotes this machine, so that no ssh is needed."""
+    if host.user is not None:
+        return False
+    if host.name in ("localhost", socket.gethostname()):
+        return True
+    try:
+        found = socket.getaddrinfo(host.name, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False  # only ssh's configuration may resolve it
+    return any(_is_mine(family, address) for family, _, _, _, address in found)
+
+
+def _is_mine(family: int, address: object) -> bool:
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind(address)  # type: ignore[arg-type]  # as getaddrinfo returned it
+        return True
+    return False
+
+
+def hosts_of(text: str) -> tuple[Host, ...]:
+    """Returns the machines of `--hosts`: a list, or the name of a host file.
+
+    >>> [(host.destination, host.slots) for host in hosts_of("a:4,anna@b:2,c")]
+    [('a', 4), ('anna@b', 2), ('c', None)]
+
+    Raises:
+        OptionError: the text is neither, or names no machine.
+    """
+    if os.path.isfile(text):
+        try:
+            return hosts_of_file(Path(text).read_text(), text)
+        except (OSError, UnicodeDecodeError) as error:
+            raise OptionError(f"--hosts {text} cannot be read: {error}") from error
+    if "/" in text:
+        raise OptionError(f"--hosts {text}: there is no such file")
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words:
+        raise OptionError("--hosts names no machine; give HOST:N,HOST:N or the name of a host file")
+    return _together(_host_of(word, "--hosts") for word in words)
+
+
+def hosts_of_file(text: str, name: str) -> tuple[Host, ...]:
+    """Returns the machines of a host file: lines with HOST, HOST:N or HOST slots=N, and comments after #.
+
+    Raises:
+        OptionError: a line has another form; the message gives its number.
+    """
+    found = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split()
+        if words:
+            found.append(_host_of_line(words, f"{name}:{number}"))
+    if not found:
+        raise OptionError(f"{name} names no machine; it needs lines such as `node1 slots=4`")
+    return _together(found)
+
+
+def _host_of(word: str, where: str) -> Host:
+    parts = _NAME.fullmatch(word)
+    if parts is None:
+        raise OptionError(
+            f"{where}: {word!r} is neither HOST nor HOST:N with N workers; a login name stands before it (anna@HOST), "
+            "and an IPv6 address in brackets"
+        )
+    slots = int(parts["slots"]) if parts["slots"] is not None else None
+    if slots == 0:
+        raise OptionError(f"{where}: {word!r} has no workers; leave the machine out")
+    return Host(parts["host"].strip("[]"), parts["user"], slots)
+
+
+def _host_of_line(words: list[str], where: str) -> Host:
+    host = _host_of(words[0], where)
+    user, slots = host.user, host.slots
+    for word in words[1:]:
+        key, equals, value = word.partition("=")
+        if equals and key in _COUNTS and value.isdecimal() and int(value):
+            slots = int(value)
+        elif equals and key in _USERS and re.fullmatch(r"[\w.+-]+", value):
+            user = value
+        elif not equals or key not in _IGNORED:
+            raise OptionError(f"{where}: {word!r} is not known; a line is HOST, HOST:N or HOST slots=N")
+    return Host(host.name, user, slots)
+
+
+def _together(hosts: Iterable[Host]) -> tuple[Host, ...]:
+    """Returns each machine once, with the workers of all its entries."""
+    entries: dict[tuple[str, str | None], list[int | None]] = {}
+    for host in hosts:
+        entries.setdefault((host.name, host.user), []).append(host.slots)
+    return tuple(
+        Host(name, user, slots[0] if len(slots) == 1 else sum(count or 1 for count in slots))
+        for (name, user), slots in entries.items()
+    )

@@ -47,6 +47,81 @@ _NOT_PASSED_ON = {
 }
 
 
+@dataclass(frozen=True)
+class WorkerRanks:
+    """A worker's ranks, by torchrun's names."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    group_rank: int = 0
+    group_world_size: int = 1
+    role_rank: int | None = None  # the same as the rank, unless there are several roles
+    role_world_size: int | None = None
+    role: str = "default"
+
+
+def rank_variables(
+    place: WorkerRanks, master: tuple[str, int], run_id: str, restart_count: int = 0, max_restarts: int = 0
+) -> dict[str, str]:
+    """Returns torchrun's variables for a worker."""
+    role_rank = place.rank if place.role_rank is None else place.role_rank
+    role_world_size = place.world_size if place.role_world_size is None else place.role_world_size
+    return {
+        "RANK": str(place.rank),
+        "LOCAL_RANK": str(place.local_rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+        "GROUP_RANK": str(place.group_rank),
+        "GROUP_WORLD_SIZE": str(place.group_world_size),
+        "NODE_RANK": str(place.group_rank),
+        "ROLE_RANK": str(role_rank),
+        "ROLE_WORLD_SIZE": str(role_world_size),
+        "ROLE_NAME": place.role,
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": str(master[1]),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RESTART_COUNT": str(restart_count),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+    }
+
+
+def worker_environment(rank: int, world_size: int, port: int, run_id: str) -> dict[str, str]:
+    """Returns torchrun's variables for one of `world_size` workers of this machine."""
+    return rank_variables(WorkerRanks(rank, world_size, rank, world_size), ("127.0.0.1", port), run_id)
+
+
+def inherited_variables(base: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that workers inherit from their launcher, and defaults for missing ones."""
+    defaults = {"PYTHONUNBUFFERED": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}  # the latter as torchrun does
+    return defaults | {name: value for name, value in base.items() if name not in _NOT_PASSED_ON}
+
+
+def allowed_cores() -> int:
+    """Returns the number of cores that this process may use, by affinity and cgroup quota; at least 1."""
+    return _core.usable_cores()
+
+
+def cpu_quota() -> float | None:
+    """Returns the CPU quota of this process's cgroup (version 2 or 1) in cores, or None without a limit."""
+    return _core.cpu_quota()[0] or None
+
+
+def threads_per_worker(cores: int, workers: int, environment: Mapping[str, str]) -> int | None:
+    """Returns the OMP_NUM_THREADS that divides the cores among the workers, or None if the user has set it."""
+    return None if "OMP_NUM_THREADS" in environment else max(1, cores // workers)
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """Returns a TCP port that is currently free at an address of this machine."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((address, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 def parse_libraries(text: str) -> tuple[str, ...]:
     """`torch`, `horovod` or both, between commas."""
     chosen = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
@@ -198,78 +273,3 @@ def misspelt(environment: Mapping[str, str] = os.environ) -> Iterator[str]:
 
         if near := get_close_matches(word, known, n=1, cutoff=_NEAR):
             yield f"the environment variable {name} is not known and has no effect; did you mean {prefix}{near[0]}?"
-
-
-@dataclass(frozen=True)
-class WorkerRanks:
-    """A worker's ranks, by torchrun's names."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    group_rank: int = 0
-    group_world_size: int = 1
-    role_rank: int | None = None  # the same as the rank, unless there are several roles
-    role_world_size: int | None = None
-    role: str = "default"
-
-
-def rank_variables(
-    place: WorkerRanks, master: tuple[str, int], run_id: str, restart_count: int = 0, max_restarts: int = 0
-) -> dict[str, str]:
-    """Returns torchrun's variables for a worker."""
-    role_rank = place.rank if place.role_rank is None else place.role_rank
-    role_world_size = place.world_size if place.role_world_size is None else place.role_world_size
-    return {
-        "RANK": str(place.rank),
-        "LOCAL_RANK": str(place.local_rank),
-        "WORLD_SIZE": str(place.world_size),
-        "LOCAL_WORLD_SIZE": str(place.local_world_size),
-        "GROUP_RANK": str(place.group_rank),
-        "GROUP_WORLD_SIZE": str(place.group_world_size),
-        "NODE_RANK": str(place.group_rank),
-        "ROLE_RANK": str(role_rank),
-        "ROLE_WORLD_SIZE": str(role_world_size),
-        "ROLE_NAME": place.role,
-        "MASTER_ADDR": master[0],
-        "MASTER_PORT": str(master[1]),
-        "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_RESTART_COUNT": str(restart_count),
-        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
-    }
-
-
-def worker_environment(rank: int, world_size: int, port: int, run_id: str) -> dict[str, str]:
-    """Returns torchrun's variables for one of `world_size` workers of this machine."""
-    return rank_variables(WorkerRanks(rank, world_size, rank, world_size), ("127.0.0.1", port), run_id)
-
-
-def inherited_variables(base: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that workers inherit from their launcher, and defaults for missing ones."""
-    defaults = {"PYTHONUNBUFFERED": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}  # the latter as torchrun does
-    return defaults | {name: value for name, value in base.items() if name not in _NOT_PASSED_ON}
-
-
-def allowed_cores() -> int:
-    """Returns the number of cores that this process may use, by affinity and cgroup quota; at least 1."""
-    return _core.usable_cores()
-
-
-def cpu_quota() -> float | None:
-    """Returns the CPU quota of this process's cgroup (version 2 or 1) in cores, or None without a limit."""
-    return _core.cpu_quota()[0] or None
-
-
-def threads_per_worker(cores: int, workers: int, environment: Mapping[str, str]) -> int | None:
-    """Returns the OMP_NUM_THREADS that divides the cores among the workers, or None if the user has set it."""
-    return None if "OMP_NUM_THREADS" in environment else max(1, cores // workers)
-
-
-def free_port(address: str = "127.0.0.1") -> int:
-    """Returns a TCP port that is currently free at an address of this machine."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((address, 0))
-        port: int = probe.getsockname()[1]
-        return port

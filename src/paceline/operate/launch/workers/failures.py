@@ -51,48 +51,6 @@ _OWN_FILES = (
 )
 
 
-class ExceptionNotice:
-    """The launcher's end of the pipe in the directory of the error files.
-
-    Where no pipe can be created, exceptions are found when the workers end.
-    """
-
-    def __init__(self, directory: str) -> None:
-        self._path = os.path.join(directory, _PIPE_NAME)
-        self._fd = -1
-        with contextlib.suppress(OSError):
-            os.mkfifo(self._path, 0o600)
-            # Opened for reading alone, it would report the end of the file whenever a writer closes.
-            self._fd = os.open(self._path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-
-    def fileno(self) -> int | None:
-        """Returns a descriptor that is readable after an announcement, or None without a pipe."""
-        return self._fd if self._fd >= 0 else None
-
-    def clear(self) -> None:
-        """Discards the announcements so far."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._fd, 4096)
-
-    def close(self) -> None:
-        """Removes the pipe; idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-            with contextlib.suppress(OSError):
-                os.unlink(self._path)
-
-
-def notify_exception(directory: str) -> None:
-    """Announces an exception to the launcher that reads in that directory, if any."""
-    with contextlib.suppress(OSError):
-        fd = os.open(os.path.join(directory, _PIPE_NAME), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            os.write(fd, b".")
-        finally:
-            os.close(fd)
-
-
 @dataclass(frozen=True)
 class Record:
     """An exception that ended a worker."""
@@ -370,3 +328,45 @@ def _without_own(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None and trace.tb_frame.f_code.co_filename.endswith(_OWN_FILES):
         trace = trace.tb_next
     return trace
+
+
+class ExceptionNotice:
+    """The launcher's end of the pipe in the directory of the error files.
+
+    Where no pipe can be created, exceptions are found when the workers end.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._path = os.path.join(directory, _PIPE_NAME)
+        self._fd = -1
+        with contextlib.suppress(OSError):
+            os.mkfifo(self._path, 0o600)
+            # Opened for reading alone, it would report the end of the file whenever a writer closes.
+            self._fd = os.open(self._path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def fileno(self) -> int | None:
+        """Returns a descriptor that is readable after an announcement, or None without a pipe."""
+        return self._fd if self._fd >= 0 else None
+
+    def clear(self) -> None:
+        """Discards the announcements so far."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._fd, 4096)
+
+    def close(self) -> None:
+        """Removes the pipe; idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+
+
+def notify_exception(directory: str) -> None:
+    """Announces an exception to the launcher that reads in that directory, if any."""
+    with contextlib.suppress(OSError):
+        fd = os.open(os.path.join(directory, _PIPE_NAME), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            os.write(fd, b".")
+        finally:
+            os.close(fd)

@@ -10,79 +10,24 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+Cores = tuple[int, ...]
+
 _SYS = Path("/sys/devices/system")
 
 
-def count_gpus(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
-    """Returns the number of GPUs that this process may use under CUDA_VISIBLE_DEVICES."""
-    present = len([device for device in (root / "dev").glob("nvidia[0-9]*") if device.name[6:].isdecimal()])
-    if not present:  # AMD's GPUs; /dev/kfd exists only with their driver
-        present = len(list((root / "dev/dri").glob("renderD*"))) if (root / "dev/kfd").exists() else 0
-    visible = visible_devices(environment)
-    return present if visible is None else min(present, len(visible))
-
-
-def visible_devices(environment: Mapping[str, str]) -> list[str] | None:
-    """Returns the devices in CUDA_VISIBLE_DEVICES (or AMD's variable), or None if it is not set."""
-    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
-        if name in environment:
-            named: list[str] = []
-            for device in (word.strip() for word in environment[name].split(",")):
-                if device in ("", "-1", "NoDevFiles"):
-                    break  # the driver, too, ignores the rest
-                named.append(device)
-            return named
-    return None
-
-
-def device_of(local_rank: int, environment: Mapping[str, str], gpus: int) -> str:
-    """Returns the GPU that a rank sees as number `local_rank`, by its name in CUDA_VISIBLE_DEVICES."""
-    visible = visible_devices(environment)
-    return visible[local_rank % len(visible)] if visible else str(local_rank % max(1, gpus))
-
-
-def numa_node_of_gpu(index: int, root: Path = Path("/")) -> int | None:
-    """Returns the NUMA node of GPU `index` according to NVIDIA's driver, or None if unknown."""
-    for gpu in (root / "proc/driver/nvidia/gpus").glob("*"):
-        try:
-            minor = re.search(r"Device Minor:\s*(\d+)", (gpu / "information").read_text())
-            node = int((root / "sys/bus/pci/devices" / gpu.name.lower() / "numa_node").read_text())
-        except (OSError, ValueError):
-            continue
-        if minor is not None and int(minor[1]) == index:
-            return node if node >= 0 else None
-    return None
-
-
-Cores = tuple[int, ...]
-
-
-def parse_cpulist(text: str) -> Cores:
-    """Parses the kernel's short form of a set of cores.
-
-    >>> parse_cpulist("0-2,8")
-    (0, 1, 2, 8)
-    """
-    cores: list[int] = []
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        cores += range(int(first), int(last or first) + 1)
-    return tuple(cores)
-
-
-def format_cpulist(cores: Iterable[int]) -> str:
-    """Formats cores in the kernel's short form.
-
-    >>> format_cpulist((0, 1, 2, 8))
-    '0-2,8'
-    """
-    runs: list[list[int]] = []
-    for core in sorted(cores):
-        if runs and core == runs[-1][1] + 1:
-            runs[-1][1] = core
-        else:
-            runs.append([core, core])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+def cores_of_workers(
+    mode: str, workers: int, gpus: int, allowed: Iterable[int] | None = None, system: Path = _SYS
+) -> list[Cores] | None:
+    """Returns the cores of each worker of this machine under `mode`, or None if no worker is bound."""
+    mine = sorted(os.sched_getaffinity(0) if allowed is None else allowed)
+    domains = domains_of(mode, mine, system)
+    preferred: list[int | None] = []
+    if gpus and mode in ("node", "exclusive"):
+        preferred = [numa_node_of_gpu(rank % gpus) for rank in range(workers)]
+        preferred = [node if node is not None and node < len(domains) else None for node in preferred]
+    if mode == "exclusive":
+        return assign(domains, siblings_of(mine, system), workers, preferred)
+    return [domains[home] for home in _homes([tuple(mine)] * len(domains), workers, preferred)]
 
 
 def assign(
@@ -159,16 +104,70 @@ def _groups(cores: Sequence[int], name: str, system: Path) -> list[Cores]:
     return list(found)
 
 
-def cores_of_workers(
-    mode: str, workers: int, gpus: int, allowed: Iterable[int] | None = None, system: Path = _SYS
-) -> list[Cores] | None:
-    """Returns the cores of each worker of this machine under `mode`, or None if no worker is bound."""
-    mine = sorted(os.sched_getaffinity(0) if allowed is None else allowed)
-    domains = domains_of(mode, mine, system)
-    preferred: list[int | None] = []
-    if gpus and mode in ("node", "exclusive"):
-        preferred = [numa_node_of_gpu(rank % gpus) for rank in range(workers)]
-        preferred = [node if node is not None and node < len(domains) else None for node in preferred]
-    if mode == "exclusive":
-        return assign(domains, siblings_of(mine, system), workers, preferred)
-    return [domains[home] for home in _homes([tuple(mine)] * len(domains), workers, preferred)]
+def parse_cpulist(text: str) -> Cores:
+    """Parses the kernel's short form of a set of cores.
+
+    >>> parse_cpulist("0-2,8")
+    (0, 1, 2, 8)
+    """
+    cores: list[int] = []
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cores += range(int(first), int(last or first) + 1)
+    return tuple(cores)
+
+
+def format_cpulist(cores: Iterable[int]) -> str:
+    """Formats cores in the kernel's short form.
+
+    >>> format_cpulist((0, 1, 2, 8))
+    '0-2,8'
+    """
+    runs: list[list[int]] = []
+    for core in sorted(cores):
+        if runs and core == runs[-1][1] + 1:
+            runs[-1][1] = core
+        else:
+            runs.append([core, core])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def count_gpus(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
+    """Returns the number of GPUs that this process may use under CUDA_VISIBLE_DEVICES."""
+    present = len([device for device in (root / "dev").glob("nvidia[0-9]*") if device.name[6:].isdecimal()])
+    if not present:  # AMD's GPUs; /dev/kfd exists only with their driver
+        present = len(list((root / "dev/dri").glob("renderD*"))) if (root / "dev/kfd").exists() else 0
+    visible = visible_devices(environment)
+    return present if visible is None else min(present, len(visible))
+
+
+def visible_devices(environment: Mapping[str, str]) -> list[str] | None:
+    """Returns the devices in CUDA_VISIBLE_DEVICES (or AMD's variable), or None if it is not set."""
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        if name in environment:
+            named: list[str] = []
+            for device in (word.strip() for word in environment[name].split(",")):
+                if device in ("", "-1", "NoDevFiles"):
+                    break  # the driver, too, ignores the rest
+                named.append(device)
+            return named
+    return None
+
+
+def device_of(local_rank: int, environment: Mapping[str, str], gpus: int) -> str:
+    """Returns the GPU that a rank sees as number `local_rank`, by its name in CUDA_VISIBLE_DEVICES."""
+    visible = visible_devices(environment)
+    return visible[local_rank % len(visible)] if visible else str(local_rank % max(1, gpus))
+
+
+def numa_node_of_gpu(index: int, root: Path = Path("/")) -> int | None:
+    """Returns the NUMA node of GPU `index` according to NVIDIA's driver, or None if unknown."""
+    for gpu in (root / "proc/driver/nvidia/gpus").glob("*"):
+        try:
+            minor = re.search(r"Device Minor:\s*(\d+)", (gpu / "information").read_text())
+            node = int((root / "sys/bus/pci/devices" / gpu.name.lower() / "numa_node").read_text())
+        except (OSError, ValueError):
+            continue
+        if minor is not None and int(minor[1]) == index:
+            return node if node >= 0 else None
+    return None

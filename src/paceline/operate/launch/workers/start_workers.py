@@ -51,6 +51,193 @@ _UNKNOWN = "<chosen at the start>"
 
 
 @dataclass(frozen=True)
+class WorkerContext:
+    """The common context of this machine's workers.
+
+    Attributes:
+        environment: The variables that all of them share.
+        pass_fds: The descriptors that they inherit.
+        directory: The directory of their error files.
+        cores: The cores of each local rank; None binds no worker.
+        gpus: The number of GPUs of this machine.
+        logs: The destinations of their output.
+        keyboard: The launcher's stdin, which rank `job.stdin_rank` reads if it is started here.
+        keeper: The memory of their recordings.
+    """
+
+    environment: Mapping[str, str]
+    pass_fds: Sequence[int]
+    directory: str
+    cores: list[Cores] | None
+    gpus: int
+    logs: Logs
+    keyboard: Keyboard
+    keeper: RecordingKeeper
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """A worker that is ready to start, with its arguments, its variables and the files for its streams."""
+
+    place: WorkerRanks
+    argv: list[str]
+    variables: dict[str, str]
+    cores: Cores | None
+    outputs: list[WorkerOutput]
+    reads: bool
+    error_file: str
+    log: str | None
+    memory: RecordingMemory | None
+
+    def streams(self, nothing: int) -> tuple[int, int, int]:
+        """Returns the descriptors for stdin, stdout and stderr; `nothing` is the stdin of a worker that reads none."""
+        return (0 if self.reads else nothing, self.outputs[0].writing, self.outputs[-1].writing)
+
+    def close(self) -> None:
+        """Frees the memory of a worker that was not started."""
+        if self.memory is not None:
+            self.memory.release()
+
+    def started(self, pid: int) -> WorkerProcess:
+        """Returns the worker that runs as process `pid`.
+
+        Raises:
+            ProcessLookupError: the process has ended and was reaped.
+        """
+        place = self.place
+        return WorkerProcess(
+            place.rank,
+            place.local_rank,
+            pid,
+            self.error_file,
+            watch_end(pid),
+            self.log,
+            reads=self.reads,
+            memory=self.memory,
+        )
+
+
+def start_workers(
+    job: Job,
+    start: Start,
+    context: WorkerContext,
+    *,
+    selector: selectors.BaseSelector,
+    on_start: Callable[[int], None],
+    on_exception: Callable[[WorkerFailure], None],
+    on_failure: Callable[[WorkerFailure], None],
+) -> WorkerGroup:
+    """Starts this machine's workers of the generation that `start` orders; returns the group that watches them.
+
+    Args:
+        job: The job.
+        start: The meeting's order, with the ranks.
+        context: The common context of the workers.
+        selector: The selector of the launcher's loop; see `WorkerGroup`.
+        on_start: Receives the process id of each worker.
+        on_exception: See `WorkerGroup`.
+        on_failure: See `WorkerGroup`.
+
+    Raises:
+        OSError: a process could not be started.
+    """
+    generation = WorkerGroup(
+        start.generation,
+        job.shutdown_timeout_s,
+        context.keyboard,
+        selector,
+        ExceptionNotice(context.directory),
+        on_exception=on_exception,
+        on_failure=on_failure,
+    )
+    descriptors = allow_descriptors(job.workers)
+    starter: WorkerStarter = (ForkStarter if job.forks else InterpreterStarter)(
+        context.environment, context.pass_fds, descriptors
+    )
+    with starter, open(os.devnull, "rb") as nothing:
+        for index in range(job.workers):
+            prepared = prepare(job, start, index, context)
+            streams = prepared.streams(nothing.fileno())
+            pid = starter.start(prepared.argv, prepared.variables, streams, prepared.cores)
+            on_start(pid)
+            generation.follow(prepared.started(pid), prepared.outputs)
+    return generation
+
+
+def prepare(job: Job, start: Start, index: int, context: WorkerContext) -> WorkerSpec:
+    """Prepares the worker `index` of this launcher for the generation that `start` orders.
+
+    Raises:
+        OSError: the pipes or files for its output cannot be created.
+    """
+    place, keyboard = ranks_of(job, start, index), context.keyboard
+    error_file = os.path.join(context.directory, f"error-{start.generation}-{place.rank}.json")
+    variables = {
+        **variables_of(job, start, index, context.environment, context.gpus),
+        "PACELINE_ERROR_FILE": error_file,
+        "TORCHELASTIC_ERROR_FILE": f"{error_file}.torch",
+        "PACELINE_STDIN": "none" if job.stdin_rank is None else str(job.stdin_rank),
+    }
+    if keyboard.path is not None:
+        variables["PACELINE_TERMINAL"] = keyboard.path
+    memory = context.keeper.new(start.generation - 1, place.rank)
+    variables.update(memory.variables if memory is not None else {})
+    log = context.logs.of_rank(start.generation - 1, place.rank)
+    where = (start.generation - 1, place.rank, place.local_rank, index == drawing_index(job, start))
+    outputs = outputs_of([context.logs.destination(which, *where) for which in (Streams.OUT, Streams.ERR)])
+    if outputs[-1].is_terminal:
+        variables.update(WITHOUT_PAGERS)
+    return WorkerSpec(
+        place=place,
+        argv=bootstrap_argv(job.command, place.local_rank),
+        variables=variables,
+        cores=context.cores[place.local_rank] if context.cores is not None else None,
+        outputs=outputs,
+        reads=place.rank == job.stdin_rank and keyboard.is_ours(),
+        error_file=error_file,
+        log=str(log) if log else None,
+        memory=memory,
+    )
+
+
+def ranks_of(job: Job, start: Start, index: int) -> WorkerRanks:
+    """Returns the ranks of the worker `index` of this launcher."""
+    slot, slots = job.slot
+    return WorkerRanks(
+        rank=start.first_rank + index,
+        world_size=start.world_size,
+        local_rank=slot * job.workers + index,
+        local_world_size=slots * job.workers,
+        group_rank=start.group_rank,
+        group_world_size=start.group_world_size,
+        role_rank=start.role_first_rank + index,
+        role_world_size=start.role_world_size,
+        role=job.role,
+    )
+
+
+def variables_of(job: Job, start: Start, index: int, environment: Mapping[str, str], gpus: int) -> dict[str, str]:
+    """Returns the variables that differ between workers."""
+    place = ranks_of(job, start, index)
+    master = (start.master_addr, start.master_port)
+    variables = rank_variables(place, master, start.run_id, start.restart_count, start.max_restarts)
+    if job.virtual_local_rank:
+        variables["CUDA_VISIBLE_DEVICES"] = device_of(place.local_rank, environment, gpus)
+        variables["LOCAL_RANK"] = "0"
+    if "horovod" in job.compat:
+        variables |= horovod_variables(variables)
+    return variables
+
+
+def drawing_index(job: Job, start: Start) -> int:
+    """Returns the index of the worker that may draw on the terminal: the reader of stdin if shown, else the first."""
+    slot, _ = job.slot
+    shown = [i for i in range(job.workers) if not job.output.shown or slot * job.workers + i in job.output.shown]
+    reading = None if job.stdin_rank is None else job.stdin_rank - start.first_rank
+    return reading if reading in shown else shown[0] if shown else 0
+
+
+@dataclass(frozen=True)
 class MachineResources:
     """The resources of this machine's workers, decided before any of them starts."""
 
@@ -202,193 +389,6 @@ class ForkStarter:
     def __exit__(self, *_: object) -> None:
         self._connection.close()
         self._process.wait()
-
-
-def ranks_of(job: Job, start: Start, index: int) -> WorkerRanks:
-    """Returns the ranks of the worker `index` of this launcher."""
-    slot, slots = job.slot
-    return WorkerRanks(
-        rank=start.first_rank + index,
-        world_size=start.world_size,
-        local_rank=slot * job.workers + index,
-        local_world_size=slots * job.workers,
-        group_rank=start.group_rank,
-        group_world_size=start.group_world_size,
-        role_rank=start.role_first_rank + index,
-        role_world_size=start.role_world_size,
-        role=job.role,
-    )
-
-
-def variables_of(job: Job, start: Start, index: int, environment: Mapping[str, str], gpus: int) -> dict[str, str]:
-    """Returns the variables that differ between workers."""
-    place = ranks_of(job, start, index)
-    master = (start.master_addr, start.master_port)
-    variables = rank_variables(place, master, start.run_id, start.restart_count, start.max_restarts)
-    if job.virtual_local_rank:
-        variables["CUDA_VISIBLE_DEVICES"] = device_of(place.local_rank, environment, gpus)
-        variables["LOCAL_RANK"] = "0"
-    if "horovod" in job.compat:
-        variables |= horovod_variables(variables)
-    return variables
-
-
-def drawing_index(job: Job, start: Start) -> int:
-    """Returns the index of the worker that may draw on the terminal: the reader of stdin if shown, else the first."""
-    slot, _ = job.slot
-    shown = [i for i in range(job.workers) if not job.output.shown or slot * job.workers + i in job.output.shown]
-    reading = None if job.stdin_rank is None else job.stdin_rank - start.first_rank
-    return reading if reading in shown else shown[0] if shown else 0
-
-
-@dataclass(frozen=True)
-class WorkerContext:
-    """The common context of this machine's workers.
-
-    Attributes:
-        environment: The variables that all of them share.
-        pass_fds: The descriptors that they inherit.
-        directory: The directory of their error files.
-        cores: The cores of each local rank; None binds no worker.
-        gpus: The number of GPUs of this machine.
-        logs: The destinations of their output.
-        keyboard: The launcher's stdin, which rank `job.stdin_rank` reads if it is started here.
-        keeper: The memory of their recordings.
-    """
-
-    environment: Mapping[str, str]
-    pass_fds: Sequence[int]
-    directory: str
-    cores: list[Cores] | None
-    gpus: int
-    logs: Logs
-    keyboard: Keyboard
-    keeper: RecordingKeeper
-
-
-@dataclass(frozen=True)
-class WorkerSpec:
-    """A worker that is ready to start, with its arguments, its variables and the files for its streams."""
-
-    place: WorkerRanks
-    argv: list[str]
-    variables: dict[str, str]
-    cores: Cores | None
-    outputs: list[WorkerOutput]
-    reads: bool
-    error_file: str
-    log: str | None
-    memory: RecordingMemory | None
-
-    def streams(self, nothing: int) -> tuple[int, int, int]:
-        """Returns the descriptors for stdin, stdout and stderr; `nothing` is the stdin of a worker that reads none."""
-        return (0 if self.reads else nothing, self.outputs[0].writing, self.outputs[-1].writing)
-
-    def close(self) -> None:
-        """Frees the memory of a worker that was not started."""
-        if self.memory is not None:
-            self.memory.release()
-
-    def started(self, pid: int) -> WorkerProcess:
-        """Returns the worker that runs as process `pid`.
-
-        Raises:
-            ProcessLookupError: the process has ended and was reaped.
-        """
-        place = self.place
-        return WorkerProcess(
-            place.rank,
-            place.local_rank,
-            pid,
-            self.error_file,
-            watch_end(pid),
-            self.log,
-            reads=self.reads,
-            memory=self.memory,
-        )
-
-
-def prepare(job: Job, start: Start, index: int, context: WorkerContext) -> WorkerSpec:
-    """Prepares the worker `index` of this launcher for the generation that `start` orders.
-
-    Raises:
-        OSError: the pipes or files for its output cannot be created.
-    """
-    place, keyboard = ranks_of(job, start, index), context.keyboard
-    error_file = os.path.join(context.directory, f"error-{start.generation}-{place.rank}.json")
-    variables = {
-        **variables_of(job, start, index, context.environment, context.gpus),
-        "PACELINE_ERROR_FILE": error_file,
-        "TORCHELASTIC_ERROR_FILE": f"{error_file}.torch",
-        "PACELINE_STDIN": "none" if job.stdin_rank is None else str(job.stdin_rank),
-    }
-    if keyboard.path is not None:
-        variables["PACELINE_TERMINAL"] = keyboard.path
-    memory = context.keeper.new(start.generation - 1, place.rank)
-    variables.update(memory.variables if memory is not None else {})
-    log = context.logs.of_rank(start.generation - 1, place.rank)
-    where = (start.generation - 1, place.rank, place.local_rank, index == drawing_index(job, start))
-    outputs = outputs_of([context.logs.destination(which, *where) for which in (Streams.OUT, Streams.ERR)])
-    if outputs[-1].is_terminal:
-        variables.update(WITHOUT_PAGERS)
-    return WorkerSpec(
-        place=place,
-        argv=bootstrap_argv(job.command, place.local_rank),
-        variables=variables,
-        cores=context.cores[place.local_rank] if context.cores is not None else None,
-        outputs=outputs,
-        reads=place.rank == job.stdin_rank and keyboard.is_ours(),
-        error_file=error_file,
-        log=str(log) if log else None,
-        memory=memory,
-    )
-
-
-def start_workers(
-    job: Job,
-    start: Start,
-    context: WorkerContext,
-    *,
-    selector: selectors.BaseSelector,
-    on_start: Callable[[int], None],
-    on_exception: Callable[[WorkerFailure], None],
-    on_failure: Callable[[WorkerFailure], None],
-) -> WorkerGroup:
-    """Starts this machine's workers of the generation that `start` orders; returns the group that watches them.
-
-    Args:
-        job: The job.
-        start: The meeting's order, with the ranks.
-        context: The common context of the workers.
-        selector: The selector of the launcher's loop; see `WorkerGroup`.
-        on_start: Receives the process id of each worker.
-        on_exception: See `WorkerGroup`.
-        on_failure: See `WorkerGroup`.
-
-    Raises:
-        OSError: a process could not be started.
-    """
-    generation = WorkerGroup(
-        start.generation,
-        job.shutdown_timeout_s,
-        context.keyboard,
-        selector,
-        ExceptionNotice(context.directory),
-        on_exception=on_exception,
-        on_failure=on_failure,
-    )
-    descriptors = allow_descriptors(job.workers)
-    starter: WorkerStarter = (ForkStarter if job.forks else InterpreterStarter)(
-        context.environment, context.pass_fds, descriptors
-    )
-    with starter, open(os.devnull, "rb") as nothing:
-        for index in range(job.workers):
-            prepared = prepare(job, start, index, context)
-            streams = prepared.streams(nothing.fileno())
-            pid = starter.start(prepared.argv, prepared.variables, streams, prepared.cores)
-            on_start(pid)
-            generation.follow(prepared.started(pid), prepared.outputs)
-    return generation
 
 
 def describe_plan(job: Job, machine: MachineResources) -> str:

@@ -27,55 +27,6 @@ from paceline.operate.launch.multinode.protocol import Start
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # 0: PyTorch does not load the plug-in, which requests torch's store
 
 
-@contextlib.contextmanager
-def open_multiplexer(job: Job) -> Iterator[None]:
-    """Opens the port through which this launcher and its workers are reached, if the job has one port."""
-    before = multiplexer_variables()  # possibly of an outer job
-    _set({})
-    try:
-        if job.one_port is None:
-            yield
-            return
-        name = random_name()
-        with contextlib.closing(PortMultiplexer(job.one_port, name)):
-            _set({PORT_VARIABLE: str(job.one_port), GATE_VARIABLE: name})
-            yield
-    finally:
-        _set(before)
-
-
-def multiplexer_variables() -> dict[str, str]:
-    """Returns the variables by which workers find their launcher's multiplexer; empty without one."""
-    return {name: os.environ[name] for name in (PORT_VARIABLE, GATE_VARIABLE) if name in os.environ}
-
-
-def _set(variables: Mapping[str, str]) -> None:
-    for name in (PORT_VARIABLE, GATE_VARIABLE):
-        os.environ.pop(name, None)
-    os.environ.update(variables)
-
-
-def require_port(address: str, secret: bytes | None) -> None:
-    """Checks that the multiplexer can listen at this machine's address, before any worker needs it.
-
-    Raises:
-        PortInUseError: another program has the port.
-        StoreConnectionError: the address does not belong to this machine.
-    """
-    listen(address, 0, secret).close()
-
-
-def port_beside(one_port: int | None) -> int | None:
-    """Returns the MASTER_PORT of the workers in a job with one port, or None for other jobs.
-
-    It is the next number. Where the plug-in does not replace the store of torch.distributed, that store listens there,
-    so that the number must be predictable for the user.
-    """
-    if one_port is None:
-        return None
-    return one_port + 1 if one_port < 65535 else one_port - 1
-
-
 class WorkerStores:
     """The stores of this machine's launcher; only those of the machine with rank 0 are used.
 
@@ -191,3 +142,52 @@ def _port_of(listener: ListeningEndpoint) -> int:
 
 def _place(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+@contextlib.contextmanager
+def open_multiplexer(job: Job) -> Iterator[None]:
+    """Opens the port through which this launcher and its workers are reached, if the job has one port."""
+    before = multiplexer_variables()  # possibly of an outer job
+    _set({})
+    try:
+        if job.one_port is None:
+            yield
+            return
+        name = random_name()
+        with contextlib.closing(PortMultiplexer(job.one_port, name)):
+            _set({PORT_VARIABLE: str(job.one_port), GATE_VARIABLE: name})
+            yield
+    finally:
+        _set(before)
+
+
+def multiplexer_variables() -> dict[str, str]:
+    """Returns the variables by which workers find their launcher's multiplexer; empty without one."""
+    return {name: os.environ[name] for name in (PORT_VARIABLE, GATE_VARIABLE) if name in os.environ}
+
+
+def _set(variables: Mapping[str, str]) -> None:
+    for name in (PORT_VARIABLE, GATE_VARIABLE):
+        os.environ.pop(name, None)
+    os.environ.update(variables)
+
+
+def require_port(address: str, secret: bytes | None) -> None:
+    """Checks that the multiplexer can listen at this machine's address, before any worker needs it.
+
+    Raises:
+        PortInUseError: another program has the port.
+        StoreConnectionError: the address does not belong to this machine.
+    """
+    listen(address, 0, secret).close()
+
+
+def port_beside(one_port: int | None) -> int | None:
+    """Returns the MASTER_PORT of the workers in a job with one port, or None for other jobs.
+
+    It is the next number. Where the plug-in does not replace the store of torch.distributed, that store listens there,
+    so that the number must be predictable for the user.
+    """
+    if one_port is None:
+        return None
+    return one_port + 1 if one_port < 65535 else one_port - 1
