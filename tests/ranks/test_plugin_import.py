@@ -76,4 +76,4 @@ def test_an_error_inside_does_not_end_the_import_of_torch(installed):
 def test_importing_torch_loads_only_the_entry_point(installed):
     ours = "sorted(name for name in sys.modules if name.startswith('paceline'))"
     code = f"import paceline; {KNOWN}; import sys; print({ours})"
-    assert installed(code).stdout == "True\n['paceline', 'paceline.interop.torch_backend']\n"
+    assert installed(code).stdout == "True\n['paceline', 'paceline.interop', 'paceline.interop.torch_backend']\n"
