@@ -27,7 +27,6 @@ from paceline.operate.launch.command import add_run_arguments, run
 from paceline.operate.launch.flags import Parser, is_flag
 
 if TYPE_CHECKING:
-    from paceline.interop.migrate.names import ModeChoice
     from paceline.interop.migrate.project import MigratedProgram, ProgramFile
 
 
@@ -198,13 +197,9 @@ def _migration_report(program: MigratedProgram) -> Iterator[str]:
     if not total:
         yield "There is nothing to migrate: no torch.distributed, Horovod or launch command was found."
         return
-    yield f"{migrated} of {total} places come over{_choice_text(program.choice)}."
-
-
-def _choice_text(choice: ModeChoice) -> str:
-    if not choice.reason:
-        return ""
-    return f', with torch.distributed and its backend "paceline": {choice.reason}'
+    reason = program.choice.reason
+    way = f', with torch.distributed and its backend "paceline": {reason}' if reason else ""
+    yield f"{migrated} of {total} places come over{way}."
 
 
 def _add_top_arguments(parser: argparse.ArgumentParser) -> None:

@@ -175,14 +175,11 @@ def show_runs(options: argparse.Namespace) -> int:
     directory = options.directory or runs_directory()
     found = list_runs(directory)
     for run in found:
-        print(json.dumps(_run_facts(run)) if options.json else line_of(run))
+        facts = {**asdict(run), "directory": str(run.directory), "state": run.state.value}
+        print(json.dumps(facts) if options.json else line_of(run))
     if not found and not options.json:
         print(f"There are no jobs in {directory}.")
     return 0
-
-
-def _run_facts(run: JobRun) -> dict[str, object]:
-    return {**asdict(run), "directory": str(run.directory), "state": run.state.value}
 
 
 def line_of(run: JobRun) -> str:

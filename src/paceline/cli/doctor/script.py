@@ -58,15 +58,19 @@ class _Script:
         child, parent = node, self.parents.get(node)
         while parent is not None:
             for body in (getattr(parent, "body", None), getattr(parent, "orelse", None)):
-                if isinstance(body, list) and child in body:
-                    earlier = body[: body.index(child)]
-                    if any(isinstance(statement, ast.If) and self._returns_early(statement) for statement in earlier):
-                        return True
+                if not isinstance(body, list) or child not in body:
+                    continue
+                if any(map(self._returns_early, body[: body.index(child)])):
+                    return True
             child, parent = parent, self.parents.get(parent)
         return False
 
-    def _returns_early(self, test: ast.If) -> bool:
-        return isinstance(test.body[-1], (ast.Return, ast.Continue)) and _sides(test.test, self.main_names)[1]
+    def _returns_early(self, statement: ast.stmt) -> bool:
+        return (
+            isinstance(statement, ast.If)
+            and isinstance(statement.body[-1], (ast.Return, ast.Continue))
+            and _sides(statement.test, self.main_names)[1]
+        )
 
 
 def _name(node: ast.expr) -> str:
@@ -128,10 +132,6 @@ def _keyword(call: ast.Call, name: str) -> ast.expr | None:
     return next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
 
 
-def _is_true(node: ast.expr | None) -> bool:
-    return isinstance(node, ast.Constant) and node.value is True
-
-
 def _bad(node: ast.AST, about: str, seen: str, reason: str, fix: str, level: Severity = Severity.BAD) -> Diagnostic:
     return Diagnostic(level, about, seen, reason, fix, getattr(node, "lineno", 1))
 
@@ -170,7 +170,7 @@ def samplers(script: _Script) -> Iterator[Diagnostic]:
             why = "every rank reads all of the data, so an epoch counts each sample once for every rank"
             fix = "pass sampler=DistributedSampler(dataset), and give shuffle= to the sampler"
             yield _bad(call, "no-sampler", "DataLoader without a sampler", why, fix)
-        elif _is_true(_keyword(call, "shuffle")):
+        elif isinstance(shuffle := _keyword(call, "shuffle"), ast.Constant) and shuffle.value is True:
             why = "DataLoader refuses a sampler together with shuffle=True"
             yield _bad(
                 call, "shuffle", "shuffle=True with a sampler", why, "pass shuffle=True to the DistributedSampler"

@@ -281,16 +281,15 @@ class CallQueue:
     def _make_calls(self) -> None:
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: self._is_closed or (self._has_calls() and not self._is_busy))
+                self._condition.wait_for(
+                    lambda: self._is_closed or (bool(self._barriers or self._waiting) and not self._is_busy)
+                )
                 if self._is_closed:
                     return
                 request = (self._barriers or self._waiting).popleft()
                 self._is_busy = True
             self._execute(request)
             del request
-
-    def _has_calls(self) -> bool:
-        return bool(self._barriers or self._waiting)
 
     def _execute(self, request: CallRequest[Result]) -> None:
         self._make(request)

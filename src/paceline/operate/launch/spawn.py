@@ -213,14 +213,14 @@ class Spawned:
 
     def _wait(self, running: list[int], deadline_s: float | None) -> None:
         """Waits until a process has ended or failed, the watchdog needs attention, or the deadline has passed."""
-        deadlines = [time_s for time_s in (deadline_s, self._watchdog.deadline_s) if time_s is not None]
+        watchdog = self._watchdog.watchdog
+        deadlines = [time_s for time_s in (deadline_s, watchdog.deadline_s) if time_s is not None]
         timeout_s = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
-        watched = self._watchdog.fileno()
-        ready = wait([*running, watched, *self._failures.values()], timeout_s)
+        ready = wait([*running, watchdog.fileno(), *self._failures.values()], timeout_s)
         self._collect()
-        if watched in ready:
-            self._watchdog.collect()
-        self._watchdog.tick()
+        if watchdog.fileno() in ready:
+            watchdog.collect()
+        watchdog.tick(time.monotonic())
 
     def _collect(self) -> None:
         """Receives reported exceptions."""
@@ -250,7 +250,7 @@ class Spawned:
 
 
 class SpawnWatchdog:
-    """Watches processes until `close`. The waiting thread calls `tick` and, when `fileno` is readable, `collect`.
+    """Watches processes until `close`, with a `watchdog` that the waiting thread drives.
 
     Args:
         processes: The processes, by rank.
@@ -268,24 +268,7 @@ class SpawnWatchdog:
         self._reporter = StallReporter()
         self._started_s = time.monotonic()
         self._is_on = stall_after_s > 0
-        self._watchdog = Watchdog(stall_after_s, self._watched, self._report)
-
-    def fileno(self) -> int:
-        """Returns a descriptor that is readable when `collect` should be called."""
-        return self._watchdog.fileno()
-
-    @property
-    def deadline_s(self) -> float | None:
-        """The time (monotonic) at which `tick` must be called; None for never."""
-        return self._watchdog.deadline_s
-
-    def tick(self) -> None:
-        """Checks the processes for progress when that is due."""
-        self._watchdog.tick(time.monotonic())
-
-    def collect(self) -> None:
-        """Reports a snapshot that has completed."""
-        self._watchdog.collect()
+        self.watchdog = Watchdog(stall_after_s, self._watched, self._report)
 
     def raised(self, rank: int, record: Record) -> None:
         """Notes the exception that ends a rank."""
@@ -301,7 +284,7 @@ class SpawnWatchdog:
 
     def conclude(self) -> None:
         """Reports ranks for which the others usually waited, after a successful job that ran long enough."""
-        if self._watchdog.should_read_final_recordings(False, time.monotonic() - self._started_s, len(self._processes)):
+        if self.watchdog.should_read_final_recordings(False, time.monotonic() - self._started_s, len(self._processes)):
             from paceline.operate.diagnosis.machine_snapshot import snapshot_ended_workers
             from paceline.operate.diagnosis.stragglers import describe_slowdowns
 
@@ -310,7 +293,7 @@ class SpawnWatchdog:
 
     def close(self) -> None:
         """Waits for a snapshot in progress, and closes the recordings; idempotent."""
-        self._watchdog.close(lives_on=True)
+        self.watchdog.close(lives_on=True)
         for recording in self._recordings.values():
             os.close(recording)
         self._recordings.clear()
