@@ -1,4 +1,4 @@
-"""Command line of `python -m paceline.launch`, for scripts that take their local rank as an argument."""
+"""Program `python -m paceline.launch`, for scripts that take their local rank as an argument."""
 
 from __future__ import annotations
 
