@@ -14,7 +14,8 @@ from paceline.comm.security.untrusted_peers import decode_untrusted
 MARK = b"PACELINE-FAR-END "
 
 
-class LauncherReady(msgspec.Struct, frozen=True, tag=True):
+# The tag is that of earlier versions, so that a machine with one of them is reported as such.
+class LauncherReady(msgspec.Struct, frozen=True, tag="Hello"):
     """A remote launcher runs, with this version of Paceline and this interpreter."""
 
     version: str
