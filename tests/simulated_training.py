@@ -212,5 +212,6 @@ class Training:
 
     def _stacks(self, hung: int | None) -> tuple[Stack, ...]:
         loader = '  File "train.py", line 71 in <module>\n  File "torch/utils/data/dataloader.py", line 733 in __next__'
-        call = '  File "train.py", line 88 in <module>\n  File "paceline/comm/group/collectives/collectives.py", line 60 in all_reduce'
+        path = "paceline/comm/group/collectives/collectives.py"
+        call = f'  File "train.py", line 88 in <module>\n  File "{path}", line 60 in all_reduce'
         return tuple(Stack(rank, self._now_s, loader if rank == hung else call) for rank in range(min(self.ranks, 8)))

@@ -1,10 +1,30 @@
-"""Program `python -m paceline.launch`: the older form, for scripts that take their local rank as an argument."""
+"""Program `python -m paceline.launch`, for scripts that take their local rank as an argument."""
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Sequence
 
-from paceline.operate.launch.__main__ import main
+from paceline.operate.launch.command import add_run_arguments, run
+from paceline.operate.launch.flags import Parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a job as `paceline run` does, but passes --local_rank=N to each worker unless --use-env is given."""
+    parser = Parser(
+        prog="python -m paceline.launch",
+        description="As `paceline run`, but passes --local_rank=N to each worker, unless --use-env is given.",
+    )
+    parser.add_argument("--use-env", "--use_env", action="store_true", help="LOCAL_RANK in the environment is enough")
+    add_run_arguments(parser, os.environ)
+    options = parser.parse_args(arguments)
+    if options.no_python and not options.use_env:
+        parser.error("--no-python needs --use-env: a program is not given --local_rank")
+    options.passes_local_rank = not options.use_env
+    options.words = sys.argv[1:] if arguments is None else list(arguments)
+    return run(options)
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -56,7 +56,7 @@ def test_a_broken_installation_breaks_only_its_own_groups(installed):
 
 
 def test_without_autoloading_one_call_makes_it_known(installed):
-    code = f"{KNOWN}; import paceline.interop.torch_backend; paceline.interop.torch_backend.register(); paceline.interop.torch_backend.register(); {KNOWN}"
+    code = f"{KNOWN}; import paceline.plugin; paceline.plugin.register(); paceline.plugin.register(); {KNOWN}"
     done = installed(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert done.stdout.endswith("True\n"), done.stderr
     assert "paceline" not in done.stderr
@@ -76,4 +76,4 @@ def test_an_error_inside_does_not_end_the_import_of_torch(installed):
 def test_importing_torch_loads_only_the_entry_point(installed):
     ours = "sorted(name for name in sys.modules if name.startswith('paceline'))"
     code = f"import paceline; {KNOWN}; import sys; print({ours})"
-    assert installed(code).stdout == "True\n['paceline', 'paceline.interop.torch_backend']\n"
+    assert installed(code).stdout == "True\n['paceline', 'paceline.interop', 'paceline.interop.torch_backend']\n"

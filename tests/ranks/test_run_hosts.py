@@ -208,6 +208,6 @@ def test_a_dry_run_prints_how_launchers_are_started(script):
     done = run("--hosts", "anna@127.0.0.1:4,localhost:2", "--dry-run", script(""))
     assert done.returncode == 0
     ssh, here = done.stdout.splitlines()
-    assert ssh.startswith("anna@127.0.0.1: ssh -T") and "far_end import main" in ssh
-    assert here.startswith(f"localhost: {sys.executable} -c ") and "far_end import main" in here
+    assert ssh.startswith("anna@127.0.0.1: ssh -T") and "remote_launcher import main" in ssh
+    assert here.startswith(f"localhost: {sys.executable} -c ") and "remote_launcher import main" in here
     assert os.environ.get("PACELINE_SECRET", "no secret") not in done.stdout

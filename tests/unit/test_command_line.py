@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from paceline.cli import main as command_line
 from paceline.cli.main import COMMANDS, main, parser
 from paceline.operate.launch.flags import flags_after_script
 

@@ -51,14 +51,14 @@ def conduct(*names: str, is_elastic: bool = False) -> RemoteLaunch:
 def started(*names: str, is_elastic: bool = False) -> RemoteLaunch:
     found = conduct(*names, is_elastic=is_elastic)
     for number in range(len(names)):
-        found.said(number, HELLO, 1.0)
-    found.said(0, RendezvousAddress("10.0.0.1", 29400), 1.0)
+        found.receive(number, HELLO, 1.0)
+    found.receive(0, RendezvousAddress("10.0.0.1", 29400), 1.0)
     found.take_actions()
     return found
 
 
 def end(found: RemoteLaunch, machine: int, code: int, now_s: float) -> None:
-    found.said(machine, LauncherExited(code), now_s)
+    found.receive(machine, LauncherExited(code), now_s)
     found.ended(machine, code, "", now_s)
 
 
@@ -167,14 +167,14 @@ def test_what_a_far_end_is_told_is_one_line(message):
 
 def test_the_first_machine_says_where_all_meet():
     found = conduct("a", "b", "c")
-    found.said(1, HELLO, 1.0)
+    found.receive(1, HELLO, 1.0)
     assert found.take_actions() == []
-    found.said(0, HELLO, 2.0)
+    found.receive(0, HELLO, 2.0)
     assert found.take_actions() == [SendAssignment(0, part(0, 3))]
-    found.said(0, RendezvousAddress("10.0.0.1", 29400), 3.0)
+    found.receive(0, RendezvousAddress("10.0.0.1", 29400), 3.0)
     [given] = found.take_actions()
     assert isinstance(given, SendAssignment) and given.machine == 1 and given.part.meeting == ("10.0.0.1", 29400)
-    found.said(2, HELLO, 4.0)
+    found.receive(2, HELLO, 4.0)
     [given] = found.take_actions()
     assert isinstance(given, SendAssignment) and given.machine == 2 and given.part.meeting == ("10.0.0.1", 29400)
     assert found.deadline_s is None
@@ -190,20 +190,20 @@ def test_a_good_run_ends_with_code_0():
 
 def test_machines_that_refuse_are_all_named():
     found = conduct("a", "b", "c")
-    found.said(0, HELLO, 1.0)
+    found.receive(0, HELLO, 1.0)
     found.take_actions()
     found.ended(1, 255, "anna@b: Permission denied (publickey).\n", 2.0)
     found.ended(2, 255, "Host key verification failed.\n", 2.5)
     said = [action for action in found.take_actions() if isinstance(action, ShowText)]
     assert [each.text.split(":")[0] for each in said] == ["b", "c"]
-    found.said(0, RendezvousAddress("10.0.0.1", 1), 2.6)
+    found.receive(0, RendezvousAddress("10.0.0.1", 1), 2.6)
     found.ended(0, 1, "", 4.0)
     assert (found.is_over, found.exit_code) == (True, 1)
 
 
 def test_machines_are_asked_to_end_when_one_refused():
     found = conduct("a", "b", "c")
-    found.said(0, HELLO, 1.0)
+    found.receive(0, HELLO, 1.0)
     found.ended(1, 255, "Connection refused", 2.0)
     assert len(sentences(found)) == 1
     found.tick(found.deadline_s)
@@ -215,8 +215,8 @@ def test_machines_are_asked_to_end_when_one_refused():
 
 def test_another_version_is_given_no_secret():
     found = conduct("a", "b")
-    found.said(1, LauncherReady("1.3", "/opt/python"), 1.0)
-    found.said(0, LauncherReady("1.2", "/opt/python"), 1.5)
+    found.receive(1, LauncherReady("1.3", "/opt/python"), 1.0)
+    found.receive(0, LauncherReady("1.2", "/opt/python"), 1.5)
     actions = found.take_actions()
     assert not any(isinstance(action, SendAssignment) for action in actions)
     assert "b: /opt/python has paceline 1.3 there, and this machine has 1.2" in actions[0].text
@@ -234,7 +234,7 @@ def _after_deadline(found: RemoteLaunch) -> list[object]:
 
 def test_a_machine_that_does_not_answer_is_named():
     found = conduct("a", "b")
-    found.said(0, HELLO, 1.0)
+    found.receive(0, HELLO, 1.0)
     found.take_actions()
     assert found.deadline_s == 60.0
     found.tick(60.0)
@@ -276,7 +276,7 @@ def test_other_launchers_have_time_to_end_by_themselves():
 def test_without_a_meeting_nobody_waits():
     found = conduct("a", "b")
     for number in range(2):
-        found.said(number, HELLO, 1.0)
+        found.receive(number, HELLO, 1.0)
     found.take_actions()
     end(found, 0, 2, 3.0)
     assert found.deadline_s == 3.0

@@ -84,7 +84,7 @@ def test_an_exception_that_is_recorded_rings_the_alarm(tmp_path: Path):
         record_uncaught(path, error)
         record_uncaught(path, error)
         assert select.select([bell], [], [], 0)[0] and read_record(path) is not None
-        alarm.quiet()
+        alarm.clear()
         assert not select.select([bell], [], [], 0)[0]
     finally:
         alarm.close()

@@ -160,7 +160,7 @@ def test_only_so_much_output_is_kept_for_later():
 
 def test_events_that_every_launcher_tells_are_left_to_one():
     watch = Watch()
-    watch.local.happened("start", {"generation": 1, "ranks": [2, 3]})
-    watch.local.happened("end", {"code": 0})
+    watch.local.note_event("start", {"generation": 1, "ranks": [2, 3]})
+    watch.local.note_event("end", {"code": 0})
     watch.begin().tick(1.0)
     assert [event.text for event in decode_update(watch.sent[0].body).events] == ["2 workers, 2 to 3 started"]

@@ -168,7 +168,7 @@ def test_no_file_of_a_job_follows_a_link(tmp_path):
         (tmp_path / name).symlink_to(precious)
     with pytest.raises(OSError, match="cannot hold the workers' output"):
         LogFile(tmp_path / "stdout.log", print)
-    Events(False, "job", Console(), tmp_path).tell("started")
+    Events(False, "job", Console(), tmp_path).write("started")
     with socket.socket() as listener:
         write_address(tmp_path / "page.json", listener, "token", "")
     assert precious.read_text() == "precious"

@@ -1,10 +1,5 @@
-"""The `paceline` command: its subcommands, and the doctor in `doctor/`.
+"""The `paceline` command: its subcommands, with `doctor/` and `top/` in folders of their own.
 
-May use: every package below; a subcommand imports what it needs when it runs. Start reading at `main.py`.
-
-`paceline checkpoint`: shows, verifies, compares and exports checkpoints.
-
-May use: `checkpoint`; what needs torch imports it when it runs. Start reading at `command.py`.
+May use: every package below. A subcommand imports its dependencies, torch above all, when it runs. Start reading at
+`main.py`.
 """
-
-from __future__ import annotations

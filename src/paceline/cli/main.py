@@ -1,14 +1,7 @@
-"""Parses the `paceline` command line and runs the subcommand.
+"""The `paceline` command line: the parser, the dispatch of subcommands, and the short subcommands themselves.
 
-Parses `paceline checkpoint inspect | verify | diff | export` and runs it.
-
-Runs `paceline launch-script`, which prints what a scheduler needs to start a job.
-
-Runs `paceline migrate PATH ...`: the changes go to stdout as a diff, what is to be said about them to stderr.
-
-Runs `paceline top`, from its arguments to the exit code.
-
-Says for `paceline --version` what is installed: the versions, the engine and the kernels that this machine runs.
+`run` and `join` are in `operate/launch/command.py`, and longer subcommands have modules of their own. The arguments of
+`checkpoint`, `migrate` and `top` are here, so that their modules are imported only when they run.
 """
 
 from __future__ import annotations
@@ -20,13 +13,13 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline import __version__
-from paceline.cli import main as checkpoint
-from paceline.cli import main as top
 from paceline.cli import plan, recordings
 from paceline.cli.doctor import command as doctor
 from paceline.errors import CheckpointError
@@ -34,15 +27,25 @@ from paceline.operate.launch.command import add_run_arguments, run
 from paceline.operate.launch.flags import Parser, is_flag
 
 if TYPE_CHECKING:
-    from paceline.interop.migrate.names import ModeChoice
     from paceline.interop.migrate.project import MigratedProgram, ProgramFile
 
 
 _CHECKPOINT_PATH_HELP = "a checkpoint, or a directory of checkpoints, of which the newest whole one is taken"
+_ON_X86 = {"avx512": "AVX-512", "avx2": "AVX2", "baseline": "SSE2"}
+_ON_ARM = {"baseline": "NEON"}
+
+
+def _add_join_arguments(parser: argparse.ArgumentParser, environment: Mapping[str, str]) -> None:
+    parser.add_argument(
+        "token",
+        metavar="TOKEN",
+        help="- asks for what `paceline run --print-token` printed, or reads it from stdin; "
+        "as an argument it could be seen by other users",
+    )
+    add_run_arguments(parser, environment)
 
 
 def _add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the four commands and their flags."""
     commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     inspecting = commands.add_parser(
         "inspect",
@@ -82,7 +85,6 @@ def _add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_checkpoint_command(options: argparse.Namespace) -> int:
-    """Runs the command; returns its exit code."""
     from paceline.cli.checkpoints import diff, export_model, inspect, verify
 
     actions = {"inspect": inspect, "verify": verify, "diff": diff, "export": export_model}
@@ -94,7 +96,6 @@ def _run_checkpoint_command(options: argparse.Namespace) -> int:
 
 
 def _add_launch_script_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
     parser.add_argument("kind", choices=("slurm", "k8s", "jobset", "kubeflow", "ray"), help="for which scheduler")
     parser.add_argument("--nodes", type=int, default=2, help="machines (default: 2)")
     parser.add_argument("--nproc-per-node", "--nproc_per_node", default="gpu", help="workers of each (default: gpu)")
@@ -115,7 +116,6 @@ def _add_launch_script_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _print_launch_script(options: argparse.Namespace) -> int:
-    """Prints the script or manifest; returns 0."""
     from paceline.operate.launch.launch_script import KINDS, LaunchScriptOptions
 
     name = options.name or Path(options.script).stem.lower().replace("_", "-")
@@ -136,7 +136,6 @@ def _print_launch_script(options: argparse.Namespace) -> int:
 
 
 def _add_migrate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a file or folder of the program")
     parser.add_argument("--write", action="store_true", help="change the files instead of printing the changes")
     parser.add_argument(
@@ -149,7 +148,7 @@ def _add_migrate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _migrate(options: argparse.Namespace) -> int:
-    """Prints or makes the changes; returns 0, or 2 if files cannot be read or written."""
+    """Prints the changes as a diff or writes them, and reports on stderr; returns 2 for unreadable files, else 0."""
     from paceline.interop.migrate.names import MigrationMode
     from paceline.interop.migrate.project import MissingLibCST, migrate
 
@@ -172,7 +171,7 @@ def _migrate(options: argparse.Namespace) -> int:
 
 
 def _file_diff(file: ProgramFile) -> Iterator[str]:
-    from difflib import unified_diff  # here, since it takes time and every command imports this module
+    from difflib import unified_diff  # slow to import, and every command imports this module
     from io import StringIO
 
     before, after = (list(StringIO(text, newline="\n")) for text in (file.before, file.after.text))
@@ -181,34 +180,29 @@ def _file_diff(file: ProgramFile) -> Iterator[str]:
 
 
 def _migration_report(program: MigratedProgram) -> Iterator[str]:
-    """Yields the lines that say what comes over, what is left to do, and the score."""
+    """Yields lines on the migrated places, the remaining work, and the score."""
     from paceline.interop.migrate.names import score
 
     for path, why in program.unread:
         yield f"{path}: left as it is, since it is no valid Python: {why}"
     for file in program.files:
-        come, there_are = score(file.after.places)
-        yield f"{file.path}: {come} of {there_are}"
+        migrated, total = score(file.after.places)
+        yield f"{file.path}: {migrated} of {total}"
         for place in file.after.places:
             if place.reason is not None:
                 yield f"  line {place.line}, {place.what}: to do: {place.reason}"
             elif place.note is not None:
                 yield f"  line {place.line}, {place.what}: {place.note}"
-    come, there_are = score(program.places())
-    if not there_are:
+    migrated, total = score(program.places())
+    if not total:
         yield "There is nothing to migrate: no torch.distributed, Horovod or launch command was found."
         return
-    yield f"{come} of {there_are} places come over{_choice_text(program.choice)}."
-
-
-def _choice_text(choice: ModeChoice) -> str:
-    if not choice.reason:
-        return ""
-    return f', with torch.distributed and its backend "paceline": {choice.reason}'
+    reason = program.choice.reason
+    way = f', with torch.distributed and its backend "paceline": {reason}' if reason else ""
+    yield f"{migrated} of {total} places come over{way}."
 
 
 def _add_top_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
     parser.add_argument(
         "job",
         nargs="?",
@@ -223,7 +217,7 @@ def _add_top_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _show_top(options: argparse.Namespace) -> int:
-    """Shows the job until it ends or the user has seen enough; returns 2 if there is none to show."""
+    """Shows the job until it ends or the user quits; returns 2 if there is none to show."""
     from importlib.util import find_spec
 
     from paceline.cli.top.client import NoRunningJobError, PageUnreachableError, find, poller_of
@@ -231,7 +225,7 @@ def _show_top(options: argparse.Namespace) -> int:
 
     try:
         look = poller_of(find(options.job))
-        look()  # so that a wrong address is told before the screen changes
+        look()  # reports a wrong address before the screen changes
         is_plain = options.plain or options.once or not sys.stdout.isatty() or not sys.stdin.isatty()
         if not is_plain and find_spec("textual") is not None:
             from paceline.cli.top.app import Top
@@ -257,24 +251,20 @@ def _refresh_interval(text: str) -> float:
     return seconds
 
 
-_ON_X86 = {"avx512": "AVX-512", "avx2": "AVX2", "baseline": "SSE2"}
-_ON_ARM = {"baseline": "NEON"}
-
-
 class VersionAction(argparse.Action):
-    """Prints the version and ends; what it says is looked up only then."""
+    """Prints the version and exits; the lines are computed only then."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
         super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        """Prints the lines and ends the process with code 0."""
+        """Prints the lines and exits with code 0."""
         print("\n".join(version_lines()))
         parser.exit()
 
 
 def version_lines() -> list[str]:
-    """Returns what `paceline --version` prints; torch is not imported for that."""
+    """Returns the lines of `paceline --version`: versions, engine and kernels; does not import torch."""
     from paceline import _core
 
     levels = _core.wire_levels()
@@ -289,7 +279,7 @@ def version_lines() -> list[str]:
 
 
 def kernels(levels: Sequence[str], machine: str) -> str:
-    """Returns the SIMD levels of the kernels that this machine runs, the one that is used first.
+    """Returns the SIMD levels of the kernels that this machine supports, the one in use first.
 
     >>> kernels(["baseline", "avx2"], "x86_64"), kernels(["baseline"], "aarch64")
     ('AVX2 (also SSE2)', 'NEON')
@@ -306,20 +296,120 @@ def _version_of(package: str) -> str:
         return "not installed"
 
 
-COMMANDS = (
-    "run",
-    "join",
-    "launch-script",
-    "doctor",
-    "plan",
-    "analyze",
-    "runs",
-    "trace",
-    "report",
-    "top",
-    "checkpoint",
-    "migrate",
-)
+@dataclass(frozen=True)
+class _Subcommand:
+    name: str
+    help: str
+    description: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def _subcommands(environment: Mapping[str, str] = os.environ) -> tuple[_Subcommand, ...]:
+    """Returns the subcommands; those that start workers have defaults from PET_* variables of `environment`."""
+    return (
+        _Subcommand(
+            "run",
+            "run a script on several processes of one machine or several",
+            "Runs a script on several processes of one machine or several, as torchrun does. Each worker finds RANK, "
+            "LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment; init_process_group() needs "
+            "nothing else.",
+            partial(add_run_arguments, environment=environment),
+            run,
+        ),
+        _Subcommand(
+            "join",
+            "take part in a job of another machine",
+            "Joins the job whose launcher printed TOKEN, with workers of this machine. Only what is given here is "
+            "run: the script is the same on all machines.",
+            partial(_add_join_arguments, environment=environment),
+            run,
+        ),
+        _Subcommand(
+            "launch-script",
+            "print a batch script or manifest for Slurm, Kubernetes or Ray",
+            "Prints what the scheduler needs to start SCRIPT on several machines, ready to be submitted. Kubernetes "
+            "manifests hold a new secret: treat what is printed as one.",
+            _add_launch_script_arguments,
+            _print_launch_script,
+        ),
+        _Subcommand(
+            "doctor",
+            "examine this machine, the way to another one, or a script",
+            "Examines this machine; with --listen here and --peer there, both ways between two machines; with SCRIPT, "
+            "known mistakes in it, each with its line, reason and fix.",
+            doctor.add_arguments,
+            doctor.run,
+        ),
+        _Subcommand(
+            "plan",
+            "measure a script, and predict how fast it would train on other machines",
+            "With --measure, runs SCRIPT for some steps on this machine and writes a calibration. With a calibration, "
+            "predicts the step, the rate, the memory and the cost on other numbers of machines, and says what to "
+            "change.",
+            plan.add_arguments,
+            plan.run,
+        ),
+        _Subcommand(
+            "analyze",
+            "say from a job's files what went wrong, and for whom the others waited",
+            "Reads the recordings that a job left in RUN_DIR, and says which rank failed, did not come or was late as "
+            "a rule, and why. Some of the files may be missing.",
+            recordings.add_analyze_arguments,
+            recordings.analyze,
+        ),
+        _Subcommand(
+            "runs",
+            "list the latest jobs of this user on this machine",
+            "Lists the jobs that have a directory with their recordings, the latest first: when each began, how it "
+            "ended and what it ran.",
+            recordings.add_runs_arguments,
+            recordings.show_runs,
+        ),
+        _Subcommand(
+            "trace",
+            "write what a job recorded as a trace for ui.perfetto.dev",
+            "Writes the calls, steps and spans of all ranks of a job on one time axis, with arrows from sends to "
+            "receives, as a trace that ui.perfetto.dev and chrome://tracing show.",
+            recordings.add_trace_arguments,
+            recordings.write_trace,
+        ),
+        _Subcommand(
+            "report",
+            "write what a job recorded into one file of HTML, to look at or to attach to an issue",
+            "Reads the recordings and logs that a job left in RUN_DIR, and writes one page of HTML that needs nothing "
+            "else to be looked at. It holds what the job printed and the names of its hosts.",
+            recordings.add_report_arguments,
+            recordings.write_report,
+        ),
+        _Subcommand(
+            "top",
+            "show a running job in the terminal",
+            "Shows a job that was started with `paceline run --dash`, by default the latest of this user's on this "
+            "machine. With paceline[top], its table can be scrolled and sorted.",
+            _add_top_arguments,
+            _show_top,
+        ),
+        _Subcommand(
+            "checkpoint",
+            "show, verify, compare and export checkpoints",
+            "Shows, verifies, compares and exports the checkpoints that paceline.save and CheckpointManager wrote.",
+            _add_checkpoint_arguments,
+            _run_checkpoint_command,
+        ),
+        _Subcommand(
+            "migrate",
+            "rewrite a program of torch.distributed or Horovod, and the files that start it",
+            "Rewrites Python files, shell scripts, batch files, YAML and Dockerfiles so that they use Paceline. Prints "
+            "the changes as a diff, or with --write makes them; what is left to do becomes a comment with the reason. "
+            "Needs paceline[migrate].",
+            _add_migrate_arguments,
+            _migrate,
+        ),
+    )
+
+
+COMMANDS = tuple(command.name for command in _subcommands())
 
 
 def parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
@@ -327,106 +417,15 @@ def parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentPars
     whole = Parser(prog="paceline", description="Distributed data-parallel training for PyTorch.")
     whole.add_argument("--version", action=VersionAction, help="print what is installed, and which kernels are used")
     commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    running = commands.add_parser(
-        "run",
-        help="run a script on several processes of one machine or several",
-        description="Runs a script on several processes of one machine or several, as torchrun does. Each worker finds "
-        "RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment; init_process_group() needs "
-        "nothing else.",
-    )
-    add_run_arguments(running, environment)
-    joining = commands.add_parser(
-        "join",
-        help="take part in a job of another machine",
-        description="Joins the job whose launcher printed TOKEN, with workers of this machine. Only what is given here "
-        "is run: the script is the same on all machines.",
-    )
-    joining.add_argument(
-        "token",
-        metavar="TOKEN",
-        help="- asks for what `paceline run --print-token` printed, or reads it from stdin; "
-        "as an argument it could be seen by other users",
-    )
-    add_run_arguments(joining, environment)
-    printing = commands.add_parser(
-        "launch-script",
-        help="print a batch script or manifest for Slurm, Kubernetes or Ray",
-        description="Prints what the scheduler needs to start SCRIPT on several machines, ready to be submitted. "
-        "Kubernetes manifests hold a new secret: treat what is printed as one.",
-    )
-    _add_launch_script_arguments(printing)
-    examining = commands.add_parser(
-        "doctor",
-        help="examine this machine, the way to another one, or a script",
-        description="Examines this machine; with --listen here and --peer there, both ways between two machines; with "
-        "SCRIPT, known mistakes in it, each with its line, reason and fix.",
-    )
-    doctor.add_arguments(examining)
-    planning = commands.add_parser(
-        "plan",
-        help="measure a script, and predict how fast it would train on other machines",
-        description="With --measure, runs SCRIPT for some steps on this machine and writes a calibration. With a "
-        "calibration, predicts the step, the rate, the memory and the cost on other numbers of machines, and says what "
-        "to change.",
-    )
-    plan.add_arguments(planning)
-    analyzing = commands.add_parser(
-        "analyze",
-        help="say from a job's files what went wrong, and for whom the others waited",
-        description="Reads the recordings that a job left in RUN_DIR, and says which rank failed, did not come or was "
-        "late as a rule, and why. Some of the files may be missing.",
-    )
-    recordings.add_analyze_arguments(analyzing)
-    listing = commands.add_parser(
-        "runs",
-        help="list the latest jobs of this user on this machine",
-        description="Lists the jobs that have a directory with their recordings, the latest first: when each began, "
-        "how it ended and what it ran.",
-    )
-    recordings.add_runs_arguments(listing)
-    tracing = commands.add_parser(
-        "trace",
-        help="write what a job recorded as a trace for ui.perfetto.dev",
-        description="Writes the calls, steps and spans of all ranks of a job on one time axis, with arrows from sends "
-        "to receives, as a trace that ui.perfetto.dev and chrome://tracing show.",
-    )
-    recordings.add_trace_arguments(tracing)
-    reporting = commands.add_parser(
-        "report",
-        help="write what a job recorded into one file of HTML, to look at or to attach to an issue",
-        description="Reads the recordings and logs that a job left in RUN_DIR, and writes one page of HTML that needs "
-        "nothing else to be looked at. It holds what the job printed and the names of its hosts.",
-    )
-    recordings.add_report_arguments(reporting)
-    watching = commands.add_parser(
-        "top",
-        help="show a running job in the terminal",
-        description="Shows a job that was started with `paceline run --dash`, by default the latest of this user's on "
-        "this machine. With paceline[top], its table can be scrolled and sorted.",
-    )
-    top._add_top_arguments(watching)
-    saved = commands.add_parser(
-        "checkpoint",
-        help="show, verify, compare and export checkpoints",
-        description="Shows, verifies, compares and exports the checkpoints that paceline.save and CheckpointManager "
-        "wrote.",
-    )
-    checkpoint._add_checkpoint_arguments(saved)
-    migrating = commands.add_parser(
-        "migrate",
-        help="rewrite a program of torch.distributed or Horovod, and the files that start it",
-        description="Rewrites Python files, shell scripts, batch files, YAML and Dockerfiles so that they use "
-        "Paceline. Prints the changes as a diff, or with --write makes them; what is left to do becomes a comment with "
-        "the reason. Needs paceline[migrate].",
-    )
-    _add_migrate_arguments(migrating)
-    for command in commands.choices.values():
-        command.whole = whole
+    for command in _subcommands(environment):
+        added = commands.add_parser(command.name, help=command.help, description=command.description)
+        added.whole = whole
+        command.add_arguments(added)
     return whole
 
 
 def _mistaken_command(words: Sequence[str]) -> str | None:
-    """Returns what to type instead, if the first word is no command."""
+    """Returns a message with a suggestion if the first word is not a command."""
     import shlex
     from difflib import get_close_matches
 
@@ -446,34 +445,22 @@ def _mistaken_command(words: Sequence[str]) -> str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
+    """Runs the subcommand; returns its exit code."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     if mistake := _mistaken_command(words):
         print(f"paceline: {mistake}\nSee `paceline --help` for all commands.", file=sys.stderr)
         return 2
     options = parser().parse_args(words)
     if options.command == "run":
-        options.words = words[1:]  # what --hosts has other machines run
-    others = {
-        "launch-script": _print_launch_script,
-        "doctor": doctor.run,
-        "plan": plan.run,
-        "analyze": recordings.analyze,
-        "runs": recordings.show_runs,
-        "trace": recordings.write_trace,
-        "report": recordings.write_report,
-        "top": top._show_top,
-        "checkpoint": checkpoint._run_checkpoint_command,
-        "migrate": _migrate,
-    }
-    command = others.get(options.command)
-    return run(options) if command is None else _printed(lambda: command(options))
+        options.words = words[1:]  # the command line for the machines of --hosts
+    [command] = [command for command in _subcommands() if command.name == options.command]
+    return run(options) if command.run is run else _run_printing(command.run, options)
 
 
-def _printed(command: Callable[[], int]) -> int:
-    """Runs a command that prints; returns its exit code, or that of SIGPIPE if nobody reads on, as in `... | head`."""
+def _run_printing(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    """Runs a command that prints; returns its exit code, or that of SIGPIPE if the reader has ended (`... | head`)."""
     try:
-        code = command()
+        code = command(options)
         sys.stdout.flush()
     except BrokenPipeError:
         if not _is_without_reader(sys.stdout.fileno()):
@@ -484,6 +471,6 @@ def _printed(command: Callable[[], int]) -> int:
 
 
 def _is_without_reader(descriptor: int) -> bool:
-    watched = select.poll()
-    watched.register(descriptor, 0)
-    return any(event & select.POLLERR for _, event in watched.poll(0))
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))

@@ -1,8 +1,6 @@
-"""`paceline plan`: measures a script on this machine, and predicts how it would train on others.
+"""`paceline plan`: measures a script on this machine, and predicts its training, with failures, on other machines.
 
-`paceline plan --draw`: draws an algorithm's messages.
-
-The part of `paceline plan` that says what failures cost.
+`paceline plan --draw` draws the messages of an algorithm.
 """
 
 from __future__ import annotations
@@ -27,13 +25,16 @@ if TYPE_CHECKING:
     from paceline.operate.plan.step_time import Strategy
 
 
-_UNKNOWN = "node=25gbit,0.05ms"
+_DEFAULT_NODE_LINK = "node=25gbit,0.05ms"  # of a drawing
 _WITHIN = "within=80gbit,0.002ms"
 _GAMMA_S_PER_BYTE = 1e-10
+_STAND_IN_BYTES_PER_S = 1e9  # rate at which state is copied if no link between hosts is known
+_PASSED_ON = ("nnodes", "node-rank", "rdzv-backend", "rdzv-endpoint", "rdzv-id")
+_WORKER = "paceline.operate.plan.measure.worker"
 
 
 def add_drawing_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of a drawing. `--links`, `--per-node` and `--output` are the command's own."""
+    """Adds the flags of a drawing, which also uses `--links`, `--per-node` and `--output`."""
     drawing = parser.add_argument_group("drawing")
     drawing.add_argument("--draw", metavar="ALGORITHM", help="draw who sends what to whom when, as an SVG")
     drawing.add_argument("--ranks", type=int, default=8, metavar="N", help="in the drawing (default: 8)")
@@ -42,7 +43,7 @@ def add_drawing_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def draw(options: argparse.Namespace) -> int:
-    """Draws what the flags say into `--output`, or to the standard output; returns the exit code."""
+    """Writes the drawing to `--output` or stdout; returns the exit code."""
     from paceline.comm.schedule.call_diagram import draw_call
     from paceline.comm.schedule.network import Network, parse_links
     from paceline.comm.schedule.steps import Operation
@@ -51,9 +52,11 @@ def draw(options: argparse.Namespace) -> int:
     try:
         if options.ranks < 1 or per_node < 1 or options.ranks % per_node:
             raise ValueError(f"{options.ranks} ranks cannot be divided among nodes of {per_node} ranks each")
-        links = parse_links(f"{_WITHIN},{options.links or _UNKNOWN}")
+        links = parse_links(f"{_WITHIN},{options.links or _DEFAULT_NODE_LINK}")
         if "node" not in links:
-            raise ValueError(f"--links {options.links} says nothing of the nodes' links: add, for example, {_UNKNOWN}")
+            raise ValueError(
+                f"--links {options.links} says nothing of the nodes' links: add, for example, {_DEFAULT_NODE_LINK}"
+            )
         network = Network.uniform(
             options.ranks // per_node,
             per_node,
@@ -73,11 +76,8 @@ def draw(options: argparse.Namespace) -> int:
     return 0
 
 
-_STAND_IN_BYTES_PER_S = 1e9  # at which state is copied if no link between hosts is known
-
-
 def add_failure_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds its flags."""
+    """Adds the flags of failures."""
     failing = parser.add_argument_group("failures")
     failing.add_argument(
         "--failures", metavar="TIMES", help="mean times between them, such as machine=30d,worker=90d,job=60d"
@@ -88,10 +88,10 @@ def add_failure_arguments(parser: argparse.ArgumentParser) -> None:
 def goodput_of_predictions(
     options: argparse.Namespace, calibration: Calibration, predictions: Sequence[JobPrediction]
 ) -> tuple[list[Goodput], EventTimes]:
-    """Returns what becomes of each job's time, and the times of the largest one.
+    """Returns the goodput of each predicted job, and the event times of the last one.
 
     Raises:
-        ValueError: a flag has another form, or a time is impossible.
+        ValueError: a flag is malformed, or a time is impossible.
     """
     from paceline.operate.plan.goodput import goodput, parse_failures, parse_times
     from paceline.operate.plan.simulated_job import EventTimes
@@ -100,14 +100,10 @@ def goodput_of_predictions(
     state_nbytes = memory.parameter_nbytes + memory.optimizer_nbytes
     copying_s = state_nbytes / (_STAND_IN_BYTES_PER_S if node is None else node.bytes_per_s)
     failures, found = parse_failures(options.failures), []
-    for each in predictions:
-        times = parse_times(options.times, EventTimes(step_s=each.step.seconds, copying_s=copying_s))
-        found.append(goodput(each.nodes, each.per_node, times, failures))
+    for prediction in predictions:
+        times = parse_times(options.times, EventTimes(step_s=prediction.step.seconds, copying_s=copying_s))
+        found.append(goodput(prediction.nodes, prediction.per_node, times, failures))
     return found, times
-
-
-_PASSED_ON = ("nnodes", "node-rank", "rdzv-backend", "rdzv-endpoint", "rdzv-id")
-_WORKER = "paceline.operate.plan.measure.worker"
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -157,8 +153,8 @@ def run(options: argparse.Namespace) -> int:
         return draw(options)
     words = options.words[1:] if options.words[:1] == ["--"] else options.words
     if not words or (not options.measure and len(words) != 1):
-        wanted = "a script behind `--`" if options.measure else "one calibration"
-        print(f"paceline plan: {wanted} is needed; see `paceline plan --help`", file=sys.stderr)
+        missing = "a script behind `--`" if options.measure else "one calibration"
+        print(f"paceline plan: {missing} is needed; see `paceline plan --help`", file=sys.stderr)
         return 2
     try:
         return _measure(options, words) if options.measure else _predict(options, Path(words[0]))
@@ -203,7 +199,7 @@ def _measure(options: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def _differences(links: Links) -> str:
-    """Returns the variable that tells jobs on the measured hosts how their links differ; "" if they do not."""
+    """Returns the variable that describes the differences between links to jobs on these hosts; "" without any."""
     from paceline.comm.schedule.network import describe_differences
 
     if len(links.pairs) < 2:
@@ -249,7 +245,7 @@ def _predict(options: argparse.Namespace, path: Path) -> int:
         (None, None) if options.failures is None else goodput_of_predictions(options, calibration, predictions)
     )
     if options.json:
-        facts = {"predictions": [facts_of(each) for each in predictions], "advice": [*map(facts_of_advice, advice)]}
+        facts = {"predictions": [*map(facts_of, predictions)], "advice": [*map(facts_of_advice, advice)]}
         if surviving is not None:
             facts["failures"] = [*map(facts_of_goodput, surviving)]
         print(json.dumps(facts, indent=1))
@@ -293,10 +289,10 @@ def _strategy(options: argparse.Namespace, calibration: Calibration) -> Strategy
 
 
 def _with_links(links: Links, text: str) -> Links:
-    """Returns the links with those that are given in place of those that were measured.
+    """Returns the measured links, replaced by those that `text` describes.
 
     Raises:
-        ValueError: the text has another form, or names a link that there is not.
+        ValueError: the text is malformed or names an unknown link.
     """
     from paceline.comm.schedule.network import parse_links
 

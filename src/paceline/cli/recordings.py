@@ -1,11 +1,4 @@
-"""`paceline runs`: the jobs whose directories are kept.
-
-Runs `paceline analyze RUN_DIR`, which says from a job's files what went wrong and for whom the others waited.
-
-Runs `paceline report RUN_DIR ...`, which writes one file of HTML with all that a job's directories show.
-
-`paceline trace`: what a job recorded, as a trace for ui.perfetto.dev.
-"""
+"""Commands on recorded jobs: `paceline runs`, `analyze`, `report` and `trace`."""
 
 from __future__ import annotations
 
@@ -26,26 +19,26 @@ from paceline.operate.diagnosis.runs import JobRun, list_runs, runs_directory, w
 
 if TYPE_CHECKING:
     from paceline.operate.dashboard.job_sample import StallNotice
+    from paceline.operate.diagnosis.finding import Diagnosis
+    from paceline.operate.diagnosis.postmortem import JobRemnants
+
+_LONGEST_COMMAND = 60
 
 
 def add_analyze_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
+    """Adds the arguments of `paceline analyze`."""
     parser.add_argument("directory", metavar="RUN_DIR", help="where the job's recordings and logs are")
     parser.add_argument("--json", action="store_true", help="print the same for programs")
 
 
 def analyze(options: argparse.Namespace) -> int:
-    """Prints the analysis; returns 0 if nothing is wrong, 1 if something is, and 2 if there is nothing to read."""
-    from paceline.operate.diagnosis.diagnosis import diagnose
+    """Prints the diagnosis of a job; returns 0 if no fault was found, 1 if one was, and 2 without recordings."""
     from paceline.operate.diagnosis.finding import summary
-    from paceline.operate.diagnosis.postmortem import read_job
-    from paceline.operate.diagnosis.slow_links import slow_network
-    from paceline.operate.diagnosis.stragglers import worth_telling
 
     if not Path(options.directory).is_dir():
         print(f"paceline analyze: {options.directory} is not a directory", file=sys.stderr)
         return 2
-    found = read_job(options.directory)
+    found, verdict, late = _diagnose([options.directory])
     if not found.files:
         print(
             f"paceline analyze: {options.directory} has no recording (*.record); `paceline run --log-dir DIR` keeps "
@@ -53,22 +46,31 @@ def analyze(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 2
-    verdict = diagnose(found.snapshot)
-    late = [*worth_telling(found.ranks), *slow_network(found.ranks)]
     verdicts = [*([verdict] if verdict is not None else []), *late]
     if options.json:
-        told = [{"cause": each.cause.name, "blamed": each.blamed, "sentence": each.sentence} for each in verdicts]
-        print(json.dumps({"ranks": len(found.ranks), "world_size": found.world_size, "verdicts": told}))
+        facts = [{"cause": item.cause.name, "blamed": item.blamed, "sentence": item.sentence} for item in verdicts]
+        print(json.dumps({"ranks": len(found.ranks), "world_size": found.world_size, "verdicts": facts}))
     else:
-        for line in [*summary(found.ranks, found.world_size), *(each.sentence for each in verdicts)]:
+        for line in [*summary(found.ranks, found.world_size), *(item.sentence for item in verdicts)]:
             print(line)
         if not verdicts:
             print("nothing is wrong: no rank failed, none waits for another, and none was late as a rule")
     return 1 if verdict is not None and verdict.is_fault else 0
 
 
+def _diagnose(directories: Sequence[str | Path]) -> tuple[JobRemnants, Diagnosis | None, list[Diagnosis]]:
+    """Returns a job's recordings, the diagnosis of its end, and the ranks and links that were usually slow."""
+    from paceline.operate.diagnosis.diagnosis import diagnose
+    from paceline.operate.diagnosis.postmortem import read_job
+    from paceline.operate.diagnosis.slow_links import slow_network
+    from paceline.operate.diagnosis.stragglers import worth_telling
+
+    found = read_job(*directories)
+    return found, diagnose(found.snapshot), [*worth_telling(found.ranks), *slow_network(found.ranks)]
+
+
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
+    """Adds the arguments of `paceline report`."""
     parser.add_argument(
         "directories", nargs="+", type=Path, metavar="RUN_DIR", help="the job's directory, of each of its machines"
     )
@@ -76,23 +78,17 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _verdict_on(directories: Sequence[Path]) -> StallNotice | None:
-    """Returns what `paceline analyze` says of the job, if something was wrong with it."""
+    """Returns the fault that `paceline analyze` reports, if any."""
     from paceline.operate.dashboard.job_sample import StallNotice
-    from paceline.operate.diagnosis.diagnosis import diagnose
-    from paceline.operate.diagnosis.postmortem import read_job
-    from paceline.operate.diagnosis.slow_links import slow_network
-    from paceline.operate.diagnosis.stragglers import worth_telling
 
-    found = read_job(*directories)
-    verdict = diagnose(found.snapshot)
-    late = tuple(each.sentence for each in (*worth_telling(found.ranks), *slow_network(found.ranks)))
-    if verdict is not None and verdict.is_fault:
-        return StallNotice(verdict.sentence, verdict.blamed, late)
-    return None
+    _, verdict, late = _diagnose(directories)
+    if verdict is None or not verdict.is_fault:
+        return None
+    return StallNotice(verdict.sentence, verdict.blamed, tuple(slow.sentence for slow in late))
 
 
 def write_report(options: argparse.Namespace) -> int:
-    """Writes the report; returns 0, or 2 if there is nothing to report on or no place for it."""
+    """Writes the report; returns 0, or 2 if there are no recordings or the file cannot be written."""
     from paceline import __version__
     from paceline.operate.dashboard.directory_collector import NothingRecordedError, dashboard_of
     from paceline.operate.dashboard.report import report
@@ -117,7 +113,7 @@ def write_report(options: argparse.Namespace) -> int:
 
 
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `paceline trace`."""
+    """Adds the arguments of `paceline trace`."""
     parser.add_argument(
         "directories", nargs="+", type=Path, metavar="DIRECTORY", help="the job's directory, of each machine"
     )
@@ -144,7 +140,8 @@ def write_trace(options: argparse.Namespace) -> int:
         return 1
     trace = trace_of(recordings, error_ns, [_read_profile(path) for path in options.torch])
     options.output.write_text(json.dumps(trace))
-    calls, events = sum(len(each.calls) for each in recordings), sum(len(each.events) for each in recordings)
+    calls = sum(len(recording.calls) for recording in recordings)
+    events = sum(len(recording.events) for recording in recordings)
     accuracy = f"; times of different hosts are off by at most {error_ns / 1e6:.3f} ms" if error_ns else ""
     if error_ns is None:
         accuracy = "; hosts are aligned by their time of day, since a launcher did not say how its clock differs"
@@ -161,11 +158,8 @@ def _read_profile(path: Path) -> dict[str, Any]:
     return profile
 
 
-_LONGEST_COMMAND = 60
-
-
 def add_runs_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `paceline runs`."""
+    """Adds the arguments of `paceline runs`."""
     parser.add_argument(
         "directory",
         nargs="?",
@@ -180,19 +174,16 @@ def show_runs(options: argparse.Namespace) -> int:
     """Prints the list; returns the exit code."""
     directory = options.directory or runs_directory()
     found = list_runs(directory)
-    for each in found:
-        print(json.dumps(_run_facts(each)) if options.json else line_of(each))
+    for run in found:
+        facts = {**asdict(run), "directory": str(run.directory), "state": run.state.value}
+        print(json.dumps(facts) if options.json else line_of(run))
     if not found and not options.json:
         print(f"There are no jobs in {directory}.")
     return 0
 
 
-def _run_facts(run: JobRun) -> dict[str, object]:
-    return {**asdict(run), "directory": str(run.directory), "state": run.state.value}
-
-
 def line_of(run: JobRun) -> str:
-    """Returns one line about a job: when it began, how it ended, what it ran, and its directory's name."""
+    """Returns one line on a job: its start, its state, its command, and its directory's name."""
     state = run.state.value if run.exit_code in (None, 0) else f"{run.state.value} ({run.exit_code})"
     command = shlex.join(run.command)
     if len(command) > _LONGEST_COMMAND:

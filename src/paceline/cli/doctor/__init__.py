@@ -1,4 +1,5 @@
-"""`paceline doctor`: finds what will cause trouble on this machine, between two machines, or in a script.
+"""`paceline doctor`: finds causes of trouble on this machine, between two machines, or in a script.
 
-May use: `launch`, `store`, `security`. Start reading at `report.py`; each check is a function that returns findings.
+May use: `launch`, `store` and `security`. Start reading at `command.py`; each check is a function that returns
+diagnostics.
 """

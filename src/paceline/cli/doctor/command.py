@@ -1,7 +1,4 @@
-"""Runs `paceline doctor` from the command line.
-
-A check's finding, and how findings are printed.
-"""
+"""Command line of `paceline doctor`, and the `Diagnostic` that each check returns."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from pathlib import Path
 
 
 class Severity(Enum):
-    """How serious a finding is."""
+    """The severity of a diagnostic."""
 
     GOOD = "ok"
     NOTE = "note"
@@ -24,31 +21,28 @@ class Severity(Enum):
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """An observation: its subject, the facts, and if it is a problem the reason and the fix.
-
-    The attribute `line` is the line of a script that it is about.
-    """
+    """An observation, and for a problem its reason and the fix."""
 
     level: Severity
-    about: str
-    seen: str
+    about: str  # the subject
+    seen: str  # the facts
     reason: str = ""
     fix: str = ""
-    line: int | None = None
+    line: int | None = None  # of a script
 
 
 def show(findings: Sequence[Diagnostic], as_json: bool, path: str | None = None) -> int:
     """Prints the findings; returns 1 if any is bad, otherwise 0."""
     if as_json:
-        print(json.dumps([{**asdict(each), "level": each.level.value} for each in findings], indent=2))
+        print(json.dumps([{**asdict(finding), "level": finding.level.value} for finding in findings], indent=2))
     else:
-        for each in findings:
-            where = f"{path}:{each.line}: " if path is not None else ""
-            print(f"{each.level.value:>4}  {where}{each.about}: {each.seen}")
-            for name, text in (("why", each.reason), ("fix", each.fix)):
+        for finding in findings:
+            where = f"{path}:{finding.line}: " if path is not None else ""
+            print(f"{finding.level.value:>4}  {where}{finding.about}: {finding.seen}")
+            for name, text in (("why", finding.reason), ("fix", finding.fix)):
                 if text:
                     print(f"      {name}: {text}")
-    return int(any(each.level is Severity.BAD for each in findings))
+    return int(any(finding.level is Severity.BAD for finding in findings))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +107,7 @@ def _script(path: str, as_json: bool) -> int:
     return show(findings, as_json, path)
 
 
-def _listen(place: str) -> list[Diagnostic]:
+def _listen(address: str) -> list[Diagnostic]:
     import secrets
 
     from paceline.cli.doctor.network import serve
@@ -121,7 +115,7 @@ def _listen(place: str) -> list[Diagnostic]:
     from paceline.operate.launch.multinode.node_connection import own_address
     from paceline.operate.launch.shared_secret import JoinToken
 
-    host, _, port = place.rpartition(":") if ":" in place else (place, "", "")
+    host, _, port = address.rpartition(":") if ":" in address else (address, "", "")
     host = host.strip("[]") or own_address()
     secret = secrets.token_bytes(32)
     with listen_at_port(host, int(port or 0), secret) as listener:

@@ -1,4 +1,4 @@
-"""Checks this machine. Each check reads files or asks the kernel; none needs torch or another machine."""
+"""Checks of this machine, which read files or call the kernel; none needs torch or another machine."""
 
 from __future__ import annotations
 
@@ -23,11 +23,15 @@ from paceline.operate.launch.workers.placement import count_gpus, domains_of, fo
 _GIB = 1 << 30
 _SMALL_SHM = _GIB
 _FEW_FILES = 4096
-_TIME_ERROR = 5  # adjtimex: the clock is not synchronised
+_TIME_ERROR = 5  # adjtimex(2): the clock is not synchronised
 
 
 def _good(about: str, seen: str) -> Diagnostic:
     return Diagnostic(Severity.GOOD, about, seen)
+
+
+def _note(about: str, seen: str, reason: str = "", fix: str = "") -> Diagnostic:
+    return Diagnostic(Severity.NOTE, about, seen, reason, fix)
 
 
 def versions() -> list[Diagnostic]:
@@ -50,8 +54,7 @@ def cores() -> list[Diagnostic]:
     seen += f"; quota of {quota:g})" if quota is not None else ")"
     if quota is not None and quota < len(mine):
         return [
-            Diagnostic(
-                Severity.NOTE,
+            _note(
                 "cores",
                 seen,
                 "the cgroup's quota is smaller than the number of visible cores, so the kernel pauses threads",
@@ -89,8 +92,7 @@ def limits() -> list[Diagnostic]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     findings = [_good("file descriptors", f"{soft} (up to {hard})")]
     if soft < _FEW_FILES:
-        findings[0] = Diagnostic(
-            Severity.NOTE,
+        findings[0] = _note(
             "file descriptors",
             f"{soft} (up to {hard})",
             "many DataLoader workers and connections need more of them",
@@ -99,12 +101,8 @@ def limits() -> list[Diagnostic]:
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if locked != resource.RLIM_INFINITY and count_gpus():
         findings.append(
-            Diagnostic(
-                Severity.NOTE,
-                "locked memory",
-                f"{locked >> 10} KiB",
-                "RDMA and pinned buffers need more",
-                "run ulimit -l unlimited",
+            _note(
+                "locked memory", f"{locked >> 10} KiB", "RDMA and pinned buffers need more", "run ulimit -l unlimited"
             )
         )
     return findings
@@ -131,8 +129,7 @@ def network(root: Path = Path("/")) -> list[Diagnostic]:
         address = None
     if address is None or str(address).startswith("127.") or address == "::1":
         findings.append(
-            Diagnostic(
-                Severity.NOTE,
+            _note(
                 "host name",
                 f"{name} resolves to {address or 'no address'}",
                 "libraries that look up the host's own address, such as gloo, announce one that others cannot reach",
@@ -154,28 +151,16 @@ def ports() -> list[Diagnostic]:
     if holder is None:
         return [_good("ports", f"29500 is free; {span}")]
     fix = "end it if it is a leftover job of yours, or pass --master-port"
-    return [
-        Diagnostic(
-            Severity.NOTE, "ports", f"29500 is held by {holder}; {span}", "torchrun's default port is taken", fix
-        )
-    ]
+    return [_note("ports", f"29500 is held by {holder}; {span}", "torchrun's default port is taken", fix)]
 
 
 def clock() -> list[Diagnostic]:
     """Reports whether the kernel considers the clock synchronised."""
-    buffer = ctypes.create_string_buffer(256)  # struct timex with modes=0, which asks only
+    buffer = ctypes.create_string_buffer(256)  # struct timex with modes=0, which only reads
     state = ctypes.CDLL(None).adjtimex(buffer)
     if state == _TIME_ERROR:
         fix = "start chronyd or systemd-timesyncd; in a virtual machine, check the host's clock"
-        return [
-            Diagnostic(
-                Severity.NOTE,
-                "clock",
-                "not synchronised",
-                "the times in the logs of several machines cannot be compared",
-                fix,
-            )
-        ]
+        return [_note("clock", "not synchronised", "the times in the logs of several machines cannot be compared", fix)]
     return [_good("clock", "synchronised")]
 
 
@@ -190,24 +175,17 @@ def accelerators(root: Path = Path("/")) -> list[Diagnostic]:
     findings = [_good("accelerators", seen + (f"MPI {mpi}" if mpi else "MPI not found"))]
     if gpus and not has_nccl:
         why = "without it, the nccl backend is not available for the GPUs"
-        findings.append(
-            Diagnostic(Severity.NOTE, "NCCL", "not found", why, "install a build of torch for CUDA, which includes it")
-        )
+        findings.append(_note("NCCL", "not found", why, "install a build of torch for CUDA, which includes it"))
     return findings
 
 
 def leftovers() -> list[Diagnostic]:
-    """Reports this user's processes that belong to Paceline jobs."""
-    pids = marked("")
-    inside = [pid for pid in pids if os.environ.get(MARK) is None]
-    if not inside:
+    """Reports this user's processes that belong to Paceline jobs; inside a job, reports none."""
+    pids = marked("") if os.environ.get(MARK) is None else []
+    if not pids:
         return [_good("other jobs", "this user runs none on this machine")]
-    seen = f"{len(inside)} processes of Paceline jobs run here: {', '.join(map(str, sorted(inside)[:8]))}"
-    return [
-        Diagnostic(
-            Severity.NOTE, "other jobs", seen, "they use the same cores and GPUs", "end them if they are not wanted"
-        )
-    ]
+    seen = f"{len(pids)} processes of Paceline jobs run here: {', '.join(map(str, sorted(pids)[:8]))}"
+    return [_note("other jobs", seen, "they use the same cores and GPUs", "end them if they are not wanted")]
 
 
 def _read(path: Path) -> str:
@@ -231,11 +209,11 @@ CHECKS: tuple[Callable[[], list[Diagnostic]], ...] = (
 
 
 def check_machine() -> list[Diagnostic]:
-    """Returns the findings of all checks; a check that fails reports that."""
+    """Returns the findings of all checks, and a note for each check that failed."""
     findings: list[Diagnostic] = []
     for check in CHECKS:
         try:
             findings += check()
         except (OSError, KeyError, ValueError, IndexError) as error:
-            findings.append(Diagnostic(Severity.NOTE, check.__name__, f"could not be checked ({error})"))
+            findings.append(_note(check.__name__, f"could not be checked ({error})"))
     return findings

@@ -1,4 +1,4 @@
-"""Checks the network between two machines in both directions, large packets, clocks and versions; one listens."""
+"""Checks between two machines, one of which listens: connections both ways, large packets, clocks and versions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LONGEST_LINE = 4096
 
 
 def serve(listener: socket.socket, secret: bytes) -> list[Diagnostic]:
-    """Serves one visit on the listening side; returns its findings."""
+    """Serves one probe on the listening side; returns its findings."""
     connection, (host, *_) = listener.accept()
     with closing(connection):
         verify(connection, derive_key(secret, CHANNEL), CHANNEL)
@@ -32,14 +32,14 @@ def serve(listener: socket.socket, secret: bytes) -> list[Diagnostic]:
             _send_line(connection, {"time": time.time(), "python": platform.python_version()})
         _receive(connection, PAYLOAD)
         connection.sendall(bytes(PAYLOAD))
-        back = _receive_line(connection)
-        finding = _call_back(host, int(str(back["port"])), secret)
+        request = _receive_line(connection)
+        finding = _connect_back(host, int(str(request["port"])), secret)
         _send_line(connection, {"error": "" if finding.level is Severity.GOOD else finding.seen})
     return [Diagnostic(Severity.GOOD, "visit", f"from {host}: {PAYLOAD >> 20} MiB each way"), finding]
 
 
 def probe(address: tuple[str, int], secret: bytes) -> list[Diagnostic]:
-    """Visits the machine that listens at `address`; returns the findings."""
+    """Probes the machine that listens at `address`; returns the findings."""
     place = f"{address[0]}:{address[1]}"
     try:
         connection = socket.create_connection(address, _TIMEOUT_S)
@@ -67,7 +67,7 @@ def probe(address: tuple[str, int], secret: bytes) -> list[Diagnostic]:
                 *findings,
                 Diagnostic(Severity.BAD, "large packets", f"{PAYLOAD >> 20} MiB did not arrive", why, fix),
             ]
-        findings.append(_way_back(connection, secret))
+        findings.append(_await_connection_back(connection, secret))
     return findings
 
 
@@ -102,7 +102,7 @@ def _payload(connection: socket.socket) -> Diagnostic:
     return Diagnostic(Severity.GOOD, "large packets", f"{PAYLOAD >> 20} MiB each way at {rate * 8 / 1e9:.2f} Gbit/s")
 
 
-def _way_back(connection: socket.socket, secret: bytes) -> Diagnostic:
+def _await_connection_back(connection: socket.socket, secret: bytes) -> Diagnostic:
     family = connection.family
     with socket.create_server((connection.getsockname()[0], 0), family=family) as listener:
         listener.settimeout(_TIMEOUT_S)
@@ -121,7 +121,7 @@ def _way_back(connection: socket.socket, secret: bytes) -> Diagnostic:
     )
 
 
-def _call_back(host: str, port: int, secret: bytes) -> Diagnostic:
+def _connect_back(host: str, port: int, secret: bytes) -> Diagnostic:
     try:
         with closing(socket.create_connection((host, port), _TIMEOUT_S / 2)) as connection:
             prove(connection, derive_key(secret, CHANNEL), PeerHello(CHANNEL))

@@ -1,4 +1,4 @@
-"""Finds known mistakes in training scripts by reading them; runs nothing."""
+"""Known mistakes in training scripts, found in the syntax tree without running the script."""
 
 from __future__ import annotations
 
@@ -49,8 +49,7 @@ class _Script:
             if isinstance(parent, ast.If) and child is not parent.test:
                 in_body, in_else = _sides(parent.test, self.main_names)
                 if in_body or in_else:
-                    here = child in parent.body
-                    return parent, in_body if here else in_else
+                    return parent, in_body if child in parent.body else in_else
             child, parent = parent, self.parents.get(parent)
         return None
 
@@ -59,15 +58,19 @@ class _Script:
         child, parent = node, self.parents.get(node)
         while parent is not None:
             for body in (getattr(parent, "body", None), getattr(parent, "orelse", None)):
-                if isinstance(body, list) and child in body:
-                    earlier = body[: body.index(child)]
-                    if any(isinstance(each, ast.If) and self._sends_others_away(each) for each in earlier):
-                        return True
+                if not isinstance(body, list) or child not in body:
+                    continue
+                if any(map(self._returns_early, body[: body.index(child)])):
+                    return True
             child, parent = parent, self.parents.get(parent)
         return False
 
-    def _sends_others_away(self, test: ast.If) -> bool:
-        return isinstance(test.body[-1], (ast.Return, ast.Continue)) and _sides(test.test, self.main_names)[1]
+    def _returns_early(self, statement: ast.stmt) -> bool:
+        return (
+            isinstance(statement, ast.If)
+            and isinstance(statement.body[-1], (ast.Return, ast.Continue))
+            and _sides(statement.test, self.main_names)[1]
+        )
 
 
 def _name(node: ast.expr) -> str:
@@ -82,7 +85,7 @@ def _name(node: ast.expr) -> str:
 def _sides(test: ast.expr, main_names: set[str]) -> tuple[bool, bool]:
     """Returns whether only rank 0 runs the body of `if test`, and whether only rank 0 runs the else branch."""
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
-        return any(_sides(each, main_names)[0] for each in test.values), False
+        return any(_sides(value, main_names)[0] for value in test.values), False
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         if _is_rank(test.operand):
             return True, False
@@ -90,7 +93,7 @@ def _sides(test: ast.expr, main_names: set[str]) -> tuple[bool, bool]:
         return orelse, body
     if isinstance(test, ast.Compare) and len(test.ops) == 1:
         sides = (test.left, test.comparators[0])
-        is_zero = any(isinstance(each, ast.Constant) and each.value in (0, -1, "0") for each in sides)
+        is_zero = any(isinstance(side, ast.Constant) and side.value in (0, -1, "0") for side in sides)
         if any(map(_is_rank, sides)) and is_zero:
             if isinstance(test.ops[0], ast.Eq):
                 return True, False
@@ -116,7 +119,7 @@ def _is_rank(node: ast.expr) -> bool:
         if last in _RANK_CALLS:
             return True
         if last in ("int", "get", "getenv"):  # int(os.environ.get("RANK", 0))
-            return any(_is_rank(each) for each in node.args)
+            return any(map(_is_rank, node.args))
         return False
     if isinstance(node, ast.Constant):
         return node.value in ("RANK", "LOCAL_RANK")
@@ -126,11 +129,7 @@ def _is_rank(node: ast.expr) -> bool:
 
 
 def _keyword(call: ast.Call, name: str) -> ast.expr | None:
-    return next((each.value for each in call.keywords if each.arg == name), None)
-
-
-def _is_true(node: ast.expr | None) -> bool:
-    return isinstance(node, ast.Constant) and node.value is True
+    return next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
 
 
 def _bad(node: ast.AST, about: str, seen: str, reason: str, fix: str, level: Severity = Severity.BAD) -> Diagnostic:
@@ -158,7 +157,7 @@ def first_gpu(script: _Script) -> Iterator[Diagnostic]:
 
 
 def samplers(script: _Script) -> Iterator[Diagnostic]:
-    """Finds data that every rank reads completely, or that is read in the same order in each epoch."""
+    """Finds data that every rank reads completely, and data that is read in the same order in each epoch."""
     makes_sampler = None
     for name, call in script.calls():
         last = name.rpartition(".")[2]
@@ -171,7 +170,7 @@ def samplers(script: _Script) -> Iterator[Diagnostic]:
             why = "every rank reads all of the data, so an epoch counts each sample once for every rank"
             fix = "pass sampler=DistributedSampler(dataset), and give shuffle= to the sampler"
             yield _bad(call, "no-sampler", "DataLoader without a sampler", why, fix)
-        elif _is_true(_keyword(call, "shuffle")):
+        elif isinstance(shuffle := _keyword(call, "shuffle"), ast.Constant) and shuffle.value is True:
             why = "DataLoader refuses a sampler together with shuffle=True"
             yield _bad(
                 call, "shuffle", "shuffle=True with a sampler", why, "pass shuffle=True to the DistributedSampler"
@@ -183,7 +182,7 @@ def samplers(script: _Script) -> Iterator[Diagnostic]:
 
 
 def collectives(script: _Script) -> Iterator[Diagnostic]:
-    """Finds calls that all ranks must make in branches that only some ranks take."""
+    """Finds calls that all ranks must make in branches that only some ranks execute."""
     for name, call in script.calls():
         module, _, last = name.rpartition(".")
         if last not in _COLLECTIVES or (module and module not in _COMMUNICATORS):
@@ -193,10 +192,10 @@ def collectives(script: _Script) -> Iterator[Diagnostic]:
         guard = script.rank_guard(call)
         if guard is not None:
             inside, is_main = guard
-            other = inside.orelse if any(call in ast.walk(each) for each in inside.body) else inside.body
-            if any(_name(each.func).endswith(last) for line in other for each in ast.walk(line)
-                   if isinstance(each, ast.Call)):  # fmt: skip
-                continue
+            other = inside.orelse if any(call in ast.walk(statement) for statement in inside.body) else inside.body
+            nodes = (node for statement in other for node in ast.walk(statement))
+            if any(isinstance(node, ast.Call) and _name(node.func).endswith(last) for node in nodes):
+                continue  # both branches make it
             who = "only rank 0" if is_main else "every rank but 0"
             why = (
                 f"{who} would reach this call (the if is on line {inside.lineno}), and would wait there for the others"
@@ -218,15 +217,15 @@ def saves(script: _Script) -> Iterator[Diagnostic]:
         guard = script.rank_guard(call)
         if (guard is None or not guard[1]) and not script.follows_an_early_return(call):
             path = call.args[1] if len(call.args) > 1 else call.args[0] if call.args else None
-            if path is not None and any(_is_rank(each) for each in ast.walk(path) if isinstance(each, ast.expr)):
-                continue  # a file of each rank's own
+            if path is not None and any(_is_rank(node) for node in ast.walk(path) if isinstance(node, ast.expr)):
+                continue  # each rank has a file of its own
             why = "all ranks write the same file at the same time, and the result may be damaged"
             fix = "write if dist.get_rank() == 0: before it, and call dist.barrier() before a rank reads the file"
             yield _bad(call, "all-ranks-save", f"{last}() on every rank", why, fix)
 
 
 def loads(script: _Script) -> Iterator[Diagnostic]:
-    """Finds checkpoints that are loaded onto the GPU they were saved from."""
+    """Finds checkpoints that are loaded onto the GPU from which they were saved."""
     for name, call in script.calls():
         if name == "torch.load" and _keyword(call, "map_location") is None and len(call.args) < 2:
             why = "every rank loads the tensors to the GPU that they were saved from, whose memory may not suffice"
@@ -243,4 +242,4 @@ def check_script(text: str) -> list[Diagnostic]:
         SyntaxError: the text is not valid Python.
     """
     script = _Script(ast.parse(text))
-    return sorted((each for rule in RULES for each in rule(script)), key=lambda each: each.line or 0)
+    return sorted((finding for rule in RULES for finding in rule(script)), key=lambda finding: finding.line or 0)

@@ -1,6 +1,6 @@
-"""Says how the connections of jobs are protected here, on which sockets running jobs listen, and who reaches them.
+"""Checks of security: the level, the secret and OpenSSL, and the reachability of sockets on which jobs listen.
 
-Finds the sockets on which processes listen, from /proc.
+The sockets of processes are found in /proc.
 """
 
 from __future__ import annotations
@@ -22,76 +22,24 @@ from paceline.operate.launch.workers.cleanup import marked
 
 _LISTENS = "0A"  # TCP_LISTEN
 _UNIX_LISTENS = 1 << 16  # __SO_ACCEPTCON
-
-
-@dataclass(frozen=True, order=True)
-class ListeningSocket:
-    """A socket to which strangers can speak.
-
-    `kind` is tcp, tcp6, udp, udp6 or unix. A Unix socket's address is its path, with @ in front for the abstract ones.
-    """
-
-    kind: str
-    address: str
-    port: int = 0
-
-    def __str__(self) -> str:
-        return f"unix:{self.address}" if self.kind == "unix" else f"{self.kind}:{self.address}:{self.port}"
-
-
-def listening_sockets_of(pids: Iterable[int]) -> set[ListeningSocket]:
-    """Returns the sockets on which these processes listen; those of UDP count as soon as they are bound."""
-    found: set[ListeningSocket] = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
-            inodes = {inode for fd in Path(f"/proc/{pid}/fd").iterdir() if (inode := _socket_inode(fd))}
-            found |= _of_network(pid, inodes) | _of_machine(pid, inodes)
-    return found
-
-
-def _of_network(pid: int, inodes: set[str]) -> set[ListeningSocket]:
-    found = set()
-    for kind in ("tcp", "tcp6", "udp", "udp6"):
-        for row in _rows(pid, kind):
-            if row[9] in inodes and (row[3] == _LISTENS or kind.startswith("udp")):
-                address, _, port = row[1].rpartition(":")
-                found.add(ListeningSocket(kind, _numeric(address), int(port, 16)))
-    return found
-
-
-def _of_machine(pid: int, inodes: set[str]) -> set[ListeningSocket]:
-    return {
-        ListeningSocket("unix", row[7] if len(row) > 7 else "")
-        for row in _rows(pid, "unix")
-        if row[6] in inodes and int(row[3], 16) & _UNIX_LISTENS
-    }
-
-
-def _socket_inode(fd: Path) -> str:
-    try:
-        link = os.readlink(fd)
-    except OSError:  # closed meanwhile
-        return ""
-    return link.removeprefix("socket:[").removesuffix("]") if link.startswith("socket:[") else ""
-
-
-def _rows(pid: int, kind: str) -> list[list[str]]:
-    return [line.split() for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()[1:]]
-
-
-def _numeric(packed: str) -> str:
-    """Returns an address that the kernel wrote as hexadecimal words in its own byte order."""
-    words = [int(packed[at : at + 8], 16) for at in range(0, len(packed), 8)]
-    raw = b"".join(struct.pack("=I", word) for word in words)
-    return socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw)
-
-
 _MEANINGS = {
     None: "not chosen: connections are authenticated, and encrypted where an address is public",
     "auth": "auth: connections are authenticated and not encrypted",
     "encrypt": "encrypt: connections are authenticated, and encrypted between machines",
     "none": "none: connections are neither authenticated nor encrypted",
 }
+
+
+@dataclass(frozen=True, order=True)
+class ListeningSocket:
+    """A socket that accepts data from other processes."""
+
+    kind: str  # tcp, tcp6, udp, udp6 or unix
+    address: str  # of a Unix socket its path, or @ and its abstract name
+    port: int = 0
+
+    def __str__(self) -> str:
+        return f"unix:{self.address}" if self.kind == "unix" else f"{self.kind}:{self.address}:{self.port}"
 
 
 def check_security() -> list[Diagnostic]:
@@ -138,11 +86,11 @@ def _listeners() -> list[Diagnostic]:
     if not found:
         running = f"none of {len(jobs)} processes of jobs" if jobs else "no job of this user runs here"
         return [Diagnostic(Severity.GOOD, "listeners", running)]
-    return [_reach(each) for each in found]
+    return [_reach(listener) for listener in found]
 
 
 def _processes_of_jobs() -> list[int]:
-    """Returns this user's workers and the launchers above them."""
+    """Returns the process ids of this user's workers and of their launchers."""
     workers = marked("")
     return sorted({*workers, *(parent for pid in workers if (parent := _parent(pid)) > 1)})
 
@@ -170,3 +118,50 @@ def _reach(listener: ListeningSocket) -> Diagnostic:
             Severity.NOTE, "listener", f"{listener}: reached from the Internet", why, "use a firewall too"
         )
     return Diagnostic(Severity.GOOD, "listener", f"{listener}: reached from the machines of its network")
+
+
+def listening_sockets_of(pids: Iterable[int]) -> set[ListeningSocket]:
+    """Returns the sockets on which these processes listen, including all bound UDP sockets."""
+    found: set[ListeningSocket] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
+            inodes = {inode for fd in Path(f"/proc/{pid}/fd").iterdir() if (inode := _socket_inode(fd))}
+            found |= _network_sockets(pid, inodes) | _unix_sockets(pid, inodes)
+    return found
+
+
+def _network_sockets(pid: int, inodes: set[str]) -> set[ListeningSocket]:
+    found = set()
+    for kind in ("tcp", "tcp6", "udp", "udp6"):
+        for row in _rows(pid, kind):
+            if row[9] in inodes and (row[3] == _LISTENS or kind.startswith("udp")):
+                address, _, port = row[1].rpartition(":")
+                found.add(ListeningSocket(kind, _numeric(address), int(port, 16)))
+    return found
+
+
+def _unix_sockets(pid: int, inodes: set[str]) -> set[ListeningSocket]:
+    return {
+        ListeningSocket("unix", row[7] if len(row) > 7 else "")
+        for row in _rows(pid, "unix")
+        if row[6] in inodes and int(row[3], 16) & _UNIX_LISTENS
+    }
+
+
+def _socket_inode(fd: Path) -> str:
+    try:
+        link = os.readlink(fd)
+    except OSError:  # closed meanwhile
+        return ""
+    return link.removeprefix("socket:[").removesuffix("]") if link.startswith("socket:[") else ""
+
+
+def _rows(pid: int, kind: str) -> list[list[str]]:
+    return [line.split() for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()[1:]]
+
+
+def _numeric(packed: str) -> str:
+    """Returns an address that the kernel prints as hexadecimal words in native byte order."""
+    words = [int(packed[start : start + 8], 16) for start in range(0, len(packed), 8)]
+    raw = b"".join(struct.pack("=I", word) for word in words)
+    return socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw)

@@ -1,4 +1,4 @@
-"""`paceline top` with Textual: the table can be scrolled and sorted, and the output filtered by rank."""
+"""`paceline top` with Textual, where the table can be scrolled and sorted, and the output filtered by rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LINKS_WIDTH = 80
 
 
 class Top(App[None]):
-    """Shows what `look` returns, a picture as JSON, every so many seconds."""
+    """Shows the picture that `look` returns, as JSON, every `every_s` seconds."""
 
     CSS = """
     #head { height: auto; padding: 0 1; }
@@ -53,7 +53,7 @@ class Top(App[None]):
         self._picture: Mapping[str, Any] = {}
 
     def compose(self) -> ComposeResult:
-        """Makes the parts of the screen."""
+        """Creates the widgets."""
         yield Static(id="head")
         yield Static(id="verdict")
         yield DataTable(id="ranks", cursor_type="row", zebra_stripes=True)
@@ -65,7 +65,7 @@ class Top(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Begins to look."""
+        """Starts the refreshes."""
         self.query_one("#ranks", DataTable).add_columns(*_COLUMNS)
         self.set_interval(self._every_s, self._refresh)
         self._refresh()
@@ -76,7 +76,7 @@ class Top(App[None]):
         self._show_ranks()
 
     def action_filter(self) -> None:
-        """Shows the output of the rank under the cursor alone, or that of all ranks again."""
+        """Shows the output of only the rank under the cursor, or of all ranks again."""
         row = self.query_one("#ranks", DataTable).cursor_row
         rows = self._sorted()
         self._only = None if self._only is not None or row >= len(rows) else int(rows[row]["rank"])
@@ -160,7 +160,7 @@ class Top(App[None]):
 
 
 def _bar(parts: list[float]) -> Text:
-    """Returns the parts of a step as a bar and in words."""
+    """Returns the parts of a step as a bar with a legend."""
     total = sum(parts) or 1.0
     bar, words = Text(), Text()
     for part, time in zip(PARTS, parts, strict=True):

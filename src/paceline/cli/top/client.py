@@ -1,8 +1,7 @@
-"""Asks the page of a job for its picture, over loopback or a Unix socket.
+"""Finds a running job, and fetches pictures of it from its dashboard or, without one, from its recordings.
 
-Finds a running job: by its page's address, by the job's directory, or the one that was started last.
-
-Takes pictures of a running job: from its page, or from its recordings if it has no page.
+A job is found by its dashboard's address, by its directory, or as the latest one. A dashboard is reached over loopback
+or a Unix socket.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ _TIMEOUT_S = 10.0
 
 
 class PageUnreachableError(Exception):
-    """The page does not answer, or refuses."""
+    """Raised if the dashboard does not answer or rejects the request."""
 
 
 @dataclass(frozen=True)
 class PageAddress:
-    """Where a page is: on a port of `host`, or on the Unix socket `path`."""
+    """The address of a dashboard: a port of `host`, or the Unix socket `path`."""
 
     token: str
     host: str = "localhost"
@@ -45,7 +44,7 @@ class PageAddress:
         """Parses the address that `paceline run --dash` printed.
 
         Raises:
-            ValueError: it is no such address.
+            ValueError: the text is not such an address.
         """
         parts = urlsplit(text)
         token = parse_qs(parts.query).get("token", [""])[0]
@@ -57,10 +56,10 @@ class PageAddress:
 
 
 def picture(address: PageAddress) -> dict[str, Any]:
-    """Returns the picture of the job, as JSON has it.
+    """Returns the picture of the job as decoded JSON.
 
     Raises:
-        UnreachableError: nobody answers there, or the token is not the right one.
+        PageUnreachableError: no dashboard answers, or the token is wrong.
     """
     connection = _connection(address)
     headers = {"Authorization": f"Bearer {address.token}", "Host": f"localhost:{address.port or 80}"}
@@ -77,12 +76,12 @@ def picture(address: PageAddress) -> dict[str, Any]:
             f"the job's launcher refuses ({answer.status}): {body.decode(errors='replace')[:200]}"
         )
     try:
-        told = decode_untrusted(json.loads, body)
+        content = decode_untrusted(json.loads, body)
     except ValueError:
-        told = None
-    if not isinstance(told, dict):
+        content = None
+    if not isinstance(content, dict):
         raise PageUnreachableError("what answers there is not the page of a job")
-    return told
+    return content
 
 
 def _connection(address: PageAddress) -> http.client.HTTPConnection:
@@ -106,18 +105,18 @@ class _OverUnixSocket(http.client.HTTPConnection):
 
 
 class NoRunningJobError(ValueError):
-    """There is no such job to look at."""
+    """Raised if the job does not exist or does not run."""
 
 
 def find(target: str | None) -> PageAddress | JobRun:
-    """Returns the address of a job's page, or the job if it has none.
+    """Returns the address of a job's dashboard, or the job itself if it has none.
 
     Args:
-        target: an address as `paceline run --dash` prints it, a job's directory, or its name among those that
-            `paceline runs` lists; None for the job that was started last of those that run.
+        target: An address that `paceline run --dash` printed, a job's directory, or a name from `paceline runs`; None
+            for the latest running job.
 
     Raises:
-        NoJobError: no such job runs.
+        NoRunningJobError: no such job runs.
     """
     if target is None:
         return _latest()
@@ -151,14 +150,14 @@ def _of(run: JobRun) -> PageAddress | JobRun:
     if not path.is_file():
         return run
     try:
-        told = json.loads(path.read_text())
-        return PageAddress(told["token"], port=told.get("port", 0), prefix=told["prefix"], path=told.get("path"))
+        facts = json.loads(path.read_text())
+        return PageAddress(facts["token"], port=facts.get("port", 0), prefix=facts["prefix"], path=facts.get("path"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise NoRunningJobError(f"{path} cannot be read as the address of a page ({error})") from error
 
 
 def poller_of(job: PageAddress | JobRun) -> Callable[[], dict[str, Any]]:
-    """Returns a function that takes a picture of the job, as JSON has it, or raises `UnreachableError`."""
+    """Returns a function that returns a picture of the job as decoded JSON, or raises `PageUnreachableError`."""
     if isinstance(job, PageAddress):
         return lambda: picture(job)
     view = ExternalCollector(job)

@@ -1,6 +1,7 @@
-"""Turns a picture, as JSON has it, into lines of text of a given width, with ANSI colours or without.
+"""`paceline top` as lines of text, with ANSI colours or without, redrawn in place on a terminal.
 
-Shows lines again and again: in place on a terminal, and once, or one after the other, where there is none.
+It exists beside the Textual view for `--once`, `--plain` and output that is not a terminal, where Textual cannot draw,
+and as the view without the extra `paceline[top]`. docs/pictures/page.py draws the picture of the docs from it, too.
 """
 
 from __future__ import annotations
@@ -23,10 +24,20 @@ _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 _SIZE = (100, 30)
 
 Draw = Callable[[int, int, bool], list[str]]  # (width, height, is coloured) -> lines
+_COLOURS = {"bad": 31, "good": 32, "waiting": 33, "quiet": 90, "bold": 1}
+_MOODS = {"good": "good", "bad": "bad", "waiting": "waiting", "over": "bold"}
+_PART_COLOURS = {"data": 33, "forward": 36, "backward": 34, "exposed": 31, "optimizer": 35, "other": 90}
+_PART_NAMES = {"exposed": "waiting", "data": "data", "other": "other"}
+_STATES = {"training": "good", "running": "good", "dead": "bad", "silent": "bad", "ended": "quiet"}
+_BAR = 40
+_SPARKS = "▁▂▃▄▅▆▇█"
+_SLOW = 1.1
+_MOST_LINKS = 4
+_GIB, _MIB = 1 << 30, 1 << 20
 
 
 def show(draw: Draw, every_s: float, is_once: bool) -> None:
-    """Shows what `draw` returns every so many seconds, until q or Ctrl-C is typed; once if that is asked for."""
+    """Shows the lines of `draw` every `every_s` seconds until the user types q or Ctrl-C; with `is_once`, only once."""
     is_terminal = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     width, height = shutil.get_terminal_size(_SIZE) if is_terminal else _SIZE
     if is_once or not is_terminal:
@@ -50,7 +61,7 @@ def show(draw: Draw, every_s: float, is_once: bool) -> None:
 
 @contextlib.contextmanager
 def _full_screen() -> Iterator[None]:
-    """Uses the terminal's other screen, without a cursor, and gives it back as it was."""
+    """Switches to the terminal's alternate screen, without a cursor, and restores the terminal on exit."""
     before = termios.tcgetattr(0) if sys.stdin.isatty() else None
     sys.stdout.write(_ENTER)
     try:
@@ -74,26 +85,15 @@ def _is_typed(keys: str, within_s: float) -> bool:
 
 Picture = Mapping[str, Any]
 
-_COLOURS = {"bad": 31, "good": 32, "waiting": 33, "quiet": 90, "bold": 1}
-_MOODS = {"good": "good", "bad": "bad", "waiting": "waiting", "over": "bold"}
-_PART_COLOURS = {"data": 33, "forward": 36, "backward": 34, "exposed": 31, "optimizer": 35, "other": 90}
-_PART_NAMES = {"exposed": "waiting", "data": "data", "other": "other"}
-_STATES = {"training": "good", "running": "good", "dead": "bad", "silent": "bad", "ended": "quiet"}
-_BAR = 40
-_SPARKS = "▁▂▃▄▅▆▇█"
-_SLOW = 1.1
-_MOST_LINKS = 4
-_GIB, _MIB = 1 << 30, 1 << 20
-
 
 def coloured(text: str, colour: str | int, is_coloured: bool) -> str:
-    """Returns the text in a colour."""
+    """Returns the text in a colour, or unchanged without colours."""
     code = _COLOURS[colour] if isinstance(colour, str) else colour
     return f"\x1b[{code}m{text}\x1b[0m" if is_coloured and text else text
 
 
 def lines_of(picture: Picture, width: int, height: int, is_coloured: bool) -> list[str]:
-    """Returns at most `height` lines; where there are more ranks than fit, those that need attention come first."""
+    """Returns at most `height` lines; if not all ranks fit, those that need attention are shown."""
     header = picture["header"]
     lines = [coloured(header["sentence"].capitalize(), _MOODS[header["mood"]], is_coloured)]
     if header["share"] is not None:
@@ -115,7 +115,7 @@ def lines_of(picture: Picture, width: int, height: int, is_coloured: bool) -> li
 
 
 def sentence_of(words: str) -> str:
-    """Returns words as a sentence of their own."""
+    """Returns the words as a sentence."""
     return f"{words[:1].upper()}{words[1:]}."
 
 
@@ -181,7 +181,7 @@ def _curves(picture: Picture, width: int) -> list[str]:
 
 
 def links_of(rows: Sequence[Picture], width: int, is_coloured: bool) -> list[str]:
-    """Returns a line for each of the links over TCP that need attention most: slow ones, then the busiest."""
+    """Returns a line for each of the TCP links that need attention most: slow ones, then the busiest."""
     links = [row for row in rows if row["peer"] >= 0]
     if not links:
         return []
@@ -204,9 +204,10 @@ def _rate(nbytes_per_s: int | None) -> str:
 
 
 def _spark(values: Sequence[float], width: int) -> str:
-    """Returns the values as a row of bars."""
-    each = max(1, -(-len(values) // max(1, width)))
-    means = [sum(part) / len(part) for at in range(0, len(values), each) if (part := values[at : at + each])]
+    """Returns a sparkline of the values."""
+    size = max(1, -(-len(values) // max(1, width)))
+    parts = [values[start : start + size] for start in range(0, len(values), size)]
+    means = [sum(part) / len(part) for part in parts]
     low, high = min(means), max(means)
     return "".join(_SPARKS[round((value - low) / (high - low) * 7) if high > low else 0] for value in means)
 

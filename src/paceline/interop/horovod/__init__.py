@@ -1,10 +1,10 @@
-"""Horovod's interface for PyTorch over Paceline: `import paceline.interop.horovod as hvd`.
+"""Horovod's interface for PyTorch over Paceline: `import paceline.horovod as hvd`.
 
-This is a thin layer. May use: `group`, `functional` and `parallel`, and `launch` for `run`. `ranks.py` has `init` and
-the ranks, `calls.py` and `varying.py` the collectives, `negotiation.py` makes them and checks that the ranks agree,
-`handles.py` has the asynchronous ones' handles, `optimizer.py` `DistributedOptimizer`, whose gradients `gradients.py`
-averages; `stand_in/` is what `paceline run --compat horovod` puts on the path. Start reading at `calls.py`;
-docs/migrating.md says what differs from Horovod.
+Files are named after Horovod's own modules where there is one. `call_queue.py` executes the calls of `collectives.py`
+and `uneven_collectives.py`, and checks that the ranks agree. `stand_in/` is the package that `paceline run --compat
+horovod` puts on the path. docs/migrating.md lists the differences to Horovod.
+
+May use: `group`, `functional`, `ddp`, and `launch` for `run`. Start reading at `basics.py` and `collectives.py`.
 """
 
 from __future__ import annotations
@@ -86,73 +86,18 @@ from paceline.interop.horovod.uneven_collectives import (
 from paceline.train.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
-    "Adasum",
-    "Average",
-    "Compression",
-    "DistributedOptimizer",
-    "HorovodInternalError",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "SyncBatchNorm",
-    "add_process_set",
-    "allgather",
-    "allgather_async",
-    "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "poll",
-    "rank",
-    "reducescatter",
-    "reducescatter_async",
-    "remove_process_set",
-    "rocm_built",
-    "run",
-    "shutdown",
-    "size",
-    "sparse_allreduce_async",
+    "Adasum", "Average", "Compression", "DistributedOptimizer", "HorovodInternalError", "Max", "Min", "ProcessSet",
+    "Product", "Sum", "SyncBatchNorm", "add_process_set", "allgather", "allgather_async", "allgather_object",
+    "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier",
+    "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object", "broadcast_optimizer_state",
+    "broadcast_parameters", "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "global_process_set",
+    "gloo_built", "gloo_enabled", "grouped_allgather", "grouped_allgather_async", "grouped_allreduce",
+    "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter",
+    "grouped_reducescatter_async", "init", "is_homogeneous", "is_initialized", "join", "local_rank", "local_size",
+    "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "poll", "rank", "reducescatter",
+    "reducescatter_async", "remove_process_set", "rocm_built", "run", "shutdown", "size", "sparse_allreduce_async",
     "synchronize",
-]
+]  # fmt: skip
 
 ABSENT = {
     "elastic": "Horovod's elastic state goes back to its last commit when a worker dies; paceline.ElasticState loses "
@@ -164,4 +109,4 @@ ABSENT = {
 
 def __getattr__(name: str) -> NoReturn:
     reason = f": {ABSENT[name]}" if name in ABSENT else ""
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{reason}")
+    raise AttributeError(f"module 'paceline.horovod' has no attribute {name!r}{reason}")

@@ -1,9 +1,4 @@
-"""Joins the job, and says which rank of how many this process is, on its machine and among the machines.
-
-Process sets: Horovod's name for groups of some of the ranks.
-
-Runs a function on several processes of this machine, as `horovod.run` does.
-"""
+"""`init`, ranks, process sets (Horovod's name for groups of some of the ranks) and `run`."""
 
 from __future__ import annotations
 
@@ -23,181 +18,29 @@ from paceline.comm.store.store import HashStore
 from paceline.interop.horovod.call_queue import CallQueue
 from paceline.operate.launch.spawn import spawn
 
-
-class ProcessSet:
-    """Some of the ranks, between which collectives can be made once `init` or `add_process_set` has taken it.
-
-    Args:
-        ranks: the ranks; all of them if None.
-    """
-
-    def __init__(self, ranks: Sequence[int] | None = None) -> None:
-        self._given = None if ranks is None else sorted(ranks)
-        self._queue: CallQueue | None = None
-        self._world: ProcessGroup | None = None
-        self.process_set_id: int | None = 0 if ranks is None else None
-
-    def __repr__(self) -> str:
-        return f"ProcessSet({'all' if self._given is None else self._given}, process_set_id={self.process_set_id})"
-
-    @property
-    def ranks(self) -> list[int]:
-        """Returns the ranks of the set, in order."""
-        return list(range(default_group().size())) if self._given is None else list(self._given)
-
-    def included(self) -> bool:
-        """Returns whether this rank is in the set."""
-        return default_group().rank() in self.ranks
-
-    def size(self) -> int:
-        """Returns the number of ranks in the set."""
-        return len(self.ranks)
-
-    def rank(self) -> int:
-        """Returns this rank's number within the set.
-
-        Raises:
-            ValueError: this rank is not in the set.
-        """
-        return self.ranks.index(default_group().rank())
-
-    def calls(self) -> CallQueue:
-        """Returns the queue of the set's calls.
-
-        Raises:
-            ValueError: the set has not been added, or this rank is not in it.
-        """
-        if self._queue is None:
-            me = default_group().rank()
-            if self._given is None:
-                raise ValueError(
-                    f"rank {me} made a call before init(); all ranks call paceline.interop.horovod.init() first"
-                )
-            why = "is not in it" if self.process_set_id is not None else "has not added it; call add_process_set on all"
-            raise ValueError(f"rank {me} made a call on {self!r} and {why}")
-        return self._queue
-
-    def is_of(self, world: ProcessGroup) -> bool:
-        """Returns whether the set is open, and of ranks of this default group."""
-        return self._world is world
-
-    def open(self, number: int) -> None:
-        """Makes the group; every rank of the job calls this, in the same order."""
-        self._world = default_group()
-        made = new_group(self._given, group_desc=f"paceline.interop.horovod's calls of ranks {self.ranks}")
-        self._queue = CallQueue(made) if isinstance(made, ProcessGroup) else None
-        self.process_set_id = number
-        _opened.append(self)
-
-    def close(self) -> None:
-        """Ends the group; idempotent."""
-        if self._queue is not None:
-            self._queue.close()
-            self._queue.group.close()
-        self._queue = self._world = None
-        self.process_set_id = 0 if self._given is None else None
-        if self in _opened:
-            _opened.remove(self)
-
-
-global_process_set = ProcessSet()
-_opened: list[ProcessSet] = []
-_added = 0
-
-
-def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Makes the group of a process set, or of some ranks, and returns the set. Every rank of the job calls this."""
-    global _added
-    _added += 1
-    chosen = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    chosen.open(_added)
-    return chosen
-
-
-def remove_process_set(process_set: ProcessSet) -> bool:
-    """Ends a process set, and returns whether it was one that had been added. Every rank of the job calls this."""
-    if process_set is global_process_set or process_set.process_set_id is None:
-        return False
-    process_set.close()
-    return True
-
-
-def open_global_process_set() -> None:
-    """Makes the group of all ranks, unless it is there; every rank of the job calls this."""
-    if global_process_set.is_of(default_group()):
-        return
-    close_process_sets()
-    global_process_set.open(0)
-    # Before the groups end with the process: their calls on threads end first.
-    util.Finalize(None, close_process_sets, exitpriority=1)
-
-
-def close_process_sets() -> None:
-    """Ends all process sets, the global one included."""
-    for each in list(_opened):
-        each.close()
-
-
-def run(
-    func: Callable[..., Any],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    np: int = 1,
-    hosts: str | None = None,
-    **options: object,
-) -> list[Any]:
-    """Calls `func(*args, **kwargs)` on `np` processes of this machine, and returns their results by rank.
-
-    Args:
-        func: a function of a module, which calls `init`.
-        args, kwargs: its arguments.
-        np: the number of processes.
-        hosts: this machine only, as in "localhost:4"; start a job on several with `paceline run`.
-        options: Horovod's others (`use_gloo`, `verbose` and so on) are not used.
-
-    Raises:
-        ValueError: `hosts` names another machine.
-        WorkerError: a process failed; its message ends with the traceback.
-    """
-    names = {part.partition(":")[0] for part in (hosts or "localhost").split(",")}
-    if names - {"localhost", "127.0.0.1"}:
-        raise ValueError(
-            f"hosts is {hosts!r}, and run starts processes of this machine; for several machines use `paceline run "
-            "--nnodes N --rdzv-endpoint HOST:PORT` on each"
-        )
-    with tempfile.TemporaryDirectory(prefix="paceline-") as directory:
-        spawn(_call, (directory, func, tuple(args), dict(kwargs or {})), nprocs=np)
-        # Only processes of this user that were started above have written there.
-        return [pickle.loads(Path(directory, str(rank)).read_bytes()) for rank in range(np)]
-
-
-def _call(rank: int, directory: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    Path(directory, str(rank)).write_bytes(pickle.dumps(func(*args, **kwargs)))
-
-
 _OTHER_LAUNCHERS = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | None = None) -> None:
     """Joins the job that `paceline run` has started; without a launcher this process is a job of its own.
 
-    A second call has no effect, and a default process group that exists already is used.
+    A second call has no effect, and an existing default process group is used.
 
     Args:
-        comm: must be None; process sets do what Horovod does with a list of ranks or an MPI communicator here.
-        process_sets: sets of ranks to make groups of; all ranks give the same ones.
+        comm: Must be None; process sets replace Horovod's lists of ranks and MPI communicators.
+        process_sets: Sets of ranks to create groups for, the same on all ranks.
 
     Raises:
-        ValueError: `comm` was given, or another launcher has started the ranks, which does not say where they meet.
-        RendezvousError: the ranks did not find each other.
+        ValueError: `comm` was given, or another launcher, which provides no rendezvous, started the ranks.
+        RendezvousError: the rendezvous failed.
     """
     if comm is not None:
-        raise ValueError("paceline.interop.horovod.init has no comm; give process_sets=[ProcessSet(ranks)] instead")
+        raise ValueError("paceline.horovod.init has no comm; give process_sets=[ProcessSet(ranks)] instead")
     if not group_exists():
         _join()
     open_global_process_set()
-    for each in process_sets or ():
-        add_process_set(each)
+    for process_set in process_sets or ():
+        add_process_set(process_set)
 
 
 def _join() -> None:
@@ -215,14 +58,14 @@ def _join() -> None:
 
 
 def shutdown() -> None:
-    """Leaves the job; has no effect if this process is in none."""
+    """Leaves the job; has no effect without one."""
     if group_exists():
         close_process_sets()
         destroy_process_group()
 
 
 def is_initialized() -> bool:
-    """Returns whether `init` has been called, and `shutdown` not since."""
+    """Returns whether `init` has been called, and `shutdown` has not been called since."""
     return group_exists()
 
 
@@ -264,14 +107,14 @@ def is_homogeneous() -> bool:
 
 
 def _of_launcher(variable: str, otherwise: int) -> int:
-    """Returns what the launcher says, if it started this job and not one around it."""
+    """Returns the launcher's variable if it describes this job, not an outer one; else `otherwise`."""
     is_of_this_job = os.environ.get("WORLD_SIZE") == str(size()) and os.environ.get("RANK") == str(rank())
     return int(os.environ[variable]) if is_of_this_job and variable in os.environ else otherwise
 
 
 def _on_my_host() -> list[int]:
     members = default_group().members
-    return [at for at, member in enumerate(members) if member.host == members[rank()].host]
+    return [number for number, member in enumerate(members) if member.host == members[rank()].host]
 
 
 def mpi_threads_supported() -> bool:
@@ -283,7 +126,7 @@ mpi_enabled = mpi_built = mpi_threads_supported
 
 
 def gloo_built() -> bool:
-    """Returns True: tensors on the CPU can be reduced without MPI, which is what scripts ask this for."""
+    """Returns True: CPU tensors can be reduced without MPI, which scripts check by this function."""
     return True
 
 
@@ -291,7 +134,7 @@ gloo_enabled = gloo_built
 
 
 def nccl_built() -> int:
-    """Returns 0, as Horovod does where it reduces on the CPU."""
+    """Returns 0, as Horovod does when built for the CPU."""
     return 0
 
 
@@ -299,8 +142,158 @@ ddl_built = ccl_built = nccl_built
 
 
 def cuda_built() -> bool:
-    """Returns False, as Horovod does where it reduces on the CPU."""
+    """Returns False, as Horovod does when built for the CPU."""
     return False
 
 
 rocm_built = cuda_built
+
+
+class ProcessSet:
+    """Some of the ranks, as a group for collectives after `init` or `add_process_set`.
+
+    Args:
+        ranks: The ranks; None for all.
+    """
+
+    def __init__(self, ranks: Sequence[int] | None = None) -> None:
+        self._given = None if ranks is None else sorted(ranks)
+        self._queue: CallQueue | None = None
+        self._world: ProcessGroup | None = None
+        self.process_set_id: int | None = 0 if ranks is None else None
+
+    def __repr__(self) -> str:
+        return f"ProcessSet({'all' if self._given is None else self._given}, process_set_id={self.process_set_id})"
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of the set, in order."""
+        return list(range(default_group().size())) if self._given is None else list(self._given)
+
+    def included(self) -> bool:
+        """Returns whether this rank is in the set."""
+        return default_group().rank() in self.ranks
+
+    def size(self) -> int:
+        """Returns the number of ranks in the set."""
+        return len(self.ranks)
+
+    def rank(self) -> int:
+        """Returns this rank's number within the set.
+
+        Raises:
+            ValueError: this rank is not in the set.
+        """
+        return self.ranks.index(default_group().rank())
+
+    def calls(self) -> CallQueue:
+        """Returns the queue of the set's calls.
+
+        Raises:
+            ValueError: the set has not been added, or this rank is not in it.
+        """
+        if self._queue is None:
+            me = default_group().rank()
+            if self._given is None:
+                raise ValueError(f"rank {me} made a call before init(); all ranks call paceline.horovod.init() first")
+            why = "is not in it" if self.process_set_id is not None else "has not added it; call add_process_set on all"
+            raise ValueError(f"rank {me} made a call on {self!r} and {why}")
+        return self._queue
+
+    def is_of(self, world: ProcessGroup) -> bool:
+        """Returns whether the set is open and consists of ranks of this default group."""
+        return self._world is world
+
+    def open(self, number: int) -> None:
+        """Creates the group; every rank of the job calls this, in the same order."""
+        self._world = default_group()
+        group = new_group(self._given, group_desc=f"paceline.horovod's calls of ranks {self.ranks}")
+        self._queue = CallQueue(group) if isinstance(group, ProcessGroup) else None
+        self.process_set_id = number
+        _opened.append(self)
+
+    def close(self) -> None:
+        """Destroys the group; idempotent."""
+        if self._queue is not None:
+            self._queue.close()
+            self._queue.group.close()
+        self._queue = self._world = None
+        self.process_set_id = 0 if self._given is None else None
+        if self in _opened:
+            _opened.remove(self)
+
+
+global_process_set = ProcessSet()
+_opened: list[ProcessSet] = []
+_added = 0
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Creates the group of a process set, or of some ranks; returns the set. Every rank of the job calls this."""
+    global _added
+    _added += 1
+    chosen = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    chosen.open(_added)
+    return chosen
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Removes a process set; returns whether it had been added. Every rank of the job calls this."""
+    if process_set is global_process_set or process_set.process_set_id is None:
+        return False
+    process_set.close()
+    return True
+
+
+def open_global_process_set() -> None:
+    """Creates the group of all ranks unless it exists; every rank of the job calls this."""
+    if global_process_set.is_of(default_group()):
+        return
+    close_process_sets()
+    global_process_set.open(0)
+    # Ends the calls on threads before the groups end with the process.
+    util.Finalize(None, close_process_sets, exitpriority=1)
+
+
+def close_process_sets() -> None:
+    """Closes all process sets, including the global one."""
+    for process_set in list(_opened):
+        process_set.close()
+
+
+def run(
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    np: int = 1,
+    hosts: str | None = None,
+    **options: object,
+) -> list[Any]:
+    """Calls `func(*args, **kwargs)` on `np` processes of this machine, and returns their results by rank.
+
+    Args:
+        func: A function of an importable module, which calls `init`.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        np: The number of processes.
+        hosts: This machine only, as in "localhost:4"; `paceline run` starts a job on several machines.
+        options: Horovod's other options (`use_gloo`, `verbose` and so on), which are ignored.
+
+    Raises:
+        ValueError: `hosts` names another machine.
+        WorkerError: a process failed; its message ends with the traceback.
+    """
+    names = {part.partition(":")[0] for part in (hosts or "localhost").split(",")}
+    if names - {"localhost", "127.0.0.1"}:
+        raise ValueError(
+            f"hosts is {hosts!r}, and run starts processes of this machine; for several machines use `paceline run "
+            "--nnodes N --rdzv-endpoint HOST:PORT` on each"
+        )
+    with tempfile.TemporaryDirectory(prefix="paceline-") as directory:
+        spawn(_call, (directory, func, tuple(args), dict(kwargs or {})), nprocs=np)
+        # Only the processes started above have written there.
+        return [pickle.loads(Path(directory, str(rank)).read_bytes()) for rank in range(np)]
+
+
+def _call(rank: int, directory: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    Path(directory, str(rank)).write_bytes(pickle.dumps(func(*args, **kwargs)))

@@ -1,11 +1,9 @@
-"""Makes the calls of a process set in the order in which its ranks make them, and checks before each that they agree.
+"""The queue of a process set's calls, which the ranks execute in the same order, and the handles of asynchronous calls.
 
-Before a call the ranks exchange what it is, as a few numbers. So a call that does not fit raises an error on every rank
-and the next one works, tensors whose shapes differ are refused although they have as many elements, and a rank that
-waits in `join` can contribute zeros. Asynchronous calls run on a thread of the process set. A call that the program
-waits for runs on the program's thread if no other is under way.
-
-Handles of asynchronous calls.
+Before each call the ranks exchange a header of a few numbers. Calls that do not match therefore raise an error on every
+rank without affecting later ones, shapes are compared and not only numbers of elements, and a rank that waits in `join`
+can contribute zeros. Asynchronous calls run on a thread of the process set. A synchronous call runs on the program's
+thread if no other call is in progress.
 """
 
 from __future__ import annotations
@@ -32,11 +30,11 @@ from paceline.durations import to_seconds
 from paceline.errors import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError
 
 Result = TypeVar("Result")
-_END_S = 5.0  # how long `close` waits for the thread, whose call has been aborted
+_END_S = 5.0  # limit of the wait of `close` for the thread, whose call has been aborted
 
 
 class CallKind(IntEnum):
-    """The calls that ranks tell apart."""
+    """The kinds of calls that must match between ranks."""
 
     ALLREDUCE = 0
     SPARSE_ALLREDUCE = 1
@@ -54,16 +52,16 @@ _ROWS_MAY_DIFFER = (CallKind.SPARSE_ALLREDUCE, CallKind.ALLGATHER, CallKind.ALLT
 
 @dataclass
 class CallRequest(Generic[Result]):
-    """A call that a rank wants to make with the other ranks of a process set.
+    """One rank's request for a call of all ranks of a process set.
 
     Args:
-        kind: the call.
-        tensors: the tensors that it sends, whose types and shapes must agree; numbers of rows may differ where the call
-            permits it.
-        run: makes the call once all ranks are there, and returns its result.
-        details: the other arguments that must agree.
-        name: the name that the program gave; None if it gave none.
-        op: the reduction of an all-reduce.
+        kind: The kind of call.
+        tensors: The tensors to send, whose types and shapes must match between ranks; some calls permit different
+            numbers of rows.
+        run: Executes the call once all ranks are ready, and returns its result.
+        details: The other arguments that must match.
+        name: The name that the program gave the call, or None.
+        op: The reduction of an all-reduce.
     """
 
     kind: CallKind
@@ -73,23 +71,23 @@ class CallRequest(Generic[Result]):
     name: str | None = None
     op: ReduceOp = ReduceOp.SUM
     future: Future[Result] = field(default_factory=Future)
-    number: int = 0  # in the order of the process set's requests; 0 for a barrier, which does not keep it
+    number: int = 0  # in the order of the process set's requests; 0 for a barrier, which may overtake others
     is_awaited: bool = False  # whether the program waits for it
 
     def __post_init__(self) -> None:
-        # A thread has a current stream of its own; the results belong onto the program's.
-        tensor = next((each for each in self.tensors if each.is_cuda), None)
+        # Each thread has a current stream of its own; the call must run on the program's.
+        tensor = next((tensor for tensor in self.tensors if tensor.is_cuda), None)
         self.stream: AbstractContextManager[object] = nullcontext()
         if tensor is not None:
             self.stream = torch.cuda.stream(torch.cuda.current_stream(tensor.device))
 
     @property
     def text(self) -> str:
-        """Returns everything that must be the same on all ranks, to be read by people."""
+        """A readable form of everything that must match between ranks."""
         rows = ["any"] if self.kind in _ROWS_MAY_DIFFER else []
         parts = [
-            f"{str(each.dtype).removeprefix('torch.')} [{', '.join([*rows, *map(str, each.shape[len(rows) :])])}]"
-            for each in self.tensors
+            f"{str(tensor.dtype).removeprefix('torch.')} [{', '.join([*rows, *map(str, tensor.shape[len(rows) :])])}]"
+            for tensor in self.tensors
         ]
         parts += [self.details, "" if self.name is None else f"name={self.name!r}"]
         return f"{self.kind.name.lower()}({', '.join(part for part in parts if part)})"
@@ -97,14 +95,15 @@ class CallRequest(Generic[Result]):
 
 @dataclass(frozen=True)
 class _Header:
-    """The numbers that a rank sends ahead of a call.
+    """The numbers that a rank sends before a call.
 
     Attributes:
-        kind: the call.
-        digest: of everything that must be the same on all ranks.
-        count: the number of tensors.
-        is_awaited: whether the rank's program waits for this call or a later one, and so cannot make another one first.
-        since, time_ns: order the ranks that wait in `join`.
+        kind: The kind of call.
+        digest: The digest of everything that must match between ranks.
+        count: The number of tensors.
+        is_awaited: Whether the rank's program waits for this call or a later one, so that it cannot make another first.
+        since: The number of exchanges before `join`.
+        time_ns: The time of `join`, which together with `since` orders the ranks that wait in it.
     """
 
     kind: int
@@ -123,12 +122,12 @@ class _Header:
 
 
 class _Verdict(Enum):
-    """The relation between the ranks' calls, those of ranks that wait in `join` aside."""
+    """The relation between the calls of the ranks that do not wait in `join`."""
 
-    AGREED = "all make the same"
-    BARRIER_FIRST = "some wait in a barrier, and the others have a barrier to come that overtakes their calls"
-    DIFFERENT = "they differ"
-    ALL_JOINED = "there are none"
+    AGREED = "all ranks make the same call"
+    BARRIER_FIRST = "some ranks wait in a barrier, and a barrier of the others may still overtake their calls"
+    DIFFERENT = "the calls differ"
+    ALL_JOINED = "all ranks wait in join"
 
 
 def _verdict(headers: Sequence[_Header]) -> _Verdict:
@@ -146,7 +145,7 @@ class CallQueue:
     """The calls of one process set on this rank.
 
     Args:
-        group: a group of the set's ranks that nothing else uses; `close` does not end it.
+        group: A group of the set's ranks for this queue alone, which `close` does not destroy.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -162,11 +161,10 @@ class CallQueue:
         self._named: dict[tuple[CallKind, str], int] = {}
 
     def submit(self, request: CallRequest[Result]) -> CallRequest[Result]:
-        """Has the thread make a call after those before it, and returns `request` at once.
+        """Queues a call for the thread, and returns `request` immediately.
 
         Raises:
-            ValueError: a call of the same kind and name has been begun, and the program has not waited for it or for a
-                later one yet.
+            ValueError: a call of the same kind and name is pending: the program has not waited for it or a later one.
         """
         with self._condition:
             self._enter(request)
@@ -174,17 +172,17 @@ class CallQueue:
         return request
 
     def perform(self, request: CallRequest[Result]) -> Result:
-        """Makes a call after those before it, and returns its result.
+        """Executes a call after all queued ones, and returns its result.
 
         Raises:
             ValueError: as for `submit`.
-            CollectiveMismatchError: the ranks' calls do not fit together; later ones work.
+            CollectiveMismatchError: the ranks' calls do not match; later ones are unaffected.
             PeerLostError, CollectiveTimeoutError: the call failed.
         """
         request.is_awaited = True
         with self._condition:
             self._enter(request)
-            is_next = self._take()
+            is_next = self._take_turn()
             if not is_next:
                 self._append(request, self._waiting)
         if is_next:
@@ -192,16 +190,16 @@ class CallQueue:
         return self.result(request)
 
     def barrier(self) -> None:
-        """Waits until all ranks have called it, whatever calls are under way; ranks that wait in `join` do not count.
+        """Waits until all ranks but those in `join` have called it, regardless of calls in progress.
 
         Raises:
-            CollectiveMismatchError: the program of another rank waits for a call.
+            CollectiveMismatchError: the program of another rank waits for another call.
             PeerLostError, CollectiveTimeoutError: the barrier failed.
         """
         request: CallRequest[None] = CallRequest(CallKind.BARRIER, [], lambda group: None)
         with self._condition:
             self._require_open()
-            is_next = self._take()
+            is_next = self._take_turn()
             if not is_next:
                 self._append(request, self._barriers)
         if is_next:
@@ -220,21 +218,21 @@ class CallQueue:
             self.observe(request)
 
     def observe(self, request: CallRequest[Result]) -> None:
-        """Notes that the program knows of the end of a call, and so of those before it: their names are free."""
+        """Frees the names of a completed call and of all calls before it, since the program has seen its completion."""
         if request.future.done():
             with self._condition:
                 self._named = {key: number for key, number in self._named.items() if number > request.number}
 
     def join(self, device: int) -> int:
-        """Contributes zeros to the others' all-reduces until all ranks have called this; returns the last one to call.
+        """Contributes zeros to the others' all-reduces until all ranks have joined; returns the last rank to join.
 
         Args:
-            device: the CUDA device of the zeros for CUDA tensors.
+            device: The CUDA device of the zeros for CUDA tensors.
         """
         return self.perform(CallRequest(CallKind.JOIN, [], lambda group: self._join(group, device)))
 
     def close(self) -> None:
-        """Ends the thread; calls that have not been made fail. Idempotent."""
+        """Ends the thread, and fails the calls that are still queued; idempotent."""
         with self._condition:
             self._is_closed = True
             left = [*self._barriers, *self._waiting]
@@ -266,8 +264,8 @@ class CallQueue:
         self._submitted += 1
         request.number = self._submitted
 
-    def _take(self) -> bool:
-        """Takes the turn for a call of the program's thread, and returns whether it was free."""
+    def _take_turn(self) -> bool:
+        """Reserves the turn for a call on the program's thread; returns False if another call comes first."""
         if self._is_busy or self._waiting or self._barriers:
             return False
         self._is_busy = True
@@ -283,16 +281,15 @@ class CallQueue:
     def _make_calls(self) -> None:
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: self._is_closed or (self._has_calls() and not self._is_busy))
+                self._condition.wait_for(
+                    lambda: self._is_closed or (bool(self._barriers or self._waiting) and not self._is_busy)
+                )
                 if self._is_closed:
                     return
                 request = (self._barriers or self._waiting).popleft()
                 self._is_busy = True
             self._execute(request)
             del request
-
-    def _has_calls(self) -> bool:
-        return bool(self._barriers or self._waiting)
 
     def _execute(self, request: CallRequest[Result]) -> None:
         self._make(request)
@@ -313,10 +310,10 @@ class CallQueue:
             request.future.set_exception(error)
 
     def _agree(self, request: CallRequest[Result]) -> None:
-        """Returns when all ranks are about to make the same call, or wait in `join` and have learnt what to contribute.
+        """Waits until all ranks are ready for the same call, or in `join` and informed of their contribution.
 
         Raises:
-            CollectiveMismatchError: the calls differ, or a rank waits in `join` and cannot take part in this one.
+            CollectiveMismatchError: the calls differ, or a rank waits in `join` and cannot contribute to this one.
         """
         digest = int.from_bytes(blake2b(request.text.encode(), digest_size=7).digest(), "big")
         while True:
@@ -330,7 +327,7 @@ class CallQueue:
                         self._make_barrier_before(request)
                 case _:
                     raise self._mismatch(request.text)
-        joined = [rank for rank, each in zip(self.group.ranks, headers, strict=True) if each.kind == CallKind.JOIN]
+        joined = [rank for rank, header in zip(self.group.ranks, headers, strict=True) if header.kind == CallKind.JOIN]
         if not joined or request.kind is CallKind.BARRIER:
             return
         if request.kind is not CallKind.ALLREDUCE:
@@ -338,22 +335,22 @@ class CallQueue:
                 f"{self.group}: ranks {joined} wait in join(), from where a rank takes part only in all-reduces of "
                 "dense tensors; make this call before any rank joins"
             )
-        layout = [[DTYPE_CODES[each.dtype], each.numel(), request.op, each.is_cuda] for each in request.tensors]
+        layout = [[DTYPE_CODES[tensor.dtype], tensor.numel(), request.op, tensor.is_cuda] for tensor in request.tensors]
         self._gather(torch.tensor(layout, dtype=torch.int64))
 
     def _is_awaited(self, request: CallRequest[Result]) -> bool:
         with self._condition:
-            return request.is_awaited or any(each.is_awaited for each in self._waiting)
+            return request.is_awaited or any(waiting.is_awaited for waiting in self._waiting)
 
     def _make_barrier_before(self, request: CallRequest[Result]) -> None:
-        """Makes the barrier in which other ranks wait, unless the program turns out to wait for `request`."""
+        """Executes the barrier in which other ranks wait, unless the program waits for `request` first."""
         limit_s = to_seconds(self.group.timeout)
         with self._condition:
-            is_over = self._condition.wait_for(
+            is_decided = self._condition.wait_for(
                 lambda: self._is_closed or bool(self._barriers) or self._is_awaited(request), limit_s
             )
             barrier = self._barriers.popleft() if self._barriers else None
-        if not is_over:
+        if not is_decided:
             raise CollectiveTimeoutError(
                 f"{self.group}: other ranks wait in barrier(), which this rank has not called within {limit_s:g} s"
             )
@@ -379,7 +376,7 @@ class CallQueue:
 
     def _contribute_zeros(self, count: int, device: int) -> None:
         layouts = self._gather(torch.full((count, 4), -1, dtype=torch.int64))
-        layout = next(each for each in layouts if not (each < 0).any())
+        layout = next(layout for layout in layouts if not (layout < 0).any())
         zeros = [
             torch.zeros(numel, dtype=DTYPES[code], device=f"cuda:{max(device, 0)}" if is_cuda else "cpu")
             for code, numel, _, is_cuda in layout.tolist()
@@ -393,20 +390,20 @@ class CallQueue:
         return [_Header(*words) for words in self._gather(torch.tensor(mine.words())).tolist()]
 
     def _gather(self, mine: torch.Tensor) -> torch.Tensor:
-        everybodys = mine.new_empty((self.group.size(), *mine.shape))
-        all_gather_into_tensor(everybodys, mine, self.group)
-        return everybodys
+        gathered = mine.new_empty((self.group.size(), *mine.shape))
+        all_gather_into_tensor(gathered, mine, self.group)
+        return gathered
 
     def _mismatch(self, mine: str) -> CollectiveMismatchError:
-        """Returns the error of ranks whose calls differ. Every rank of the set calls this."""
+        """Returns the error for calls that differ. Every rank of the set calls this."""
         texts: list[Any] = [None] * self.group.size()
         all_gather_object(texts, mine, self.group)
         callers: dict[str, list[int]] = {}
         for rank, text in zip(self.group.ranks, texts, strict=True):
             callers.setdefault(text, []).append(rank)
-        told = "; ".join(f"ranks {ranks} called {text}" for text, ranks in callers.items())
+        calls = "; ".join(f"ranks {ranks} called {text}" for text, ranks in callers.items())
         return CollectiveMismatchError(
-            f"{self.group}: the ranks' calls do not fit together: {told}. All ranks make the same calls in the same "
+            f"{self.group}: the ranks' calls do not fit together: {calls}. All ranks make the same calls in the same "
             "order, with the same names, types and shapes. Nothing was exchanged, and later calls work"
         )
 
@@ -415,16 +412,16 @@ class CallHandle(Generic[Result]):
     """An asynchronous call, for `poll` and `synchronize`.
 
     Args:
-        queue: the calls of the process set.
-        request: the call, which is submitted.
+        queue: The queue of the process set.
+        request: The request, which is submitted.
     """
 
     def __init__(self, queue: CallQueue, request: CallRequest[Result]) -> None:
         self._queue = queue
         self._request = queue.submit(request)
 
-    def is_over(self) -> bool:
-        """Returns whether the call is over, whether or not it succeeded."""
+    def is_completed(self) -> bool:
+        """Returns whether the call has completed, successfully or not."""
         self._queue.observe(self._request)
         return self._request.future.done()
 
@@ -434,8 +431,8 @@ class CallHandle(Generic[Result]):
 
 
 def poll(handle: CallHandle[Result]) -> bool:
-    """Returns whether the call is over, so that `synchronize` would not wait."""
-    return handle.is_over()
+    """Returns whether the call has completed, so that `synchronize` would not wait."""
+    return handle.is_completed()
 
 
 def synchronize(handle: CallHandle[Result]) -> Result:

@@ -1,10 +1,8 @@
 """Collectives whose result has the shape of the argument: all-reduce, broadcast and barrier.
 
-Calls are matched by their order, as everywhere in Paceline, and not by `name`; ranks whose names or shapes differ at
-one place of that order get an error that names both sides. Gradients are Horovod's: a sum or average reduces the
-gradients in the same way, and a broadcast averages them on the root.
-
-Horovod's names of reductions, and what they are here.
+Calls are matched by their order, as everywhere in Paceline, and not by `name`; a mismatch of names or shapes raises an
+error that lists the calls of all ranks. Gradients are those of Horovod: a sum or average reduces the gradients in the
+same way, and a broadcast averages them on the root.
 """
 
 from __future__ import annotations
@@ -31,13 +29,13 @@ Sum = ReduceOp.SUM
 Min = ReduceOp.MIN
 Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
-Adasum = "Adasum"  # has a name only, so that scripts that offer it as an option run without it
+Adasum = "Adasum"  # not supported; the name exists for scripts that offer it as an option
 
 Op = ReduceOp | str
 
 
 def reduction(op: Op | None, average: bool | None = None) -> ReduceOp:
-    """Returns the reduction that a call asks for, by `op` or by Horovod's older argument `average`.
+    """Returns the reduction that `op` or Horovod's older argument `average` selects.
 
     Raises:
         ValueError: both are given.
@@ -51,7 +49,7 @@ def reduction(op: Op | None, average: bool | None = None) -> ReduceOp:
         return Average
     if not isinstance(op, ReduceOp):
         raise NotImplementedError(
-            f"the reduction {op} is not available in paceline.interop.horovod: Adasum adds gradients pairwise with weights "
+            f"the reduction {op} is not available in paceline.horovod: Adasum adds gradients pairwise with weights "
             "that depend on their angle, which Paceline's engines do not compute; use op=Average, with a learning rate "
             "that fits the number of ranks"
         )
@@ -63,7 +61,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class ScaledReduction:
-    """A reduction, and the factors before and after it.
+    """A reduction with factors before and after it.
 
     Integers are multiplied in float64 and rounded towards zero, as in Horovod.
     """
@@ -73,13 +71,13 @@ class ScaledReduction:
     after: float
 
     def of(self, size: int) -> ScaledReduction:
-        """Returns the same with one division for `size` ranks where an average would be multiplied again."""
+        """Returns an equivalent with a single multiplication for an average over `size` ranks with a factor."""
         if self.by is Average and self.after != 1.0:
             return ScaledReduction(Sum, self.before, self.after / size)
         return self
 
     def __str__(self) -> str:
-        """Returns what all ranks' calls must have in common."""
+        """Returns the arguments that must match between ranks."""
         factors = (("prescale_factor", self.before), ("postscale_factor", self.after))
         return ", ".join([f"op={self.by.name}", *(f"{name}={value!r}" for name, value in factors if value != 1.0)])
 
@@ -101,8 +99,8 @@ def reduction_request(
     process_set: ProcessSet,
     finish: Callable[[], Result],
 ) -> CallRequest[Result]:
-    """Returns the call that reduces tensors in place and then returns what `finish` does."""
-    listed = [tensor.detach() for tensor in tensors]  # they share the memory of `tensors`
+    """Returns the request for an in-place reduction whose result is that of `finish`."""
+    listed = [tensor.detach() for tensor in tensors]  # sharing memory with `tensors`
     merged = how.of(process_set.size())
 
     def run(group: ProcessGroup) -> Result:
@@ -133,23 +131,23 @@ class _Allreduce(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Returns the gradients, reduced in the same way; those of a product or an extreme are the true ones."""
+        """Returns the gradients, reduced in the same way for a sum or average; for other reductions, exact ones."""
         if ctx.how.by in (Sum, Average):
             return None, None, None, *_reduced(ctx.how, None, ctx.process_set, grads)
         summed = _reduced(replace(ctx.how, by=Sum), None, ctx.process_set, grads)
         slopes = [
             reduction_derivative(tensor * ctx.how.before, ctx.how.by, ctx.process_set) for tensor in ctx.saved_tensors
         ]
-        return None, None, None, *(grad * each for grad, each in zip(summed, slopes, strict=True))
+        return None, None, None, *(grad * slope for grad, slope in zip(summed, slopes, strict=True))
 
 
 def reduction_derivative(mine: torch.Tensor, by: ReduceOp, process_set: ProcessSet) -> torch.Tensor:
     """Returns the derivative of a product, minimum or maximum of the ranks' tensors with respect to this rank's."""
     if by is Product:
-        everybodys = torch.stack([torch.ones_like(mine)] * process_set.size())
-        everybodys[process_set.rank()] = mine
-        (everybodys,) = _reduced(ScaledReduction(Product, 1.0, 1.0), None, process_set, [everybodys])
-        return torch.cat([everybodys[: process_set.rank()], everybodys[process_set.rank() + 1 :]]).prod(0)
+        factors = torch.stack([torch.ones_like(mine)] * process_set.size())
+        factors[process_set.rank()] = mine
+        (factors,) = _reduced(ScaledReduction(Product, 1.0, 1.0), None, process_set, [factors])
+        return torch.cat([factors[: process_set.rank()], factors[process_set.rank() + 1 :]]).prod(0)
     (extreme,) = _reduced(ScaledReduction(by, 1.0, 1.0), None, process_set, [mine])
     is_mine = (mine == extreme).to(mine.dtype)
     (holders,) = _reduced(ScaledReduction(Sum, 1.0, 1.0), None, process_set, [is_mine])
@@ -163,7 +161,7 @@ def _reduced(
 
 
 def outputs_of(function: type[Function], *arguments: object) -> tuple[torch.Tensor, ...]:
-    """Returns the tensors that `function.apply` returns, which torch leaves untyped."""
+    """Returns the result of `function.apply`, which torch leaves untyped, as a tuple of tensors."""
     return cast(tuple[torch.Tensor, ...], function.apply(*arguments))
 
 
@@ -183,7 +181,7 @@ def allreduce_async_(
     """Starts to reduce `tensor` over the ranks in place, and returns a handle. The default is the average.
 
     Raises:
-        ValueError: a call with this name is under way.
+        ValueError: a call with this name is pending.
     """
     how = ScaledReduction(reduction(op, average), prescale_factor, postscale_factor)
     return CallHandle(process_set.calls(), reduction_request([tensor], how, name, process_set, lambda: tensor))
@@ -334,7 +332,7 @@ def broadcast_async_(
     """Starts to copy the root's `tensor` into that of every rank, and returns a handle.
 
     Raises:
-        ValueError: a broadcast with this name is under way.
+        ValueError: a broadcast with this name is pending.
     """
     return CallHandle(process_set.calls(), _broadcasting(tensor, root_rank, name, process_set))
 
@@ -362,18 +360,18 @@ def broadcast_(
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Waits until all ranks have called it. It does not wait for asynchronous calls that are under way."""
+    """Waits until all ranks have called it, but not for asynchronous calls in progress."""
     process_set.calls().barrier()
 
 
 def join(device: int = -1) -> int:
     """Waits until all ranks have called it, and returns the rank that called it last, the same on every rank.
 
-    A rank that waits contributes zeros to the others' all-reduces, those of `DistributedOptimizer` included, and is
-    counted in their averages. So ranks may have different numbers of batches. The others' barriers do not wait for it,
-    and their further calls, such as `allgather` and `broadcast`, raise a `CollectiveMismatchError` meanwhile.
+    This allows ranks to have different numbers of batches. A waiting rank contributes zeros to the others' all-reduces,
+    including those of `DistributedOptimizer`, and is counted in averages. Barriers of the others do not wait for it,
+    and their other calls, such as `allgather` and `broadcast`, raise a `CollectiveMismatchError` meanwhile.
 
     Args:
-        device: the number of the CUDA device for the zeros, if tensors are on GPUs.
+        device: The index of the CUDA device for the zeros, if tensors are on GPUs.
     """
     return global_process_set.calls().join(device)

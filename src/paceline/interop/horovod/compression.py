@@ -1,4 +1,4 @@
-"""Compression of what is reduced: nothing, or half precision."""
+"""Compression of tensors for reductions: none, or half precision."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 
 
 class Compressor(Protocol):
-    """Makes a tensor smaller before it is reduced, and undoes that afterwards."""
+    """Compresses a tensor before its reduction, and decompresses the result."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
-        """Returns what is reduced in place of `tensor`, and what `decompress` has to know."""
+        """Returns the tensor to reduce in place of `tensor`, and the context for `decompress`."""
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
-        """Returns what was reduced in its original type."""
+        """Returns the reduced tensor in its original type."""
 
 
 class NoneCompressor:
-    """Leaves tensors as they are."""
+    """Leaves tensors unchanged."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
@@ -38,12 +38,12 @@ class FP16Compressor:
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
-        """Returns the tensor in float16, if it has floating-point numbers."""
+        """Returns a floating-point tensor in float16, and other tensors unchanged."""
         return (tensor.half() if tensor.dtype.is_floating_point else tensor), tensor.dtype
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
-        """Returns the tensor in the type that it had."""
+        """Returns the tensor in its original type."""
         return tensor if ctx is None else tensor.to(ctx)
 
 

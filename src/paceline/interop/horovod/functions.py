@@ -1,4 +1,4 @@
-"""Brings all ranks to the root's state: parameters, optimizers and objects."""
+"""Broadcasts of parameters, optimizer states and objects, and the all-gather of objects."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0) -> None:
 
     Args:
         params: `model.state_dict()`, `model.named_parameters()` or `model.parameters()`.
-        root_rank: the rank that has them.
+        root_rank: The source rank.
 
     Raises:
-        ValueError: an entry is no tensor.
+        ValueError: an entry is not a tensor.
     """
     named = sorted(params.items()) if isinstance(params, Mapping) else list(params)
-    tensors: list[Any] = [each[1] if isinstance(each, tuple) else each for each in named]
-    if (other := next((each for each in tensors if not isinstance(each, torch.Tensor)), None)) is not None:
+    tensors: list[Any] = [entry[1] if isinstance(entry, tuple) else entry for entry in named]
+    if (other := next((entry for entry in tensors if not isinstance(entry, torch.Tensor)), None)) is not None:
         raise ValueError(f"broadcast_parameters got a {type(other).__name__}; it takes tensors")
     if tensors:
         detached = [tensor.detach() for tensor in tensors]
@@ -45,12 +45,12 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0) -> None:
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int = 0, model: torch.nn.Module | None = None
 ) -> None:
-    """Gives every rank's optimizer the state and the options of the root's.
+    """Copies the state and the options of the root's optimizer to every rank's.
 
     Args:
-        optimizer: an optimizer, which may come from `DistributedOptimizer`.
-        root_rank: the rank that has the state.
-        model: is not used.
+        optimizer: An optimizer, possibly one from `DistributedOptimizer`.
+        root_rank: The source rank.
+        model: Ignored.
     """
     mine = optimizer.state_dict()
     received = broadcast_object(mine, root_rank)
@@ -68,12 +68,12 @@ def broadcast_object(
     """Returns the root's object on every rank.
 
     Args:
-        obj: the object; that of the root counts.
-        root_rank: the rank that has it.
-        name: the call's name, the same on all ranks.
-        process_set: the ranks that take part.
-        allow_pickle: whether objects of any type are sent. Horovod always pickles, which lets each rank run code on the
-            others; here numbers, strings, containers, tensors and arrays need no pickling.
+        obj: The object; only the root's is sent.
+        root_rank: The source rank.
+        name: The call's name, the same on all ranks.
+        process_set: The participating ranks.
+        allow_pickle: Whether to allow objects of any type. Horovod always pickles, which enables each rank to run code
+            on the others; here numbers, strings, containers, tensors and arrays need no pickling.
     """
     objects = [obj]
 
@@ -88,7 +88,7 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set, allow_pickle: bool = False
 ) -> list[Any]:
-    """Returns all ranks' objects by rank; `allow_pickle` is that of `broadcast_object`."""
+    """Returns the objects of all ranks, by rank; `allow_pickle` is as in `broadcast_object`."""
     objects: list[Any] = [None] * process_set.size()
 
     def run(group: ProcessGroup) -> list[Any]:

@@ -1,7 +1,4 @@
-"""An optimizer that averages gradients over the ranks before its step.
-
-Reduces gradients during backward, in buckets whose order is the same on every rank.
-"""
+"""`DistributedOptimizer`, which reduces gradients during backward, in buckets with the same order on every rank."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ _BUCKET_BYTES = 25 << 20  # that of DistributedDataParallel
 
 @dataclass(frozen=True)
 class ReductionOptions:
-    """How gradients are reduced; the attributes are the arguments of `DistributedOptimizer`."""
+    """Options of the reduction of gradients; the attributes are the arguments of `DistributedOptimizer`."""
 
     op: ReduceOp
     compression: type[Compressor]
@@ -37,11 +34,11 @@ class ReductionOptions:
 
 @dataclass
 class _Bucket:
-    """Parameters whose gradients are reduced together; while that runs, its calls and what undoes the compression."""
+    """Parameters whose gradients are reduced together, and the calls in progress."""
 
     params: list[torch.Tensor]
-    missing: int = 0  # parameters whose gradients are not complete
-    dense: list[tuple[torch.Tensor, torch.dtype | None]] = field(default_factory=list)  # each parameter's type
+    missing: int = 0  # number of parameters whose gradients are incomplete
+    dense: list[tuple[torch.Tensor, torch.dtype | None]] = field(default_factory=list)  # with the compression's context
     dense_sums: CallHandle[list[torch.Tensor]] | None = None
     sparse: list[tuple[torch.Tensor, CallHandle[torch.Tensor]]] = field(default_factory=list)
 
@@ -49,13 +46,14 @@ class _Bucket:
 class HorovodGradientReducer:
     """Reduces the gradients of `params` while backward runs.
 
-    A gradient is complete after `passes` backwards. A bucket begins when its gradients are complete and all buckets
-    before it have begun, so the ranks make the same calls in the same order, whatever the order of their gradients.
+    A gradient is complete after `passes` backward passes. The reduction of a bucket starts when its gradients are
+    complete and all earlier buckets have started, so that all ranks make the same calls in the same order, regardless
+    of the order of their gradients.
 
     Args:
-        params: the parameters, in an order that is the same on every rank.
-        passes: how many backwards add to a gradient before it is reduced.
-        how: how gradients are reduced.
+        params: The parameters, in the same order on every rank.
+        passes: The number of backward passes that add to a gradient before its reduction.
+        how: The options.
     """
 
     def __init__(self, params: Sequence[torch.Tensor], passes: int, how: ReductionOptions) -> None:
@@ -72,16 +70,16 @@ class HorovodGradientReducer:
 
     @property
     def is_pending(self) -> bool:
-        """Whether gradients have come since the last `finish`."""
+        """Whether gradients have been computed since the last `finish`."""
         return any(count != self.passes for count in self._to_come.values())
 
     def set_passes(self, passes: int) -> None:
-        """Sets how many backwards add to a gradient, from the next step on."""
+        """Sets the number of backward passes per reduction, from the next step on."""
         self.passes = passes
         self._reset()
 
     def finish(self) -> None:
-        """Reduces what is left, with zeros for gradients that have not come, and waits for all buckets.
+        """Reduces the remaining buckets, with zeros for missing gradients, and waits for all buckets.
 
         Raises:
             PeerLostError, CollectiveMismatchError, CollectiveTimeoutError: a reduction failed.
@@ -89,7 +87,7 @@ class HorovodGradientReducer:
         for bucket in self._buckets[self._next :]:
             self._begin(bucket)
         for bucket in self._buckets:
-            self._take_back(bucket)
+            self._write_back(bucket)
         self._reset()
 
     def _reset(self) -> None:
@@ -134,8 +132,8 @@ class HorovodGradientReducer:
             sums = reduction_request(compressed, how, None, self._how.process_set, lambda: compressed)
             bucket.dense_sums = CallHandle(self._calls, sums)
 
-    def _take_back(self, bucket: _Bucket) -> None:
-        """Waits for a bucket, and puts what was reduced into the gradients."""
+    def _write_back(self, bucket: _Bucket) -> None:
+        """Waits for a bucket, and writes the reduced values into the gradients."""
         for param, handle in bucket.sparse:
             param.grad = handle.result()
         sums = [] if bucket.dense_sums is None else bucket.dense_sums.result()
@@ -149,7 +147,7 @@ class HorovodGradientReducer:
 
 
 def _buckets(params: Sequence[torch.Tensor]) -> list[_Bucket]:
-    """Returns the parameters in buckets of one type each, in the reverse order, which is about that of backward."""
+    """Returns the parameters in buckets of one type each, in reverse order, which approximates that of backward."""
     buckets: list[_Bucket] = []
     nbytes = 0
     for param in reversed(params):
@@ -167,7 +165,7 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 
 class _Distributed(torch.optim.Optimizer):
-    """What is put in front of an optimizer's own methods."""
+    """The methods that `DistributedOptimizer` puts before those of an optimizer's own class."""
 
     _reducer: HorovodGradientReducer | None
     _synchronizes: bool
@@ -176,14 +174,14 @@ class _Distributed(torch.optim.Optimizer):
     _process_set: ProcessSet
 
     def synchronize(self) -> None:
-        """Waits until the gradients are reduced; `step` does this itself unless `skip_synchronize` is in force."""
+        """Waits until the gradients are reduced; `step` calls this outside of `skip_synchronize`."""
         if self._reducer is not None:
             self._reducer.finish()
         self._is_synchronized = True
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Has `step` not reduce gradients, since `synchronize` was called before, such as to clip them."""
+        """Makes `step` skip the reduction, after a call of `synchronize`, for example to clip gradients."""
         self._synchronizes = False
         try:
             yield
@@ -191,19 +189,19 @@ class _Distributed(torch.optim.Optimizer):
             self._synchronizes = True
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Sets how many backwards add to a gradient before it is reduced."""
+        """Sets the number of backward passes that add to a gradient before its reduction."""
         if self._reducer is not None:
             self._reducer.set_passes(passes)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Waits until the gradients are reduced, and makes the optimizer's own step.
+        """Waits until the gradients are reduced, and performs the optimizer's own step.
 
         Args:
-            closure: computes the loss and its gradients. They are reduced each time that the optimizer calls it, and
-                the optimizer receives the mean of the ranks' losses, so that all ranks decide alike.
+            closure: Computes the loss and its gradients, which are reduced after each call by the optimizer. The
+                optimizer receives the mean of the ranks' losses, so that all ranks take the same decisions.
 
         Raises:
-            ValueError: a closure is given within `skip_synchronize`, where nothing would reduce its gradients.
+            ValueError: a closure was given within `skip_synchronize`, where its gradients would not be reduced.
         """
         if closure is not None:
             return self._step_by(closure)
@@ -272,19 +270,19 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     """Returns an optimizer with the parameters and state of `optimizer`, whose gradients are averaged over the ranks.
 
     Args:
-        optimizer: the optimizer to take over; use what is returned in its place.
-        named_parameters: `model.named_parameters()`; must have every parameter of the optimizer.
+        optimizer: The optimizer, which the returned one replaces.
+        named_parameters: The result of `model.named_parameters()`, with every parameter of the optimizer.
         compression: `Compression.none`, or `Compression.fp16` to reduce in half precision.
-        backward_passes_per_step: how many backwards add to a gradient before it is reduced.
+        backward_passes_per_step: The number of backward passes that add to a gradient before its reduction.
         op: `Average` (the default) or another reduction.
-        gradient_predivide_factor: gradients are divided by it before the sum, and multiplied afterwards.
-        num_groups, groups: are checked and not used, since gradients are always reduced in buckets.
-        sparse_as_dense: reduce sparse gradients as dense ones.
-        process_set: the ranks whose gradients are reduced; others make their own steps.
+        gradient_predivide_factor: The divisor of gradients before the sum, by which the sum is multiplied.
+        num_groups: Ignored, since gradients are always reduced in buckets.
+        groups: Checked and otherwise ignored.
+        sparse_as_dense: Whether to reduce sparse gradients as dense ones.
+        process_set: The ranks whose gradients are reduced; other ranks perform local steps.
 
     Raises:
-        ValueError: a parameter has no name or two have one, a number is out of range, or `groups` is no division of
-            parameters.
+        ValueError: a parameter has no name or shares one, a number is out of range, or `groups` is malformed.
         NotImplementedError: `op` is Adasum.
     """
     by = reduction(op)
@@ -297,7 +295,7 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     params = [param for param in names if param.requires_grad]
     kind = type(type(optimizer).__name__, (_Distributed, type(optimizer)), {"__doc__": type(optimizer).__doc__})
     taken_over: Any = object.__new__(kind)
-    # A scheduler that was made before has put a `step` of its own into the optimizer, which would pass by ours.
+    # An existing scheduler has put its own `step` into the optimizer's attributes, which would bypass ours.
     taken_over.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
     how = ReductionOptions(by, compression, gradient_predivide_factor, sparse_as_dense, process_set)
     reduces = process_set.included() and process_set.size() > 1
@@ -323,16 +321,16 @@ def _require_groups(groups: int | Sequence[Sequence[torch.Tensor]] | None) -> No
 def _names(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
 ) -> dict[torch.Tensor, str]:
-    """Returns the names of the optimizer's parameters, in the order of the list that was given."""
+    """Returns the names of the optimizer's parameters, in the order of `named_parameters`."""
     mine: list[list[torch.Tensor]] = [group["params"] for group in optimizer.param_groups]
     if named_parameters is None:
         return {
-            param: f"allreduce.noname.{at}.{number}"
-            for at, group in enumerate(mine)
+            param: f"allreduce.noname.{index}.{number}"
+            for index, group in enumerate(mine)
             for number, param in enumerate(group)
         }
     named = list(named_parameters)
-    if not all(isinstance(each, tuple) and len(each) == 2 for each in named):
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in named):
         raise ValueError("named_parameters takes pairs of a name and a parameter, as model.named_parameters() gives")
     names = [name for name, _ in named]
     if twice := sorted({name for name in names if names.count(name) > 1}):

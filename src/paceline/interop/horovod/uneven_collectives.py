@@ -1,7 +1,7 @@
-"""Collectives that gather, exchange or scatter rows, of which ranks may have different numbers.
+"""Collectives that gather, exchange or scatter rows, whose numbers may differ between ranks.
 
-Gradients are Horovod's: that of `allgather` is the mean over the ranks, that of `alltoall` goes back to where the rows
-came from, and that of `reducescatter` is gathered, and multiplied by the number of ranks for a sum.
+Gradients are those of Horovod: `allgather` averages them over the ranks, `alltoall` sends them back to the source of
+the rows, and `reducescatter` gathers them, and multiplies them by the number of ranks for a sum.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ Received = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class Gathered(NamedTuple):
-    """All ranks' rows of several tensors; `rows[r][i]` is how many rows tensor i has on rank r."""
+    """Several tensors, each concatenated over all ranks; `rows[r][i]` is the number of rows of tensor i on rank r."""
 
     tensors: list[torch.Tensor]
     rows: list[list[int]]
 
 
 def gather_rows(tensors: Sequence[torch.Tensor], group: ProcessGroup) -> Gathered:
-    """Concatenates all ranks' tensors in rank order; for one call, on the thread that makes it."""
+    """Concatenates each tensor over all ranks in rank order; runs on the thread of the call."""
     mine = torch.tensor([len(tensor) for tensor in tensors], dtype=torch.int64)
-    everybodys = mine.new_empty((group.size(), len(mine)))
-    all_gather_into_tensor(everybodys, mine, group)
-    rows: list[list[int]] = everybodys.tolist()
+    gathered = mine.new_empty((group.size(), len(mine)))
+    all_gather_into_tensor(gathered, mine, group)
+    rows: list[list[int]] = gathered.tolist()
     wholes = []
-    for at, tensor in enumerate(tensors):
-        counts = [of_rank[at] for of_rank in rows]
+    for index, tensor in enumerate(tensors):
+        counts = [of_rank[index] for of_rank in rows]
         padded = _padded(tensor, max(counts))
         parts = [torch.empty_like(padded) for _ in counts]
         all_gather(parts, padded, group)
@@ -66,7 +66,7 @@ def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.cat([tensor, tensor.new_zeros((missing, *tensor.shape[1:]))]) if missing else tensor.contiguous()
 
 
-def _gathering(
+def _gather_request(
     tensors: Sequence[torch.Tensor], name: str | None, pick: Callable[[Gathered], Any], call: str
 ) -> CallRequest[Any]:
     _require_rows(tensors, call)
@@ -87,7 +87,8 @@ class _Allgather(Function):
         ctx: Any, name: str | None, process_set: ProcessSet, call: str, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Returns new tensors."""
-        gathered: Gathered = process_set.calls().perform(_gathering(tensors, name, lambda got: got, call))
+        request = _gather_request(tensors, name, lambda gathered: gathered, call)
+        gathered: Gathered = process_set.calls().perform(request)
         ctx.process_set, ctx.rows = process_set, gathered.rows
         return tuple(gathered.tensors)
 
@@ -96,9 +97,9 @@ class _Allgather(Function):
         """Returns this rank's rows of the mean of the ranks' gradients."""
         me = ctx.process_set.rank()
         mine = []
-        for at, mean in enumerate(grouped_allreduce(grads, process_set=ctx.process_set)):
-            start = sum(of_rank[at] for of_rank in ctx.rows[:me])
-            mine.append(mean[start : start + ctx.rows[me][at]])
+        for index, mean in enumerate(grouped_allreduce(grads, process_set=ctx.process_set)):
+            start = sum(of_rank[index] for of_rank in ctx.rows[:me])
+            mine.append(mean[start : start + ctx.rows[me][index]])
         return None, None, None, *mine
 
 
@@ -108,9 +109,10 @@ def allgather_async(
     """Starts to concatenate all ranks' tensors by their first dimension, and returns a handle.
 
     Raises:
-        ValueError: the tensor has no dimensions, or an all-gather with this name is under way.
+        ValueError: the tensor has no dimensions, or an all-gather with this name is pending.
     """
-    return CallHandle(process_set.calls(), _gathering([tensor], name, lambda got: got.tensors[0], "allgather_async"))
+    request = _gather_request([tensor], name, lambda gathered: gathered.tensors[0], "allgather_async")
+    return CallHandle(process_set.calls(), request)
 
 
 def allgather(
@@ -129,29 +131,28 @@ def allgather(
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> CallHandle[list[torch.Tensor]]:
-    """Starts to concatenate all ranks' tensors for each of several as one call, and returns a handle."""
-    return CallHandle(
-        process_set.calls(), _gathering(tensors, name, lambda got: got.tensors, "grouped_allgather_async")
-    )
+    """Starts `allgather` for each of several tensors as one call, and returns a handle."""
+    request = _gather_request(tensors, name, lambda gathered: gathered.tensors, "grouped_allgather_async")
+    return CallHandle(process_set.calls(), request)
 
 
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
-    """Returns what `allgather` returns for each of the tensors, by one call."""
+    """Returns the result of `allgather` for each of the tensors, by one call."""
     return list(outputs_of(_Allgather, name, process_set, "grouped_allgather", *tensors))
 
 
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str | None, op: Op, process_set: ProcessSet = global_process_set
 ) -> Callable[[], torch.Tensor]:
-    """Starts to add the ranks' sparse tensors up, and returns a function that waits for the sum and returns it.
+    """Starts to sum sparse tensors over the ranks, and returns a function that waits for the sum and returns it.
 
     Args:
-        tensor: a sparse COO tensor, whose number of entries may differ between the ranks.
-        name: as for `allreduce`.
+        tensor: A sparse COO tensor, whose number of entries may differ between ranks.
+        name: The call's name, as for `allreduce`.
         op: Sum or Average.
-        process_set: the ranks that take part.
+        process_set: The participating ranks.
 
     Raises:
         ValueError: the tensor is not a sparse COO tensor, or `op` is another reduction.
@@ -162,7 +163,7 @@ def sparse_allreduce_async(
 def sparse_allreduce_request(
     tensor: torch.Tensor, name: str | None, op: Op, process_set: ProcessSet
 ) -> CallRequest[torch.Tensor]:
-    """Returns the call of `sparse_allreduce_async`."""
+    """Returns the request of `sparse_allreduce_async`."""
     if tensor.layout is not torch.sparse_coo:
         raise ValueError(f"sparse_allreduce_async got a tensor of layout {tensor.layout}; it takes sparse COO tensors")
     by = reduction(op)
@@ -172,18 +173,16 @@ def sparse_allreduce_request(
     entries, values = detached._indices().t().contiguous(), detached._values()
 
     def run(group: ProcessGroup) -> torch.Tensor:
-        everybodys_entries, everybodys_values = gather_rows([entries, values], group).tensors
+        all_entries, all_values = gather_rows([entries, values], group).tensors
         if by is Average:
-            everybodys_values = everybodys_values / group.size()
-        return torch.sparse_coo_tensor(
-            everybodys_entries.t(), everybodys_values, detached.shape, check_invariants=False
-        )
+            all_values = all_values / group.size()
+        return torch.sparse_coo_tensor(all_entries.t(), all_values, detached.shape, check_invariants=False)
 
     details = f"shape={list(detached.shape)}, op={by.name}"
     return CallRequest(CallKind.SPARSE_ALLREDUCE, [entries, values], run, details, name)
 
 
-def _exchanging(
+def _exchange_request(
     tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None, name: str | None, process_set: ProcessSet
 ) -> CallRequest[tuple[torch.Tensor, torch.Tensor]]:
     sent = _splits(tensor, splits, process_set)
@@ -212,7 +211,7 @@ class _Alltoall(Function):
         process_set: ProcessSet,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the rows received, and their numbers by rank."""
-        output, received = process_set.calls().perform(_exchanging(tensor, splits, name, process_set))
+        output, received = process_set.calls().perform(_exchange_request(tensor, splits, name, process_set))
         ctx.process_set, ctx.received = process_set, received
         ctx.mark_non_differentiable(received)
         return output, received
@@ -234,15 +233,15 @@ def alltoall_async(
     Its result is the rows received and their numbers by rank.
 
     Args:
-        tensor: its rows are divided among the ranks.
-        splits: how many rows each rank gets; by default all get as many.
-        name: the call's name, which no other call under way may have.
-        process_set: the ranks that take part.
+        tensor: The tensor whose rows are divided among the ranks.
+        splits: The number of rows for each rank; by default, all get equally many.
+        name: The call's name, which no other pending call may have.
+        process_set: The participating ranks.
 
     Raises:
-        ValueError: the rows cannot be divided evenly, or `splits` does not fit them.
+        ValueError: the rows cannot be divided evenly, or `splits` does not match their number.
     """
-    return CallHandle(process_set.calls(), _exchanging(tensor, splits, name, process_set))
+    return CallHandle(process_set.calls(), _exchange_request(tensor, splits, name, process_set))
 
 
 def alltoall(
@@ -251,7 +250,7 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Received:
-    """Sends rows of `tensor` to each rank, and returns what this rank received. Gradients flow through it.
+    """Sends rows of `tensor` to each rank, and returns the rows that this rank received. Gradients flow through it.
 
     The arguments and errors are those of `alltoall_async`. The result is a pair with the numbers of rows by rank only
     if `splits` is given.
@@ -260,7 +259,7 @@ def alltoall(
     return output if splits is None else (output, received)
 
 
-def _scattering(
+def _scatter_request(
     tensors: Sequence[torch.Tensor],
     how: ScaledReduction,
     name: str | None,
@@ -286,7 +285,7 @@ def _scattering(
 
 
 def _share(whole: torch.Tensor, how: ScaledReduction, group: ProcessGroup) -> torch.Tensor:
-    """Returns this rank's rows of the reduction of `whole`, which is overwritten. The first ranks get one more."""
+    """Returns this rank's rows of the reduction of `whole`, which is overwritten; the first ranks get one row more."""
     rows, more = divmod(len(whole), group.size())
     if more == 0:
         share = whole.new_empty((rows, *whole.shape[1:]))
@@ -298,7 +297,7 @@ def _share(whole: torch.Tensor, how: ScaledReduction, group: ProcessGroup) -> to
 
 
 class _Reducescatter(Function):
-    """Reduces tensors over the ranks, of which each gets its rows."""
+    """Reduces tensors over the ranks; each rank gets its rows of the result."""
 
     @staticmethod
     def forward(
@@ -308,13 +307,13 @@ class _Reducescatter(Function):
         ctx.how, ctx.process_set = how, process_set
         if how.by not in (Sum, Average):
             ctx.save_for_backward(*tensors)
-        request = _scattering(tensors, how, name, process_set, tuple, call)
+        request = _scatter_request(tensors, how, name, process_set, tuple, call)
         shares: tuple[torch.Tensor, ...] = process_set.calls().perform(request)
         return shares
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Returns all ranks' gradients, multiplied by what the reduction multiplies."""
+        """Returns all ranks' gradients, multiplied by the factors of the reduction."""
         factor = ctx.how.before * ctx.how.after * (ctx.process_set.size() if ctx.how.by is Sum else 1)
         gathered = grouped_allgather([grad * factor for grad in grads], None, ctx.process_set)
         if ctx.how.by not in (Sum, Average):
@@ -322,7 +321,7 @@ class _Reducescatter(Function):
                 reduction_derivative(tensor * ctx.how.before, ctx.how.by, ctx.process_set)
                 for tensor in ctx.saved_tensors
             ]
-            gathered = [grad * each for grad, each in zip(gathered, slopes, strict=True)]
+            gathered = [grad * slope for grad, slope in zip(gathered, slopes, strict=True)]
         return None, None, None, None, *gathered
 
 
@@ -336,13 +335,13 @@ def reducescatter_async(
 ) -> CallHandle[torch.Tensor]:
     """Starts to reduce `tensor` over the ranks, and returns a handle whose result is this rank's share of the rows.
 
-    The rows are divided as evenly as they can be; the first ranks get one more.
+    The rows are divided as evenly as possible; the first ranks get one row more.
 
     Raises:
-        ValueError: the tensor has no dimensions, or a reduce-scatter with this name is under way.
+        ValueError: the tensor has no dimensions, or a reduce-scatter with this name is pending.
     """
     how = ScaledReduction(reduction(op), prescale_factor, postscale_factor)
-    request = _scattering([tensor], how, name, process_set, lambda shares: shares[0], "reducescatter_async")
+    request = _scatter_request([tensor], how, name, process_set, lambda shares: shares[0], "reducescatter_async")
     return CallHandle(process_set.calls(), request)
 
 
@@ -373,11 +372,10 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> CallHandle[list[torch.Tensor]]:
-    """Starts `reducescatter` of each of several tensors as one call, and returns a handle."""
+    """Starts `reducescatter` for each of several tensors as one call, and returns a handle."""
     how = ScaledReduction(reduction(op), prescale_factor, postscale_factor)
-    return CallHandle(
-        process_set.calls(), _scattering(tensors, how, name, process_set, list, "grouped_reducescatter_async")
-    )
+    request = _scatter_request(tensors, how, name, process_set, list, "grouped_reducescatter_async")
+    return CallHandle(process_set.calls(), request)
 
 
 def grouped_reducescatter(
@@ -389,7 +387,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Returns what `reducescatter` returns for each of the tensors, by one call."""
+    """Returns the result of `reducescatter` for each of the tensors, by one call."""
     pairs = [compression.compress(tensor) for tensor in tensors]
     how = ScaledReduction(reduction(op), prescale_factor, postscale_factor)
     compressed = [tensor for tensor, _ in pairs]
@@ -403,7 +401,7 @@ def _splits(tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None, p
     if splits is not None:
         if isinstance(splits, torch.Tensor) and (splits.is_floating_point() or splits.is_complex()):
             raise ValueError(f"alltoall on rank {me} got splits of type {splits.dtype}; numbers of rows are integers")
-        given = [int(each) for each in splits]
+        given = [int(count) for count in splits]
         if len(given) != size or sum(given) != len(tensor) or min(given) < 0:
             raise ValueError(
                 f"alltoall on rank {me} got splits {given} for {len(tensor)} rows and {size} ranks; it takes one "

@@ -1,5 +1,6 @@
-"""Paceline in other frameworks, by the names that their users know: a module for each, imported only by its users.
+"""Paceline in Lightning and Ray Train: a module for each framework, which only its users import.
 
-May use: `plugin`, and the framework. Each module says what to install where its framework is missing. Start reading at
-`lightning.py`; `ray.py` is for Ray Train.
+If the framework is missing, the import raises an error that names the package to install.
+
+May use: `torch_backend`, and the framework. Start reading at `lightning.py` or `ray.py`.
 """

@@ -2,12 +2,12 @@
 
 Example::
 
-    import paceline.interop.integrations.lightning
+    import paceline.integrations.lightning
     from lightning.pytorch import Trainer
 
     trainer = Trainer(accelerator="cpu", devices=2, strategy="paceline")
 
-The strategies are Lightning's own for `DistributedDataParallel`, whose collectives Paceline carries out.
+The strategies are Lightning's own for `DistributedDataParallel`, with Paceline as the backend of torch.distributed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DESCRIPTION = "DistributedDataParallel over Paceline's collectives"
 
 
 def _first_of(*names: str) -> ModuleType:
-    """Returns the first of the modules that is installed."""
+    """Imports the first of the modules that is installed."""
     for name in names:
         try:
             return import_module(name)
@@ -38,7 +38,7 @@ _fabric = _first_of("lightning.fabric.strategies", "lightning_fabric.strategies"
 
 
 class PacelineStrategy(_pytorch.DDPStrategy):  # type: ignore[name-defined, misc]
-    """A strategy of the `Trainer`; takes what Lightning's `DDPStrategy` takes, but for `process_group_backend`."""
+    """A strategy of the `Trainer`, with the arguments of `DDPStrategy` except `process_group_backend`."""
 
     strategy_name = NAME
 
@@ -47,13 +47,13 @@ class PacelineStrategy(_pytorch.DDPStrategy):  # type: ignore[name-defined, misc
 
 
 class PacelineFabricStrategy(_fabric.DDPStrategy):  # type: ignore[name-defined, misc]
-    """A strategy of Fabric; takes what its `DDPStrategy` takes, but for `process_group_backend`."""
+    """A strategy of Fabric, with the arguments of its `DDPStrategy` except `process_group_backend`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, process_group_backend=NAME, **kwargs)
 
 
-register()  # the backend, which torch finds by itself only where the package is installed
+register()  # the entry point registers the backend only where the package is installed
 for _registry, _strategy in (
     (_pytorch.StrategyRegistry, PacelineStrategy),
     (_fabric.STRATEGY_REGISTRY, PacelineFabricStrategy),

@@ -1,15 +1,15 @@
-"""`TorchTrainer` for Ray Train, whose workers reduce by Paceline.
+"""`TorchTrainer` for Ray Train, whose workers reduce with Paceline.
 
 Example::
 
-    from paceline.interop.integrations.ray import TorchTrainer
+    from paceline.integrations.ray import TorchTrainer
     from ray.train import ScalingConfig
 
     trainer = TorchTrainer(train_loop_per_worker, scaling_config=ScalingConfig(num_workers=4))
     result = trainer.fit()
 
-It is Ray's own trainer but for the process group. In the loop `ray.train.torch.prepare_model` and torch's
-`DistributedDataParallel` work as before, and so do Paceline's own calls.
+It is Ray's own trainer with another process group. In the training loop, `ray.train.torch.prepare_model`, torch's
+`DistributedDataParallel` and Paceline's own calls can be used.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _TorchBackend: type[Any] = _torch.TorchConfig().backend_cls
 
 
 def _prepare_worker(secret: str) -> None:
-    """Runs on each worker, before the process group is made."""
-    register()  # the backend, which torch finds by itself only where the package is installed
+    """Runs on each worker before the process group is created."""
+    register()  # the entry point registers the backend only where the package is installed
     os.environ.setdefault(_SECRET, secret)
 
 
 class _Backend(_TorchBackend):  # type: ignore[misc]
-    """Makes the process group on the workers as Ray does, with Paceline's backend."""
+    """Creates the process group on the workers as Ray does, with Paceline's backend."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         worker_group.execute(_prepare_worker, backend_config.secret)
@@ -57,11 +57,11 @@ class _Backend(_TorchBackend):  # type: ignore[misc]
 
 @dataclass
 class PacelineConfig(_torch.TorchConfig):  # type: ignore[name-defined, misc]
-    """What Ray's `TorchConfig` is, for Paceline.
+    """Ray's `TorchConfig` for Paceline.
 
     Attributes:
-        backend: of `torch.distributed.init_process_group`.
-        secret: what the workers prove to each other, unless PACELINE_SECRET is set there; new for each trainer.
+        backend: The backend for `torch.distributed.init_process_group`.
+        secret: The job's secret, unless PACELINE_SECRET is set on the workers; new for each trainer.
     """
 
     backend: str | None = NAME
@@ -69,20 +69,20 @@ class PacelineConfig(_torch.TorchConfig):  # type: ignore[name-defined, misc]
 
     @property
     def backend_cls(self) -> type[Any]:
-        """Returns what Ray runs before the training loop."""
+        """The class that Ray runs before the training loop."""
         return _Backend
 
 
 class TorchTrainer(_torch.TorchTrainer):  # type: ignore[name-defined, misc]
-    """Ray's `TorchTrainer`, whose workers reduce by Paceline; takes what that one takes.
+    """Ray's `TorchTrainer`, whose workers reduce with Paceline.
 
     Args:
-        train_loop_per_worker: the function that each worker runs.
-        torch_config: how the process group is made; by default a new `PacelineConfig`.
-        arguments: as for Ray's `TorchTrainer`: `train_loop_config`, `scaling_config`, `run_config` and so on.
+        train_loop_per_worker: The function that each worker runs.
+        torch_config: The configuration of the process group; by default a new `PacelineConfig`.
+        arguments: Further arguments of Ray's `TorchTrainer`: `train_loop_config`, `scaling_config`, `run_config` etc.
 
     Raises:
-        ValueError: the workers are to use GPUs, whose tensors Paceline's backend does not reduce.
+        ValueError: the workers use GPUs, whose tensors Paceline's backend does not reduce.
     """
 
     def __init__(self, train_loop_per_worker: Any, *, torch_config: Any = None, **arguments: Any) -> None:

@@ -1,7 +1,8 @@
-"""Rewrites programs of torch.distributed and Horovod, and the files that launch them, so that they use Paceline.
+"""`paceline migrate`: rewrites programs of torch.distributed and Horovod, and the files that launch them.
 
-May use: nothing of Paceline but its list of public names; never torch. `names.py` says what each name becomes,
-`survey.py` which of two ways a program takes, `python_files.py` and `commands.py` rewrite a text, `project.py` finds
-the files. Everything but `project.py` is functions from text to text. LibCST (the extra `paceline[migrate]`) keeps what
-is not rewritten as it was. Start reading at `names.py`.
+`names.py` maps names, `python_files.py` and `commands.py` rewrite texts, and `project.py` finds and writes the files;
+all others are functions from text to text. LibCST (the extra `paceline[migrate]`) preserves everything that is not
+rewritten.
+
+May use: nothing of Paceline but its list of public names; never torch. Start reading at `names.py`.
 """

@@ -1,6 +1,6 @@
-"""Rules for calls whose arguments mean something else to Paceline, or say what is still to be done.
+"""Rules for calls whose arguments have another meaning in Paceline or need manual work, and for names of backends.
 
-The names of backends in a file: where "gloo" stands for torch's backend, "paceline" takes its place.
+Where "gloo" names torch's backend, "paceline" replaces it.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from paceline.interop.migrate.names import MigrationMode
 from paceline.interop.migrate.python_source import Edits, NameUse, PythonSource, dotted
 
 _GLOO, _OURS = "gloo", "paceline"
-_ASKED_FOR = "get_default_backend_for_device"
+_DEFAULT_BACKEND = "get_default_backend_for_device"
 
 
 class MixedBackendsError(ValueError):
-    """A mixture of backends, which the plug-in cannot be part of in all releases of PyTorch."""
+    """Raised for a mixture of backends, which not all releases of PyTorch support for the plug-in."""
 
 
 def replace_gloo(node: cst.CSTNode, way: MigrationMode) -> dict[cst.CSTNode, cst.BaseExpression]:
-    """Returns the strings in an expression that name gloo, with what takes their place.
+    """Returns the strings in an expression that name gloo, with their replacements.
 
     Raises:
-        Mixture: a string names several backends, and torch.distributed will read it.
+        MixedBackendsError: a string names several backends, and the program keeps torch.distributed.
     """
     found: dict[cst.CSTNode, cst.BaseExpression] = {}
     for string in _strings(node):
@@ -43,7 +43,7 @@ def replace_gloo(node: cst.CSTNode, way: MigrationMode) -> dict[cst.CSTNode, cst
 
 
 def variables_in(node: cst.CSTNode) -> set[str]:
-    """Returns the variables and attributes that a backend's expression takes its value from, by their last word."""
+    """Returns the last words of the variables and attributes from which a backend's expression takes its value."""
     if isinstance(node, cst.IfExp):
         return variables_in(node.body) | variables_in(node.orelse)
     name = dotted(node)
@@ -52,21 +52,21 @@ def variables_in(node: cst.CSTNode) -> set[str]:
 
 @dataclass(frozen=True)
 class BackendReplacements:
-    """The replacements outside of calls that make groups, and whether the file gives the variables their values."""
+    """The replacements outside of calls that create groups."""
 
     found: dict[cst.CSTNode, cst.BaseExpression]
-    shows_values: bool
+    shows_values: bool  # whether the file assigns values to the variables
 
 
 def replacements_outside_calls(
     reading: PythonSource, names: set[str], way: MigrationMode, is_named: bool
 ) -> BackendReplacements:
-    """Returns the replacements where the file gives these variables a value, or compares a backend with one.
+    """Returns the replacements in assignments to these variables and in comparisons with a backend.
 
-    Comparisons stay as they are if gloo is neither among the values nor, as `is_named` says, in a call.
+    Comparisons are replaced only if gloo is among the values or, with `is_named`, in a call.
 
     Raises:
-        Mixture: as for `replaced`.
+        MixedBackendsError: as for `replace_gloo`.
     """
     finder = _Values(reading, names, way)
     reading.module.visit(finder)
@@ -77,7 +77,7 @@ class _Values(cst.CSTVisitor):
     def __init__(self, reading: PythonSource, names: set[str], way: MigrationMode) -> None:
         super().__init__()
         self._names, self._way = names, way
-        self._asks = {use.node for use in reading.uses if use.name.endswith(".get_backend")}
+        self._queries = {use.node for use in reading.uses if use.name.endswith(".get_backend")}
         self.found: dict[cst.CSTNode, cst.BaseExpression] = {}
         self.has_gloo = self.shows_values = False
 
@@ -103,8 +103,8 @@ class _Values(cst.CSTVisitor):
                     self._take(arg.value)
 
     def visit_Comparison(self, node: cst.Comparison) -> None:  # noqa: N802
-        sides = [node.left, *(each.comparator for each in node.comparisons)]
-        if any(self._is_one(side) for side in sides) or any(self._is_asked(side) for side in sides):
+        sides = [node.left, *(comparison.comparator for comparison in node.comparisons)]
+        if any(self._is_one(side) or self._is_query(side) for side in sides):
             for side in sides:
                 self.found |= replace_gloo(side, self._way)
 
@@ -112,15 +112,15 @@ class _Values(cst.CSTVisitor):
         name = dotted(node)
         return name is not None and name.rpartition(".")[2] in self._names
 
-    def _is_asked(self, node: cst.CSTNode) -> bool:
-        return isinstance(node, cst.Call) and node.func in self._asks
+    def _is_query(self, node: cst.CSTNode) -> bool:
+        return isinstance(node, cst.Call) and node.func in self._queries
 
     def _take(self, value: cst.CSTNode) -> None:
         new = replace_gloo(value, self._way)
         self.found |= new
         self.has_gloo = self.has_gloo or bool(new)
-        is_asked_for = isinstance(value, cst.Call) and (dotted(value.func) or "").endswith(_ASKED_FOR)
-        self.shows_values = self.shows_values or is_asked_for or any(True for _ in _strings(value))
+        is_default = isinstance(value, cst.Call) and (dotted(value.func) or "").endswith(_DEFAULT_BACKEND)
+        self.shows_values = self.shows_values or is_default or any(True for _ in _strings(value))
 
 
 def _strings(node: cst.CSTNode) -> Iterator[cst.SimpleString]:
@@ -146,7 +146,7 @@ _OWN_GROUP = (
     'it makes a group of gloo; on CPU call torch.distributed.init_process_group("paceline") first, and it uses that'
 )
 
-# What other libraries make a group by; their own arguments decide about the backend.
+# Calls by which other libraries create a group; their own arguments select the backend.
 _REPORTED = {
     "accelerate.Accelerator": _OWN_GROUP,
     "accelerate.state.PartialState": _OWN_GROUP,
@@ -165,20 +165,20 @@ _REPORTED = {
 
 @dataclass
 class CallRemarks:
-    """What the rules say: reasons and notes by the node of a use, and names whose imports stay."""
+    """The results of the rules, by the node of a use."""
 
     reasons: dict[cst.CSTNode, str] = field(default_factory=dict)
     notes: dict[cst.CSTNode, str] = field(default_factory=dict)
-    stay: set[str] = field(default_factory=set)
+    stay: set[str] = field(default_factory=set)  # names whose imports stay
 
 
 def advice_for_call(name: str) -> str | None:
-    """Returns what to do about a call of another library; None if it is none that makes a group."""
+    """Returns the advice on another library's call that creates a group; None for other calls."""
     return _REPORTED.get(name)
 
 
 def apply_call_rules(reading: PythonSource, way: MigrationMode, edits: Edits) -> CallRemarks:
-    """Applies the rules to every call of a file: adds to the edits, and returns what is to be said."""
+    """Applies the rules to every call of a file: extends the edits, and returns the remarks."""
     verdicts = CallRemarks()
     makes_the_group = [use for use in reading.uses if use.name in _MAKES_THE_GROUP]
     _backends(reading, way, edits, verdicts)
@@ -206,7 +206,7 @@ def apply_call_rules(reading: PythonSource, way: MigrationMode, edits: Edits) ->
 
 
 def _backends(reading: PythonSource, way: MigrationMode, edits: Edits, verdicts: CallRemarks) -> None:
-    """Replaces gloo by Paceline in all calls that make groups, and where their arguments come from."""
+    """Replaces gloo by Paceline in all calls that create groups, and in the sources of their arguments."""
     is_named = False
     sources: dict[cst.CSTNode, set[str]] = {}
     for use in reading.uses:
@@ -270,7 +270,7 @@ def _name_the_backend(reading: PythonSource, use: NameUse, call: cst.Call, edits
 
 
 def _keep_torchs_order(call: cst.Call, edits: Edits) -> None:
-    """Has the ranks of a new group sorted, as torch always does, unless they are in order already."""
+    """Makes a new group sort its ranks, as torch always does, unless they are in order already."""
     ranks = _argument(call, "ranks", 0)
     if ranks is None or _is_given(call, "sort_ranks", 7) or any(arg.star for arg in call.args) or _is_sorted(ranks):
         return
@@ -283,14 +283,14 @@ def _is_sorted(ranks: cst.CSTNode) -> bool:
     if isinstance(ranks, cst.Call):
         return dotted(ranks.func) == "range" and len(ranks.args) < 3
     if isinstance(ranks, cst.List | cst.Tuple):
-        values = [each.value for each in ranks.elements]
-        numbers = [int(each.value) for each in values if isinstance(each, cst.Integer) and each.value.isdecimal()]
+        values = [element.value for element in ranks.elements]
+        numbers = [int(value.value) for value in values if isinstance(value, cst.Integer) and value.value.isdecimal()]
         return len(values) < 2 or (len(numbers) == len(values) and numbers == sorted(numbers))
     return isinstance(ranks, cst.Name) and ranks.value == "None"
 
 
 def _argument(call: cst.Call, keyword: str, at: int) -> cst.BaseExpression | None:
-    """Returns an argument by its keyword or its position; None if the call has none."""
+    """Returns an argument by its keyword or its position, or None if it is absent or None."""
     positional: Sequence[cst.Arg] = [arg for arg in call.args if arg.keyword is None]
     named = next((arg.value for arg in call.args if arg.keyword is not None and arg.keyword.value == keyword), None)
     if named is None and len(positional) > at and not any(arg.star for arg in positional[: at + 1]):

@@ -1,7 +1,7 @@
-"""Rewrites the commands that start a job, in shell scripts, batch files, YAML and Dockerfiles.
+"""Migration of the commands that start a job, in shell scripts, batch files, YAML and Dockerfiles.
 
-These are texts in several languages at once (a shell command in a string in YAML), so only the words of a command are
-looked at, and where they stand in their line.
+These files mix languages (such as a shell command in a YAML string), so only the words of a command and their position
+in the line are considered.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ASKS = re.compile(r"(?:\bwhich|\bcommand -v|\btype|\bhash|\bpkill|\bkillall|\bp
 
 @dataclass(frozen=True)
 class _Rule:
-    """A kind of command: what it is, how it is written, and what takes its place."""
+    """A kind of command, with its pattern and its replacement."""
 
     what: str
     pattern: re.Pattern[str]
@@ -113,7 +113,7 @@ def migrate_commands(text: str) -> MigratedFile:
     for rule in _RULES:
         for match in rule.pattern.finditer(text):
             at = match.start() + len(match[0]) - len(match[0].lstrip())
-            if any(start < match.end() and match.start() < end for start, end, _ in edits) or not _is_command(text, at):
+            if any(first < match.end() and match.start() < end for first, end, _ in edits) or not _is_command(text, at):
                 continue
             new, reason = rule.new(match), _reason(text, match.start())
             edits.append((match.start(), match.end(), new))
@@ -127,11 +127,11 @@ def migrate_commands(text: str) -> MigratedFile:
                 line = _line_of(text, match.start())
                 places.append(MigrationFinding(line, what, reason))
                 comments[line] = reason
-    return MigratedFile(_edited(text, edits, comments), tuple(sorted(places, key=lambda each: each.line)))
+    return MigratedFile(_edited(text, edits, comments), tuple(sorted(places, key=lambda place: place.line)))
 
 
 def _is_command(text: str, at: int) -> bool:
-    """Returns whether what stands at `at` is run, as far as its line shows."""
+    """Returns whether the text at `at` is executed, as far as its line shows."""
     before = text[text.rfind("\n", 0, at) + 1 : at]
     line = before + text[at : (text.find("\n", at) + 1 or len(text) + 1) - 1]
     is_comment = re.search(r"(?:^|\s)#", before) is not None
@@ -139,25 +139,24 @@ def _is_command(text: str, at: int) -> bool:
 
 
 def _reason(text: str, at: int) -> str | None:
-    """Returns why the command at `at` needs more than another launcher."""
-    whole = text[at : _end_of_command(text, at)]
-    if _ETCD.search(whole):
+    """Returns the reason why the command at `at` needs further edits, or None."""
+    command = text[at : _end_of_command(text, at)]
+    if _ETCD.search(command):
         return (
             "the machines meet at one of themselves: --rdzv-backend c10d instead of etcd, and its address as endpoint"
         )
-    if _NODES.search(whole) and not _SHARES_A_SECRET.search(text):
+    if _NODES.search(command) and not _SHARES_A_SECRET.search(text):
         return _SECRET
     return None
 
 
 def _end_of_command(text: str, at: int) -> int:
-    """Returns where the command ends: at the first end of line that nothing continues, or with its list."""
+    """Returns the end of the command: the first end of a line that is not continued, or the end of its list."""
     lines = text[at:].split("\n")
     length = 0
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
         length += len(line) + 1
-        goes_on = line.rstrip().endswith(("\\", ",", "[")) or following.lstrip().startswith(("- ", "--"))
-        if not goes_on:
+        if not (line.rstrip().endswith(("\\", ",", "[")) or following.lstrip().startswith(("- ", "--"))):
             break
     return at + length
 
@@ -173,9 +172,9 @@ def _edited(text: str, edits: list[tuple[int, int, str]], comments: dict[int, st
     for line in lines:
         starts.append(starts[-1] + len(line) + 1)
     insertions = [
-        (starts[at], starts[at], _comment(lines[at], reason))
-        for at, reason in above.items()
-        if at == 0 or MARK not in "\n".join(lines[max(0, at - 3) : at])
+        (starts[number], starts[number], _comment(lines[number], reason))
+        for number, reason in above.items()
+        if number == 0 or MARK not in "\n".join(lines[max(0, number - 3) : number])
     ]
     for start, end, new in sorted([*edits, *insertions], reverse=True):
         text = text[:start] + new + text[end:]
@@ -183,21 +182,21 @@ def _edited(text: str, edits: list[tuple[int, int, str]], comments: dict[int, st
 
 
 def _comment(line: str, reason: str) -> str:
-    indent = line[: len(line) - len(line.lstrip())]
-    return "".join(f"{indent}{each}\n" for each in comment_lines(reason, len(indent)))
+    indent = line[: _indent(line)]
+    return "".join(f"{indent}{part}\n" for part in comment_lines(reason, len(indent)))
 
 
-def _place_of_comment(lines: list[str], at: int) -> int:
-    """Returns the line above which a comment neither cuts a command in two nor becomes a part of a string."""
-    while at > 0 and lines[at - 1].rstrip().endswith("\\"):
-        at -= 1
-    for header in range(at - 1, -1, -1):  # the line that begins a list or a folded text around this one
-        is_outer = lines[header].strip() and _indent(lines[header]) < _indent(lines[at])
+def _place_of_comment(lines: list[str], number: int) -> int:
+    """Returns the line above which a comment neither splits a command nor becomes part of a string."""
+    while number > 0 and lines[number - 1].rstrip().endswith("\\"):
+        number -= 1
+    for header in range(number - 1, -1, -1):  # the line that begins a list or a folded text around this one
+        is_outer = lines[header].strip() and _indent(lines[header]) < _indent(lines[number])
         if is_outer and re.search(r"(?::|-)\s*(?:>[+-]?|\[)\s*$", lines[header]):
             return header
         if is_outer:
             break
-    return at
+    return number
 
 
 def _indent(line: str) -> int:

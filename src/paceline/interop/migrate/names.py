@@ -1,9 +1,7 @@
-"""What the names of other libraries become: a name of Paceline's, the same name, or a reason to stay with torch.
+"""The map from names of other libraries to those of Paceline, and the findings in a migrated file.
 
-Names are written in full, as in "torch.distributed.all_reduce"; attributes may follow, as in
-"torch.distributed.ReduceOp.SUM".
-
-What was found in a file, and what became of it.
+Names are fully qualified, as in "torch.distributed.all_reduce", possibly with attributes, as in
+"torch.distributed.ReduceOp.SUM". A name without a counterpart stays, or is a reason to keep torch.distributed.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import paceline
 
 
 class MigrationMode(Enum):
-    """How a program comes over."""
+    """The mode of a program's migration."""
 
     IMPORT = "import"  # `import paceline as dist` in place of torch.distributed
     PLUGIN = "plugin"  # torch.distributed with the backend "paceline"
@@ -48,9 +46,9 @@ _HOOKS = frozenset(
 )  # fmt: skip
 _TORCH = "torch.distributed"
 _CORE = f"{_TORCH}.distributed_c10d"
-_BUILT_ON_TORCHS_GROUPS = {"DeviceMesh", "init_device_mesh"}  # Paceline's have the same names and other groups
+_BUILT_ON_TORCHS_GROUPS = {"DeviceMesh", "init_device_mesh"}  # Paceline's have the same names but other groups
 
-# What does not lie in torch.distributed, or has another place in it than in Paceline.
+# Names outside of torch.distributed, or with another path in it than in Paceline.
 _RENAMED = {
     "torch.nn.parallel.DistributedDataParallel": "paceline.DistributedDataParallel",
     "torch.nn.parallel.distributed.DistributedDataParallel": "paceline.DistributedDataParallel",
@@ -72,7 +70,7 @@ _HOOK_MODULES = (
     f"{_TORCH}.algorithms.ddp_comm_hooks.powerSGD_hook",
 )
 
-# What works beside either library, since it makes no group.
+# Modules that work with either library, since they create no group.
 _STAYS = (
     f"{_TORCH}.argparse_util",
     f"{_TORCH}.constants",
@@ -81,7 +79,7 @@ _STAYS = (
     f"{_TORCH}.utils",
 )
 
-# Libraries that use torch's default group by themselves, so that it has to exist. Of some it is only a part.
+# Libraries, some only in part, that use torch's default group themselves, so that it must exist.
 _GROUP_USERS = {
     "accelerate": "Accelerate",
     "apex": "Apex",
@@ -109,21 +107,21 @@ TELLING_WORDS = (
     *((name.rpartition(".")[2],) for name in _RENAMED),
     *((library, *part.split(".")) for library in _GROUP_USERS for part in _PARTS_WITH_GROUPS.get(library, ("",))),
 )
-"""Words of which one group is in each file that `concerns_us` or `group_user` has to do with."""
+"""Groups of words; a file to which `is_migrated` or `group_user` applies contains all words of one group."""
 
 
 def is_migrated(name: str) -> bool:
-    """Returns whether `name` belongs to what is migrated."""
+    """Returns whether `name` is subject to migration."""
     return is_in(name, _TORCH) or is_in(name, "horovod") or longest_renamed_prefix(name) is not None
 
 
 def is_in(name: str, module: str) -> bool:
-    """Returns whether `name` is `module` or lies in it."""
+    """Returns whether `name` is `module` or inside of it."""
     return name == module or name.startswith(f"{module}.")
 
 
 def longest_renamed_prefix(name: str) -> str | None:
-    """Returns the key of the table of renamed things that `name` is or lies in; None if there is none."""
+    """Returns the renamed name that `name` is or starts with, or None."""
     while name not in _RENAMED:
         name, dot, _ = name.rpartition(".")
         if not dot:
@@ -132,13 +130,13 @@ def longest_renamed_prefix(name: str) -> str | None:
 
 
 def new_name(name: str, way: MigrationMode) -> str | None:
-    """Returns the name that takes the place of `name` in a program that comes over by `way`; None if it stays."""
+    """Returns the replacement of `name` in a program that is migrated by `way`, or None if the name stays."""
     if is_in(name, "horovod"):
         return _of_horovod(name)
     if way is MigrationMode.PLUGIN:
-        # torch's own answers "gloo" for the CPU; Paceline's is a name that torch knows as well.
-        asks = name in (f"{_TORCH}.get_default_backend_for_device", f"{_CORE}.get_default_backend_for_device")
-        return "paceline.get_default_backend_for_device" if asks else None
+        # torch's own returns "gloo" for the CPU; Paceline's returns a backend that torch accepts, too.
+        is_default = name in (f"{_TORCH}.get_default_backend_for_device", f"{_CORE}.get_default_backend_for_device")
+        return "paceline.get_default_backend_for_device" if is_default else None
     if (known := longest_renamed_prefix(name)) is not None:
         return _RENAMED[known] + name[len(known) :]
     for module in _HOOK_MODULES:
@@ -173,7 +171,7 @@ def _of_horovod(name: str) -> str | None:
 
 
 def group_user(name: str) -> str | None:
-    """Returns the library that `name` belongs to, if that part of it uses torch's default group by itself."""
+    """Returns the library of `name`, if that part of it uses torch's default group itself."""
     library = name.partition(".")[0]
     parts = _PARTS_WITH_GROUPS.get(library, ("",))
     return _GROUP_USERS.get(library) if any(part in name for part in parts) else None
@@ -184,11 +182,11 @@ def needs_torchs_groups(name: str) -> bool:
     return (
         is_in(name, _TORCH)
         and new_name(name, MigrationMode.IMPORT) is None
-        and not any(is_in(name, each) for each in _STAYS)
+        and not any(is_in(name, module) for module in _STAYS)
     )
 
 
-MARK = "TODO(paceline): "  # begins what is written into the user's file where something is left to do
+MARK = "TODO(paceline): "  # begins the comments in the user's files where work remains
 _WIDTH = 100
 
 
@@ -197,10 +195,10 @@ class MigrationFinding:
     """One place of a program that concerns distributed training.
 
     Attributes:
-        line: its line in the file as it was, from 1.
-        what: what is there, such as "torch.distributed.all_reduce".
-        reason: why the program needs an edit there that could not be made; None if the place comes over.
-        note: what is worth knowing about a place that comes over.
+        line: The line in the original file, from 1.
+        what: The subject, such as "torch.distributed.all_reduce".
+        reason: The reason why a manual edit is needed, or None if the place is migrated.
+        note: A remark on a migrated place, or None.
     """
 
     line: int
@@ -210,32 +208,32 @@ class MigrationFinding:
 
     @property
     def is_migrated_fully(self) -> bool:
-        """Whether nothing is left to do here."""
+        """Whether no work remains here."""
         return self.reason is None
 
 
 @dataclass(frozen=True)
 class ModeChoice:
-    """The way by which a program comes over, and why it keeps torch.distributed; empty if it does not."""
+    """The mode of a program's migration."""
 
     way: MigrationMode
-    reason: str = ""
+    reason: str = ""  # to keep torch.distributed
 
 
 @dataclass(frozen=True)
 class MigratedFile:
-    """A file's new text, and the places that were found in it, in the order of their lines."""
+    """A file's new text, and its places in the order of their lines."""
 
     text: str
     places: tuple[MigrationFinding, ...] = ()
 
 
 def comment_lines(reason: str, indent: int = 0) -> list[str]:
-    """Returns the lines of the comment, without indentation, that tells the user what is left to do."""
+    """Returns the lines, without indentation, of a comment on the remaining work."""
     width = max(40, _WIDTH - indent)
     return textwrap.wrap(MARK + reason, width, initial_indent="# ", subsequent_indent="#   ", break_on_hyphens=False)
 
 
 def score(places: Sequence[MigrationFinding]) -> tuple[int, int]:
-    """Returns how many of the places come over, and how many there are."""
-    return sum(each.is_migrated_fully for each in places), len(places)
+    """Returns the numbers of migrated places and of all places."""
+    return sum(place.is_migrated_fully for place in places), len(places)

@@ -1,4 +1,4 @@
-"""Finds the files of a program, migrates them together, and writes them back."""
+"""The migration of a program's files, which are read, migrated together, and optionally written."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _WORDS = ("torch", "horovod", "accelerate", "lightning", "deepspeed", "transform
 
 
 class MissingLibCST(ImportError):
-    """LibCST, with which Python files are read, is not installed."""
+    """Raised if LibCST, which parses Python files, is not installed."""
 
 
 @dataclass(frozen=True)
 class ProgramFile:
-    """A file of the program: its text, and what becomes of it."""
+    """A file of the program, before and after its migration."""
 
     path: Path
     before: str
@@ -40,18 +40,18 @@ class ProgramFile:
 
 @dataclass
 class MigratedProgram:
-    """A program after its migration, which `write` puts on the disk."""
+    """A migrated program."""
 
     choice: ModeChoice
     files: list[ProgramFile] = field(default_factory=list)
-    unread: list[tuple[Path, str]] = field(default_factory=list)  # files that are no Python, and why
+    unread: list[tuple[Path, str]] = field(default_factory=list)  # files that are not valid Python, and their errors
 
     def places(self) -> list[MigrationFinding]:
         """Returns the places of all files."""
         return [place for file in self.files for place in file.after.places]
 
     def write(self) -> int:
-        """Writes the files that change; returns how many they are.
+        """Writes the changed files; returns their number.
 
         Raises:
             OSError: a file cannot be written.
@@ -64,15 +64,15 @@ class MigratedProgram:
 
 
 def migrate(paths: Sequence[Path], way: MigrationMode | None = None) -> MigratedProgram:
-    """Returns what becomes of the files at `paths`, which are files or folders of one program. Nothing is written.
+    """Returns the migrated files of one program, without writing them.
 
     Args:
-        paths: the program's files, or the folders that hold them.
-        way: how it is to come over; by default its imports decide.
+        paths: The program's files, or their folders.
+        way: The mode of migration; by default, the imports decide.
 
     Raises:
-        FileNotFoundError: there is nothing at one of the paths.
-        MissingLibCST: there are Python files to read, and LibCST is not installed.
+        FileNotFoundError: a path does not exist.
+        MissingLibCST: there are Python files to parse, and LibCST is not installed.
     """
     texts = {path: text for path in files_at(paths) if (text := _text(path)) is not None}
     scripts = {path: text for path, text in texts.items() if path.suffix == ".py"}
@@ -96,10 +96,10 @@ def migrate(paths: Sequence[Path], way: MigrationMode | None = None) -> Migrated
 
 
 def files_at(paths: Sequence[Path]) -> Iterator[Path]:
-    """Yields the files that a program may consist of: Python, shell scripts, batch files, YAML and Dockerfiles.
+    """Yields the files of supported kinds: Python, shell scripts, batch files, YAML and Dockerfiles.
 
     Raises:
-        FileNotFoundError: there is nothing at one of the paths.
+        FileNotFoundError: a path does not exist.
     """
     for path in paths:
         if not path.exists():
@@ -123,7 +123,7 @@ def _is_kind(path: Path) -> bool:
 
 
 def _text(path: Path) -> str | None:
-    """Returns the file's text with its ends of lines as they are; None if it is no text."""
+    """Returns the file's text with its original line endings, or None for a binary file."""
     with path.open(encoding="utf-8", newline="") as file:
         try:
             return file.read()
@@ -136,7 +136,7 @@ def _is_worth_reading(text: str) -> bool:
 
 
 def _readings(texts: dict[Path, str]) -> tuple[dict[Path, PythonSource], list[tuple[Path, str]]]:
-    """Returns the Python files that may concern the migration as they were read, and those of them that cannot be."""
+    """Parses the Python files that may need migration; returns them, and those with errors."""
     if not texts:
         return {}, []
     try:
@@ -151,7 +151,7 @@ def _readings(texts: dict[Path, str]) -> tuple[dict[Path, PythonSource], list[tu
     readings: dict[Path, PythonSource] = {}
     unread: list[tuple[Path, str]] = []
     collects = gc.isenabled()
-    gc.disable()  # what is made here is kept, and to look through it again and again takes a tenth of the time
+    gc.disable()  # all objects created here are kept, and collections would take a tenth of the time
     try:
         for path, text in texts.items():
             if not may_need_migration(text):
@@ -167,7 +167,7 @@ def _readings(texts: dict[Path, str]) -> tuple[dict[Path, PythonSource], list[tu
 
 
 def _choice(readings: dict[Path, PythonSource], texts: dict[Path, str]) -> ModeChoice:
-    """Returns the way for these files; modules beside them that they import count too."""
+    """Returns the mode for these files, considering modules beside them that they import."""
     if not texts:
         return ModeChoice(MigrationMode.IMPORT)
     from paceline.interop.migrate.python_files import choose_mode
@@ -185,7 +185,7 @@ def _choice(readings: dict[Path, PythonSource], texts: dict[Path, str]) -> ModeC
 
 
 def _modules_beside(texts: dict[Path, str], readings: dict[Path, PythonSource]) -> Iterator[Path]:
-    """Yields the modules that the files import from their own folders, and that are not among them."""
+    """Yields modules that the files import from their own folders and that are not among the files."""
     from paceline.interop.migrate.python_files import imports_of
 
     known = {path.resolve() for path in texts}
@@ -193,8 +193,8 @@ def _modules_beside(texts: dict[Path, str], readings: dict[Path, PythonSource]) 
     neighbours = {folder: _names_in(folder, known) for folder in folders}
     for path, text in texts.items():
         if not any(name in text for name in neighbours[path.parent]):
-            continue  # most files: to parse them all would take longer than all else
-        names = [each.name for each in readings[path].imports] if path in readings else imports_of(text)
+            continue  # true of most files, whose parsing would dominate the time
+        names = [found.name for found in readings[path].imports] if path in readings else imports_of(text)
         for imported in names:
             parts = imported.split(".")
             for length in range(1, len(parts) + 1):
@@ -204,9 +204,9 @@ def _modules_beside(texts: dict[Path, str], readings: dict[Path, PythonSource]) 
 
 
 def _names_in(folder: Path, known: set[Path]) -> set[str]:
-    """Returns the first words by which a file in a folder could import modules that are not known."""
+    """Returns the first words of imports that could lead to modules in a folder other than the known ones."""
     return {
-        each.stem if each.suffix == ".py" else each.name
-        for each in folder.iterdir()
-        if each.is_dir() or (each.suffix == ".py" and each.resolve() not in known)
+        entry.stem if entry.suffix == ".py" else entry.name
+        for entry in folder.iterdir()
+        if entry.is_dir() or (entry.suffix == ".py" and entry.resolve() not in known)
     }

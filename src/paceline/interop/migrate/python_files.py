@@ -1,11 +1,8 @@
-"""Rewrites a Python file. What the file imports decides: a name that is imported keeps its local name where it can.
+"""Migration of Python files: the check whether a file needs it, the choice of the mode, and the rewriting.
 
-A quick look at a Python file, to find out whether it has to be read in full.
-
-LibCST takes a third of a second for a file of a thousand lines, and Python's own parser some milliseconds. Most files
-of a program import torch and have nothing to migrate.
-
-Decides by which way a program comes over, from all of its files: they share one process group.
+LibCST takes a third of a second for a file of a thousand lines, and Python's own parser some milliseconds; most files
+of a program import torch and need no migration. All files of a program have the same mode, since they share a process
+group. Imported names keep their local names where possible.
 """
 
 from __future__ import annotations
@@ -33,13 +30,20 @@ from paceline.interop.migrate.names import (
 from paceline.interop.migrate.python_source import Edits, Imported, NameUse, PythonSource, expression, import_statement
 
 _IMPORTS_US = re.compile(r"^[ \t]*(?:import|from)[ \t]+(?:torch\.distributed|horovod)\b", re.MULTILINE)
+_MODULES = ("paceline.parallel.hooks", "paceline.horovod", "paceline")  # the modules of rewritten names
+_OTHERS_OF_HOROVOD = "Paceline trains PyTorch programs, and this is for another library"
+_ELASTIC = (
+    "Horovod's elastic state has no counterpart of the same form; see paceline.ElasticState, which survives workers' "
+    "deaths without going back to a commit"
+)
+_ON_ONE_LINE = {"lpar": None, "rpar": None}
 
 
 def may_need_migration(text: str) -> bool:
-    """Returns whether anything in a file may concern the migration, or the way by which the program comes over.
+    """Returns whether a file may need migration, or affect the choice of the mode.
 
-    Names are followed without regard to scopes, so that the result is also true for some files in which nothing does,
-    and for those that this Python cannot parse.
+    Names are resolved without regard to scopes, so that the result is also true for some files that need none, and for
+    those that this Python cannot parse.
     """
     if not any(all(word in text for word in words) for words in TELLING_WORDS):
         return False
@@ -49,7 +53,7 @@ def may_need_migration(text: str) -> bool:
     if tree is None:
         return True
     names: set[str] = set()
-    meanings: dict[str, set[str]] = {}  # what the first word of a dotted name may stand for
+    meanings: dict[str, set[str]] = {}  # the qualified names that the first word of a dotted name may have
     chains: set[tuple[str, str]] = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -60,11 +64,11 @@ def may_need_migration(text: str) -> bool:
         elif isinstance(node, (ast.Name, ast.Attribute)) and (chain := _chain(node)) is not None:
             chains.add(chain)
     names |= {root + rest for first, rest in chains for root in meanings.get(first, ())}
-    return any(is_migrated(each) or advice_for_call(each) is not None or group_user(each) is not None for each in names)
+    return any(is_migrated(name) or advice_for_call(name) is not None or group_user(name) is not None for name in names)
 
 
 def imports_of(text: str) -> Iterator[str]:
-    """Yields the full names of all that a file imports; nothing if it cannot be parsed."""
+    """Yields the qualified names of a file's imports; none if it cannot be parsed."""
     tree = _parsed(text)
     for node in ast.walk(tree) if tree is not None else ():
         if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -74,14 +78,14 @@ def imports_of(text: str) -> Iterator[str]:
 def _parsed(text: str) -> ast.Module | None:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about invalid escapes in the program
+            warnings.simplefilter("ignore")  # of invalid escapes in the program
             return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
 
 def _bindings(statement: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
-    """Yields the full name of each thing that is imported, and its name in the file, as `reading.bindings` does."""
+    """Yields the qualified and the local name of each import, as `python_source.bindings` does."""
     if isinstance(statement, ast.Import):
         for alias in statement.names:
             yield alias.name, alias.asname or alias.name
@@ -91,7 +95,7 @@ def _bindings(statement: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str
 
 
 def _chain(node: ast.expr) -> tuple[str, str] | None:
-    """Returns the first word of a dotted name and the rest, with its dot; None for another expression."""
+    """Returns the first word of a dotted name, and the rest with its dot; None for any other expression."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -102,16 +106,16 @@ def _chain(node: ast.expr) -> tuple[str, str] | None:
 
 
 def choose_mode(readings: Mapping[str, PythonSource]) -> ModeChoice:
-    """Returns the way for a program of these files, by their names.
+    """Returns the mode for a program of these files, which are given by name.
 
-    What is built on torch's groups (FSDP, DTensor, torch's checkpoints, other libraries) needs torch's default group.
-    The whole program then stays with torch.distributed and changes its backend.
+    Features that are built on torch's groups (FSDP, DTensor, torch's checkpoints, other libraries) need torch's default
+    group. The whole program then keeps torch.distributed and changes its backend.
     """
     for file, reading in sorted(readings.items()):
-        for each in sorted(reading.concerning(), key=lambda each: each.line):
-            if needs_torchs_groups(each.name):
+        for place in sorted(reading.concerning(), key=lambda place: place.line):
+            if needs_torchs_groups(place.name):
                 return ModeChoice(
-                    MigrationMode.PLUGIN, f"{file}:{each.line} uses {each.name}, which is built on torch's groups"
+                    MigrationMode.PLUGIN, f"{file}:{place.line} uses {place.name}, which is built on torch's groups"
                 )
         for line, module in reading.stars:
             if needs_torchs_groups(f"{module}.*"):
@@ -127,26 +131,18 @@ def choose_mode(readings: Mapping[str, PythonSource]) -> ModeChoice:
     return ModeChoice(MigrationMode.IMPORT)
 
 
-_MODULES = ("paceline.parallel.hooks", "paceline.horovod", "paceline")  # those that a rewritten name may lie in
-_OTHERS_OF_HOROVOD = "Paceline trains PyTorch programs, and this is for another library"
-_ELASTIC = (
-    "Horovod's elastic state has no counterpart of the same form; see paceline.ElasticState, which survives workers' "
-    "deaths without going back to a commit"
-)
-
-
 def migrate_python(reading: PythonSource, way: MigrationMode) -> MigratedFile:
-    """Returns the new text of a file that was read, and its places."""
-    names = [*(each.name for each in reading.concerning()), *(module for _, module in reading.stars)]
+    """Returns the migrated text of a file, and its places."""
+    names = [*(place.name for place in reading.concerning()), *(module for _, module in reading.stars)]
     if not any(map(is_migrated, names)) and not any(advice_for_call(use.name) for use in reading.uses):
         return MigratedFile(reading.module.code)
     edits = Edits(reading.module)
     verdicts = apply_call_rules(reading, way, edits)
     table = _NameTable(way, verdicts.stay)
-    places = [_import_place(reading, each, table, edits) for each in reading.imports if is_migrated(each.name)]
+    places = [_import_place(reading, found, table, edits) for found in reading.imports if is_migrated(found.name)]
     for use in reading.uses:
         if use.node not in verdicts.reasons and (not is_migrated(use.name) or table.is_foreign(use)):
-            continue  # the import of a part of Horovod that is not for PyTorch says it once for all of its names
+            continue  # parts of Horovod for other libraries are reported once, at their import
         missing = _rewrite_use(use, table, edits)
         reason = verdicts.reasons.get(use.node, missing)
         if reason is not None:
@@ -156,11 +152,11 @@ def migrate_python(reading: PythonSource, way: MigrationMode) -> MigratedFile:
     for line, module in reading.stars:
         if is_migrated(module):
             places.append(_star(reading, line, module, table, edits))
-    return MigratedFile(edits.made(), tuple(sorted(places, key=lambda each: each.line)))
+    return MigratedFile(edits.applied(), tuple(sorted(places, key=lambda place: place.line)))
 
 
 class _NameTable:
-    """What names become in this file."""
+    """The replacements of names in one file."""
 
     def __init__(self, way: MigrationMode, stay: set[str]) -> None:
         self.way = way
@@ -170,12 +166,12 @@ class _NameTable:
         return None if name in self._stay else new_name(name, self.way)
 
     def is_foreign(self, use: NameUse) -> bool:
-        """Returns whether a use is of a part of Horovod for another library than PyTorch."""
+        """Returns whether a use belongs to a part of Horovod for a library other than PyTorch."""
         module = use.root if use.root is not None else ".".join(use.name.split(".")[:2])
         return is_in(module, "horovod") and self.new(module) is None
 
     def reason(self, name: str) -> str | None:
-        """Returns why a name that concerns us has no counterpart, if that leaves something to do."""
+        """Returns the reason for manual work on a name without a counterpart, or None."""
         if self.new(name) is not None:
             return None
         if is_in(name, "horovod.torch.elastic"):
@@ -195,10 +191,10 @@ def _import_place(reading: PythonSource, imported: Imported, table: _NameTable, 
 
 
 def _rewrite_use(use: NameUse, table: _NameTable, edits: Edits) -> str | None:
-    """Rewrites a dotted name if its import does not do so; returns why not, if it has no counterpart."""
+    """Rewrites a dotted name if its import does not suffice; returns the reason if it has no counterpart."""
     new, root = table.new(use.name), None if use.root is None else table.new(use.root)
     if new is None and root is not None and not is_in(use.name, "horovod"):
-        edits.expressions[use.node] = expression(use.name)  # the word that it begins with means Paceline from now on
+        edits.expressions[use.node] = expression(use.name)  # its first word refers to Paceline after the migration
         edits.modules.add("torch.distributed")
     if new is None:
         return table.reason(use.name)
@@ -210,16 +206,16 @@ def _rewrite_use(use: NameUse, table: _NameTable, edits: Edits) -> str | None:
         return None
     edits.expressions[use.node] = expression(written)
     if written == new:
-        edits.modules.add(next(each for each in _MODULES if is_in(new, each)))
+        edits.modules.add(next(module for module in _MODULES if is_in(new, module)))
     return None
 
 
 def _rewrite_imports(reading: PythonSource, table: _NameTable, edits: Edits) -> None:
     by_statement: dict[cst.CSTNode, list[Imported]] = {}
-    for each in reading.imports:
-        by_statement.setdefault(each.statement, []).append(each)
+    for found in reading.imports:
+        by_statement.setdefault(found.statement, []).append(found)
     for statement, group in by_statement.items():
-        if not any(table.new(each.name) is not None for each in group):
+        if not any(table.new(found.name) is not None for found in group):
             continue
         if isinstance(statement, cst.Import):
             edits.imports[statement] = _plain_imports(statement, group, table, reading)
@@ -230,20 +226,20 @@ def _rewrite_imports(reading: PythonSource, table: _NameTable, edits: Edits) -> 
 def _plain_imports(
     statement: cst.Import, group: list[Imported], table: _NameTable, reading: PythonSource
 ) -> list[cst.BaseSmallStatement]:
-    """Returns what takes the place of `import a, b as c`."""
-    kept = [each.alias for each in group if table.new(each.name) is None]
+    """Returns the replacements of `import a, b as c`."""
+    kept = [found.alias for found in group if table.new(found.name) is None]
     result: list[cst.BaseSmallStatement] = []
     if kept:
         result.append(statement.with_changes(names=_closed(kept)))
-    for each in group:
-        new = table.new(each.name)
+    for found in group:
+        new = table.new(found.name)
         if new is None:
             continue
-        if each.alias.asname is not None or "." not in each.name:
-            result.append(import_statement(new, each.local))
+        if found.alias.asname is not None or "." not in found.name:
+            result.append(import_statement(new, found.local))
             continue
-        root = each.name.partition(".")[0]  # `import torch.distributed` also gives the file `torch`
-        is_bound = any(other is not each and other.local.partition(".")[0] == root for other in reading.imports)
+        root = found.name.partition(".")[0]  # `import torch.distributed` also binds `torch`
+        is_bound = any(other is not found and other.local.partition(".")[0] == root for other in reading.imports)
         if root == "torch" and not is_bound:
             result.append(import_statement("torch"))
         result.append(import_statement(new))
@@ -251,19 +247,19 @@ def _plain_imports(
 
 
 def _from_imports(statement: cst.ImportFrom, group: list[Imported], table: _NameTable) -> list[cst.BaseSmallStatement]:
-    """Returns what takes the place of `from a import b, c as d`."""
-    kept = [each.alias for each in group if table.new(each.name) is None]
+    """Returns the replacements of `from a import b, c as d`."""
+    kept = [found.alias for found in group if table.new(found.name) is None]
     result: list[cst.BaseSmallStatement] = []
     moved: dict[str, list[cst.ImportAlias]] = {}
-    for each in group:
-        new = table.new(each.name)
+    for found in group:
+        new = table.new(found.name)
         if new is None:
             continue
         module, _, name = new.rpartition(".")
         if not module or new in _MODULES:
-            result.append(import_statement(new, each.local))
+            result.append(import_statement(new, found.local))
         else:
-            alias = each.alias if each.name.rpartition(".")[2] == name else _renamed(each, name)
+            alias = found.alias if found.name.rpartition(".")[2] == name else _renamed(found, name)
             moved.setdefault(module, []).append(alias)
     for module, aliases in moved.items():
         is_whole = not kept and not result and len(moved) == 1
@@ -273,9 +269,6 @@ def _from_imports(statement: cst.ImportFrom, group: list[Imported], table: _Name
     if kept:
         result.insert(0, statement.with_changes(names=_closed(kept)))
     return result
-
-
-_ON_ONE_LINE = {"lpar": None, "rpar": None}
 
 
 def _aliases(statement: cst.ImportFrom) -> list[cst.ImportAlias]:
@@ -293,23 +286,23 @@ def _module(name: str) -> cst.Attribute | cst.Name:
 
 
 def _closed(aliases: list[cst.ImportAlias]) -> list[cst.ImportAlias]:
-    """Returns the names with plain commas between them, and none after the last one."""
+    """Returns the names with plain commas between them, and none after the last."""
     comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-    between = [each.with_changes(comma=comma) for each in aliases[:-1]]
+    between = [alias.with_changes(comma=comma) for alias in aliases[:-1]]
     return [*between, aliases[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]
 
 
 def _star(reading: PythonSource, line: int, module: str, table: _NameTable, edits: Edits) -> MigrationFinding:
-    """Leaves `from module import *` as it is, unless the program keeps torch.distributed."""
+    """Reports `from module import *`, which stays; it needs manual work unless the program keeps torch.distributed."""
     if table.way is MigrationMode.PLUGIN and is_in(module, "torch.distributed"):
         return MigrationFinding(line, f"import of {module}.*")
     reason = f"the names that come from {module} are not known here; import those that the file uses one by one"
     statement = next(
         (
-            each
-            for each in reading.module.body
-            if isinstance(each, cst.SimpleStatementLine)
-            and any(isinstance(one, cst.ImportFrom) and isinstance(one.names, cst.ImportStar) for one in each.body)
+            line
+            for line in reading.module.body
+            if isinstance(line, cst.SimpleStatementLine)
+            and any(isinstance(node, cst.ImportFrom) and isinstance(node.names, cst.ImportStar) for node in line.body)
         ),
         None,
     )

@@ -1,6 +1,6 @@
-"""Reads a Python file: what it imports, and where it uses what it imports, by the full names.
+"""The imports of a Python file and their uses, by fully qualified names, and edits that preserve everything else.
 
-The edits of a Python file: collected first, then made in one pass that leaves everything else as it was.
+Edits are collected first, and applied in one pass.
 """
 
 from __future__ import annotations
@@ -16,222 +16,59 @@ from libcst.metadata import ImportAssignment, MetadataWrapper, ParentNodeProvide
 from paceline.interop.migrate.names import MARK, comment_lines, is_migrated
 
 
-@dataclass
-class Edits:
-    """What is to change, by the nodes of the file.
-
-    Attributes:
-        module: the file.
-        expressions: what takes the place of an expression.
-        arguments: arguments that a call is given in addition.
-        imports: the statements that take the place of an import statement.
-        comments: reasons that become a comment above a statement.
-        modules: modules that the file is to import besides.
-    """
-
-    module: cst.Module
-    expressions: dict[cst.CSTNode, cst.BaseExpression] = field(default_factory=dict)
-    arguments: dict[cst.CSTNode, list[tuple[str, str]]] = field(default_factory=dict)
-    imports: dict[cst.CSTNode, list[cst.BaseSmallStatement]] = field(default_factory=dict)
-    comments: dict[cst.CSTNode, list[str]] = field(default_factory=dict)
-    modules: set[str] = field(default_factory=set)
-
-    def comment(self, statement: cst.CSTNode | None, reason: str) -> None:
-        """Adds a comment above a statement, unless it is there already."""
-        if statement is None:
-            return
-        is_first = bool(self.module.body) and statement is self.module.body[0]  # what is above it is the module's
-        header = self.module.header if is_first else ()
-        lines = cast("Sequence[cst.EmptyLine]", (*header, *getattr(statement, "leading_lines", ())))
-        if any(line.comment is not None and MARK in line.comment.value for line in lines):
-            return  # by an earlier run
-        reasons = self.comments.setdefault(statement, [])
-        if reason not in reasons:
-            reasons.append(reason)
-
-    def made(self) -> str:
-        """Returns the file's new text."""
-        if not (self.expressions or self.arguments or self.imports or self.comments or self.modules):
-            return self.module.code
-        edited = self.module.visit(_Editor(self))
-        missing = sorted(self.modules - _bound(edited))
-        for name in missing:
-            edited = _with_import(edited, name)
-        return edited.code
-
-
-class _Editor(cst.CSTTransformer):
-    def __init__(self, edits: Edits) -> None:
-        super().__init__()
-        self._edits = edits
-
-    def on_leave(  # type: ignore[override]  # LibCST's type depends on the node's
-        self, original_node: cst.CSTNode, updated_node: cst.CSTNode
-    ) -> cst.CSTNode | cst.FlattenSentinel[cst.CSTNode]:
-        edits = self._edits
-        if original_node in edits.expressions:
-            return edits.expressions[original_node]
-        node = cast("cst.CSTNode", super().on_leave(original_node, updated_node))
-        if isinstance(node, cst.Call) and original_node in edits.arguments:
-            node = _with_arguments(node, edits.arguments[original_node])
-        if original_node in edits.comments:
-            node = _with_comments(node, edits.comments[original_node])
-        if isinstance(original_node, cst.SimpleStatementSuite) and isinstance(node, cst.SimpleStatementSuite):
-            return node.with_changes(body=self._body(original_node.body, node.body))
-        if isinstance(original_node, cst.SimpleStatementLine) and isinstance(node, cst.SimpleStatementLine):
-            return self._line(original_node, node)
-        return node
-
-    def _body(
-        self, before: Sequence[cst.BaseSmallStatement], after: Sequence[cst.BaseSmallStatement]
-    ) -> list[cst.BaseSmallStatement]:
-        """Returns the statements of a line, with those of its imports that are to change replaced."""
-        imports = self._edits.imports
-        if not any(each in imports for each in before):
-            return list(after)
-        body = [new for old, same in zip(before, after, strict=True) for new in imports.get(old, [same])]
-        return [each.with_changes(semicolon=cst.MaybeSentinel.DEFAULT) for each in body]
-
-    def _line(
-        self, original: cst.SimpleStatementLine, line: cst.SimpleStatementLine
-    ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.CSTNode]:
-        body = self._body(original.body, line.body)
-        if len(original.body) > 1 or len(body) == 1:
-            return line.with_changes(body=body)
-        first, *others = body
-        later = [cst.SimpleStatementLine([each]) for each in others[:-1]]
-        last = cst.SimpleStatementLine([others[-1]], trailing_whitespace=line.trailing_whitespace)
-        start = line.with_changes(body=[first], trailing_whitespace=cst.TrailingWhitespace())
-        return cst.FlattenSentinel([start, *later, last])
-
-
-def expression(text: str) -> cst.BaseExpression:
-    """Returns the expression that `text` is."""
-    return cst.parse_expression(text)
-
-
-def import_statement(module: str, local: str | None = None) -> cst.Import:
-    """Returns `import module` or `import module as local`."""
-    text = f"import {module}" if local in (None, module) else f"import {module} as {local}"
-    line = cst.ensure_type(cst.parse_statement(text), cst.SimpleStatementLine)
-    return cst.ensure_type(line.body[0], cst.Import)
-
-
-def _with_arguments(call: cst.Call, arguments: Sequence[tuple[str, str]]) -> cst.Call:
-    added = [
-        cst.Arg(
-            expression(value),
-            cst.Name(keyword),
-            equal=cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace("")),
-        )
-        for keyword, value in arguments
-    ]
-    existing = list(call.args)
-    if existing and isinstance(existing[-1].comma, cst.MaybeSentinel):
-        existing[-1] = existing[-1].with_changes(comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")))
-    elif existing:  # a trailing comma, which stays one, with the layout that follows it
-        comma = existing[-1].comma
-        between = existing[-2].comma if len(existing) > 1 else cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-        existing[-1] = existing[-1].with_changes(comma=between)
-        added[-1] = added[-1].with_changes(comma=comma)
-    return call.with_changes(args=[*existing, *added])
-
-
-def _with_comments(node: cst.CSTNode, reasons: Sequence[str]) -> cst.CSTNode:
-    lines = [cst.EmptyLine(comment=cst.Comment(line)) for reason in reasons for line in comment_lines(reason)]
-    return node.with_changes(leading_lines=[*getattr(node, "leading_lines", ()), *lines])
-
-
-def _top_level_imports(module: cst.Module) -> list[tuple[int, cst.Import | cst.ImportFrom]]:
-    return [
-        (at, each)
-        for at, line in enumerate(module.body)
-        if isinstance(line, cst.SimpleStatementLine)
-        for each in line.body
-        if isinstance(each, cst.Import | cst.ImportFrom)
-    ]
-
-
-def _bound(module: cst.Module) -> set[str]:
-    """Returns the modules that the file imports at its top under their own names."""
-    return {
-        cst.Module([]).code_for_node(alias.name)
-        for _, each in _top_level_imports(module)
-        if isinstance(each, cst.Import)
-        for alias in each.names
-        if alias.asname is None
-    }
-
-
-def _with_import(module: cst.Module, name: str) -> cst.Module:
-    """Returns the file with `import name` after its first import of torch, or of anything, or after its docstring."""
-    imports = _top_level_imports(module)
-    roots = [(at, cst.Module([]).code_for_node(each)) for at, each in imports]
-    at = next((at for at, text in roots if "torch" in text), next((at for at, _ in roots), -1))
-    futures = [at for at, text in roots if "__future__" in text]
-    at = max([at, *futures])
-    line = cst.SimpleStatementLine([import_statement(name)])
-    if at < 0 and module.get_docstring() is not None:
-        at = 0
-    return module.with_changes(body=[*module.body[: at + 1], line, *module.body[at + 1 :]])
-
-
 @dataclass(frozen=True)
 class Imported:
-    """One name of an import statement: the full name of what is imported, and the name that the file gives it."""
+    """One name of an import statement."""
 
     statement: cst.Import | cst.ImportFrom
     alias: cst.ImportAlias
-    name: str
-    local: str
+    name: str  # fully qualified
+    local: str  # the name in the file
     line: int
 
 
 @dataclass(frozen=True)
 class NameUse:
-    """A dotted expression that leads to something imported, and how the file writes it.
-
-    `root` is the full name of what its first word was imported as; None if the word comes from `import a.b`.
-    """
+    """A dotted expression that refers to an import."""
 
     node: cst.Name | cst.Attribute
-    name: str
-    written: str
-    root: str | None
+    name: str  # fully qualified
+    written: str  # as in the file
+    root: str | None  # the qualified name of the first word; None if the word comes from `import a.b`
     line: int
 
 
 @dataclass
 class PythonSource:
-    """What a file contains. `calls` has the call of each use that is called, by the use's node."""
+    """The content of a file."""
 
     module: cst.Module
     imports: list[Imported] = field(default_factory=list)
     stars: list[tuple[int, str]] = field(default_factory=list)  # line and module of `from module import *`
     uses: list[NameUse] = field(default_factory=list)
-    calls: dict[cst.CSTNode, cst.Call] = field(default_factory=dict)
+    calls: dict[cst.CSTNode, cst.Call] = field(default_factory=dict)  # by the called expression
     resolve_parents: Callable[[], Mapping[cst.CSTNode, cst.CSTNode]] = dict
 
     @cached_property
     def parents(self) -> Mapping[cst.CSTNode, cst.CSTNode]:
-        """The parent of each node. They are looked for on first use: it takes a third of the time of all the rest."""
+        """The parent of each node, determined on first use, since that takes a third of the time of all the rest."""
         return self.resolve_parents()
 
     def concerning(self) -> Iterator[Imported | NameUse]:
-        """Yields what concerns the migration."""
-        yield from (each for each in self.imports if is_migrated(each.name))
-        yield from (each for each in self.uses if is_migrated(each.name))
+        """Yields the imports and uses that are subject to migration."""
+        yield from (found for found in self.imports if is_migrated(found.name))
+        yield from (use for use in self.uses if is_migrated(use.name))
 
     def statement_of(self, node: cst.CSTNode) -> cst.CSTNode | None:
         """Returns the innermost statement around `node` that can have a comment above it."""
-        at: cst.CSTNode | None = node
-        while at is not None and not hasattr(at, "leading_lines"):
-            at = self.parents.get(at)
-        return at
+        statement: cst.CSTNode | None = node
+        while statement is not None and not hasattr(statement, "leading_lines"):
+            statement = self.parents.get(statement)
+        return statement
 
 
 def read_source(text: str) -> PythonSource:
-    """Returns what the file contains.
+    """Parses a file.
 
     Raises:
         libcst.ParserSyntaxError: the text is not valid Python.
@@ -247,7 +84,7 @@ def read_source(text: str) -> PythonSource:
 
 
 def dotted(node: cst.CSTNode | None) -> str | None:
-    """Returns an expression such as `a.b.c` as text; None if it is another one."""
+    """Returns an expression such as `a.b.c` as text, or None for any other expression."""
     parts: list[str] = []
     while isinstance(node, cst.Attribute):
         parts.append(node.attr.value)
@@ -258,7 +95,7 @@ def dotted(node: cst.CSTNode | None) -> str | None:
 
 
 def bindings(statement: cst.Import | cst.ImportFrom) -> Iterator[tuple[cst.ImportAlias, str, str]]:
-    """Yields each name of an import statement: its alias, the full name, and the name in the file."""
+    """Yields the alias, the qualified name and the local name for each name of an import statement."""
     if isinstance(statement.names, cst.ImportStar):
         return
     prefix = ""
@@ -321,7 +158,7 @@ class _Collector(cst.CSTVisitor):
         self._hide(node.attr)
         written = dotted(node)
         if written is None:
-            return True  # the attribute of a call and the like, in which there may be uses
+            return True  # the attribute of a call, for example, which may contain uses
         self._used(node, written)
         return False
 
@@ -338,15 +175,174 @@ class _Collector(cst.CSTVisitor):
         scope = self.get_metadata(ScopeProvider, node, None)
         if scope is None:
             return
-        assigned = [each for each in scope[first] if isinstance(each, ImportAssignment)]
-        bound = [pair for each in assigned for pair in _named(cast("cst.Import | cst.ImportFrom", each.node), first)]
+        nodes = [assignment.node for assignment in scope[first] if isinstance(assignment, ImportAssignment)]
+        bound = [pair for node in nodes for pair in _named(cast("cst.Import | cst.ImportFrom", node), first)]
         if bound:
             root = min((name for name, is_whole in bound if is_whole), default=None)
             self.found.uses.append(NameUse(node, (root or first) + dot + rest, written, root, self._line(node)))
 
 
 def _named(statement: cst.Import | cst.ImportFrom, first: str) -> Iterator[tuple[str, bool]]:
-    """Yields what a statement gives the name `first`, and whether that is the whole: `import a.b` gives `a` too."""
+    """Yields the names that a statement binds to `first`, and whether exactly: `import a.b` also binds `a`."""
     for _, name, local in bindings(statement):
         if local.partition(".")[0] == first:
             yield name, local == first
+
+
+@dataclass
+class Edits:
+    """The edits of a file, by its nodes.
+
+    Attributes:
+        module: The file.
+        expressions: The replacements of expressions.
+        arguments: The additional arguments of calls.
+        imports: The replacements of import statements.
+        comments: The reasons in a comment above a statement.
+        modules: The modules to import in addition.
+    """
+
+    module: cst.Module
+    expressions: dict[cst.CSTNode, cst.BaseExpression] = field(default_factory=dict)
+    arguments: dict[cst.CSTNode, list[tuple[str, str]]] = field(default_factory=dict)
+    imports: dict[cst.CSTNode, list[cst.BaseSmallStatement]] = field(default_factory=dict)
+    comments: dict[cst.CSTNode, list[str]] = field(default_factory=dict)
+    modules: set[str] = field(default_factory=set)
+
+    def comment(self, statement: cst.CSTNode | None, reason: str) -> None:
+        """Adds a comment above a statement, unless an earlier run has added one."""
+        if statement is None:
+            return
+        is_first = bool(self.module.body) and statement is self.module.body[0]  # lines above it belong to the module
+        header = self.module.header if is_first else ()
+        lines = cast("Sequence[cst.EmptyLine]", (*header, *getattr(statement, "leading_lines", ())))
+        if any(line.comment is not None and MARK in line.comment.value for line in lines):
+            return
+        reasons = self.comments.setdefault(statement, [])
+        if reason not in reasons:
+            reasons.append(reason)
+
+    def applied(self) -> str:
+        """Returns the edited text."""
+        if not (self.expressions or self.arguments or self.imports or self.comments or self.modules):
+            return self.module.code
+        edited = self.module.visit(_Editor(self))
+        missing = sorted(self.modules - _bound(edited))
+        for name in missing:
+            edited = _with_import(edited, name)
+        return edited.code
+
+
+class _Editor(cst.CSTTransformer):
+    def __init__(self, edits: Edits) -> None:
+        super().__init__()
+        self._edits = edits
+
+    def on_leave(  # type: ignore[override]  # LibCST's type depends on the node's
+        self, original_node: cst.CSTNode, updated_node: cst.CSTNode
+    ) -> cst.CSTNode | cst.FlattenSentinel[cst.CSTNode]:
+        edits = self._edits
+        if original_node in edits.expressions:
+            return edits.expressions[original_node]
+        node = cast("cst.CSTNode", super().on_leave(original_node, updated_node))
+        if isinstance(node, cst.Call) and original_node in edits.arguments:
+            node = _with_arguments(node, edits.arguments[original_node])
+        if original_node in edits.comments:
+            node = _with_comments(node, edits.comments[original_node])
+        if isinstance(original_node, cst.SimpleStatementSuite) and isinstance(node, cst.SimpleStatementSuite):
+            return node.with_changes(body=self._body(original_node.body, node.body))
+        if isinstance(original_node, cst.SimpleStatementLine) and isinstance(node, cst.SimpleStatementLine):
+            return self._line(original_node, node)
+        return node
+
+    def _body(
+        self, before: Sequence[cst.BaseSmallStatement], after: Sequence[cst.BaseSmallStatement]
+    ) -> list[cst.BaseSmallStatement]:
+        """Returns the statements of a line, with imports replaced."""
+        imports = self._edits.imports
+        if not any(statement in imports for statement in before):
+            return list(after)
+        body = [new for old, same in zip(before, after, strict=True) for new in imports.get(old, [same])]
+        return [statement.with_changes(semicolon=cst.MaybeSentinel.DEFAULT) for statement in body]
+
+    def _line(
+        self, original: cst.SimpleStatementLine, line: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.CSTNode]:
+        body = self._body(original.body, line.body)
+        if len(original.body) > 1 or len(body) == 1:
+            return line.with_changes(body=body)
+        first, *others = body
+        later = [cst.SimpleStatementLine([statement]) for statement in others[:-1]]
+        last = cst.SimpleStatementLine([others[-1]], trailing_whitespace=line.trailing_whitespace)
+        start = line.with_changes(body=[first], trailing_whitespace=cst.TrailingWhitespace())
+        return cst.FlattenSentinel([start, *later, last])
+
+
+def expression(text: str) -> cst.BaseExpression:
+    """Parses an expression."""
+    return cst.parse_expression(text)
+
+
+def import_statement(module: str, local: str | None = None) -> cst.Import:
+    """Returns `import module` or `import module as local`."""
+    text = f"import {module}" if local in (None, module) else f"import {module} as {local}"
+    line = cst.ensure_type(cst.parse_statement(text), cst.SimpleStatementLine)
+    return cst.ensure_type(line.body[0], cst.Import)
+
+
+def _with_arguments(call: cst.Call, arguments: Sequence[tuple[str, str]]) -> cst.Call:
+    added = [
+        cst.Arg(
+            expression(value),
+            cst.Name(keyword),
+            equal=cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace("")),
+        )
+        for keyword, value in arguments
+    ]
+    existing = list(call.args)
+    if existing and isinstance(existing[-1].comma, cst.MaybeSentinel):
+        existing[-1] = existing[-1].with_changes(comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")))
+    elif existing:  # keeps a trailing comma, with its layout, at the end
+        comma = existing[-1].comma
+        between = existing[-2].comma if len(existing) > 1 else cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+        existing[-1] = existing[-1].with_changes(comma=between)
+        added[-1] = added[-1].with_changes(comma=comma)
+    return call.with_changes(args=[*existing, *added])
+
+
+def _with_comments(node: cst.CSTNode, reasons: Sequence[str]) -> cst.CSTNode:
+    lines = [cst.EmptyLine(comment=cst.Comment(line)) for reason in reasons for line in comment_lines(reason)]
+    return node.with_changes(leading_lines=[*getattr(node, "leading_lines", ()), *lines])
+
+
+def _top_level_imports(module: cst.Module) -> list[tuple[int, cst.Import | cst.ImportFrom]]:
+    return [
+        (index, statement)
+        for index, line in enumerate(module.body)
+        if isinstance(line, cst.SimpleStatementLine)
+        for statement in line.body
+        if isinstance(statement, cst.Import | cst.ImportFrom)
+    ]
+
+
+def _bound(module: cst.Module) -> set[str]:
+    """Returns the modules that the file imports at its top level under their own names."""
+    return {
+        cst.Module([]).code_for_node(alias.name)
+        for _, statement in _top_level_imports(module)
+        if isinstance(statement, cst.Import)
+        for alias in statement.names
+        if alias.asname is None
+    }
+
+
+def _with_import(module: cst.Module, name: str) -> cst.Module:
+    """Returns the file with `import name` after its first import of torch, else its first import or its docstring."""
+    imports = [(index, cst.Module([]).code_for_node(node)) for index, node in _top_level_imports(module)]
+    first = imports[0][0] if imports else -1
+    after = next((index for index, text in imports if "torch" in text), first)
+    after = max([after, *(index for index, text in imports if "__future__" in text)])
+    if after < 0 and module.get_docstring() is not None:
+        after = 0
+    line = cst.SimpleStatementLine([import_statement(name)])
+    return module.with_changes(body=[*module.body[: after + 1], line, *module.body[after + 1 :]])

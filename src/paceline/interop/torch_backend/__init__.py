@@ -1,12 +1,10 @@
 """Paceline as a backend of torch.distributed: `torch.distributed.init_process_group("paceline")`.
 
-May use: `group` and below. Start reading at `process_group.py`. PyTorch finds `register` by an entry point and calls it
-at the end of `import torch`, so it imports nothing else and never raises.
+PyTorch finds `register` by an entry point and calls it at the end of `import torch`. It therefore never raises, and
+this module imports the rest of the package only on use. In a job with one port, `env://` of torch.distributed uses a
+store of Paceline, since torch's own would need a second port.
 
-In a job with one port, torch.distributed's `env://` meets at a store of Paceline's.
-
-Torch's own store would need another port. This is installed at the end of `import torch`, so it imports the rest when
-it is used.
+May use: `group` and below. Start reading at `process_group.py`.
 """
 
 from __future__ import annotations
@@ -25,42 +23,8 @@ if TYPE_CHECKING:
     from paceline.comm.store.store import Store
 
 
-_stores: list[Store] = []  # the one that this process uses for all its meetings; rank 0 serves it until it ends
-_lent: list[TorchStore] = []  # of this process's meetings; torch's C++ keeps only its own side of a store alive
-
-
-def replace_env_handler() -> None:
-    """Replaces what torch.distributed does for `env://`, unless torchrun, which serves a store itself, started this."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # torch.distributed also has a function of this name
-        vars(import_module("torch.distributed.rendezvous"))["_rendezvous_handlers"]["env"] = env_rendezvous_handler
-
-
-def env_rendezvous_handler(
-    url: str, timeout: timedelta | None = None, **_: Any
-) -> Iterator[tuple[TorchStore, int, int]]:
-    """Yields the store, the rank and the world size, as torch's own handler does.
-
-    Raises:
-        ValueError: the environment has no rank, world size or address.
-        StoreError: nobody serves the store.
-    """
-    from paceline.comm.rendezvous.environment import open_store, rank_and_world_size
-    from paceline.comm.store.store import DEFAULT_TIMEOUT, PrefixStore
-    from paceline.interop.torch_backend.store_adapters import StoreForTorch
-
-    timeout = DEFAULT_TIMEOUT if timeout is None else timeout
-    query = parse_qs(urlsplit(url).query)
-    rank, world_size = rank_and_world_size(
-        *(int(query[name][0]) if name in query else -1 for name in ("rank", "world_size"))
-    )
-    if not _stores:
-        _stores.append(open_store(rank, world_size, timeout))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    here = PrefixStore(f"torch/{attempt}/{len(_lent)}", _stores[0])
-    here.set_timeout(timeout)
-    _lent.append(StoreForTorch(here))
-    yield _lent[-1], rank, world_size
-    raise RuntimeError("torch.distributed cannot meet a second time in one rendezvous by env://")
+_stores: list[Store] = []  # at most one, for all rendezvous of this process; rank 0 serves it until it ends
+_lent: list[TorchStore] = []  # one per rendezvous; torch's C++ keeps only its own side of a store alive
 
 
 def register() -> None:
@@ -74,15 +38,15 @@ def register() -> None:
         if find_spec("torch.distributed._dist2") is not None:  # releases 2.8 to 2.13
             import_module("torch.distributed._dist2").register_backend("paceline", _create_alone)
         if "torch" in os.environ.get("PACELINE_COMPAT", "").split(","):  # from `paceline run --compat torch`
-            import_module("paceline.interop.torch_backend.patches").take_over()
+            import_module("paceline.interop.torch_backend.patches").replace_gloo()
         if os.environ.get("PACELINE_TORCH_STORE"):  # from `paceline run`, which serves torch's store at MASTER_PORT
-            import_module("paceline.interop.torch_backend.patches").take_over()
+            import_module("paceline.interop.torch_backend.patches").replace_store_factory()
         if os.environ.get("PACELINE_PORT"):
-            import_module("paceline.interop.torch_backend").take_over()
+            replace_env_handler()
     except Exception as error:
         import logging
 
-        # This is no warning, since a filter can turn warnings into errors, and one here would break `import torch`.
+        # Logged, since a filter can turn a warning into an error, which would break `import torch`.
         logging.getLogger(__name__).warning("torch.distributed does not get the backend 'paceline': %r", error)
 
 
@@ -99,10 +63,10 @@ def _create_alone(store: Any, rank: int, world_size: int, timeout: Any, device: 
 
 
 def lend_default_group() -> None:
-    """Makes torch.distributed's default group, with the backend "paceline", from the ranks of Paceline's default group.
+    """Creates torch.distributed's default group, with the backend "paceline", from Paceline's default group.
 
-    Every rank calls this after `paceline.init_process_group()`. The ranks meet over Paceline's store, so the variables
-    and the port that torch's own `env://` needs are not used. End torch's group first, with
+    Every rank calls this after `paceline.init_process_group()`. The rendezvous uses Paceline's store, so the variables
+    and the port of torch's own `env://` are not needed. Destroy torch's group first, with
     `torch.distributed.destroy_process_group()`.
 
     Raises:
@@ -112,3 +76,37 @@ def lend_default_group() -> None:
 
     register()
     make_torch_default_group()
+
+
+def replace_env_handler() -> None:
+    """Replaces torch.distributed's handler of `env://`, except under torchrun, which serves a store itself."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # torch.distributed also has a function `rendezvous`
+        vars(import_module("torch.distributed.rendezvous"))["_rendezvous_handlers"]["env"] = env_rendezvous_handler
+
+
+def env_rendezvous_handler(
+    url: str, timeout: timedelta | None = None, **_: Any
+) -> Iterator[tuple[TorchStore, int, int]]:
+    """Yields the store, the rank and the world size, as torch's own handler does.
+
+    Raises:
+        ValueError: the environment has no rank, world size or address.
+        StoreError: the store cannot be reached.
+    """
+    from paceline.comm.rendezvous.environment import open_store, rank_and_world_size
+    from paceline.comm.store.store import DEFAULT_TIMEOUT, PrefixStore
+    from paceline.interop.torch_backend.store_adapters import StoreForTorch
+
+    timeout = DEFAULT_TIMEOUT if timeout is None else timeout
+    query = parse_qs(urlsplit(url).query)
+    rank, world_size = rank_and_world_size(
+        *(int(query[name][0]) if name in query else -1 for name in ("rank", "world_size"))
+    )
+    if not _stores:
+        _stores.append(open_store(rank, world_size, timeout))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = PrefixStore(f"torch/{attempt}/{len(_lent)}", _stores[0])
+    store.set_timeout(timeout)
+    _lent.append(StoreForTorch(store))
+    yield _lent[-1], rank, world_size
+    raise RuntimeError("torch.distributed cannot meet a second time in one rendezvous by env://")

@@ -1,9 +1,7 @@
-"""A Paceline group as one of the backends of a process group: "cpu:paceline,cuda:nccl".
+"""The creation of groups for torch.distributed, and `DeviceBackend` for mixtures such as "cpu:paceline,cuda:nccl".
 
-If a backend is itself a process group, PyTorch makes it the whole group. From release 2.14 on, Python can subclass
-PyTorch's class `Backend`, and a group that has other backends too uses such a subclass.
-
-Makes the groups that torch.distributed asks for.
+PyTorch uses a backend that is itself a process group as the whole group. In a mixture, a Paceline group is wrapped in a
+subclass of PyTorch's class `Backend`, which Python can subclass since release 2.14.
 """
 
 from __future__ import annotations
@@ -23,115 +21,17 @@ from paceline.interop.torch_backend.rendezvous import GroupRendezvous, form_grou
 from paceline.interop.torch_backend.work import keep_works_of_reducers
 
 _CPU = torch.device("cpu")
-_ALONE = "custom"  # the name of a process group whose one backend is not PyTorch's own
-
-
-def has_other_backends(options: Any) -> bool:
-    """Returns whether the group that a backend is made for also has PyTorch's own backends, as far as PyTorch says."""
-    whole = getattr(options, "process_group", None)
-    return whole is not None and (bool(whole._device_types) or whole.name() != _ALONE)
-
-
-@eager_methods
-class DeviceBackend(Backend):
-    """Passes calls on CPU tensors to `group`."""
-
-    supports_coalescing = False
-    supports_splitting = False
-    supports_abort_hooks = True
-
-    def __init__(self, group: TorchProcessGroup) -> None:
-        super().__init__(group.rank(), group.size())
-        self.group = group
-
-    def getBackendName(self) -> str:
-        """Returns the name that torch's messages use."""
-        return self.group.getBackendName()
-
-    name = getBackendName
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the time limit of later calls."""
-        self.group.set_timeout(timeout)
-
-    _set_default_timeout = set_timeout
-
-    def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
-        """Waits until all ranks have called it; see `TorchProcessGroup.monitored_barrier`."""
-        self.group.monitored_barrier(opts.timeout, wait_all_ranks)
-
-    def shutdown(self) -> None:
-        """Ends the group for this rank; idempotent."""
-        self.group.shutdown()
-
-    def abort(self) -> None:
-        """Ends the calls of all ranks on CPU tensors; see `Recovery.abort`."""
-        self.group.abort()
-
-    def get_error(self) -> Any:
-        """Returns what the group of CPU tensors failed with; see `Recovery.get_error`."""
-        return self.group.get_error()
-
-    def register_abort_hook(self, hook_id: int, hook: Callable[[], None]) -> None:
-        """Has `hook` run before the group of CPU tensors is given up; see `Recovery.register_abort_hook`."""
-        self.group.register_abort_hook(hook_id, hook)
-
-    def unregister_abort_hook(self, hook_id: int) -> None:
-        """Removes the hook that was registered with that number."""
-        self.group.unregister_abort_hook(hook_id)
-
-
-def _passed_on(name: str) -> Callable[..., torch_dist.Work]:
-    @eager
-    def call(self: DeviceBackend, *args: Any) -> torch_dist.Work:
-        work: torch_dist.Work = getattr(self.group, name)(*args)
-        return work
-
-    return call
-
-
-for _name in (
-    "allreduce",
-    "allreduce_coalesced",
-    "broadcast",
-    "reduce",
-    "allgather",
-    "allgather_coalesced",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "alltoall",
-    "all_to_all_single",
-    "barrier",
-    "send",
-    "recv",
-    "recv_anysource",
-):
-    setattr(DeviceBackend, _name, _passed_on(_name))
-
-
-def paceline_group_of(whole: torch_dist.ProcessGroup) -> TorchProcessGroup | None:
-    """Returns `whole` if it is a Paceline group, or else the Paceline group for its CPU tensors; None without one."""
-    if isinstance(whole, TorchProcessGroup):
-        return whole
-    if _CPU not in whole._device_types:
-        return None
-    backend = whole._get_backend(_CPU)
-    return backend.group if isinstance(backend, DeviceBackend) else None
+_ALONE = "custom"  # the name of a process group whose only backend is not PyTorch's own
 
 
 def create(options: Any, pg_options: Any = None) -> TorchProcessGroup | DeviceBackend:
-    """Returns the process group that torch.distributed asks for, or a backend for one that has other backends too.
+    """Creates the process group that torch.distributed requests, or its backend for CPU tensors in a mixture.
 
-    With `enable_reconfigure` the group has no connections yet; `_reconfigure` makes them.
+    With `enable_reconfigure` the group has no connections until `_reconfigure`.
 
     Raises:
-        ValueError: `pg_options` were given, which this backend does not have, or a mixture is to be reconfigured.
-        RendezvousError, AuthenticationError: the ranks did not find each other.
+        ValueError: `pg_options`, which this backend lacks, were given, or `enable_reconfigure` for a mixture.
+        RendezvousError, AuthenticationError: the rendezvous failed.
     """
     is_mixed, is_open = has_other_backends(options), getattr(options, "enable_reconfigure", False)
     if is_mixed and is_open:
@@ -150,11 +50,11 @@ def create(options: Any, pg_options: Any = None) -> TorchProcessGroup | DeviceBa
 def create_alone(
     store: Any, rank: int, world_size: int, timeout: timedelta, device: torch.device, options: dict[str, object]
 ) -> TorchProcessGroup:
-    """Returns the process group that `torch.distributed._dist2.new_group` asks for, which torch does not register.
+    """Creates the process group that `torch.distributed._dist2.new_group` requests, which torch does not register.
 
     Raises:
-        ValueError: `device` is not the CPU, or `options` were given, which this backend does not have.
-        RendezvousError, AuthenticationError: the ranks did not find each other.
+        ValueError: `device` is not the CPU, or `options`, which this backend lacks, were given.
+        RendezvousError, AuthenticationError: the rendezvous failed.
     """
     if device.type != "cpu":
         raise ValueError(f"the backend 'paceline' takes CPU tensors; got the device {device}")
@@ -172,7 +72,90 @@ def _form(
 
 
 def _default_world() -> World | None:
-    """Returns Paceline's view of torch's default group; None if that is not one of Paceline's."""
+    """Returns Paceline's view of torch's default group, or None if that is not a Paceline group."""
     whole = torch_dist.group.WORLD
     group = None if whole is None else paceline_group_of(whole)
     return None if group is None else group.world
+
+
+def has_other_backends(options: Any) -> bool:
+    """Returns whether the group of a new backend also has backends of PyTorch, as far as `options` show."""
+    whole = getattr(options, "process_group", None)
+    return whole is not None and (bool(whole._device_types) or whole.name() != _ALONE)
+
+
+@eager_methods
+class DeviceBackend(Backend):
+    """A backend that forwards calls on CPU tensors to `group`."""
+
+    supports_coalescing = False
+    supports_splitting = False
+    supports_abort_hooks = True
+
+    def __init__(self, group: TorchProcessGroup) -> None:
+        super().__init__(group.rank(), group.size())
+        self.group = group
+
+    def getBackendName(self) -> str:
+        """Returns the name in torch's messages."""
+        return self.group.getBackendName()
+
+    name = getBackendName
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the time limit of later calls."""
+        self.group.set_timeout(timeout)
+
+    _set_default_timeout = set_timeout
+
+    def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
+        """Waits for all ranks; see `TorchProcessGroup.monitored_barrier`."""
+        self.group.monitored_barrier(opts.timeout, wait_all_ranks)
+
+    def shutdown(self) -> None:
+        """Ends the group for this rank; idempotent."""
+        self.group.shutdown()
+
+    def abort(self) -> None:
+        """Ends the calls of all ranks on CPU tensors; see `TorchProcessGroup.abort`."""
+        self.group.abort()
+
+    def get_error(self) -> Any:
+        """Returns the failure of the group of CPU tensors; see `TorchProcessGroup.get_error`."""
+        return self.group.get_error()
+
+    def register_abort_hook(self, hook_id: int, hook: Callable[[], None]) -> None:
+        """Registers a hook of the group of CPU tensors; see `TorchProcessGroup.register_abort_hook`."""
+        self.group.register_abort_hook(hook_id, hook)
+
+    def unregister_abort_hook(self, hook_id: int) -> None:
+        """Removes the hook with that id."""
+        self.group.unregister_abort_hook(hook_id)
+
+
+def _forwarded(name: str) -> Callable[..., torch_dist.Work]:
+    @eager
+    def call(self: DeviceBackend, *args: Any) -> torch_dist.Work:
+        work: torch_dist.Work = getattr(self.group, name)(*args)
+        return work
+
+    return call
+
+
+for _name in (
+    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "allgather_coalesced"),
+    *("all_gather_single", "all_gather_single_coalesced", "gather", "scatter", "reduce_scatter"),
+    *("reduce_scatter_single", "reduce_scatter_single_coalesced", "alltoall", "all_to_all_single"),
+    *("barrier", "send", "recv", "recv_anysource"),
+):
+    setattr(DeviceBackend, _name, _forwarded(_name))
+
+
+def paceline_group_of(whole: torch_dist.ProcessGroup) -> TorchProcessGroup | None:
+    """Returns `whole` if it is a Paceline group, otherwise the Paceline group for its CPU tensors, or None."""
+    if isinstance(whole, TorchProcessGroup):
+        return whole
+    if _CPU not in whole._device_types:
+        return None
+    backend = whole._get_backend(_CPU)
+    return backend.group if isinstance(backend, DeviceBackend) else None

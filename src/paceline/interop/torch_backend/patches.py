@@ -1,20 +1,14 @@
-"""`paceline run --compat torch`: groups that torch.distributed makes with gloo use Paceline's engine.
+"""Replacements of private functions of torch.distributed.
 
-All groups of torch.distributed are made in one function of its own, which is replaced here by one that passes on the
-backend "paceline" in place of gloo. What the program asks about the group (`get_backend`) is answered as before, since
-programs branch on it, and profiles and DDP's logging name the calls and the backend as before.
-
-Lets torch.distributed meet several times in the store that `paceline run` serves for it, or in one of its own.
-
-The launcher's store outlives a process group, and so do the keys of that group. Torch would find the addresses of ended
-processes there when a program makes its default group again, so each meeting after the first has a prefix of its own.
-Torch would also take every other address for the launcher's; at those, rank 0 serves the store as without a launcher.
-
-Makes torch.distributed's `shrink_group` return a group of Paceline's as it is.
-
-`shrink_group` asks the backend for a smaller one and registers that with a new process group of PyTorch's own. Only
-instances of the C++ class `Backend` can be registered, and a group of Paceline's is a process group itself: where
-`init_process_group` returns such a group, `shrink_group` does not know that case.
+- `replace_gloo` (`paceline run --compat torch`): torch.distributed creates all groups in one function, whose
+  replacement requests the backend "paceline" instead of gloo. `get_backend`, on which programs branch, still reports
+  gloo, and so do profiles and DDP's logging.
+- `replace_store_factory`: the store that `paceline run` serves for torch outlives a process group and its keys. A
+  program that creates its default group again would find addresses of ended processes there, so each rendezvous after
+  the first has a prefix of its own. Torch would also use the launcher's store for any other address; at those, rank 0
+  serves a store as without a launcher.
+- `replace_shrink_group`: `shrink_group` wraps the smaller backend in a new process group, which takes only instances of
+  the C++ class `Backend`. A Paceline group is itself a process group, so the replacement returns it unchanged.
 """
 
 from __future__ import annotations
@@ -38,11 +32,97 @@ from torch.nn.parallel import DistributedDataParallel
 
 _STORE_FACTORY = "_create_c10d_store"
 _LONGEST_PAUSE_S = 0.25
+_SHRINK_FACTORY = "_create_shrunk_process_group"
+_GLOO, _OURS = "gloo", "paceline"
+_MIXES_FROM = (2, 14)  # the first release of torch in which a backend in Python can be one of several
+_GROUP_FACTORY = "_new_process_group_helper"
+_FIGURES = "_get_ddp_logging_data"
+
+
+@functools.cache
+def replace_gloo() -> None:
+    """Makes torch.distributed create Paceline groups for CPU tensors in place of gloo's; idempotent."""
+    original = getattr(c10d, _GROUP_FACTORY)
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def make(*args: Any, **options: Any) -> Any:
+        given = signature.bind(*args, **options)
+        asked = c10d.Backend(str(given.arguments["backend"]))
+        has_options = any(given.arguments.get(name) is not None for name in ("backend_options", "pg_options"))
+        ours = None if has_options else in_place_of(asked)
+        if not given.arguments["global_ranks_in_group"] and given.arguments["group_rank"] == 0:
+            _report_replacement(asked, ours, given.arguments["group_size"], has_options)
+        if ours is None:
+            return original(*args, **options)
+        given.arguments["backend"] = c10d.Backend(ours)
+        group, store = original(*given.args, **given.kwargs)
+        if group in c10d._world.pg_map:  # on members only
+            c10d._world.pg_map[group] = (asked, store)
+            # `import torch` loads this module; the import of the backend is deferred until a group exists.
+            from paceline.interop.torch_backend.device_backend import paceline_group_of
+
+            if (part := paceline_group_of(group)) is not None:
+                part.report_backend_as(_GLOO)
+        return group, store
+
+    setattr(c10d, _GROUP_FACTORY, make)
+    _name_as_asked()
+
+
+def in_place_of(asked: str) -> str | None:
+    """Returns the backend that replaces `asked`, or None if `asked` has no part that Paceline replaces."""
+    devices = dict(c10d.BackendConfig(c10d.Backend(asked)).get_device_backend_map())
+    if devices.get("cpu") != _GLOO:
+        return None
+    of_gpus = devices.get("cuda") if torch.cuda.is_available() else None
+    if of_gpus is None:
+        return _OURS
+    if release() >= _MIXES_FROM:
+        return f"cpu:{_OURS},cuda:{of_gpus}"
+    return _OURS if of_gpus == _GLOO else None
+
+
+def release() -> tuple[int, int]:
+    """Returns torch's release, such as (2, 13)."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _name_as_asked() -> None:
+    """Makes the logging data of torch's DistributedDataParallel report the backend that the program requested."""
+    original: Callable[[DistributedDataParallel], dict[str, Any]] = getattr(DistributedDataParallel, _FIGURES)
+
+    @functools.wraps(original)
+    def figures(self: DistributedDataParallel) -> dict[str, Any]:
+        found = original(self)
+        if found.get("backend_name") == _OURS:
+            found["backend_name"] = c10d.get_backend(self.process_group)
+        return found
+
+    setattr(DistributedDataParallel, _FIGURES, figures)
+
+
+def _report_replacement(asked: str, ours: str | None, size: int, has_options: bool) -> None:
+    """Reports on rank 0, in one line, whether the default group uses Paceline."""
+    named = "no backend" if asked == "undefined" else f"the backend {asked}"
+    who = f"paceline: --compat torch: torch.distributed's group of {size} ranks, for which the script names {named},"
+    if ours is not None:
+        text = f"{who} uses Paceline's engine for CPU tensors"
+    elif has_options:
+        text = f"{who} stays as it is, since it has pg_options, which are for that backend only"
+    elif c10d.BackendConfig(c10d.Backend(asked)).get_device_backend_map().get("cpu") == _GLOO:
+        text = (
+            f"{who} stays as it is: with nccl beside it, this takes PyTorch 2.14 or newer (this is {torch.__version__})"
+        )
+    else:
+        text = f"{who} stays as it is: it has no gloo, which Paceline would take the place of"
+    print(text, file=sys.stderr, flush=True)
 
 
 @functools.cache
 def replace_store_factory() -> None:
-    """Replaces the function by which torch.distributed opens a store for `env://` and `tcp://`; idempotent."""
+    """Replaces the function with which torch.distributed opens a store for `env://` and `tcp://`; idempotent."""
     rendezvous = vars(import_module("torch.distributed.rendezvous"))
     original = rendezvous[_STORE_FACTORY]
     signature = inspect.signature(original)
@@ -76,9 +156,9 @@ def replace_store_factory() -> None:
 
 
 def _await_store(host: str, port: int, timeout: timedelta) -> None:
-    """Has the launcher open its store for torch, and returns when that listens, or the time is up.
+    """Requests that the launcher start torch's store, and returns when it listens, or after the timeout.
 
-    Torch's own client would report each attempt that came too early, and then wait for a second.
+    Torch's own client would log each early attempt, and then wait for a second.
     """
     from paceline.comm.rendezvous.environment import TORCH_STORE_REQUESTS
 
@@ -93,16 +173,13 @@ def _await_store(host: str, port: int, timeout: timedelta) -> None:
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-_SHRINK_FACTORY = "_create_shrunk_process_group"
-
-
 def can_replace_shrink_group() -> bool:
-    """Returns whether this release of PyTorch has `shrink_group`, made in the way that is known here."""
+    """Returns whether this release of PyTorch has `shrink_group` in the supported form."""
     return hasattr(c10d, "shrink_group") and hasattr(c10d, _SHRINK_FACTORY)
 
 
 def replace_shrink_group(kind: type[torch_dist.ProcessGroup]) -> None:
-    """Has `shrink_group` return groups of the class `kind` themselves; those of others are treated as before."""
+    """Makes `shrink_group` return groups of the class `kind` unchanged; other groups are unaffected."""
     make = getattr(c10d, _SHRINK_FACTORY)
     if getattr(make, "kind", None) is kind:
         return
@@ -111,7 +188,7 @@ def replace_shrink_group(kind: type[torch_dist.ProcessGroup]) -> None:
         if not isinstance(new_backend, kind):
             return make(new_backend, ranks, metadata, is_default_group)
         former = metadata["original_group_name"]
-        # PyTorch numbers groups anew after this, and would find keys of earlier groups under the same names.
+        # PyTorch restarts its numbering of groups after this, and would find keys of earlier groups under their names.
         metadata["store"] = new_backend.get_group_store()
         new_backend._set_group_name(metadata["new_group_name"])
         new_backend._set_group_desc("default:shrunken" if is_default_group else f"{former}:shrunk")
@@ -119,91 +196,3 @@ def replace_shrink_group(kind: type[torch_dist.ProcessGroup]) -> None:
 
     make_or_return.kind = kind  # type: ignore[attr-defined]
     setattr(c10d, _SHRINK_FACTORY, make_or_return)
-
-
-_GLOO, _OURS = "gloo", "paceline"
-_MIXES_FROM = (2, 14)  # the first release of torch in which a backend in Python can be one of several
-_GROUP_FACTORY = "_new_process_group_helper"
-_FIGURES = "_get_ddp_logging_data"
-
-
-@functools.cache
-def replace_gloo() -> None:
-    """Makes torch.distributed create Paceline's groups for CPU tensors wherever it would create gloo's; idempotent."""
-    original = getattr(c10d, _GROUP_FACTORY)
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def make(*args: Any, **options: Any) -> Any:
-        given = signature.bind(*args, **options)
-        asked = c10d.Backend(str(given.arguments["backend"]))
-        has_options = any(given.arguments.get(name) is not None for name in ("backend_options", "pg_options"))
-        ours = None if has_options else in_place_of(asked)
-        if not given.arguments["global_ranks_in_group"] and given.arguments["group_rank"] == 0:
-            _report_replacement(asked, ours, given.arguments["group_size"], has_options)
-        if ours is None:
-            return original(*args, **options)
-        given.arguments["backend"] = c10d.Backend(ours)
-        group, store = original(*given.args, **given.kwargs)
-        if group in c10d._world.pg_map:  # and not on a rank that is not in the group
-            c10d._world.pg_map[group] = (asked, store)
-            from paceline.interop.torch_backend.device_backend import (
-                paceline_group_of,  # this module is loaded by `import torch`, before it is needed
-            )
-
-            if (part := paceline_group_of(group)) is not None:
-                part.report_backend_as(_GLOO)
-        return group, store
-
-    setattr(c10d, _GROUP_FACTORY, make)
-    _name_as_asked()
-
-
-def in_place_of(asked: str) -> str | None:
-    """Returns the backend that takes the place of `asked`; None if that has nothing for Paceline to take over."""
-    devices = dict(c10d.BackendConfig(c10d.Backend(asked)).get_device_backend_map())
-    if devices.get("cpu") != _GLOO:
-        return None
-    of_gpus = devices.get("cuda") if torch.cuda.is_available() else None
-    if of_gpus is None:
-        return _OURS
-    if release() >= _MIXES_FROM:
-        return f"cpu:{_OURS},cuda:{of_gpus}"
-    return _OURS if of_gpus == _GLOO else None
-
-
-def release() -> tuple[int, int]:
-    """Returns torch's release, such as (2, 13)."""
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
-
-
-def _name_as_asked() -> None:
-    """Makes the logging data of torch's DistributedDataParallel name the backend that the program has named."""
-    original: Callable[[DistributedDataParallel], dict[str, Any]] = getattr(DistributedDataParallel, _FIGURES)
-
-    @functools.wraps(original)
-    def figures(self: DistributedDataParallel) -> dict[str, Any]:
-        found = original(self)
-        if found.get("backend_name") == _OURS:
-            found["backend_name"] = c10d.get_backend(self.process_group)
-        return found
-
-    setattr(DistributedDataParallel, _FIGURES, figures)
-
-
-def _report_replacement(asked: str, ours: str | None, size: int, has_options: bool) -> None:
-    """Says in one line, on rank 0, what has become of the default group."""
-    named = "no backend" if asked == "undefined" else f"the backend {asked}"
-    who = f"paceline: --compat torch: torch.distributed's group of {size} ranks, for which the script names {named},"
-    if ours is not None:
-        text = f"{who} uses Paceline's engine for CPU tensors"
-    elif has_options:
-        text = f"{who} stays as it is, since it has pg_options, which are for that backend only"
-    elif c10d.BackendConfig(c10d.Backend(asked)).get_device_backend_map().get("cpu") == _GLOO:
-        text = (
-            f"{who} stays as it is: with nccl beside it, this takes PyTorch 2.14 or newer (this is {torch.__version__})"
-        )
-    else:
-        text = f"{who} stays as it is: it has no gloo, which Paceline would take the place of"
-    print(text, file=sys.stderr, flush=True)

@@ -1,18 +1,11 @@
 """torch.distributed's process group over Paceline's engine.
 
-Every method of torch's makes one call of Paceline's. PyTorch has renamed some methods over time; those have both names.
-Where torch passes an option object, it also passes the values that would be in one: `opts` may be a root's rank, a
-reduction or a time limit, and then a single tensor need not be in a list.
+Each method of torch makes one call of Paceline. Methods that PyTorch has renamed over time have both names. Where torch
+passes an option object, some of its releases pass the values in it instead: `opts` may be a root's rank, a reduction or
+a timeout, and then a single tensor need not be in a list.
 
-Functions of the program that run before a group is given up, so that they can record what it was doing.
-
-The handles by which torch.distributed's `_reconfigure` is told which processes form a group from now on.
-
-The part of a process group that torch.distributed needs besides collectives.
-
-The errors of `monitored_barrier` in gloo's words, which programs of torch.distributed look for.
-
-What a torch.distributed program goes on with after a failure: abort, errors, `shrink_group` and `_reconfigure`.
+After a failure a program can continue by `abort`, `shrink_group` and `_reconfigure`. The errors of `monitored_barrier`
+begin with gloo's words, for which programs search.
 """
 
 from __future__ import annotations
@@ -57,9 +50,17 @@ from paceline.interop.torch_backend import patches
 from paceline.interop.torch_backend.rendezvous import OTHER_DEVICES, GroupRendezvous, form_group
 from paceline.interop.torch_backend.work import FinishedWork, RunningWork, keep_alive
 
+_CPU = torch.device("cpu")
+_ERRORS = {OutcomeCode.OK: "SUCCESS", OutcomeCode.TIMED_OUT: "TIMEOUT", OutcomeCode.PEER_LOST: "REMOTE_ERROR"}
+_ABORT = 1  # torch's SHRINK_ABORT
+_HANDLE_PREFIX = "paceline:"
+
+Call = Callable[[bool, Timeout | None], Work | None]
+Lists = Sequence[Sequence[torch.Tensor]] | Sequence[torch.Tensor]
+
 
 class AbortHooks:
-    """Runs its functions once for each failure; whoever comes second waits until they have run."""
+    """Functions of the program that run once before a failed group is aborted; concurrent callers wait for them."""
 
     def __init__(self) -> None:
         self._hooks: dict[int, Callable[[], None]] = {}
@@ -70,15 +71,15 @@ class AbortHooks:
         return bool(self._hooks)
 
     def add(self, hook_id: int, hook: Callable[[], None]) -> None:
-        """Adds `hook`, in place of an earlier one with the same number."""
+        """Adds `hook`; it replaces an earlier one with the same id."""
         self._hooks[hook_id] = hook
 
     def remove(self, hook_id: int) -> None:
-        """Removes the function with that number, if there is one."""
+        """Removes the hook with that id, if any."""
         self._hooks.pop(hook_id, None)
 
     def run(self) -> None:
-        """Runs the functions, unless they have run since `rearm`; an error in one is logged."""
+        """Runs the hooks, unless they have run since `rearm`; errors are logged."""
         with self._running:
             if self._ran or not self._hooks:
                 return
@@ -86,27 +87,23 @@ class AbortHooks:
             for hook_id, hook in list(self._hooks.items()):
                 try:
                     hook()
-                except Exception:  # whatever it is, the group must be given up
+                except Exception:  # the group must be aborted in any case
                     logging.getLogger(__name__).exception("the abort hook %d failed", hook_id)
 
     def rearm(self) -> None:
-        """Makes the next failure run the functions again."""
+        """Makes the next failure run the hooks again."""
         self._ran = False
-
-
-_HANDLE_PREFIX = "paceline:"
 
 
 @dataclass(frozen=True, order=True)
 class ReconfigureHandle:
-    """A rank's side of one process group: the process, and a token that no other group of the process has.
+    """The identity of one process in one process group, for `_reconfigure`.
 
-    It stays the same for the life of the group object, whatever ranks that has. Handles in a set are ordered by `rank`,
-    the rank that the group began with.
+    It is constant for the life of the group object, even if the ranks change.
     """
 
-    rank: int
-    token: str
+    rank: int  # at the creation of the group object, by which handles in a set are ordered
+    token: str  # distinguishes the groups of the process
     host: str
     namespace: str
     pid: int
@@ -120,7 +117,7 @@ class ReconfigureHandle:
 
     @staticmethod
     def parse(text: str) -> ReconfigureHandle:
-        """Returns the handle that `str` made `text` of.
+        """Parses the text of a handle.
 
         Raises:
             ValueError: `text` is not a handle of this backend.
@@ -141,30 +138,27 @@ class ReconfigureHandle:
         return _HANDLE_PREFIX + json.dumps(astuple(self), separators=(",", ":"))
 
     def member(self, rank: int) -> RankIdentity:
-        """Returns the process as `rank` of a group."""
+        """Returns the identity of the process as `rank` of a group."""
         return RankIdentity(rank, self.host, self.pid, ProcessIdentity(self.namespace, self.pid, self.started))
 
 
 def in_rank_order(handles: AbstractSet[str] | list[str]) -> list[ReconfigureHandle]:
-    """Returns the handles in the order of their new ranks: a list's own, and a set's by their former ranks.
+    """Returns the handles in the order of their new ranks: a list in its own order, a set by former ranks.
 
     Raises:
-        ValueError: there are none, one is there twice, or one is not of this backend.
+        ValueError: there are no handles, one occurs twice, or one is not of this backend.
     """
-    order = [ReconfigureHandle.parse(each) for each in handles]
+    order = [ReconfigureHandle.parse(text) for text in handles]
     if not order:
         raise ValueError("_reconfigure was given no handles; pass those of all ranks that are to form the group")
     if len(set(order)) < len(order):
-        twice = next(each for each in order if order.count(each) > 1)
+        twice = next(handle for handle in order if order.count(handle) > 1)
         raise ValueError(f"_reconfigure was given the handle of {twice.member(twice.rank)} twice; pass each once")
     return sorted(order) if isinstance(handles, AbstractSet) else order
 
 
-_CPU = torch.device("cpu")
-
-
 class ClosedReason(Enum):
-    """Why a group has no connections: it was ended or aborted, or its ranks have not met."""
+    """The reason why a group has no connections."""
 
     DESTROYED = "destroyed"
     ABORTED = "aborted"
@@ -172,14 +166,25 @@ class ClosedReason(Enum):
 
 
 @eager_methods
-class GroupIdentity(torch_dist.ProcessGroup):
-    """Names, ranks and devices of a group. PyTorch keeps these in the group's backend; here the group is its own."""
+class TorchProcessGroup(torch_dist.ProcessGroup):
+    """A group of ranks, which torch.distributed's `init_process_group` and `new_group` create.
+
+    PyTorch keeps names, ranks and devices in a group's backend; this group is its own backend. After a failure it can
+    be aborted and shrunk, and its ranks can be replaced by `reconfigure`.
+
+    Args:
+        meeting: The parameters of the group's formation.
+        world: The group that the ranks have formed, or None if `_reconfigure` forms it later.
+    """
 
     supports_splitting = False
     supports_coalescing = False
     supports_tensor_alloc = False
     supports_time_estimate = False
     supports_window = False
+    supports_reconfigure = True
+    supports_abort_hooks = True
+    supports_shrinking = patches.can_replace_shrink_group()
     bound_device_id: torch.device | None = None
 
     def __init__(self, meeting: GroupRendezvous, world: World | None) -> None:
@@ -187,11 +192,15 @@ class GroupIdentity(torch_dist.ProcessGroup):
         self._store = meeting.store
         self._timeout = meeting.timeout
         self._rank, self._size, self._named = meeting.rank, meeting.size, meeting.named
-        self._members: tuple[RankIdentity, ...] = ()  # of the latest group whose ranks have met
+        self._members: tuple[RankIdentity, ...] = ()  # of the latest group that has formed
         self._absence = ClosedReason.NOT_MET
         self._name = ""
         self._description = "undefined"
         self._backend = "paceline"
+        self._handle = ReconfigureHandle.mine(meeting.named[meeting.rank])
+        self._abort_hooks = AbortHooks()
+        self._failure = OutcomeCode.OK  # of the latest group that was aborted
+        self._coalescing: list[Work] | None = None
         if world is not None:
             self._adopt(meeting, world)
 
@@ -199,24 +208,24 @@ class GroupIdentity(torch_dist.ProcessGroup):
         return f"<paceline process group {self._name or 'default'}, rank {self._rank} of {self._size}>"
 
     def getBackendName(self) -> str:
-        """Returns the name that torch's C++ uses, which takes a group by the name of gloo for an object of its own."""
+        """Returns the name for torch's C++, which would cast a group named gloo to its own class."""
         return "paceline"
 
     def name(self) -> str:
-        """Returns the name of the backend as programs see it."""
+        """Returns the name of the backend for programs."""
         return self._backend
 
     _get_backend_name = name
 
     def report_backend_as(self, backend: str) -> None:
-        """Gives the group the name of the backend whose place it takes, also in profiles."""
+        """Sets the reported name to that of the backend that this group replaces, also in profiles."""
         self._backend = backend
         if (group := vars(self).get("_group")) is not None:
             group.profiled_as = backend
 
     @property
     def world(self) -> World | None:
-        """Returns what Paceline's calls use while this is the default group; None after its end."""
+        """The world of Paceline's own calls while this is the default group; None after its end."""
         return vars(self).get("_world")
 
     def rank(self) -> int:
@@ -231,7 +240,7 @@ class GroupIdentity(torch_dist.ProcessGroup):
     getSize = size
 
     def getGroupName(self) -> str:
-        """Returns the name that torch has given the group."""
+        """Returns the group's name, which torch has set."""
         return self._name
 
     def getGroupDesc(self) -> str:
@@ -253,7 +262,7 @@ class GroupIdentity(torch_dist.ProcessGroup):
     _set_group_desc = setGroupDesc
 
     def get_group_store(self) -> Any:
-        """Returns the store over which the ranks met."""
+        """Returns the store of the group's rendezvous."""
         return self._store
 
     @property
@@ -264,7 +273,7 @@ class GroupIdentity(torch_dist.ProcessGroup):
         """
         return [_CPU] if self in _world.pg_map else []
 
-    def _get_backend(self, device: torch.device) -> GroupIdentity:
+    def _get_backend(self, device: torch.device) -> TorchProcessGroup:
         if torch.device(device).type != "cpu":
             raise RuntimeError(
                 f"{self!r} has no backend for the device {device}; it takes CPU tensors: {OTHER_DEVICES}move them to it"
@@ -274,22 +283,22 @@ class GroupIdentity(torch_dist.ProcessGroup):
     get_backend = _get_backend
 
     def _set_default_backend(self, backend_type: object) -> None:
-        """Does nothing, since this is the group's only backend."""
+        """Has no effect, since this is the group's only backend."""
 
     def _has_hooks(self) -> bool:
         return False
 
     def _wait_for_pending_works(self) -> None:
-        """Does nothing, since the caller waits for each call."""
+        """Has no effect, since the caller waits for each call."""
 
     def _set_sequence_number_for_group(self) -> None:
-        """Does nothing, since the core numbers the calls."""
+        """Has no effect, since the core numbers the calls."""
 
     def _get_sequence_number_for_group(self) -> int:
         return 0
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the time limit of later calls."""
+        """Sets the timeout of later calls."""
         self._timeout = timeout
         if (group := vars(self).get("_group")) is not None:
             group.set_timeout(timeout)
@@ -301,273 +310,10 @@ class GroupIdentity(torch_dist.ProcessGroup):
         self._close(ClosedReason.DESTROYED)
         vars(self).pop("_store", None)  # meshes keep this object, and would keep the descriptors open
 
-    def _adopt(self, meeting: GroupRendezvous, world: World) -> None:
-        """Makes the group of `world`, whose ranks have met, this group's connections."""
-        self._rank, self._size, self._named = meeting.rank, meeting.size, meeting.named
-        self._members = world.group.members
-        self._world = world
-        self._group = world.group
-        self.report_backend_as(self._backend)
-
-    def _close(self, why: ClosedReason) -> None:
-        """Ends the connections, if there are any; several threads may call this at once."""
-        self._absence = why
-        vars(self).pop("_group", None)
-        world = vars(self).pop("_world", None)
-        if world is not None:
-            world.close()
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name in ("_group", "_world", "_store"):
-            raise self._absent()
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-
-    def _absent(self) -> Exception:
-        """Returns the error of a call for which there are no connections."""
-        me = f"rank {self._rank}: {self!r}"
-        if self._absence is ClosedReason.ABORTED:
-            return GroupAbortedError(
-                f"{me} was aborted by this process; go on with shrink_group, _reconfigure or a new group",
-                rank=self._named[self._rank],
-            )
-        if self._absence is ClosedReason.NOT_MET:
-            return RendezvousError(
-                f"{me} has no other ranks yet: it was created with enable_reconfigure=True, or its last _reconfigure "
-                "failed. Pass torch.distributed._get_reconfigure_handle() of every rank to _reconfigure on all of them"
-            )
-        return ValueError(
-            f"{me} was destroyed (destroy_process_group); make a new one with init_process_group or new_group"
-        )
-
-
-def _text(name: object) -> str:
-    """Returns `name`, which messages show.
-
-    Raises:
-        TypeError: it is no string, as torch's own groups say.
-    """
-    if not isinstance(name, str):
-        raise TypeError(f"the name and the description of a group are strings, not {short_repr(name)}")
-    return name
-
-
-def prepend_gloo_message(
-    error: CollectiveError, group_rank: int, ranks: Sequence[int], timeout: Timeout, wait_all_ranks: bool
-) -> None:
-    """Puts what gloo says on this rank in front of the error's message; leaves it as it is if gloo could not say it.
-
-    With gloo, rank 0 names the first rank that did not come, or all of them, and the other ranks refer to rank 0.
-
-    Args:
-        error: what the barrier failed with.
-        group_rank: this process's rank in the group.
-        ranks: the group's ranks in the default group, by which `error` names them.
-        timeout: how long rank 0 waited.
-        wait_all_ranks: whether all ranks that did not come are named.
-    """
-    if group_rank:
-        text = _refers_to_rank_0(error, group_rank)
-    else:
-        text = _names_the_absent(error, ranks, timeout, wait_all_ranks)
-    if text:
-        error.args = (f"{text}\n Original exception: \n{error}", *error.args[1:])
-
-
-def _refers_to_rank_0(error: CollectiveError, group_rank: int) -> str:
-    if not isinstance(error, (CollectiveTimeoutError, PeerLostError)):
-        return ""
-    return (
-        f"Rank {group_rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv "
-        "from rank 0. Please check rank 0 logs for faulty rank."
-    )
-
-
-def _names_the_absent(error: CollectiveError, ranks: Sequence[int], timeout: Timeout, wait_all_ranks: bool) -> str:
-    if isinstance(error, CollectiveTimeoutError):
-        lost = error.missing
-    elif isinstance(error, PeerLostError):
-        lost = (error.rank,)
-    else:
-        return ""
-    absent = sorted(ranks.index(rank) for rank in lost if rank in ranks)
-    waited_ms = int(to_seconds(timeout) * 1000)
-    if wait_all_ranks and absent:
-        return f"[Rank 0]: Ranks {', '.join(map(str, absent))} failed to pass monitoredBarrier in {waited_ms} ms"
-    if waited_ms > 0 and absent:
-        return f"[Rank 0]: Rank {absent[0]} failed to pass monitoredBarrier in {waited_ms} ms"
-    return f"Rank 0 timed out in monitoredBarrier after {waited_ms} ms."
-
-
-_ERRORS = {OutcomeCode.OK: "SUCCESS", OutcomeCode.TIMED_OUT: "TIMEOUT", OutcomeCode.PEER_LOST: "REMOTE_ERROR"}
-_ABORT = 1  # torch's SHRINK_ABORT
-
-
-@eager_methods
-class RecoverableGroup(GroupIdentity):
-    """A group that can be aborted, and whose ranks can change."""
-
-    supports_reconfigure = True
-    supports_abort_hooks = True
-    supports_shrinking = patches.can_replace_shrink_group()
-
-    def __init__(self, meeting: GroupRendezvous, world: World | None) -> None:
-        super().__init__(meeting, world)
-        self._handle = ReconfigureHandle.mine(meeting.named[meeting.rank])
-        self._abort_hooks = AbortHooks()
-        self._failure = OutcomeCode.OK  # of the latest group that was aborted
-
-    def abort(self) -> None:
-        """Ends the calls of all ranks, now and later, with a `GroupAbortedError`, and closes this rank's connections.
-
-        Any thread may call this while others wait in calls of the group. The abort hooks run first.
-        """
-        world = vars(self).get("_world")
-        if world is None:
-            return
-        self._abort_hooks.run()
-        world.group.abort()
-        self._failure = world.group.failure()
-        self._close(ClosedReason.ABORTED)
-
-    def get_error(self) -> Any:
-        """Returns what the group failed with as torch's `ErrorType`, as far as this rank knows without a call.
-
-        SUCCESS: it can be used. TIMEOUT: a rank did not come. REMOTE_ERROR: one died or left. COMM_ERROR: one called
-        `abort`, or the group failed otherwise.
-        """
-        world = vars(self).get("_world")
-        code = self._failure if world is None else world.group.failure()
-        return getattr(torch_core.ErrorType, _ERRORS.get(code, "COMM_ERROR"))
-
-    def register_abort_hook(self, hook_id: int, hook: Callable[[], None]) -> None:
-        """Has `hook` run once before `abort` takes effect, or when a call finds that the group has failed."""
-        self._abort_hooks.add(hook_id, hook)
-
-    def unregister_abort_hook(self, hook_id: int) -> None:
-        """Removes the hook that was registered with that number."""
-        self._abort_hooks.remove(hook_id)
-
-    def shrink(
-        self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts_override: Any = None
-    ) -> RecoverableGroup:
-        """Returns a new group of the other ranks, with consecutive ranks; each of them calls this.
-
-        The excluded ranks are not needed, so they may be dead. The ranks meet over torch's store, whose server must
-        live. This group stays as it is, unless `shrink_flags` says that it is to be aborted.
-
-        Raises:
-            RendezvousError: a rank that was not excluded did not come, or died.
-        """
-        if opts_override is not None:
-            raise ValueError(f"the backend 'paceline' has no options; got {type(opts_override).__name__}")
-        staying = [rank for rank in range(self._size) if rank not in ranks_to_exclude]
-        patches.replace_shrink_group(type(self))
-        expected = [self._members[rank] for rank in staying] if self._members else []
-        if shrink_flags & _ABORT:
-            self.abort()
-        key = f"shrunk/{'.'.join(str(rank) for rank in sorted(ranks_to_exclude))}"
-        attempt = self._store.add(f"{key}/{self._rank}", 1)
-        named = range(len(staying)) if self._is_default() else [self._named[rank] for rank in staying]
-        store = PrefixStore(f"{key}/{attempt}", self._store)
-        meeting = GroupRendezvous(store, staying.index(self._rank), len(staying), self._timeout, named, self._name)
-        group = type(self)(meeting, form_group(meeting, expected=expected))
-        group.report_backend_as(self._backend)
-        return group
-
-    def get_reconfigure_handle(self) -> str:
-        """Returns what names this rank in `_reconfigure`; it stays the same for the life of the group object."""
-        return str(self._handle)
-
-    def reconfigure(self, opts: Any) -> TorchWork:
-        """Replaces the group's ranks by those whose handles are given; each of them calls this, and nobody else has to.
-
-        Calls of the former group fail, here and on its other ranks. If this fails, the group has no ranks until a call
-        with another number succeeds.
-
-        Args:
-            opts: torch's `ReconfigureOptions`. `uuid` is a number that was not used before. `handles` are in the order
-                of the new ranks; in a set, processes keep the order of the ranks that they started with.
-
-        Raises:
-            ValueError: the handles are not those of the ranks, or this rank's is not among them.
-            RendezvousError: the number was used before, the ranks were given different handles, or one did not come.
-        """
-        order = in_rank_order(opts.handles)
-        if self._handle not in order:
-            raise ValueError(
-                f"rank {self._rank}: the handle of this process is not among the {len(order)} that _reconfigure was "
-                "given; only processes whose handles are there call it"
-            )
-        if opts.hints:
-            raise ValueError(f"the backend 'paceline' has no hints; got {', '.join(sorted(opts.hints))}")
-        rank, store = order.index(self._handle), PrefixStore(f"reconfigure/{opts.uuid}", self._store)
-        self._claim(store, opts.uuid, order)
-        self._close(ClosedReason.NOT_MET)
-        named = range(len(order)) if self._is_default() else [handle.rank for handle in order]
-        meeting = GroupRendezvous(store, rank, len(order), self._timeout, named, self._name)
-        self._adopt(meeting, form_group(meeting, opts.timeout, [handle.member(at) for at, handle in enumerate(order)]))
-        self._failure = OutcomeCode.OK
-        self._abort_hooks.rearm()
-        if self in _world.pg_group_ranks:
-            _world.pg_group_ranks[self] = {name: at for at, name in enumerate(named)}
-        if self._is_default():
-            self._agree_on_names()
-        return keep_alive(FinishedWork([]))
-
-    def _agree_on_names(self) -> None:
-        """Has all ranks give the same names to the groups that they make from now on.
-
-        torch.distributed counts groups, and a process that takes the place of another one has made fewer than the rest.
-        """
-        count = torch.tensor([_world.group_count])
-        self._group.all_reduce(count, ReduceOp.MAX)
-        _world.group_count = int(count)
-
-    def _claim(self, store: PrefixStore, uuid: int, order: Sequence[ReconfigureHandle]) -> None:
-        """Makes sure that the number is new, and that all ranks were given the same handles in the same order."""
-        me = f"rank {self._rank} ({self._handle.host}, pid {self._handle.pid})"
-        if store.add(f"used by {self._handle.token}", 1) != 1:
-            raise RendezvousError(f"{me}: _reconfigure's uuid {uuid} was already used; pass a new one each time")
-        here = "; ".join(str(handle.member(rank)) for rank, handle in enumerate(order))
-        mine = f"{here} [{' '.join(handle.token for handle in order)}]"
-        first = store.compare_set("handles", "", mine).decode()
-        if first != mine:
-            raise RendezvousError(
-                f"{me}: the ranks were given different handles for the uuid {uuid}: here {mine}, and on the rank that "
-                f"came first {first}. Pass the same handles in the same order everywhere, with a uuid that is new"
-            )
-
-    def _note_failure(self) -> None:
-        """Runs the abort hooks if the group is broken, which a call that failed has found."""
-        world = vars(self).get("_world")
-        if world is not None and world.group.failure() != OutcomeCode.OK:
-            self._abort_hooks.run()
-
-    def _is_default(self) -> bool:
-        return torch_dist.group.WORLD is self
-
-
-Call = Callable[[bool, Timeout | None], Work | None]
-Lists = Sequence[Sequence[torch.Tensor]] | Sequence[torch.Tensor]
-
-
-@eager_methods
-class TorchProcessGroup(RecoverableGroup):
-    """A group of ranks, which torch.distributed's `init_process_group` and `new_group` create.
-
-    Args:
-        meeting: who the ranks are, and where they meet.
-        world: the group that they have formed; None if `_reconfigure` is to form it.
-    """
-
-    def __init__(self, meeting: GroupRendezvous, world: World | None) -> None:
-        super().__init__(meeting, world)
-        self._coalescing: list[Work] | None = None
-
     def allreduce(
         self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
     ) -> TorchWork:
-        """Reduces one tensor, or several as if they were one, over all ranks."""
+        """Reduces one tensor, or several as one, over all ranks."""
         by = reduction_of(opts if op is None else op)
         return self._finish(opts, timeout, tensors, lambda a, t: self._group.all_reduce(_only(tensors), by, a, t))
 
@@ -626,7 +372,7 @@ class TorchProcessGroup(RecoverableGroup):
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> TorchWork:
-        """Does what `all_gather_single` does, for several tensors."""
+        """Performs `all_gather_single` for several tensors."""
         return self._finish(
             opts,
             None,
@@ -690,7 +436,7 @@ class TorchProcessGroup(RecoverableGroup):
         )
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
-        """Does what `reduce_scatter` does, for parts that are concatenated in rank order."""
+        """Performs `reduce_scatter` for parts that are concatenated in rank order."""
         by = reduction_of(opts)
         return self._finish(
             opts, None, [output], lambda a, t: collectives.reduce_scatter_tensor(output, input, by, self._group, a, t)
@@ -699,7 +445,7 @@ class TorchProcessGroup(RecoverableGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> TorchWork:
-        """Does what `reduce_scatter_single` does, for several tensors."""
+        """Performs `reduce_scatter_single` for several tensors."""
         by = reduction_of(opts)
         return self._finish(
             opts,
@@ -731,13 +477,13 @@ class TorchProcessGroup(RecoverableGroup):
         *,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Does what `alltoall` does, for parts concatenated in rank order; without split sizes they are equal."""
-        given, taken = output_split_sizes or None, input_split_sizes or None
+        """Performs `alltoall` for parts that are concatenated in rank order; without split sizes they are equal."""
+        received, sent = output_split_sizes or None, input_split_sizes or None
         return self._finish(
             opts,
             timeout,
             [output],
-            lambda a, t: collectives.all_to_all_single(output, input, given, taken, self._group, a, t),
+            lambda a, t: collectives.all_to_all_single(output, input, received, sent, self._group, a, t),
         )
 
     def barrier(self, opts: Any = None, *, timeout: timedelta | None = None) -> TorchWork:
@@ -747,7 +493,8 @@ class TorchProcessGroup(RecoverableGroup):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Waits until all ranks have called it; its errors begin with gloo's words.
 
-        As with gloo, `timeout` is rank 0's, and the other ranks wait for rank 0 as long as the group's calls wait.
+        As with gloo, `timeout` applies to rank 0, and the other ranks wait for rank 0 at least as long as the group's
+        timeout.
         """
         limit = self._group.timeout if timeout is None or timeout < timedelta(0) else timeout
         try:
@@ -759,17 +506,17 @@ class TorchProcessGroup(RecoverableGroup):
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> TorchWork:
         """Sends tensors to one rank."""
-        return self._as_torchs(self._group.send(tensors, dst, tag, async_op=True), tensors)
+        return self._torch_work(self._group.send(tensors, dst, tag, async_op=True), tensors)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> TorchWork:
         """Receives tensors from one rank."""
-        return self._as_torchs(self._group.recv(tensors, src, tag, async_op=True), tensors)
+        return self._torch_work(self._group.recv(tensors, src, tag, async_op=True), tensors)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> TorchWork:
         """Receives tensors from any rank."""
-        return self._as_torchs(self._group.recv(tensors, -1, tag, async_op=True), tensors)
+        return self._torch_work(self._group.recv(tensors, -1, tag, async_op=True), tensors)
 
-    # The names of these methods in other releases of torch.
+    # The names of collectives in other releases of torch.
 
     _allgather_base = all_gather_single
     gather_into_tensor = gather_single
@@ -786,16 +533,16 @@ class TorchProcessGroup(RecoverableGroup):
         return RunningWork(JoinedWork(works, "coalesced calls", []), [])
 
     def _finish(self, opts: Any, timeout: timedelta | None, results: Tensors, call: Call) -> TorchWork:
-        # Releases of torch whose options have no `asyncOp` wait themselves.
+        # Releases of torch whose options have no `asyncOp` call `wait` themselves.
         background = self._coalescing is not None or getattr(opts, "asyncOp", True)
         try:
             work = call(background, time_limit(opts, timeout))
         except CollectiveError:
             self._note_failure()
             raise
-        return self._as_torchs(work, results)
+        return self._torch_work(work, results)
 
-    def _as_torchs(self, work: Work | None, results: Tensors) -> TorchWork:
+    def _torch_work(self, work: Work | None, results: Tensors) -> TorchWork:
         if work is not None and self._abort_hooks:
             work.when_over(lambda: self._note_failure() if work.exception() is not None else None)
         written = [results] if isinstance(results, torch.Tensor) else results
@@ -805,12 +552,241 @@ class TorchProcessGroup(RecoverableGroup):
             self._coalescing.append(work)
         return keep_alive(RunningWork(work, written))
 
+    # Failures, and changes of the ranks.
+
+    def abort(self) -> None:
+        """Ends the calls of all ranks, now and later, with a `GroupAbortedError`, and closes this rank's connections.
+
+        Any thread may call this while others wait in calls of the group. The abort hooks run first.
+        """
+        world = vars(self).get("_world")
+        if world is None:
+            return
+        self._abort_hooks.run()
+        world.group.abort()
+        self._failure = world.group.failure()
+        self._close(ClosedReason.ABORTED)
+
+    def get_error(self) -> Any:
+        """Returns the group's failure as torch's `ErrorType`, as known to this rank without communication.
+
+        SUCCESS: the group is usable. TIMEOUT: a rank did not arrive in time. REMOTE_ERROR: a rank died or left.
+        COMM_ERROR: a rank called `abort`, or the group failed otherwise.
+        """
+        world = vars(self).get("_world")
+        code = self._failure if world is None else world.group.failure()
+        return getattr(torch_core.ErrorType, _ERRORS.get(code, "COMM_ERROR"))
+
+    def register_abort_hook(self, hook_id: int, hook: Callable[[], None]) -> None:
+        """Registers `hook`, which runs once before `abort` takes effect, or when a call finds the group failed."""
+        self._abort_hooks.add(hook_id, hook)
+
+    def unregister_abort_hook(self, hook_id: int) -> None:
+        """Removes the hook with that id."""
+        self._abort_hooks.remove(hook_id)
+
+    def shrink(
+        self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts_override: Any = None
+    ) -> TorchProcessGroup:
+        """Returns a new group of the remaining ranks, renumbered from 0; each of them calls this.
+
+        The excluded ranks may be dead. The rendezvous uses torch's store, whose server must be alive. This group is
+        unchanged unless `shrink_flags` requests its abort.
+
+        Raises:
+            RendezvousError: a remaining rank did not arrive, or died.
+        """
+        if opts_override is not None:
+            raise ValueError(f"the backend 'paceline' has no options; got {type(opts_override).__name__}")
+        staying = [rank for rank in range(self._size) if rank not in ranks_to_exclude]
+        patches.replace_shrink_group(type(self))
+        expected = [self._members[rank] for rank in staying] if self._members else []
+        if shrink_flags & _ABORT:
+            self.abort()
+        key = f"shrunk/{'.'.join(str(rank) for rank in sorted(ranks_to_exclude))}"
+        attempt = self._store.add(f"{key}/{self._rank}", 1)
+        named = range(len(staying)) if self._is_default() else [self._named[rank] for rank in staying]
+        store = PrefixStore(f"{key}/{attempt}", self._store)
+        meeting = GroupRendezvous(store, staying.index(self._rank), len(staying), self._timeout, named, self._name)
+        group = type(self)(meeting, form_group(meeting, expected=expected))
+        group.report_backend_as(self._backend)
+        return group
+
+    def get_reconfigure_handle(self) -> str:
+        """Returns the handle of this rank for `_reconfigure`, which is constant for the life of the group object."""
+        return str(self._handle)
+
+    def reconfigure(self, opts: Any) -> TorchWork:
+        """Replaces the group's ranks by those with the given handles; exactly these ranks call this.
+
+        Calls of the former group fail on all of its ranks. If this fails, the group has no ranks until a call with
+        another number succeeds.
+
+        Args:
+            opts: Torch's `ReconfigureOptions`. `uuid` is a number that was not used before. `handles` are in the order
+                of the new ranks; a set is ordered by the ranks with which the processes started.
+
+        Raises:
+            ValueError: the handles are invalid, or this rank's is not among them.
+            RendezvousError: the number was used before, the ranks were given different handles, or one did not arrive.
+        """
+        order = in_rank_order(opts.handles)
+        if self._handle not in order:
+            raise ValueError(
+                f"rank {self._rank}: the handle of this process is not among the {len(order)} that _reconfigure was "
+                "given; only processes whose handles are there call it"
+            )
+        if opts.hints:
+            raise ValueError(f"the backend 'paceline' has no hints; got {', '.join(sorted(opts.hints))}")
+        rank, store = order.index(self._handle), PrefixStore(f"reconfigure/{opts.uuid}", self._store)
+        self._claim(store, opts.uuid, order)
+        self._close(ClosedReason.NOT_MET)
+        named = range(len(order)) if self._is_default() else [handle.rank for handle in order]
+        meeting = GroupRendezvous(store, rank, len(order), self._timeout, named, self._name)
+        members = [handle.member(number) for number, handle in enumerate(order)]
+        self._adopt(meeting, form_group(meeting, opts.timeout, members))
+        self._failure = OutcomeCode.OK
+        self._abort_hooks.rearm()
+        if self in _world.pg_group_ranks:
+            _world.pg_group_ranks[self] = {name: number for number, name in enumerate(named)}
+        if self._is_default():
+            self._agree_on_names()
+        return keep_alive(FinishedWork([]))
+
+    def _agree_on_names(self) -> None:
+        """Makes all ranks give the same names to the groups that they create from now on.
+
+        torch.distributed counts groups, and a process that replaces another one has created fewer than the rest.
+        """
+        count = torch.tensor([_world.group_count])
+        self._group.all_reduce(count, ReduceOp.MAX)
+        _world.group_count = int(count)
+
+    def _claim(self, store: PrefixStore, uuid: int, order: Sequence[ReconfigureHandle]) -> None:
+        """Checks that the number is new, and that all ranks were given the same handles in the same order."""
+        me = f"rank {self._rank} ({self._handle.host}, pid {self._handle.pid})"
+        if store.add(f"used by {self._handle.token}", 1) != 1:
+            raise RendezvousError(f"{me}: _reconfigure's uuid {uuid} was already used; pass a new one each time")
+        members = "; ".join(str(handle.member(rank)) for rank, handle in enumerate(order))
+        mine = f"{members} [{' '.join(handle.token for handle in order)}]"
+        first = store.compare_set("handles", "", mine).decode()
+        if first != mine:
+            raise RendezvousError(
+                f"{me}: the ranks were given different handles for the uuid {uuid}: here {mine}, and on the rank that "
+                f"came first {first}. Pass the same handles in the same order everywhere, with a uuid that is new"
+            )
+
+    def _note_failure(self) -> None:
+        """Runs the abort hooks if the group is broken, after a call has failed."""
+        world = vars(self).get("_world")
+        if world is not None and world.group.failure() != OutcomeCode.OK:
+            self._abort_hooks.run()
+
+    def _is_default(self) -> bool:
+        return torch_dist.group.WORLD is self
+
+    def _adopt(self, meeting: GroupRendezvous, world: World) -> None:
+        """Takes the connections of `world`, whose ranks have formed a group."""
+        self._rank, self._size, self._named = meeting.rank, meeting.size, meeting.named
+        self._members = world.group.members
+        self._world = world
+        self._group = world.group
+        self.report_backend_as(self._backend)
+
+    def _close(self, why: ClosedReason) -> None:
+        """Ends the connections, if any; thread-safe."""
+        self._absence = why
+        vars(self).pop("_group", None)
+        world = vars(self).pop("_world", None)
+        if world is not None:
+            world.close()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in ("_group", "_world", "_store"):
+            raise self._absent()
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def _absent(self) -> Exception:
+        """Returns the error of a call without connections."""
+        me = f"rank {self._rank}: {self!r}"
+        if self._absence is ClosedReason.ABORTED:
+            return GroupAbortedError(
+                f"{me} was aborted by this process; go on with shrink_group, _reconfigure or a new group",
+                rank=self._named[self._rank],
+            )
+        if self._absence is ClosedReason.NOT_MET:
+            return RendezvousError(
+                f"{me} has no other ranks yet: it was created with enable_reconfigure=True, or its last _reconfigure "
+                "failed. Pass torch.distributed._get_reconfigure_handle() of every rank to _reconfigure on all of them"
+            )
+        return ValueError(
+            f"{me} was destroyed (destroy_process_group); make a new one with init_process_group or new_group"
+        )
+
 
 def _only(tensors: Tensors) -> Tensors:
-    """Returns the tensor of a list of one, which then takes the fast path of `all_reduce`."""
+    """Returns the only tensor of a list, since a single tensor takes the fast path of `all_reduce`."""
     return tensors[0] if isinstance(tensors, (list, tuple)) and len(tensors) == 1 else tensors
 
 
 def _root(opts: Any) -> int:
-    """Returns the root's group rank from an option object or a number; 0 for None, as in torch's options."""
+    """Returns the root's group rank from an option object or a number; 0 for None, torch's default."""
     return 0 if opts is None else int(getattr(opts, "rootRank", opts))
+
+
+def _text(name: object) -> str:
+    """Returns `name`.
+
+    Raises:
+        TypeError: `name` is not a string; torch's own groups raise the same error.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"the name and the description of a group are strings, not {short_repr(name)}")
+    return name
+
+
+def prepend_gloo_message(
+    error: CollectiveError, group_rank: int, ranks: Sequence[int], timeout: Timeout, wait_all_ranks: bool
+) -> None:
+    """Prepends gloo's message on this rank to that of the error, if gloo has one for it.
+
+    With gloo, rank 0 names the first missing rank, or all of them, and the other ranks refer to rank 0.
+
+    Args:
+        error: The barrier's error.
+        group_rank: This process's rank in the group.
+        ranks: The group's ranks in the default group, by which `error` names them.
+        timeout: The timeout on rank 0.
+        wait_all_ranks: Whether all missing ranks are named.
+    """
+    if group_rank:
+        text = _refers_to_rank_0(error, group_rank)
+    else:
+        text = _names_the_absent(error, ranks, timeout, wait_all_ranks)
+    if text:
+        error.args = (f"{text}\n Original exception: \n{error}", *error.args[1:])
+
+
+def _refers_to_rank_0(error: CollectiveError, group_rank: int) -> str:
+    if not isinstance(error, (CollectiveTimeoutError, PeerLostError)):
+        return ""
+    return (
+        f"Rank {group_rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv "
+        "from rank 0. Please check rank 0 logs for faulty rank."
+    )
+
+
+def _names_the_absent(error: CollectiveError, ranks: Sequence[int], timeout: Timeout, wait_all_ranks: bool) -> str:
+    if isinstance(error, CollectiveTimeoutError):
+        lost = error.missing
+    elif isinstance(error, PeerLostError):
+        lost = (error.rank,)
+    else:
+        return ""
+    absent = sorted(ranks.index(rank) for rank in lost if rank in ranks)
+    waited_ms = int(to_seconds(timeout) * 1000)
+    if wait_all_ranks and absent:
+        return f"[Rank 0]: Ranks {', '.join(map(str, absent))} failed to pass monitoredBarrier in {waited_ms} ms"
+    if waited_ms > 0 and absent:
+        return f"[Rank 0]: Rank {absent[0]} failed to pass monitoredBarrier in {waited_ms} ms"
+    return f"Rank 0 timed out in monitoredBarrier after {waited_ms} ms."

@@ -1,4 +1,4 @@
-"""Connects the ranks of a torch.distributed group over torch's store, which also holds a secret if the job has none."""
+"""Rendezvous of a torch.distributed group over torch's store, which also carries a secret if the job has none."""
 
 from __future__ import annotations
 
@@ -32,22 +32,23 @@ OTHER_DEVICES = (
     "a mixture such as 'cpu:paceline,cuda:nccl' PyTorch makes no more than one backend before release 2.14, if that "
     "is written in Python), or "
 )
-_SHORTEST_PATIENCE = timedelta(seconds=10)  # for groups whose calls are to fail soon; processors may be busy meanwhile
+_SHORTEST_PATIENCE = timedelta(seconds=10)  # for groups with short timeouts; processors may be busy at start-up
 _SECRET_KEY = "paceline/secret"
 _SECRET_VARIABLE = "PACELINE_SECRET"
-_OWN = "own"  # published instead of a secret if the job has its own
+_OWN = "own"  # published in place of a secret if the job has its own
 
 
 @dataclass(frozen=True)
 class GroupRendezvous:
-    """The ranks that are to form a group, and where they meet.
+    """The parameters of a group's formation.
 
-    Args:
-        store: torch's store, without keys of an earlier meeting.
-        rank, size: this rank, and how many there are.
-        timeout: how long the group's calls wait for other ranks.
-        named: the number by which messages name each rank: its rank in torch's default group.
-        name: the group's name in messages.
+    Attributes:
+        store: Torch's store, without keys of an earlier rendezvous.
+        rank: This rank.
+        size: The number of ranks.
+        timeout: The timeout of the group's calls.
+        named: The rank of each member in torch's default group, by which messages name it.
+        name: The group's name in messages.
     """
 
     store: Any
@@ -61,15 +62,15 @@ class GroupRendezvous:
 def form_group(
     meeting: GroupRendezvous, patience: timedelta | None = None, expected: Sequence[RankIdentity] = ()
 ) -> World:
-    """Waits for the other ranks of the meeting, and returns their group.
+    """Waits for the other ranks, and returns their group.
 
     Args:
-        meeting: who meets, and where.
-        patience: how long to wait for the others; by default as long as the group's calls wait, but at least 10 s.
-        expected: the processes of the ranks, if they are known. The meeting ends as soon as one of this host ends.
+        meeting: The parameters.
+        patience: The time to wait for the others; by default the timeout of the group's calls, but at least 10 s.
+        expected: The processes of the ranks, if they are known. The rendezvous fails as soon as one of this host ends.
 
     Raises:
-        RendezvousError, AuthenticationError: the ranks did not find each other.
+        RendezvousError, AuthenticationError: the rendezvous failed.
     """
     rank, size, patience = meeting.rank, meeting.size, patience or max(meeting.timeout, _SHORTEST_PATIENCE)
     store, patience_s = StoreFromTorch(meeting.store, patience), to_seconds(patience)
@@ -83,8 +84,8 @@ def form_group(
                 opener = engines.openers(backend, range(size), patience_s, engines.count_group(range(size)))["cpu"]
                 opened = opener(torch.device("cpu"))
         members = [
-            RankIdentity(named, each.host, each.pid, each.process)
-            for named, each in zip(meeting.named, engines.members, strict=True)
+            RankIdentity(named, member.host, member.pid, member.process)
+            for named, member in zip(meeting.named, engines.members, strict=True)
         ]
         group = ProcessGroup(opened, members, rank, patience, meeting.name, advice=OTHER_DEVICES)
         undo.callback(group.close)
@@ -100,7 +101,7 @@ def _has_ended(member: RankIdentity) -> bool:
 
 @contextlib.contextmanager
 def _secret_of_group(store: StoreFromTorch, rank: int, formation: Formation, patience_s: float) -> Iterator[None]:
-    """Shares a secret through torch's store if the job has none; that store trusts everybody who reaches it anyway."""
+    """Shares a secret through torch's store if the job has none; that store has no authentication in any case."""
     mine = job_secret()
     if mine is None and chosen_level() == "encrypt":
         raise AuthenticationError(
@@ -129,7 +130,7 @@ def _secret_of_group(store: StoreFromTorch, rank: int, formation: Formation, pat
     if mine is not None:
         yield
         return
-    os.environ[_SECRET_VARIABLE] = shared  # only while the group forms, so that child processes do not inherit it
+    os.environ[_SECRET_VARIABLE] = shared  # only during the formation, so that child processes do not inherit it
     try:
         yield
     finally:

@@ -1,7 +1,4 @@
-"""Presents a store of torch.distributed as one of Paceline's.
-
-Makes Paceline's default group available to torch.distributed without a second rendezvous.
-"""
+"""Adapters between stores of Paceline and torch.distributed, and torch's default group over Paceline's store."""
 
 from __future__ import annotations
 
@@ -15,9 +12,13 @@ from torch._C._distributed_c10d import Store as TorchStore
 from paceline.comm.group.default import default_world
 from paceline.comm.store.store import PrefixStore, Store, StoreAnswer, StoreOp, StoreStatus
 
+# torch's own `wait` prints a warning on each timeout, and cannot be interrupted. The pauses between polls grow with the
+# time waited, so that a wait takes at most a sixteenth longer and polls rarely.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _SHARE_OF_WAIT = 0.001, 0.25, 1 / 16
+
 
 class StoreForTorch(TorchStore):
-    """Presents a store of Paceline's as one of torch.distributed, with what process groups need of it."""
+    """A Paceline store as one of torch.distributed, with the methods that process groups need."""
 
     def __init__(self, store: Store) -> None:
         super().__init__()
@@ -32,7 +33,7 @@ class StoreForTorch(TorchStore):
         return self._store.get(key)
 
     def add(self, key: str, amount: int) -> int:
-        """Adds `amount` to the number under `key`, and returns the sum."""
+        """Adds `amount` to the number under `key`; returns the sum."""
         return self._store.add(key, amount)
 
     def check(self, keys: list[str]) -> bool:
@@ -40,7 +41,7 @@ class StoreForTorch(TorchStore):
         return self._store.check(keys)
 
     def compare_set(self, key: str, expected_value: bytes | str, desired_value: bytes | str) -> bytes:
-        """Sets `key` if it has the expected value, and returns its value afterwards."""
+        """Sets `key` if it has the expected value; returns its value afterwards."""
         return self._store.compare_set(key, expected_value, desired_value)
 
     def append(self, key: str, value: bytes | str) -> None:
@@ -64,14 +65,14 @@ class StoreForTorch(TorchStore):
         self._store.wait(keys, timeout)
 
     def clone(self) -> StoreForTorch:
-        """Returns the store itself, which several threads may use at once."""
+        """Returns the store itself, which is thread-safe."""
         return self
 
 
 def make_torch_default_group() -> None:
-    """Makes torch's default group, over Paceline, from the ranks of Paceline's; every rank calls this.
+    """Creates torch's default group over Paceline, from Paceline's default group; every rank calls this.
 
-    The ranks meet over Paceline's store, so torch's variables need not be set.
+    The rendezvous uses Paceline's store, so torch's variables need not be set.
 
     Raises:
         ValueError: Paceline's default group does not exist, or torch's exists already.
@@ -88,13 +89,8 @@ def make_torch_default_group() -> None:
     vars(torch_dist.group.WORLD)["lent_store"] = store  # torch's C++ keeps only its own side of the store alive
 
 
-# torch's own `wait` prints a warning for each wait that ends by its time limit, and cannot be interrupted. The pauses
-# between questions grow with the time waited, so that waits are a sixteenth longer and ask the server rarely.
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _SHARE_OF_WAIT = 0.001, 0.25, 1 / 16
-
-
 class StoreFromTorch(Store):
-    """Paceline's view of `store`, with what the engine needs of it; it does not support last wills."""
+    """A store of torch.distributed as a Paceline store, with the operations of engines; it ignores last wills."""
 
     def __init__(self, store: TorchStore, timeout: timedelta) -> None:
         super().__init__(timeout)
@@ -114,15 +110,17 @@ class StoreFromTorch(Store):
             return StoreStatus.OK, int(self._store.check(names)), []
         if op not in (StoreOp.GET, StoreOp.WAIT, StoreOp.MULTI_GET):
             return StoreStatus.REFUSED, 0, [b"the engine does not need it"]
-        if not self._come(names, timeout_s) and (absent := [name for name in names if not self._store.check([name])]):
+        if not self._wait_for(names, timeout_s) and (
+            absent := [name for name in names if not self._store.check([name])]
+        ):
             return StoreStatus.TIMED_OUT, 0, [name.encode() for name in absent]
         return StoreStatus.OK, 0, [] if op is StoreOp.WAIT else [self._store.get(name) for name in names]
 
-    def _come(self, names: list[str], timeout_s: float) -> bool:
-        """Waits until all keys exist; returns whether they did before the time was over."""
-        began = time.monotonic()
+    def _wait_for(self, names: list[str], timeout_s: float) -> bool:
+        """Waits until all keys exist; returns False on timeout."""
+        started_s = time.monotonic()
         while not self._store.check(names):
-            waited_s = time.monotonic() - began
+            waited_s = time.monotonic() - started_s
             if waited_s >= timeout_s:
                 return False
             pause_s = min(max(_FIRST_PAUSE_S, waited_s * _SHARE_OF_WAIT), _LONGEST_PAUSE_S)

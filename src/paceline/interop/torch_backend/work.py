@@ -1,4 +1,4 @@
-"""Presents Paceline's works as those of torch.distributed."""
+"""Paceline's works as `torch.distributed.Work`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.comm.group.work import Work
 
 _FOR_EVER = timedelta(0)
 
-# Before release 2.7, torch's C++ keeps only its side of a Work alive, and waits forever if the Python side is freed.
+# Before release 2.7, torch's C++ keeps only its side of a Work alive, and waits for ever if the Python side is freed.
 _KEEPS_WORKS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 7)
 _kept: set[TorchWork] = set()
 _WORK = "_paceline_work"
@@ -33,7 +33,7 @@ class RunningWork(TorchWork):
     def __init__(self, work: Work, results: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self._running = work.with_results(results)
-        self._written: list[weakref.ref[torch.Tensor]] = []  # by a call that was handed over to its results
+        self._written: list[weakref.ref[torch.Tensor]] = []  # the results, once they keep this object alive
 
     def wait(self, timeout: timedelta = _FOR_EVER) -> bool:
         """Waits for the call, at most for `timeout` if that is positive."""
@@ -43,11 +43,11 @@ class RunningWork(TorchWork):
         return True
 
     def _hand_over(self) -> None:
-        """Has the tensors that the call wrote keep this object: torch may wait for it once for each of them."""
+        """Makes the call's results keep this object alive, since torch may wait for it once per result."""
         _kept.discard(self)
         results = self._running.result()
         if len(results) > 1:
-            self._running = Work(None, "a call that is over")  # which does not keep the tensors in turn
+            self._running = Work(None, "a call that is over")  # does not keep the tensors alive in turn
             self._written = [weakref.ref(tensor) for tensor in results]
             for tensor in results:
                 vars(tensor)[_WORK] = self
@@ -59,21 +59,21 @@ class RunningWork(TorchWork):
     block_current_stream = synchronize
 
     def is_completed(self) -> bool:
-        """Returns whether the call is over, successful or not."""
+        """Returns whether the call has completed, successfully or not."""
         return self._running.is_completed()
 
     def is_success(self) -> bool:
-        """Returns whether the call is over and was successful."""
+        """Returns whether the call has completed successfully."""
         return self._running.is_success()
 
     def exception(self) -> Exception | None:
-        """Returns the error that the call failed with, if any."""
+        """Returns the call's error, or None."""
         return self._running.exception()
 
     def result(self) -> list[torch.Tensor]:
         """Waits for the call, and returns the tensors that it wrote."""
         if self._written:
-            return [tensor for each in self._written if (tensor := each()) is not None]
+            return [tensor for reference in self._written if (tensor := reference()) is not None]
         return self._running.result()
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
@@ -88,7 +88,7 @@ class RunningWork(TorchWork):
     _source_rank = source_rank
 
     def boxed(self) -> Any:
-        """Returns torch's side of the Work, and keeps this one until it is waited for or its future is taken."""
+        """Returns torch's side of the Work, and keeps this side until `wait` or `get_future` is called."""
         _kept.add(self)
         return super().boxed()
 
@@ -102,14 +102,14 @@ class FinishedWork(TorchWork):
         self._results = results
 
     def wait(self, timeout: timedelta = _FOR_EVER) -> bool:
-        """Returns True at once."""
+        """Returns True immediately."""
         _kept.discard(self)
         return True
 
     is_completed = is_success = wait
 
     def synchronize(self) -> None:
-        """Returns at once."""
+        """Returns immediately."""
 
     block_current_stream = synchronize
 
@@ -132,7 +132,7 @@ class FinishedWork(TorchWork):
     _source_rank = source_rank
 
     def boxed(self) -> Any:
-        """Returns torch's side of the Work, and keeps this one until it is waited for or its future is taken."""
+        """Returns torch's side of the Work, and keeps this side until `wait` or `get_future` is called."""
         _kept.add(self)
         return super().boxed()
 
@@ -144,18 +144,17 @@ def _completed(results: list[torch.Tensor]) -> torch.futures.Future[list[torch.T
 
 
 def keep_alive(work: RunningWork | FinishedWork) -> RunningWork | FinishedWork:
-    """Returns `work`, and keeps it until it is waited for or its future is taken, if torch does not keep it."""
+    """Returns `work`, and keeps it until `wait` or `get_future` is called, in releases where torch does not."""
     if not _KEEPS_WORKS:
         _kept.add(work)
     return work
 
 
 def keep_works_of_reducers() -> None:
-    """Has the reducers of torch's DistributedDataParallel keep the Work that a forward in `join` gives them.
+    """Makes the reducers of torch's DistributedDataParallel keep the Work that a forward in `join` passes to them.
 
-    In every release, a reducer keeps torch's side of that Work only. Once the Python side is freed, its wait in the
-    backward is one of torch's own for something that nobody completes: it lasts for ever, without a call of Paceline's
-    that could time out.
+    In every release, a reducer keeps only torch's side of that Work. Once the Python side is freed, the wait in the
+    backward never completes, and no call of Paceline can time out.
     """
     give = getattr(Reducer, _GIVE, None)
     if give is None or getattr(give, "keeps", False):

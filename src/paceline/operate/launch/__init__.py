@@ -1,5 +1,8 @@
-"""Starts, watches and ends worker processes, on one machine or, with the others that meet in `nodes/`, on several.
+"""The launcher: it starts, watches and ends the worker processes of one machine.
 
-May use: `store`, `one_port`, `security`, `checkpoint.copies`, `errors`, `routes`; never torch, so that a launcher
-starts at once. Start reading at `agent.py`; the commands in `command.py` lead there.
+`workers/` holds the worker processes, `multinode/` the cooperation of several machines, `elastic/` the jobs that
+replace single workers, and `ssh/` the start on other machines.
+
+May use: all of `comm`, `train.elastic`, `train.checkpoint.peer_memory`, `diagnosis` and `dashboard`; never torch, so
+that a launcher starts at once. Start reading at `command.py`, then `job.py` and `launcher.py`.
 """

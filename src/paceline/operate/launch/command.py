@@ -1,6 +1,7 @@
-"""Runs `paceline run`, `paceline join` and `python -m paceline.launch` from parsed flags to the exit code.
+"""Runs `paceline run`, `paceline join` and `python -m paceline.launch`, from parsed options to an exit code.
 
-`cli/main.py` and `__main__.py` parse the flags; both are above this module, since each has a command line of its own.
+`cli/main.py` and `paceline/launch.py` parse the command lines. Most imports are inside functions, so that help texts
+and usage errors appear at once.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ def add_run_arguments(parser: argparse.ArgumentParser, environment: Mapping[str,
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs what the flags describe, or prints what would run; reports errors in one line.
+    """Runs the job that the flags describe, or prints it with --dry-run; reports an error in one line.
 
-    Returns the exit code: 2 for wrong flags, 1 for other errors, 130 after Ctrl-C while the machines meet.
+    Returns the exit code: 2 for wrong flags, 1 for other errors, 130 after Ctrl-C during the rendezvous of machines.
     """
     return run_command(options, _join if getattr(options, "token", None) else _run)
 
 
 def run_command(options: argparse.Namespace, action: Callable[[argparse.Namespace], int]) -> int:
-    """Does what `run` does, with an action of the caller's."""
+    """Calls `action` with the reporting of errors and the exit codes of `run`."""
     from paceline.errors import PacelineError
     from paceline.operate.launch.workers.output import open_standard_streams
 
@@ -44,12 +45,12 @@ def run_command(options: argparse.Namespace, action: Callable[[argparse.Namespac
     except (PacelineError, ValueError, OSError) as error:
         print(f"paceline {getattr(options, 'command', 'run')}: {explain_os_error(error)}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
-    except KeyboardInterrupt:  # while the machines meet; no worker runs yet
+    except KeyboardInterrupt:  # during the rendezvous of machines; no worker runs yet
         return 130
 
 
 def explain_os_error(error: Exception) -> Exception:
-    """Returns an error that says what the system lacks, if `error` is only the system's word for that."""
+    """Returns an error that names the missing resource and its remedy in place of a bare `OSError`."""
     from paceline.errors import PacelineError
     from paceline.linux import is_out_of_descriptors, out_of_descriptors_error
 
@@ -94,7 +95,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def choose_security(options: argparse.Namespace) -> None:
-    """Takes over the flags for the level of security, and finds out whether this machine can do what it needs."""
+    """Exports the options for the security level to the environment, and checks that this machine supports it."""
     from paceline.comm.security.encryption import identity_of
     from paceline.comm.security.levels import INSECURE_VARIABLE, LEVEL_VARIABLE, chosen_level
 
@@ -110,9 +111,9 @@ def choose_security(options: argparse.Namespace) -> None:
 
 
 def _token(job: Job) -> tuple[Job, ListeningEndpoint | None, bytes, str]:
-    """Returns the job, what the meeting is served on, the job's secret, and the token that leads others to both.
+    """Returns the job, the listener for its meeting, its secret, and the token with which other machines join.
 
-    In a job with one port the launcher listens for the meeting itself, once it has opened that port.
+    The listener is None in a job with one port, where the launcher listens after it has opened that port.
     """
     import secrets
     from dataclasses import replace
@@ -167,14 +168,14 @@ def _join(options: argparse.Namespace) -> int:
     host = f"[{token.host}]" if ":" in token.host else token.host
     options.rdzv_endpoint, options.rdzv_backend = f"{host}:{token.port}", "c10d"
     options.rdzv_conf = {**options.rdzv_conf, "is_host": "0"}
-    options.nnodes = (2, 2)  # more than one; how many they are is decided where they meet
+    options.nnodes = (2, 2)  # more than one; the machine that serves the meeting decides the number
     job = job_of(options)
     _check_settings(options, job)
     return run_job(job, secret=token.secret)
 
 
 def _check_settings(options: argparse.Namespace, job: Job) -> None:
-    """Checks the variables that workers read, and points out what is probably a mistake."""
+    """Checks the variables that workers read, and warns of probable mistakes."""
     from paceline.operate.launch.flags import flags_after_script
     from paceline.operate.launch.workers.environment import check_variables, misspelt
 

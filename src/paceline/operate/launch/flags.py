@@ -1,8 +1,7 @@
-"""The flags of `paceline run` as a table: torchrun's, both spellings, with their PET_* variables, and a few more.
+"""The flags of `paceline run` as a table, the parser of command lines, and completion in shells.
 
-Parses command lines; explains a mistake in a line or two, with the nearest flag, instead of listing every flag.
-
-Prints what a shell needs to complete `paceline`: its commands, their flags, and the values to choose from.
+The table holds torchrun's flags in both spellings, with their PET_* variables, and Paceline's own. The parser reports a
+mistake in a line or two with the nearest flag, instead of listing every flag.
 """
 
 from __future__ import annotations
@@ -15,50 +14,28 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from paceline.comm.security.levels import LEVELS
-from paceline.operate.launch import option_types
 from paceline.operate.launch.elastic.elastic_options import Chaos
+from paceline.operate.launch.option_types import (
+    parse_backend,
+    parse_exports,
+    parse_from_0,
+    parse_from_1,
+    parse_modules,
+    parse_nodes,
+    parse_port,
+    parse_rank_or_none,
+    parse_ranks,
+    parse_seconds,
+    parse_settings,
+    parse_signals,
+    parse_streams,
+    parse_words,
+    parse_workers,
+    refuse_logs_specs,
+)
 from paceline.operate.launch.workers.environment import parse_libraries
 
-
-class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` whose errors name the mistake, the nearest flag and `--help`, with exit code 2.
-
-    `whole` is the parser of which this one parses a command.
-    """
-
-    whole: Parser | None = None
-
-    def error(self, message: str) -> NoReturn:
-        """Prints the mistake and ends the process."""
-        message = message.removesuffix(", ...")  # argparse names the script's own arguments as required too
-        self.exit(2, f"{self.prog}: {message}\nSee `{self.prog} --help` for all flags.\n")
-
-    def parse_known_args(  # type: ignore[override]  # typeshed has overloads by the namespace's class
-        self, args: list[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> tuple[argparse.Namespace, list[str]]:
-        """Parses as argparse does, but rejects an unknown flag here, where the existing flags are known."""
-        words = sys.argv[1:] if args is None else list(args)
-        found, unknown = super().parse_known_args(words, namespace)
-        if unknown:
-            self.error(self._not_known(unknown[0]))
-        return found, unknown
-
-    def _get_option_tuples(self, option_string: str) -> list[tuple[argparse.Action, str, str | None]]:
-        """Finds what a beginning stands for: the two spellings of one flag do not make it ambiguous."""
-        found = super()._get_option_tuples(option_string)
-        return list({id(each[0]): each for each in reversed(found)}.values())[::-1]
-
-    def _not_known(self, word: str) -> str:
-        from difflib import get_close_matches
-
-        flag = word.split("=")[0]
-        known = [spelling for action in self._actions for spelling in action.option_strings if spelling[:2] == "--"]
-        near = get_close_matches(flag.replace("_", "-"), known, n=1)
-        return f"{flag} is not a flag; did you mean {near[0]}?" if near else f"{flag} is not a flag"
-
-
 SHELLS = ("bash", "zsh", "tcsh")
-
 _BASH = """\
 _paceline() {{
     local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} words
@@ -71,10 +48,45 @@ _paceline() {{
 complete -o default -F _paceline paceline
 """
 _ZSH = "#compdef paceline\nautoload -U +X bashcompinit && bashcompinit\n"
+_WORD = re.compile(r"[A-Za-z][\w-]*")
+
+
+class Parser(argparse.ArgumentParser):
+    """An `ArgumentParser` whose errors name the mistake, the nearest flag and `--help`, with exit code 2."""
+
+    whole: Parser | None = None  # the parser of all commands, if this one parses one of them
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the mistake and ends the process."""
+        message = message.removesuffix(", ...")  # argparse names the script's own arguments as required too
+        self.exit(2, f"{self.prog}: {message}\nSee `{self.prog} --help` for all flags.\n")
+
+    def parse_known_args(  # type: ignore[override]  # typeshed has overloads by the namespace's class
+        self, args: list[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parses as argparse does, but rejects an unknown flag here, where the command's own flags are known."""
+        words = sys.argv[1:] if args is None else list(args)
+        found, unknown = super().parse_known_args(words, namespace)
+        if unknown:
+            self.error(self._not_known(unknown[0]))
+        return found, unknown
+
+    def _get_option_tuples(self, option_string: str) -> list[tuple[argparse.Action, str, str | None]]:
+        """Returns the flags that an abbreviation matches; the two spellings of one flag count as one."""
+        found = super()._get_option_tuples(option_string)
+        return list({id(match[0]): match for match in reversed(found)}.values())[::-1]
+
+    def _not_known(self, word: str) -> str:
+        from difflib import get_close_matches
+
+        flag = word.split("=")[0]
+        known = [spelling for action in self._actions for spelling in action.option_strings if spelling[:2] == "--"]
+        near = get_close_matches(flag.replace("_", "-"), known, n=1)
+        return f"{flag} is not a flag; did you mean {near[0]}?" if near else f"{flag} is not a flag"
 
 
 class CompletionAction(argparse.Action):
-    """Prints the script for a shell and ends, without a SCRIPT."""
+    """Prints the completion script for a shell and exits; the positional SCRIPT is not required."""
 
     def __call__(
         self,
@@ -83,14 +95,14 @@ class CompletionAction(argparse.Action):
         values: str | Sequence[object] | None,
         option_string: str | None = None,
     ) -> None:
-        """Prints the script and ends the process with code 0."""
+        """Prints the script and exits with code 0."""
         whole = parser.whole if isinstance(parser, Parser) else None
         print(completion(str(values), {"run": parser} if whole is None else commands_of(whole)), end="")
         parser.exit()
 
 
 def commands_of(whole: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Returns the parsers of a command line's commands, by name."""
+    """Returns the parser of each command, by its name."""
     return {
         name: parser
         for action in whole._actions
@@ -100,25 +112,25 @@ def commands_of(whole: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPa
 
 
 def completion(shell: str, commands: Mapping[str, argparse.ArgumentParser]) -> str:
-    """Returns the script for one of `SHELLS`. Where there is nothing to choose from, files are completed."""
+    """Returns the completion script for one of `SHELLS`. Arguments without a list of choices complete to files."""
     flags = {command: _flags(parser) for command, parser in commands.items()}
     names = " ".join(commands)
     if shell == "tcsh":
-        every = " ".join(sorted({flag[2:] for of in flags.values() for flag in of}))
-        return f"complete paceline 'p/1/({names})/' 'c/--/({every})/'\n"
+        all_flags = " ".join(sorted({flag[2:] for choices in flags.values() for flag in choices}))
+        return f"complete paceline 'p/1/({names})/' 'c/--/({all_flags})/'\n"
     cases = [
         f'    "{command} {flag} "*) words="{" ".join(values)}" ;;'
-        for command, of in flags.items()
-        for flag, values in of.items()
+        for command, choices in flags.items()
+        for flag, values in choices.items()
         if values
     ]
-    cases += [f'    "{command} "*" -"*) words="{" ".join(of)}" ;;' for command, of in flags.items()]
+    cases += [f'    "{command} "*" -"*) words="{" ".join(choices)}" ;;' for command, choices in flags.items()]
     bash = _BASH.format(cases="\n".join(cases), commands=names)
     return _ZSH + bash if shell == "zsh" else bash
 
 
 def _flags(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
-    """Returns the flags, in their spelling with dashes, and the values to choose from."""
+    """Returns the choices of each flag, by the flag's spelling with dashes; [] without choices."""
     return {
         next(spelling for spelling in action.option_strings if spelling[:2] == "--"): list(
             map(str, action.choices or ())
@@ -128,12 +140,9 @@ def _flags(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
     }
 
 
-_WORD = re.compile(r"[A-Za-z][\w-]*")
-
-
 @dataclass(frozen=True)
 class Flag:
-    """One flag; a switch has no `parse`. `variable` says whether PET_<NAME> gives its default, as for torchrun."""
+    """One flag. A switch has no `parse`; with `variable`, PET_<NAME> gives the default, as for torchrun."""
 
     name: str
     help: str
@@ -153,37 +162,37 @@ class Flag:
 
     @property
     def spellings(self) -> list[str]:
-        """As it may be written: short, with dashes, with underscores."""
+        """The accepted spellings: short, with dashes, with underscores."""
         long = list(dict.fromkeys((f"--{self.name}", f"--{self.dest}")))
         return [self.short, *long] if self.short else long
 
 
 FLAGS = (
     # where
-    Flag("nnodes", "machines: a number, or a range between which they may come and go", option_types.parse_nodes, "1", "N|MIN:MAX"),
+    Flag("nnodes", "machines: a number, or a range between which they may come and go", parse_nodes, "1", "N|MIN:MAX"),
     Flag("nproc-per-node", "workers of this machine; gpu: one for each GPU, cpu: one for each core, auto: gpu if any",
-         option_types.parse_workers, "1", "N|auto|gpu|cpu"),
-    Flag("node-rank", "this machine's number, if machines have fixed numbers (--rdzv-backend static)", option_types.parse_from_0),
+         parse_workers, "1", "N|auto|gpu|cpu"),
+    Flag("node-rank", "this machine's number, if machines have fixed numbers (--rdzv-backend static)", parse_from_0),
     Flag("master-addr", "the address of machine 0, where the machines meet", str, metavar="ADDRESS"),
-    Flag("master-port", "its port; on one machine, MASTER_PORT of the workers (a free one if not given)", option_types.parse_port,
+    Flag("master-port", "its port; on one machine, MASTER_PORT of the workers (a free one if not given)", parse_port,
          metavar="PORT"),
     Flag("local-addr", "this machine's address for the others (default: the one that leads to the meeting place)", str,
          metavar="ADDRESS"),
-    Flag("rdzv-backend", "static: numbered machines; c10d: machines in any order", option_types.parse_backend, "static",
+    Flag("rdzv-backend", "static: numbered machines; c10d: machines in any order", parse_backend, "static",
          "NAME"),
     Flag("rdzv-endpoint", "where they meet; the machine whose address it is serves", str, "", "HOST:PORT"),
     Flag("rdzv-id", "the job's name, the same on all machines", str, "none", "NAME"),
     Flag("rdzv-conf", "join_timeout, last_call_timeout, heartbeat_timeout, return_timeout (seconds), is_host (0 or 1)",
-         option_types.parse_settings, "", "KEY=VALUE,..."),
+         parse_settings, "", "KEY=VALUE,..."),
     Flag("standalone", "use one machine, whatever the other flags and the environment say"),
     # restarts
     Flag("max-restarts", "how often failed workers are restarted (default: 0; with --elastic, how many workers each "
-         "machine replaces, without a bound if not given)", option_types.parse_from_0),
-    Flag("monitor-interval", "accepted and ignored: the launcher notices at once when a worker ends", option_types.parse_seconds,
+         "machine replaces, without a bound if not given)", parse_from_0),
+    Flag("monitor-interval", "accepted and ignored: the launcher notices at once when a worker ends", parse_seconds,
          "0.1", "SECONDS"),
     Flag("shutdown-timeout", "time from the request to end to SIGKILL (default: 30, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT)",
-         option_types.parse_seconds, metavar="SECONDS"),
-    Flag("signals-to-handle", "signals that end the job; the launcher passes them on to the workers", option_types.parse_signals,
+         parse_seconds, metavar="SECONDS"),
+    Flag("signals-to-handle", "signals that end the job; the launcher passes them on to the workers", parse_signals,
          "SIGTERM,SIGINT,SIGHUP,SIGQUIT", "NAMES"),
     # what
     Flag("module", "SCRIPT is a module, as for python -m", short="-m"),
@@ -197,19 +206,19 @@ FLAGS = (
     # output
     Flag("log-dir", "keep the workers' output in DIR/RUN_ID/attempt_N/RANK/", str, metavar="DIR"),
     Flag("redirects", "streams that go to files only; 0 none, 1 stdout, 2 stderr, 3 both, or by local rank: 0:1,1:2",
-         option_types.parse_streams, "0", "STREAMS", short="-r"),
-    Flag("tee", "streams that go to files and to the console, in the form of --redirects", option_types.parse_streams, "0",
+         parse_streams, "0", "STREAMS", short="-r"),
+    Flag("tee", "streams that go to files and to the console, in the form of --redirects", parse_streams, "0",
          "STREAMS", short="-t"),
-    Flag("local-ranks-filter", "the local ranks that are shown on the console", option_types.parse_ranks, "", "0,1,..."),
+    Flag("local-ranks-filter", "the local ranks that are shown on the console", parse_ranks, "", "0,1,..."),
     Flag("log-line-prefix-template", "what stands before each line on the console; ${role_name}, ${local_rank}, "
          "${rank} and ${hostname} are replaced (default: '[rank ${rank}] ', or TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE)",
          str, "", "TEMPLATE"),
-    Flag("duplicate-stdout-filters", "lines with one of these words also go to filtered_stdout.log", option_types.parse_words, "",
+    Flag("duplicate-stdout-filters", "lines with one of these words also go to filtered_stdout.log", parse_words, "",
          "WORDS"),
-    Flag("duplicate-stderr-filters", "the same for stderr, to filtered_stderr.log", option_types.parse_words, "", "WORDS"),
+    Flag("duplicate-stderr-filters", "the same for stderr, to filtered_stderr.log", parse_words, "", "WORDS"),
     Flag("event-log-handler", "console: a line of JSON on stderr for each start, failure and end", str, "null", "NAME",
          choices=("null", "console")),
-    Flag("logs-specs", "torchrun's plug-ins for logs; refused, with the flags to use instead", option_types.refuse_logs_specs,
+    Flag("logs-specs", "torchrun's plug-ins for logs; refused, with the flags to use instead", refuse_logs_specs,
          metavar="NAME", variable=False),
     # cores
     Flag("numa-binding", "bind each worker to the cores of a NUMA node, socket or L3 cache, or to its own",
@@ -217,9 +226,9 @@ FLAGS = (
     Flag("no-pin", "do not bind workers to cores (by default each has cores of its own)", ours=True),
     # elastic training
     Flag("elastic", "a worker that dies is replaced while the others train on", ours=True),
-    Flag("min-workers", "with --elastic: with fewer workers the others wait (default: 1)", option_types.parse_from_1, ours=True),
+    Flag("min-workers", "with --elastic: with fewer workers the others wait (default: 1)", parse_from_1, ours=True),
     Flag("preload", "with --elastic: modules that are imported once, before workers are forked, so that those that "
-         "take others' places start sooner", option_types.parse_modules, "", "MODULE,...", ours=True),
+         "take others' places start sooner", parse_modules, "", "MODULE,...", ours=True),
     Flag("chaos", "with --elastic: kill or stop a random worker, after random times with these means; for tests",
          Chaos.parse, metavar="kill:2s,stop:5s,seed=7", ours=True),
     # connections
@@ -229,7 +238,7 @@ FLAGS = (
     Flag("insecure", "allow --security none between machines, on a network that is this job's alone", variable=False,
          ours=True),
     Flag("port", "the one TCP port of each machine at which the others reach all that it offers (default: "
-         "PACELINE_PORT, or else each listener has a port of its own)", option_types.parse_port, metavar="PORT", ours=True),
+         "PACELINE_PORT, or else each listener has a port of its own)", parse_port, metavar="PORT", ours=True),
     # machines by ssh
     Flag("hosts", "start the launchers on these machines by ssh: a list, or a host file of MPI", str,
          metavar="HOST:N,...|FILE", short="-H", ours=True),
@@ -238,11 +247,11 @@ FLAGS = (
          metavar="PATH", ours=True),
     Flag("remote-dir", "with --hosts: the directory on the other machines (if not given, this one's path)", str,
          metavar="PATH", ours=True),
-    Flag("export", "with --hosts: variables that the other machines' workers get, too", option_types.parse_exports, "",
+    Flag("export", "with --hosts: variables that the other machines' workers get, too", parse_exports, "",
          "NAME,NAME=VALUE,...", ours=True),
     # the live page
     Flag("dash", "serve a live page of the job on this machine, for your eyes only (needs paceline[dash])", ours=True),
-    Flag("dash-port", "with --dash: its port on loopback (if not given, a free one)", option_types.parse_port,
+    Flag("dash-port", "with --dash: its port on loopback (if not given, a free one)", parse_port,
          metavar="PORT", ours=True),
     Flag("dash-socket", "with --dash: a Unix socket in place of a port", str, metavar="PATH", ours=True),
     Flag("dash-prefix", "with --dash: the path under which a proxy serves it", str, "", "PATH", ours=True),
@@ -250,12 +259,12 @@ FLAGS = (
     Flag("dash-actions", "with --dash: the page may act, too: take the stacks of all ranks", ours=True),
     # others
     Flag("compat", "torch: calls of torch.distributed on CPU tensors use Paceline's engine, whatever backend the "
-         "script names; horovod: `import horovod.torch` is paceline.interop.horovod", parse_libraries, "", "torch,horovod",
+         "script names; horovod: `import horovod.torch` is paceline.horovod", parse_libraries, "", "torch,horovod",
          variable=False, ours=True),
-    Flag("stall-after", "when a call lasts longer, say which rank is not there and why; 0: never", option_types.parse_seconds, "15",
+    Flag("stall-after", "when a call lasts longer, say which rank is not there and why; 0: never", parse_seconds, "15",
          "SECONDS", variable=False, ours=True),
     Flag("stdin", "the rank that reads the launcher's stdin, or none; the other ranks' stdin is empty",
-         option_types.parse_rank_or_none, "0", "RANK|none", ours=True),
+         parse_rank_or_none, "0", "RANK|none", ours=True),
     Flag("print-completion", "print a script with which this shell completes `paceline`, and exit", str,
          metavar="SHELL", choices=SHELLS, variable=False, action=CompletionAction),
     Flag("dry-run", "print what would start where with which variables, and exit", variable=False, ours=True),
@@ -267,12 +276,12 @@ FLAGS = (
 def is_flag(word: str) -> bool:
     """Returns whether a word is a flag, or the beginning of one, with or without a value."""
     name = word.split("=")[0]
-    return any(each.startswith(name) if name.startswith("--") else each == name[:2] for each in _spellings())
+    return any(flag.startswith(name) if name.startswith("--") else flag == name[:2] for flag in _spellings())
 
 
 def flags_after_script(script: str, arguments: Sequence[str]) -> Iterator[str]:
-    """Yields a sentence if the script gets flags of the launcher and does not seem to have flags of these names."""
-    own = {each for each in _spellings() if each.startswith("--")}
+    """Yields a warning if the script's arguments hold flags of the launcher whose names do not occur in the script."""
+    own = {flag for flag in _spellings() if flag.startswith("--")}
     before_dashes = arguments[: arguments.index("--")] if "--" in arguments else arguments
     found = [name for word in before_dashes if (name := word.split("=")[0]) in own]
     if found and (text := _text_of(script)):
@@ -298,7 +307,7 @@ def _spellings() -> list[str]:
 
 
 def add_flags(parser: argparse.ArgumentParser, environment: Mapping[str, str]) -> None:
-    """Adds every flag; PET_* variables give the defaults."""
+    """Adds all flags, with defaults from PET_* variables."""
     groups = {
         False: parser.add_argument_group("torchrun's flags (--a-b or --a_b; PET_A_B in the environment)"),
         True: parser.add_argument_group("flags of Paceline's own"),

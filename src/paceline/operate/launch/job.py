@@ -1,7 +1,4 @@
-"""What `paceline run` is asked to do, decided once from flags, PET_* variables and the scheduler's variables.
-
-What the flags say about the live page, apart from what it takes to serve it.
-"""
+"""The `Job` that a launcher runs, decided once from flags, PET_* variables and the scheduler's variables."""
 
 from __future__ import annotations
 
@@ -19,52 +16,10 @@ from string import Template
 
 from paceline.comm.one_port.dialer import chosen_port
 from paceline.comm.rendezvous.schedulers import Scheduler, detect
-from paceline.operate.launch import option_types
 from paceline.operate.launch.elastic.elastic_options import ElasticOptions, elastic_of
-from paceline.operate.launch.option_types import OptionError, Streams, StreamsOfRanks
+from paceline.operate.launch.option_types import OptionError, Streams, StreamsOfRanks, parse_seconds
 from paceline.operate.launch.workers.cleanup import MARK
 from paceline.operate.launch.workers.environment import allowed_cores
-
-
-@dataclass(frozen=True)
-class DashboardOptions:
-    """Where the page is, under which names and paths proxies may serve it, and whether it may act."""
-
-    port: int = 0
-    socket: str | None = None
-    prefix: str = ""
-    hosts: tuple[str, ...] = ()
-    acts: bool = False
-
-
-def dashboard_options_of(options: argparse.Namespace) -> DashboardOptions | None:
-    """Returns what the flags say; None if there is to be no page.
-
-    Raises:
-        OptionError: a flag of the page contradicts another one or is not what it should be.
-    """
-    others = {
-        "--dash-port": options.dash_port,
-        "--dash-socket": options.dash_socket,
-        "--dash-prefix": options.dash_prefix,
-        "--dash-host": options.dash_host,
-        "--dash-actions": options.dash_actions,
-    }
-    given = [name for name, value in others.items() if value]
-    if not options.dash:
-        if given:
-            raise OptionError(f"{given[0]} says how the live page is served, but there is none without --dash")
-        return None
-    if options.dash_port and options.dash_socket:
-        raise OptionError("--dash-port and --dash-socket exclude each other: the page is served in one place")
-    prefix = options.dash_prefix.rstrip("/")
-    if prefix and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", prefix):
-        raise OptionError(f"--dash-prefix {options.dash_prefix!r} is not a path such as /user/ana/proxy/8080")
-    hosts = tuple(host.strip().lower() for host in options.dash_host.split(",") if host.strip())
-    if wrong := [host for host in hosts if not re.fullmatch(r"[a-z0-9._-]+|\[[0-9a-f:.]+\]", host)]:
-        raise OptionError(f"--dash-host {wrong[0]!r} is not the name of a host; give names without ports")
-    return DashboardOptions(options.dash_port or 0, options.dash_socket, prefix, hosts, options.dash_actions)
-
 
 _SHUTDOWN_TIMEOUT_S = 30.0  # torchrun's
 _TORCHRUNS_PORT = 29500
@@ -76,7 +31,7 @@ _IGNORED_SETTINGS = {"read_timeout", "keep_alive_interval", "keep_alive_max_atte
 
 
 class CommandKind(Enum):
-    """How the command is started."""
+    """Ways to start a command."""
 
     SCRIPT = "script"
     MODULE = "module"
@@ -86,16 +41,16 @@ class CommandKind(Enum):
 
 @dataclass(frozen=True)
 class Command:
-    """`argv` are the script, module or program and its arguments."""
+    """The script, module or program that workers run."""
 
-    argv: tuple[str, ...]
+    argv: tuple[str, ...]  # with its arguments
     kind: CommandKind = CommandKind.SCRIPT
     passes_local_rank: bool = False  # as --local_rank=N before the arguments
 
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """Which streams of which local ranks go where."""
+    """Destinations of the workers' output streams, by local rank."""
 
     log_dir: str | None = None
     redirects: StreamsOfRanks = field(default_factory=dict)
@@ -107,32 +62,43 @@ class OutputOptions:
 
     @property
     def needs_files(self) -> bool:
-        """Whether any output is kept in files."""
+        """Whether any output goes to files."""
         chosen = (*self.redirects.values(), *self.tee.values())
         return any(chosen) or bool(self.log_dir or self.stdout_words or self.stderr_words)
 
 
 @dataclass(frozen=True)
 class RendezvousOptions:
-    """How the machines of a job meet; `address` is None on a single machine."""
+    """Parameters of the rendezvous of a job's machines; `address` is None on a single machine."""
 
     min_nodes: int = 1
     max_nodes: int = 1
     address: tuple[str, int] | None = None
     is_static: bool = False
     node_rank: int | None = None
-    serves: bool | None = None  # None: if the address is this machine's
+    serves: bool | None = None  # None: this machine serves if the address is its own
     local_address: str | None = None
     join_timeout_s: float = 600.0
     last_call_s: float = 0.5
     silence_s: float = 2.0
-    return_timeout_s: float = 120.0  # how long the machines of an elastic job wait for those that they cannot reach
+    return_timeout_s: float = 120.0  # how long an elastic job waits for machines that it cannot reach
     running: tuple[str, str] | None = None  # the elastic job that this machine joins, and its coordinator's address
 
 
 @dataclass(frozen=True)
+class DashboardOptions:
+    """The address of the dashboard, and its permissions."""
+
+    port: int = 0  # on loopback; 0 chooses a free one
+    socket: str | None = None  # the path of a Unix socket in place of a port
+    prefix: str = ""  # the path under which a proxy serves it
+    hosts: tuple[str, ...] = ()  # the names under which a proxy serves it
+    acts: bool = False  # whether it may act on the job, for example take stacks
+
+
+@dataclass(frozen=True)
 class Job:
-    """A job as this machine's launcher knows it."""
+    """A job, as the launcher of one machine runs it."""
 
     command: Command
     workers: int = 1
@@ -149,32 +115,28 @@ class Job:
     binding_is_asked_for: bool = False
     stdin_rank: int | None = 0  # the rank that reads the launcher's stdin, if it runs on this machine
     events: bool = False
-    stall_after_s: float = 15.0  # how long a call may last before it is explained; 0: for ever
+    stall_after_s: float = 15.0  # duration after which a call counts as stalled and is explained; 0: never
     forks: bool = False  # workers are forks of a template process, which has finished its imports
-    slot: tuple[int, int] = (
-        0,
-        1,
-    )  # this launcher's number and the count on its machine, where a scheduler started several
+    slot: tuple[int, int] = (0, 1)  # number of this launcher on its machine, and the count that a scheduler started
     scheduler: Scheduler | None = None
     elastic: ElasticOptions | None = None
     page: DashboardOptions | None = None
-    compat: tuple[str, ...] = ()  # libraries whose calls Paceline takes over
-    one_port: int | None = None  # of each machine, for all connections from others; None: each listener has its own
+    compat: tuple[str, ...] = ()  # libraries whose calls Paceline handles
+    one_port: int | None = None  # the port of each machine for all connections; None: each listener has its own
 
 
 def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Job:
     """Returns the job that the parsed flags describe.
 
     Raises:
-        OptionError: flags contradict each other, or one is missing that others need.
+        OptionError: flags contradict each other, or a required one is missing.
     """
-    is_in_a_job = (
-        MARK in environment
-    )  # a worker started this launcher, so the scheduler's variables describe the job around it
-    scheduler = None if options.standalone or is_in_a_job else detect(environment)
+    # Inside another job, a worker started this launcher, and the scheduler's variables describe the outer job.
+    is_alone = options.standalone or MARK in environment
+    scheduler = None if is_alone else detect(environment)
     command = Command((options.script, *options.args), _kind(options), getattr(options, "passes_local_rank", False))
-    given = None if is_in_a_job or options.standalone else chosen_port(environment)
-    options.port = options.port if options.port is not None else given
+    if options.port is None and not is_alone:
+        options.port = chosen_port(environment)
     rendezvous = _rendezvous(options, scheduler)
     workers = 1 if scheduler is not None and scheduler.is_one_a_rank else options.nproc_per_node
     if workers == 0:
@@ -216,14 +178,14 @@ def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.envi
 
 
 def shutdown_timeout_s(options: argparse.Namespace, environment: Mapping[str, str]) -> float:
-    """Returns how long workers have to end after they were asked to, in seconds."""
+    """Returns the time between the request to end and SIGKILL, in seconds."""
     if options.shutdown_timeout is not None:
         return float(options.shutdown_timeout)
-    return option_types.parse_seconds(environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_TIMEOUT_S)))
+    return parse_seconds(environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_TIMEOUT_S)))
 
 
 def _forks(method: str, workers: int, is_elastic: bool) -> bool:
-    if method == "auto":  # with this many workers per core it is not training; start-up time matters more
+    if method == "auto":  # many workers per core cannot be training, so that start-up time matters more
         return is_elastic or workers > _MANY_A_CORE * allowed_cores()
     return method != "spawn"
 
@@ -264,9 +226,9 @@ def _rendezvous(options: argparse.Namespace, scheduler: Scheduler | None) -> Ren
     if unknown := sorted(set(conf) - _SETTINGS - _IGNORED_SETTINGS):
         raise OptionError(f"--rdzv-conf has {', '.join(unknown)}, which is not known; known: {sorted(_SETTINGS)}")
     if most == 1:
-        return RendezvousOptions()  # a single machine meets no others, whatever the address
-    comes_in_any_order = options.print_token or (options.rdzv_endpoint and options.node_rank is None)
-    is_static = options.rdzv_backend == "static" and not comes_in_any_order and not options.elastic
+        return RendezvousOptions()  # a single machine has no rendezvous, whatever the address
+    is_dynamic = options.print_token or (options.rdzv_endpoint and options.node_rank is None)
+    is_static = options.rdzv_backend == "static" and not is_dynamic and not options.elastic
     address, serves = _address(options, scheduler)
     node_rank = options.node_rank if options.node_rank is not None else scheduler.node_rank if scheduler else None
     if is_static:
@@ -286,7 +248,7 @@ def _rendezvous(options: argparse.Namespace, scheduler: Scheduler | None) -> Ren
         serves = conf["is_host"].lower() in ("1", "true", "yes", "t", "y")
 
     def time_s(name: str, otherwise: float) -> float:
-        return option_types.parse_seconds(conf[name]) if name in conf else otherwise
+        return parse_seconds(conf[name]) if name in conf else otherwise
 
     return RendezvousOptions(
         min_nodes=least,
@@ -304,7 +266,7 @@ def _rendezvous(options: argparse.Namespace, scheduler: Scheduler | None) -> Ren
 
 
 def _address(options: argparse.Namespace, scheduler: Scheduler | None) -> tuple[tuple[str, int], bool | None]:
-    """Returns where the machines meet, and whether this one serves there; None if that is not known yet."""
+    """Returns the address of the meeting, and whether this machine serves it (None: not known yet)."""
     otherwise = options.port or _TORCHRUNS_PORT
     if options.rdzv_endpoint:
         return endpoint_of(options.rdzv_endpoint, otherwise), None
@@ -321,10 +283,10 @@ def _address(options: argparse.Namespace, scheduler: Scheduler | None) -> tuple[
 
 
 def endpoint_of(text: str, otherwise: int = _TORCHRUNS_PORT) -> tuple[str, int]:
-    """Parses `host:port`, `[v6]:port` or `host`; `otherwise` is the port of the latter, by default torchrun's.
+    """Parses `host:port`, `[v6]:port` or `host`; `otherwise` is the port if `text` has none.
 
     Raises:
-        OptionError: it is none of these.
+        OptionError: the text has another form.
     """
     if "," in text:
         raise OptionError(
@@ -346,7 +308,7 @@ def endpoint_of(text: str, otherwise: int = _TORCHRUNS_PORT) -> tuple[str, int]:
 def _output(options: argparse.Namespace, environment: Mapping[str, str]) -> OutputOptions:
     tee = options.tee
     if options.log_dir and not any((*options.redirects.values(), *tee.values())):
-        tee = {None: Streams.BOTH}  # a directory for logs asks for logs
+        tee = {None: Streams.BOTH}  # --log-dir alone means that logs are kept
     template = options.log_line_prefix_template or environment.get(_PREFIX_VARIABLE, "")
     return OutputOptions(
         options.log_dir,
@@ -357,3 +319,32 @@ def _output(options: argparse.Namespace, environment: Mapping[str, str]) -> Outp
         options.duplicate_stderr_filters,
         Template(template).safe_substitute(role_name=options.role, hostname=socket.gethostname()),
     )
+
+
+def dashboard_options_of(options: argparse.Namespace) -> DashboardOptions | None:
+    """Returns the options of the dashboard, or None without --dash.
+
+    Raises:
+        OptionError: a flag is malformed or contradicts another one.
+    """
+    others = {
+        "--dash-port": options.dash_port,
+        "--dash-socket": options.dash_socket,
+        "--dash-prefix": options.dash_prefix,
+        "--dash-host": options.dash_host,
+        "--dash-actions": options.dash_actions,
+    }
+    given = [name for name, value in others.items() if value]
+    if not options.dash:
+        if given:
+            raise OptionError(f"{given[0]} says how the live page is served, but there is none without --dash")
+        return None
+    if options.dash_port and options.dash_socket:
+        raise OptionError("--dash-port and --dash-socket exclude each other: the page is served in one place")
+    prefix = options.dash_prefix.rstrip("/")
+    if prefix and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", prefix):
+        raise OptionError(f"--dash-prefix {options.dash_prefix!r} is not a path such as /user/ana/proxy/8080")
+    hosts = tuple(host.strip().lower() for host in options.dash_host.split(",") if host.strip())
+    if wrong := [host for host in hosts if not re.fullmatch(r"[a-z0-9._-]+|\[[0-9a-f:.]+\]", host)]:
+        raise OptionError(f"--dash-host {wrong[0]!r} is not the name of a host; give names without ports")
+    return DashboardOptions(options.dash_port or 0, options.dash_socket, prefix, hosts, options.dash_actions)

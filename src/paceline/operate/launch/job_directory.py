@@ -1,8 +1,7 @@
-"""The directory of a job on this machine: what it ran, what happened, and what its workers recorded.
+"""The directory of a job on this machine: its description, its events and the recordings of its workers.
 
-Writes a job's events as lines of JSON: into its directory, and for `--event-log-handler console` to stderr.
-
-Keeps the memory that workers record into, so that it outlives them, and writes it into the job's directory.
+Events are lines of JSON, which `--event-log-handler console` also writes to stderr. The launcher holds the memory into
+which workers record, so that the recordings outlive the workers, and writes them into the directory afterwards.
 """
 
 from __future__ import annotations
@@ -43,135 +42,24 @@ from paceline.operate.launch.job import Job
 from paceline.operate.launch.workers.output import Console
 
 EventListener = Callable[[str, dict[str, Fact]], None]
-
-
-class Events:
-    """Writes events into the job's directory, if it has one, and to stderr if `is_on`; tells them to `listener`."""
-
-    def __init__(
-        self,
-        is_on: bool,
-        run_id: str,
-        console: Console,
-        directory: Path | None = None,
-        listener: EventListener | None = None,
-    ) -> None:
-        self._is_on = is_on
-        self._run_id = run_id
-        self._write = console.writer(2)
-        self._file = None if directory is None else directory / EVENTS_FILE
-        self._listener = listener
-
-    def tell(self, event: str, **facts: Fact) -> None:
-        """Writes one event: what happened, when, where, and its facts."""
-        if self._listener is not None:
-            self._listener(event, facts)
-        line = {
-            "event": event,
-            "time_s": round(time.time(), 3),
-            "host": socket.gethostname(),
-            "run_id": self._run_id,
-            **facts,
-        }
-        text = json.dumps(line).encode() + b"\n"
-        if self._is_on:
-            self._write(text)
-        if self._file is not None:
-            with contextlib.suppress(OSError), open(append_to(str(self._file)), "ab") as file:
-                file.write(text)
-
-
-# A worker must not shrink what is mapped here.
+# A worker must not shrink memory that the launcher maps.
 _SEALS = linux.F_SEAL_SEAL | linux.F_SEAL_SHRINK | linux.F_SEAL_GROW
 _FAST = 1  # zlib's level
-_MOST_FILES = 256  # of a job: in a long elastic one, many workers die
-
-
-class RecordingMemory:
-    """The memory of one worker. `release` must follow when the worker has ended."""
-
-    def __init__(self, keeper: RecordingKeeper, path: Path | None) -> None:
-        self.fd = linux.memfd_create(MEMORY_NAME, linux.MFD_CLOEXEC | linux.MFD_ALLOW_SEALING)
-        os.truncate(self.fd, layout.NBYTES)
-        fcntl.fcntl(self.fd, linux.F_ADD_SEALS, _SEALS)
-        self._keeper = keeper
-        self._path = path
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """The variable by which the worker finds the memory."""
-        return {HANDED_VARIABLE: str(HandedMemory(self.fd, os.fstat(self.fd).st_ino, os.getpid()))}
-
-    def release(self) -> None:
-        """Has the recording written out, if there is one, and gives the memory back; idempotent."""
-        fd, self.fd = self.fd, -1
-        if fd < 0:
-            return
-        if self._path is not None and os.pread(fd, 8, 0) == layout.MAGIC.to_bytes(8, "little"):
-            self._keeper.write_out(fd, self._path)
-        else:
-            os.close(fd)
-
-
-class RecordingKeeper:
-    """The recordings of a job's workers on this machine."""
-
-    def __init__(self, directory: Path | None) -> None:
-        self._directory = directory
-        self._writer: ThreadPoolExecutor | None = None
-        self._written: deque[Path] = deque()
-
-    def new(self, attempt: int, rank: int) -> RecordingMemory | None:
-        """Returns memory for a worker; None if nothing is to be recorded, or there is no descriptor for it."""
-        if is_switched_off():
-            return None
-        path = None
-        if self._directory is not None:
-            path = self._directory / f"attempt_{attempt}" / str(rank) / RECORDING_FILE
-        try:
-            return RecordingMemory(self, path)
-        except OSError:
-            return None
-
-    def write_out(self, fd: int, path: Path) -> None:
-        """Writes the memory of a worker that has ended into a file, on a thread, and closes `fd`."""
-        if self._writer is None:
-            self._writer = ThreadPoolExecutor(1, thread_name_prefix="paceline-recordings")
-        self._writer.submit(self._write, fd, path)
-
-    def close(self) -> None:
-        """Waits until all is written; idempotent."""
-        if self._writer is not None:
-            self._writer.shutdown()
-            self._writer = None
-
-    def _write(self, fd: int, path: Path) -> None:
-        try:
-            with contextlib.suppress(OSError):  # a full disk must not end the job
-                path.parent.mkdir(parents=True, exist_ok=True)
-                written = path.with_name(f".{path.name}")
-                written.write_bytes(zlib.compress(os.pread(fd, layout.NBYTES, 0), _FAST))
-                written.replace(path)
-                self._written.append(path)
-                if len(self._written) > _MOST_FILES:
-                    self._written.popleft().unlink()
-        finally:
-            os.close(fd)
-
-
+_MOST_FILES = 256  # recordings per job; in a long elastic job, many workers die
 _SECRET = re.compile(r"token|secret|passw|passphrase|credential|api.?key|auth", re.IGNORECASE)
 _HIDDEN = "***"
 _MOST_OF_A_NAME = 40
 
 
 class JobDirectory:
-    """Makes and describes the directory; without a place for it, `path` is None and the job runs all the same.
+    """The directory, created on construction, and the description of the job in it.
 
-    It is LOG_DIR/RUN_ID if the job was given --log-dir, otherwise a new one among those of `paceline runs`, of which
-    the oldest are removed. `remark` says why there is none if the reason is another user's directory.
+    With --log-dir it is LOG_DIR/RUN_ID, otherwise a new directory among those of `paceline runs`, of which the oldest
+    are removed. If none can be created, `path` is None and the job runs without one; `remark` then holds a message for
+    the user if the cause is a directory of another user.
 
     Raises:
-        SharedFileError: LOG_DIR/RUN_ID is a directory of another user, or a link.
+        SharedFileError: LOG_DIR/RUN_ID is a link or belongs to another user.
     """
 
     def __init__(self, job: Job) -> None:
@@ -190,7 +78,7 @@ class JobDirectory:
             "started_s": time.time(),
             "state": RunStatus.RUNNING.value,
         }
-        if job.output.log_dir is not None:  # where output goes, so that it is reported if that is impossible
+        if job.output.log_dir is not None:  # required for the output, so that its errors are raised
             self.path = Path(job.output.log_dir, job.run_id)
         try:
             if self.path is None:
@@ -206,12 +94,12 @@ class JobDirectory:
             return
 
     def note(self, **facts: object) -> None:
-        """Adds facts that became known later."""
+        """Adds facts to the job's description."""
         self._facts.update(facts)
         self._write()
 
     def conclude(self, code: int, was_stopped: bool, offset: Offset | None) -> None:
-        """Writes down how the job ended on this machine, and how its clock differs from that of the meeting."""
+        """Records the end of the job on this machine, and the offset of its clock from that of the meeting."""
         if offset is not None:
             self.note(clock=asdict(offset))
         state = RunStatus.STOPPED if was_stopped else RunStatus.FAILED if code else RunStatus.FINISHED
@@ -227,7 +115,7 @@ class JobDirectory:
 
 
 def without_secrets(argv: tuple[str, ...]) -> list[str]:
-    """Returns a command's words without the values of options that seem to be secrets by their names."""
+    """Returns a command's words with the values of options that sound like secrets replaced by `***`."""
     shown: list[str] = []
     is_secret = False
     for word in argv:
@@ -263,7 +151,7 @@ def _working_directory() -> str:
 
 
 def _started() -> str:
-    """Returns when this process started, in ticks since the boot, which tells it from others with its number."""
+    """Returns this process's start in ticks since the boot, which distinguishes processes that share a pid."""
     return Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19]
 
 
@@ -274,3 +162,110 @@ def _versions() -> dict[str, str]:
     with contextlib.suppress(PackageNotFoundError):
         versions["torch"] = version("torch")
     return versions
+
+
+class Events:
+    """Writes events into the job's directory, if there is one, and optionally to stderr; also calls `listener`."""
+
+    def __init__(
+        self,
+        to_stderr: bool,
+        run_id: str,
+        console: Console,
+        directory: Path | None = None,
+        listener: EventListener | None = None,
+    ) -> None:
+        self._to_stderr = to_stderr
+        self._run_id = run_id
+        self._write_to_stderr = console.writer(2)
+        self._file = None if directory is None else directory / EVENTS_FILE
+        self._listener = listener
+
+    def write(self, event: str, **facts: Fact) -> None:
+        """Writes one event with its time, its host and its facts."""
+        if self._listener is not None:
+            self._listener(event, facts)
+        line = {
+            "event": event,
+            "time_s": round(time.time(), 3),
+            "host": socket.gethostname(),
+            "run_id": self._run_id,
+            **facts,
+        }
+        text = json.dumps(line).encode() + b"\n"
+        if self._to_stderr:
+            self._write_to_stderr(text)
+        if self._file is not None:
+            with contextlib.suppress(OSError), open(append_to(str(self._file)), "ab") as file:
+                file.write(text)
+
+
+class RecordingMemory:
+    """The memory into which one worker records; the launcher calls `release` when the worker has ended."""
+
+    def __init__(self, keeper: RecordingKeeper, path: Path | None) -> None:
+        self.fd = linux.memfd_create(MEMORY_NAME, linux.MFD_CLOEXEC | linux.MFD_ALLOW_SEALING)
+        os.truncate(self.fd, layout.NBYTES)
+        fcntl.fcntl(self.fd, linux.F_ADD_SEALS, _SEALS)
+        self._keeper = keeper
+        self._path = path
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variable through which the worker receives the memory."""
+        return {HANDED_VARIABLE: str(HandedMemory(self.fd, os.fstat(self.fd).st_ino, os.getpid()))}
+
+    def release(self) -> None:
+        """Writes the recording to disk, if the worker made one, and frees the memory; idempotent."""
+        fd, self.fd = self.fd, -1
+        if fd < 0:
+            return
+        if self._path is not None and os.pread(fd, 8, 0) == layout.MAGIC.to_bytes(8, "little"):
+            self._keeper.write_out(fd, self._path)
+        else:
+            os.close(fd)
+
+
+class RecordingKeeper:
+    """The recordings of a job's workers on this machine."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
+        self._writer: ThreadPoolExecutor | None = None
+        self._written: deque[Path] = deque()
+
+    def new(self, attempt: int, rank: int) -> RecordingMemory | None:
+        """Returns memory for a worker, or None if recording is off or no file descriptor is available."""
+        if is_switched_off():
+            return None
+        directory = self._directory
+        path = None if directory is None else directory / f"attempt_{attempt}" / str(rank) / RECORDING_FILE
+        try:
+            return RecordingMemory(self, path)
+        except OSError:
+            return None
+
+    def write_out(self, fd: int, path: Path) -> None:
+        """Writes the memory `fd` of an ended worker to a file, in a thread, and closes it."""
+        if self._writer is None:
+            self._writer = ThreadPoolExecutor(1, thread_name_prefix="paceline-recordings")
+        self._writer.submit(self._write, fd, path)
+
+    def close(self) -> None:
+        """Waits for all writes to complete; idempotent."""
+        if self._writer is not None:
+            self._writer.shutdown()
+            self._writer = None
+
+    def _write(self, fd: int, path: Path) -> None:
+        try:
+            with contextlib.suppress(OSError):  # a full disk must not end the job
+                path.parent.mkdir(parents=True, exist_ok=True)
+                written = path.with_name(f".{path.name}")
+                written.write_bytes(zlib.compress(os.pread(fd, layout.NBYTES, 0), _FAST))
+                written.replace(path)
+                self._written.append(path)
+                if len(self._written) > _MOST_FILES:
+                    self._written.popleft().unlink()
+        finally:
+            os.close(fd)

@@ -1,4 +1,4 @@
-"""Writes what a scheduler needs to start a job: a batch script, a manifest or a driver, ready to be submitted."""
+"""Batch scripts, manifests and drivers with which schedulers start a job (`paceline launch-script`)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ _PORT = 29500
 
 @dataclass(frozen=True)
 class LaunchScriptOptions:
-    """What the job runs: `argv` is the script and its arguments, `workers` a value of --nproc-per-node.
+    """Parameters of a job; `gpus`, `cpus` and `memory` are per machine."""
 
-    `gpus`, `cpus` and `memory` are for each machine.
-    """
-
-    argv: tuple[str, ...]
+    argv: tuple[str, ...]  # the script and its arguments
     nodes: int = 2
-    workers: str = "gpu"
+    workers: str = "gpu"  # a value of --nproc-per-node
     gpus: int = 8
     cpus: int = 8
     memory: str = "32Gi"
@@ -30,16 +27,16 @@ class LaunchScriptOptions:
 
     @property
     def run(self) -> list[str]:
-        """The command that runs on each machine; it needs no addresses."""
+        """The command for each machine; it needs no addresses."""
         flags = [f"--nproc-per-node={self.workers}", f"--max-restarts={self.max_restarts}"]
         return ["paceline", "run", *flags, *self.argv]
 
 
 def slurm(request: LaunchScriptOptions) -> str:
-    """Returns a script for sbatch. The job makes the secret and srun passes it on; no file holds it.
+    """Returns a script for sbatch. The job creates the secret and srun passes it on; no file holds it.
 
-    When a machine is lost, Slurm puts the job back into the queue. The launchers on the others end long before that,
-    but srun waits until Slurm knows what happened to each machine.
+    When a machine is lost, Slurm requeues the job. The launchers on the other machines end long before that, but srun
+    waits until Slurm has determined the state of each machine.
     """
     gpus = f"#SBATCH --gpus-per-node={request.gpus}\n" if request.gpus else ""
     return f"""#!/bin/bash
@@ -100,7 +97,7 @@ stringData: {{secret: "{secrets.token_hex(32)}"}}
 
 
 def kubernetes(request: LaunchScriptOptions) -> str:
-    """Returns an indexed Job with the headless Service that gives its pods names, for kubectl apply."""
+    """Returns an indexed Job, and a headless Service for the names of its pods, for kubectl apply."""
     return f"""# kubectl apply -f {request.name}.yaml
 {_secret(request)}apiVersion: v1
 kind: Service
@@ -123,7 +120,7 @@ spec:
 
 
 def jobset(request: LaunchScriptOptions) -> str:
-    """Returns a JobSet of one indexed Job; the JobSet gives the pods their names."""
+    """Returns a JobSet of one indexed Job; the JobSet names the pods."""
     return f"""# kubectl apply -f {request.name}.yaml
 {_secret(request)}apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
@@ -144,7 +141,7 @@ spec:
 
 
 def kubeflow(request: LaunchScriptOptions) -> str:
-    """Returns a TrainJob for Kubeflow Trainer, whose runtime for torch tells each launcher where the machines meet."""
+    """Returns a TrainJob for Kubeflow Trainer, whose runtime for torch gives each launcher the rendezvous address."""
     return f"""# kubectl apply -f {request.name}.yaml
 {_secret(request)}apiVersion: trainer.kubeflow.org/v1alpha1
 kind: TrainJob

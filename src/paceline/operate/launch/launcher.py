@@ -1,7 +1,4 @@
-"""What every launcher does while workers run: it follows orders, and passes on signals, Ctrl-C and Ctrl-Z.
-
-Handles Ctrl-Z: the workers, though in sessions of their own, stop and continue with the launcher.
-"""
+"""The `Launcher`: one machine's event loop of orders, signals, deadlines and terminal suspension."""
 
 from __future__ import annotations
 
@@ -49,26 +46,26 @@ class Workers(Protocol):
     """The workers that run on this machine."""
 
     def pids(self) -> list[int]:
-        """Returns the process ids of those whose end is not known yet."""
+        """Returns the process ids of the workers that have not been reaped yet."""
 
     def interactive(self) -> WorkerProcess | None:
-        """Returns the worker that waits for typed input, if there is one."""
+        """Returns the worker that is waiting for typed input, or None."""
 
     def signal(self, number: int) -> None:
         """Sends a signal to every running worker."""
 
     def resize(self) -> None:
-        """Passes the terminal's current size on to the workers that write to it."""
+        """Forwards the terminal's current size to the workers that write to it."""
 
     def kill(self) -> None:
-        """Kills the workers at once."""
+        """Kills the workers immediately."""
 
 
 class Launcher(ABC):
-    """One machine's launcher. The subclasses say which workers run, and what follows when one ends."""
+    """The launcher of one machine. Subclasses own the workers, and decide the consequences of a worker's end."""
 
-    word = "rank"  # what the numbers in front of the workers' lines are
-    moved: Moved | None = None  # the job gives way to another, which this machine is to join
+    word = "rank"  # the noun for the numbers in front of the workers' lines
+    moved: Moved | None = None  # the other job that this machine must join instead
 
     def __init__(
         self, job: Job, connection: NodeConnection, secret: bytes | None, shared: SlurmSecret, cleanup: Cleanup
@@ -88,22 +85,22 @@ class Launcher(ABC):
         self._keeper = RecordingKeeper(self._directory.path)
         self._copies = CacheServer(None if job.rendezvous.address is None else connection.address)
         path = self._directory.path
-        self._showing = DashboardLink(job, connection, secret is not None, path, self._say, self._watched)
-        local = self._showing.local
-        sink, listener = (local.sink, local.happened) if local is not None else (None, None)
-        self._logs = Logs(job.output, path, self._console, self.word, sink, self._showing.has_page)
+        self._dashboard = DashboardLink(job, connection, secret is not None, path, self._say, self._watched)
+        local = self._dashboard.local
+        sink, listener = (local.sink, local.note_event) if local is not None else (None, None)
+        self._logs = Logs(job.output, path, self._console, self.word, sink, self._dashboard.has_page)
         self._events = Events(job.events, job.run_id, self._console, path, listener)
         self._stopped_by: signal.Signals | None = None
         self._end: JobEnded | None = None
         self._world = range(0)  # the ranks of the latest generation
         self._selector = selectors.DefaultSelector()
-        self._watcher = Watchdog(job.stall_after_s, self._watched, self._on_picture)
-        self._last_words: list[str] = []
+        self._watcher = Watchdog(job.stall_after_s, self._watched, self._on_snapshot)
+        self._final_messages: list[str] = []
 
     def __enter__(self) -> Launcher:
         self._selector.register(self._signals.fileno(), selectors.EVENT_READ, self._on_signal)
         self._selector.register(self._connection.client.fileno(), selectors.EVENT_READ, self._on_orders)
-        self._selector.register(self._watcher.fileno(), selectors.EVENT_READ, self._watcher.arrived)
+        self._selector.register(self._watcher.fileno(), selectors.EVENT_READ, self._watcher.collect)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -113,7 +110,7 @@ class Launcher(ABC):
         self._keeper.close()
         self._selector.close()
         self._signals.close()
-        self._showing.close()
+        self._dashboard.close()
 
     def run(self) -> int:
         """Runs this machine's part of the job; returns the exit code."""
@@ -122,22 +119,22 @@ class Launcher(ABC):
         self._connection.client.send(self._join())
         while not self._is_over():
             for key, _ in self._selector.select(self._wait_s()):
-                if key.fd in self._selector.get_map():  # not closed by one before it
+                if key.fd in self._selector.get_map():  # an earlier handler may have closed it
                     key.data()
             self._on_time()
         assert self._end is not None
         code = self._conclude(self._end)
-        self._showing.over("stopped" if self._stopped_by is not None else "failed" if code else "finished")
+        self._dashboard.over("stopped" if self._stopped_by is not None else "failed" if code else "finished")
         self._directory.conclude(code, self._stopped_by is not None, self._connection.client.clock_offset())
         return code
 
     @abstractmethod
-    def _crew(self) -> Workers | None:
-        """Returns the workers; None while there are none."""
+    def _running_workers(self) -> Workers | None:
+        """Returns the running workers, or None."""
 
     @abstractmethod
     def _watched(self) -> list[WatchedWorker]:
-        """Returns what is to be watched of the workers."""
+        """Returns the workers in the form that the watchdog and the dashboard observe."""
 
     @abstractmethod
     def _is_over(self) -> bool:
@@ -145,23 +142,23 @@ class Launcher(ABC):
 
     @abstractmethod
     def _follow(self, order: Order) -> None:
-        """Does what the meeting orders."""
+        """Executes an order of the meeting."""
 
     @abstractmethod
     def _deadlines(self) -> list[float | None]:
-        """Returns when (monotonic) `_tick` must be called, None for never."""
+        """Returns the times (monotonic) at which `_tick` must be called; None for never."""
 
     @abstractmethod
     def _tick(self, now_s: float) -> None:
-        """Does what is due, and notices the end of workers."""
+        """Performs timed actions, and detects the end of workers."""
 
     @abstractmethod
     def _stop(self, number: signal.Signals) -> None:
-        """Ends the workers, since the user or the scheduler sent the launcher a signal."""
+        """Ends the workers after the launcher has received a signal from the user or the scheduler."""
 
     @abstractmethod
     def _close_workers(self) -> None:
-        """Kills what still runs and releases what belongs to the workers; idempotent."""
+        """Kills the workers that still run, and releases their resources; idempotent."""
 
     def _join(self) -> JoinJob:
         job, connection = self._job, self._connection
@@ -184,10 +181,10 @@ class Launcher(ABC):
 
     @abstractmethod
     def _ports(self) -> tuple[int, int]:
-        """Returns the ports of torch's store and of Paceline's, should the others' workers meet at this machine."""
+        """Returns the ports of torch's store and of Paceline's, for the case that rank 0 runs on this machine."""
 
     def _environment(self, mark: str) -> dict[str, str]:
-        """Returns the variables that the workers share; `mark` tells those that start together from the others."""
+        """Returns the variables that the workers share; `mark` identifies workers that start together."""
         shared = inherited_variables(self._machine.environment(os.environ))
         return {
             **shared,
@@ -197,9 +194,9 @@ class Launcher(ABC):
         }
 
     def _wait_s(self) -> float | None:
-        seen_s = self._showing.deadline_s
-        deadlines = (self._connection.client.deadline_s, self._watcher.deadline_s, seen_s, *self._deadlines())
-        known = [each for each in deadlines if each is not None]
+        sources = (self._connection.client, self._watcher, self._dashboard)
+        deadlines = (*(source.deadline_s for source in sources), *self._deadlines())
+        known = [deadline_s for deadline_s in deadlines if deadline_s is not None]
         return max(0.0, min(known) - time.monotonic()) if known else None
 
     def _on_time(self) -> None:
@@ -208,95 +205,95 @@ class Launcher(ABC):
         if deadline_s is not None and now_s >= deadline_s:
             self._on_orders()
         self._watcher.tick(now_s)
-        self._showing.tick(now_s)
+        self._dashboard.tick(now_s)
         self._tick(now_s)
 
     def _on_orders(self) -> None:
         for order in self._connection.client.receive():
             match order:
                 case RequestSnapshot(is_failure=True, is_deep=is_deep):
-                    self._watcher.glance(is_deep)
+                    self._watcher.start_failure_snapshot(is_deep)
                 case RequestSnapshot():
-                    self._watcher.look(is_asked=True)
+                    self._watcher.start_snapshot(is_requested=True)
                 case UserMessage(text, is_last=True):
-                    self._last_words.append(text)
+                    self._final_messages.append(text)
                 case DashboardWatched(is_on):
-                    self._showing.send_to_dashboard(is_on)
+                    self._dashboard.send_to_dashboard(is_on)
                 case AskStacks():
-                    self._showing.take_stacks()
+                    self._dashboard.take_stacks()
                 case DashboardUpdate(body):
-                    self._showing.seen(body)
+                    self._dashboard.seen(body)
                 case UserMessage(text):
                     self._say(text)
-                    self._showing.stalled(order)
+                    self._dashboard.stalled(order)
                 case _:
                     self._follow(order)
 
-    def _on_picture(self, picture: str, is_failure: bool) -> None:
-        """Reports what was seen of the workers; nothing if they go on."""
-        self._connection.client.send(SnapshotReport(picture, is_failure=is_failure))
-        if picture and not is_failure and self._directory.path is not None:
+    def _on_snapshot(self, snapshot: str, is_failure: bool) -> None:
+        """Reports a snapshot of the workers, as JSON; "" reports that they have resumed."""
+        self._connection.client.send(SnapshotReport(snapshot, is_failure=is_failure))
+        if snapshot and not is_failure and self._directory.path is not None:
             with contextlib.suppress(OSError):  # for example, the disk is full
-                (self._directory.path / f"stall-{socket.gethostname()}-{os.getpid()}.json").write_text(picture)
+                (self._directory.path / f"stall-{socket.gethostname()}-{os.getpid()}.json").write_text(snapshot)
 
     def _on_signal(self) -> None:
         numbers, others = self._signals.read()
-        crew = self._crew()
+        workers = self._running_workers()
         if signal.SIGCHLD in others:
-            self._on_children(crew)
-        if signal.SIGWINCH in others and crew is not None:
-            crew.resize()
+            self._on_children(workers)
+        if signal.SIGWINCH in others and workers is not None:
+            workers.resize()
         if signal.SIGTSTP in others:
-            pause(crew, self._keyboard, self._signals)
+            pause(workers, self._keyboard, self._signals)
             self._console.redraw()
         for number in numbers:
-            self._on_end_signal(number, crew)
+            self._on_end_signal(number, workers)
 
-    def _on_end_signal(self, number: signal.Signals, crew: Workers | None) -> None:
+    def _on_end_signal(self, number: signal.Signals, workers: Workers | None) -> None:
         if self._stopped_by is not None:
-            if crew is not None:
-                crew.kill()
-        elif number == signal.SIGINT and crew is not None and (worker := crew.interactive()):
+            if workers is not None:
+                workers.kill()
+        elif number == signal.SIGINT and workers is not None and (worker := workers.interactive()):
             self._on_interrupt(worker)
             os.kill(worker.pid, number)
         else:
             self._stop(number)
 
-    def _on_children(self, crew: Workers | None) -> None:
-        """Reaps adopted processes: a child has ended, was stopped or was continued."""
-        self._cleanup.reap(crew.pids() if crew is not None else [])
+    def _on_children(self, workers: Workers | None) -> None:
+        """Reaps adopted processes after SIGCHLD: a child has ended, stopped or continued."""
+        self._cleanup.reap(workers.pids() if workers is not None else [])
 
     def _on_interrupt(self, worker: WorkerProcess) -> None:
-        """Notes that this worker gets a Ctrl-C of its own, since it waits for what is typed."""
+        """Notes that Ctrl-C is forwarded to this worker alone, since it is waiting for typed input."""
 
     def _conclude(self, end: JobEnded) -> int:
         if self._stopped_by is not None:
             return 1
-        self._events.tell("end", code=end.code)
+        self._events.write("end", code=end.code)
         if end.failures:
             for part in report_parts(end.failures, self._world, self.word, self._console.is_in_view):
                 self._say(part)
-        for text in self._last_words:
+        for text in self._final_messages:
             self._say(text)
         if end.reason:
             self._say(end.reason)
         return end.code
 
 
-def pause(crew: Workers | None, keyboard: Keyboard, signals: Signals) -> None:
-    """Stops the workers and this process; returns when the shell has continued it, and the workers with it.
+def pause(workers: Workers | None, keyboard: Keyboard, signals: Signals) -> None:
+    """Suspends the workers, which have sessions of their own, and this process; returns when the shell has resumed it.
 
-    If a worker waits for typed input, the job continues in the foreground only, like any program that reads.
+    While a worker is waiting for typed input, the job resumes only in the foreground, like any program that reads.
     """
-    waits = crew is not None and crew.interactive() is not None
+    waits = workers is not None and workers.interactive() is not None
     attributes = keyboard.attributes()
-    if crew is not None:
-        crew.signal(signal.SIGSTOP)
+    if workers is not None:
+        workers.signal(signal.SIGSTOP)
     keyboard.restore()
     signals.stop_here(signal.SIGTSTP)
     while waits and not keyboard.is_ours():
         signals.stop_here(signal.SIGTTIN)
         time.sleep(0.05)
     keyboard.set(attributes)
-    if crew is not None:
-        crew.signal(signal.SIGCONT)
+    if workers is not None:
+        workers.signal(signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""Parses the text of a flag or a PET_* variable; errors say in one sentence what is wrong with it."""
+"""Parsers of the text of a flag or a PET_* variable, for argparse's `type=`; an error explains in one sentence."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from enum import IntFlag
 from paceline.operate.launch.workers.environment import allowed_cores
 from paceline.operate.launch.workers.placement import count_gpus
 
+_SERVED_BY_US = ("c10d", "paceline")
+
 
 class OptionError(ValueError):
-    """Flags contradict each other; the message says which ones, and what to do."""
+    """Raised for flags that contradict each other; the message names the flags and the remedy."""
 
 
 class Streams(IntFlag):
@@ -23,18 +25,16 @@ class Streams(IntFlag):
     BOTH = 3
 
 
-StreamsOfRanks = dict[int | None, Streams]  # None: of all ranks that are not named
-
-_SERVED_BY_US = ("c10d", "paceline")
+StreamsOfRanks = dict[int | None, Streams]  # by local rank; the value of None is for all other ranks
 
 
 def streams_of(chosen: StreamsOfRanks, local_rank: int) -> Streams:
-    """Returns what was chosen for a rank."""
+    """Returns the streams that were chosen for a local rank."""
     return chosen.get(local_rank, chosen.get(None, Streams.NONE))
 
 
 def parse_workers(text: str) -> int:
-    """The number of workers: a number, `gpu` (0 if there is none, which other machines may have), `cpu` or `auto`."""
+    """The number of workers: a number, `gpu` (0 without GPUs, since other machines may have some), `cpu` or `auto`."""
     if text in ("auto", "gpu"):
         gpus = count_gpus()
         return gpus or (allowed_cores() if text == "auto" else 0)
@@ -55,14 +55,14 @@ def parse_nodes(text: str) -> tuple[int, int]:
 
 
 def parse_from_0(text: str) -> int:
-    """A number from 0."""
+    """A number, at least 0."""
     if not text.isdecimal():
         raise ArgumentTypeError(f"{text!r} is not a number from 0")
     return int(text)
 
 
 def parse_from_1(text: str) -> int:
-    """A number from 1."""
+    """A number, at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"{text!r} is not a number from 1")
     return int(text)
@@ -76,7 +76,7 @@ def parse_port(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """A time from 0."""
+    """A time in seconds, at least 0."""
     try:
         value = float(text)
     except ValueError:
@@ -153,7 +153,7 @@ def _not_streams(text: str) -> StreamsOfRanks:
 
 
 def parse_ranks(text: str) -> frozenset[int]:
-    """Numbers of ranks; empty for all."""
+    """A list of local ranks; empty for all."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not all(word.isdecimal() for word in words):
         raise ArgumentTypeError(f"{text!r} is not a list of local ranks, as in 0,1,2")
@@ -161,12 +161,12 @@ def parse_ranks(text: str) -> frozenset[int]:
 
 
 def parse_words(text: str) -> tuple[str, ...]:
-    """Words between commas; two commas are one in a word."""
+    """A list of words between commas; two commas stand for a comma inside a word."""
     return tuple(part.replace("\0", ",") for part in text.replace(",,", "\0").split(",") if part)
 
 
 def parse_exports(text: str) -> dict[str, str | None]:
-    """`NAME,NAME=VALUE`; None stands for the value that the variable has here."""
+    """`NAME,NAME=VALUE`; a value of None stands for the variable's value on this machine."""
     found: dict[str, str | None] = {}
     for part in filter(None, parse_words(text)):
         name, equals, value = part.partition("=")
@@ -177,7 +177,7 @@ def parse_exports(text: str) -> dict[str, str | None]:
 
 
 def parse_modules(text: str) -> tuple[str, ...]:
-    """Names of modules between commas."""
+    """A list of modules' names between commas."""
     names = tuple(name for name in text.split(",") if name)
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")):
@@ -186,7 +186,7 @@ def parse_modules(text: str) -> tuple[str, ...]:
 
 
 def refuse_logs_specs(text: str) -> None:
-    """Refuses torchrun's plug-ins, which hold torch's own classes."""
+    """Rejects torchrun's plug-ins for logs, which use classes of torch."""
     raise ArgumentTypeError(
         f"plug-ins for logs ({text!r}) are torchrun's own; use --log-dir, --tee, --redirects and --local-ranks-filter"
     )

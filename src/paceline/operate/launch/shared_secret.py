@@ -1,15 +1,13 @@
-"""Shares the secret of a job that Slurm started: launcher 0 makes it and leaves it to the others in a file.
+"""Ways in which the launchers of a job obtain its secret: a join token, or under Slurm a file.
 
-Slurm has no secret that it shares with the tasks of a step, but the user's files are shared: the directory in which the
-job was submitted, and the home directory. Launcher 0 writes to both, since it cannot know which of them the others see.
-Nobody but the user can read the file (mode 0600), and a reader takes none that belongs to somebody else. Its name holds
-all by which Slurm tells the steps of jobs apart, those of a requeued job and of a number that is used again included.
-
-A join token: where a job's machines meet and the secret that lets them in, as one word.
+A join token holds the address of the meeting and the secret as one word, and must be protected like a key:
 
     pl1-<base32 of: length of the address, address, port, secret, CRC-32 of all before>
 
-Whoever holds it may join the job, so it is as secret as a key.
+Slurm gives the tasks of a step no common secret, but they share the user's files: the directory from which the job was
+submitted, and the home directory. Launcher 0 creates the secret and writes it to both, since either may be local to its
+machine. Only the user can read the file (mode 0600), and readers reject a file of any other owner. Its name holds all
+variables by which Slurm distinguishes steps, including those of a requeued job and of a reused job number.
 """
 
 from __future__ import annotations
@@ -37,10 +35,16 @@ from paceline.operate.launch.job import Job
 _PREFIX = "pl1-"
 _PORT = struct.Struct(">H")
 _CHECK = struct.Struct(">I")
+_STEP = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_JOB_START_TIME", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
+_DIRECTORIES = ("SLURM_SUBMIT_DIR", "HOME")
+_SECRET_BYTES = 32
+_LOOK_S = 0.1
+_PATIENCE_S = 3.0
+_ADVICE = "set PACELINE_SECRET to the same value on all machines instead, as `paceline launch-script slurm` does"
 
 
 class TokenError(ValueError):
-    """The word is not a token, or not all of one."""
+    """Raised for a word that is not a complete token."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class JoinToken:
     def encode(self) -> str:
         """Returns the token as one word.
 
-        >>> Token.decode(JoinToken("10.0.0.1", 29400, b"s" * 32).encode()).port
+        >>> JoinToken.decode(JoinToken("10.0.0.1", 29400, b"s" * 32).encode()).port
         29400
         """
         host = self.host.encode()
@@ -63,10 +67,10 @@ class JoinToken:
 
     @classmethod
     def decode(cls, word: str) -> JoinToken:
-        """Reads a token.
+        """Parses a token.
 
         Raises:
-            TokenError: it is no token, or was cut or mistyped.
+            TokenError: the word is not a token, is incomplete or has a typing error.
         """
         word = word.strip()
         if not word.startswith(_PREFIX):
@@ -86,13 +90,13 @@ class JoinToken:
 
 
 def read_token() -> str:
-    """Returns the first line of stdin; at a terminal it is asked for, and not shown."""
+    """Returns the first line of stdin; on a terminal, prompts for it without echo."""
     if not sys.stdin.isatty():
         return sys.stdin.readline()
     shown = termios.tcgetattr(sys.stdin)
-    hidden = [each & ~termios.ECHO if at == 3 else each for at, each in enumerate(shown)]
+    hidden = [*shown[:3], shown[3] & ~termios.ECHO, *shown[4:]]
     print("join token: ", end="", file=sys.stderr, flush=True)
-    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, hidden)  # a line that was pasted with the command stays
+    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, hidden)  # keeps a line that was pasted with the command
     try:
         return sys.stdin.readline()
     finally:
@@ -100,19 +104,11 @@ def read_token() -> str:
         print(file=sys.stderr)
 
 
-_STEP = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_JOB_START_TIME", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
-_DIRECTORIES = ("SLURM_SUBMIT_DIR", "HOME")
-_SECRET_BYTES = 32
-_LOOK_S = 0.1
-_PATIENCE_S = 3.0
-_ADVICE = "set PACELINE_SECRET to the same value on all machines instead, as `paceline launch-script slurm` does"
-
-
 class SlurmSecret:
-    """The secret of a step; on launcher 0, `close` removes the files.
+    """The secret of a Slurm step; on launcher 0, `close` removes the files.
 
     Args:
-        environment: Slurm's variables, of which it reads those of the step and the directories.
+        environment: The environment with Slurm's variables.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -123,10 +119,10 @@ class SlurmSecret:
         self._written: list[str] = []
 
     def make(self) -> bytes:
-        """Makes a new secret and writes it for the others, replacing what an earlier step with this name may have left.
+        """Creates a secret and writes it for the other launchers, replacing a file that an earlier step left.
 
         Raises:
-            OSError: no directory can be written to.
+            OSError: no directory is writable.
         """
         secret = secrets.token_bytes(_SECRET_BYTES)
         refusals = []
@@ -141,11 +137,11 @@ class SlurmSecret:
         return secret
 
     def await_from(self, host: str, timeout_s: float, say: Callable[[str], None]) -> bytes:
-        """Waits for the secret that launcher 0, on `host`, makes; returns it.
+        """Waits for the secret that launcher 0, on `host`, writes; returns it.
 
         Raises:
-            RendezvousTimeoutError: there is none after `timeout_s` seconds.
-            ValueError: a file with its name belongs to another user, or others can read it.
+            RendezvousTimeoutError: no secret appeared within `timeout_s` seconds.
+            ValueError: the file belongs to another user, or others can read it.
         """
         begun_s = time.monotonic()
         places = " or ".join(self._directories) or "no directory"
@@ -166,7 +162,7 @@ class SlurmSecret:
             time.sleep(_LOOK_S)
 
     def close(self) -> None:
-        """Removes what `make` wrote; idempotent."""
+        """Removes the files that `make` wrote; idempotent."""
         for path in self._written:
             with contextlib.suppress(OSError):
                 os.unlink(path)
@@ -179,7 +175,7 @@ class SlurmSecret:
         try:
             with os.fdopen(fd, "wb") as file:
                 file.write(secret)
-            os.replace(draft, path)  # the others see all of it or nothing
+            os.replace(draft, path)  # atomic for readers
         except BaseException:
             os.unlink(draft)
             raise
@@ -187,7 +183,7 @@ class SlurmSecret:
 
     def _read(self, directory: str) -> bytes | None:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-            # NFS looks for names that were missing a moment ago only after the directory has been opened anew.
+            # NFS caches missing names until the directory is opened again.
             within = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 return self._read_checked(within, os.path.join(directory, self._name))
@@ -214,10 +210,10 @@ class SlurmSecret:
 
 
 def secret_of(job: Job, shared: SlurmSecret, say: Callable[[str], None]) -> bytes | None:
-    """Returns the secret with which the machines of `job` meet; None if there is none.
+    """Returns the secret of the meeting of a job's machines, or None.
 
     Raises:
-        RendezvousTimeoutError, ValueError, OSError: see `SharedSecret` and `job_secret`.
+        RendezvousTimeoutError, ValueError, OSError: see `SlurmSecret` and `job_secret`.
     """
     rendezvous, scheduler = job.rendezvous, job.scheduler
     if chosen_level() == "none":

@@ -1,8 +1,6 @@
-"""Runs a function on several processes of this machine, from a script or a notebook.
+"""Runs a function on several processes of this machine, from a script (`spawn`) or a notebook (`notebook_launch`).
 
-Says why the processes of `spawn` make no progress or have failed, while somebody waits for them.
-
-Keeps the lines of several processes that print into one notebook cell whole.
+While the caller waits in `Spawned.join`, a watchdog explains stalls and failures of the processes.
 """
 
 from __future__ import annotations
@@ -43,274 +41,7 @@ if TYPE_CHECKING:
     from paceline.operate.diagnosis.job_snapshot import RankExitStatus
     from paceline.operate.diagnosis.machine_snapshot import MachineSnapshot
 
-
-class SpawnWatchdog:
-    """Watches processes until `close`; whoever waits for them calls `tick` and, when it is readable, `arrived`.
-
-    Args:
-        processes: by rank.
-        started_ns: when (time of the day) the first of them was started.
-        directory: where they record into files of their own.
-        stall_after_s: how long a call may last before it is explained; 0 watches nothing.
-    """
-
-    def __init__(self, processes: Sequence[BaseProcess], started_ns: int, directory: str, stall_after_s: float) -> None:
-        self._processes = processes
-        self._started_ns = started_ns
-        self._directory = directory
-        self._recordings: dict[int, int] = {}  # descriptors, by rank
-        self._exceptions: dict[int, Record] = {}  # by rank
-        self._said = StallReporter()
-        self._started_s = time.monotonic()
-        self._is_on = stall_after_s > 0
-        self._watcher = Watchdog(stall_after_s, self._watched, self._report)
-
-    def fileno(self) -> int:
-        """Returns a descriptor that is readable when `arrived` should be called."""
-        return self._watcher.fileno()
-
-    @property
-    def deadline_s(self) -> float | None:
-        """When (monotonic) `tick` must be called; None for never."""
-        return self._watcher.deadline_s
-
-    def tick(self) -> None:
-        """Begins a look at the processes, if that is due."""
-        self._watcher.tick(time.monotonic())
-
-    def arrived(self) -> None:
-        """Says what a look has shown."""
-        self._watcher.arrived()
-
-    def raised(self, rank: int, record: Record) -> None:
-        """Notes the exception that ends a rank."""
-        self._exceptions[rank] = record
-
-    def why(self) -> str:
-        """Returns a sentence on the cause of a failure; empty if that is not known."""
-        from paceline.operate.diagnosis.failure_snapshot import snapshot_failed_job
-
-        picture = explain_or_default(lambda: snapshot_failed_job(self._watched()), None) if self._is_on else None
-        verdict = _verdict_on(picture) if picture is not None else None
-        return verdict.sentence if verdict is not None and verdict.is_fault else ""
-
-    def conclude(self) -> None:
-        """Says which ranks the others waited for as a rule, in a job that has ended well and ran for long enough."""
-        if self._watcher.should_read_final_recordings(False, time.monotonic() - self._started_s, len(self._processes)):
-            from paceline.operate.diagnosis.machine_snapshot import snapshot_ended_workers
-            from paceline.operate.diagnosis.stragglers import describe_slowdowns
-
-            for text in explain_or_default(lambda: describe_slowdowns([snapshot_ended_workers(self._watched())]), []):
-                _say(text)
-
-    def close(self) -> None:
-        """Waits for a look that goes on; idempotent."""
-        self._watcher.close(lives_on=True)
-        for recording in self._recordings.values():
-            os.close(recording)
-        self._recordings.clear()
-
-    def _watched(self) -> list[WatchedWorker]:
-        self._find_recordings()
-        return [
-            WatchedWorker(rank, process.pid or 0, self._recordings.get(rank), self._ending(rank, process))
-            for rank, process in enumerate(self._processes)
-        ]
-
-    def _find_recordings(self) -> None:
-        """Opens the recordings that have begun since: a process makes its file when it opens its first group."""
-        missing = {process.pid: rank for rank, process in enumerate(self._processes) if rank not in self._recordings}
-        if not missing:
-            return
-        with contextlib.suppress(OSError):
-            for name in os.listdir(self._directory):
-                begun_ns, _, pid = name.removesuffix(SUFFIX).partition("-")
-                if begun_ns.isdecimal() and pid.isdecimal() and int(begun_ns) >= self._started_ns:
-                    rank = missing.get(int(pid))
-                    if rank is not None:
-                        path = os.path.join(self._directory, name)
-                        self._recordings[rank] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-    def _ending(self, rank: int, process: BaseProcess) -> RankExitStatus | None:
-        record = self._exceptions.get(rank)
-        code = process.exitcode
-        if code is None:
-            if record is None:
-                return None
-            code = 1
-        has_failed = record is not None or code != 0
-        failure = WorkerFailure(rank, process.pid or 0, code, time.time(), record) if has_failed else None
-        return ending_of(code, failure)
-
-    def _report(self, body: str, _: bool) -> None:
-        """Takes the picture of a stall, as JSON; nothing if the processes go on."""
-        now_s = time.monotonic()
-        if not body:
-            resumed = self._said.resumed(now_s)
-            if resumed is not None:
-                _say(resumed)
-            return
-        from paceline.operate.diagnosis.machine_snapshot import decode
-
-        picture = decode(body)
-        verdict = _verdict_on(picture)
-        if verdict is not None and picture.stalled_since_s is not None:
-            text = self._said.tell(verdict, picture.stalled_since_s)
-            if text is not None:
-                _say(text)
-
-
-def _verdict_on(picture: MachineSnapshot) -> Diagnosis | None:
-    from paceline.operate.diagnosis.diagnosis import diagnose
-    from paceline.operate.diagnosis.machine_snapshot import job_snapshot_of
-
-    return explain_or_default(lambda: diagnose(job_snapshot_of([picture])), None)
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"paceline: {text}\n")
-
-
-class WholeLines(io.TextIOBase):
-    """Passes text on to another stream a line at a time.
-
-    A fork of a notebook's process sends every piece of text to the notebook at once, and `print` writes the end of a
-    line as a piece of its own: what another process prints may come in between.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._held = ""
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """The encoding of the stream."""
-        return self._stream.encoding
-
-    def writable(self) -> bool:
-        """Returns True."""
-        return True
-
-    def fileno(self) -> int:
-        """Returns the descriptor of the stream."""
-        return self._stream.fileno()
-
-    def isatty(self) -> bool:
-        """Returns whether the stream is a terminal."""
-        return self._stream.isatty()
-
-    def write(self, text: str) -> int:
-        """Passes on all lines that are complete."""
-        whole, end, self._held = (self._held + text).rpartition("\n")
-        if end:
-            self._stream.write(whole + end)
-            self._stream.flush()
-        return len(text)
-
-    def flush(self) -> None:
-        """Passes on what there is, as a progress bar wants it."""
-        held, self._held = self._held, ""
-        if held:
-            self._stream.write(held)
-        self._stream.flush()
-
-
 _GRACE_S = 5.0
-
-
-class Spawned:
-    """The processes that `spawn(..., join=False)` started."""
-
-    def __init__(
-        self,
-        processes: list[BaseProcess],
-        failures: list[Connection],
-        store: StoreServer,
-        directory: str,
-        watch: SpawnWatchdog,
-    ) -> None:
-        self._processes = processes
-        self._failures = dict(enumerate(failures))  # by rank, of those from which one may still come
-        self._reports: dict[int, Record] = {}  # by rank
-        self._watch = watch
-        self._release = weakref.finalize(self, _release, store, directory, self._watch)
-
-    def pids(self) -> list[int]:
-        """Returns their process ids, by rank."""
-        return [process.pid or 0 for process in self._processes]
-
-    def join(self, timeout: float | None = None) -> bool:
-        """Waits for all processes to end; returns False if some still run after `timeout` seconds.
-
-        When they make no progress meanwhile, one sentence on stderr says which rank is the cause.
-
-        Raises:
-            WorkerError: a process failed; the message has the first failure's traceback, and the others were ended.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            codes = [process.exitcode for process in self._processes]  # one look: each asks anew whether it has ended
-            for rank, code in enumerate(codes):
-                if code not in (None, 0):
-                    self._fail(rank)
-            running = [each.sentinel for each, code in zip(self._processes, codes, strict=True) if code is None]
-            if not running:
-                self._watch.conclude()
-                self._release()
-                return True
-            if deadline is not None and time.monotonic() >= deadline:
-                return False
-            self._wait(running, deadline)
-
-    def end(self) -> None:
-        """Ends the processes that still run."""
-        for process in self._processes:
-            if process.exitcode is None:
-                process.terminate()
-        deadline = time.monotonic() + _GRACE_S
-        for process in self._processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.exitcode is None:
-                process.kill()
-                process.join()
-        self._release()
-
-    def _wait(self, running: list[int], deadline_s: float | None) -> None:
-        """Waits until a process has ended or failed, or something else is to be done."""
-        known = [each for each in (deadline_s, self._watch.deadline_s) if each is not None]
-        timeout_s = max(0.0, min(known) - time.monotonic()) if known else None
-        watched = self._watch.fileno()
-        ready = wait([*running, watched, *self._failures.values()], timeout_s)
-        self._collect()
-        if watched in ready:
-            self._watch.arrived()
-        self._watch.tick()
-
-    def _collect(self) -> None:
-        """Takes in the exceptions that have been reported."""
-        for rank, failure in list(self._failures.items()):
-            if failure.poll():
-                del self._failures[rank]  # each reports one at most, and closes the pipe
-                with contextlib.suppress(EOFError):
-                    self._reports[rank] = Record(*failure.recv())
-                    self._watch.raised(rank, self._reports[rank])
-
-    def _fail(self, seen: int) -> None:
-        time.sleep(0.1)  # lets the failure that caused this one arrive
-        self._collect()
-        why = self._watch.why()
-        self.end()
-        self._collect()
-        host = socket.gethostname()
-        first = min(self._reports, key=lambda rank: self._reports[rank].time_s) if self._reports else seen
-        code = self._processes[first].exitcode
-        text = self._reports[first].text if self._reports else "it left no traceback, look at its output"
-        told = (
-            f"rank {first} ({host}, pid {self._processes[first].pid}, exit code {code}) failed first; the other ranks "
-            "were ended:"
-        )
-        parts = [told, text.rstrip(), why]
-        raise WorkerError("\n".join(part for part in parts if part), rank=first, exit_code=code)
 
 
 def spawn(
@@ -325,15 +56,17 @@ def spawn(
     """Calls `fn(rank, *args)` on `nprocs` processes, in each of which `init_process_group()` needs no arguments.
 
     Args:
-        fn: a function of a module, since the processes import it; with start_method="fork" any function.
-        join: wait for the processes; without, return a `Spawned` to wait on.
-        daemon: whether they end with this process even when it ends well (they always do when it is killed).
+        fn: A function of an importable module; with start_method="fork", any function.
+        args: Further arguments of the function.
+        nprocs: The number of processes.
+        join: Whether to wait for the processes. Otherwise a `Spawned` is returned, whose `join` waits.
+        daemon: Whether the processes end with this one even if it exits normally (they always do if it is killed).
         start_method: "spawn", "forkserver" or "fork"; forks compute with one thread each.
-        stall_after: while somebody waits for the processes: if a call lasts longer than so many seconds, one sentence
-            on stderr says which rank is not there and why; 0: never.
+        stall_after: The duration in seconds after which a call counts as stalled. While the caller waits, one sentence
+            on stderr then names the rank that is missing, and the reason. 0 turns this off.
 
     Raises:
-        ValueError: `nprocs` is less than 1, or `fn` cannot be imported by the processes.
+        ValueError: `nprocs` is less than 1, or the processes cannot import `fn`.
         WorkerError: a process failed (with `join`); its message ends with the traceback.
     """
     if nprocs < 1:
@@ -343,7 +76,7 @@ def spawn(
             f"{fn.__qualname__} is defined in an interactive session, which new processes cannot import; "
             'pass start_method="fork", or put it into a module'
         )
-    context = cast(SpawnContext, multiprocessing.get_context(start_method))  # all have what it has
+    context = cast(SpawnContext, multiprocessing.get_context(start_method))  # all contexts have its methods
     directory = tempfile.mkdtemp(prefix="paceline-")
     secret = secrets.token_hex(32)
     store = StoreServer.on_unix_path(os.path.join(directory, "store"), secret.encode())
@@ -382,21 +115,21 @@ def notebook_launch(
 ) -> None:
     """Calls `fn(rank, *args)` on `nprocs` processes from a notebook cell, as `spawn` does from a script.
 
-    A function of the notebook itself is reached by forking the notebook's process; one of a module is imported by new
-    processes, which is safe in every case.
+    A function of the notebook itself runs in forks of the notebook's process. A function of a module is imported by
+    new processes, which is always safe.
 
     >>> import paceline
     >>> paceline.notebook_launch(print, nprocs=1)  # doctest: +SKIP
 
     Args:
-        fn: a function of the notebook or of a module.
-        nprocs: how many processes.
-        args: further arguments.
+        fn: A function of the notebook or of a module.
+        nprocs: The number of processes.
+        args: Further arguments of the function.
         start_method: "fork", "spawn" or "forkserver"; by default "fork" for a function of the notebook, else "spawn".
             Forks compute with one thread each.
 
     Raises:
-        RuntimeError: the processes would be forks of one that has used CUDA, where they could not.
+        RuntimeError: the start method is "fork", and this process has already used CUDA, which forks cannot share.
         WorkerError: a process failed; its message ends with the traceback.
     """
     if start_method is None:
@@ -420,8 +153,255 @@ def notebook_launch(
         raise
 
 
-def _print_whole_lines(fn: Callable[..., object], rank: int, *args: object) -> None:
+class Spawned:
+    """The processes that `spawn(..., join=False)` started."""
 
+    def __init__(
+        self,
+        processes: list[BaseProcess],
+        failures: list[Connection],
+        store: StoreServer,
+        directory: str,
+        watch: SpawnWatchdog,
+    ) -> None:
+        self._processes = processes
+        self._failures = dict(enumerate(failures))  # by rank, for processes that have not reported one
+        self._reports: dict[int, Record] = {}  # by rank
+        self._watchdog = watch
+        self._release = weakref.finalize(self, _release, store, directory, self._watchdog)
+
+    def pids(self) -> list[int]:
+        """Returns the process ids, by rank."""
+        return [process.pid or 0 for process in self._processes]
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Waits for all processes to end; returns False if some still run after `timeout` seconds.
+
+        If they make no progress meanwhile, one sentence on stderr names the rank that causes it.
+
+        Raises:
+            WorkerError: a process failed. The message holds the traceback of the first failure; the other processes
+                have been ended.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            codes = [process.exitcode for process in self._processes]  # read once, since each access polls the process
+            for rank, code in enumerate(codes):
+                if code not in (None, 0):
+                    self._fail(rank)
+            running = [process.sentinel for process, code in zip(self._processes, codes, strict=True) if code is None]
+            if not running:
+                self._watchdog.conclude()
+                self._release()
+                return True
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            self._wait(running, deadline)
+
+    def end(self) -> None:
+        """Ends the processes that still run."""
+        for process in self._processes:
+            if process.exitcode is None:
+                process.terminate()
+        deadline = time.monotonic() + _GRACE_S
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+        self._release()
+
+    def _wait(self, running: list[int], deadline_s: float | None) -> None:
+        """Waits until a process has ended or failed, the watchdog needs attention, or the deadline has passed."""
+        watchdog = self._watchdog.watchdog
+        deadlines = [time_s for time_s in (deadline_s, watchdog.deadline_s) if time_s is not None]
+        timeout_s = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        ready = wait([*running, watchdog.fileno(), *self._failures.values()], timeout_s)
+        self._collect()
+        if watchdog.fileno() in ready:
+            watchdog.collect()
+        watchdog.tick(time.monotonic())
+
+    def _collect(self) -> None:
+        """Receives reported exceptions."""
+        for rank, failure in list(self._failures.items()):
+            if failure.poll():
+                del self._failures[rank]  # a process reports at most one, and closes the pipe
+                with contextlib.suppress(EOFError):
+                    self._reports[rank] = Record(*failure.recv())
+                    self._watchdog.raised(rank, self._reports[rank])
+
+    def _fail(self, seen: int) -> None:
+        time.sleep(0.1)  # the failure that caused this one may still arrive
+        self._collect()
+        why = self._watchdog.why()
+        self.end()
+        self._collect()
+        host = socket.gethostname()
+        first = min(self._reports, key=lambda rank: self._reports[rank].time_s) if self._reports else seen
+        code = self._processes[first].exitcode
+        text = self._reports[first].text if self._reports else "it left no traceback, look at its output"
+        head = (
+            f"rank {first} ({host}, pid {self._processes[first].pid}, exit code {code}) failed first; the other ranks "
+            "were ended:"
+        )
+        parts = [head, text.rstrip(), why]
+        raise WorkerError("\n".join(part for part in parts if part), rank=first, exit_code=code)
+
+
+class SpawnWatchdog:
+    """Watches processes until `close`, with a `watchdog` that the waiting thread drives.
+
+    Args:
+        processes: The processes, by rank.
+        started_ns: The start of the first process, in nanoseconds since the epoch.
+        directory: The directory of the files into which they record.
+        stall_after_s: The duration in seconds after which a call counts as stalled; 0 turns the watchdog off.
+    """
+
+    def __init__(self, processes: Sequence[BaseProcess], started_ns: int, directory: str, stall_after_s: float) -> None:
+        self._processes = processes
+        self._started_ns = started_ns
+        self._directory = directory
+        self._recordings: dict[int, int] = {}  # descriptors, by rank
+        self._exceptions: dict[int, Record] = {}  # by rank
+        self._reporter = StallReporter()
+        self._started_s = time.monotonic()
+        self._is_on = stall_after_s > 0
+        self.watchdog = Watchdog(stall_after_s, self._watched, self._report)
+
+    def raised(self, rank: int, record: Record) -> None:
+        """Notes the exception that ends a rank."""
+        self._exceptions[rank] = record
+
+    def why(self) -> str:
+        """Returns a sentence on the cause of a failure, or "" if it is unknown."""
+        from paceline.operate.diagnosis.failure_snapshot import snapshot_failed_job
+
+        snapshot = explain_or_default(lambda: snapshot_failed_job(self._watched()), None) if self._is_on else None
+        verdict = _verdict_on(snapshot) if snapshot is not None else None
+        return verdict.sentence if verdict is not None and verdict.is_fault else ""
+
+    def conclude(self) -> None:
+        """Reports ranks for which the others usually waited, after a successful job that ran long enough."""
+        if self.watchdog.should_read_final_recordings(False, time.monotonic() - self._started_s, len(self._processes)):
+            from paceline.operate.diagnosis.machine_snapshot import snapshot_ended_workers
+            from paceline.operate.diagnosis.stragglers import describe_slowdowns
+
+            for text in explain_or_default(lambda: describe_slowdowns([snapshot_ended_workers(self._watched())]), []):
+                _say(text)
+
+    def close(self) -> None:
+        """Waits for a snapshot in progress, and closes the recordings; idempotent."""
+        self.watchdog.close(lives_on=True)
+        for recording in self._recordings.values():
+            os.close(recording)
+        self._recordings.clear()
+
+    def _watched(self) -> list[WatchedWorker]:
+        self._find_recordings()
+        return [
+            WatchedWorker(rank, process.pid or 0, self._recordings.get(rank), self._ending(rank, process))
+            for rank, process in enumerate(self._processes)
+        ]
+
+    def _find_recordings(self) -> None:
+        """Opens new recordings; a process creates its file with its first group."""
+        missing = {process.pid: rank for rank, process in enumerate(self._processes) if rank not in self._recordings}
+        if not missing:
+            return
+        with contextlib.suppress(OSError):
+            for name in os.listdir(self._directory):
+                begun_ns, _, pid = name.removesuffix(SUFFIX).partition("-")
+                if begun_ns.isdecimal() and pid.isdecimal() and int(begun_ns) >= self._started_ns:
+                    rank = missing.get(int(pid))
+                    if rank is not None:
+                        path = os.path.join(self._directory, name)
+                        self._recordings[rank] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _ending(self, rank: int, process: BaseProcess) -> RankExitStatus | None:
+        record = self._exceptions.get(rank)
+        if process.exitcode is None and record is None:
+            return None
+        code = 1 if process.exitcode is None else process.exitcode
+        has_failed = record is not None or code != 0
+        failure = WorkerFailure(rank, process.pid or 0, code, time.time(), record) if has_failed else None
+        return ending_of(code, failure)
+
+    def _report(self, body: str, _: bool) -> None:
+        """Explains the snapshot of a stall, given as JSON; "" stands for processes that have resumed."""
+        now_s = time.monotonic()
+        if not body:
+            resumed = self._reporter.resumed(now_s)
+            if resumed is not None:
+                _say(resumed)
+            return
+        from paceline.operate.diagnosis.machine_snapshot import decode
+
+        snapshot = decode(body)
+        verdict = _verdict_on(snapshot)
+        if verdict is not None and snapshot.stalled_since_s is not None:
+            text = self._reporter.tell(verdict, snapshot.stalled_since_s)
+            if text is not None:
+                _say(text)
+
+
+def _verdict_on(snapshot: MachineSnapshot) -> Diagnosis | None:
+    from paceline.operate.diagnosis.diagnosis import diagnose
+    from paceline.operate.diagnosis.machine_snapshot import job_snapshot_of
+
+    return explain_or_default(lambda: diagnose(job_snapshot_of([snapshot])), None)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"paceline: {text}\n")
+
+
+class WholeLines(io.TextIOBase):
+    """Forwards text to another stream by whole lines.
+
+    A fork of a notebook's process sends every piece of text to the notebook immediately, and `print` writes the end of
+    a line as a separate piece: the output of other processes could appear in between.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._held = ""
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """The encoding of the stream."""
+        return self._stream.encoding
+
+    def writable(self) -> bool:
+        """Returns True."""
+        return True
+
+    def fileno(self) -> int:
+        """Returns the descriptor of the stream."""
+        return self._stream.fileno()
+
+    def isatty(self) -> bool:
+        """Returns whether the stream is a terminal."""
+        return self._stream.isatty()
+
+    def write(self, text: str) -> int:
+        """Forwards all complete lines."""
+        whole, end, self._held = (self._held + text).rpartition("\n")
+        if end:
+            self._stream.write(whole + end)
+            self._stream.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        """Forwards all text, including an incomplete line, as progress bars require."""
+        held, self._held = self._held, ""
+        if held:
+            self._stream.write(held)
+        self._stream.flush()
+
+
+def _print_whole_lines(fn: Callable[..., object], rank: int, *args: object) -> None:
     with contextlib.redirect_stdout(cast(TextIO, WholeLines(sys.stdout))):
         try:
             fn(rank, *args)
@@ -442,7 +422,7 @@ def _work(
     if start_method != "forkserver":  # there the parent is the server, which ends with the launching process
         die_with_parent(parent)
     os.environ.update(environment)
-    for name in (SECRET_FD, RECORD_FD):  # of the job in which this one may run
+    for name in (SECRET_FD, RECORD_FD):  # of an outer job
         os.environ.pop(name, None)
     offer_stack()
     torch = sys.modules.get("torch")

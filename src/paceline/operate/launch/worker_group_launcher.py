@@ -1,4 +1,4 @@
-"""Runs one machine's launcher: it follows the meeting's orders, passes on output and signals, and cleans up."""
+"""The `WorkerGroupLauncher` for jobs whose workers restart together, and `run`, the entry point for all jobs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from paceline.operate.launch.multinode.protocol import (
     WorkersFinished,
 )
 from paceline.operate.launch.shared_secret import SlurmSecret, secret_of
-from paceline.operate.launch.watchdog import ending_of, last_picture
+from paceline.operate.launch.watchdog import ending_of, final_snapshot
 from paceline.operate.launch.workers.cleanup import Cleanup
 from paceline.operate.launch.workers.failures import WorkerFailure, shortened
 from paceline.operate.launch.workers.output import Console
@@ -51,13 +51,13 @@ def run(job: Job, listener: ListeningEndpoint | None = None, secret: bytes | Non
     """Runs this machine's part of the job to its end; returns the exit code for the shell.
 
     Args:
-        job: what to run.
-        listener: what to serve the meeting on, if the announcer has opened it already.
-        secret: the job's secret. By default it is new on a single machine; several machines take it from the
-            environment, or under Slurm from launcher 0.
+        job: the job.
+        listener: an open listener for the meeting, if the caller has one.
+        secret: the job's secret. By default, a single machine creates one; several machines use the one in the
+            environment or, under Slurm, that of launcher 0.
 
     Raises:
-        PacelineError, ValueError: the machines did not meet.
+        PacelineError, ValueError: the rendezvous of machines failed.
     """
     cleanup = Cleanup()
     try:
@@ -96,18 +96,18 @@ def _run(job: Job, listener: ListeningEndpoint | None, secret: bytes | None, cle
 def _take_part(
     job: Job, listener: ListeningEndpoint | None, secret: bytes | None, shared: SlurmSecret, cleanup: Cleanup
 ) -> tuple[int, Moved | None]:
-    """Runs this machine's part of the job; returns the exit code, and the job that it is to join instead."""
+    """Runs this machine's part of the job; returns the exit code, and the job to join instead, if any."""
     connection = open_meeting(job, secret, Console().say, listener)
     try:
         if job.one_port is not None:
             require_port(connection.address, secret)
-        with _agent_of(job, connection, secret, shared, cleanup) as agent:
-            return agent.run(), agent.moved
+        with _launcher_of(job, connection, secret, shared, cleanup) as launcher:
+            return launcher.run(), launcher.moved
     finally:
         connection.close()
 
 
-def _agent_of(
+def _launcher_of(
     job: Job, connection: NodeConnection, secret: bytes | None, shared: SlurmSecret, cleanup: Cleanup
 ) -> Launcher:
     if job.elastic is None:
@@ -118,7 +118,7 @@ def _agent_of(
 
 
 class WorkerGroupLauncher(Launcher):
-    """Runs generations of workers, each of which starts and ends together."""
+    """Runs generations of workers; the workers of a generation start and end together."""
 
     def __init__(
         self, job: Job, connection: NodeConnection, secret: bytes | None, shared: SlurmSecret, cleanup: Cleanup
@@ -127,10 +127,10 @@ class WorkerGroupLauncher(Launcher):
         self._generation: WorkerGroup | None = None
         self._stores = WorkerStores(job, connection.address, secret, self._say)
         self._secret_fd = -1
-        self._interrupted: set[int] = set()  # ranks that were sent a Ctrl-C of their own
+        self._interrupted: set[int] = set()  # ranks to which a Ctrl-C was forwarded
         self._was_told_to_stop = False
-        self._has_explained = False  # a failure of this generation, before the workers have ended
-        self._started_s = 0.0  # when (monotonic) the generation was started
+        self._has_explained = False  # whether a failure of this generation has been explained
+        self._started_s = 0.0  # start of the generation (monotonic)
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
@@ -139,13 +139,13 @@ class WorkerGroupLauncher(Launcher):
     def _ports(self) -> tuple[int, int]:
         return self._stores.reserve()
 
-    def _crew(self) -> Workers | None:
+    def _running_workers(self) -> Workers | None:
         return self._generation
 
     def _watched(self) -> list[WatchedWorker]:
         if self._generation is None:
             return []
-        failures = {**self._generation.exceptions, **{each.rank: each for each in self._generation.failures}}
+        failures = {**self._generation.exceptions, **{failure.rank: failure for failure in self._generation.failures}}
 
         def ending(worker: WorkerProcess) -> RankExitStatus | None:
             failure = failures.get(worker.rank)
@@ -180,7 +180,7 @@ class WorkerGroupLauncher(Launcher):
                     self._say(f"{reason}; ending the workers of this machine")
                 self._generation.end(after_s=CONSEQUENCES_S if is_failure else 0.0)
             case NotifyOrder(reason):
-                self._events.tell("wait", reason=reason)
+                self._events.write("wait", reason=reason)
                 self._say(reason)
             case JobEnded() if self._end is None:
                 self._end = order
@@ -192,18 +192,18 @@ class WorkerGroupLauncher(Launcher):
         self._started_s = time.monotonic()
         self._watcher.resume()
         if self._job.rendezvous.is_static:
-            self._shared.close()  # all have come, so all have read it
+            self._shared.close()  # all machines are present, so all have read it
         self._world = range(start.world_size)
-        self._showing.generation(start.world_size, start.restart_count)
+        self._dashboard.generation(start.world_size, start.restart_count)
         first, count = start.first_rank, self._job.workers
         self._directory.note(job=start.run_id, first_rank=first, world_size=start.world_size)
-        self._events.tell("start", generation=start.generation, ranks=list(range(first, first + count)))
+        self._events.write("start", generation=start.generation, ranks=list(range(first, first + count)))
         if start.group_world_size > 1:
             self._say(
                 f"generation {start.generation}: ranks {first} to {first + count - 1} of {start.world_size} here; "
                 f"machines {', '.join(start.hosts)}; MASTER {start.master_addr}:{start.master_port}"
             )
-        around = WorkerContext(
+        context = WorkerContext(
             self._environment_of(start),
             pass_fds=[self._secret_fd] if self._secret_fd >= 0 else [],
             directory=self._cleanup.directory,
@@ -216,7 +216,7 @@ class WorkerGroupLauncher(Launcher):
         self._generation = start_workers(
             self._job,
             start,
-            around,
+            context,
             selector=self._selector,
             on_start=self._cleanup.watch,
             on_exception=self._on_exception,
@@ -226,7 +226,7 @@ class WorkerGroupLauncher(Launcher):
     def _environment_of(self, start: Start) -> dict[str, str]:
         """Returns the variables that all workers of a generation share.
 
-        Each generation has a secret of its own, so that workers of older ones cannot connect.
+        Each generation has a secret of its own, so that workers of older generations cannot connect.
         """
         environment = self._environment(str(start.generation))
         secret = None
@@ -238,8 +238,8 @@ class WorkerGroupLauncher(Launcher):
         environment |= self._stores.serve(start, secret, self._cleanup.directory)
         if (requests := self._stores.requests_fileno()) >= 0:
             self._selector.register(requests, selectors.EVENT_READ, self._open_torch_store)
-        door = Path(self._cleanup.directory, f"copies-{start.generation}")
-        environment[COPIES] = self._copies.open(str(door), secret)
+        path = Path(self._cleanup.directory, f"copies-{start.generation}")
+        environment[COPIES] = self._copies.open(str(path), secret)
         return environment
 
     def _open_torch_store(self) -> None:
@@ -247,9 +247,9 @@ class WorkerGroupLauncher(Launcher):
         self._stores.open_torch_store()
 
     def _on_exception(self, failure: WorkerFailure) -> None:
-        """Explains an exception whose worker has not ended; one of calls that do not fit when all have raised it.
+        """Explains an exception of a worker that still runs.
 
-        By then all say in which line they were.
+        Mismatched calls are explained once all workers have raised, when the line of each is known.
         """
         generation = self._generation
         assert generation is not None
@@ -257,17 +257,17 @@ class WorkerGroupLauncher(Launcher):
             self._explain(failure)
 
     def _explain(self, failure: WorkerFailure) -> None:
-        """Has it told at once what a failure was, if it may be the cause of others: workers take their time to end."""
+        """Takes a snapshot immediately if a failure may be the cause of others, since workers can be slow to end."""
         is_cause = failure.manner != "CONSEQUENCE" and not failure.is_interrupt
         if is_cause and not self._has_explained and self._stopped_by is None:
             self._has_explained = True
-            self._watcher.glance()
+            self._watcher.start_failure_snapshot()
 
     def _on_failure(self, start: Start, failure: WorkerFailure) -> None:
         self._explain(failure)
         self._watcher.pause()
-        self._events.tell("failure", rank=failure.rank, pid=failure.pid, how=failure.how)
-        self._showing.send_last_update()
+        self._events.write("failure", rank=failure.rank, pid=failure.pid, how=failure.how)
+        self._dashboard.send_last_update()
         if self._stopped_by is None and failure.rank in self._interrupted and failure.is_interrupt:
             self._stop(signal.SIGINT)
         if self._stopped_by is None:
@@ -277,10 +277,10 @@ class WorkerGroupLauncher(Launcher):
         number, failures = generation.number, tuple(generation.failures)
         has_failed, lasted_s = bool(failures) or self._was_told_to_stop, time.monotonic() - self._started_s
         if self._watcher.should_read_final_recordings(has_failed, lasted_s, len(generation.workers)):
-            picture = last_picture(self._watched())
-            if picture is not None and self._stopped_by is None:
-                self._connection.client.send(SnapshotReport(picture, is_last=True))
-        self._showing.send_last_update()
+            snapshot = final_snapshot(self._watched())
+            if snapshot is not None and self._stopped_by is None:
+                self._connection.client.send(SnapshotReport(snapshot, is_last=True))
+        self._dashboard.send_last_update()
         self._close_workers()
         if self._stopped_by is not None:
             self._connection.client.send(Leave(self._stopped_by.name))

@@ -92,7 +92,7 @@ class ElasticAgent(Launcher):
     def _goes_on(self) -> bool:
         return self._end is None and self._stopped_by is None
 
-    def _crew(self) -> WorkerPool | None:
+    def _running_workers(self) -> WorkerPool | None:
         return self._members
 
     def _watched(self) -> list[WatchedWorker]:
@@ -145,7 +145,7 @@ class ElasticAgent(Launcher):
                 self._say(reason)
                 self._close_slots()
             case NotifyOrder(reason):
-                self._events.tell("wait", reason=reason)
+                self._events.write("wait", reason=reason)
                 self._say(reason)
             case Moved() if self._end is None:
                 self._give_way(order)
@@ -155,8 +155,8 @@ class ElasticAgent(Launcher):
 
     def _begin(self, begin: StartSlots) -> None:
         first, count = begin.first_slot, self._job.workers
-        self._events.tell("start", generation=1, ranks=list(range(first, first + count)))
-        self._showing.generation(begin.slots, 0)
+        self._events.write("start", generation=1, ranks=list(range(first, first + count)))
+        self._dashboard.generation(begin.slots, 0)
         if self._shutdown.is_shared:
             self._say(describe_slots(first, count, begin.slots))
         self._directory.note(job=begin.run_id, machine=begin.machine)
@@ -206,7 +206,7 @@ class ElasticAgent(Launcher):
         self._exits.began(member)
         if member.is_replacement:
             self._priorities.begin(member.worker.pid)
-        self._events.tell("worker", uid=member.uid, slot=member.slot, pid=member.worker.pid)
+        self._events.write("worker", uid=member.uid, slot=member.slot, pid=member.worker.pid)
         self._connection.client.send(WorkerStarted(member.uid))
 
     def _on_message(self, member: PoolWorker, message: FromWorker | None, datagram: bytes) -> None:
@@ -218,10 +218,10 @@ class ElasticAgent(Launcher):
                 member.signal(signal.SIGKILL)
                 return
             case Ready():
-                self._events.tell("ready", uid=member.uid, after_ms=round(1000 * (now_s - member.asked_s)))
+                self._events.write("ready", uid=member.uid, after_ms=round(1000 * (now_s - member.asked_s)))
             case Installed(generation):
                 self._shutdown.took_part = True
-                self._events.tell("installed", uid=member.uid, view=generation)
+                self._events.write("installed", uid=member.uid, view=generation)
                 if self._chaos is not None:
                     self._chaos.entered(member, member.life.took_part_s is None, now_s)
         member.life.heard(message, now_s)
@@ -263,7 +263,7 @@ class ElasticAgent(Launcher):
         if isinstance(decision, CloseSlot) and self._goes_on:
             kept = shortened(self._exits.failures) if fate is not ExitCause.LEFT else ()
             self._connection.client.send(Slots(self._slots.count, kept))
-        self._events.tell("ended", uid=member.uid, how=how)
+        self._events.write("ended", uid=member.uid, how=how)
         if member.worker is not None:
             self._cleanup.end_worker(member.uid, member.worker.pid, self._members.pids())
 

@@ -1,8 +1,8 @@
-"""What a starter and the far ends tell each other: lines of JSON, on the stdin and stdout that ssh carries.
+"""Messages between the starter and the remote launchers: lines of JSON, on the stdin and stdout that ssh carries.
 
-A far end says `Hello`, is given a `Part`, says `Meeting` if it is the one that serves the meeting, and in the end
-`Bye`. All else on its stdout is what its workers print. The launcher begins each of their lines with a rank, so that
-none of them is taken for a message.
+A remote launcher sends `LauncherReady`, receives a `NodeAssignment`, sends `RendezvousAddress` if it serves the
+meeting, and finally `LauncherExited`. The rest of its stdout is the output of its workers. The launcher begins each of
+their lines with a rank, so that none of them looks like a message.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from paceline.comm.security.untrusted_peers import decode_untrusted
 MARK = b"PACELINE-FAR-END "
 
 
-class LauncherReady(msgspec.Struct, frozen=True, tag=True):
-    """The far end runs, with this version of Paceline and this interpreter."""
+# The tag is that of earlier versions, so that a machine with one of them is reported as such.
+class LauncherReady(msgspec.Struct, frozen=True, tag="Hello"):
+    """A remote launcher runs, with this version of Paceline and this interpreter."""
 
     version: str
     python: str
 
 
 class RendezvousAddress(msgspec.Struct, frozen=True, tag=True):
-    """The machines meet here."""
+    """The address of the machines' meeting."""
 
     host: str
     port: int
@@ -35,20 +36,21 @@ class LauncherExited(msgspec.Struct, frozen=True, tag=True):
 
 
 class NodeAssignment(msgspec.Struct, frozen=True, tag=True):
-    """What a far end is to run.
+    """One machine's part of the job.
 
     Attributes:
-        words: the command line, with the flags that say on which machines; what follows takes precedence over it.
-        directory: the one to run in.
-        environment: variables that the user's own environment has, and those of the far end need not have.
-        secret: the job's, in hexadecimal digits; None for the security level `none`.
-        node_rank, nodes: this machine's number, and how many there are.
-        workers: how many run here; None if the command line says so.
-        run_id: the job's name.
-        shutdown_s: how long workers have to end after they were asked to.
-        meeting: where the machines meet; None if that is for this machine to say.
-        towards: the name of another machine, which an address of this one should reach.
-        passes_local_rank: whether the workers are given --local_rank.
+        words: The whole command line; the other attributes take precedence over its flags.
+        directory: The working directory.
+        environment: Variables of the starter's environment to set.
+        secret: The job's secret in hexadecimal digits; None for the security level `none`.
+        node_rank: The number of this machine.
+        nodes: The number of machines.
+        workers: The number of workers of this machine; None to use that of the command line.
+        run_id: The job's name.
+        shutdown_s: The time from the request to end until SIGKILL, in seconds.
+        meeting: The address of the meeting; None on the machine that serves it.
+        towards: The name of another machine, which must be able to reach the address that this one serves at.
+        passes_local_rank: Whether workers receive --local_rank.
     """
 
     words: list[str]
@@ -66,7 +68,7 @@ class NodeAssignment(msgspec.Struct, frozen=True, tag=True):
 
 
 class Signal(msgspec.Struct, frozen=True, tag=True):
-    """The starter got this signal, by its name."""
+    """A signal that the starter received, by its name."""
 
     name: str
 
@@ -74,56 +76,56 @@ class Signal(msgspec.Struct, frozen=True, tag=True):
 FromLauncher = LauncherReady | RendezvousAddress | LauncherExited
 ToLauncher = NodeAssignment | Signal
 
-_said: msgspec.json.Decoder[FromLauncher] = msgspec.json.Decoder(FromLauncher)
-_told: msgspec.json.Decoder[ToLauncher] = msgspec.json.Decoder(ToLauncher)
+_from_launcher: msgspec.json.Decoder[FromLauncher] = msgspec.json.Decoder(FromLauncher)
+_to_launcher: msgspec.json.Decoder[ToLauncher] = msgspec.json.Decoder(ToLauncher)
 
 
 def encode_from_launcher(message: FromLauncher) -> bytes:
-    """Returns what a far end writes: it begins a line of its own, whatever has been printed before."""
+    """Encodes a message of a remote launcher, which starts a new line even after an unfinished one."""
     return b"\n" + MARK + msgspec.json.encode(message) + b"\n"
 
 
 def encode_to_launcher(message: ToLauncher) -> bytes:
-    """Returns what a starter writes."""
+    """Encodes a message of the starter."""
     return msgspec.json.encode(message) + b"\n"
 
 
 def decode_to_launcher(line: bytes) -> ToLauncher:
-    """Reads what a starter wrote.
+    """Decodes a message of the starter.
 
     Raises:
-        ValueError: it is no message.
+        ValueError: the line is not a message.
     """
     try:
-        return decode_untrusted(_told.decode, line)
+        return decode_untrusted(_to_launcher.decode, line)
     except ValueError as error:
         raise ValueError(f"not a message of a starter: {error}") from error
 
 
 def decode_from_launcher(line: bytes) -> FromLauncher:
-    """Reads what a far end wrote after `MARK`.
+    """Decodes the part after `MARK` of a remote launcher's message.
 
     Raises:
-        ValueError: it is no message.
+        ValueError: the line is not a message.
     """
     try:
-        return decode_untrusted(_said.decode, line)
+        return decode_untrusted(_from_launcher.decode, line)
     except ValueError as error:
         raise ValueError(f"not a message of a far end: {error}") from error
 
 
 class MessageSplitter:
-    """Separates what a far end says from what is printed there."""
+    """Separates a remote launcher's messages from its other output."""
 
     def __init__(self) -> None:
         self._held = b""  # the beginning of a line that may become a message
         self._in_a_line = False
 
     def feed(self, data: bytes) -> tuple[list[FromLauncher], bytes]:
-        """Takes more of the stream, cut anywhere; returns the messages and the rest.
+        """Accepts more of the stream, which may be split anywhere; returns the messages and the other output.
 
         Raises:
-            ValueError: a message cannot be read.
+            ValueError: a message cannot be decoded.
         """
         messages: list[FromLauncher] = []
         printed = bytearray()
@@ -143,6 +145,6 @@ class MessageSplitter:
         return messages, bytes(printed)
 
     def close(self) -> bytes:
-        """Returns what is left of the last line."""
+        """Returns the rest of the last line."""
         left, self._held = self._held, b""
         return left

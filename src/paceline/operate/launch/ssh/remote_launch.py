@@ -1,10 +1,9 @@
-"""Decides what happens with the launchers of `paceline run --hosts`, without a process or a clock.
+"""State machine of the launchers of `paceline run --hosts`, without a process or a clock.
 
-A launcher is called, answers, and is given its part. The first machine's says where all of them meet, and only then
-have the others something to be given. Before that, one that does not come ends the job; after that, the machines end it
-themselves, as in every job on several machines, and those that fail to are helped.
-
-Says why a launcher did not start on another machine, and what to do, from what ssh and the shell there wrote.
+A launcher is started, answers, and receives its assignment. The launcher of the first machine reports the address of
+the meeting, which the assignments of the others contain. Before that, a launcher that does not start ends the job.
+After that, the machines end the job themselves, as every job on several machines does, and launchers that do not end
+are killed. Failed starts are explained from the output of ssh and the remote shell.
 """
 
 from __future__ import annotations
@@ -25,25 +24,243 @@ from paceline.operate.launch.ssh.protocol import (
 
 _SSH_FAILED = 255
 _NOT_FOUND = (126, 127)
+PATIENCE_S = 5.0  # time for launchers to end by themselves after one was lost
+OTHER_REASONS_S = 2.0  # time for further launchers to report why they do not start, after the first has
+MARGIN_S = 15.0  # beyond the shutdown timeout of workers
+WRONG_FLAGS = 2  # the exit code of a launcher that has started nothing
 
 
 @dataclass(frozen=True)
 class LaunchAttempt:
-    """How a launcher was to be started: the machine as ssh is given it, the interpreter there, and our version."""
+    """Parameters of the start of one launcher."""
 
-    destination: str
-    python: str
-    version: str
+    destination: str  # the argument of ssh
+    python: str  # the interpreter there
+    version: str  # of Paceline on this machine
     is_here: bool = False  # without ssh
 
 
-def explain_failed_launch(attempt: LaunchAttempt, code: int, errors: str) -> str:
-    """Returns a sentence for the user.
+class LauncherPhase(Enum):
+    """The progress of a launcher."""
+
+    STARTED = auto()
+    ANSWERED = auto()
+    ASSIGNED = auto()
+    ENDED = auto()
+
+
+@dataclass(frozen=True)
+class SendAssignment:
+    """Send the launcher its assignment."""
+
+    machine: int
+    part: NodeAssignment
+
+
+@dataclass(frozen=True)
+class ForwardSignal:
+    """Forward a signal to the launcher."""
+
+    machine: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Disconnect:
+    """Close the connection to the launcher, which ends it."""
+
+    machine: int
+
+
+@dataclass(frozen=True)
+class ShowText:
+    """Show a sentence to the user."""
+
+    text: str
+
+
+Action = SendAssignment | ForwardSignal | Disconnect | ShowText
+
+
+@dataclass(frozen=True)
+class LaunchTimeouts:
+    """Time limits in seconds."""
+
+    start_s: float  # for the start of all launchers
+    shutdown_s: float  # for the end of workers
+
+
+class RemoteLaunch:
+    """The state of all launchers.
 
     Args:
-        attempt: what was tried.
-        code: the exit code of ssh, or of the interpreter if there was no ssh.
-        errors: what came on stderr.
+        parts: The assignment of each machine, without the address of the meeting.
+        attempts: The parameters of each launcher's start.
+        limits: The time limits.
+        now_s: The current time.
+        is_elastic: Whether the job continues without machines that are lost.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[NodeAssignment],
+        attempts: Sequence[LaunchAttempt],
+        limits: LaunchTimeouts,
+        now_s: float,
+        is_elastic: bool = False,
+    ) -> None:
+        self._parts = list(parts)
+        self._attempts = list(attempts)
+        self._limits = limits
+        self._is_elastic = is_elastic
+        self._phases = [LauncherPhase.STARTED] * len(parts)
+        self._codes: list[int | None] = [None] * len(parts)
+        self._meeting: tuple[str, int] | None = None
+        self._actions: list[Action] = []
+        self._is_failing = False  # whether a launcher did not start
+        self._is_ending = False  # whether all have been asked to end
+        self._code = 0
+        self._start_by_s: float | None = now_s + limits.start_s
+        self._end_by_s: float | None = None  # time at which launchers are asked to end
+        self._cut_by_s: float | None = None  # time at which they are disconnected
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every launcher has ended."""
+        return all(phase is LauncherPhase.ENDED for phase in self._phases)
+
+    @property
+    def exit_code(self) -> int:
+        """The first code that was not 0; of an elastic job, that of the last launcher."""
+        return self._code
+
+    @property
+    def deadline_s(self) -> float | None:
+        """The time at which `tick` must be called; None for never."""
+        deadlines = (self._start_by_s, self._end_by_s, self._cut_by_s)
+        return min((deadline_s for deadline_s in deadlines if deadline_s is not None), default=None)
+
+    def take_actions(self) -> list[Action]:
+        """Removes and returns the actions to perform, in order."""
+        actions, self._actions = self._actions, []
+        return actions
+
+    def receive(self, machine: int, message: FromLauncher, now_s: float) -> None:
+        """Handles a message of a launcher."""
+        match message:
+            case LauncherReady() if self._phases[machine] is LauncherPhase.STARTED:
+                self._on_hello(machine, message, now_s)
+            case RendezvousAddress(host, port) if machine == 0 and self._meeting is None:
+                self._meeting = host, port
+                for other in range(1, len(self._parts)):
+                    self._assign(other)
+            case LauncherExited(code):
+                self._codes[machine] = code
+
+    def ended(self, machine: int, code: int, errors: str, now_s: float) -> None:
+        """Handles the end of a launcher, or of its ssh, with an exit code and the end of its stderr."""
+        phase, self._phases[machine] = self._phases[machine], LauncherPhase.ENDED
+        own = self._codes[machine]
+        if phase is not LauncherPhase.ASSIGNED:
+            self._fail([explain_failed_launch(self._attempts[machine], code, errors)], now_s)
+        elif own is None:
+            self._on_loss(machine, now_s)
+        elif machine == 0 and self._meeting is None and len(self._parts) > 1:
+            self._code = self._code or own
+            self._end_by(now_s)  # the others would wait in vain
+        elif self._is_elastic and not self._is_ending:
+            self._code = own
+        elif own != 0:
+            self._code = self._code or own
+            self._end_by(now_s + (1.0 if own == WRONG_FLAGS else self._limits.shutdown_s + PATIENCE_S))
+        if self.is_over:
+            self._start_by_s = self._end_by_s = self._cut_by_s = None
+
+    def signalled(self, name: str, now_s: float) -> None:
+        """Handles a signal of the user or the scheduler that ends the job."""
+        self._is_ending = True
+        self._code = self._code or 1
+        for machine, phase in enumerate(self._phases):
+            if phase is LauncherPhase.ASSIGNED:
+                self._actions.append(ForwardSignal(machine, name))
+            elif phase is not LauncherPhase.ENDED:
+                self._actions.append(Disconnect(machine))
+        self._start_by_s = self._end_by_s = None
+        if self._cut_by_s is None:
+            self._cut_by_s = now_s + self._limits.shutdown_s + MARGIN_S
+
+    def tick(self, now_s: float) -> None:
+        """Performs the actions that are due."""
+        if self._start_by_s is not None and now_s >= self._start_by_s:
+            late = [machine for machine, phase in enumerate(self._phases) if phase is LauncherPhase.STARTED] or [0]
+            self._fail([no_answer(self._attempts[machine], self._limits.start_s) for machine in late], now_s)
+        if self._end_by_s is not None and now_s >= self._end_by_s:
+            self.signalled("SIGTERM", now_s)
+        if self._cut_by_s is not None and now_s >= self._cut_by_s:
+            self._cut_by_s = None
+            self._cut_all()
+
+    def _on_hello(self, machine: int, hello: LauncherReady, now_s: float) -> None:
+        attempt = replace(self._attempts[machine], python=hello.python)
+        self._phases[machine] = LauncherPhase.ANSWERED
+        if hello.version != attempt.version:
+            self._fail([other_version(attempt, hello.version)], now_s)
+        else:
+            self._assign(machine)
+
+    def _assign(self, machine: int) -> None:
+        """Sends a launcher its assignment, if it has answered and the address of the meeting is known."""
+        if self._phases[machine] is not LauncherPhase.ANSWERED or self._is_failing or self._is_ending:
+            return
+        if machine == 0 or self._meeting is not None:
+            self._phases[machine] = LauncherPhase.ASSIGNED
+            part = self._parts[machine]
+            self._actions.append(
+                SendAssignment(machine, part if machine == 0 else structs.replace(part, meeting=self._meeting))
+            )
+        has_all = all(phase in (LauncherPhase.ASSIGNED, LauncherPhase.ENDED) for phase in self._phases)
+        if has_all and (self._meeting is not None or len(self._parts) == 1):
+            self._start_by_s = None
+
+    def _on_loss(self, machine: int, now_s: float) -> None:
+        destination = self._attempts[machine].destination
+        if not self._is_ending:
+            broke = "" if self._attempts[machine].is_here else ", or the ssh connection to it broke"
+            text = f"{destination}: its launcher was killed{broke}; its workers are ended there"
+            self._actions.append(ShowText(text))
+        self._code = self._code or 1
+        if not self._is_elastic or (machine == 0 and self._meeting is None):
+            self._end_by(now_s + PATIENCE_S)
+
+    def _fail(self, reasons: Sequence[str], now_s: float) -> None:
+        """Ends the job after launchers did not start; others first have time to report their own failures."""
+        if self._is_ending:
+            return  # a consequence of the end of the job
+        self._actions += [ShowText(reason) for reason in reasons]
+        self._code, self._is_failing, self._start_by_s = self._code or 1, True, None
+        if LauncherPhase.STARTED in self._phases:
+            self._end_by(now_s + OTHER_REASONS_S)
+        else:
+            self.signalled("SIGTERM", now_s)
+
+    def _end_by(self, end_by_s: float) -> None:
+        """Sets the time until which the other launchers can end by themselves."""
+        if not self._is_ending:
+            self._end_by_s = end_by_s if self._end_by_s is None else min(self._end_by_s, end_by_s)
+
+    def _cut_all(self) -> None:
+        self._actions += [
+            Disconnect(machine) for machine, phase in enumerate(self._phases) if phase is not LauncherPhase.ENDED
+        ]
+
+
+def explain_failed_launch(attempt: LaunchAttempt, code: int, errors: str) -> str:
+    """Returns a sentence for the user on a launcher that did not start.
+
+    Args:
+        attempt: The parameters of the start.
+        code: The exit code of ssh, or of the interpreter if it was started without ssh.
+        errors: The output on stderr.
     """
     if code == _SSH_FAILED and not attempt.is_here:
         return f"{attempt.destination}: {_of_ssh(attempt, errors)}"
@@ -105,224 +322,3 @@ def _of_ssh(attempt: LaunchAttempt, errors: str) -> str:
 def _last(errors: str) -> str:
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     return lines[-1] if lines else "nothing was said"
-
-
-PATIENCE_S = 5.0  # how long launchers have to end by themselves after one was lost
-OTHER_REASONS_S = 2.0  # how long machines have to say why they do not come, after one has
-MARGIN_S = 15.0  # beyond the time that workers have to end
-WRONG_FLAGS = 2  # the exit code of a launcher that has started nothing
-
-
-class LauncherPhase(Enum):
-    """How far a launcher has come."""
-
-    CALLED = auto()
-    ANSWERED = auto()
-    GIVEN = auto()
-    OVER = auto()
-
-
-@dataclass(frozen=True)
-class SendAssignment:
-    """Give the launcher its part."""
-
-    machine: int
-    part: NodeAssignment
-
-
-@dataclass(frozen=True)
-class ForwardSignal:
-    """Pass a signal on to the launcher."""
-
-    machine: int
-    name: str
-
-
-@dataclass(frozen=True)
-class Disconnect:
-    """Cut the connection to the launcher, which ends it."""
-
-    machine: int
-
-
-@dataclass(frozen=True)
-class ShowText:
-    """Say a sentence to the user."""
-
-    text: str
-
-
-Action = SendAssignment | ForwardSignal | Disconnect | ShowText
-
-
-@dataclass(frozen=True)
-class LaunchTimeouts:
-    """How long things may take, in seconds."""
-
-    start_s: float
-    shutdown_s: float
-
-
-class RemoteLaunch:
-    """The state of all launchers.
-
-    Args:
-        parts: what each is to run; the first has no meeting, and the others get its.
-        attempts: how each is started.
-        limits: how long things may take.
-        now_s: the time.
-        is_elastic: whether the job goes on without machines that are lost.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[NodeAssignment],
-        attempts: Sequence[LaunchAttempt],
-        limits: LaunchTimeouts,
-        now_s: float,
-        is_elastic: bool = False,
-    ) -> None:
-        self._parts = list(parts)
-        self._attempts = list(attempts)
-        self._limits = limits
-        self._is_elastic = is_elastic
-        self._phases = [LauncherPhase.CALLED] * len(parts)
-        self._codes: list[int | None] = [None] * len(parts)
-        self._meeting: tuple[str, int] | None = None
-        self._actions: list[Action] = []
-        self._is_failing = False  # a launcher did not start
-        self._is_ending = False  # all have been asked to end
-        self._code = 0
-        self._start_by_s: float | None = now_s + limits.start_s
-        self._end_by_s: float | None = None  # then launchers are asked to end
-        self._cut_by_s: float | None = None  # then they are cut off
-
-    @property
-    def is_over(self) -> bool:
-        """Whether every launcher has ended."""
-        return all(phase is LauncherPhase.OVER for phase in self._phases)
-
-    @property
-    def exit_code(self) -> int:
-        """The first code that was not 0; of an elastic job, that of the last launcher."""
-        return self._code
-
-    @property
-    def deadline_s(self) -> float | None:
-        """When `tick` must be called at the latest."""
-        return min(
-            (each for each in (self._start_by_s, self._end_by_s, self._cut_by_s) if each is not None), default=None
-        )
-
-    def take_actions(self) -> list[Action]:
-        """Returns what is to be done, in order."""
-        actions, self._actions = self._actions, []
-        return actions
-
-    def said(self, machine: int, message: FromLauncher, now_s: float) -> None:
-        """Takes in what a launcher says."""
-        match message:
-            case LauncherReady() if self._phases[machine] is LauncherPhase.CALLED:
-                self._on_hello(machine, message, now_s)
-            case RendezvousAddress(host, port) if machine == 0 and self._meeting is None:
-                self._meeting = host, port
-                for other in range(1, len(self._parts)):
-                    self._give(other)
-            case LauncherExited(code):
-                self._codes[machine] = code
-
-    def ended(self, machine: int, code: int, errors: str, now_s: float) -> None:
-        """Takes in that a launcher, or the ssh that leads to it, has ended with this exit code."""
-        phase, self._phases[machine] = self._phases[machine], LauncherPhase.OVER
-        own = self._codes[machine]
-        if phase is not LauncherPhase.GIVEN:
-            self._fail([explain_failed_launch(self._attempts[machine], code, errors)], now_s)
-        elif own is None:
-            self._on_loss(machine, now_s)
-        elif machine == 0 and self._meeting is None and len(self._parts) > 1:
-            self._code = self._code or own
-            self._hurry(now_s)  # the others have nothing to wait for
-        elif self._is_elastic and not self._is_ending:
-            self._code = own
-        elif own != 0:
-            self._code = self._code or own
-            self._hurry(now_s + (1.0 if own == WRONG_FLAGS else self._limits.shutdown_s + PATIENCE_S))
-        if self.is_over:
-            self._start_by_s = self._end_by_s = self._cut_by_s = None
-
-    def signalled(self, name: str, now_s: float) -> None:
-        """Takes in that the user or the scheduler sent a signal that ends the job."""
-        self._is_ending = True
-        self._code = self._code or 1
-        for machine, phase in enumerate(self._phases):
-            if phase is LauncherPhase.GIVEN:
-                self._actions.append(ForwardSignal(machine, name))
-            elif phase is not LauncherPhase.OVER:
-                self._actions.append(Disconnect(machine))
-        self._start_by_s = self._end_by_s = None
-        if self._cut_by_s is None:
-            self._cut_by_s = now_s + self._limits.shutdown_s + MARGIN_S
-
-    def tick(self, now_s: float) -> None:
-        """Does what is due."""
-        if self._start_by_s is not None and now_s >= self._start_by_s:
-            late = [machine for machine, phase in enumerate(self._phases) if phase is LauncherPhase.CALLED] or [0]
-            self._fail([no_answer(self._attempts[machine], self._limits.start_s) for machine in late], now_s)
-        if self._end_by_s is not None and now_s >= self._end_by_s:
-            self.signalled("SIGTERM", now_s)
-        if self._cut_by_s is not None and now_s >= self._cut_by_s:
-            self._cut_by_s = None
-            self._cut_all()
-
-    def _on_hello(self, machine: int, hello: LauncherReady, now_s: float) -> None:
-        attempt = replace(self._attempts[machine], python=hello.python)
-        if hello.version != attempt.version:
-            self._phases[machine] = LauncherPhase.ANSWERED
-            self._fail([other_version(attempt, hello.version)], now_s)
-            return
-        self._phases[machine] = LauncherPhase.ANSWERED
-        self._give(machine)
-
-    def _give(self, machine: int) -> None:
-        """Gives a launcher its part, if it has answered and knows where to meet."""
-        if self._phases[machine] is not LauncherPhase.ANSWERED or self._is_failing or self._is_ending:
-            return
-        if machine == 0 or self._meeting is not None:
-            self._phases[machine] = LauncherPhase.GIVEN
-            part = self._parts[machine]
-            self._actions.append(
-                SendAssignment(machine, part if machine == 0 else structs.replace(part, meeting=self._meeting))
-            )
-        has_all = all(phase in (LauncherPhase.GIVEN, LauncherPhase.OVER) for phase in self._phases)
-        if has_all and (self._meeting is not None or len(self._parts) == 1):
-            self._start_by_s = None
-
-    def _on_loss(self, machine: int, now_s: float) -> None:
-        destination = self._attempts[machine].destination
-        if not self._is_ending:
-            way = "" if self._attempts[machine].is_here else ", or the ssh connection to it broke"
-            self._actions.append(ShowText(f"{destination}: its launcher was killed{way}; its workers are ended there"))
-        self._code = self._code or 1
-        if not self._is_elastic or (machine == 0 and self._meeting is None):
-            self._hurry(now_s + PATIENCE_S)
-
-    def _fail(self, reasons: Sequence[str], now_s: float) -> None:
-        """Ends the job, since launchers did not start; others may first say why they will not either."""
-        if self._is_ending:
-            return  # it is this that has ended them
-        self._actions += [ShowText(reason) for reason in reasons]
-        self._code, self._is_failing, self._start_by_s = self._code or 1, True, None
-        if LauncherPhase.CALLED in self._phases:
-            self._hurry(now_s + OTHER_REASONS_S)
-        else:
-            self.signalled("SIGTERM", now_s)
-
-    def _hurry(self, end_by_s: float) -> None:
-        """Gives the other launchers time to end by themselves."""
-        if not self._is_ending:
-            self._end_by_s = end_by_s if self._end_by_s is None else min(self._end_by_s, end_by_s)
-
-    def _cut_all(self) -> None:
-        self._actions += [
-            Disconnect(machine) for machine, phase in enumerate(self._phases) if phase is not LauncherPhase.OVER
-        ]

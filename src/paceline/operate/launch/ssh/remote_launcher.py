@@ -1,7 +1,7 @@
-"""Runs on each machine of `paceline run --hosts`: starts the launcher there, and ends it when nobody holds on to it.
+"""The program on each machine of `paceline run --hosts`, which starts the launcher there and ends it on request.
 
-The launcher is a child, since it forks and must have no thread; this process reads what the starter says. When its
-stdin ends, because the starter or the connection has ended, it ends the launcher. When it is killed itself, the kernel
+The launcher is a child, since it forks and must have no threads; this process receives the starter's messages. When its
+stdin ends, because the starter or the connection has ended, it ends the launcher. If it is killed itself, the kernel
 kills the launcher, and the launcher's guards kill the workers.
 """
 
@@ -36,14 +36,14 @@ from paceline.operate.launch.workers.job_control import Signals
 
 _MARGIN_S = 15.0
 _LOOK_S = 0.5
-_PART_S = 600.0
+_ASSIGNMENT_S = 600.0
 
 
 def main() -> int:
-    """Says hello, runs the part that it is given, and returns the launcher's exit code."""
+    """Reports to the starter, runs the assignment that it receives, and returns the launcher's exit code."""
     control = _Control()
     send_to_starter(LauncherReady(__version__, sys.executable))
-    part = control.part()
+    part = control.receive_assignment()
     if part is None:
         return 1
     me = os.getpid()
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def send_to_starter(message: FromLauncher) -> None:
-    """Tells the starter something; nothing if it has gone."""
+    """Sends a message to the starter; has no effect if the starter has ended."""
     data = encode_from_launcher(message)
     with contextlib.suppress(OSError):
         while data:
@@ -66,7 +66,7 @@ def send_to_starter(message: FromLauncher) -> None:
 
 
 class _Control:
-    """What the starter says, on a descriptor that the launcher and its workers do not have: their stdin is empty."""
+    """The starter's messages, on a descriptor that the launcher and its workers, whose stdin is empty, do not have."""
 
     def __init__(self) -> None:
         self._fd = os.dup(0)
@@ -77,31 +77,29 @@ class _Control:
         self._received = b""
 
     def close(self) -> None:
-        """Closes it in the launcher, which must not hold the connection open."""
+        """Closes the descriptor in the launcher, which must not hold the connection open."""
         os.close(self._fd)
 
-    def part(self) -> NodeAssignment | None:
-        """Waits for this machine's part; None if there will be none."""
-        deadline_s = time.monotonic() + _PART_S
+    def receive_assignment(self) -> NodeAssignment | None:
+        """Waits for this machine's assignment; returns None if the starter sends none."""
+        deadline_s = time.monotonic() + _ASSIGNMENT_S
         while (left_s := deadline_s - time.monotonic()) > 0:
             if not select.select([self._fd], [], [], left_s)[0]:
                 break
             lines = self.lines()
             if lines is None:
                 return None
-            for line in lines:
-                message = decode_to_launcher(line)
-                if isinstance(message, NodeAssignment):
-                    return message
-                return None  # a signal: the job is over before it began
+            if lines:
+                message = decode_to_launcher(lines[0])
+                return message if isinstance(message, NodeAssignment) else None  # a signal ends the job before it runs
         return None
 
     def fileno(self) -> int:
-        """Returns the descriptor to wait for."""
+        """Returns the descriptor."""
         return self._fd
 
     def lines(self) -> list[bytes] | None:
-        """Returns the whole lines that have come; None at the end. Something must be there to be read."""
+        """Reads, when the descriptor is readable, and returns the complete lines; None at the end of the stream."""
         data = os.read(self._fd, 1 << 16)
         if not data:
             return None
@@ -110,9 +108,9 @@ class _Control:
 
 
 def _attend(launcher: int, control: _Control, shutdown_s: float) -> int:
-    """Passes signals on to the launcher until it ends; returns its exit code."""
+    """Forwards signals to the launcher until it ends; returns its exit code."""
     signals = Signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT))
-    heard: list[Signals | _Control] = [signals, control]
+    sources: list[Signals | _Control] = [signals, control]
     kill_by_s = float("inf")
     while True:
         ended, status = os.waitpid(launcher, os.WNOHANG)
@@ -122,7 +120,7 @@ def _attend(launcher: int, control: _Control, shutdown_s: float) -> int:
             return code if code >= 0 else 128 - code
         if time.monotonic() >= kill_by_s:
             os.kill(launcher, signal.SIGKILL)  # its guards kill the workers
-        readable, _, _ = select.select(heard, [], [], _LOOK_S)
+        readable, _, _ = select.select(sources, [], [], _LOOK_S)
         if signals in readable:
             for number in signals.read()[0]:
                 os.kill(launcher, number)
@@ -130,7 +128,7 @@ def _attend(launcher: int, control: _Control, shutdown_s: float) -> int:
             continue
         lines = control.lines()
         if lines is None:
-            heard.remove(control)
+            sources.remove(control)
             kill_by_s = time.monotonic() + shutdown_s + _MARGIN_S
             os.kill(launcher, signal.SIGTERM)
         for line in lines or []:
@@ -174,9 +172,9 @@ def _take_part(options: argparse.Namespace, part: NodeAssignment) -> int:
         options.node_rank, options.rdzv_backend = part.node_rank, "static"
         options.master_addr, options.master_port = meeting
         options.rdzv_conf = {**options.rdzv_conf, "is_host": str(int(part.meeting is None))}
-    # What a scheduler says of this machine is about another job: the starter knows which machines there are.
-    known = ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT",)
-    job = job_of(options, {name: os.environ[name] for name in known if name in os.environ})
+    # A scheduler's variables would describe another job here: the starter has chosen the machines.
+    name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    job = job_of(options, {name: os.environ[name]} if name in os.environ else {})
     return run(job, listener, secret if part.nodes > 1 else None)
 
 
@@ -193,9 +191,9 @@ def _enter(directory: str) -> None:
 def _open_meeting(
     options: argparse.Namespace, part: NodeAssignment, secret: bytes | None
 ) -> tuple[ListeningEndpoint | None, tuple[str, int]]:
-    """Returns what the machines' meeting is served on, and its address: one that leads to the other machines.
+    """Returns the listener for the meeting, and its address, which the other machines can reach.
 
-    In a job with one port the launcher listens itself, once it has opened that port.
+    The listener is None in a job with one port, where the launcher listens after it has opened that port.
     """
     from paceline.comm.store.tcp_store import listen
 
@@ -207,7 +205,7 @@ def _open_meeting(
 
 
 def address_towards(name: str, environment: Mapping[str, str]) -> str:
-    """Returns the address of this machine for another one, by the route to it or by which ssh came here."""
+    """Returns the address of this machine for another one, from the route to it or from the ssh connection."""
     from paceline.comm.security.levels import is_loopback
     from paceline.operate.launch.multinode.node_connection import own_address
     from paceline.routes import source_address
@@ -216,7 +214,7 @@ def address_towards(name: str, environment: Mapping[str, str]) -> str:
         found = source_address(name)
         if not is_loopback(found):
             return found
-    came_by = environment.get("SSH_CONNECTION", "").split()  # their address and port, ours
-    if len(came_by) == 4 and not is_loopback(came_by[2]):
-        return came_by[2]
+    connection = environment.get("SSH_CONNECTION", "").split()  # the client's address and port, then the server's
+    if len(connection) == 4 and not is_loopback(connection[2]):
+        return connection[2]
     return own_address()

@@ -1,8 +1,7 @@
-"""Runs `paceline run --hosts` on the machine where it was typed: it starts the launchers and shows what they print.
+"""The starter of `paceline run --hosts`: host lists, the processes of the launchers, and their output.
 
-Reads which machines take part: `a:4,anna@b`, or a host file as Open MPI, MPICH, Horovod and DeepSpeed have it.
-
-Starts one launcher, by ssh or on this machine, and carries what it says, prints and is told.
+A launcher runs by ssh, or on this machine without it. Machines are given as `a:4,anna@b`, or in a host file in the
+format of Open MPI, MPICH, Horovod or DeepSpeed.
 """
 
 from __future__ import annotations
@@ -54,21 +53,362 @@ _NAME = re.compile(
 )
 _COUNTS = ("slots", "cpu", "count")
 _USERS = ("user", "username")
-_WITHOUT_MEANING = ("max_slots", "max-slots", "ifname", "binding")  # which limit or place what others would start
+_IGNORED = ("max_slots", "max-slots", "ifname", "binding")  # limits and placement for other launchers
+# The current directory is removed from the path, since the directory in which ssh starts may shadow modules.
+FAR_END = (
+    "import sys; sys.path[:] = filter(None, sys.path); "
+    "from paceline.operate.launch.ssh.remote_launcher import main; sys.exit(main())"
+)
+# No prompts, since several machines would prompt at once; a separate connection, which ends with the launcher; and the
+# end of a connection whose network is silent for 15 s.
+SSH_OPTIONS = (
+    *("-T", "-a", "-x", "-S", "none", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15"),
+    *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
+)
+_TAIL_BYTES = 1 << 13
+START_S = 120.0
+_POLL_S = 1.0  # between checks for ended processes whose pipes are still open
+_FORWARDED = {
+    *("OMP_NUM_THREADS", "PYTHONPATH", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
+    *("PACELINE_SECURITY", "PACELINE_INSECURE", "PACELINE_PORT", "PACELINE_IFACE", "PACELINE_CONGESTION"),
+    *("PACELINE_ALGORITHM", "PACELINE_COSTS", "PACELINE_STREAMS", "PACELINE_CHECKS", "PACELINE_RECORD"),
+}
 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine: its name, whom to log in as there, and how many workers it runs; None if that is not said."""
+    """A machine."""
 
     name: str
-    user: str | None = None
-    slots: int | None = None
+    user: str | None = None  # the login name
+    slots: int | None = None  # the number of workers
 
     @property
     def destination(self) -> str:
-        """The machine as ssh is given it."""
+        """The machine as an argument of ssh."""
         return self.name if self.user is None else f"{self.user}@{self.name}"
+
+
+def run_on_hosts(options: argparse.Namespace) -> int:
+    """Runs the job on the machines of `--hosts`; returns the exit code.
+
+    Raises:
+        OptionError: flags contradict each other, or the list of machines is malformed.
+    """
+    hosts = hosts_of(options.hosts)
+    _reject_contradictions(options)
+    attempts = [_attempt(host, options.remote_python) for host in hosts]
+    commands = [command_for(attempt, shlex.split(options.ssh)) for attempt in attempts]
+    if options.dry_run:
+        for attempt, command in zip(attempts, commands, strict=True):
+            print(f"{attempt.destination}: {shlex.join(command)}")
+        return 0
+    shutdown_s = shutdown_timeout_s(options, os.environ)
+    parts = parts_of(hosts, options, os.environ, shutdown_s)
+    launch = RemoteLaunch(parts, attempts, LaunchTimeouts(START_S, shutdown_s), time.monotonic(), options.elastic)
+    with SshStarter(launch, commands, [host.name for host in hosts], options.signals_to_handle) as starter:
+        return starter.run()
+
+
+def _attempt(host: Host, remote_python: str | None) -> LaunchAttempt:
+    local = is_here(host)
+    python = sys.executable if local or remote_python is None else remote_python
+    return LaunchAttempt(host.destination, python, __version__, local)
+
+
+def _reject_contradictions(options: argparse.Namespace) -> None:
+    others = {
+        "--nnodes": options.nnodes != (1, 1),
+        "--node-rank": options.node_rank is not None,
+        "--rdzv-endpoint": bool(options.rdzv_endpoint),
+        "--standalone": options.standalone,
+        "--print-token": options.print_token,
+    }
+    if given := [name for name, is_given in others.items() if is_given]:
+        raise OptionError(
+            f"{' and '.join(given)}: with --hosts the machines and their numbers are known; leave {given[0]} out"
+        )
+
+
+def parts_of(
+    hosts: Sequence[Host], options: argparse.Namespace, environment: Mapping[str, str], shutdown_s: float
+) -> list[NodeAssignment]:
+    """Returns the assignment of each machine."""
+    secret = None
+    if (options.security or chosen_level()) != "none":
+        secret = (job_secret() or secrets.token_bytes(32)).hex()
+    run_id = options.rdzv_id if options.rdzv_id not in ("", "none") else secrets.token_hex(4)
+    return [
+        NodeAssignment(
+            words=list(options.words),
+            directory=options.remote_dir or _directory(environment),
+            environment=forwarded_variables(environment, options.export),
+            secret=secret,
+            node_rank=number,
+            nodes=len(hosts),
+            workers=host.slots,
+            run_id=run_id,
+            shutdown_s=shutdown_s,
+            towards=next((other.name for other in hosts if other != host), ""),
+            passes_local_rank=getattr(options, "passes_local_rank", False),
+        )
+        for number, host in enumerate(hosts)
+    ]
+
+
+def _directory(environment: Mapping[str, str]) -> str:
+    """Returns the current directory as the user entered it, possibly through links."""
+    named = environment.get("PWD", "")
+    with contextlib.suppress(OSError):
+        if os.path.samefile(named, "."):
+            return named
+    return os.getcwd()
+
+
+def forwarded_variables(environment: Mapping[str, str], exported: Mapping[str, str | None]) -> dict[str, str]:
+    """Returns the variables to set on the other machines: flags, Paceline's settings, and those of `--export`.
+
+    Raises:
+        OptionError: a variable of `--export` is not set.
+    """
+    found = {name: value for name, value in environment.items() if name in _FORWARDED or name.startswith("PET_")}
+    for name, value in exported.items():
+        if value is None and name not in environment:
+            raise OptionError(f"--export {name}: there is no such variable here; set it, or write {name}=VALUE")
+        found[name] = environment[name] if value is None else value
+    return found
+
+
+class SshStarter:
+    """Runs the launchers of a job as child processes; leaving its `with` block ends them."""
+
+    def __init__(
+        self,
+        launch: RemoteLaunch,
+        commands: Sequence[Sequence[str]],
+        names: Sequence[str],
+        signals: Sequence[signal.Signals],
+    ) -> None:
+        self._launch = launch
+        self._commands = commands
+        self._names = names
+        self._signals = Signals(signals)
+        self._console = Console(lambda: self._signals.has_come)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._signals.fileno(), selectors.EVENT_READ)
+        self._launchers: dict[int, LauncherProcess] = {}
+
+    def __enter__(self) -> SshStarter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for launcher in self._launchers.values():
+            launcher.close()
+        self._selector.close()
+        self._signals.close()
+
+    def run(self) -> int:
+        """Starts all launchers and waits for them; returns the job's exit code."""
+        for machine in range(len(self._commands)):
+            self._start(machine)
+        while not self._launch.is_over:
+            self._act()
+            for key, _ in self._selector.select(self._wait_s()):
+                if key.data is None:
+                    self._on_signals()
+                elif key.data[0] in self._launchers:
+                    self._on_output(*key.data)
+            self._collect_ended()
+            self._launch.tick(time.monotonic())
+        self._act()
+        return self._launch.exit_code
+
+    def _start(self, machine: int) -> None:
+        name = self._names[machine]
+        prefixes = (prefix(name, machine, wants_colours(1)), prefix(name, machine, wants_colours(2)))
+        try:
+            launcher = LauncherProcess(
+                self._commands[machine], prefixes, (self._console.writer(1), self._console.writer(2))
+            )
+        except FileNotFoundError as error:
+            program = self._commands[machine][0]
+            raise OptionError(
+                f"there is no {program} on this machine, which is needed to reach {name}; install "
+                "OpenSSH's client (package openssh-client), or name it with --ssh"
+            ) from error
+        self._launchers[machine] = launcher
+        for stream, descriptor in enumerate(launcher.descriptors):
+            self._selector.register(descriptor, selectors.EVENT_READ, (machine, stream))
+
+    def _wait_s(self) -> float:
+        deadline_s = self._launch.deadline_s
+        return _POLL_S if deadline_s is None else min(_POLL_S, max(0.0, deadline_s - time.monotonic()))
+
+    def _on_output(self, machine: int, stream: int) -> None:
+        launcher = self._launchers[machine]
+        messages, has_ended = launcher.read(stream)
+        for message in messages:
+            self._launch.receive(machine, message, time.monotonic())
+        if has_ended:
+            self._selector.unregister(launcher.descriptors[stream])
+
+    def _on_signals(self) -> None:
+        numbers, _ = self._signals.read()
+        for number in numbers:
+            self._launch.signalled(number.name, time.monotonic())
+
+    def _collect_ended(self) -> None:
+        for machine, launcher in list(self._launchers.items()):
+            code = launcher.exit_code()
+            if code is None:
+                continue
+            for descriptor in launcher.descriptors:
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(descriptor)
+            for message in launcher.drain():
+                self._launch.receive(machine, message, time.monotonic())
+            self._launch.ended(machine, code, launcher.errors, time.monotonic())
+            del self._launchers[machine]
+            launcher.close()
+
+    def _act(self) -> None:
+        for action in self._launch.take_actions():
+            match action:
+                case ShowText(text):
+                    self._console.say(text)
+                case SendAssignment(machine, part) if machine in self._launchers:
+                    self._launchers[machine].send(part)
+                case ForwardSignal(machine, name) if machine in self._launchers:
+                    self._launchers[machine].send(Signal(name))
+                case Disconnect(machine) if machine in self._launchers:
+                    self._launchers[machine].disconnect()
+
+
+class LauncherProcess:
+    """The local process of a launcher: ssh, or the launcher itself.
+
+    Args:
+        command: The command that starts it.
+        prefixes: The prefixes of its lines on stdout and stderr.
+        writes: The functions that write these lines.
+
+    Raises:
+        OSError: the command cannot be started.
+    """
+
+    def __init__(self, command: Sequence[str], prefixes: tuple[bytes, bytes], writes: tuple[Write, Write]) -> None:
+        # The starter forwards a Ctrl-C in the terminal, so that each launcher has a session of its own.
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+        self._splitter = MessageSplitter()
+        self._lines = [LinePrefixer(prefix, write) for prefix, write in zip(prefixes, writes, strict=True)]
+        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._stdin = self._process.stdin
+        self._pipes = [self._process.stdout, self._process.stderr]
+        for pipe in self._pipes:
+            os.set_blocking(pipe.fileno(), False)
+        self._errors = b""
+
+    @property
+    def errors(self) -> str:
+        """The end of the output on stderr."""
+        return self._errors.decode(errors="replace")
+
+    @property
+    def descriptors(self) -> list[int]:
+        """The descriptors of stdout and stderr."""
+        return [pipe.fileno() for pipe in self._pipes]
+
+    def read(self, stream: int) -> tuple[list[FromLauncher], bool]:
+        """Forwards output on stdout (0) or stderr (1); returns the messages in it, and whether the stream has ended.
+
+        Raises:
+            ValueError: a message cannot be decoded.
+        """
+        try:
+            data = os.read(self._pipes[stream].fileno(), 1 << 16)
+        except BlockingIOError:
+            return [], False
+        messages: list[FromLauncher] = []
+        printed = data
+        if stream == 0:
+            messages, printed = self._splitter.feed(data)
+        else:
+            self._errors = (self._errors + data)[-_TAIL_BYTES:]
+        self._lines[stream].feed(printed)
+        return messages, not data
+
+    def send(self, message: ToLauncher) -> None:
+        """Sends a message to the launcher; has no effect if it has ended."""
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            self._stdin.write(encode_to_launcher(message))
+            self._stdin.flush()
+
+    def exit_code(self) -> int | None:
+        """Returns the exit code of the local process, or None while it runs."""
+        return self._process.poll()
+
+    def disconnect(self) -> None:
+        """Closes the connection, which ends the launcher and its workers."""
+        self._close_stdin()
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    def drain(self) -> list[FromLauncher]:
+        """Forwards the remaining output of an ended process; returns the messages in it."""
+        messages: list[FromLauncher] = []
+        for stream in range(2):
+            # Another process, such as one of ssh, may hold the pipe open.
+            while select.select([self._pipes[stream]], [], [], 0)[0]:
+                more, has_ended = self.read(stream)
+                messages += more
+                if has_ended:
+                    break
+        self._lines[0].feed(self._splitter.close())
+        for lines in self._lines:
+            lines.close()
+        return messages
+
+    def close(self) -> None:
+        """Ends the process if it still runs, and closes the pipes."""
+        if self._process.poll() is None:
+            self.disconnect()
+            self._process.wait()
+        self._close_stdin()
+        for pipe in self._pipes:
+            pipe.close()
+
+    def _close_stdin(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.close()
+
+
+def command_for(attempt: LaunchAttempt, ssh: Sequence[str]) -> list[str]:
+    """Returns the command that starts the launcher of a machine."""
+    far_end = [attempt.python, "-c", FAR_END]
+    return far_end if attempt.is_here else [*ssh, *SSH_OPTIONS, attempt.destination, f"exec {shlex.join(far_end)}"]
+
+
+def is_here(host: Host) -> bool:
+    """Returns whether a name without a login name denotes this machine, so that no ssh is needed."""
+    if host.user is not None:
+        return False
+    if host.name in ("localhost", socket.gethostname()):
+        return True
+    try:
+        found = socket.getaddrinfo(host.name, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False  # only ssh's configuration may resolve it
+    return any(_is_mine(family, address) for family, _, _, _, address in found)
+
+
+def _is_mine(family: int, address: object) -> bool:
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind(address)  # type: ignore[arg-type]  # as getaddrinfo returned it
+        return True
+    return False
 
 
 def hosts_of(text: str) -> tuple[Host, ...]:
@@ -78,7 +418,7 @@ def hosts_of(text: str) -> tuple[Host, ...]:
     [('a', 4), ('anna@b', 2), ('c', None)]
 
     Raises:
-        OptionError: it is neither, or names no machine.
+        OptionError: the text is neither, or names no machine.
     """
     if os.path.isfile(text):
         try:
@@ -97,7 +437,7 @@ def hosts_of_file(text: str, name: str) -> tuple[Host, ...]:
     """Returns the machines of a host file: lines with HOST, HOST:N or HOST slots=N, and comments after #.
 
     Raises:
-        OptionError: a line is none of these; the message has its number.
+        OptionError: a line has another form; the message gives its number.
     """
     found = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -131,368 +471,17 @@ def _host_of_line(words: list[str], where: str) -> Host:
             slots = int(value)
         elif equals and key in _USERS and re.fullmatch(r"[\w.+-]+", value):
             user = value
-        elif not equals or key not in _WITHOUT_MEANING:
+        elif not equals or key not in _IGNORED:
             raise OptionError(f"{where}: {word!r} is not known; a line is HOST, HOST:N or HOST slots=N")
     return Host(host.name, user, slots)
 
 
 def _together(hosts: Iterable[Host]) -> tuple[Host, ...]:
-    """Returns each machine once: one that is named several times has the workers of all its places."""
-    places: dict[tuple[str, str | None], list[int | None]] = {}
+    """Returns each machine once, with the workers of all its entries."""
+    entries: dict[tuple[str, str | None], list[int | None]] = {}
     for host in hosts:
-        places.setdefault((host.name, host.user), []).append(host.slots)
+        entries.setdefault((host.name, host.user), []).append(host.slots)
     return tuple(
-        Host(name, user, slots[0] if len(slots) == 1 else sum(each or 1 for each in slots))
-        for (name, user), slots in places.items()
+        Host(name, user, slots[0] if len(slots) == 1 else sum(count or 1 for count in slots))
+        for (name, user), slots in entries.items()
     )
-
-
-# The directory in which ssh begins must not hide a module, so it is taken off the path.
-FAR_END = "import sys; sys.path[:] = filter(None, sys.path); from paceline.operate.launch.ssh.remote_launcher import main; sys.exit(main())"
-# Nobody is asked anything, since several machines would ask at once; a connection of its own, which ends with the
-# launcher; and a network that is silent for 15 s ends it as well.
-SSH_OPTIONS = (
-    *("-T", "-a", "-x", "-S", "none", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15"),
-    *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
-)
-_TAIL_BYTES = 1 << 13
-
-
-def command_for(attempt: LaunchAttempt, ssh: Sequence[str]) -> list[str]:
-    """Returns what starts the launcher of a machine."""
-    far_end = [attempt.python, "-c", FAR_END]
-    return far_end if attempt.is_here else [*ssh, *SSH_OPTIONS, attempt.destination, f"exec {shlex.join(far_end)}"]
-
-
-def is_here(host: Host) -> bool:
-    """Returns whether a name leads to this machine, so that no ssh is needed; with a login name ssh is always used."""
-    if host.user is not None:
-        return False
-    if host.name in ("localhost", socket.gethostname()):
-        return True
-    try:
-        found = socket.getaddrinfo(host.name, 0, type=socket.SOCK_STREAM)
-    except OSError:
-        return False  # only ssh's configuration knows it
-    return any(_is_mine(family, address) for family, _, _, _, address in found)
-
-
-def _is_mine(family: int, address: object) -> bool:
-    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind(address)  # type: ignore[arg-type]  # as getaddrinfo returned it
-        return True
-    return False
-
-
-class LauncherProcess:
-    """A launcher that was started, as its process here.
-
-    Args:
-        command: starts it.
-        prefixes: what its lines on stdout and stderr begin with.
-        writes: where they go.
-
-    Raises:
-        OSError: the command cannot be started.
-    """
-
-    def __init__(self, command: Sequence[str], prefixes: tuple[bytes, bytes], writes: tuple[Write, Write]) -> None:
-        # Ctrl-C in the terminal is for the starter, which passes it on: so each has a session of its own.
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-        )
-        self._sieve = MessageSplitter()
-        self._lines = [LinePrefixer(prefix, write) for prefix, write in zip(prefixes, writes, strict=True)]
-        assert self._process.stdin is not None and self._process.stdout is not None
-        assert self._process.stderr is not None
-        self._stdin = self._process.stdin
-        self._pipes = [self._process.stdout, self._process.stderr]
-        for pipe in self._pipes:
-            os.set_blocking(pipe.fileno(), False)
-        self._errors = b""
-
-    @property
-    def errors(self) -> str:
-        """The end of what came on stderr."""
-        return self._errors.decode(errors="replace")
-
-    @property
-    def descriptors(self) -> list[int]:
-        """Returns what to read from, stdout first."""
-        return [pipe.fileno() for pipe in self._pipes]
-
-    def read(self, stream: int) -> tuple[list[FromLauncher], bool]:
-        """Passes on what has come on stdout (0) or stderr (1); returns what the launcher said, and whether that is all.
-
-        Raises:
-            ValueError: it said something that is no message.
-        """
-        try:
-            data = os.read(self._pipes[stream].fileno(), 1 << 16)
-        except BlockingIOError:
-            return [], False
-        said: list[FromLauncher] = []
-        printed = data
-        if stream == 0:
-            said, printed = self._sieve.feed(data)
-        else:
-            self._errors = (self._errors + data)[-_TAIL_BYTES:]
-        self._lines[stream].feed(printed)
-        return said, not data
-
-    def tell(self, message: ToLauncher) -> None:
-        """Tells the launcher something; nothing if it has ended."""
-        with contextlib.suppress(BrokenPipeError, ValueError):
-            self._stdin.write(encode_to_launcher(message))
-            self._stdin.flush()
-
-    def exit_code(self) -> int | None:
-        """Returns the exit code of the process here; None while it runs."""
-        return self._process.poll()
-
-    def cut(self) -> None:
-        """Cuts the connection, which ends the launcher and its workers there."""
-        self._close_stdin()
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-
-    def rest(self) -> list[FromLauncher]:
-        """Passes on what an ended process has left in its pipes; returns what the launcher said there."""
-        said: list[FromLauncher] = []
-        for stream in range(2):
-            # Another process, such as one of ssh's, may hold the pipe open.
-            while select.select([self._pipes[stream]], [], [], 0)[0]:
-                more, is_all = self.read(stream)
-                said += more
-                if is_all:
-                    break
-        self._lines[0].feed(self._sieve.close())
-        for lines in self._lines:
-            lines.close()
-        return said
-
-    def close(self) -> None:
-        """Ends the process if it still runs, and closes the pipes."""
-        if self._process.poll() is None:
-            self.cut()
-            self._process.wait()
-        self._close_stdin()
-        for pipe in self._pipes:
-            pipe.close()
-
-    def _close_stdin(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self._stdin.close()
-
-
-START_S = 120.0
-_LOOK_S = 1.0  # processes are looked at this often, should the news of an end get lost
-_TAKEN_ALONG = ("OMP_NUM_THREADS", "PYTHONPATH", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
-_OURS_TAKEN_ALONG = (
-    "SECURITY",
-    "INSECURE",
-    "IFACE",
-    "ALGORITHM",
-    "COSTS",
-    "CONGESTION",
-    "CHECKS",
-    "RECORD",
-    "STREAMS",
-    "PORT",
-)
-
-
-def run_on_hosts(options: argparse.Namespace) -> int:
-    """Runs the job on the machines of `--hosts`; returns the exit code.
-
-    Raises:
-        OptionError: flags contradict each other, or a machine cannot be read.
-    """
-    hosts = hosts_of(options.hosts)
-    _refuse_others(options)
-    attempts = [_attempt(host, options.remote_python) for host in hosts]
-    commands = [command_for(each, shlex.split(options.ssh)) for each in attempts]
-    if options.dry_run:
-        for attempt, command in zip(attempts, commands, strict=True):
-            print(f"{attempt.destination}: {shlex.join(command)}")
-        return 0
-    shutdown_s = shutdown_timeout_s(options, os.environ)
-    parts = parts_of(hosts, options, os.environ, shutdown_s)
-    conduct = RemoteLaunch(parts, attempts, LaunchTimeouts(START_S, shutdown_s), time.monotonic(), options.elastic)
-    with SshStarter(conduct, commands, [host.name for host in hosts], options.signals_to_handle) as starter:
-        return starter.run()
-
-
-def _attempt(host: Host, remote_python: str | None) -> LaunchAttempt:
-    local = is_here(host)
-    python = sys.executable if local or remote_python is None else remote_python
-    return LaunchAttempt(host.destination, python, __version__, local)
-
-
-def _refuse_others(options: argparse.Namespace) -> None:
-    others = {
-        "--nnodes": options.nnodes != (1, 1),
-        "--node-rank": options.node_rank is not None,
-        "--rdzv-endpoint": bool(options.rdzv_endpoint),
-        "--standalone": options.standalone,
-        "--print-token": options.print_token,
-    }
-    if given := [name for name, is_given in others.items() if is_given]:
-        raise OptionError(
-            f"{' and '.join(given)}: with --hosts the machines and their numbers are known; leave {given[0]} out"
-        )
-
-
-def parts_of(
-    hosts: Sequence[Host], options: argparse.Namespace, environment: Mapping[str, str], shutdown_s: float
-) -> list[NodeAssignment]:
-    """Returns what each machine is to run."""
-    secret = None
-    if (options.security or chosen_level()) != "none":
-        secret = (job_secret() or secrets.token_bytes(32)).hex()
-    run_id = options.rdzv_id if options.rdzv_id not in ("", "none") else secrets.token_hex(4)
-    return [
-        NodeAssignment(
-            words=list(options.words),
-            directory=options.remote_dir or _directory(environment),
-            environment=forwarded_variables(environment, options.export),
-            secret=secret,
-            node_rank=number,
-            nodes=len(hosts),
-            workers=host.slots,
-            run_id=run_id,
-            shutdown_s=shutdown_s,
-            towards=next((other.name for other in hosts if other != host), ""),
-            passes_local_rank=getattr(options, "passes_local_rank", False),
-        )
-        for number, host in enumerate(hosts)
-    ]
-
-
-def _directory(environment: Mapping[str, str]) -> str:
-    """Returns the current directory by the name that the user knows, which may lead through links."""
-    named = environment.get("PWD", "")
-    with contextlib.suppress(OSError):
-        if os.path.samefile(named, "."):
-            return named
-    return os.getcwd()
-
-
-def forwarded_variables(environment: Mapping[str, str], exported: Mapping[str, str | None]) -> dict[str, str]:
-    """Returns the variables that go to the other machines: flags, Paceline's settings, and those of `--export`.
-
-    Raises:
-        OptionError: a variable of `--export` is not set.
-    """
-    names = {*_TAKEN_ALONG, *(f"PACELINE_{name}" for name in _OURS_TAKEN_ALONG)}
-    taken = {name: value for name, value in environment.items() if name in names or name.startswith("PET_")}
-    for name, value in exported.items():
-        if value is None and name not in environment:
-            raise OptionError(f"--export {name}: there is no such variable here; set it, or write {name}=VALUE")
-        taken[name] = environment[name] if value is None else value
-    return taken
-
-
-class SshStarter:
-    """The launchers of a job as processes of this one; `with` ends those that still run."""
-
-    def __init__(
-        self,
-        conduct: RemoteLaunch,
-        commands: Sequence[Sequence[str]],
-        names: Sequence[str],
-        signals: Sequence[signal.Signals],
-    ) -> None:
-        self._conduct = conduct
-        self._commands = commands
-        self._names = names
-        self._signals = Signals(signals)
-        self._console = Console(lambda: self._signals.has_come)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._signals.fileno(), selectors.EVENT_READ)
-        self._calls: dict[int, LauncherProcess] = {}
-
-    def __enter__(self) -> SshStarter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for call in self._calls.values():
-            call.close()
-        self._selector.close()
-        self._signals.close()
-
-    def run(self) -> int:
-        """Starts all launchers, and returns the job's exit code when they have ended."""
-        for machine in range(len(self._commands)):
-            self._start(machine)
-        while not self._conduct.is_over:
-            self._act()
-            for key, _ in self._selector.select(self._wait_s()):
-                if key.data is None:
-                    self._on_signals()
-                elif key.data[0] in self._calls:
-                    self._on_output(*key.data)
-            self._look_for_ends()
-            self._conduct.tick(time.monotonic())
-        self._act()
-        return self._conduct.exit_code
-
-    def _start(self, machine: int) -> None:
-        name = self._names[machine]
-        prefixes = (prefix(name, machine, wants_colours(1)), prefix(name, machine, wants_colours(2)))
-        try:
-            call = LauncherProcess(
-                self._commands[machine], prefixes, (self._console.writer(1), self._console.writer(2))
-            )
-        except FileNotFoundError as error:
-            program = self._commands[machine][0]
-            raise OptionError(
-                f"there is no {program} on this machine, which is needed to reach {name}; install "
-                "OpenSSH's client (package openssh-client), or name it with --ssh"
-            ) from error
-        self._calls[machine] = call
-        for stream, descriptor in enumerate(call.descriptors):
-            self._selector.register(descriptor, selectors.EVENT_READ, (machine, stream))
-
-    def _wait_s(self) -> float:
-        deadline_s = self._conduct.deadline_s
-        return _LOOK_S if deadline_s is None else min(_LOOK_S, max(0.0, deadline_s - time.monotonic()))
-
-    def _on_output(self, machine: int, stream: int) -> None:
-        call = self._calls[machine]
-        said, is_all = call.read(stream)
-        for message in said:
-            self._conduct.said(machine, message, time.monotonic())
-        if is_all:
-            self._selector.unregister(call.descriptors[stream])
-
-    def _on_signals(self) -> None:
-        numbers, _ = self._signals.read()
-        for number in numbers:
-            self._conduct.signalled(number.name, time.monotonic())
-
-    def _look_for_ends(self) -> None:
-        for machine, call in list(self._calls.items()):
-            code = call.exit_code()
-            if code is None:
-                continue
-            for descriptor in call.descriptors:
-                with contextlib.suppress(KeyError):
-                    self._selector.unregister(descriptor)
-            for message in call.rest():
-                self._conduct.said(machine, message, time.monotonic())
-            self._conduct.ended(machine, code, call.errors, time.monotonic())
-            del self._calls[machine]
-            call.close()
-
-    def _act(self) -> None:
-        for action in self._conduct.take_actions():
-            match action:
-                case ShowText(text):
-                    self._console.say(text)
-                case SendAssignment(machine, part) if machine in self._calls:
-                    self._calls[machine].tell(part)
-                case ForwardSignal(machine, name) if machine in self._calls:
-                    self._calls[machine].tell(Signal(name))
-                case Disconnect(machine) if machine in self._calls:
-                    self._calls[machine].cut()

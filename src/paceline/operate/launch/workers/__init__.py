@@ -1,5 +1,7 @@
-"""The worker processes of one machine: their start, their environment, their output and their end.
+"""The worker processes of one machine: their start, environment, output and end.
 
-May use: `diagnosis` and below. Start reading at `start_workers.py` and `worker_group.py`; `bootstrap.py` is what runs
-first in a worker, and `cleanup.py` makes sure that nothing outlives the launcher.
+`bootstrap.py` runs first in each worker, and `cleanup.py` ensures that no process outlives the launcher.
+
+May use: `diagnosis` and below, and the `Job` of the launcher. Start reading at `start_workers.py` and
+`worker_group.py`.
 """

@@ -1,8 +1,7 @@
-"""The first thing that runs in a worker: `python bootstrap.py LAUNCHER_PID [-m|--path|--exec] SCRIPT ARGS...`.
+"""The program of each worker: `python bootstrap.py LAUNCHER_PID [-m|--path|--exec] SCRIPT ARGS...`.
 
-Ties the worker to its launcher, which learns of an exception that leaves the script; then runs the script as
-`python SCRIPT` would.
-Kept apart from the package's imports, since every worker pays for it.
+It makes the worker end with its launcher, announces an exception that leaves the script, and runs the script as
+`python SCRIPT` does. It imports nothing of the package, since each worker would pay for that.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def run(arguments: list[str]) -> None:
                 f"paceline: {rest[1]} cannot be executed ({error.strerror}); with --no-python it must be a program"
             )
     if (channel := os.environ.get("PACELINE_ELASTIC_FD")) is not None:
-        os.set_inheritable(int(channel), False)  # what the script starts does not speak for this worker
+        os.set_inheritable(int(channel), False)  # processes that the script starts must not write to it
     error_file = os.environ["PACELINE_ERROR_FILE"]
     uncaught = _Uncaught(error_file)
     _print_uncaught()
@@ -63,7 +62,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _run_script(rest: list[str]) -> None:
-    """Runs what the arguments name, without a trace of this file in its namespace."""
+    """Runs the script, module or path that the arguments name, without a trace of this file in its namespace."""
     if rest[0] == "-m":
         import runpy
 
@@ -80,7 +79,7 @@ def _run_script(rest: list[str]) -> None:
         return
     sys.argv = rest
     script = rest[0]
-    if not os.path.isabs(script):  # as Python does since 3.9, so that __file__ stays right after os.chdir
+    if not os.path.isabs(script):  # as Python does since 3.9, so that __file__ stays valid after os.chdir
         script = os.path.join(os.getcwd(), script)
     if _holds_modules(script):
         import runpy
@@ -99,7 +98,7 @@ def _run_script(rest: list[str]) -> None:
 
 
 def _holds_modules(script: str) -> bool:
-    """Returns whether the script is a directory or a zip file, of which Python runs the module `__main__`."""
+    """Returns whether the script is a directory or a zip file, whose module `__main__` Python runs."""
     for hook in sys.path_hooks:
         try:
             hook(script)
@@ -110,7 +109,7 @@ def _holds_modules(script: str) -> bool:
 
 
 def _code_of(content: bytes, script: str) -> CodeType:
-    """Returns the code of a source file, or of a file that holds compiled code."""
+    """Returns the code of a source file or of a compiled one."""
     if not script.endswith(".pyc"):
         return compile(content, script, "exec")
     import marshal
@@ -133,10 +132,10 @@ def die_with_parent(parent: int) -> None:
 
 
 def _prepare_stdin() -> None:
-    """Lets `input` edit lines on the rank that reads stdin, and makes `breakpoint()` do nothing on the others.
+    """Enables line editing in `input` on the rank that reads stdin, and disables `breakpoint()` on the others.
 
-    A line editor echoes typed text on stdout, so that the launcher sees it. Without a stdin to type into, the debugger
-    would end the job.
+    A line editor echoes typed text on stdout, so that the launcher receives it. Without a stdin, the debugger would end
+    the job.
     """
     reader, rank = os.environ.get("PACELINE_STDIN", "none"), os.environ["RANK"]
     if reader == rank and os.isatty(0) and os.isatty(1):
@@ -157,9 +156,9 @@ def _prepare_stdin() -> None:
 
 
 def offer_stack() -> None:
-    """Lets the launcher take this process's Python stack with a signal; `operate/diagnosis/worker_process.py` does it.
+    """Enables the launcher to capture this process's Python stack by a signal, in `diagnosis/worker_process.py`.
 
-    The file is closed in programs that this process starts, which have no handler for the signal either.
+    Programs that this process starts inherit neither the file nor the handler.
     """
     import faulthandler
     import signal
@@ -168,7 +167,7 @@ def offer_stack() -> None:
         file = _new_file(f"paceline-stack-{os.getpid()}")
         appending = os.open(f"/proc/self/fd/{file}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         os.close(file)
-    except OSError:  # there are no memory files here, or no descriptors
+    except OSError:  # no memory files, or no descriptors left
         return
     faulthandler.register(signal.SIGRTMAX - 7, appending, all_threads=False, chain=False)
 
@@ -186,7 +185,7 @@ def _new_file(name: str) -> int:
 
 
 def _join_cgroup(directory: str | None) -> None:
-    """Moves this process into the job's cgroup, if there is one; if the kernel forbids it, the guards use marks."""
+    """Moves this process into the job's cgroup, if any; if the kernel forbids that, the guards rely on marks."""
     if directory is not None:
         try:
             with open(f"{directory}/cgroup.procs", "w") as members:
@@ -196,9 +195,9 @@ def _join_cgroup(directory: str | None) -> None:
 
 
 def _record_exit(path: str) -> None:
-    """Records, last of all at exit, that the script has ended: a crash after that is not the script's own."""
+    """Records as the last action at exit that the script has ended: a later crash is not the script's own."""
     import atexit
-    from os import getpid  # the script, which shares this module's names, may give `os` another meaning
+    from os import getpid  # the script shares this module's namespace and may redefine `os`
 
     worker = getpid()
 
@@ -214,10 +213,10 @@ def _record_exit(path: str) -> None:
 
 
 class _Uncaught:
-    """Records an exception that leaves the script, and tells the launcher of it at once.
+    """Records an exception that leaves the script, and announces it to the launcher immediately.
 
-    The process itself may take seconds to end: its threads, what it has registered to run at exit, its memory. The
-    imports happen only if there is an exception.
+    The process itself may take seconds to end, because of threads, exit handlers and its memory. The imports happen
+    only after an exception.
     """
 
     def __init__(self, path: str) -> None:
@@ -227,7 +226,7 @@ class _Uncaught:
 
     def record(self, error: BaseException) -> None:
         """Records the exception, unless it left the script in a fork of this process."""
-        import sys  # the script, which shares this module's names, may give them another meaning
+        import sys  # the script shares this module's namespace and may redefine its names
         from os import getpid
 
         if getpid() != self._worker:
@@ -237,12 +236,12 @@ class _Uncaught:
             from paceline.operate.launch.workers.failures import record_uncaught
 
             record_uncaught(self._path, error)
-        except Exception:  # what was raised must leave the script in any case
+        except Exception:  # the script's own exception must propagate in any case
             pass
 
 
 def _print_uncaught() -> None:
-    """Has an uncaught exception printed in the launcher's way; the imports for it happen only if there is one."""
+    """Installs the hook that prints an uncaught exception as the launcher does; it imports nothing before that."""
     package = _package()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -255,7 +254,7 @@ def _print_uncaught() -> None:
 
 
 def _package() -> str:
-    """Returns the directory that `paceline` is imported from."""
+    """Returns the directory from which `paceline` is imported."""
     path = os.path.abspath(__file__)
     for _ in range(5):  # src/paceline/operate/launch/workers/bootstrap.py
         path = os.path.dirname(path)

@@ -1,21 +1,18 @@
-"""Holds what a job has on this machine besides its workers, and ends all of it.
+"""Cleanup of a job on this machine: no process and no directory of it outlives the launcher.
 
-Makes a cgroup for the job's workers, if the kernel lets this user make one.
+The kernel kills a worker whose launcher dies (`paceline/linux.py`). Processes that a worker has started are found in
+four ways:
 
-Every process that a worker starts is in its cgroup, whatever sessions it opens, parents it loses and variables it
-clears. So killing the cgroup (`cgroup.kill`, Linux 5.14) kills all of them, and nothing else. This needs version 2 and
-a cgroup that is delegated to the user: that of a systemd user manager, of a container that may write to it, or root's.
+- The job's cgroup, if the kernel lets this user create one, holds every process that a worker starts, whatever its
+  session, parent and variables; `cgroup.kill` (Linux 5.14) kills exactly these. It requires version 2 and a cgroup that
+  is delegated to the user: by a systemd user manager, in a container that may write to it, or as root.
+- The job's mark is in the environment of its processes.
+- The sessions that workers lead.
+- Orphans, which the launcher adopts; it kills them when it ends by itself.
 
-Makes sure that nothing outlives the launcher, whatever ends it.
-
-The kernel kills a worker whose launcher dies (`paceline/linux.py`). Guards kill what a worker had started: they are
-processes that were forked early and hold the reading end of a pipe, which closes when the launcher dies. They kill the
-job's cgroup if there is one, and every process that carries the job's mark in its environment or is in a session that a
-worker leads, and they remove the job's directory. They kill nothing else, since a process tree may hold processes that
-belong to others. There are several guards, since one may be killed just before the launcher.
-
-A launcher that ends by itself also kills the orphans that it has adopted: they are processes of the job, whatever they
-did to their environment and session.
+Guards do this if the launcher is killed. They are processes that were forked early and hold the reading end of a pipe,
+which closes when the launcher dies. They kill nothing else, since a process tree may hold processes of other users.
+There are several, since one may be killed just before the launcher.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,25 +33,33 @@ from paceline import _core
 
 CGROUP_VARIABLE = "PACELINE_CGROUP"  # the bootstrap joins it before anything else runs in a worker
 
-_END_ROUNDS, _PAUSE_S = 200, 0.005  # how often, and for how long, to wait until the killed processes have ended
+MARK = "PACELINE_JOB"
+GUARDS = 3
+
+_PAUSE_S = 0.005
+_REMOVAL_ROUNDS = 200  # pauses to wait until the killed processes of a cgroup have ended
+_KILL_ROUNDS = 20  # repetitions for processes that were started during the killing
+_PR_SET_CHILD_SUBREAPER = 36
+_NOT_FOR_GUARDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_LONGEST_PATH = 80  # of the 107 bytes of a Unix socket's path, less the names inside the directory
 
 
 @dataclass(frozen=True)
 class Cgroup:
-    """A cgroup below this process's own, whether it has been made or not."""
+    """A cgroup below this process's own, which may not have been created yet."""
 
     directory: Path
 
     @classmethod
     def planned(cls, root: Path = Path("/")) -> Cgroup | None:
-        """Returns a cgroup with a new name that is not made yet; None if this user can make none."""
+        """Returns a cgroup with a new name, without creating it, or None if this user cannot create one."""
         own = own_directory(root)
         if own is None or not os.access(own, os.W_OK) or not os.access(own / "cgroup.procs", os.W_OK):
             return None
         return cls(own / f"paceline-{secrets.token_hex(8)}")
 
     def make(self) -> bool:
-        """Makes the cgroup; returns False, and leaves none behind, if the kernel refuses or could not kill it."""
+        """Creates the cgroup; returns False, and leaves none behind, if the kernel refuses or cannot kill it."""
         try:
             self.directory.mkdir()
             if (self.directory / "cgroup.kill").exists():
@@ -65,13 +70,13 @@ class Cgroup:
         return False
 
     def kill(self) -> None:
-        """Kills every process in it and in the cgroups below, if it exists; it can be used again."""
+        """Kills every process in it and in the cgroups below, if it exists; it remains usable."""
         with contextlib.suppress(OSError):
             (self.directory / "cgroup.kill").write_text("1")
 
     def remove(self) -> None:
         """Kills every process in it and removes it; idempotent."""
-        for _ in range(_END_ROUNDS):
+        for _ in range(_REMOVAL_ROUNDS):
             self.kill()
             for directory, _, _ in os.walk(self.directory, topdown=False):
                 with contextlib.suppress(OSError):  # still in use
@@ -82,31 +87,23 @@ class Cgroup:
 
 
 def own_directory(root: Path = Path("/")) -> Path | None:
-    """Returns where this process's cgroup of version 2 is mounted; None if it is not."""
+    """Returns the directory of this process's cgroup of version 2, or None if it is not mounted."""
     directories, is_mounted_so = _core.cgroups("", str(root).rstrip("/"))
     return Path(directories[0]) if is_mounted_so else None
 
 
-MARK = "PACELINE_JOB"
-GUARDS = 3
-
-_PR_SET_CHILD_SUBREAPER = 36
-_ROUNDS = 20  # how often to look again for processes that were started during the killing
-_NOT_FOR_GUARDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-
-
 def adopt_orphans() -> None:
-    """Makes this process, instead of init, the parent of the workers' children when the workers end."""
+    """Makes this process, instead of init, the parent of the workers' children after the workers' end."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def reap_orphans(own: Iterable[int]) -> None:
-    """Reaps the adopted children that have ended; leaves `own` to the code that waits for them."""
+    """Reaps the adopted children that have ended, but not `own`, which their owner reaps."""
     spared = set(own)
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
             if ended.si_pid in spared:
-                return  # waitid reports one child at a time; the owner of this one must reap it first
+                return  # waitid reports one child at a time, which its owner must reap first
             os.waitpid(ended.si_pid, os.WNOHANG)
 
 
@@ -114,80 +111,82 @@ def children() -> set[int]:
     """Returns the running children of this process, including adopted ones."""
     me = os.getpid()
     found = set()
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as status:
-                state, parent = status.read().rpartition(b")")[2].split()[:2]
-                if int(parent) == me and state != b"Z":
-                    found.add(int(name))
+    for pid in _all_pids():
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as status:
+            state, parent = status.read().rpartition(b")")[2].split()[:2]
+            if int(parent) == me and state != b"Z":
+                found.add(pid)
     return found
+
+
+def _all_pids() -> Iterator[int]:
+    return (int(name) for name in os.listdir("/proc") if name.isdecimal())
 
 
 def kill_orphans(own: Iterable[int]) -> None:
     """Kills every child of this process except `own`, and their children, which this process adopts."""
     spared = set(own)
-    for _ in range(_ROUNDS):
+    for _ in range(_KILL_ROUNDS):
         orphans = children() - spared
         if not orphans:
             return
-        for pid in orphans:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        _kill_processes(orphans)
         reap_orphans(spared)
-        time.sleep(0.005)
+        time.sleep(_PAUSE_S)
+
+
+def _kill_processes(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def kill_group(leader: int, number: int) -> None:
-    """Sends a signal to the process group of `leader`, if it still exists."""
+    """Sends a signal to the process group of `leader`, if it exists."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, number)
 
 
 def marked(mark: str) -> list[int]:
     """Returns the running processes of this user whose environment had `mark` when they started."""
-    wanted = f"{MARK}={mark}".encode()
+    entry = f"{MARK}={mark}".encode()
     found = []
-    for name in os.listdir("/proc"):
-        if name.isdecimal() and int(name) != os.getpid():
-            with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as environment:
-                if wanted in environment.read():
-                    found.append(int(name))
+    for pid in _all_pids():
+        if pid != os.getpid():
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as environment:
+                if entry in environment.read():
+                    found.append(pid)
     return found
 
 
 def kill_marked(mark: str) -> None:
-    """Kills every process with `mark`, and what these processes start in the meantime."""
-    for _ in range(_ROUNDS):
+    """Kills every process with `mark`, and the processes that these start in the meantime."""
+    for _ in range(_KILL_ROUNDS):
         pids = marked(mark)
         if not pids:
             return
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.005)
+        _kill_processes(pids)
+        time.sleep(_PAUSE_S)
 
 
 def in_sessions(leaders: Iterable[int]) -> list[int]:
     """Returns the running processes of the sessions that `leaders` lead or led."""
-    wanted = set(leaders)
+    sessions = set(leaders)
     found = []
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            with contextlib.suppress(OSError):
-                if os.getsid(int(name)) in wanted:
-                    found.append(int(name))
+    for pid in _all_pids():
+        with contextlib.suppress(OSError):
+            if os.getsid(pid) in sessions:
+                found.append(pid)
     return found
 
 
 def kill_sessions(leaders: Iterable[int]) -> None:
     """Kills every process of the sessions that `leaders` lead or led."""
-    for pid in in_sessions(leaders):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+    _kill_processes(in_sessions(leaders))
 
 
 class CleanupGuard:
-    """The guarding processes. Create it before any thread starts, and `close` it when the job is over."""
+    """The guard processes. Create it before any thread starts, and `close` it when the job has ended."""
 
     def __init__(self, directory: str, mark: str, cgroup: Cgroup | None) -> None:
         self._writing: list[int] = []
@@ -196,13 +195,13 @@ class CleanupGuard:
     def _fork(self, directory: str, mark: str, cgroup: Cgroup | None) -> int:
         reading, writing = os.pipe()
         self._writing.append(writing)
-        # Python drops a Ctrl-C that comes while `os.fork` calls hooks, such as those of `logging`.
+        # Python drops a Ctrl-C that arrives while `os.fork` calls hooks, such as those of `logging`.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_GUARDS)
         try:
             pid = os.fork()
             if pid == 0:
-                for each in self._writing:
-                    os.close(each)
+                for inherited in self._writing:
+                    os.close(inherited)
                 _keep_watch(reading, directory, mark, cgroup)
                 os._exit(0)
         finally:
@@ -212,19 +211,19 @@ class CleanupGuard:
 
     def watch(self, leader: int) -> None:
         """Also guards the session of this worker."""
-        self._tell(b"%d " % leader)
+        self._send(b"%d " % leader)
 
     def forget(self) -> None:
-        """Stops guarding the sessions of the workers so far: they have exited, and the kernel may reuse their pids."""
-        self._tell(b"!")
+        """Stops guarding the sessions so far: their leaders have exited, and the kernel may reuse the pids."""
+        self._send(b"!")
 
-    def _tell(self, message: bytes) -> None:
+    def _send(self, message: bytes) -> None:
         for writing in self._writing:
-            with contextlib.suppress(BrokenPipeError):  # this one was killed
+            with contextlib.suppress(BrokenPipeError):  # this guard was killed
                 os.write(writing, message)
 
     def close(self) -> None:
-        """Ends the guards, which first kill what is left of the job."""
+        """Ends the guards, which first kill the rest of the job."""
         for writing in self._writing:
             os.close(writing)
         for pid in self.pids:
@@ -232,7 +231,7 @@ class CleanupGuard:
 
 
 def _keep_watch(reading: int, directory: str, mark: str, cgroup: Cgroup | None) -> None:
-    os.setsid()  # a Ctrl-C in the terminal is not for the guard
+    os.setsid()  # so that a Ctrl-C in the terminal does not reach the guard
     for number in _NOT_FOR_GUARDS:
         signal.signal(number, signal.SIG_IGN)
     received = b""
@@ -247,42 +246,40 @@ def _keep_watch(reading: int, directory: str, mark: str, cgroup: Cgroup | None) 
         cgroup.remove()
 
 
-_LONGEST_PATH = 80  # of the 107 bytes of a Unix socket's path, less the names inside the directory
-
-
 class Cleanup:
-    """The job's directory, its cgroup where there can be one, its mark and its guards; `close` ends them all.
+    """The job's directory, its cgroup if possible, its mark and its guards; `close` ends and removes them.
 
     Create it before any thread starts.
     """
 
     def __init__(self) -> None:
         self.directory = _directory()
-        # Inside another job the mark begins with that job's, so that whatever ends that job ends this one too.
+        # Inside another job, the mark begins with the outer job's, so that the end of that job ends this one, too.
         self._mark = f"{os.environ.get(MARK, '')}{secrets.token_hex(8)}."
         self._others = children()
         planned = Cgroup.planned()
         self._guard = CleanupGuard(self.directory, self._mark, planned)
-        self._cgroup = planned if planned is not None and planned.make() else None  # which the guards would remove
+        # Created after the guards, which remove it.
+        self._cgroup = planned if planned is not None and planned.make() else None
         adopt_orphans()
 
     def variables(self, name: str) -> dict[str, str]:
-        """Returns the variables that workers need in their environment; `name` tells them from the job's others."""
+        """Returns the variables for workers; `name` distinguishes them from the job's other workers."""
         variables = {MARK: f"{self._mark}{name}."}
         if self._cgroup is not None:
             variables[CGROUP_VARIABLE] = str(self._cgroup.directory)
         return variables
 
     def watch(self, worker: int) -> None:
-        """Makes the guards end the session of this worker if the launcher is killed."""
+        """Makes the guards end this worker's session if the launcher is killed."""
         self._guard.watch(worker)
 
     def reap(self, workers: Iterable[int]) -> None:
-        """Reaps the adopted processes that have ended; the code that started the `workers` reaps those."""
+        """Reaps the adopted processes that have ended; the `workers` are left to their owner."""
         reap_orphans([*self._guard.pids, *workers])
 
     def end_generation(self, name: str) -> None:
-        """Kills the processes that all workers, which have ended and were marked with `name`, leave behind."""
+        """Kills the remaining processes of all workers marked with `name`, which have ended."""
         self._guard.forget()
         if self._cgroup is not None:
             self._cgroup.kill()
@@ -290,7 +287,7 @@ class Cleanup:
         kill_orphans([*self._others, *self._guard.pids])
 
     def end_worker(self, name: str, worker: int, others: Iterable[int]) -> None:
-        """Kills what one worker, which has ended and was marked with `name`, leaves behind; `others` go on."""
+        """Kills the remaining processes of one worker marked with `name`, which has ended; `others` continue."""
         self._guard.forget()
         for other in others:
             self._guard.watch(other)
@@ -298,7 +295,7 @@ class Cleanup:
         kill_sessions([worker])
 
     def close(self) -> None:
-        """Kills what is left of the job and removes its directory and cgroup."""
+        """Kills the rest of the job, and removes its directory and cgroup."""
         self._guard.close()
         kill_marked(self._mark)
         kill_orphans(self._others)
@@ -309,7 +306,7 @@ class Cleanup:
 
 
 def _directory() -> str:
-    """Makes a directory for the job, with a path short enough for a Unix socket."""
+    """Creates a directory for the job, with a path short enough for a Unix socket."""
     directory = tempfile.mkdtemp(prefix="paceline-")
     if len(os.fsencode(directory)) <= _LONGEST_PATH:
         return directory

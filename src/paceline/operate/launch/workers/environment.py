@@ -1,12 +1,8 @@
-"""Decides the variables of a worker's environment: its ranks, ports and threads, and what it takes over.
+"""Environment of a worker: ranks, ports and threads, `--compat`, and validation of the PACELINE_* variables.
 
-`--compat torch,horovod`: what workers find in their environment so that scripts of other libraries use Paceline.
-
-It is all in variables, so that it also reaches what a script starts itself: subprocesses and the processes of mp.spawn.
-
-Checks the PACELINE_* variables before any worker starts, since a mistake in one would end every worker.
-
-What a variable may be is decided where it is read. Each of these modules is imported only if its variable is set.
+`--compat torch,horovod` works by variables alone, so that it also reaches subprocesses of a script, such as those of
+mp.spawn. PACELINE_* variables are checked before any worker starts, since an invalid one would end every worker. The
+module that reads a variable also defines its valid values; it is imported only if the variable is set.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ from paceline.comm.security.secret import SECRET_FD_VARIABLE as SECRET_FD
 
 COMPAT_VARIABLE = "PACELINE_COMPAT"  # names the libraries; the plug-in reads it at the end of `import torch`
 _LIBRARIES = ("torch", "horovod")
-_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # 0 would keep torch from calling the plug-in
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # with 0, torch does not call the plug-in
 _HOROVODS = {
     "HOROVOD_RANK": "RANK",
     "HOROVOD_SIZE": "WORLD_SIZE",
@@ -36,7 +32,94 @@ _HOROVODS = {
     "HOROVOD_CROSS_RANK": "GROUP_RANK",
     "HOROVOD_CROSS_SIZE": "GROUP_WORLD_SIZE",
 }
-_STAND_IN = Path(__file__).parents[3] / "interop" / "horovod" / "stand_in"  # holds a package `horovod`
+_STAND_IN = Path(__file__).parents[3] / "interop" / "horovod" / "stand_in"  # the directory of a package `horovod`
+# Variables that launchers set for their workers, one of which may have started this launcher.
+_OF_WORKERS = {
+    *("CGROUP", "COMPAT_TOLD", "COPIES", "ELASTIC_FD", "ERROR_FILE", "GATE", "JOB", "RECORD_DIR", "RECORD_FD"),
+    *("SECRET_FD", "STDIN", "STORE", "TERMINAL", "TORCH_STORE", "TORCH_STORE_REQUESTS", "WORKER"),
+}
+_NEAR = 0.75
+# Variables of an outer job, if one of its workers started this launcher; the launcher's own workers must not use them.
+_NOT_PASSED_ON = {
+    *("PACELINE_SECRET", "PACELINE_SECRET_FILE", SECRET_FD),
+    *(STORE, TORCH_STORE, TORCH_STORE_REQUESTS, USES_TORCH_STORE, PORT, GATE),
+    *("PACELINE_COPIES", "PACELINE_TERMINAL", "PACELINE_ELASTIC_FD", "PACELINE_WORKER", RECORD_FD),
+}
+
+
+@dataclass(frozen=True)
+class WorkerRanks:
+    """A worker's ranks, by torchrun's names."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    group_rank: int = 0
+    group_world_size: int = 1
+    role_rank: int | None = None  # the same as the rank, unless there are several roles
+    role_world_size: int | None = None
+    role: str = "default"
+
+
+def rank_variables(
+    place: WorkerRanks, master: tuple[str, int], run_id: str, restart_count: int = 0, max_restarts: int = 0
+) -> dict[str, str]:
+    """Returns torchrun's variables for a worker."""
+    role_rank = place.rank if place.role_rank is None else place.role_rank
+    role_world_size = place.world_size if place.role_world_size is None else place.role_world_size
+    return {
+        "RANK": str(place.rank),
+        "LOCAL_RANK": str(place.local_rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+        "GROUP_RANK": str(place.group_rank),
+        "GROUP_WORLD_SIZE": str(place.group_world_size),
+        "NODE_RANK": str(place.group_rank),
+        "ROLE_RANK": str(role_rank),
+        "ROLE_WORLD_SIZE": str(role_world_size),
+        "ROLE_NAME": place.role,
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": str(master[1]),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RESTART_COUNT": str(restart_count),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+    }
+
+
+def worker_environment(rank: int, world_size: int, port: int, run_id: str) -> dict[str, str]:
+    """Returns torchrun's variables for one of `world_size` workers of this machine."""
+    return rank_variables(WorkerRanks(rank, world_size, rank, world_size), ("127.0.0.1", port), run_id)
+
+
+def inherited_variables(base: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that workers inherit from their launcher, and defaults for missing ones."""
+    defaults = {"PYTHONUNBUFFERED": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}  # the latter as torchrun does
+    return defaults | {name: value for name, value in base.items() if name not in _NOT_PASSED_ON}
+
+
+def allowed_cores() -> int:
+    """Returns the number of cores that this process may use, by affinity and cgroup quota; at least 1."""
+    return _core.usable_cores()
+
+
+def cpu_quota() -> float | None:
+    """Returns the CPU quota of this process's cgroup (version 2 or 1) in cores, or None without a limit."""
+    return _core.cpu_quota()[0] or None
+
+
+def threads_per_worker(cores: int, workers: int, environment: Mapping[str, str]) -> int | None:
+    """Returns the OMP_NUM_THREADS that divides the cores among the workers, or None if the user has set it."""
+    return None if "OMP_NUM_THREADS" in environment else max(1, cores // workers)
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """Returns a TCP port that is currently free at an address of this machine."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((address, 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def parse_libraries(text: str) -> tuple[str, ...]:
@@ -49,12 +132,12 @@ def parse_libraries(text: str) -> tuple[str, ...]:
 
 
 def horovod_variables(of_torchrun: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables in which horovodrun tells a worker its ranks, from torchrun's."""
-    return {name: of_torchrun[theirs] for name, theirs in _HOROVODS.items()}
+    """Returns the variables with the ranks of a worker under horovodrun, from torchrun's."""
+    return {name: of_torchrun[source] for name, source in _HOROVODS.items()}
 
 
 def compat_variables(chosen: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables for the chosen libraries, beside those that workers have anyway."""
+    """Returns the additional variables for the chosen libraries."""
     variables = {COMPAT_VARIABLE: ",".join(chosen)} if chosen else {}
     if "torch" in chosen:
         variables[_AUTOLOAD] = "1"
@@ -107,8 +190,6 @@ def _security(_: str) -> None:
 
 
 def _compat(text: str) -> None:
-    from argparse import ArgumentTypeError
-
     try:
         parse_libraries(text)
     except ArgumentTypeError as error:
@@ -162,23 +243,17 @@ _BETWEEN_MACHINES: Mapping[str, Callable[[str], None]] = {
     "PACELINE_CONGESTION": _congestion,
     "PACELINE_IFACE": _interface,
 }
-# What launchers set for their workers, one of which may have started this launcher.
-_OF_WORKERS = {
-    *("CGROUP", "COMPAT_TOLD", "COPIES", "ELASTIC_FD", "ERROR_FILE", "GATE", "JOB", "RECORD_DIR", "RECORD_FD"),
-    *("SECRET_FD", "STDIN", "STORE", "TERMINAL", "TORCH_STORE", "TORCH_STORE_REQUESTS", "WORKER"),
-}
-_NEAR = 0.75
 
 
 def check_variables(has_other_machines: bool, environment: Mapping[str, str] = os.environ) -> None:
     """Checks the value of every variable that workers read.
 
     Args:
-        has_other_machines: whether the workers connect to other machines.
-        environment: the variables.
+        has_other_machines: Whether the workers connect to other machines.
+        environment: The variables.
 
     Raises:
-        ValueError: a value is wrong; the message names the variable, the value and what it must be.
+        ValueError: a value is invalid; the message names the variable, the value and the valid ones.
     """
     checks = {**_CHECKS, **_BETWEEN_MACHINES} if has_other_machines else _CHECKS
     for name, check in checks.items():
@@ -187,7 +262,7 @@ def check_variables(has_other_machines: bool, environment: Mapping[str, str] = o
 
 
 def misspelt(environment: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """Yields a sentence for each variable that has no effect and whose name is nearly that of one that has."""
+    """Yields a sentence for each variable without effect whose name resembles that of a known one."""
     prefix = "PACELINE_"
     known = [name.removeprefix(prefix) for name in (*_CHECKS, *_BETWEEN_MACHINES)]
     for name in sorted(environment):
@@ -198,97 +273,3 @@ def misspelt(environment: Mapping[str, str] = os.environ) -> Iterator[str]:
 
         if near := get_close_matches(word, known, n=1, cutoff=_NEAR):
             yield f"the environment variable {name} is not known and has no effect; did you mean {prefix}{near[0]}?"
-
-
-# Variables of the job around this launcher, if a worker started it; the launcher's own workers must not use them.
-_NOT_PASSED_ON = (
-    "PACELINE_SECRET",
-    "PACELINE_SECRET_FILE",
-    SECRET_FD,
-    STORE,
-    TORCH_STORE,
-    TORCH_STORE_REQUESTS,
-    USES_TORCH_STORE,
-    "PACELINE_COPIES",
-    "PACELINE_TERMINAL",
-    "PACELINE_ELASTIC_FD",
-    "PACELINE_WORKER",
-    PORT,
-    GATE,
-    RECORD_FD,
-)
-
-
-@dataclass(frozen=True)
-class WorkerRanks:
-    """A worker's ranks, by torchrun's names."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    group_rank: int = 0
-    group_world_size: int = 1
-    role_rank: int | None = None  # the same as the rank, unless there are several roles
-    role_world_size: int | None = None
-    role: str = "default"
-
-
-def rank_variables(
-    place: WorkerRanks, master: tuple[str, int], run_id: str, restart_count: int = 0, max_restarts: int = 0
-) -> dict[str, str]:
-    """Returns torchrun's variables for a worker."""
-    role_rank = place.rank if place.role_rank is None else place.role_rank
-    role_world_size = place.world_size if place.role_world_size is None else place.role_world_size
-    return {
-        "RANK": str(place.rank),
-        "LOCAL_RANK": str(place.local_rank),
-        "WORLD_SIZE": str(place.world_size),
-        "LOCAL_WORLD_SIZE": str(place.local_world_size),
-        "GROUP_RANK": str(place.group_rank),
-        "GROUP_WORLD_SIZE": str(place.group_world_size),
-        "NODE_RANK": str(place.group_rank),
-        "ROLE_RANK": str(role_rank),
-        "ROLE_WORLD_SIZE": str(role_world_size),
-        "ROLE_NAME": place.role,
-        "MASTER_ADDR": master[0],
-        "MASTER_PORT": str(master[1]),
-        "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_RESTART_COUNT": str(restart_count),
-        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
-    }
-
-
-def worker_environment(rank: int, world_size: int, port: int, run_id: str) -> dict[str, str]:
-    """Returns torchrun's variables for one of `world_size` workers of this machine."""
-    return rank_variables(WorkerRanks(rank, world_size, rank, world_size), ("127.0.0.1", port), run_id)
-
-
-def inherited_variables(base: Mapping[str, str]) -> dict[str, str]:
-    """Returns what workers take over of their launcher's variables, and the defaults for those that it lacks."""
-    defaults = {"PYTHONUNBUFFERED": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}  # the latter as torchrun
-    return defaults | {name: value for name, value in base.items() if name not in _NOT_PASSED_ON}
-
-
-def allowed_cores() -> int:
-    """Returns how many cores this process may use, by affinity and by its cgroup's quota; at least 1."""
-    return _core.usable_cores()
-
-
-def cpu_quota() -> float | None:
-    """Returns how many cores' time this process's cgroup gets, in version 2 or 1; None for no limit."""
-    return _core.cpu_quota()[0] or None
-
-
-def threads_per_worker(cores: int, workers: int, environment: Mapping[str, str]) -> int | None:
-    """Returns the OMP_NUM_THREADS that divides the cores among the workers; None if the user has set it."""
-    return None if "OMP_NUM_THREADS" in environment else max(1, cores // workers)
-
-
-def free_port(address: str = "127.0.0.1") -> int:
-    """Returns a TCP port that is free now at one of this machine's addresses."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((address, 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -1,9 +1,8 @@
-"""Records why a worker failed, finds which of several failures came first, and describes them to the user.
+"""Failures of workers: their record on disk, their order, and their description for the user.
 
-Tells the launcher that an exception has left a worker's script. The worker may take seconds to end after that.
-
-The alarm is a named pipe beside the workers' error files, so that workers inherit nothing. Which of them rang is in
-the error files: each writes its own before it rings.
+A worker announces an exception that leaves its script through a named pipe beside the workers' error files, since the
+process may take seconds to end. Workers therefore inherit nothing. Each writes its own error file before it writes to
+the pipe, so that the error files identify the sender.
 """
 
 from __future__ import annotations
@@ -26,48 +25,8 @@ import msgspec
 from paceline.comm.security.untrusted_peers import Int64
 from paceline.operate.launch.workers.placement import format_cpulist
 
-_NAME = "alarm"
-
-
-class ExceptionNotice:
-    """The launcher's end, in the directory of the error files; where there can be no pipe, nobody rings."""
-
-    def __init__(self, directory: str) -> None:
-        self._path = os.path.join(directory, _NAME)
-        self._fd = -1
-        with contextlib.suppress(OSError):
-            os.mkfifo(self._path, 0o600)
-            self._fd = os.open(self._path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)  # reading alone, it would see ends
-
-    def fileno(self) -> int | None:
-        """Returns a descriptor that is readable while somebody rings; None if nobody can."""
-        return self._fd if self._fd >= 0 else None
-
-    def quiet(self) -> None:
-        """Waits for the next one who rings."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._fd, 4096)
-
-    def close(self) -> None:
-        """Removes the pipe; idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-            with contextlib.suppress(OSError):
-                os.unlink(self._path)
-
-
-def notify_exception(directory: str) -> None:
-    """Rings, if somebody listens in that directory."""
-    with contextlib.suppress(OSError):
-        fd = os.open(os.path.join(directory, _NAME), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            os.write(fd, b".")
-        finally:
-            os.close(fd)
-
-
-# Errors that another rank's failure causes: Paceline's own, and what gloo, NCCL and sockets report about a lost peer.
+_PIPE_NAME = "alarm"
+# Errors caused by the failure of another rank: Paceline's own, and those of gloo, NCCL and sockets for a lost peer.
 _CONSEQUENCES = {
     "PeerLostError",
     "CollectiveTimeoutError",
@@ -83,7 +42,7 @@ _CONSEQUENCE_TEXTS = re.compile(
 _PACKAGE = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3)) + os.sep
 _LONGEST_TEXT = 1 << 16
 _CRASHES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
-_MOST_TOLD, _LAST_WORDS = 256, 1000
+_MOST_SENT, _TAIL_CHARACTERS = 256, 1000  # of failures in one message, and of the text of each but the cause
 _LONGEST_SUMMARY = 200
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
 _OWN_FILES = (
@@ -111,9 +70,9 @@ class WorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seen_s: float
     record: Record | None
     host: str = msgspec.field(default_factory=socket.gethostname)
-    memory: str | None = None  # the kernel's figures, if it killed the worker because memory ran out
+    memory: str | None = None  # the kernel's figures, if it killed the worker for lack of memory
     log: str | None = None  # the directory with its output
-    at_exit: bool = False  # its script had come to its end, and the interpreter was shutting down
+    at_exit: bool = False  # its script had finished, and the interpreter was shutting down
 
     @property
     def is_consequence(self) -> bool:
@@ -135,7 +94,7 @@ class WorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def manner(self) -> str:
-        """What kind of failure it is, as a name of `observe.evidence.Manner`."""
+        """The kind of failure, as a name of `diagnosis.job_snapshot.ExitReason`."""
         if self.memory is not None:
             return "OUT_OF_MEMORY"
         if self.record is None:
@@ -146,12 +105,12 @@ class WorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def summary(self) -> str:
-        """The exception's line, shortened, or how the worker ended."""
+        """The exception's line, shortened, or without an exception `how`."""
         return self.how if self.record is None else last_line(self.record.text)[:_LONGEST_SUMMARY]
 
     @property
     def line(self) -> str:
-        """The user's own line that led to the exception, such as `train.py:71`; empty if there is none."""
+        """The line of the user's own code that raised the exception, such as `train.py:71`, or ""."""
         frames = [] if self.record is None else _FRAME.findall(self.record.text)
         own = [(file, number) for file, number in frames if not _is_installed(file)]
         return f"{os.path.basename(own[-1][0])}:{own[-1][1]}" if own else ""
@@ -177,18 +136,26 @@ def signal_name(number: int) -> str:
 
 def first_failure(failures: Sequence[WorkerFailure]) -> WorkerFailure:
     """Returns the failure that explains the others."""
-    return min(failures, key=lambda each: (each.is_consequence, each.record.time_s if each.record else each.seen_s))
+    return min(
+        failures,
+        key=lambda failure: (
+            failure.is_consequence,
+            failure.record.time_s if failure.record else failure.seen_s,
+        ),
+    )
 
 
 def shortened(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, ...]:
-    """Returns what fits into a message between machines: the cause, and the first others with the end of their text."""
+    """Returns the failures that fit into a message: the cause, and the first others with the tail of their text."""
     cause = first_failure(failures) if failures else None
     kept: list[WorkerFailure] = []
     for failure in failures:
         if failure is cause:
             kept.append(failure)
-        elif len(kept) < _MOST_TOLD:
-            record = failure.record and msgspec.structs.replace(failure.record, text=failure.record.text[-_LAST_WORDS:])
+        elif len(kept) < _MOST_SENT:
+            record = failure.record and msgspec.structs.replace(
+                failure.record, text=failure.record.text[-_TAIL_CHARACTERS:]
+            )
             kept.append(msgspec.structs.replace(failure, record=record))
     return tuple(kept)
 
@@ -197,9 +164,9 @@ def describe(failure: WorkerFailure, word: str = "rank", is_in_view: bool = Fals
     """Describes the failure in one line, followed by its traceback if it left one.
 
     Args:
-        failure: the failure.
-        word: the name of its number.
-        is_in_view: whether the user still sees the traceback, so that its last line is enough.
+        failure: The failure.
+        word: The noun for the worker's number.
+        is_in_view: Whether the user still sees the traceback, so that its last line suffices.
     """
     code = failure.exit_code
     log = f"; its output is in {failure.log}" if failure.log else ""
@@ -222,7 +189,7 @@ def describe(failure: WorkerFailure, word: str = "rank", is_in_view: bool = Fals
 
 
 def report(failures: Sequence[WorkerFailure]) -> str:
-    """Returns one line for each secondary failure, then the root cause last, where the reader looks."""
+    """Returns one line for each secondary failure, and last, where the reader looks, the root cause."""
     return "\n".join(report_parts(failures))
 
 
@@ -235,18 +202,18 @@ def report_parts(
     """Returns the parts of `report`, and before the cause a line on those of `ranks` that did not fail.
 
     Args:
-        failures: at least one failure.
-        ranks: all ranks of the job.
-        word: the name of their numbers.
-        is_in_view: returns whether the user still sees a text of the worker with a name such as "rank 0"; it is then
-            not repeated.
+        failures: At least one failure.
+        ranks: All ranks of the job.
+        word: The noun for their numbers.
+        is_in_view: Returns whether the user still sees a text of the worker with a name such as "rank 0", so that the
+            text is not repeated.
     """
     cause = first_failure(failures)
-    likewise = [each for each in failures if each is not cause and _are_alike(each, cause)]
+    likewise = [failure for failure in failures if failure is not cause and _are_alike(failure, cause)]
     if len(likewise) == 1:
-        likewise = []  # its line is as short
+        likewise = []  # its own line is as short
     parts = []
-    for failure in sorted(failures, key=lambda each: each.rank):
+    for failure in sorted(failures, key=lambda failure: failure.rank):
         if failure is not cause and failure not in likewise:
             what = failure.how
             if failure.record is not None:
@@ -258,7 +225,8 @@ def report_parts(
     if ended:
         parts.append(f"the other ranks ({', '.join(ended[:16])}{', ...' if len(ended) > 16 else ''}) were ended")
     if likewise:
-        parts.append(f"{word}s {format_cpulist({each.rank for each in likewise}).replace(',', ', ')} failed likewise")
+        numbers = format_cpulist({failure.rank for failure in likewise}).replace(",", ", ")
+        parts.append(f"{word}s {numbers} failed likewise")
     is_seen = cause.record is not None and is_in_view(cause.record.text, f"{word} {cause.rank}")
     return [*parts, describe(cause, word, is_seen)]
 
@@ -267,7 +235,8 @@ def _are_alike(one: WorkerFailure, other: WorkerFailure) -> bool:
     """Returns whether two workers failed by the same exception at the same place, up to numbers such as their ranks."""
     if one.record is None or other.record is None:
         return False
-    return _without_numbers(one.record.text[-_LAST_WORDS:]) == _without_numbers(other.record.text[-_LAST_WORDS:])
+    texts = [_without_numbers(record.text[-_TAIL_CHARACTERS:]) for record in (one.record, other.record)]
+    return texts[0] == texts[1]
 
 
 def _without_numbers(text: str) -> str:
@@ -277,7 +246,7 @@ def _without_numbers(text: str) -> str:
 def write_error_json(failure: WorkerFailure) -> None:
     """Writes a failure to `error.json` beside the worker's output, if that is kept."""
     if failure.log is not None:
-        with contextlib.suppress(OSError):  # for example, the disk is full; the console shows the failure as well
+        with contextlib.suppress(OSError):  # for example, the disk is full; the console also shows the failure
             Path(failure.log).mkdir(parents=True, exist_ok=True)
             more = {"how": failure.how, "manner": failure.manner, "line": failure.line}
             Path(failure.log, "error.json").write_text(json.dumps({**msgspec.to_builtins(failure), **more}, indent=1))
@@ -295,7 +264,7 @@ def write_record(path: str, kind: type[BaseException], error: BaseException, tra
 
 
 def read_record(path: str) -> Record | None:
-    """Returns what `write_record` wrote; None if there is nothing to read."""
+    """Returns the record that `write_record` wrote, or None if there is none."""
     try:
         return Record(**json.loads(Path(path).read_text()))
     except (OSError, ValueError, TypeError):
@@ -308,8 +277,8 @@ def has_begun_exit(path: str) -> bool:
 
 
 def record_uncaught(path: str, error: BaseException) -> None:
-    """Records in `path` the exception that leaves this process's script, and tells the launcher that it has."""
-    with contextlib.suppress(OSError):  # for example, the disk is full; the exception is printed all the same
+    """Records the exception that leaves this process's script in `path`, and announces it to the launcher."""
+    with contextlib.suppress(OSError):  # for example, the disk is full; the exception is printed in any case
         write_record(path, type(error), error, error.__traceback__)
         notify_exception(os.path.dirname(path))
 
@@ -318,8 +287,8 @@ def print_uncaught(kind: type[BaseException], error: BaseException, trace: Trace
     """Prints an exception without the launcher's own frames.
 
     If another rank caused the exception, only the user's own frames are printed, so that the cause stays in view; the
-    launcher prints all of it if this rank turns out to be the cause. What another rank of this machine has printed
-    already is not printed again: the launcher names the ranks that failed likewise.
+    launcher prints the whole traceback if this rank turns out to be the cause. An exception that another rank of this
+    machine has already printed is not repeated: the launcher lists the ranks that failed likewise.
     """
     if issubclass(kind, KeyboardInterrupt):
         return  # the launcher reports the interrupt; a traceback from each rank would add nothing
@@ -336,7 +305,7 @@ def print_uncaught(kind: type[BaseException], error: BaseException, trace: Trace
 
 
 def _is_first_to_print(text: str) -> bool:
-    """Returns whether no other rank of this machine and generation has printed a like exception."""
+    """Returns whether no other rank of this machine and generation has printed a similar exception."""
     import hashlib
 
     path = os.environ.get("PACELINE_ERROR_FILE", "")
@@ -348,12 +317,12 @@ def _is_first_to_print(text: str) -> bool:
     except FileExistsError:
         return False
     except OSError:  # for example, the disk is full
-        return True
+        pass
     return True
 
 
 def _is_installed(file: str) -> bool:
-    """Returns whether a file belongs to Python, an installed package or Paceline, and not to the user."""
+    """Returns whether a file belongs to Python, an installed package or Paceline rather than to the user."""
     return "site-packages" in file or file.startswith(("<", sys.base_prefix, _PACKAGE))
 
 
@@ -361,3 +330,45 @@ def _without_own(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None and trace.tb_frame.f_code.co_filename.endswith(_OWN_FILES):
         trace = trace.tb_next
     return trace
+
+
+class ExceptionNotice:
+    """The launcher's end of the pipe in the directory of the error files.
+
+    Where no pipe can be created, exceptions are found when the workers end.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._path = os.path.join(directory, _PIPE_NAME)
+        self._fd = -1
+        with contextlib.suppress(OSError):
+            os.mkfifo(self._path, 0o600)
+            # Opened for reading alone, it would report the end of the file whenever a writer closes.
+            self._fd = os.open(self._path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def fileno(self) -> int | None:
+        """Returns a descriptor that is readable after an announcement, or None without a pipe."""
+        return self._fd if self._fd >= 0 else None
+
+    def clear(self) -> None:
+        """Discards the announcements so far."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._fd, 4096)
+
+    def close(self) -> None:
+        """Removes the pipe; idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+
+
+def notify_exception(directory: str) -> None:
+    """Announces an exception to the launcher that reads in that directory, if any."""
+    with contextlib.suppress(OSError):
+        fd = os.open(os.path.join(directory, _PIPE_NAME), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            os.write(fd, b".")
+        finally:
+            os.close(fd)

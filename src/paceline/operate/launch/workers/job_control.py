@@ -1,9 +1,7 @@
-"""The terminal that the launcher's stdin may be, and whether a worker waits for what is typed there.
+"""Job control of the launcher: its signals, as bytes on a pipe, and its stdin, which may be a terminal.
 
-One worker has the launcher's stdin as its own. It is in a session of its own, so the kernel neither stops it when it
-reads in the background nor sends it SIGINT for Ctrl-C: the launcher, which owns the terminal, does that instead.
-
-Turns signals to the launcher into bytes on a pipe that its loop reads.
+One worker shares the launcher's stdin. Since it has its own session, the kernel neither stops it when it reads in the
+background nor sends it SIGINT for Ctrl-C: the launcher, which owns the terminal, does both.
 """
 
 from __future__ import annotations
@@ -15,13 +13,15 @@ import termios
 from collections.abc import Sequence
 from pathlib import Path
 
+_READ = {"x86_64": 0, "aarch64": 63}  # the number of the system call
+
 
 class Signals:
-    """Catches `numbers` until closed; a signal that is already ignored, as SIGHUP under nohup, stays ignored.
+    """Catches signals until closed. A signal that is already ignored, such as SIGHUP under nohup, stays ignored.
 
     Args:
-        numbers: signals that end the job.
-        others: further signals that the loop needs to know of.
+        numbers: The signals that end the job.
+        others: Further signals that `read` returns.
     """
 
     def __init__(self, numbers: Sequence[signal.Signals], others: Sequence[signal.Signals] = ()) -> None:
@@ -30,31 +30,31 @@ class Signals:
         os.set_blocking(self._writing, False)
         signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         self._caught = {number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN}
-        self.has_come = False  # set at once, even while the loop is busy
-        self._before = {number: signal.signal(number, self._come) for number in self._caught}
+        self.has_come = False  # set immediately, even while the loop is busy
+        self._before = {number: signal.signal(number, self._on_signal) for number in self._caught}
         for number in others:
             if number not in self._before and signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, lambda *_: None)
         self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
 
-    def _come(self, *_: object) -> None:
+    def _on_signal(self, *_: object) -> None:
         self.has_come = True
 
     def fileno(self) -> int:
-        """Returns a descriptor that is readable when a signal has come."""
+        """Returns a descriptor that is readable when a signal has arrived."""
         return self._reading
 
     def read(self) -> tuple[list[signal.Signals], set[signal.Signals]]:
-        """Returns the signals that have come: those that end the job, in order, and the set of the others."""
+        """Returns the signals that have arrived: those that end the job, in order, and the set of the others."""
         try:
             numbers = os.read(self._reading, 256)
         except BlockingIOError:
             numbers = b""
-        come = [signal.Signals(number) for number in numbers]
-        return [number for number in come if number in self._caught], {*come} - self._caught
+        received = [signal.Signals(number) for number in numbers]
+        return [number for number in received if number in self._caught], {*received} - self._caught
 
     def stop_here(self, number: signal.Signals) -> None:
-        """Stops this process as `number` (SIGTSTP, SIGTTIN) does by default; returns when it is continued."""
+        """Stops this process as `number` (SIGTSTP, SIGTTIN) does by default; returns when it is resumed."""
         caught = signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
         signal.signal(number, caught)
@@ -67,8 +67,6 @@ class Signals:
         os.close(self._reading)
         os.close(self._writing)
 
-
-_READ = {"x86_64": 0, "aarch64": 63}  # the number of the system call
 
 Attributes = list[int | list[bytes | int]]
 
@@ -83,7 +81,7 @@ class Keyboard:
             self._before = termios.tcgetattr(0)
             try:
                 self.path = os.ttyname(0)
-            except OSError:  # it belongs to another mount namespace
+            except OSError:  # it is in another mount namespace
                 self.path = None
 
     @property
@@ -92,16 +90,16 @@ class Keyboard:
         return self._before is not None
 
     def is_ours(self) -> bool:
-        """Returns whether typed input is for the launcher: stdin is no terminal, or we are in its foreground."""
+        """Returns whether typed input is for the launcher: stdin is no terminal, or has it in the foreground."""
         if not self.is_terminal:
             return True
         try:
             return os.tcgetpgrp(0) == os.getpgrp()
-        except OSError:  # it is not our controlling terminal, which therefore nobody else reads
+        except OSError:  # not the controlling terminal, so that no other job competes for it
             return True
 
     def is_read_by(self, pid: int) -> bool:
-        """Returns whether process `pid`, which has our stdin, waits for typed input, in a line editor or by a read."""
+        """Returns whether process `pid`, which shares stdin, waits for input in a line editor or a read."""
         if self._before is None:
             return False
         return self._edits_lines() or waits_for_stdin(pid)
@@ -116,7 +114,7 @@ class Keyboard:
         )
 
     def attributes(self) -> Attributes | None:
-        """Returns the terminal's current attributes; None without a terminal."""
+        """Returns the terminal's current attributes, or None without a terminal."""
         try:
             return termios.tcgetattr(0) if self.is_terminal else None
         except termios.error:  # it was closed
@@ -129,13 +127,13 @@ class Keyboard:
                 termios.tcsetattr(0, termios.TCSADRAIN, attributes)
 
     def restore(self) -> None:
-        """Restores the attributes that a worker left changed when it ended in a line editor."""
+        """Restores the attributes after a worker ended in a line editor and left them changed."""
         if self._before is not None and self.attributes() != self._before:
             self.set(self._before)
 
 
 def waits_for_stdin(pid: int) -> bool:
-    """Returns whether process `pid` is in a read from its stdin; False if the system does not say."""
+    """Returns whether process `pid` is reading its stdin; False if that is unknown."""
     try:
         words = Path(f"/proc/{pid}/syscall").read_text().split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Finds out whether the kernel killed a worker because memory ran out, from its cgroup's counter or the kernel log."""
+"""Detection of workers that the kernel killed for lack of memory, by the cgroup's counter or the kernel log."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MemoryCgroup:
 
     @classmethod
     def mine(cls, root: Path = Path("/")) -> MemoryCgroup:
-        """Returns this process's cgroup, or the next one around it that can be read; in a container only one may be."""
+        """Returns the innermost readable cgroup of this process; a container may expose only one."""
         directories, _ = _core.cgroups("memory", str(root).rstrip("/"))
         for directory in map(Path, directories):
             if (directory / "memory.events").exists() or (directory / "memory.oom_control").exists():
@@ -31,7 +31,7 @@ class MemoryCgroup:
         return cls(None)
 
     def kills(self) -> int:
-        """Returns how many processes of this cgroup the kernel has killed because memory ran out."""
+        """Returns the number of processes of this cgroup that the kernel has killed for lack of memory."""
         for name in ("memory.events", "memory.oom_control"):
             found = re.search(r"^oom_kill (\d+)$", self._read(name), re.MULTILINE)
             if found:
@@ -39,7 +39,7 @@ class MemoryCgroup:
         return 0
 
     def limit(self) -> int | None:
-        """Returns the limit in bytes; None if there is none."""
+        """Returns the limit in bytes, or None."""
         for name in ("memory.max", "memory.limit_in_bytes"):
             text = self._read(name).strip()
             if text.isdecimal() and int(text) < _NO_LIMIT:
@@ -54,7 +54,7 @@ class MemoryCgroup:
 
 
 class MemoryWatch:
-    """Reports for each killed worker whether memory was the reason."""
+    """Explains for each killed worker whether it was killed for lack of memory."""
 
     def __init__(self, cgroup: MemoryCgroup | None = None, log: str = "/dev/kmsg") -> None:
         self._cgroup = MemoryCgroup.mine() if cgroup is None else cgroup
@@ -63,7 +63,7 @@ class MemoryWatch:
 
     @property
     def has_more(self) -> bool:
-        """Whether the kernel has killed others of the cgroup, of which nothing has been explained yet."""
+        """Whether the kernel has killed processes of the cgroup that have not been explained yet."""
         return self._cgroup.kills() > self._reported
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class MemoryWatch:
         self._log.close()
 
     def explain(self, pid: int, peak_bytes: int | None) -> str | None:
-        """Returns a sentence with the figures if the kernel killed `pid` because memory ran out, otherwise None."""
+        """Returns a sentence with the figures if the kernel killed `pid` for lack of memory, otherwise None."""
         kills = self._cgroup.kills()
         if kills > self._reported:
             self._reported += 1
@@ -95,31 +95,31 @@ def _total() -> int:
 
 
 class _KernelLog:
-    """The processes that the kernel says it has killed from now on, if this user may read its log."""
+    """The processes that the kernel reports as killed from now on, if this user may read its log."""
 
     def __init__(self, path: str) -> None:
         self._fd = -1
         self._killed: set[int] = set()
         with contextlib.suppress(OSError):
             self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            os.lseek(self._fd, 0, os.SEEK_END)  # to read all that the kernel ever said would delay a verdict
+            os.lseek(self._fd, 0, os.SEEK_END)  # reading the whole log would delay a diagnosis
 
     def names(self, pid: int) -> bool:
-        """Returns whether the kernel says that it killed this process."""
+        """Returns whether the kernel reported that it killed this process."""
         while self._fd >= 0:
             try:
                 record = os.read(self._fd, 8192)
             except BrokenPipeError:
-                continue  # this record was overwritten meanwhile
+                continue  # the record was overwritten meanwhile
             except OSError:
-                break  # at its end
+                break  # the end of the log
             self._killed.update(map(int, _KILLED.findall(record)))
             if not record:
                 break
         return pid in self._killed
 
     def close(self) -> None:
-        """Closes it; idempotent."""
+        """Closes the log; idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -1,8 +1,7 @@
-"""Writes the workers' output: to the console in whole lines after their rank, to files unchanged.
+"""Output of the workers: to the console in whole lines with the rank before each, and to files unchanged.
 
-Decides where the streams of each worker go: the console, files by attempt and rank, or both.
-
-Makes the files, pipes and pseudo-terminals that workers write to.
+`Logs` chooses the destinations of each worker's streams, and `WorkerOutput` creates the file, pipe or pseudo-terminal
+to which the worker writes.
 """
 
 from __future__ import annotations
@@ -33,10 +32,15 @@ _LINES_IN_VIEW = 40  # about the height of a terminal
 _LINES_COMPARED = 6
 
 Write = Callable[[bytes], None]
+_NAMES = {Streams.OUT: "stdout", Streams.ERR: "stderr"}
+_UPDATES_S = 10.0  # between two states of a progress bar on a console that cannot redraw lines
+# A pager on a worker's terminal would wait for keys for ever.
+WITHOUT_PAGERS = {"PAGER": "cat", "GIT_PAGER": "cat"}
+_PREFIX_COLUMNS = len("[rank 0] ")  # or "[slot 0] "
 
 
 def wants_colours(fd: int) -> bool:
-    """Returns whether what is written to `fd` may be coloured."""
+    """Returns whether output to `fd` may be coloured."""
     return os.isatty(fd) and "NO_COLOR" not in os.environ
 
 
@@ -46,20 +50,20 @@ def prefix_of(rank: int, coloured: bool, word: str = "rank") -> bytes:
 
 
 def prefix(name: str, number: int, coloured: bool) -> bytes:
-    """Returns the prefix of the lines of something with this name; the number chooses its colour."""
+    """Returns the prefix of lines under a name; the number chooses its colour."""
     return in_colour(f"[{name}] ", number, coloured)
 
 
 def in_colour(text: str, number: int, coloured: bool) -> bytes:
-    """Returns a text, if `coloured` in the colour of this number."""
+    """Returns the text, in the colour of this number if `coloured`."""
     return f"\x1b[{_COLOURS[number % len(_COLOURS)]}m{text}\x1b[0m".encode() if coloured else text.encode()
 
 
 class LinePrefixer:
-    """Passes whole lines on to `write`; the last, unfinished one when `close` is called.
+    """Forwards whole lines to `write`, and the last, unfinished one on `close`.
 
-    If a line is redrawn, as progress bars are, only its last state becomes a line, and every `updates_s` seconds (if
-    that is not None) one of the states before it.
+    Of a line that is redrawn, such as a progress bar, only the last state becomes a line, and, unless `updates_s` is
+    None, one intermediate state every `updates_s` seconds.
     """
 
     def __init__(
@@ -77,7 +81,7 @@ class LinePrefixer:
         self._updated_s: float | None = None
 
     def feed(self, data: bytes) -> None:
-        """Takes more output, cut anywhere."""
+        """Accepts output, which may be split anywhere."""
         self._rows.feed(data)
         lines = self._rows.final()
         if len(self._rows.open_text) > _LONGEST_LINE:
@@ -101,28 +105,28 @@ class LinePrefixer:
             self._write(shown)
 
     def take(self) -> bytes:
-        """Takes back the unfinished line."""
+        """Removes and returns the unfinished line."""
         return b"\n".join(self._rows.end())
 
     def prompt(self) -> None:
-        """Shows the unfinished line; what follows begins with the prefix again."""
+        """Shows the unfinished line; the next text begins with the prefix again."""
         if not self._rows.is_redrawn and (text := self.take()):
             self._write(self._prefix + text)
 
     def close(self) -> None:
-        """Passes on what is left."""
+        """Flushes the rest."""
         self._pass_on(self._rows.end())
 
 
 class LogFile:
-    """A file that keeps output. A full disk does not end the job: the user is told once, and no more is kept.
+    """A file of output. A full disk does not end the job: it is reported once, and later output is dropped.
 
     Args:
-        path: the file; output is appended, and its directory is made.
-        say: shows the user a line.
+        path: The file, to which output is appended; its directory is created.
+        say: Prints a line for the user.
 
     Raises:
-        OSError: the file cannot be made there.
+        OSError: the file cannot be created.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
@@ -142,7 +146,7 @@ class LogFile:
         return self._file.fileno()
 
     def write(self, data: bytes) -> None:
-        """Writes all of `data`, unless the disk has been full before."""
+        """Writes `data`, unless an earlier write has failed."""
         try:
             while data and not self._file.closed:
                 data = data[self._file.write(data) :]
@@ -159,17 +163,17 @@ class OutputSink(Protocol):
     """Receives the output of a stream."""
 
     def feed(self, data: bytes) -> None:
-        """Takes more output, cut anywhere."""
+        """Accepts output, which may be split anywhere."""
 
     def prompt(self) -> None:
-        """Shows the unfinished line, since somebody is to answer it."""
+        """Shows the unfinished line, which is a prompt."""
 
     def close(self) -> None:
-        """Passes on what is left; idempotent."""
+        """Flushes the rest; idempotent."""
 
 
 class TerminalSink:
-    """The stream of a worker that may draw on the terminal, unless its other stream is drawing at the moment."""
+    """The stream of a worker that may draw on the terminal, unless its other stream is currently drawing."""
 
     def __init__(self, screen: Screen, prefix: bytes) -> None:
         self._screen = screen
@@ -177,14 +181,14 @@ class TerminalSink:
         self._lines = LinePrefixer(prefix, screen.above)
 
     def feed(self, data: bytes) -> None:
-        """Takes more output, cut anywhere."""
+        """Accepts output, which may be split anywhere."""
         if self._screen.claim(self, self._prefix):
             self._screen.draw(self._lines.take() + data)
         else:
             self._lines.feed(data)
 
     def prompt(self) -> None:
-        """Does nothing, since the line is shown already."""
+        """Has no effect, since the line is already shown."""
 
     def close(self) -> None:
         """Leaves the terminal at the beginning of a row."""
@@ -200,31 +204,31 @@ class OutputStream:
         self._sinks = sinks
 
     def feed(self, data: bytes) -> None:
-        """Takes more output, cut anywhere."""
+        """Accepts output, which may be split anywhere."""
         if self._file is not None:
             self._file.write(data)
-        for each in self._sinks:
-            each.feed(data)
+        for sink in self._sinks:
+            sink.feed(data)
 
     def prompt(self) -> None:
-        """Shows the unfinished line, since somebody is to answer it."""
-        for each in self._sinks:
-            each.prompt()
+        """Shows the unfinished line, which is a prompt."""
+        for sink in self._sinks:
+            sink.prompt()
 
     def close(self) -> None:
-        """Passes on what is left; idempotent."""
-        for each in self._sinks:
-            each.close()
+        """Flushes the rest; idempotent."""
+        for sink in self._sinks:
+            sink.close()
         if self._file is not None:
             self._file.close()
 
 
 def only_with(words: Sequence[str], write: Write) -> Write:
-    """Returns a function that passes on the lines that contain one of `words`."""
-    wanted = [word.encode() for word in words]
+    """Returns a function that forwards the lines that contain one of `words`."""
+    encoded = [word.encode() for word in words]
 
     def filtered(lines: bytes) -> None:
-        kept = [line for line in lines.splitlines(keepends=True) if any(word in line for word in wanted)]
+        kept = [line for line in lines.splitlines(keepends=True) if any(word in line for word in encoded)]
         if kept:
             write(b"".join(kept))
 
@@ -235,7 +239,7 @@ class Console:
     """The launcher's own stdout and stderr. A reader that has stopped reading cannot delay the end of a job.
 
     Args:
-        hurries: returns whether the job is about to end; it is asked while nobody reads.
+        hurries: Returns whether the job is about to end, in which case output without a reader is dropped.
     """
 
     def __init__(self, hurries: Callable[[], bool] = lambda: False) -> None:
@@ -247,15 +251,15 @@ class Console:
             self._screens[2] = self._screens[1]
 
     def screen(self, fd: int) -> Screen | None:
-        """Returns the terminal behind `fd`, or None; stdout and stderr share one if both lead to it."""
+        """Returns the terminal behind `fd`, or None; stdout and stderr may share one."""
         return self._screens.get(fd)
 
     def writer(self, fd: int) -> Write:
-        """Returns a function that writes whole lines to `fd`, above what a worker has drawn there."""
+        """Returns a function that writes whole lines to `fd`, above a worker's drawing."""
         return self._screens[fd].above if fd in self._screens else self._writer(fd)
 
     def _writer(self, fd: int) -> Write:
-        """Returns a function that writes to `fd`, and gives up quietly when nobody reads it any more."""
+        """Returns a function that writes to `fd`, and silently gives up when its reader is lost."""
 
         def write(data: bytes) -> None:
             self._latest.extend(data.rstrip().rsplit(b"\n", _LINES_IN_VIEW)[-_LINES_IN_VIEW:])
@@ -268,24 +272,24 @@ class Console:
                     data = data[os.write(fd, data[: select.PIPE_BUF]) :]
                 except BlockingIOError:
                     continue
-                except OSError:  # the reader, or the terminal, is gone
+                except OSError:  # the reader or the terminal is closed
                     self._unread.add(fd)
 
         return write
 
     def redraw(self) -> None:
-        """Redraws what workers have drawn, from the row of the cursor."""
+        """Repeats the workers' drawings, from the cursor's row on."""
         for screen in set(self._screens.values()):
             screen.redraw()
 
     def is_in_view(self, text: str, name: str) -> bool:
-        """Returns whether the end of a text of the worker `name` is among the last lines, in its order."""
+        """Returns whether the last lines on the console include the end of a text of the worker `name`, in order."""
         latest = iter([shown for shown in self._latest if f"[{name}] ".encode() in shown])
         end = [line.strip().encode(errors="backslashreplace") for line in text.splitlines() if line.strip()]
         return all(any(line in shown for shown in latest) for line in end[-_LINES_COMPARED:])
 
     def say(self, text: str) -> None:
-        """Writes a line of the launcher's own to stderr."""
+        """Writes a line of the launcher itself to stderr."""
         self.writer(2)(f"paceline: {text}\n".encode(errors="backslashreplace"))
 
 
@@ -295,23 +299,17 @@ def can_redraw(fd: int) -> bool:
 
 
 def open_standard_streams() -> None:
-    """Opens the closed ones among descriptors 0 to 2; otherwise a pipe of the launcher would become its console."""
+    """Opens those of descriptors 0 to 2 that are closed; otherwise a pipe would take the console's number."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)
 
 
-_NAMES = {Streams.OUT: "stdout", Streams.ERR: "stderr"}
-
-
-_UPDATES_S = 10.0  # between two states of a progress bar on a console that cannot redraw lines
-
-
 @dataclass(frozen=True)
 class Destination:
-    """The target of one stream of one worker: a file that it writes itself, or the stream that its pipe feeds.
+    """The destination of one stream of a worker: a file that the worker writes itself, or a stream that we feed.
 
-    `screen` is the terminal if the stream goes nowhere else, so that the worker may write to a terminal too.
+    `screen` is the terminal if the stream goes nowhere else, so that the worker, too, may write to a terminal.
     """
 
     file: LogFile | None = None
@@ -320,10 +318,15 @@ class Destination:
 
 
 class Logs:
-    """The output of a job. Files are made when a worker needs them, in DIRECTORY/attempt_N/RANK/.
+    """The output of a job. Files are created when a worker needs them, in DIRECTORY/attempt_N/RANK/.
 
-    `directory` is the job's, None if it has none; `word` says what the numbers in front of the lines are. `listener`
-    makes one more sink for a stream of a rank; if `hears_all`, also for what only a file would get.
+    Args:
+        output: The options.
+        directory: The job's directory, or None.
+        console: The launcher's console.
+        word: The noun for the numbers in front of the lines.
+        listener: Creates an additional sink for a stream (1 or 2) of a rank.
+        hears_all: Whether the listener also receives output that only a file would.
     """
 
     def __init__(
@@ -345,11 +348,11 @@ class Logs:
             self.directory = directory or Path(tempfile.mkdtemp(prefix="paceline-logs-"))
 
     def of_rank(self, attempt: int, rank: int) -> Path | None:
-        """Returns the directory of a worker's files; None if none are kept."""
+        """Returns the directory of a worker's files, or None if none are kept."""
         return None if self.directory is None else self.directory / f"attempt_{attempt}" / str(rank)
 
     def destination(self, which: Streams, attempt: int, rank: int, local_rank: int, draws: bool = False) -> Destination:
-        """Returns where stdout (`Streams.OUT`) or stderr of a worker goes; `draws` is set for the one that may draw."""
+        """Returns the destination of a worker's stdout (`Streams.OUT`) or stderr; `draws` if it may draw."""
         output = self._output
         is_redirected = bool(which & streams_of(output.redirects, local_rank))
         is_kept = is_redirected or bool(which & streams_of(output.tee, local_rank))
@@ -370,7 +373,7 @@ class Logs:
         return Destination(stream=OutputStream(file, sinks), screen=screen if is_all_drawn else None)
 
     def _prefix(self, which: Streams, rank: int, local_rank: int) -> bytes:
-        """Returns what stands before a worker's lines on the console."""
+        """Returns the prefix of a worker's lines on the console."""
         coloured = wants_colours(which.value)
         if not self._output.line_prefix:
             return prefix_of(rank, coloured, self._word)
@@ -387,13 +390,8 @@ class Logs:
         return LogFile(self.directory / f"attempt_{attempt}" / folder / f"{name}.log", self._console.say)
 
 
-# A pager on a worker's terminal would wait for keys that never come.
-WITHOUT_PAGERS = {"PAGER": "cat", "GIT_PAGER": "cat"}
-_PREFIX_COLUMNS = len("[rank 0] ")  # or "[slot 0] "
-
-
 class WorkerOutput:
-    """The target of one stream of a worker: a file, or a pipe or pseudo-terminal whose data we pass on to `stream`."""
+    """A stream's target: a file, or a pipe or pseudo-terminal whose data is forwarded to `stream`."""
 
     def __init__(self, destination: Destination) -> None:
         self._file = destination.file
@@ -408,7 +406,7 @@ class WorkerOutput:
         except OSError:
             if self._screen is None:
                 raise
-            self._screen = None  # there are no pseudo-terminals here
+            self._screen = None  # pseudo-terminals are not available
             self.reading, self.writing = os.pipe()
         self.resize()
 
@@ -418,14 +416,14 @@ class WorkerOutput:
         return self._screen is not None
 
     def resize(self) -> None:
-        """Sets the size that the worker sees to the terminal's, less the rank in front of each row."""
+        """Sets the worker's terminal size to the real one, less the width of the prefix."""
         if self._screen is not None:
             columns, rows = self._screen.size()
             size = struct.pack("HHHH", rows, max(0, columns - _PREFIX_COLUMNS), 0, 0)
             fcntl.ioctl(self.reading, termios.TIOCSWINSZ, size)
 
     def close_ours(self) -> None:
-        """Closes this process's copy of what the worker writes to."""
+        """Closes this process's copy of the writing end."""
         if self._file is not None:
             self._file.close()
         else:
@@ -433,7 +431,7 @@ class WorkerOutput:
 
 
 def outputs_of(destinations: Sequence[Destination]) -> list[WorkerOutput]:
-    """Returns a worker's stdout and stderr: a single pseudo-terminal if both are shown on one terminal."""
+    """Returns a worker's stdout and stderr, which are one pseudo-terminal if both are shown on one terminal."""
     out, err = destinations
     if out.screen is not None and out.screen is err.screen:
         return [WorkerOutput(out)]
@@ -441,7 +439,7 @@ def outputs_of(destinations: Sequence[Destination]) -> list[WorkerOutput]:
 
 
 def _open_terminal() -> tuple[int, int]:
-    """Opens a pseudo-terminal; returns the end that we read, and the worker's, which is for writing only."""
+    """Opens a pseudo-terminal; returns the reading end, and the worker's end, which is write-only."""
     ours, theirs = os.openpty()
     try:
         attributes = termios.tcgetattr(theirs)

@@ -1,6 +1,6 @@
-"""Chooses the cores of each worker: disjoint sets, none of which spans NUMA nodes if that is possible.
+"""Placement of workers: a disjoint set of cores for each, within one NUMA node if possible, and its GPU.
 
-Finds the GPUs of this machine without torch and without making a CUDA context.
+GPUs are found without torch and without a CUDA context.
 """
 
 from __future__ import annotations
@@ -10,109 +10,54 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-
-def count_gpus(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
-    """Returns how many of the machine's GPUs this process may use under CUDA_VISIBLE_DEVICES."""
-    present = len([each for each in (root / "dev").glob("nvidia[0-9]*") if each.name[6:].isdecimal()])
-    if not present:  # AMD's GPUs; /dev/kfd exists only with their driver
-        present = len(list((root / "dev/dri").glob("renderD*"))) if (root / "dev/kfd").exists() else 0
-    visible = visible_devices(environment)
-    return present if visible is None else min(present, len(visible))
-
-
-def visible_devices(environment: Mapping[str, str]) -> list[str] | None:
-    """Returns the devices that CUDA_VISIBLE_DEVICES (or AMD's variable) names; None if it is not set."""
-    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
-        if name in environment:
-            named: list[str] = []
-            for device in (word.strip() for word in environment[name].split(",")):
-                if device in ("", "-1", "NoDevFiles"):
-                    break  # like the driver, which ignores the rest
-                named.append(device)
-            return named
-    return None
-
-
-def device_of(local_rank: int, environment: Mapping[str, str], gpus: int) -> str:
-    """Returns the GPU that a rank sees as number `local_rank`, by its name in CUDA_VISIBLE_DEVICES."""
-    visible = visible_devices(environment)
-    return visible[local_rank % len(visible)] if visible else str(local_rank % max(1, gpus))
-
-
-def numa_node_of_gpu(index: int, root: Path = Path("/")) -> int | None:
-    """Returns the NUMA node of GPU `index` according to NVIDIA's driver; None if it does not say."""
-    for gpu in (root / "proc/driver/nvidia/gpus").glob("*"):
-        try:
-            minor = re.search(r"Device Minor:\s*(\d+)", (gpu / "information").read_text())
-            node = int((root / "sys/bus/pci/devices" / gpu.name.lower() / "numa_node").read_text())
-        except (OSError, ValueError):
-            continue
-        if minor is not None and int(minor[1]) == index:
-            return node if node >= 0 else None
-    return None
-
-
 Cores = tuple[int, ...]
 
 _SYS = Path("/sys/devices/system")
 
 
-def parse_cpulist(text: str) -> Cores:
-    """Parses the kernel's short form of a set of cores.
-
-    >>> parse_cpulist("0-2,8")
-    (0, 1, 2, 8)
-    """
-    cores: list[int] = []
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        cores += range(int(first), int(last or first) + 1)
-    return tuple(cores)
-
-
-def format_cpulist(cores: Iterable[int]) -> str:
-    """Formats cores in the kernel's short form.
-
-    >>> format_cpulist((0, 1, 2, 8))
-    '0-2,8'
-    """
-    runs: list[list[int]] = []
-    for core in sorted(cores):
-        if runs and core == runs[-1][1] + 1:
-            runs[-1][1] = core
-        else:
-            runs.append([core, core])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+def cores_of_workers(
+    mode: str, workers: int, gpus: int, allowed: Iterable[int] | None = None, system: Path = _SYS
+) -> list[Cores] | None:
+    """Returns the cores of each worker of this machine under `mode`, or None if no worker is bound."""
+    mine = sorted(os.sched_getaffinity(0) if allowed is None else allowed)
+    domains = domains_of(mode, mine, system)
+    preferred: list[int | None] = []
+    if gpus and mode in ("node", "exclusive"):
+        preferred = [numa_node_of_gpu(rank % gpus) for rank in range(workers)]
+        preferred = [node if node is not None and node < len(domains) else None for node in preferred]
+    if mode == "exclusive":
+        return assign(domains, siblings_of(mine, system), workers, preferred)
+    return [domains[home] for home in _homes([tuple(mine)] * len(domains), workers, preferred)]
 
 
 def assign(
     domains: Sequence[Cores], siblings: Sequence[Cores], workers: int, preferred: Sequence[int | None] = ()
 ) -> list[Cores] | None:
-    """Returns disjoint cores for each worker; None if there are more workers than cores.
+    """Returns disjoint sets of cores for the workers, or None if there are more workers than cores.
 
     Args:
-        domains: the cores of each NUMA node that may be used.
-        siblings: groups of hardware threads of one core; a group goes to one worker if there are enough.
-        workers: how many workers to place; they are spread over the domains in order.
-        preferred: the domain next to each worker's GPU, if it is known.
+        domains: The allowed cores of each NUMA node.
+        siblings: The groups of hardware threads of one core; a group goes to one worker if there are enough.
+        workers: The number of workers, which are spread over the domains in order.
+        preferred: The domain next to each worker's GPU, or None.
     """
     if workers > sum(map(len, domains)):
         return None
     homes = _homes(domains, workers, preferred)
     placed: dict[int, Cores] = {}
     for domain, cores in enumerate(domains):
-        here = [worker for worker, home in enumerate(homes) if home == domain]
+        members = [worker for worker, home in enumerate(homes) if home == domain]
         units = [unit for unit in (tuple(c for c in group if c in cores) for group in siblings) if unit]
-        if len(units) < len(here):
+        if len(units) < len(members):
             units = [(core,) for core in cores]
-        for at, worker in enumerate(here):
-            mine = units[at * len(units) // len(here) : (at + 1) * len(units) // len(here)]
+        for index, worker in enumerate(members):
+            mine = units[index * len(units) // len(members) : (index + 1) * len(units) // len(members)]
             placed[worker] = tuple(sorted(core for unit in mine for core in unit))
     return [placed[worker] for worker in range(workers)]
 
 
 def _homes(domains: Sequence[Cores], workers: int, preferred: Sequence[int | None]) -> list[int]:
-    """Returns each worker's domain: next to its GPU, else in proportion to cores; never more workers than cores."""
+    """Returns each worker's domain: next to its GPU, else in proportion to cores. No domain is overcommitted."""
     homes: list[int] = []
     room = [len(cores) for cores in domains]
     total = sum(room)
@@ -155,20 +100,74 @@ def _groups(cores: Sequence[int], name: str, system: Path) -> list[Cores]:
             group = parse_cpulist((system / f"cpu/cpu{core}" / name).read_text())
         except (OSError, ValueError):
             group = (core,)
-        found[tuple(each for each in group if each in cores)] = None
+        found[tuple(member for member in group if member in cores)] = None
     return list(found)
 
 
-def cores_of_workers(
-    mode: str, workers: int, gpus: int, allowed: Iterable[int] | None = None, system: Path = _SYS
-) -> list[Cores] | None:
-    """Returns the cores of each worker of this machine under `mode`; None if workers are not to be bound."""
-    mine = sorted(os.sched_getaffinity(0) if allowed is None else allowed)
-    domains = domains_of(mode, mine, system)
-    preferred: list[int | None] = []
-    if gpus and mode in ("node", "exclusive"):
-        preferred = [numa_node_of_gpu(rank % gpus) for rank in range(workers)]
-        preferred = [node if node is not None and node < len(domains) else None for node in preferred]
-    if mode == "exclusive":
-        return assign(domains, siblings_of(mine, system), workers, preferred)
-    return [domains[home] for home in _homes([tuple(mine)] * len(domains), workers, preferred)]
+def parse_cpulist(text: str) -> Cores:
+    """Parses the kernel's short form of a set of cores.
+
+    >>> parse_cpulist("0-2,8")
+    (0, 1, 2, 8)
+    """
+    cores: list[int] = []
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cores += range(int(first), int(last or first) + 1)
+    return tuple(cores)
+
+
+def format_cpulist(cores: Iterable[int]) -> str:
+    """Formats cores in the kernel's short form.
+
+    >>> format_cpulist((0, 1, 2, 8))
+    '0-2,8'
+    """
+    runs: list[list[int]] = []
+    for core in sorted(cores):
+        if runs and core == runs[-1][1] + 1:
+            runs[-1][1] = core
+        else:
+            runs.append([core, core])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def count_gpus(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
+    """Returns the number of GPUs that this process may use under CUDA_VISIBLE_DEVICES."""
+    present = len([device for device in (root / "dev").glob("nvidia[0-9]*") if device.name[6:].isdecimal()])
+    if not present:  # AMD's GPUs; /dev/kfd exists only with their driver
+        present = len(list((root / "dev/dri").glob("renderD*"))) if (root / "dev/kfd").exists() else 0
+    visible = visible_devices(environment)
+    return present if visible is None else min(present, len(visible))
+
+
+def visible_devices(environment: Mapping[str, str]) -> list[str] | None:
+    """Returns the devices in CUDA_VISIBLE_DEVICES (or AMD's variable), or None if it is not set."""
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        if name in environment:
+            named: list[str] = []
+            for device in (word.strip() for word in environment[name].split(",")):
+                if device in ("", "-1", "NoDevFiles"):
+                    break  # the driver, too, ignores the rest
+                named.append(device)
+            return named
+    return None
+
+
+def device_of(local_rank: int, environment: Mapping[str, str], gpus: int) -> str:
+    """Returns the GPU that a rank sees as number `local_rank`, by its name in CUDA_VISIBLE_DEVICES."""
+    visible = visible_devices(environment)
+    return visible[local_rank % len(visible)] if visible else str(local_rank % max(1, gpus))
+
+
+def numa_node_of_gpu(index: int, root: Path = Path("/")) -> int | None:
+    """Returns the NUMA node of GPU `index` according to NVIDIA's driver, or None if unknown."""
+    for gpu in (root / "proc/driver/nvidia/gpus").glob("*"):
+        try:
+            minor = re.search(r"Device Minor:\s*(\d+)", (gpu / "information").read_text())
+            node = int((root / "sys/bus/pci/devices" / gpu.name.lower() / "numa_node").read_text())
+        except (OSError, ValueError):
+            continue
+        if minor is not None and int(minor[1]) == index:
+            return node if node >= 0 else None
+    return None

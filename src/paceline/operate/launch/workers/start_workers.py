@@ -1,10 +1,7 @@
-"""Starts the workers of a generation on this machine: their variables, streams, cores and processes.
+"""Start of a generation's workers on this machine: their ranks, variables, streams, cores and processes.
 
-Decides which cores, threads and GPU each worker of this machine gets, and what the user should know about it.
-
-Starts workers in one of two ways: a new interpreter each, or forks of a template that has finished its imports.
-
-Describes for `--dry-run` what would start where with which variables; a rank's lines can be pasted into a shell.
+A worker is a new interpreter, or a fork of a template process that has finished its imports. `describe_plan` prints the
+workers for `--dry-run` in lines that can be pasted into a shell.
 """
 
 from __future__ import annotations
@@ -49,19 +46,209 @@ from paceline.operate.launch.workers.worker import (
 )
 from paceline.operate.launch.workers.worker_group import WorkerGroup
 
+_ANSWER_S = 60.0
+_UNKNOWN = "<chosen at the start>"
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """The common context of this machine's workers.
+
+    Attributes:
+        environment: The variables that all of them share.
+        pass_fds: The descriptors that they inherit.
+        directory: The directory of their error files.
+        cores: The cores of each local rank; None binds no worker.
+        gpus: The number of GPUs of this machine.
+        logs: The destinations of their output.
+        keyboard: The launcher's stdin, which rank `job.stdin_rank` reads if it is started here.
+        keeper: The memory of their recordings.
+    """
+
+    environment: Mapping[str, str]
+    pass_fds: Sequence[int]
+    directory: str
+    cores: list[Cores] | None
+    gpus: int
+    logs: Logs
+    keyboard: Keyboard
+    keeper: RecordingKeeper
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """A worker that is ready to start, with its arguments, its variables and the files for its streams."""
+
+    place: WorkerRanks
+    argv: list[str]
+    variables: dict[str, str]
+    cores: Cores | None
+    outputs: list[WorkerOutput]
+    reads: bool
+    error_file: str
+    log: str | None
+    memory: RecordingMemory | None
+
+    def streams(self, nothing: int) -> tuple[int, int, int]:
+        """Returns the descriptors for stdin, stdout and stderr; `nothing` is the stdin of a worker that reads none."""
+        return (0 if self.reads else nothing, self.outputs[0].writing, self.outputs[-1].writing)
+
+    def close(self) -> None:
+        """Frees the memory of a worker that was not started."""
+        if self.memory is not None:
+            self.memory.release()
+
+    def started(self, pid: int) -> WorkerProcess:
+        """Returns the worker that runs as process `pid`.
+
+        Raises:
+            ProcessLookupError: the process has ended and was reaped.
+        """
+        place = self.place
+        return WorkerProcess(
+            place.rank,
+            place.local_rank,
+            pid,
+            self.error_file,
+            watch_end(pid),
+            self.log,
+            reads=self.reads,
+            memory=self.memory,
+        )
+
+
+def start_workers(
+    job: Job,
+    start: Start,
+    context: WorkerContext,
+    *,
+    selector: selectors.BaseSelector,
+    on_start: Callable[[int], None],
+    on_exception: Callable[[WorkerFailure], None],
+    on_failure: Callable[[WorkerFailure], None],
+) -> WorkerGroup:
+    """Starts this machine's workers of the generation that `start` orders; returns the group that watches them.
+
+    Args:
+        job: The job.
+        start: The meeting's order, with the ranks.
+        context: The common context of the workers.
+        selector: The selector of the launcher's loop; see `WorkerGroup`.
+        on_start: Receives the process id of each worker.
+        on_exception: See `WorkerGroup`.
+        on_failure: See `WorkerGroup`.
+
+    Raises:
+        OSError: a process could not be started.
+    """
+    generation = WorkerGroup(
+        start.generation,
+        job.shutdown_timeout_s,
+        context.keyboard,
+        selector,
+        ExceptionNotice(context.directory),
+        on_exception=on_exception,
+        on_failure=on_failure,
+    )
+    descriptors = allow_descriptors(job.workers)
+    starter: WorkerStarter = (ForkStarter if job.forks else InterpreterStarter)(
+        context.environment, context.pass_fds, descriptors
+    )
+    with starter, open(os.devnull, "rb") as nothing:
+        for index in range(job.workers):
+            prepared = prepare(job, start, index, context)
+            streams = prepared.streams(nothing.fileno())
+            pid = starter.start(prepared.argv, prepared.variables, streams, prepared.cores)
+            on_start(pid)
+            generation.follow(prepared.started(pid), prepared.outputs)
+    return generation
+
+
+def prepare(job: Job, start: Start, index: int, context: WorkerContext) -> WorkerSpec:
+    """Prepares the worker `index` of this launcher for the generation that `start` orders.
+
+    Raises:
+        OSError: the pipes or files for its output cannot be created.
+    """
+    place, keyboard = ranks_of(job, start, index), context.keyboard
+    error_file = os.path.join(context.directory, f"error-{start.generation}-{place.rank}.json")
+    variables = {
+        **variables_of(job, start, index, context.environment, context.gpus),
+        "PACELINE_ERROR_FILE": error_file,
+        "TORCHELASTIC_ERROR_FILE": f"{error_file}.torch",
+        "PACELINE_STDIN": "none" if job.stdin_rank is None else str(job.stdin_rank),
+    }
+    if keyboard.path is not None:
+        variables["PACELINE_TERMINAL"] = keyboard.path
+    memory = context.keeper.new(start.generation - 1, place.rank)
+    variables.update(memory.variables if memory is not None else {})
+    log = context.logs.of_rank(start.generation - 1, place.rank)
+    where = (start.generation - 1, place.rank, place.local_rank, index == drawing_index(job, start))
+    outputs = outputs_of([context.logs.destination(which, *where) for which in (Streams.OUT, Streams.ERR)])
+    if outputs[-1].is_terminal:
+        variables.update(WITHOUT_PAGERS)
+    return WorkerSpec(
+        place=place,
+        argv=bootstrap_argv(job.command, place.local_rank),
+        variables=variables,
+        cores=context.cores[place.local_rank] if context.cores is not None else None,
+        outputs=outputs,
+        reads=place.rank == job.stdin_rank and keyboard.is_ours(),
+        error_file=error_file,
+        log=str(log) if log else None,
+        memory=memory,
+    )
+
+
+def ranks_of(job: Job, start: Start, index: int) -> WorkerRanks:
+    """Returns the ranks of the worker `index` of this launcher."""
+    slot, slots = job.slot
+    return WorkerRanks(
+        rank=start.first_rank + index,
+        world_size=start.world_size,
+        local_rank=slot * job.workers + index,
+        local_world_size=slots * job.workers,
+        group_rank=start.group_rank,
+        group_world_size=start.group_world_size,
+        role_rank=start.role_first_rank + index,
+        role_world_size=start.role_world_size,
+        role=job.role,
+    )
+
+
+def variables_of(job: Job, start: Start, index: int, environment: Mapping[str, str], gpus: int) -> dict[str, str]:
+    """Returns the variables that differ between workers."""
+    place = ranks_of(job, start, index)
+    master = (start.master_addr, start.master_port)
+    variables = rank_variables(place, master, start.run_id, start.restart_count, start.max_restarts)
+    if job.virtual_local_rank:
+        variables["CUDA_VISIBLE_DEVICES"] = device_of(place.local_rank, environment, gpus)
+        variables["LOCAL_RANK"] = "0"
+    if "horovod" in job.compat:
+        variables |= horovod_variables(variables)
+    return variables
+
+
+def drawing_index(job: Job, start: Start) -> int:
+    """Returns the index of the worker that may draw on the terminal: the reader of stdin if shown, else the first."""
+    slot, _ = job.slot
+    shown = [i for i in range(job.workers) if not job.output.shown or slot * job.workers + i in job.output.shown]
+    reading = None if job.stdin_rank is None else job.stdin_rank - start.first_rank
+    return reading if reading in shown else shown[0] if shown else 0
+
 
 @dataclass(frozen=True)
 class MachineResources:
-    """This machine's resources, decided before anything starts; `cores` is by local rank, None to bind no worker."""
+    """The resources of this machine's workers, decided before any of them starts."""
 
     workers: int  # on this machine, including those of the scheduler's other launchers
     gpus: int
-    cores: list[Cores] | None
-    threads: int | None
+    cores: list[Cores] | None  # by local rank; None binds no worker
+    threads: int | None  # OMP_NUM_THREADS; None if the user has set it
 
     @classmethod
     def mine(cls, job: Job) -> MachineResources:
-        """Returns this machine's part of `job`."""
+        """Returns the resources for `job`."""
         workers = job.workers * job.slot[1]
         gpus = count_gpus()
         cores = cores_of_workers(job.binding, workers, gpus) if job.binding is not None else None
@@ -77,7 +264,7 @@ class MachineResources:
         return environment
 
     def remarks(self, job: Job) -> list[str]:
-        """Returns what the user should know, one line each."""
+        """Returns remarks for the user, one line each."""
         lines = []
         if job.scheduler is not None:
             lines.append(f"found {job.scheduler}")
@@ -97,18 +284,15 @@ class MachineResources:
         return lines
 
 
-_ANSWER_S = 60.0
-
-
 class WorkerStarter(Protocol):
-    """Starts workers of one generation; the end of its `with` block releases all that it holds."""
+    """Starts workers of one generation; leaving its `with` block releases its resources."""
 
     def start(
         self, argv: Sequence[str], variables: Mapping[str, str], streams: tuple[int, int, int], cores: Cores | None
     ) -> int:
         """Starts a worker in a session of its own, as a child of this process, on its cores; returns its process id.
 
-        `streams` are the descriptors that become its stdin, stdout and stderr.
+        `streams` are the descriptors for its stdin, stdout and stderr.
         """
 
     def __enter__(self) -> WorkerStarter: ...
@@ -119,7 +303,7 @@ class WorkerStarter(Protocol):
 
 
 def python() -> str:
-    """Returns the interpreter that workers run in."""
+    """Returns the path of the workers' interpreter."""
     return os.environ.get("PYTHON_EXEC", sys.executable)
 
 
@@ -146,7 +330,7 @@ class InterpreterStarter:
             pass_fds=self._pass_fds,
             start_new_session=True,
         )
-        process.returncode = 0  # the launcher waits for it by its pid
+        process.returncode = 0  # the launcher reaps it by its pid
         bind_process(process.pid, cores, self._descriptors)
         return process.pid
 
@@ -158,7 +342,7 @@ class InterpreterStarter:
 
 
 def request_of(argv: Sequence[str], variables: Mapping[str, str], cores: Cores | None) -> bytes:
-    """Returns what a template process is sent, with the descriptors of the streams, to fork a worker."""
+    """Returns the message by which a template process forks a worker; the descriptors of its streams accompany it."""
     return json.dumps({"argv": argv, "variables": dict(variables), "cores": cores}).encode()
 
 
@@ -186,7 +370,7 @@ class ForkStarter:
         """Starts a worker.
 
         Raises:
-            OSError: the template ended or does not answer.
+            OSError: the template has ended or does not answer.
         """
         bind_process(self._process.pid, None, self._descriptors)  # a fork inherits the limit from its start
         request = request_of(argv, variables, cores)
@@ -207,205 +391,15 @@ class ForkStarter:
         self._process.wait()
 
 
-def ranks_of(job: Job, start: Start, index: int) -> WorkerRanks:
-    """Returns the ranks of the worker `index` of this launcher."""
-    slot, slots = job.slot
-    return WorkerRanks(
-        rank=start.first_rank + index,
-        world_size=start.world_size,
-        local_rank=slot * job.workers + index,
-        local_world_size=slots * job.workers,
-        group_rank=start.group_rank,
-        group_world_size=start.group_world_size,
-        role_rank=start.role_first_rank + index,
-        role_world_size=start.role_world_size,
-        role=job.role,
-    )
-
-
-def variables_of(job: Job, start: Start, index: int, environment: Mapping[str, str], gpus: int) -> dict[str, str]:
-    """Returns the variables in which a worker differs from the others."""
-    place = ranks_of(job, start, index)
-    master = (start.master_addr, start.master_port)
-    variables = rank_variables(place, master, start.run_id, start.restart_count, start.max_restarts)
-    if job.virtual_local_rank:
-        variables["CUDA_VISIBLE_DEVICES"] = device_of(place.local_rank, environment, gpus)
-        variables["LOCAL_RANK"] = "0"
-    if "horovod" in job.compat:
-        variables |= horovod_variables(variables)
-    return variables
-
-
-def drawing_index(job: Job, start: Start) -> int:
-    """Returns which worker may draw on the terminal: the one that reads stdin if it is shown here, else the first."""
-    slot, _ = job.slot
-    shown = [i for i in range(job.workers) if not job.output.shown or slot * job.workers + i in job.output.shown]
-    reading = None if job.stdin_rank is None else job.stdin_rank - start.first_rank
-    return reading if reading in shown else shown[0] if shown else 0
-
-
-@dataclass(frozen=True)
-class WorkerContext:
-    """What the workers of this machine have in common.
-
-    Attributes:
-        environment: the variables that all of them share.
-        pass_fds: descriptors that they inherit.
-        directory: where they leave their error files.
-        cores: the cores of each local rank; None binds no worker.
-        gpus: how many GPUs this machine has.
-        logs: where their output goes.
-        keyboard: the launcher's stdin, which rank `job.stdin_rank` reads if it is started here.
-        keeper: keeps what they record.
-    """
-
-    environment: Mapping[str, str]
-    pass_fds: Sequence[int]
-    directory: str
-    cores: list[Cores] | None
-    gpus: int
-    logs: Logs
-    keyboard: Keyboard
-    keeper: RecordingKeeper
-
-
-@dataclass(frozen=True)
-class WorkerSpec:
-    """A worker that can be started: its arguments and variables, and the files that become its streams."""
-
-    place: WorkerRanks
-    argv: list[str]
-    variables: dict[str, str]
-    cores: Cores | None
-    outputs: list[WorkerOutput]
-    reads: bool
-    error_file: str
-    log: str | None
-    memory: RecordingMemory | None
-
-    def streams(self, nothing: int) -> tuple[int, int, int]:
-        """Returns what becomes its stdin, stdout and stderr; `nothing` is the stdin of those that have none."""
-        return (0 if self.reads else nothing, self.outputs[0].writing, self.outputs[-1].writing)
-
-    def close(self) -> None:
-        """Gives back the memory of a worker that was not started."""
-        if self.memory is not None:
-            self.memory.release()
-
-    def started(self, pid: int) -> WorkerProcess:
-        """Returns the worker that process `pid` is.
-
-        Raises:
-            ProcessLookupError: it has ended, and was waited for.
-        """
-        place = self.place
-        return WorkerProcess(
-            place.rank,
-            place.local_rank,
-            pid,
-            self.error_file,
-            watch_end(pid),
-            self.log,
-            reads=self.reads,
-            memory=self.memory,
-        )
-
-
-def prepare(job: Job, start: Start, index: int, around: WorkerContext) -> WorkerSpec:
-    """Prepares the worker `index` of this launcher for the generation that `start` orders.
-
-    Raises:
-        OSError: there are no pipes or files for its output.
-    """
-    place, keyboard = ranks_of(job, start, index), around.keyboard
-    error_file = os.path.join(around.directory, f"error-{start.generation}-{place.rank}.json")
-    variables = {
-        **variables_of(job, start, index, around.environment, around.gpus),
-        "PACELINE_ERROR_FILE": error_file,
-        "TORCHELASTIC_ERROR_FILE": f"{error_file}.torch",
-        "PACELINE_STDIN": "none" if job.stdin_rank is None else str(job.stdin_rank),
-    }
-    if keyboard.path is not None:
-        variables["PACELINE_TERMINAL"] = keyboard.path
-    memory = around.keeper.new(start.generation - 1, place.rank)
-    variables.update(memory.variables if memory is not None else {})
-    log = around.logs.of_rank(start.generation - 1, place.rank)
-    where = (start.generation - 1, place.rank, place.local_rank, index == drawing_index(job, start))
-    outputs = outputs_of([around.logs.destination(which, *where) for which in (Streams.OUT, Streams.ERR)])
-    if outputs[-1].is_terminal:
-        variables.update(WITHOUT_PAGERS)
-    return WorkerSpec(
-        place=place,
-        argv=bootstrap_argv(job.command, place.local_rank),
-        variables=variables,
-        cores=around.cores[place.local_rank] if around.cores is not None else None,
-        outputs=outputs,
-        reads=place.rank == job.stdin_rank and keyboard.is_ours(),
-        error_file=error_file,
-        log=str(log) if log else None,
-        memory=memory,
-    )
-
-
-def start_workers(
-    job: Job,
-    start: Start,
-    around: WorkerContext,
-    *,
-    selector: selectors.BaseSelector,
-    on_start: Callable[[int], None],
-    on_exception: Callable[[WorkerFailure], None],
-    on_failure: Callable[[WorkerFailure], None],
-) -> WorkerGroup:
-    """Starts this machine's workers of the generation that `start` orders; returns the generation, which watches them.
-
-    Args:
-        job: says what to run.
-        start: the meeting's order, with the ranks.
-        around: what the workers have in common.
-        selector: the launcher's loop; see `Generation`.
-        on_start: is called with the process id of each worker.
-        on_exception, on_failure: see `Generation`.
-
-    Raises:
-        OSError: a process could not be started.
-    """
-    generation = WorkerGroup(
-        start.generation,
-        job.shutdown_timeout_s,
-        around.keyboard,
-        selector,
-        ExceptionNotice(around.directory),
-        on_exception=on_exception,
-        on_failure=on_failure,
-    )
-    descriptors = allow_descriptors(job.workers)
-    starter: WorkerStarter = (ForkStarter if job.forks else InterpreterStarter)(
-        around.environment, around.pass_fds, descriptors
-    )
-    with starter, open(os.devnull, "rb") as nothing:
-        for index in range(job.workers):
-            prepared = prepare(job, start, index, around)
-            streams = prepared.streams(nothing.fileno())
-            pid = starter.start(prepared.argv, prepared.variables, streams, prepared.cores)
-            on_start(pid)
-            generation.follow(prepared.started(pid), prepared.outputs)
-    return generation
-
-
-_UNKNOWN = "<chosen at the start>"
-
-
 def describe_plan(job: Job, machine: MachineResources) -> str:
-    """Returns the plan as text."""
+    """Returns the description of a job for `--dry-run`."""
     rendezvous = job.rendezvous
-    lines = [*machine.remarks(job)]
+    lines = machine.remarks(job)
     if rendezvous.address is None:
         lines.append(f"one machine: {socket.gethostname()}; run id {job.run_id}; the ranks meet at a Unix socket")
     else:
-        count = f"{rendezvous.min_nodes}" + (
-            f" to {rendezvous.max_nodes}" if rendezvous.max_nodes != rendezvous.min_nodes else ""
-        )
+        least, most = rendezvous.min_nodes, rendezvous.max_nodes
+        count = f"{least}" if least == most else f"{least} to {most}"
         number = f"; this is machine {rendezvous.node_rank}" if rendezvous.node_rank is not None else ""
         lines.append(f"{count} machines, which meet at {rendezvous.address[0]}:{rendezvous.address[1]}{number}")
         has_secret = any(name in os.environ for name in ("PACELINE_SECRET", "PACELINE_SECRET_FILE"))
@@ -417,7 +411,7 @@ def describe_plan(job: Job, machine: MachineResources) -> str:
         lines.append(f"secret: {'from the environment' if has_secret else otherwise}")
     replaced = f"{job.max_restarts} restarts" if job.elastic is None else _replacement(job.elastic)
     lines.append(
-        f"on failure: {replaced}; to end: {', '.join(each.name for each in job.signals)}, then "
+        f"on failure: {replaced}; to end: {', '.join(number.name for number in job.signals)}, then "
         f"{job.shutdown_timeout_s:g} s until SIGKILL"
     )
     start = _start(job)
@@ -436,16 +430,16 @@ def _replacement(elastic: ElasticOptions) -> str:
 
 
 def _start(job: Job) -> Start | None:
-    """Returns the order that the meeting would give, if it is known beforehand."""
+    """Returns the order that the meeting would give, or None if it cannot be predicted."""
     rendezvous = job.rendezvous
     if rendezvous.address is None:
-        nodes, here, address = 1, 0, "127.0.0.1"
+        nodes, node, address = 1, 0, "127.0.0.1"
     elif rendezvous.node_rank is not None:
-        nodes, here, address = rendezvous.max_nodes, rendezvous.node_rank, rendezvous.address[0]
+        nodes, node, address = rendezvous.max_nodes, rendezvous.node_rank, rendezvous.address[0]
     else:
         return None
-    first, world = here * job.workers, nodes * job.workers  # if all machines have as many
-    return Start(1, 0, job.max_restarts, job.run_id, here, nodes, first, world, first, world, address, job.port or 0)
+    first, world = node * job.workers, nodes * job.workers  # if all machines have as many workers
+    return Start(1, 0, job.max_restarts, job.run_id, node, nodes, first, world, first, world, address, job.port or 0)
 
 
 def _worker(job: Job, machine: MachineResources, start: Start, index: int) -> list[str]:
@@ -457,12 +451,12 @@ def _worker(job: Job, machine: MachineResources, start: Start, index: int) -> li
     if machine.threads is not None:
         variables["OMP_NUM_THREADS"] = str(machine.threads)
     where = f"on cores {format_cpulist(machine.cores[place.local_rank])}" if machine.cores else "on any core"
-    python = [] if job.command.kind is CommandKind.PROGRAM else [os.environ.get("PYTHON_EXEC", sys.executable)]
+    interpreter = [] if job.command.kind is CommandKind.PROGRAM else [python()]
     module = ["-m"] if job.command.kind is CommandKind.MODULE else []
     program, *arguments = job.command.argv
     legacy = [f"--local_rank={place.local_rank}"] if job.command.passes_local_rank else []
     return [
         f"{'rank' if job.elastic is None else 'slot'} {place.rank}, {where}:",
         *(f"  {name}={shlex.quote(value)} \\" for name, value in variables.items()),
-        f"  {shlex.join([*python, *module, program, *legacy, *arguments])}",
+        f"  {shlex.join([*interpreter, *module, program, *legacy, *arguments])}",
     ]

@@ -1,16 +1,16 @@
-"""A process that has finished the slow imports and becomes workers by forking.
+"""A process that has finished the slow imports and forks workers on request.
 
-It is used with `--start-method forkserver`, and by default where there are many workers a core.
+It is used with `--start-method forkserver`, and by default with many workers per core. The launcher runs it by path:
 
     python template.py LAUNCHER_PID DESCRIPTOR [MODULE... [-- MODULE...]]
 
-A worker is forked twice: when the process in between has ended, the launcher, which adopts orphans, becomes its parent,
-as if the launcher had started it. The template ends when the launcher closes the connection.
+A worker is forked twice: when the intermediate process has ended, the launcher, which adopts orphans, becomes its
+parent, as if the launcher had started it. The template ends when the launcher closes the connection.
 
-For elastic jobs it imports the MODULEs, torch among them, and those after `--`, which the user asks for, and stays.
-Threads do not survive a fork, and whatever they held stays locked. Importing torch starts none but those of numpy's
-OpenBLAS, which ends them before each fork. To be sure, the template forks once without need and then looks whether it
-has other threads; if so, it says so and ends.
+For elastic jobs it imports the MODULEs, including torch, and those after `--`, which the user chose. Threads do not
+survive a fork, and their locks stay held. Importing torch starts only the threads of numpy's OpenBLAS, which ends them
+before each fork. To verify this, the template forks once and then lists its other threads; if there are any, it reports
+them and ends.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ def main() -> None:
 
     bootstrap.die_with_parent(launcher)
     with suppress(ImportError):  # the core was built for another Python; workers that need it report that
-        import_module(
-            "paceline.comm.rendezvous.rendezvous"
-        )  # it makes a worker slow to start, and every worker needs it to meet the others
+        import_module("paceline.comm.rendezvous.rendezvous")  # every worker needs this slow import
 
     if modules := sys.argv[3:]:
         _preload(modules)
@@ -75,11 +73,11 @@ def main() -> None:
     for fd in streams[3:]:
         os.environ["PACELINE_ELASTIC_FD"] = str(fd)
     if command["cores"] is not None:
-        with suppress(OSError):  # they were taken away
+        with suppress(OSError):  # the cores are no longer allowed
             os.sched_setaffinity(0, command["cores"])
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()  # otherwise every worker would draw the template's numbers
-    while os.getppid() != launcher:  # until the process in between has ended
+    while os.getppid() != launcher:  # until the intermediate process has ended
         if not os.path.exists(f"/proc/{launcher}"):
             os._exit(1)
         time.sleep(0.0005)
@@ -90,10 +88,10 @@ def main() -> None:
 
 
 def _preload(arguments: list[str]) -> None:
-    """Imports modules; those after `--` are the user's, who is told if that fails."""
+    """Imports modules; a failure is reported for those after `--`, which the user chose."""
     at = arguments.index("--") if "--" in arguments else len(arguments)
     for module in arguments[:at]:
-        with suppress(Exception):  # a worker that needs it reports what is wrong
+        with suppress(Exception):  # a worker that needs it reports the error
             import_module(module)
     for module in arguments[at + 1 :]:
         try:
@@ -103,7 +101,7 @@ def _preload(arguments: list[str]) -> None:
 
 
 def _show(argv: list[str]) -> None:
-    """Makes `ps` show `argv` instead of the template's arguments, as far as there is room in their place."""
+    """Makes `ps` show `argv` instead of the template's arguments, cut to their length."""
     import ctypes
 
     with suppress(OSError, ValueError, IndexError), open("/proc/self/stat") as file:
@@ -123,12 +121,12 @@ def _threads_after_a_fork() -> list[str]:
     for _ in range(_LOOKS):
         others = set(os.listdir("/proc/self/task")) - {str(os.getpid())}
         names = []
-        for each in others:
-            with suppress(OSError), open(f"/proc/self/task/{each}/comm") as name:
+        for thread in others:
+            with suppress(OSError), open(f"/proc/self/task/{thread}/comm") as name:
                 names.append(name.read().strip())
         if not names:
             break
-        time.sleep(_LOOK_S)  # one that has just ended may still be listed
+        time.sleep(_LOOK_S)  # a thread that has just ended may still be listed
     return names
 
 

@@ -1,9 +1,7 @@
-"""Tracks what a program has drawn on a terminal, as rows of text, from the control sequences of progress bars.
+"""A terminal that one worker draws on, while the lines of all others appear above its drawing.
 
-A row can still change while the program returns to it, by a carriage return or by moving the cursor up, as `tqdm` does
-with nested bars and `rich` with its live displays. Every other row is final.
-
-Shares a terminal: one worker draws on it, and the lines of all others appear above what it has drawn.
+`Rows` interprets the control sequences of progress bars. A row is live while the program returns to it, by a carriage
+return or by moving the cursor up, as `tqdm` does with nested bars and `rich` with live displays. Other rows are final.
 """
 
 from __future__ import annotations
@@ -15,28 +13,29 @@ from collections.abc import Callable
 
 _TOKEN = re.compile(
     rb"\x1b\[([0-?]*)[ -/]*([@-~])"  # a control sequence, such as one for a colour or a movement
-    rb"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-Z\\^-~]"  # titles, links and the like, which take no room
+    rb"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-Z\\^-~]"  # titles, links and the like, which have no width
     rb"|[\r\n]|[^\x1b\r\n]+|\x1b"
 )
 _PART_OF_TOKEN = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]{0,1000}\x1b?)?\Z")
-_TAKES_NO_ROOM = rb"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x1f]"
+_WITHOUT_WIDTH = rb"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x1f]"
 _CONTROL = re.compile(rb"[\r\x1b]")
-_WITHIN_A_ROW = b"mCDPX@"  # colours, movements and changes that belong to the text of a row
+_WITHIN_A_ROW = b"mCDPX@"  # colours, movements and changes within the text of a row
 _LONGEST_ROW = 1 << 16
-_REMEMBERED = 64  # final rows to which the cursor may still move up
+_REMEMBERED = 64  # final rows to which the cursor may still return
+_COLUMNS = 80  # assumed for a terminal of unknown size
 
 
 class _Row:
     def __init__(self, text: bytes = b"") -> None:
         self.text = text
-        self.reported = b""  # what `final` or `changed` reported last
+        self.reported = b""  # the text that `final` or `changed` returned last
 
 
 class Rows:
-    """The rows that may still change, the cursor among them.
+    """The live rows, and the cursor's.
 
     Args:
-        prefix: stands in front of the text of every row on the terminal.
+        prefix: The text before every row on the terminal.
     """
 
     def __init__(self, prefix: bytes = b"") -> None:
@@ -47,22 +46,22 @@ class Rows:
         self._rows = [_Row()]
         self._before: deque[_Row] = deque(maxlen=_REMEMBERED)
         self._at = 0  # the row of the cursor
-        self._is_at_start = True  # of that row, so that text replaces what it holds
-        self._is_overwritten = False  # that row, since it was begun
-        self._live = 0  # how many rows above the last one the program returns to
-        self._newlines = 0  # at the bottom, since it last did
+        self._is_at_start = True  # of that row, so that new text replaces the old
+        self._is_overwritten = False  # whether the program has returned to the start of that row
+        self._live = 0  # number of rows above the last one to which the program returns
+        self._newlines = 0  # at the bottom, since the program last returned
         self._rest = b""  # the beginning of a control sequence
         self.hides_cursor = False
-        self._may_return = False  # to all rows since it hid the cursor, as live displays do before they return first
+        self._may_return = False  # to all rows since the cursor was hidden, as live displays do before they return
 
     @property
     def is_blank(self) -> bool:
-        """Whether nothing is drawn that may still change."""
+        """Whether no live row holds text."""
         return not self._live and len(self._rows) == 1 and not self._rows[0].text
 
     @property
     def is_redrawn(self) -> bool:
-        """Whether the program has returned to what may still change, as a progress bar does."""
+        """Whether the program has returned to a live row, as a progress bar does."""
         return bool(self._live) or self._is_overwritten
 
     @property
@@ -71,7 +70,7 @@ class Rows:
         return self._rows[self._at].text
 
     def feed(self, data: bytes) -> bytes:
-        """Takes more output, cut anywhere; returns what to show of it, with the prefixes."""
+        """Accepts output, which may be split anywhere; returns the bytes to show, with the prefixes."""
         data = self._rest + data
         part = _PART_OF_TOKEN.search(data)
         self._rest = data[part.start() :] if part else b""
@@ -95,7 +94,7 @@ class Rows:
         return b"".join(shown)
 
     def final(self) -> list[bytes]:
-        """Removes the rows that will not change any more; returns the texts that were not reported in this form."""
+        """Removes the rows that are final; returns those whose text has not been returned yet."""
         count = min(len(self._rows) - 1 - self._live, self._at)
         ended, self._rows = self._rows[:count], self._rows[count:]
         self._at -= count
@@ -103,25 +102,25 @@ class Rows:
         return _news(ended)
 
     def changed(self) -> list[bytes]:
-        """Returns the texts of the rows that may still change and were not reported in this form."""
+        """Returns the texts of the live rows that have changed since they were last returned."""
         return _news(self._rows)
 
     def end(self) -> list[bytes]:
-        """Starts on a new row, with none that may change; returns the texts that were not reported in this form."""
+        """Finalizes all rows and starts a new one; returns the rows whose text has not been returned yet."""
         self._rows[self._at].text += self._rest
         ended = self._rows
         self._begin()
         return _news(ended)
 
     def erase(self, columns: int) -> bytes:
-        """Returns what moves the cursor to the first row that may change, and clears the terminal from there on."""
+        """Returns the bytes that move the cursor to the first live row and clear the terminal below."""
         above = sum(self._height(row, columns) for row in self._rows[self._first : self._at])
         if not self._is_at_start:
             above += self._height(self._rows[self._at], columns) - 1
         return b"\r" + _upwards(above) + b"\x1b[J"
 
     def redraw(self, columns: int) -> bytes:
-        """Returns what redraws all rows that may change, and moves back to the cursor's row."""
+        """Returns the bytes that redraw all live rows and move back to the cursor's row."""
         drawn = b"\n".join(self._prefix + row.text if row.text else b"" for row in self._rows[self._first :])
         below = self._rows[self._at + 1 :]
         if below:
@@ -130,7 +129,7 @@ class Rows:
         return drawn + b"\r" if self._is_at_start else drawn
 
     def leave(self) -> bytes:
-        """Returns what moves to the row below everything drawn, with a visible cursor."""
+        """Returns the bytes that move below all rows and make the cursor visible."""
         down = len(self._rows) - 1 - self._at + bool(self._rows[-1].text)
         return b"\n" * down + (b"\x1b[?25h" if self.hides_cursor else b"")
 
@@ -139,14 +138,14 @@ class Rows:
         return max(0, min(self._at, len(self._rows) - 1 - self._live))
 
     def _height(self, row: _Row, columns: int) -> int:
-        text = re.sub(_TAKES_NO_ROOM, b"", self._prefix + row.text).decode(errors="replace")
+        text = re.sub(_WITHOUT_WIDTH, b"", self._prefix + row.text).decode(errors="replace")
         return max(1, -(-len(text) // columns))
 
     def _is_plain(self) -> bool:
         return not self._live and len(self._rows) == 1 and not (self._is_at_start and self._rows[0].text)
 
     def _feed_plain(self, data: bytes) -> bytes:
-        """Does what `feed` does, many times faster, for text without control characters."""
+        """Handles text without control characters, many times faster than the general case of `feed`."""
         first, *more = data.split(b"\n")
         self._rows[0].text += first
         self._rows += map(_Row, more)
@@ -215,9 +214,6 @@ def _news(rows: list[_Row]) -> list[bytes]:
     return texts
 
 
-_COLUMNS = 80  # assumed for a terminal that does not know its size
-
-
 class Screen:
     """A terminal; `write` writes to it, and `fd` gives its size."""
 
@@ -228,25 +224,25 @@ class Screen:
         self._rows = Rows()
 
     def size(self) -> tuple[int, int]:
-        """Returns its columns and rows; zeros if it does not know them."""
+        """Returns the columns and rows; zeros if they are unknown."""
         try:
             return os.get_terminal_size(self._fd)
         except OSError:
             return 0, 0
 
     def claim(self, stream: object, prefix: bytes) -> bool:
-        """Returns whether `stream` may draw: it did last, or nothing is drawn. Its rows begin with `prefix`."""
+        """Returns whether `stream` may draw: it drew last, or nothing is drawn. Its rows begin with `prefix`."""
         if self._owner is not stream and self._rows.is_blank:
             self._owner, self._rows = stream, Rows(prefix)
         return self._owner is stream
 
     def draw(self, data: bytes) -> None:
-        """Shows the output, cut anywhere, of the stream that holds the claim."""
+        """Shows output, which may be split anywhere, of the stream that holds the claim."""
         self._write(self._rows.feed(data))
         self._rows.final()
 
     def above(self, lines: bytes) -> None:
-        """Shows whole lines above what is drawn."""
+        """Shows whole lines above the drawing."""
         if self._rows.is_blank:
             self._write(lines)
         else:
@@ -254,11 +250,11 @@ class Screen:
             self._write(self._rows.erase(columns) + lines + self._rows.redraw(columns))
 
     def redraw(self) -> None:
-        """Redraws what is drawn, from the row of the cursor on."""
+        """Repeats the drawing, from the cursor's row on."""
         self._write(b"\r" + self._rows.redraw(self.size()[0] or _COLUMNS))
 
     def leave(self, stream: object) -> None:
-        """Ends what `stream` has drawn."""
+        """Ends the drawing of `stream`."""
         if self._owner is stream:
             self._write(self._rows.leave())
             self._rows.end()

@@ -1,7 +1,4 @@
-"""One worker process: its arguments, and its exit code and memory once it has ended.
-
-Follows one worker: passes on what it writes, and finds out how it failed.
-"""
+"""One worker process, the forwarding of its output, and the description of its failure."""
 
 from __future__ import annotations
 
@@ -34,12 +31,15 @@ _FLAG = {
     CommandKind.PROGRAM: ["--exec"],
 }
 
-_NO_PIDFDS = (errno.ENOSYS, errno.EPERM, errno.EINVAL)  # an old kernel, or a sandbox that does not know the call
+_NO_PIDFDS = (errno.ENOSYS, errno.EPERM, errno.EINVAL)  # an old kernel, or a sandbox without the call
 _ADOPTION_S = 0.02
+_READ_BYTES = 1 << 16
+_MOST_READS = 256
+_PROMPT_S = 0.2  # the delay after which an unfinished line counts as a prompt
 
 
 def bootstrap_argv(command: Command, local_rank: int) -> list[str]:
-    """Returns the arguments with which the bootstrap runs the command."""
+    """Returns the bootstrap's arguments for a command."""
     program, *arguments = command.argv
     if command.passes_local_rank:
         arguments = [f"--local_rank={local_rank}", *arguments]
@@ -48,48 +48,48 @@ def bootstrap_argv(command: Command, local_rank: int) -> list[str]:
 
 @dataclass
 class WorkerProcess:
-    """A running worker; `exit_code` is as in subprocess once it has ended."""
+    """A worker process; its `exit_code` is as in subprocess, and None while it runs."""
 
     rank: int
     local_rank: int
     pid: int
     error_file: str
     pidfd: int  # of `watch_end`
-    log: str | None = None
+    log: str | None = None  # the directory of its output
     reads: bool = False  # whether it reads the launcher's stdin
-    memory: RecordingMemory | None = None  # what it records into
+    memory: RecordingMemory | None = None  # the memory into which it records
     exit_code: int | None = None
     peak_bytes: int | None = None
 
     @property
     def debugger_file(self) -> str:
-        """Exists while the worker is in `paceline.breakpoint`."""
+        """The path of a file that exists while the worker is in `paceline.breakpoint`."""
         return f"{self.error_file}.debugger"
 
     def collect(self) -> int:
-        """Reaps the ended worker: stores its exit code, which it returns, and its peak memory; keeps its recording."""
+        """Reaps the ended worker, stores its exit code and peak memory, and keeps its recording; returns the code."""
         os.close(self.pidfd)
         try:
             _, status, usage = os.wait4(self.pid, 0)
             self.exit_code = os.waitstatus_to_exitcode(status)
             self.peak_bytes = usage.ru_maxrss * 1024
-        except ChildProcessError:  # somebody else in this process waited for it
+        except ChildProcessError:  # reaped elsewhere in this process
             self.exit_code = 0
         if self.memory is not None:
             self.memory.release()
         return self.exit_code
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the worker and to what it started in its process group."""
+        """Sends a signal to the worker's process group."""
         kill_group(self.pid, number)
 
 
 def watch_end(pid: int) -> int:
-    """Returns a descriptor that can be read when a child of this process, present or about to be adopted, has ended.
+    """Returns a descriptor that is readable when a child of this process, present or about to be adopted, has ended.
 
     Raises:
-        ProcessLookupError: there is no such process.
-        OSError: there are no descriptors left.
+        ProcessLookupError: no such process exists.
+        OSError: no descriptors are left.
     """
     try:
         return pidfd_open(pid)
@@ -102,20 +102,20 @@ def watch_end(pid: int) -> int:
 
 
 def _close_at_end(pid: int, writing: int) -> None:
-    """Waits for a child without reaping it, then closes the writing end of the pipe whose other end is watched."""
+    """Waits for a child without reaping it, then closes the writing end of the pipe."""
     try:
         while os.path.exists(f"/proc/{pid}"):
             try:
                 os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
                 return
-            except ChildProcessError:  # it is not adopted yet
+            except ChildProcessError:  # not adopted yet
                 time.sleep(_ADOPTION_S)
     finally:
         os.close(writing)
 
 
 def allow_descriptors(workers: int) -> tuple[int, int] | None:
-    """Raises the launcher's descriptor limit to what so many workers need; returns the old limit if it was too low."""
+    """Raises the launcher's descriptor limit as needed for `workers`; returns the old limit if it was too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 8 * workers + 256
     if soft >= needed or soft == resource.RLIM_INFINITY:
@@ -125,26 +125,21 @@ def allow_descriptors(workers: int) -> tuple[int, int] | None:
 
 
 def bind_process(pid: int, cores: Cores | None, descriptors: tuple[int, int] | None) -> None:
-    """Binds a process to its cores and limits its descriptors; what it starts from then on inherits both."""
-    with contextlib.suppress(OSError):  # it has ended already, or the cores were taken away
+    """Binds a process to its cores and limits its descriptors; processes that it starts later inherit both."""
+    with contextlib.suppress(OSError):  # it has ended already, or the cores are no longer allowed
         if cores is not None:
             os.sched_setaffinity(pid, cores)
         if descriptors is not None:
             resource.prlimit(pid, resource.RLIMIT_NOFILE, descriptors)
 
 
-_READ_BYTES = 1 << 16
-_MOST_READS = 256
-_PROMPT_S = 0.2  # after this long an unfinished line is shown to whoever should answer it
-
-
 class OutputForwarder:
-    """Passes on what a worker writes until it has closed its streams, or `close` is called.
+    """Forwards a worker's output until the worker has closed its streams, or `close` is called.
 
     Args:
-        worker: who writes.
-        outputs: its streams; this process's copies of what the worker writes to are closed.
-        selector: its keys carry functions that the launcher's loop calls without arguments.
+        worker: The worker.
+        outputs: Its streams; this process's copies of their writing ends are closed.
+        selector: The selector of the launcher's loop; its keys carry functions without arguments.
     """
 
     def __init__(
@@ -154,7 +149,7 @@ class OutputForwarder:
         self._selector = selector
         self._outputs = [output for output in outputs if output.stream is not None]
         self._open_pipes: dict[int, Callable[[], None]] = {}
-        self._prompt_s: float | None = None  # when (monotonic) to look for a prompt
+        self._prompt_s: float | None = None  # time (monotonic) at which to check for a prompt
         for output in outputs:
             output.close_ours()
             if output.stream is not None:
@@ -162,11 +157,11 @@ class OutputForwarder:
 
     @property
     def deadline_s(self) -> float | None:
-        """When (monotonic) `tick` must be called; None for never."""
+        """The time (monotonic) at which `tick` must be called; None for never."""
         return self._prompt_s
 
     def tick(self, now_s: float) -> None:
-        """Shows the prompt of a worker that waits for an answer."""
+        """Shows the prompt of a worker that is waiting for an answer."""
         if self._prompt_s is not None and now_s >= self._prompt_s:
             self._prompt_s = None
             if waits_for_stdin(self._worker.pid):
@@ -175,17 +170,17 @@ class OutputForwarder:
                         output.stream.prompt()
 
     def resize(self) -> None:
-        """Passes the terminal's current size on to the worker, if it writes to one."""
+        """Forwards the terminal's current size to the worker, if it writes to one."""
         for output in self._outputs:
             output.resize()
 
     @property
     def has_more(self) -> bool:
-        """Whether something that was written has not been passed on."""
+        """Whether output is waiting to be forwarded."""
         return bool(self._readable())
 
     def drain(self) -> None:
-        """Passes on what has been written so far; not all of it if somebody goes on writing."""
+        """Forwards the output written so far; stops after a while if a process keeps writing."""
         for _ in range(_MOST_READS):
             if not self.has_more:
                 return
@@ -204,10 +199,10 @@ class OutputForwarder:
         self._outputs.clear()
 
     def _readable(self) -> list[int]:
-        waiting = select.poll()
+        poll = select.poll()
         for pipe in self._open_pipes:
-            waiting.register(pipe, select.POLLIN)
-        return [pipe for pipe, _ in waiting.poll(0)] if self._open_pipes else []
+            poll.register(pipe, select.POLLIN)
+        return [pipe for pipe, _ in poll.poll(0)] if self._open_pipes else []
 
     def _read(self, fd: int, stream: OutputStream) -> None:
         def read() -> None:
@@ -229,9 +224,9 @@ class OutputForwarder:
 
 
 def failure_of(worker: WorkerProcess, code: int, record: Record | None, memory: MemoryWatch) -> WorkerFailure:
-    """Returns how a worker failed that ended with `code` and left `record`; it may still be written to its log."""
+    """Returns the failure of a worker that ended with `code` and left the exception `record`, if any."""
     explained = memory.explain(worker.pid, worker.peak_bytes) if code == -signal.SIGKILL else None
-    exit_code = 1 if record is not None else code  # its exception decides, also when it was slow to end
+    exit_code = 1 if record is not None else code  # the exception decides, even if the worker had to be killed later
     at_exit = record is None and has_begun_exit(worker.error_file)
     return WorkerFailure(
         worker.rank, worker.pid, exit_code, time.time(), record, memory=explained, log=worker.log, at_exit=at_exit

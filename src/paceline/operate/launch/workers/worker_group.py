@@ -1,4 +1,4 @@
-"""Watches the workers of one generation on this machine until the last of them has ended."""
+"""The `WorkerGroup`: the workers of one generation on this machine, watched until the last of them has ended."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from paceline.operate.launch.workers.out_of_memory import MemoryWatch
 from paceline.operate.launch.workers.output import WorkerOutput
 from paceline.operate.launch.workers.worker import OutputForwarder, WorkerProcess, failure_of
 
-CONSEQUENCES_S = 0.5  # how long after a failure the ranks that end because of it have to report that themselves
-_OTHERS_KILLED_S = 0.3  # for the end of another worker that the kernel has killed too, since memory ran out
+CONSEQUENCES_S = 0.5  # time for ranks that fail because of another failure to report that themselves
+_OTHERS_KILLED_S = 0.3  # time for the end of another worker that the kernel also killed for lack of memory
 
 
 class WorkerGroup:
-    """The workers of generation `number`; `start_workers` makes it. It ends when `is_over` says so.
+    """The workers of one generation. `start_workers` creates it; it has completed when `is_over` is true.
 
     Args:
-        number: counts the generations of the job from 1.
-        shutdown_timeout_s: how long workers that are asked to end have until SIGKILL.
-        keyboard: the launcher's stdin, which one of the workers may read.
-        selector: its keys carry functions that the launcher's loop calls without arguments.
-        alarm: rings when an exception has left a worker's script.
-        on_exception: is called with such a failure, before the worker has ended.
-        on_failure: is called with the first failure of a worker that has ended; a moment later if memory ran out and
-            the kernel has killed another one too, which may be the one that took it.
+        number: The number of the generation in the job, from 1.
+        shutdown_timeout_s: The time from the request to end until SIGKILL.
+        keyboard: The launcher's stdin, which one of the workers may read.
+        selector: The selector of the launcher's loop; its keys carry functions without arguments.
+        notice: The pipe by which workers announce exceptions.
+        on_exception: Receives a failure whose exception has left a worker's script, before the worker has ended.
+        on_failure: Receives the first failure of an ended worker. This is delayed a moment if the kernel killed it and
+            another worker for lack of memory, since the other one may be the cause.
     """
 
     def __init__(
@@ -48,39 +48,37 @@ class WorkerGroup:
         shutdown_timeout_s: float,
         keyboard: Keyboard,
         selector: selectors.BaseSelector,
-        alarm: ExceptionNotice,
+        notice: ExceptionNotice,
         on_exception: Callable[[WorkerFailure], None],
         on_failure: Callable[[WorkerFailure], None],
     ) -> None:
         self.number = number
         self.failures: list[WorkerFailure] = []
-        self.exceptions: dict[int, WorkerFailure] = {}  # by rank, of workers that had not ended when it was told
+        self.exceptions: dict[int, WorkerFailure] = {}  # by rank, announced before the worker ended
         self.workers: list[WorkerProcess] = []
-        self.recordings: dict[
-            int, int
-        ] = {}  # by rank, descriptors of what the workers record, also of those that ended
+        self.recordings: dict[int, int] = {}  # descriptors of the recordings, by rank, including those of ended workers
         self._selector = selector
         self._on_exception = on_exception
         self._on_failure = on_failure
-        self._alarm = alarm
-        if (bell := alarm.fileno()) is not None:
-            selector.register(bell, selectors.EVENT_READ, self._on_exception_notice)
+        self._notice = notice
+        if (descriptor := notice.fileno()) is not None:
+            selector.register(descriptor, selectors.EVENT_READ, self._on_exception_notice)
         self._keyboard = keyboard
-        self._followings: list[OutputForwarder] = []
+        self._forwarders: list[OutputForwarder] = []
         self._memory = MemoryWatch()
-        self._killed: list[tuple[float, int]] = []  # by the kernel for their memory: when, and the most they used
+        self._killed: list[tuple[float, int]] = []  # time and peak memory of workers killed for lack of memory
         self._grace_s = shutdown_timeout_s
-        self._next_signal: tuple[float, int] | None = None  # when (monotonic) the workers get which signal
-        self._asked_s: float | None = None  # at what time of day the workers were asked to end
-        self._told_s: float | None = None  # when (monotonic) the first failure is told, if that waits for another one
+        self._next_signal: tuple[float, int] | None = None  # time (monotonic) and number of the next signal
+        self._asked_s: float | None = None  # time of day at which the workers were asked to end
+        self._report_s: float | None = None  # time (monotonic) to report the first failure, while that is delayed
 
     def follow(self, worker: WorkerProcess, outputs: list[WorkerOutput]) -> None:
-        """Watches a worker that has just been started: passes on its output, and notices its end."""
+        """Watches a worker that has just been started: forwards its output, and detects its end."""
         self.workers.append(worker)
         if worker.memory is not None:
-            with contextlib.suppress(OSError):  # there are no more descriptors
+            with contextlib.suppress(OSError):  # out of descriptors
                 self.recordings[worker.rank] = os.dup(worker.memory.fd)
-        self._followings.append(OutputForwarder(worker, outputs, self._selector))
+        self._forwarders.append(OutputForwarder(worker, outputs, self._selector))
 
         def ended() -> None:
             self._selector.unregister(worker.pidfd)
@@ -90,40 +88,40 @@ class WorkerGroup:
 
     @property
     def deadline_s(self) -> float | None:
-        """When (monotonic) `tick` must be called; None for never."""
+        """The time (monotonic) at which `tick` must be called; None for never."""
         signal_s = self._next_signal[0] if self._next_signal is not None else None
-        times_s = [signal_s, self._told_s, *(following.deadline_s for following in self._followings)]
-        return min((each for each in times_s if each is not None), default=None)
+        times_s = [signal_s, self._report_s, *(forwarder.deadline_s for forwarder in self._forwarders)]
+        return min((time_s for time_s in times_s if time_s is not None), default=None)
 
     def tick(self, now_s: float) -> None:
-        """Does what is due at `now_s`: tells a failure, sends a signal, shows the prompt of a worker that asks."""
-        if self._told_s is not None and now_s >= self._told_s:
+        """Performs the actions that are due at `now_s`: reports a failure, sends a signal, shows a prompt."""
+        if self._report_s is not None and now_s >= self._report_s:
             self._report_first_failure()
-        for following in self._followings:
-            following.tick(now_s)
+        for forwarder in self._forwarders:
+            forwarder.tick(now_s)
         if self._next_signal is not None and now_s >= self._next_signal[0]:
             self._signal(self._next_signal[1])
             self._next_signal = (now_s + self._grace_s, signal.SIGKILL)
 
     def end(self, number: int = signal.SIGTERM, after_s: float = 0.0) -> None:
-        """Asks the workers to end; kills those that still run after the grace period."""
+        """Asks the workers to end, and kills those that still run after the grace period."""
         if self._next_signal is None or after_s == 0.0:
             self._next_signal = (time.monotonic() + after_s, number)
             self.tick(time.monotonic())
 
     def kill(self) -> None:
-        """Kills the workers at once."""
+        """Kills the workers immediately."""
         self._signal(signal.SIGKILL)
 
     def interactive(self) -> WorkerProcess | None:
-        """Returns the worker that waits for typed input: it is in `paceline.breakpoint`, or reads the terminal."""
+        """Returns the worker that is waiting for typed input, in `paceline.breakpoint` or a read, or None."""
         running = [worker for worker in self.workers if worker.exit_code is None]
         debugged = [worker for worker in running if os.path.exists(worker.debugger_file)]
         reading = [worker for worker in running if worker.reads and self._keyboard.is_read_by(worker.pid)]
         return next(iter([*debugged, *reading]), None)
 
     def pids(self) -> list[int]:
-        """Returns the process ids of the workers whose end is not known yet."""
+        """Returns the process ids of the workers that have not been reaped yet."""
         return [worker.pid for worker in self.workers if worker.exit_code is None]
 
     def signal(self, number: int) -> None:
@@ -133,37 +131,37 @@ class WorkerGroup:
                 worker.signal(number)
 
     def resize(self) -> None:
-        """Passes the terminal's current size on to the workers that write to it."""
-        for following in self._followings:
-            following.resize()
+        """Forwards the terminal's current size to the workers that write to it."""
+        for forwarder in self._forwarders:
+            forwarder.resize()
 
     @property
     def is_over(self) -> bool:
-        """Whether every worker has ended and its output is passed on; pipes held open by its children do not count."""
-        if self._told_s is not None or any(worker.exit_code is None for worker in self.workers):
+        """Whether all workers have ended and their output is forwarded, even if their children hold pipes open."""
+        if self._report_s is not None or any(worker.exit_code is None for worker in self.workers):
             return False
-        return not any(following.has_more for following in self._followings)
+        return not any(forwarder.has_more for forwarder in self._forwarders)
 
     def close(self) -> None:
-        """Kills what still runs and closes every pipe; idempotent."""
+        """Kills the workers that still run, and closes all pipes; idempotent."""
         for worker in self.workers:
             worker.signal(signal.SIGKILL)
             if worker.exit_code is None:
                 self._selector.unregister(worker.pidfd)
                 worker.collect()
-        for following in self._followings:
-            following.close()
+        for forwarder in self._forwarders:
+            forwarder.close()
         for recording in self.recordings.values():
             os.close(recording)
         self.recordings.clear()
-        if (bell := self._alarm.fileno()) is not None:
-            self._selector.unregister(bell)
-            self._alarm.close()
+        if (descriptor := self._notice.fileno()) is not None:
+            self._selector.unregister(descriptor)
+            self._notice.close()
         self._memory.close()
         self._keyboard.restore()
 
     def _on_exception_notice(self) -> None:
-        self._alarm.quiet()
+        self._notice.clear()
         for worker in self.workers:
             if worker.exit_code is None and worker.rank not in self.exceptions:
                 record = read_record(worker.error_file)
@@ -183,44 +181,46 @@ class WorkerGroup:
         self.failures.append(failure)
         if len(self.failures) == 1:
             self.end(after_s=CONSEQUENCES_S)
-            self._told_s = time.monotonic() + _OTHERS_KILLED_S
+            self._report_s = time.monotonic() + _OTHERS_KILLED_S
         awaits_another = self.failures[0].memory is not None and self._memory.has_more
-        if self._told_s is not None and not awaits_another:
+        if self._report_s is not None and not awaits_another:
             self._report_first_failure()
 
     def _in_order(self, failure: WorkerFailure, peak_bytes: int) -> WorkerFailure:
-        """Returns the failure as of the moment when the kernel killed the worker, if it did since memory ran out.
+        """Corrects the time of a failure for lack of memory: the kernel kills the largest process first.
 
-        The kernel kills the largest process first, and its end takes longest.
+        Since the end of the largest process takes longest, it may be reaped after smaller ones.
         """
         if failure.memory is None:
             return failure
         smaller = [seen_s for seen_s, peak in self._killed if peak < peak_bytes]
-        failure = msgspec.structs.replace(failure, seen_s=min([failure.seen_s, *(each - 0.001 for each in smaller)]))
+        failure = msgspec.structs.replace(
+            failure, seen_s=min([failure.seen_s, *(seen_s - 0.001 for seen_s in smaller)])
+        )
         self._killed.append((failure.seen_s, peak_bytes))
         return failure
 
     def _report_first_failure(self) -> None:
-        self._told_s = None
+        self._report_s = None
         self._on_failure(first_failure(self.failures))
 
     def _signal(self, number: int) -> None:
         if self._asked_s is None:
             self._asked_s = time.time()
         self.signal(number)
-        self.signal(signal.SIGCONT)  # a stopped worker hears it now, before anything else of its program runs
+        self.signal(signal.SIGCONT)  # a stopped worker receives the signal now, before its program continues
 
 
 def ended_as_asked(code: int, record: Record | None, asked_s: float, is_first: bool) -> bool:
-    """Returns whether a worker that did not end well ended because it was asked to.
+    """Returns whether a worker with an exit code other than 0 ended because it was asked to.
 
-    One that had raised an exception before, and was only slow to end, may be the cause of what went wrong elsewhere.
+    A worker that had raised an exception before, and was only slow to end, may be the cause of failures elsewhere.
 
     Args:
-        code: its exit code.
-        record: the exception that it left.
-        asked_s: at what time of day it was asked to end.
-        is_first: whether no worker of this machine had failed before it.
+        code: The exit code.
+        record: The exception that the worker left, or None.
+        asked_s: The time of day at which it was asked to end.
+        is_first: Whether no other worker of this machine failed before.
     """
     if record is not None and record.time_s < asked_s and record.kind != "KeyboardInterrupt":
         return False

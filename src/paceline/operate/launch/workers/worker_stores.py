@@ -1,12 +1,10 @@
-"""Stores in which a generation's workers meet. The launcher serves them, so that rank 0 may end or begin again.
+"""The stores, and the one-port multiplexer, that a launcher serves for its workers.
 
-Workers reach Paceline's store at PACELINE_STORE with the job's secret; on one machine it is a Unix socket. Beside it,
-torch.distributed has a store at MASTER_ADDR and MASTER_PORT, where its clients expect one of a launcher that sets
-TORCHELASTIC_USE_AGENT_STORE. Their protocol authenticates nobody. That store therefore has keys of its own, on one
-machine it listens on loopback only, and it listens only once a worker asks for it: a job that uses only Paceline's
-groups opens no such port.
-
-A launcher's part in a job whose machines have one port each: it listens there for itself and for its workers.
+The launcher serves the stores of each generation, so that they outlive rank 0. Workers reach Paceline's store at
+PACELINE_STORE with the job's secret; on one machine it is a Unix socket. torch.distributed has a separate store at
+MASTER_ADDR and MASTER_PORT, where its clients expect one of a launcher that sets TORCHELASTIC_USE_AGENT_STORE. Its
+protocol has no authentication. That store therefore holds separate keys, on one machine it listens on loopback only,
+and it listens only once a worker requests it: a job that uses only Paceline's groups opens no such port.
 """
 
 from __future__ import annotations
@@ -26,67 +24,17 @@ from paceline.comm.store.tcp_store import BACKLOG, PortInUseError, StoreServer, 
 from paceline.operate.launch.job import CommandKind, Job
 from paceline.operate.launch.multinode.protocol import Start
 
-
-@contextlib.contextmanager
-def open_multiplexer(job: Job) -> Iterator[None]:
-    """Opens the gate through which this launcher and its workers are reached, if the job has one port."""
-    before = multiplexer_variables()  # they may be those of a job around this one
-    _set({})
-    try:
-        if job.one_port is None:
-            yield
-            return
-        name = random_name()
-        with contextlib.closing(PortMultiplexer(job.one_port, name)):
-            _set({PORT_VARIABLE: str(job.one_port), GATE_VARIABLE: name})
-            yield
-    finally:
-        _set(before)
-
-
-def multiplexer_variables() -> dict[str, str]:
-    """Returns the variables by which workers find the gate of their launcher; none if there is no gate."""
-    return {name: os.environ[name] for name in (PORT_VARIABLE, GATE_VARIABLE) if name in os.environ}
-
-
-def _set(variables: Mapping[str, str]) -> None:
-    for name in (PORT_VARIABLE, GATE_VARIABLE):
-        os.environ.pop(name, None)
-    os.environ.update(variables)
-
-
-def require_port(address: str, secret: bytes | None) -> None:
-    """Makes sure that the gate can listen at this machine's address, before any worker needs it.
-
-    Raises:
-        PortInUseError: another program has the port.
-        StoreConnectionError: the address is not this machine's.
-    """
-    listen(address, 0, secret).close()
-
-
-def port_beside(one_port: int | None) -> int | None:
-    """Returns the MASTER_PORT of the workers in a job with one port; None if it has none.
-
-    It is a number behind the port. A store of torch.distributed, where the plug-in does not replace it, really listens
-    there, so it is one that the user can know beforehand.
-    """
-    if one_port is None:
-        return None
-    return one_port + 1 if one_port < 65535 else one_port - 1
-
-
-_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # 0: PyTorch does not load the plug-in, whose part it is to ask
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # 0: PyTorch does not load the plug-in, which requests torch's store
 
 
 class WorkerStores:
     """The stores of this machine's launcher; only those of the machine with rank 0 are used.
 
     Args:
-        job: says whether there are several machines, and which ports were chosen.
-        address: of this machine, for the others.
-        secret: the job's; None if it has none.
-        say: is called with a line for the user.
+        job: The job, with the chosen ports.
+        address: The address of this machine for the others.
+        secret: The job's secret, or None.
+        say: Prints a line for the user.
     """
 
     def __init__(self, job: Job, address: str, secret: bytes | None, say: Callable[[str], None]) -> None:
@@ -94,16 +42,16 @@ class WorkerStores:
         self._address = address
         self._secret = secret
         self._say = say
-        self._torch_socket: socket.socket | None = None  # which is bound, and listens once a worker asks for that
-        self._requests = -1  # a pipe with a name, to which such workers write
+        self._torch_socket: socket.socket | None = None  # bound; it listens once a worker requests the store
+        self._requests = -1  # the named pipe for these requests
         self._listener: ListeningEndpoint | None = None
         self._torch_server: _core.StoreServer | None = None
         self._server: StoreServer | None = None
 
     def reserve(self) -> tuple[int, int]:
-        """Returns the ports of torch's store and of Paceline's for the next generation, which this process has bound.
+        """Binds and returns the ports of torch's store and of Paceline's for the next generation.
 
-        The first is 0 for none: with one port for everything, the plug-in gives torch.distributed Paceline's store. The
+        The first is 0 with one port for everything, where the plug-in gives torch.distributed Paceline's store. The
         second is 0 on a single machine.
         """
         job = self._job
@@ -123,9 +71,9 @@ class WorkerStores:
         """Serves the stores of a generation if rank 0 runs here; returns the variables by which workers find them.
 
         Args:
-            start: the order to start the generation.
-            secret: of its workers.
-            directory: the job's on this machine, which is its owner's alone.
+            start: The order to start the generation.
+            secret: The secret of its workers, or None.
+            directory: The job's private directory on this machine.
         """
         variables = {}
         if self._job.rendezvous.address is None:
@@ -147,15 +95,15 @@ class WorkerStores:
             self._requests = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
             variables[TORCH_STORE_REQUESTS] = path
             if self._job.command.kind is CommandKind.PROGRAM or os.environ.get(_AUTOLOAD) == "0":
-                self.open_torch_store()  # the workers may be programs that do not load what would ask for it
+                self.open_torch_store()  # the workers may not load the plug-in that requests it
         return variables
 
     def requests_fileno(self) -> int:
-        """Returns the descriptor that is readable once a worker asks for torch's store; -1 if there is none to open."""
+        """Returns a descriptor that is readable once a worker requests torch's store; -1 if there is none to open."""
         return self._requests if self._torch_socket is not None else -1
 
     def open_torch_store(self) -> None:
-        """Begins to serve torch's store; without effect if it is served, or if another process listens at its port."""
+        """Starts torch's store; has no effect if it runs already, or if another process listens at its port."""
         if self._torch_socket is None:
             return
         with contextlib.suppress(OSError):  # the program serves a store of its own there
@@ -165,7 +113,7 @@ class WorkerStores:
         self._torch_socket = None
 
     def end_generation(self) -> None:
-        """Closes what the workers of a generation had; idempotent."""
+        """Closes the stores of a generation; idempotent."""
         for server in (self._server, self._torch_server):
             if server is not None:
                 server.close()
@@ -175,7 +123,7 @@ class WorkerStores:
             self._requests = -1
 
     def close(self) -> None:
-        """Closes everything; idempotent."""
+        """Closes all stores and listeners; idempotent."""
         self.end_generation()
         self._close_listeners()
 
@@ -194,3 +142,52 @@ def _port_of(listener: ListeningEndpoint) -> int:
 
 def _place(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+@contextlib.contextmanager
+def open_multiplexer(job: Job) -> Iterator[None]:
+    """Opens the port through which this launcher and its workers are reached, if the job has one port."""
+    before = multiplexer_variables()  # possibly of an outer job
+    _set({})
+    try:
+        if job.one_port is None:
+            yield
+            return
+        name = random_name()
+        with contextlib.closing(PortMultiplexer(job.one_port, name)):
+            _set({PORT_VARIABLE: str(job.one_port), GATE_VARIABLE: name})
+            yield
+    finally:
+        _set(before)
+
+
+def multiplexer_variables() -> dict[str, str]:
+    """Returns the variables by which workers find their launcher's multiplexer; empty without one."""
+    return {name: os.environ[name] for name in (PORT_VARIABLE, GATE_VARIABLE) if name in os.environ}
+
+
+def _set(variables: Mapping[str, str]) -> None:
+    for name in (PORT_VARIABLE, GATE_VARIABLE):
+        os.environ.pop(name, None)
+    os.environ.update(variables)
+
+
+def require_port(address: str, secret: bytes | None) -> None:
+    """Checks that the multiplexer can listen at this machine's address, before any worker needs it.
+
+    Raises:
+        PortInUseError: another program has the port.
+        StoreConnectionError: the address does not belong to this machine.
+    """
+    listen(address, 0, secret).close()
+
+
+def port_beside(one_port: int | None) -> int | None:
+    """Returns the MASTER_PORT of the workers in a job with one port, or None for other jobs.
+
+    It is the next number. Where the plug-in does not replace the store of torch.distributed, that store listens there,
+    so that the number must be predictable for the user.
+    """
+    if one_port is None:
+        return None
+    return one_port + 1 if one_port < 65535 else one_port - 1

@@ -1,6 +1,6 @@
-"""Stands in for Horovod: `horovod.torch` has what `paceline.interop.horovod` has, and `horovod.run` is its `run`.
+"""A stand-in for Horovod: `horovod.torch` is `paceline.horovod`, and `horovod.run` is its `run`.
 
-May use: `paceline.interop.horovod`. Start reading at `torch/__init__.py`.
+May use: `paceline.horovod`. Start reading at `torch/__init__.py`.
 """
 
 from paceline.interop.horovod.basics import run as run

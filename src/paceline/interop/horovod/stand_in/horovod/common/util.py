@@ -32,12 +32,12 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def gloo_built(verbose: bool = False) -> bool:
-    """Returns True, as `paceline.interop.horovod.gloo_built`."""
+    """Returns True, as `paceline.horovod.gloo_built`."""
     return True
 
 
 def mpi_built(verbose: bool = False) -> bool:
-    """Returns False, as `paceline.interop.horovod.mpi_built`."""
+    """Returns False, as `paceline.horovod.mpi_built`."""
     return False
 
 

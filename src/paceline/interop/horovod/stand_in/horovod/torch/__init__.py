@@ -1,6 +1,6 @@
-"""Has what `paceline.interop.horovod` has under Horovod's names, its modules included, and says so on rank 0.
+"""The names of `paceline.horovod`, with Horovod's own modules; the import is reported once, on rank 0.
 
-May use: `paceline.interop.horovod`. Start reading at `_MODULES`, which says what stands for which module.
+May use: `paceline.horovod`. Start reading at `_MODULES`, the stand-ins of Horovod's modules.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import sys
 
-import paceline.interop.horovod
-from paceline.interop.horovod import compression, optimizer, state
+from paceline.interop import horovod
+from paceline.interop.horovod import compression, functions, optimizer
 from paceline.train import sync_batch_norm
 
 from ..common.util import check_extension
@@ -17,23 +17,21 @@ from ..common.util import check_extension
 _TOLD = "PACELINE_COMPAT_TOLD"  # also reaches the processes that the script starts
 _MODULES = {
     "compression": compression,
-    "functions": state,
-    "mpi_ops": paceline.interop.horovod,
+    "functions": functions,
+    "mpi_ops": horovod,
     "optimizer": optimizer,
     "sync_batch_norm": sync_batch_norm,
 }
 
 if os.environ.get("RANK", "0") == "0" and _TOLD not in os.environ:
     os.environ[_TOLD] = "1"
-    print("paceline: --compat horovod: `import horovod.torch` is paceline.interop.horovod", file=sys.stderr, flush=True)
+    print("paceline: --compat horovod: `import horovod.torch` is paceline.horovod", file=sys.stderr, flush=True)
 
-__all__ = ["check_extension", *paceline.interop.horovod.__all__]
-globals().update(
-    {name: getattr(paceline.interop.horovod, name) for name in paceline.interop.horovod.__all__}, **_MODULES
-)
+__all__ = ["check_extension", *horovod.__all__]
+globals().update({name: getattr(horovod, name) for name in horovod.__all__}, **_MODULES)
 sys.modules.update({f"{__name__}.{name}": module for name, module in _MODULES.items()})
 
 
 def __getattr__(name: str) -> object:
-    value: object = getattr(paceline.interop.horovod, name)
+    value: object = getattr(horovod, name)
     return value
