@@ -33,6 +33,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
 from elastic_cases import coordinators, death, joining, networks, slow, speeds, undisturbed
 from elastic_cases.options import Options, Rows

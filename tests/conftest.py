@@ -54,7 +54,7 @@ def no_collector() -> Iterator[None]:
 
 
 # Files are handed to the workers of pytest-xdist in order: one that takes minutes must not begin as the last.
-LONG = ("test_elastic_schedules.py", "test_failpoints.py", "test_stream_loader.py", "test_schedules.py")
+LONG = ("test_coordinator_schedules.py", "test_failpoints.py", "test_stream_reader.py", "test_schedules.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,7 +2,8 @@
 
     python docs/pictures/page.py        needs Chromium; without it, only top.svg is made
 
-The job is tests/simulated_training.py, so that the pictures are the same each time, apart from the browser's fonts.
+The job is tests/support/simulated_training.py, so that the pictures are the same each time, apart from the browser's
+fonts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 import msgspec
 from terminal import render
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 
 from browser import Browser, installed
 from simulated_training import Training

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +15,12 @@ TESTS = Path(__file__).parents[1]
 
 
 def test_no_kill_at_any_operation_loses_a_checkpoint():
-    environment = {**launching.ENVIRONMENT, "PYTHONPATH": str(TESTS)}
+    environment = {**launching.ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS / "support")])}
     # In memory, if there is such a place: syncs take long on a busy disk, and a kill leaves what was written anyway.
     in_memory = Path("/dev/shm")
     with TemporaryDirectory(prefix="paceline-kills-", dir=in_memory if in_memory.is_dir() else None) as directory:
         done = subprocess.run(
-            [sys.executable, TESTS / "checkpoint_kills.py", directory],
+            [sys.executable, TESTS / "support" / "checkpoint_kills.py", directory],
             capture_output=True, text=True, timeout=110, env=environment,
         )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -30,9 +31,9 @@ def test_no_kill_at_any_operation_loses_a_checkpoint():
 
 
 def test_no_kill_at_any_step_of_a_copy_loses_the_copies(tmp_path: Path) -> None:
-    environment = {**launching.ENVIRONMENT, "PYTHONPATH": str(TESTS)}
+    environment = {**launching.ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS / "support")])}
     done = subprocess.run(
-        [sys.executable, TESTS / "checkpoint_copies.py", tmp_path],
+        [sys.executable, TESTS / "support" / "checkpoint_copies.py", tmp_path],
         capture_output=True, text=True, timeout=110, env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

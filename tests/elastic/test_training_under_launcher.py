@@ -41,7 +41,7 @@ for epoch in state.epochs({epochs}):
             os.kill({ended}, signal.SIGTERM)
 print("digest", state.digest())
 """
-TESTS = str(Path(__file__).parents[1])
+TESTS = str(Path(__file__).parents[1] / "support")
 
 
 def write(

@@ -25,7 +25,7 @@ def find(library: str) -> tuple[str, dict[str, str]] | None:
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_rmaps_base_oversubscribe": "1",  # up to version 4
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        "PYTHONPATH": os.pathsep.join([str(_TESTS), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(_TESTS), str(_TESTS / "support"), os.environ.get("PYTHONPATH", "")]),
     }
     installed = _INSTALLED / library
     shared = sorted(installed.glob("lib/libmpi.so.*"))

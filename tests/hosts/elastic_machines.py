@@ -12,7 +12,7 @@ import pytest
 from hosts.machines import Machines, lent
 from hosts.network import ipv4
 
-TOY = Path(__file__).parents[1] / "elastic_toy.py"
+TOY = Path(__file__).parents[1] / "support" / "elastic_toy.py"
 TRAINS = """
 import os, sys, time, torch, paceline
 paceline.init_process_group(elastic=True)

@@ -1,7 +1,7 @@
 """The programs in the docs run as they are printed, on ranks that have what a reader has: a model and data.
 
-Those to learn from are whole, and are run by the launcher. tests/unit/test_docs_code.py checks that the Chinese pages
-have the same programs.
+Those to learn from are whole, and are run by the launcher. tests/unit/docs/test_docs_code.py checks that the Chinese
+pages have the same programs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _RUN_ELSEWHERE = {
     "large-models.md": "tests/ranks/test_tensor_parallel.py",
     "launcher.md": "tests/ranks/test_run.py",
     "nccl.md": "tests/gpu/test_nccl_on_gpus.py",
-    "rendezvous.md": "tests/unit/test_rendezvous_handlers.py",
+    "rendezvous.md": "tests/unit/comm/rendezvous/test_rendezvous_handlers.py",
     "torch-distributed.md": "tests/ranks/test_plugin_frameworks.py",
 }
 

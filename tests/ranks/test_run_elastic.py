@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from launching import ENVIRONMENT, command, is_alive, kill, processes_with, state_of, wait_until
 
-TOY = str(Path(__file__).parents[1] / "elastic_toy.py")
+TOY = str(Path(__file__).parents[1] / "support" / "elastic_toy.py")
 
 
 class Elastic:

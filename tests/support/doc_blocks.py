@@ -1,0 +1,147 @@
+"""The code in README and docs: what a reader may copy, with where it stands."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "README.zh.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LESSONS = ("learn", "how-to", "coming-from")
+"""The folders in which each block of Python is a whole program."""
+
+_FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1``` *$", re.MULTILINE | re.DOTALL)
+_PROMPT = re.compile(r"^[\w-]*[$#] ")
+_SEPARATORS = frozenset(("|", "||", "&&", ";", "&", ">", ">>", "<", "2>", "2>&1"))
+_PLACEHOLDERS = re.compile(r"^[\[<(].*|.*\.\.\.$|^FLAGS$")
+_IN_PROSE = re.compile(r"`([^`\n]+)`")
+
+
+class Block(NamedTuple):
+    """A fenced block, or lines that are indented by four spaces, whose language is then empty."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(page: Path, *languages: str) -> list[Block]:
+    """The fenced blocks of a page in these languages, or all."""
+    text = page.read_text()
+    found = [
+        Block(page, text.count("\n", 0, fence.start()) + 2, fence[2], _without_indent(fence[3], len(fence[1])))
+        for fence in _FENCE.finditer(text)
+    ]
+    return [block for block in found if not languages or block.language in languages]
+
+
+def _without_indent(text: str, width: int) -> str:
+    return "".join(line[width:] if line[:width].isspace() else line for line in text.splitlines(keepends=True))
+
+
+def prose(page: Path) -> str:
+    """The page without its fenced blocks, of which only the lines are left."""
+    return _FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), page.read_text())
+
+
+def indented(page: Path) -> Iterator[Block]:
+    """The lines of a page that are code by their indentation."""
+    run: list[str] = []
+    lines = [*prose(page).split("\n"), ""]
+    for at, line in enumerate(lines):
+        if line.startswith("    ") and (run or not lines[at - 1].strip()):
+            run.append(line[4:])
+        elif run:
+            yield Block(page, at - len(run) + 1, "", "\n".join(run) + "\n")
+            run = []
+
+
+def python_of(block: Block) -> list[str]:
+    """The pieces of Python in a block: itself, or the examples of a session with the interpreter."""
+    if ">>>" in block.text:
+        return [example.source for example in doctest.DocTestParser().get_examples(block.text)]
+    return [block.text]
+
+
+def after_a_diff(block: Block) -> str:
+    """The text that a diff leads to."""
+    return "".join(line[1:] for line in block.text.splitlines(keepends=True) if line[:1] != "-")
+
+
+def meaning(block: Block) -> list[str]:
+    """What a block of Python does, apart from comments and from the words that it prints."""
+    dumps = []
+    for piece in python_of(block):
+        tree = ast.parse(piece)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                node.value = ""
+        dumps.append(ast.dump(tree))
+    return dumps
+
+
+def commands(page: Path) -> list[tuple[Block, list[str]]]:
+    """The simple commands in the blocks of a page, as words. Where lines have prompts, the others are output."""
+    found = []
+    for block in [*blocks(page, "sh", "bash", "console", ""), *indented(page)]:
+        lines = block.text.replace("\\\n", " ").split("\n")
+        if any(_PROMPT.match(line) for line in lines):
+            lines = [_PROMPT.sub("", line) for line in lines if _PROMPT.match(line)]
+        for line in lines:
+            if "paceline" in line or line.startswith("make "):
+                found += [(block, words) for words in _simple_commands(line)]
+    return found
+
+
+def _simple_commands(line: str) -> Iterator[list[str]]:
+    words: list[str] = []
+    try:
+        split = shlex.split(line, comments=True)
+    except ValueError:
+        return  # prose with an apostrophe, or output
+    for word in [*split, ";"]:
+        if word in _SEPARATORS:
+            if words:
+                yield words
+            words = []
+        else:
+            words.append(word)
+
+
+def call_of_paceline(words: list[str]) -> list[str] | None:
+    """The arguments of `paceline` in a command, also behind variables and other launchers; None if it is another."""
+    words = [*words]
+    while words and re.match(r"^[A-Z_]+=", words[0]):
+        words.pop(0)
+    if words[:2] == ["docker", "build"]:
+        return None
+    for at, word in enumerate(words):
+        if word == "paceline" and (at == 0 or words[0] in ("srun", "mpirun", "python", "docker", "ssh")):
+            rest = words[at + 1 :]
+            return None if any(_PLACEHOLDERS.match(each) for each in rest) else rest
+    return None
+
+
+def calls_in_prose(page: Path) -> Iterator[tuple[int, list[str]]]:
+    """The `paceline ...` in backticks of a page, as words behind the first, with their lines."""
+    for at, line in enumerate(prose(page).split("\n")):
+        for quoted in _IN_PROSE.findall(line):
+            if quoted.startswith("paceline ") and "..." not in quoted:
+                yield at + 1, quoted.split()[1:]
+
+
+def names_in_prose(page: Path, module: str) -> Iterator[tuple[int, str]]:
+    """The names `module.name` in backticks of a page, with their lines."""
+    for at, line in enumerate(prose(page).split("\n")):
+        for quoted in _IN_PROSE.findall(line):
+            for name in re.findall(rf"(?<![\w./-]){module}\.(\w+(?:\.[a-zA-Z]\w*)*)(?![\w/])", quoted):
+                yield at + 1, name
