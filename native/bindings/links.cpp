@@ -157,8 +157,7 @@ class ScheduleGroup {
     }
 
   private:
-    Call by_schedule(std::shared_ptr<const Schedule> schedule, nb::handle fields,
-                     std::int64_t predicted_ns) const {
+    Call by_schedule(std::shared_ptr<const Schedule> schedule, nb::handle fields, std::int64_t predicted_ns) const {
         if (!lanes_) throw nb::value_error("the group is closed");
         Call call = to_call(fields);
         require_sound(call, lanes_->rank(), lanes_->size(), false);

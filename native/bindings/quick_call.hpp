@@ -1,8 +1,8 @@
 // What a persistent call does each time that it is called, without a frame of Python's.
 //
-// A subclass in Python (paceline.comm.group.collectives.persistent) does all the rest. Whenever something is not as it should be, or
-// somebody wants to watch, its method `_call_with_care` is called instead, which looks again; `_fail` gets the outcome
-// of a call that failed.
+// A subclass in Python (paceline.comm.group.collectives.persistent) does all the rest. Whenever something is not as it
+// should be, or somebody wants to watch, its method `_call_with_care` is called instead, which looks again; `_fail`
+// gets the outcome of a call that failed.
 #pragma once
 
 #include <optional>

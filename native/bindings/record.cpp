@@ -1,4 +1,4 @@
-// Bindings of the recorder, for paceline.comm.record and paceline.operate.diagnosis. Where the recorder is off, they do nothing.
+// Bindings of the recorder, for paceline.comm.record and paceline.operate.diagnosis. They do nothing where it is off.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 

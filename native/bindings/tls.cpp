@@ -1,5 +1,5 @@
-// Bindings of encrypted connections for paceline.comm.security. While Python holds a connection it waits as sockets with a
-// time-out do; then the store or the lanes take it over.
+// Bindings of encrypted connections for paceline.comm.security. While Python holds a connection it waits as sockets
+// with a time-out do; then the store or the lanes take it over.
 #include "bindings/tls.hpp"
 
 #include <fcntl.h>
