@@ -88,11 +88,12 @@ struct Cause {
     static constexpr std::uint32_t kHung = std::uint32_t{1} << 30;
 };
 
-// The values are those of paceline.comm.engine.failures.OutcomeCode, where 6 stands for errors of third-party
-// libraries. schedule_unfit: the schedule uses blocks that the call does not have. Nothing was started; the group
-// remains usable. starved: a rank ran out of descriptors or memory for another rank's tensor; `missing` is the rank
-// that ran out. too_many_offers: kMostOffers messages to a rank already wait for its receives; `missing` is that rank.
-// The message was not sent; the group remains usable. aborted: `reporter` called `Collectives::abort`.
+// The values are those of paceline.comm.engine.failures.OutcomeCode, where 6 stands for errors of other libraries.
+// schedule_unfit: the schedule uses blocks that the call does not have. Nothing was started; the group remains usable.
+// starved: a rank ran out of descriptors or memory for another rank's tensor; `missing` is the rank that ran out.
+// too_many_offers: kMostOffers messages to a rank already wait for its receives; `missing` is that rank. The message
+// was not sent; the group remains usable.
+// aborted: `reporter` called `Collectives::abort`.
 enum class Code {
     ok,
     mismatch,
