@@ -191,7 +191,7 @@ def plan_barrier(timeout_ns: int) -> CallPlan:
 def checked_reduction(
     tensors: Sequence[torch.Tensor], op: Reduction, call: str, any_order: bool = False
 ) -> tuple[int, int, Buffers]:
-    """Returns the codes of the tensors' dtype and of the reduction, and empty buffers with the factor of `op`.
+    """Returns the codes of the dtype and of the reduction, and buffers without tensors that hold the factor of `op`.
 
     Raises:
         TypeError: the reduction is not defined for the tensors.

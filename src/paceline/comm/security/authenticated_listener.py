@@ -159,7 +159,7 @@ class AuthenticatedListener:
 
 
 def _disable_nagle(connection: socket.socket) -> None:
-    """Has the system send short messages at once; otherwise each may wait up to 40 ms for an acknowledgement."""
+    """Sets TCP_NODELAY; otherwise Nagle's algorithm may hold a short message back for up to 40 ms."""
     if connection.family != socket.AF_UNIX:
         with contextlib.suppress(OSError):  # the peer has closed the connection
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -42,8 +42,8 @@ _ON_ONE_LINE = {"lpar": None, "rpar": None}
 def may_need_migration(text: str) -> bool:
     """Returns whether a file may need migration, or affect the choice of the mode.
 
-    Names are resolved without regard to scopes, so that the result is also true for some files that need none, and for
-    those that this Python cannot parse.
+    Scopes are ignored when names are resolved, so the result may be true for a file that needs no migration. It is also
+    true for files that the running version of Python cannot parse.
     """
     if not any(all(word in text for word in words) for words in TELLING_WORDS):
         return False

@@ -209,11 +209,11 @@ class EntryBlock:
 
 
 class EntryRing:
-    """Ring of entries in a recording that grows, of which the entries up to some index have been read.
+    """Reader of a ring of entries in a recording that is still being written; it remembers how far it has read.
 
     Args:
         entry: the format of an entry.
-        most: the number of entries to read at most at a time, or None.
+        most: the maximum number of entries to read at a time; None for no limit.
     """
 
     def __init__(self, entry: struct.Struct, most: int | None) -> None:

@@ -50,7 +50,7 @@ def run_command(options: argparse.Namespace, action: Callable[[argparse.Namespac
 
 
 def explain_os_error(error: Exception) -> Exception:
-    """Returns an error that names the missing resource and its remedy in place of a bare `OSError`."""
+    """Replaces a bare `OSError` by an error that names the missing resource and its remedy; keeps any other error."""
     from paceline.errors import PacelineError
     from paceline.linux import is_out_of_descriptors, out_of_descriptors_error
 

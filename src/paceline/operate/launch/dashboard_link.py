@@ -1,4 +1,4 @@
-"""Connection of a launcher to the dashboard, which it or the launcher of another machine serves.
+"""Connection of a launcher to the dashboard, which this launcher or one on another machine serves.
 
 Each launcher records the activity of its own machine: events, workers, output and stacks.
 """

@@ -206,10 +206,10 @@ class RemoteDashboardFeed:
 
 
 def encode_update(sample: JobSample, offset_s: float) -> str:
-    """Returns a sample as JSON, with its times on the dashboard's clock, in about 2 KB per rank and second.
+    """Encodes a sample as JSON, with its times on the dashboard's clock; this takes about 2 KB per rank and second.
 
-    Only the last step of a rank keeps its phases and buckets, since the dashboard shows them for one step. Of much
-    output, only the latest lines are sent.
+    Only the last step of each rank keeps its phases and buckets, since the dashboard shows them for one step. If there
+    is a lot of output, only the latest lines are sent.
     """
     update = RemoteSample(
         ranks=tuple(_rank(rank, offset_s) for rank in sample.ranks),

@@ -16,7 +16,7 @@ from paceline.operate.plan.step_time import WIRES, CallTimes, Simulate, StepTime
 PER_SAMPLES = 1_000_000
 """The number of samples for which node-hours are given; they are for 1,000 steps if samples are unknown."""
 
-_WORTH_NAMING = 0.2  # the least share of a step at which communication or the slowest rank is the bottleneck
+_WORTH_NAMING = 0.2  # communication or the slowest rank is a bottleneck from this share of a step on
 _FAST = 1e15  # the rate of a link that takes no time, in bytes per second
 
 Networks = Callable[[int, int], Network]

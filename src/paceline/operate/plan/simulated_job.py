@@ -104,7 +104,7 @@ class MeanTimesBetweenFailures:
     job_s: float = 0.0
 
     def rate(self, machines: int, per_machine: int) -> float:
-        """Returns the failures per second of the machines and their workers, without those of the whole job."""
+        """Returns the failures per second of the machines and their workers, excluding those of the whole job."""
         rate = machines / self.machine_s if self.machine_s else 0.0
         return rate + (machines * per_machine / self.worker_s if self.worker_s else 0.0)
 

@@ -219,9 +219,9 @@ class GradientExchange:
         """Averages the gradients of a round; every rank calls this.
 
         Args:
-            ready: the round.
+            ready: the round whose gradients are ready to be averaged.
             update: the update that the core applies to this rank's averages, or None.
-            stores: whether to store the averages in spite of an `update`; without an update they are always stored.
+            stores: whether to store the averages even if `update` is given; without an update they are always stored.
         """
         if self._shards.cuts:
             self._reduce_scatter(ready, update, stores or update is None)

@@ -73,7 +73,7 @@ class ServerConnection:
         self._bears_starvation = bears_starvation
         self._offset = OffsetEstimate()
         self._measuring = threading.Lock()
-        self._may_ask = False  # a meeting of another version must not receive unknown messages
+        self._may_ask = False  # a server of another version must not receive unknown messages
         self._connection = connection
         self._connection.settimeout(silence_s)
         self.local_address: str = connection.getsockname()[0]

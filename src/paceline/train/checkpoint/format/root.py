@@ -264,7 +264,7 @@ def point_to(storage: Storage, draft: Draft) -> None:
 
 
 def _to_keep(listings: list[Listing], keep: int) -> set[str]:
-    """Returns the names of the newest whole ones, and of damaged ones newer than the oldest of those."""
+    """Returns the names of the `keep` newest intact checkpoints, and of damaged ones newer than the oldest of them."""
     whole = [listing for listing in listings if listing.fault is None][:keep]
     if not whole:
         return set()

@@ -64,12 +64,12 @@ def targets(everyone: Sequence[CacheLocation], rank: int, copies: int) -> list[C
 
 @dataclass(frozen=True)
 class Replication:
-    """The part of a checkpoint that a rank replicates, and its caches.
+    """One rank's share of a checkpoint, and the caches it is replicated to.
 
     Attributes:
-        root: the directory on the disk, by rank 0's path.
+        root: the checkpoint directory on disk, as rank 0 names it.
         draft: the checkpoint.
-        keep: the token of the checkpoint that is kept until this one is whole; None if there is none.
+        keep: the token of the previous checkpoint, which is retained until this one is complete, or None.
         pieces: the regions that this rank writes.
         values: the plain values that this rank contributes.
         addresses: the addresses of the caches that this rank writes into.

@@ -400,9 +400,9 @@ def fence(job: ElasticJob) -> None:
 
 
 def _nobody_left(job: ElasticJob, now_s: float) -> bool:
-    """Looks for a worker that holds, or may hold, the state; without one, the job begins again or ends.
+    """Looks for a worker that holds, or may hold, the state; without one, the job restarts or ends.
 
-    A worker that is only stopped has lost nothing, and is awaited until it is continued or ends.
+    A worker that is merely suspended still has its state, so the job waits until it resumes or exits.
     """
     members = job.views.concerned
     if stopped := [worker for worker in members if worker.may_return and worker.is_stopped]:

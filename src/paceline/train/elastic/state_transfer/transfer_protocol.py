@@ -100,7 +100,7 @@ class ChunkLayout:
         return found
 
 
-CHANNEL = "transfer"  # of the handshake
+CHANNEL = "transfer"  # the name of the channel in the handshake
 CHUNK_BYTES = 4 << 20
 NEAR = 1  # a receiver that lacks at most so many results has caught up
 REQUEST = struct.Struct("<QQQQ")  # a RequestKind and three numbers
