@@ -1,9 +1,10 @@
 """Process groups: the ranks that take part in a collective, with every call that a group can make.
 
 A call takes one of two ways to the engine. Most calls are synchronous, on plain CPU tensors, and for small tensors
-checking and describing them takes longer than moving them. The fast way (`all_reduce`, `broadcast`, `try_fast_call`)
-therefore checks only what every call must check and passes addresses. Everything unusual, and everything wrong, falls
-through to `call_plan.py`, which checks the arguments in full, and from there to `ProcessGroup._run`.
+checking and describing them takes longer than moving them. The fast way (`all_reduce`, `broadcast`, `try_fast_call`,
+and `all_reduce_memory` for gradients) therefore checks only what every call must check and passes addresses. Everything
+unusual, and everything wrong, falls through to `call_plan.py`, which checks the arguments in full, and from there to
+`ProcessGroup._run`.
 """
 
 from __future__ import annotations

@@ -4,5 +4,6 @@
 replace single workers, and `ssh/` the start on other machines.
 
 May use: all of `comm`, `train.elastic`, `train.checkpoint.peer_memory`, `diagnosis` and `dashboard`; never torch, so
-that a launcher starts at once. Start reading at `command.py`, then `job.py` and `launcher.py`.
+that a launcher starts at once. Start reading at `command.py`, then `job.py`, `worker_group_launcher.py`
+and `launcher.py`.
 """

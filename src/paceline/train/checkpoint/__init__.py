@@ -4,5 +4,6 @@
 parts of a divided model to the undivided one. `format/` is the format on disk, without torch; `foreign/` reads
 checkpoints of other libraries; `peer_memory/` replicates checkpoints in the memory of launchers.
 
-May use: `elastic` and below. Start reading at `save.py`, `load.py` and, for the format, `format/__init__.py`.
+May use: `elastic` and below. Start reading at `manager.py`, which decides when to save, then `save.py` and
+`load.py`; for the format, at `format/__init__.py`.
 """

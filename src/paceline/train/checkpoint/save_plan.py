@@ -1,7 +1,7 @@
 """Plans a save: the ranks compare their states, and agree on the rank that writes each byte.
 
-Nothing is copied or written yet. Each rank reports its state in a `RankReport`, and computes the same plan from the
-reports of all ranks.
+No data is copied or written yet; rank 0 creates the directory of the draft. Each rank reports its state in a
+`RankReport`, and computes the same plan from the reports of all ranks.
 """
 
 from __future__ import annotations

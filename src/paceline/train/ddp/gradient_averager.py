@@ -139,7 +139,7 @@ class GradientAverager:
         self._counts = [0] * len(self._expected_counts)
         self._left = list(self._full_counts)  # the number of parameters that each bucket waits for
 
-    def count(self, index: int, bucket: int) -> bool:
+    def count_and_start(self, index: int, bucket: int) -> bool:
         """Counts a gradient of the parameter `index`, and starts the buckets that are full now.
 
         Returns:

@@ -235,7 +235,10 @@ class Reducer:
     # - While it runs
 
     def _count_hook(self, index: int, bucket: int) -> Callable[[torch.Tensor], None]:
-        count, backward = self._averager.count, BackwardState.BACKWARD  # the hook runs once for each parameter
+        count, backward = (
+            self._averager.count_and_start,
+            BackwardState.BACKWARD,
+        )  # the hook runs once for each parameter
 
         @eager
         def hook(param: torch.Tensor) -> None:

@@ -100,7 +100,7 @@ def without_snapshots_at_batches(patch: pytest.MonkeyPatch) -> None:
 
 
 def fences_whoever_is_stopped(job: ElasticJob) -> None:
-    for worker in job.roster.workers.values():
+    for worker in job.registry.workers.values():
         if worker.is_stopped and not worker.is_fenced:
             worker.is_fenced = True
             job.orders.append(FenceStalledOrder(worker.machine.name, worker.uid))

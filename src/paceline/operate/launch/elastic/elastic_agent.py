@@ -24,8 +24,7 @@ from paceline.operate.launch.elastic.worker_replacement import (
     exit_cause_of,
 )
 from paceline.operate.launch.job import Job
-from paceline.operate.launch.launcher import Launcher
-from paceline.operate.launch.launcher import Workers as LoopCrew
+from paceline.operate.launch.launcher import Launcher, Workers
 from paceline.operate.launch.multinode.node_connection import NodeConnection
 from paceline.operate.launch.multinode.protocol import (
     JobEnded,
@@ -192,8 +191,8 @@ class ElasticAgent(Launcher):
             if isinstance(decision, CloseSlot):
                 self._connection.client.send(Slots(self._slots.count))
 
-    def _on_children(self, crew: LoopCrew | None) -> None:
-        super()._on_children(crew)
+    def _on_children(self, workers: Workers | None) -> None:
+        super()._on_children(workers)
         if self._members is not None:
             now_s = time.monotonic()
             self._members.look_for_stopped(now_s)
@@ -318,9 +317,9 @@ class ElasticAgent(Launcher):
         if self._members is not None:
             self._members.kill()
 
-    def _on_end_signal(self, number: signal.Signals, crew: LoopCrew | None) -> None:
+    def _on_end_signal(self, number: signal.Signals, workers: Workers | None) -> None:
         self._shutdown.insists = self._stopped_by is not None
-        super()._on_end_signal(number, crew)
+        super()._on_end_signal(number, workers)
 
     def _stop(self, number: signal.Signals) -> None:
         self._stopped_by = self._shutdown.number = number

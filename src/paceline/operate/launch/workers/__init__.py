@@ -2,6 +2,7 @@
 
 `bootstrap.py` runs first in each worker, and `cleanup.py` ensures that no process outlives the launcher.
 
-May use: `diagnosis` and below, and the `Job` of the launcher. Start reading at `start_workers.py` and
+May use: `diagnosis` and below, and from `launch` the `Job`, its directory and options, and the messages of
+`multinode`. Start reading at `start_workers.py` and
 `worker_group.py`.
 """

@@ -1,5 +1,5 @@
 """The coordinator of an elastic job: a state machine without torch, sockets or clocks.
 
-May use: nothing but the messages in `train/elastic/protocol.py`. Start reading at `coordinator.py`; `rules.py` has its
-decisions, and `election.py` and `handover.py` the change to another coordinator.
+May use: nothing but the messages in `train/elastic/protocol.py`. Start reading at `coordinator.py`;
+`membership_rules.py` has its decisions, and `election.py` and `handover.py` the change to another coordinator.
 """

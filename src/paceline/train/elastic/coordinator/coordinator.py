@@ -2,7 +2,8 @@
 
 It has no socket, process or clock: events arrive as calls with a timestamp. They change facts (`elastic_job.py`,
 `worker_registry.py`, `views.py`); `_settle` derives the orders from the facts alone, so that the order in which reports
-of different workers arrive does not matter. The rules are in `rules.py`, in the sequence in which they apply:
+of different workers arrive does not matter. The rules are in `membership_rules.py`, in the sequence in which they
+apply:
 
 1. Once a member has finished, all rounds are committed and every member has the final state. No worker joins any more,
    no quorum is needed, and the job ends when all members have finished and ended.
@@ -45,7 +46,7 @@ from paceline.train.elastic.coordinator.handover import (
     tell_others,
     tell_successor,
 )
-from paceline.train.elastic.coordinator.rules import (
+from paceline.train.elastic.coordinator.membership_rules import (
     admit_caught_up,
     begin_machines,
     change_membership,
@@ -109,10 +110,10 @@ class Coordinator:
             store: The store in which members of views meet, or "" for that of their environment.
             identity: An identifier that distinguishes this job from all others.
         """
-        self._roster = WorkerRegistry()
+        self._registry = WorkerRegistry()
         self._home = home
         self._job = ElasticJob(
-            policy, now_s, self._roster, Views(self._roster, term, store=store), is_shared=home is not None
+            policy, now_s, self._registry, Views(self._registry, term, store=store), is_shared=home is not None
         )
         self._job.identity, self._job.quiet_until_s = identity, now_s + policy.quiet_s
         self._is_resuming = False
@@ -155,7 +156,7 @@ class Coordinator:
         was_resuming, self._is_resuming = self._is_resuming, True
         self._raise_term(report.knowledge.term)
         self.machine_joined(machine, report.host, report.slots, now_s, address, store)
-        if (found := self._roster.machines.get(machine)) is not None:
+        if (found := self._registry.machines.get(machine)) is not None:
             found.has_begun, found.replicated, found.is_leaving = True, None, report.is_leaving
             if not was_resuming:
                 self._job.say(f"{found.host} is back")
@@ -178,7 +179,7 @@ class Coordinator:
 
     def machine_knows(self, machine: str, generation: int, now_s: float) -> CoordinatorOrders:
         """Notes that the machine's launcher has confirmed the replicated state with views up to `generation`."""
-        found = self._roster.machines.get(machine)
+        found = self._registry.machines.get(machine)
         if found is not None:
             found.known = max(found.known, generation)
         return self._settle(now_s)
@@ -192,7 +193,7 @@ class Coordinator:
         """
         if (over := self._job.over) is not None:
             return [over]
-        found = self._roster.machines.setdefault(machine, MachineRecord(machine, host, slots))
+        found = self._registry.machines.setdefault(machine, MachineRecord(machine, host, slots))
         found.slots, found.is_reachable, found.listed = slots, True, set()
         found.address, found.store = address or found.address, store or found.store
         found.replaces, found.has_left, found.has_announced_end = found.replaces or found.has_left, False, False
@@ -200,10 +201,10 @@ class Coordinator:
 
     def machine_listed(self, machine: str, now_s: float) -> CoordinatorOrders:
         """Marks the machine's workers as ended that it has not named since it joined."""
-        found = self._roster.machines.get(machine)
+        found = self._registry.machines.get(machine)
         if found is None or found.listed is None:
             return []
-        for worker in self._roster.workers.values():
+        for worker in self._registry.workers.values():
             if worker.machine is found and worker.lives and worker.uid not in found.listed:
                 worker.ended, worker.was_drained = "while its machine was out of reach", False
         found.listed = None
@@ -219,7 +220,7 @@ class Coordinator:
             now_s: The current time, in seconds.
             silent_s: The time since the last contact, in seconds.
         """
-        found = self._roster.machines.get(machine)
+        found = self._registry.machines.get(machine)
         if found is None or not found.is_reachable:
             return []
         found.is_reachable, found.lost_s = False, now_s - silent_s
@@ -229,7 +230,7 @@ class Coordinator:
 
     def machine_leaves(self, machine: str, now_s: float) -> CoordinatorOrders:
         """Notes that the machine's launcher ends as soon as its workers have, which have been asked to end."""
-        if (found := self._roster.machines.get(machine)) is not None:
+        if (found := self._registry.machines.get(machine)) is not None:
             found.is_leaving = True
         return self._settle(now_s)
 
@@ -237,12 +238,12 @@ class Coordinator:
         self, machine: str, why: str, now_s: float, *, has_announced_end: bool = False
     ) -> CoordinatorOrders:
         """Removes a machine whose launcher has ended its workers and ends itself."""
-        found = self._roster.machines.get(machine)
+        found = self._registry.machines.get(machine)
         if found is None:
             return []
         found.slots, found.has_begun, found.replaces = 0, False, False
         found.has_left, found.has_announced_end = True, has_announced_end
-        for worker in self._roster.workers.values():
+        for worker in self._registry.workers.values():
             if worker.machine is found and worker.lives:
                 worker.ended, worker.was_drained = f"its machine left: {why}", False
         self._job.say(f"{found.host} left: {why}")
@@ -251,7 +252,7 @@ class Coordinator:
 
     def slots_changed(self, machine: str, slots: int, now_s: float) -> CoordinatorOrders:
         """Notes the number of workers that the machine keeps running after a slot failed repeatedly."""
-        found = self._roster.machines.get(machine)
+        found = self._registry.machines.get(machine)
         if found is None:
             return []
         found.slots = slots
@@ -269,13 +270,13 @@ class Coordinator:
             now_s: The current time, in seconds.
             messages: The worker's relevant messages, if the machine was unreachable.
         """
-        found = self._roster.machines.get(machine)
+        found = self._registry.machines.get(machine)
         if found is None or self._job.over is not None:
             return []
         if found.listed is not None:
             found.listed.add(uid)
-        is_known = uid in self._roster.workers
-        worker = self._roster.workers.setdefault(uid, WorkerRecord(uid, found))
+        is_known = uid in self._registry.workers
+        worker = self._registry.workers.setdefault(uid, WorkerRecord(uid, found))
         if worker.lives:
             worker.runs()
             if is_known:
@@ -291,7 +292,7 @@ class Coordinator:
         It is left out, and its launcher is ordered to kill it, if others can continue. When it responds again, its
         launcher reports that it started.
         """
-        worker = self._roster.workers.get(uid)
+        worker = self._registry.workers.get(uid)
         if worker is None or not worker.lives:
             return []
         if worker.stalled is None:
@@ -301,7 +302,7 @@ class Coordinator:
 
     def worker_ended(self, uid: str, how: str, exit_code: int, now_s: float) -> CoordinatorOrders:
         """Notes that a worker has ended; all its messages have been reported before."""
-        worker = self._roster.workers.get(uid)
+        worker = self._registry.workers.get(uid)
         if worker is None or not worker.lives:
             return []
         worker.ended, worker.exit_code = how, exit_code
@@ -309,7 +310,7 @@ class Coordinator:
 
     def worker_said(self, uid: str, message: FromWorker, now_s: float) -> CoordinatorOrders:
         """Handles a worker's message; the messages of one worker arrive in the order in which it sent them."""
-        worker = self._roster.workers.get(uid)
+        worker = self._registry.workers.get(uid)
         if worker is None or not worker.lives or worker.phase is WorkerPhase.DISMISSED:
             return []
         worker.runs()
@@ -363,7 +364,7 @@ class Coordinator:
         return change_membership(job, now_s)
 
     def _retirement(self) -> CoordinatorHandover | None:
-        home = self._roster.machines.get(self._home or "")
+        home = self._registry.machines.get(self._home or "")
         if self.retirement is None and home is not None and home.is_leaving:
             self.retirement = CoordinatorHandover(home, self._job.views.store)
         return self.retirement

@@ -105,7 +105,7 @@ class ElasticJob:
     Attributes:
         policy: The settings.
         began_s: The time at which the job began.
-        roster: The records of machines and workers.
+        registry: The records of machines and workers.
         views: The views that were issued.
         breaks: The reports of broken connections.
         over: The order with which the job ended, or None.
@@ -130,7 +130,7 @@ class ElasticJob:
 
     policy: CoordinatorPolicy
     began_s: float
-    roster: WorkerRegistry
+    registry: WorkerRegistry
     views: Views
     breaks: ConnectionFailures = field(default_factory=ConnectionFailures)
     over: EndOrder | None = None
@@ -172,7 +172,7 @@ class ElasticJob:
     def give(self, members: Sequence[WorkerRecord], *, is_planned: bool) -> None:
         """Issues the next view, and sends it to its members and to the workers that it leaves out."""
         outside = (
-            [worker for worker in self.roster.workers.values() if worker.phase is WorkerPhase.OUTSIDE]
+            [worker for worker in self.registry.workers.values() if worker.phase is WorkerPhase.OUTSIDE]
             if self.is_shared
             else []
         )
@@ -215,7 +215,7 @@ class ElasticJob:
 
     def open_transfers(self) -> list[StateTransfer]:
         """Returns the transfers whose receivers have not caught up, as far as is known, oldest first."""
-        receivers = [worker for worker in self.roster.workers.values() if worker.lives and not worker.has_state]
+        receivers = [worker for worker in self.registry.workers.values() if worker.lives and not worker.has_state]
         found = [receiver.transfer for receiver in receivers if receiver.transfer is not None]
         return sorted([*found, *self.transfers.values()], key=lambda transfer: transfer.number)
 
@@ -226,4 +226,4 @@ class ElasticJob:
 
     def can_grow(self) -> bool:
         """Returns whether another worker may still join, as a replacement or from a further machine."""
-        return self.roster.begun() < self.policy.max_machines or self.roster.can_grow()
+        return self.registry.begun() < self.policy.max_machines or self.registry.can_grow()

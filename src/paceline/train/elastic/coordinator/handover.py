@@ -42,7 +42,7 @@ def replication_orders(job: ElasticJob, home: int) -> CoordinatorOrders:
         return []
     knowledge = _knowledge(job, home)
     orders: CoordinatorOrders = []
-    for machine in job.roster.machines.values():
+    for machine in job.registry.machines.values():
         if machine.is_reachable and machine.replicated != knowledge:
             machine.replicated = knowledge
             orders.append(ReplicateOrder(machine.name, knowledge))
@@ -50,9 +50,9 @@ def replication_orders(job: ElasticJob, home: int) -> CoordinatorOrders:
 
 
 def _knowledge(job: ElasticJob, home: int) -> ReplicatedJobState:
-    views, workers = job.views, job.roster.workers
+    views, workers = job.views, job.registry.workers
     members = {uid for view in views.since_complete for uid in view.members}
-    machines = sorted(job.roster.machines.values(), key=lambda machine: int(machine.name))
+    machines = sorted(job.registry.machines.values(), key=lambda machine: int(machine.name))
     return ReplicatedJobState(
         term=views.term,
         coordinator=home,
@@ -77,16 +77,16 @@ def resume(job: ElasticJob, known: ReplicatedJobState, now_s: float) -> None:
     lost_s = now_s - job.policy.return_patience_s + job.policy.follow_patience_s
     for peer in known.peers:
         name = str(peer.number)
-        job.roster.machines[name] = _absent(name, peer.host, lost_s, peer.address)
+        job.registry.machines[name] = _absent(name, peer.host, lost_s, peer.address)
     for uid in known.members:
         name = str(machine_of(uid))
-        machine = job.roster.machines.setdefault(name, _absent(name, f"machine {name}", lost_s))
-        worker = job.roster.workers[uid] = WorkerRecord(uid, machine)
+        machine = job.registry.machines.setdefault(name, _absent(name, f"machine {name}", lost_s))
+        worker = job.registry.workers[uid] = WorkerRecord(uid, machine)
         if known.is_dead(uid):
             worker.ended = "with its launcher" if machine_of(uid) in known.ended else "before"
     for number in known.ended:
         name = str(number)
-        found = job.roster.machines.setdefault(name, _absent(name, f"machine {name}", lost_s))
+        found = job.registry.machines.setdefault(name, _absent(name, f"machine {name}", lost_s))
         found.replaces, found.has_left, found.has_announced_end = False, True, True
     job.views.resume(known.views, known.complete)
     job.transfers = {
@@ -143,7 +143,9 @@ def choose_successor(job: ElasticJob, retirement: CoordinatorHandover, now_s: fl
     if before is not None and job.breaks.waiting and views.is_on_its_way_to(before.store):
         unfit_s[before] = now_s + _UNFIT_S
     able = [
-        machine for machine in job.roster.machines.values() if machine is not retirement.home and _may_succeed(machine)
+        machine
+        for machine in job.registry.machines.values()
+        if machine is not retirement.home and _may_succeed(machine)
     ]
     fit = [machine for machine in able if now_s >= unfit_s.get(machine, now_s)]
     if able and not fit:
@@ -189,7 +191,7 @@ def tell_others(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) 
         return None
     retirement.is_over = True
     others = [
-        machine for machine in job.roster.machines.values() if machine.is_reachable and machine is not retirement.home
+        machine for machine in job.registry.machines.values() if machine.is_reachable and machine is not retirement.home
     ]
     return [HandoverOrder(machine.name, int(successor.name)) for machine in [*others, retirement.home]]
 
@@ -205,7 +207,7 @@ def _may_succeed(machine: MachineRecord) -> bool:
 
 
 def _has_workers(job: ElasticJob, machine: MachineRecord) -> bool:
-    return any(worker.lives and worker.machine is machine for worker in job.roster.workers.values())
+    return any(worker.lives and worker.machine is machine for worker in job.registry.workers.values())
 
 
 def _has_settled(job: ElasticJob) -> bool:

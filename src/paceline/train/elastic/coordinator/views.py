@@ -25,7 +25,7 @@ class Views:
     """The views of one coordinator. Their generations begin with the coordinator's term.
 
     Attributes:
-        roster: The records of machines and workers.
+        registry: The records of machines and workers.
         term: The coordinator's term.
         base: The base view, see above; `base_team` are its members.
         latest: The latest view, see above; `team` are its members.
@@ -37,7 +37,7 @@ class Views:
         must_meet: Whether members of the latest view may be waiting at a store that has ended.
     """
 
-    roster: WorkerRegistry
+    registry: WorkerRegistry
     term: int
     base: View | None = None
     latest: View | None = None
@@ -125,7 +125,7 @@ class Views:
         self.is_complete = self.latest.generation == completed
         self.must_meet = not self.is_complete
         self.base_team, self.team = (
-            [self.roster.workers[uid] for uid in view.members] for view in (self.base, given[-1])
+            [self.registry.workers[uid] for uid in view.members] for view in (self.base, given[-1])
         )
         self.newcomers = [member for member in self.team if member not in self.base_team]
         before: View | None = None
@@ -134,7 +134,7 @@ class Views:
             self._missing_in[view.generation] = set() if view.generation <= completed else set(view.members)
             for uid in view.members:
                 if before is None or uid not in before.members:
-                    self.roster.workers[uid].since = view.generation
+                    self.registry.workers[uid].since = view.generation
             before = view
         for worker in self.concerned:
             worker.phase = WorkerPhase.MEMBER
@@ -151,7 +151,7 @@ class Views:
         A round requires all members of a view. All messages of dead workers have been received, unless their machine
         was unreachable.
         """
-        workers = {uid: self.roster.workers[uid] for view in self.since_complete for uid in view.members}
+        workers = {uid: self.registry.workers[uid] for view in self.since_complete for uid in view.members}
         return self.has_begun or any(worker.lives or not worker.was_drained for worker in workers.values())
 
     def sources(self) -> list[WorkerRecord]:
@@ -169,7 +169,7 @@ class Views:
 
     def is_explained(self, generation: int) -> bool:
         """Returns whether a member of that view is known to be absent, which explains its broken connections."""
-        return any(not self.roster.workers[uid].trains for uid in self.members_of(generation))
+        return any(not self.registry.workers[uid].trains for uid in self.members_of(generation))
 
     def is_allowed(self) -> bool:
         """Returns whether the reachable machines may continue without the others.
@@ -177,7 +177,7 @@ class Views:
         Every view since the last complete one must agree, since another coordinator, which reaches the others, may have
         received only some of them.
         """
-        workers = self.roster.workers
+        workers = self.registry.workers
         dead = [worker.uid for worker in workers.values() if not worker.lives]
         reached = [worker.uid for worker in workers.values() if worker.lives and worker.machine.is_reachable]
         return all(has_quorum(view.members, dead, reached) for view in self.since_complete)
@@ -190,7 +190,7 @@ class Views:
         """
         if self.latest is None:
             return True
-        workers, latest = self.roster.workers, self.latest.generation
+        workers, latest = self.registry.workers, self.latest.generation
         dead = [worker.uid for worker in workers.values() if not worker.lives]
         know = {worker.uid for worker in workers.values() if worker.machine.known >= latest} | {*self.latest.members}
         return all(has_quorum(view.members, dead, know) for view in self.since_complete if view is not self.latest)
@@ -202,7 +202,7 @@ class Views:
     def undecided(self) -> list[WorkerRecord]:
         """Returns the living members of the views since the last complete one, whose launchers form the quorum."""
         members = {uid for view in self.since_complete for uid in view.members}
-        return [worker for worker in self.roster.workers.values() if worker.lives and worker.uid in members]
+        return [worker for worker in self.registry.workers.values() if worker.lives and worker.uid in members]
 
     def _rest_on_latest(self) -> None:
         self.base, self.base_team, self.newcomers = self.latest, self.team, []

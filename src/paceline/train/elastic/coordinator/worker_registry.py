@@ -64,7 +64,7 @@ class WorkerRecord:
         machine: The machine on which it runs.
         fingerprint: A text that is equal in workers whose results are equal to the bit.
         ready_s: The time at which it became ready.
-        learns: Whether it can catch up while others train (see `rules.py`).
+        learns: Whether it can catch up while others train (see `membership_rules.py`).
         has_caught_up: Whether it has caught up.
         transfer: Its state transfer, or None.
         refusals: The senders that cannot serve that transfer.

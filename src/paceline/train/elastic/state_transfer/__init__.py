@@ -7,6 +7,6 @@ until it has caught up and is admitted by a planned view (`catch_up.py`). A DDP 
 log has the optimizer steps (`optimizer_steps.py`), which the receiver repeats before its loop begins.
 `transfer_protocol.py` has the messages.
 
-May use: security, store and group, and from elastic the state, the agreement, the messages and the failpoints. Start
-reading at `receiver.py`, then `sender.py`.
+May use: security, one_port, store and group, and from elastic the state, the agreement, the messages and the
+failpoints. Start reading at `receiver.py`, then `sender.py`.
 """

@@ -53,7 +53,7 @@ class Rounds:
         self._registry = registry
         self._on_deal = on_deal
         self._progress = WorkerProgress(shards)
-        self._participation = WorkerMembership(connection, registry, self._progress, steps)
+        self._membership = WorkerMembership(connection, registry, self._progress, steps)
         self._agreed = 0  # all members can act on views and transfers up to this number
         self.on_dismissed: Callable[[], None] | None = None  # called between batches, before all workers end
 
@@ -70,12 +70,12 @@ class Rounds:
     @property
     def is_replaying(self) -> bool:
         """Whether this worker is catching up with the others."""
-        return self._participation.catching_up is not None
+        return self._membership.catching_up is not None
 
     @property
     def group(self) -> ProcessGroup | None:
         """The process group of the current view, or None."""
-        return self._participation.group
+        return self._membership.group
 
     def join(self, fingerprint: str, *, replays: bool) -> None:
         """Requests to join; returns when this worker has the state and is in a view or about to catch up.
@@ -88,12 +88,12 @@ class Rounds:
             SystemExit: The launcher dismissed the worker.
         """
         failpoint("join.ready")
-        self._participation.begin(fingerprint, learns=replays)
+        self._membership.begin(fingerprint, learns=replays)
         self._tell_deal()
 
     def leave(self) -> None:
         """Notes that this worker was asked to end, so that a view without it is no failure."""
-        self._participation.is_leaving = True
+        self._membership.is_leaving = True
 
     def total(self, value_of: Callable[[int], Values], is_step: bool = False) -> Values:
         """Runs a round; returns the sum of `value_of` over all shards.
@@ -129,59 +129,59 @@ class Rounds:
             SystemExit: This worker is not in that view.
         """
         failpoint("batch.begun")
-        progress, participation = self._progress, self._participation
+        progress, membership = self._progress, self._membership
 
         def attempt() -> None:
             agreed = self._connection.view_until(self._agreed)
-            if agreed is not None and agreed.generation > participation.view.generation:
-                participation.enter(agreed)
+            if agreed is not None and agreed.generation > membership.view.generation:
+                membership.enter(agreed)
             # A batch that another member has begun is finished even by too few members.
-            while participation.group is None or (participation.view.must_wait and not progress.others_have):
-                participation.enter_next_view()
+            while membership.group is None or (membership.view.must_wait and not progress.others_have):
+                membership.enter_next_view()
 
         progress.has_begun = False
-        if participation.catching_up is not None:
-            if (dealt := participation.catching_up.until_batch(progress.number)) is not None:
+        if membership.catching_up is not None:
+            if (dealt := membership.catching_up.until_batch(progress.number)) is not None:
                 progress.has_begun = True
                 progress.assignments.learn([dealt], is_new=False)
-                participation.watch(dealt)
+                membership.watch(dealt)
                 return progress.assignments.begin(progress.number, dealt.members)
-            participation.catching_up = None
+            membership.catching_up = None
         if (order := self._connection.dismissed) is not None:  # all leave, so that no view follows; or the job is over
             if self.on_dismissed is not None:
                 self.on_dismissed()
-            participation.end(order.reason, order.code)
-        participation.sender.begin_batch(self._agreed, progress.number, progress.committed, progress.assignments.latest)
-        participation.retry_until_view_holds(attempt)
+            membership.end(order.reason, order.code)
+        membership.sender.begin_batch(self._agreed, progress.number, progress.committed, progress.assignments.latest)
+        membership.retry_until_view_holds(attempt)
         progress.has_begun = True
         self._tell_deal()
-        return progress.assignments.begin(progress.number, participation.view.members)
+        return progress.assignments.begin(progress.number, membership.view.members)
 
     def finish(self) -> None:
         """Returns when every member has finished all rounds, so that none needs another member any more."""
         self.total(lambda _: [torch.zeros(1, dtype=torch.uint8)])
-        if self._participation.catching_up is not None:
-            self._participation.catching_up.give_up("the others have finished")
-        self._participation.finish()
+        if self._membership.catching_up is not None:
+            self._membership.catching_up.give_up("the others have finished")
+        self._membership.finish()
         failpoint("loop.over")
         self._connection.send(LoopFinished(self.number))
 
     def _round(self, agreed_result: Callable[[ProcessGroup], Values]) -> Values:
-        progress, participation = self._progress, self._participation
+        progress, membership = self._progress, self._membership
 
         def attempt() -> Values:
-            if participation.group is None:
-                participation.enter_next_view()
+            if membership.group is None:
+                membership.enter_next_view()
             return progress.voted if progress.is_late else agreed_result(self._group_now())
 
         failpoint("round.begun")
         progress.state = self._registry.rolling_digest(progress.number)
         result: Values
-        if participation.catching_up is not None:
-            result, progress.digest = participation.catching_up.result(progress.number, progress.state)
+        if membership.catching_up is not None:
+            result, progress.digest = membership.catching_up.result(progress.number, progress.state)
         else:
-            result = participation.retry_until_view_holds(attempt)
-        participation.sender.committed(
+            result = membership.retry_until_view_holds(attempt)
+        membership.sender.committed(
             progress.number, result, progress.digest, progress.state, progress.committed, progress.assignments.latest
         )
         progress.commit(is_replay=self.is_replaying)
@@ -201,16 +201,16 @@ class Rounds:
         return result
 
     def _vote(self, group: ProcessGroup, result: Values, audit: Audit | None) -> None:
-        progress, participation = self._progress, self._participation
+        progress, membership = self._progress, self._membership
         progress.voted, progress.digest = result, digest_of(result)
         mine = Ballot(
-            progress.digest, progress.state, participation.ready_until(), progress.mine.shard_ns, progress.mine.audited
+            progress.digest, progress.state, membership.ready_until(), progress.mine.shard_ns, progress.mine.audited
         )
         try:
-            guests = participation.agreed.guests(progress.number)
-            ballots = vote(group, mine, progress.number, participation.view.members, audit, guests)
+            guests = membership.agreed.guests(progress.number)
+            ballots = vote(group, mine, progress.number, membership.view.members, audit, guests)
         except OutvotedError as error:
-            participation.end(str(error), OUTVOTED)
+            membership.end(str(error), OUTVOTED)
         self._agreed = min(ballot.ready for ballot in ballots)
         if progress.number % agreement.REBALANCE_EVERY == 0:
             shard_ns = [ballot.shard_ns for ballot in ballots]
@@ -226,10 +226,10 @@ class Rounds:
         if self.is_replaying:
             self._on_deal(range(0))
             return
-        members = self._participation.view.members
+        members = self._membership.view.members
         self._on_deal(self._progress.shard_assignment.of(members.index(self._connection.name)))
 
     def _group_now(self) -> ProcessGroup:
-        group = self._participation.group
+        group = self._membership.group
         assert group is not None
         return group

@@ -65,7 +65,7 @@ class ViewGroup:
     def begin(self) -> None:
         """Starts to form the group in the background."""
         self._began_s = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="paceline-meeting", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="paceline-view-group", daemon=True)
         self._thread.start()
 
     @property

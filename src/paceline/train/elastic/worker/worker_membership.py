@@ -73,8 +73,8 @@ class WorkerMembership:
         self._registry = registry
         self._progress = progress
         self._steps = steps
-        self._meeting = ViewGroups(connection)
-        self._newcomer = ViewAdmission(connection)
+        self._view_groups = ViewGroups(connection)
+        self._admission = ViewAdmission(connection)
         self._following: OptimizerCatchUp | None = None  # in a DDP loop, before the script's loop begins
         self.sender = StateSender(connection, registry, steps)
         self.view = View(0, (), is_planned=False)
@@ -93,7 +93,7 @@ class WorkerMembership:
         Raises:
             SystemExit: The launcher dismissed the worker.
         """
-        self._newcomer.ask(fingerprint, learns=learns)
+        self._admission.ask(fingerprint, learns=learns)
         self.retry_until_view_holds(self.enter_next_view)
 
     def retry_until_view_holds(self, attempt: Callable[[], T]) -> T:
@@ -115,7 +115,7 @@ class WorkerMembership:
         while True:
             answer: View | Dismissed | ReceivedState
             if self._progress.number == FRESH:
-                answer = self._newcomer.await_admission(self.view.generation)
+                answer = self._admission.await_admission(self.view.generation)
             else:
                 answer = self._connection.await_view(self.view.generation, self._may_enter)
             if isinstance(answer, Dismissed):
@@ -129,7 +129,7 @@ class WorkerMembership:
                 return
             # The newcomer's view broke before it had the state.
             self.view = answer
-            self._newcomer.ask_again()
+            self._admission.ask_again()
 
     def enter(self, view: View) -> None:
         """Enters a view with its other members.
@@ -149,21 +149,21 @@ class WorkerMembership:
 
     def watch(self, dealt: BatchAssignment) -> None:
         """Presents this process to the script as one more rank beyond those of a batch, while it catches up."""
-        self._meeting.watch_only(len(dealt.members))
+        self._view_groups.watch_only(len(dealt.members))
 
     def ready_until(self) -> int:
         """Returns the largest number, of the received views and transfers, that this worker can act on at once."""
-        return self._meeting.acts_up_to(self._connection.heard)
+        return self._view_groups.acts_up_to(self._connection.heard)
 
     def finish(self) -> None:
         """Ends all service to other workers, since the loop has completed; the current group remains."""
         self.sender.close()
-        self._meeting.prepare_no_more()
+        self._view_groups.prepare_no_more()
 
     def end(self, reason: str, code: int) -> NoReturn:
         """Ends this worker."""
         self.sender.close()
-        self._meeting.leave()
+        self._view_groups.leave()
         sys.stderr.write(f"paceline: {self._connection} ends: {reason}\n")
         raise SystemExit(code)
 
@@ -180,7 +180,7 @@ class WorkerMembership:
 
     def _enter_with_others(self, view: View) -> None:
         progress = self._progress
-        group = self._meeting.enter(view)
+        group = self._view_groups.enter(view)
         failpoint("view.formed")
         statuses = exchange_statuses(group, self._status())
         agreed = agree(statuses, progress.shards)
@@ -266,7 +266,7 @@ class WorkerMembership:
             following.until_admitted()
         except (StateDivergedError, SendersLostError):
             self._progress.number = FRESH
-            self._newcomer.has_failed(may_learn=not following.has_strayed)
+            self._admission.has_failed(may_learn=not following.has_strayed)
             return False
         finally:
             self._following = None

@@ -39,11 +39,11 @@ def finish_job(job: ElasticJob, now_s: float) -> None:
         return
     if job.ending_s is None:
         job.ending_s = now_s
-        for machine in job.roster.machines.values():
+        for machine in job.registry.machines.values():
             machine.replaces = False
             job.orders.append(CloseSlotsOrder(machine.name, "the job is done"))
     missing = _waits_for(job, finished)
-    for worker in job.roster.workers.values():
+    for worker in job.registry.workers.values():
         if worker.lives and worker.phase in (WorkerPhase.READY, WorkerPhase.MEMBER) and worker not in missing:
             job.dismiss(worker, "the job is done")
     if any(member.is_here for member in missing):
@@ -65,7 +65,7 @@ def _waits_for(job: ElasticJob, finished: list[WorkerRecord]) -> list[WorkerReco
     with_them = {uid for worker in finished for uid in job.views.members_of(worker.installed)}
     members = [
         worker
-        for worker in job.roster.workers.values()
+        for worker in job.registry.workers.values()
         if worker.phase is WorkerPhase.MEMBER and worker.uid in with_them
     ]
     return [worker for worker in {worker.uid: worker for worker in [*finished, *members]}.values() if worker.lives]
@@ -101,7 +101,7 @@ def start_transfers(job: ElasticJob) -> None:
     views = job.views
     if views.latest is None or views.latest.must_wait:
         return
-    for receiver in job.roster.ready():
+    for receiver in job.registry.ready():
         if receiver.learns and not receiver.has_caught_up and not _may_be_given(job, receiver):
             _begin(job, receiver)
 
@@ -115,7 +115,7 @@ def admissible_workers(job: ElasticJob) -> list[WorkerRecord]:
     views = job.views
     is_idle = views.latest is not None and views.latest.must_wait
     is_idle = is_idle or all(worker.leaving is not None for worker in views.team)
-    return [worker for worker in job.roster.ready() if is_idle or worker.has_caught_up or not worker.learns]
+    return [worker for worker in job.registry.ready() if is_idle or worker.has_caught_up or not worker.learns]
 
 
 def offer_transfer(job: ElasticJob, sender: WorkerRecord, message: TransferReady) -> None:
@@ -125,7 +125,7 @@ def offer_transfer(job: ElasticJob, sender: WorkerRecord, message: TransferReady
     job.transfer_offers.setdefault(message.transfer, {})[sender.uid] = message
     while len(job.transfer_offers) > _REMEMBERED:
         del job.transfer_offers[min(job.transfer_offers)]
-    for receiver in job.roster.ready():
+    for receiver in job.registry.ready():
         if receiver.transfer is not None and receiver.transfer.number == message.transfer:
             _offer(job, receiver, receiver.transfer, sender.uid, message)
 
@@ -181,7 +181,7 @@ def _may_be_given(job: ElasticJob, receiver: WorkerRecord) -> bool:
     """
     if receiver.transfer is None:
         return False
-    senders = [job.roster.workers.get(uid) for uid in receiver.transfer.senders if uid not in receiver.refusals]
+    senders = [job.registry.workers.get(uid) for uid in receiver.transfer.senders if uid not in receiver.refusals]
     return bool(receiver.offers) or any(worker is not None and worker.trains for worker in senders)
 
 
@@ -234,7 +234,7 @@ def _dismiss_last(job: ElasticJob, leavers: list[WorkerRecord], now_s: float) ->
     if job.leaving_s is None:
         job.leaving_s = now_s
     due_s = job.leaving_s + job.policy.start_patience_s
-    if job.roster.can_grow() and now_s < due_s:
+    if job.registry.can_grow() and now_s < due_s:
         job.due_s.append(due_s)
         return False
     for worker in leavers:
@@ -262,9 +262,9 @@ def _are_too_few(job: ElasticJob, latest: View, now_s: float) -> bool:
 
 def begin_machines(job: ElasticJob) -> None:
     """Orders machines to start their workers, up to `max_machines`."""
-    for machine in job.roster.machines.values():
+    for machine in job.registry.machines.values():
         waits = not machine.has_begun and machine.listed is None and machine.is_reachable and machine.slots
-        if waits and job.ending_s is None and job.roster.begun() < job.policy.max_machines:
+        if waits and job.ending_s is None and job.registry.begun() < job.policy.max_machines:
             machine.has_begun = True
             job.orders.append(StartOrder(machine.name))
 
@@ -274,9 +274,9 @@ def give_first_view(job: ElasticJob, now_s: float) -> bool:
 
     If all workers that the machines keep running are ready, it waits for no others.
     """
-    policy, ready = job.policy, job.roster.ready()
+    policy, ready = job.policy, job.registry.ready()
     if len(ready) >= policy.min_workers:
-        is_complete = len(ready) >= job.roster.expected()
+        is_complete = len(ready) >= job.registry.expected()
         until_s = max(job.quiet_until_s, 0.0 if is_complete else ready[0].ready_s + policy.start_patience_s)
         if now_s >= until_s:
             _start(job, ready)
@@ -288,7 +288,7 @@ def give_first_view(job: ElasticJob, now_s: float) -> bool:
     ready_count = f"{len(ready)} of at least {policy.min_workers} workers are ready"
     if now_s >= until_s:
         job.end(EndOrder(1, f"{ready_count} after {policy.join_timeout_s:.0f} s; look at the output of the others"))
-    elif job.roster.machines and not job.can_grow():
+    elif job.registry.machines and not job.can_grow():
         job.end(EndOrder(1, f"{ready_count}, and no other will be started; look at the output of those that ended"))
     return job.over is not None
 
@@ -392,7 +392,7 @@ def fence(job: ElasticJob) -> None:
     """Orders launchers to kill stopped workers that no valid view contains."""
     if job.withheld is not None or job.over is not None:
         return  # another coordinator that lacks the latest view may still need them
-    for worker in job.roster.workers.values():
+    for worker in job.registry.workers.values():
         is_needless = worker.phase is not WorkerPhase.MEMBER and not worker.has_finished
         if worker.is_stopped and is_needless and not worker.is_fenced:
             worker.is_fenced = True
