@@ -46,7 +46,7 @@ class ModuleStructure:
         self._ignored += [
             (module, key)
             for prefix, module in self._module.named_modules(remove_duplicate=False)
-            for key in module._buffers
+            for key, _ in module._buffers.items()  # a scripted module has no dict, but its items
             if (f"{prefix}.{key}" if prefix else key) in self._ignored_names
         ]
         self._buffer_members.clear()
