@@ -95,11 +95,11 @@ def test_a_worker_that_somebody_else_interrupts_has_failed(script):
 def test_ctrl_c_while_the_guards_are_forked_is_heard(tmp_path):
     code = """
 import os, signal, sys
-from paceline.operate.launch.workers.cleanup import Guard
+from paceline.operate.launch.workers.cleanup import CleanupGuard
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
 try:
-    Guard(sys.argv[1], sys.argv[1], None)
+    CleanupGuard(sys.argv[1], sys.argv[1], None)
 except KeyboardInterrupt:
     sys.exit(130)
 """
