@@ -17,14 +17,14 @@ TIMEOUT = timedelta(seconds=60)
 
 def meet_among_silent_strangers() -> None:
     strangers = []
-    reach = bootstrap._reach
+    reach = bootstrap._connect
 
     def after_a_crowd(name: str, left_s: float) -> socket.socket:
         for _ in range(SILENT):
             strangers.append(reach(name, left_s))
         return reach(name, left_s)
 
-    bootstrap._reach = after_a_crowd
+    bootstrap._connect = after_a_crowd
     dist.init_process_group(timeout=TIMEOUT)
     tensor = torch.ones(3)
     dist.all_reduce(tensor)

@@ -84,9 +84,9 @@ def test_all_numbers_can_be_held():
 def test_a_rank_hears_who_cannot_connect_to_it():
     store = HashStore()
     ranks = [ReverseConnectRequests(store, 3, rank) for rank in range(4)]
-    assert ranks[1].callers([2, 3]) == {}
-    ranks[3].call(1, "timed out")
-    ranks[3].call(0, "refused")
-    assert ranks[1].callers([2, 3]) == {3: "timed out"} and ranks[1].callers([2]) == {}
-    assert ranks[0].callers([1, 2, 3]) == {3: "refused"} and ranks[2].callers([3]) == {}
-    assert ReverseConnectRequests(store, 4, 1).callers([2, 3]) == {}  # another group's
+    assert ranks[1].requesters([2, 3]) == {}
+    ranks[3].request(1, "timed out")
+    ranks[3].request(0, "refused")
+    assert ranks[1].requesters([2, 3]) == {3: "timed out"} and ranks[1].requesters([2]) == {}
+    assert ranks[0].requesters([1, 2, 3]) == {3: "refused"} and ranks[2].requesters([3]) == {}
+    assert ReverseConnectRequests(store, 4, 1).requesters([2, 3]) == {}  # another group's

@@ -179,7 +179,7 @@ def test_the_message_names_rank_step_and_parameters():
     ],
 )
 def test_the_first_odd_number_that_is_logged_is_told(monkeypatch, logged, told):
-    monkeypatch.setattr(log, "_states", {})
+    monkeypatch.setattr(log, "_was_finite", {})
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for _ in range(3):
@@ -188,7 +188,7 @@ def test_the_first_odd_number_that_is_logged_is_told(monkeypatch, logged, told):
 
 
 def test_a_number_that_was_finite_is_told_when_it_is_not(monkeypatch):
-    monkeypatch.setattr(log, "_states", {})
+    monkeypatch.setattr(log, "_was_finite", {})
     paceline.log(score=1.0)
     with pytest.warns(RuntimeWarning, match="score is inf"):
         paceline.log(score=math.inf)

@@ -79,7 +79,7 @@ def test_processes_that_have_ended_are_no_matter(process: subprocess.Popen[str])
 def test_a_replacement_yields_until_it_is_told_to_learn(is_replacement: bool) -> None:
     happened: list[object] = []
     agent = object.__new__(ElasticAgent)
-    nothing = SimpleNamespace(tell=lambda *_, **__: None, watch=lambda _: None, began=lambda _: None)
+    nothing = SimpleNamespace(write=lambda *_, **__: None, watch=lambda _: None, began=lambda _: None)
     agent._events = agent._cleanup = agent._exits = nothing
     agent._connection = SimpleNamespace(client=SimpleNamespace(send=lambda report: None))
     agent._priorities = SimpleNamespace(
