@@ -62,7 +62,7 @@ def meeting(launcher: Launcher) -> Iterator[ViewGroups]:
 
 
 def forming() -> list[threading.Thread]:
-    return [each for each in threading.enumerate() if each.name == "paceline-meeting"]
+    return [each for each in threading.enumerate() if each.name == "paceline-view-group"]
 
 
 def require_works(group: object) -> None:
