@@ -27,7 +27,6 @@ import paceline as dist
 from paceline.comm.engine.native import engine as _native  # noqa: F401 what Paceline otherwise imports on first use
 from paceline.comm.group import init as _init  # noqa: F401
 from paceline.comm.group.collectives import collectives as _collectives  # noqa: F401
-from paceline.comm.group.collectives import collectives as _rooted  # noqa: F401
 
 DESCRIPTORS = 1024
 _TIMEOUT = timedelta(seconds=120)
