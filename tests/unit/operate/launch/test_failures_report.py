@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.operate.launch.workers.failures import Record, WorkerFailure, describe, report, signal_name
+from paceline.operate.launch.workers.failures import Record, WorkerFailure, describe, report, report_parts, signal_name
 from paceline.operate.launch.workers.out_of_memory import MemoryCgroup, MemoryWatch
 
 
@@ -29,6 +29,21 @@ def test_ranks_that_failed_as_the_first_did_share_a_line():
 def test_the_line_of_a_single_other_rank_stays():
     both = [failure(rank, f"ValueError: rank {rank} found no port", time_s=rank) for rank in (0, 1)]
     assert report(both).splitlines()[0] == "rank 1 (h0, pid 101), failed too: ValueError: rank 1 found no port"
+
+
+@pytest.mark.parametrize(
+    ("printer", "end"),
+    [
+        (1, "ValueError: rank 1 found no port 41; its traceback is above"),
+        (2, "ValueError: rank 1 found no port 41; see rank 2's traceback above"),
+        (4, "\nTraceback\nValueError: rank 1 found no port 41"),
+    ],
+)
+def test_a_traceback_above_is_not_printed_again(printer, end):
+    alike = [failure(rank, f"ValueError: rank {rank} found no port {40 + rank}", time_s=rank) for rank in (1, 2)]
+    other = failure(4, "ValueError: rank 4 found no host", time_s=9.0)
+    told = report_parts([*alike, other], is_in_view=lambda _, name: name == f"rank {printer}")
+    assert told[-1].endswith(f"(h0, pid 101, exit code 1): {end}".replace(": \n", ":\n"))
 
 
 @pytest.mark.parametrize(

@@ -160,19 +160,21 @@ def shortened(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, ...]:
     return tuple(kept)
 
 
-def describe(failure: WorkerFailure, word: str = "rank", is_in_view: bool = False) -> str:
+def describe(failure: WorkerFailure, word: str = "rank", printed_by: int | None = None) -> str:
     """Describes the failure in one line, followed by its traceback if it left one.
 
     Args:
         failure: The failure.
         word: The noun for the worker's number.
-        is_in_view: Whether the user still sees the traceback, so that its last line suffices.
+        printed_by: The worker that printed the traceback, or one like it, where the user still sees it, so that its
+            last line suffices.
     """
     code = failure.exit_code
     log = f"; its output is in {failure.log}" if failure.log else ""
     line = f"{word} {failure.rank} failed first ({failure.host}, pid {failure.pid}, {failure.how})"
-    if failure.record is not None and is_in_view:
-        return f"{line}: {failure.summary}; its traceback is above{log}"
+    if failure.record is not None and printed_by is not None:
+        where = "its traceback is above" if printed_by == failure.rank else f"see {word} {printed_by}'s traceback above"
+        return f"{line}: {failure.summary}; {where}{log}"
     if failure.record is not None:
         return f"{line}{log}:\n{failure.record.text.rstrip()}"
     if failure.memory is not None:
@@ -210,6 +212,8 @@ def report_parts(
     """
     cause = first_failure(failures)
     likewise = [failure for failure in failures if failure is not cause and _are_alike(failure, cause)]
+    # The rank that failed first is not always the first to print.
+    printed_by = next((each.rank for each in (cause, *likewise) if _is_printed(each, word, is_in_view)), None)
     if len(likewise) == 1:
         likewise = []  # its own line is as short
     parts = []
@@ -227,8 +231,11 @@ def report_parts(
     if likewise:
         numbers = format_cpulist({failure.rank for failure in likewise}).replace(",", ", ")
         parts.append(f"{word}s {numbers} failed likewise")
-    is_seen = cause.record is not None and is_in_view(cause.record.text, f"{word} {cause.rank}")
-    return [*parts, describe(cause, word, is_seen)]
+    return [*parts, describe(cause, word, printed_by)]
+
+
+def _is_printed(failure: WorkerFailure, word: str, is_in_view: Callable[[str, str], bool]) -> bool:
+    return failure.record is not None and is_in_view(failure.record.text, f"{word} {failure.rank}")
 
 
 def _are_alike(one: WorkerFailure, other: WorkerFailure) -> bool:
