@@ -1,0 +1,197 @@
+"""Streams and events of any accelerator that PyTorch supports, through the device's own module (`torch.cuda`, ...).
+
+An engine runs the calls of a group on an `AcceleratorStream` of its own. `follow` makes it wait for the program's
+stream, `record` returns an `AcceleratorEvent` behind the work on it, and `AcceleratorEvent.order` makes the program's
+stream wait in turn. None of these blocks the thread. On the CPU, work is complete when the thread has made it, and all
+of this does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+
+
+class AcceleratorEvent:
+    """A position on a stream; any thread may use it.
+
+    Args:
+        device: the stream's device, with its index.
+        event: the device module's event, which has been recorded, or None on the CPU.
+    """
+
+    def __init__(self, device: torch.device, event: Any) -> None:
+        self._device = device
+        self._event = event
+
+    def done(self) -> bool:
+        """Returns whether the stream has passed the position. While a graph is captured, the device refuses this."""
+        return self._event is None or bool(self._event.query())
+
+    def order(self) -> None:
+        """Makes the calling thread's current stream, but not the thread, wait for the position."""
+        if self._event is not None:
+            current_stream(self._device).wait_event(self._event)
+
+    def wait(self) -> None:
+        """Makes the calling thread wait until the stream has passed the position."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def elapsed_s(self, later: AcceleratorEvent) -> float:
+        """Returns the device time in seconds between two complete events, both recorded with `timing`; 0 on the CPU."""
+        return 0.0 if self._event is None else float(self._event.elapsed_time(later._event)) / 1e3
+
+
+class AcceleratorStream:
+    """A stream of the engine's own, which runs concurrently with the program's.
+
+    Args:
+        device: the device; the calling thread's current one if it has no index.
+        high_priority: whether the device prefers this stream's work, as for calls for which other ranks wait.
+    """
+
+    def __init__(self, device: torch.device, high_priority: bool = True) -> None:
+        self.device = with_index(device)
+        self._stream = None
+        if device.type != "cpu":
+            module = _module(self.device)
+            with activated(self.device):
+                self._stream = (
+                    module.Stream(priority=-1 if high_priority else 0)
+                    if hasattr(module, "Stream")
+                    else torch.Stream(self.device, priority=-1 if high_priority else 0)
+                )
+
+    def follow(self, event: AcceleratorEvent | None = None) -> None:
+        """Makes this stream wait for `event`, or by default for the work on the calling thread's current stream."""
+        if self._stream is not None:
+            if event is None:
+                event = record_current(self.device)
+            self._stream.wait_event(event._event)
+
+    def record(self, timing: bool = False) -> AcceleratorEvent:
+        """Returns an event behind the present work on this stream; with `timing`, it has a device time."""
+        return _recorded(self.device, self._stream, timing)
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Makes this stream the calling thread's current one, and its device the current device."""
+        if self._stream is None:
+            yield
+            return
+        module = _module(self.device)
+        with activated(self.device):
+            if hasattr(module, "stream"):
+                with module.stream(self._stream):
+                    yield
+            else:
+                before = current_stream(self.device)
+                torch.accelerator.set_stream(self._stream)
+                try:
+                    yield
+                finally:
+                    torch.accelerator.set_stream(before)
+
+    def allocate(self, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """Returns new memory for this stream: after it has been freed, only later work on this stream reuses it."""
+        with self.current():
+            return torch.empty(nbytes // dtype.itemsize, dtype=dtype, device=self.device)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Enqueues a copy, of which one side may be in pinned host memory; the caller keeps both alive."""
+        with self.current():
+            target.copy_(source, non_blocking=True)
+
+    def synchronize(self) -> None:
+        """Makes the calling thread wait for all work on this stream."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def with_index(device: torch.device) -> torch.device:
+    """Returns the device with its index, which is the calling thread's current one if `device` has none."""
+    if device.type == "cpu" or device.index is not None:
+        return device
+    return torch.device(device.type, _module(device).current_device())
+
+
+@contextlib.contextmanager
+def activated(device: torch.device) -> Iterator[None]:
+    """Makes `device` the calling thread's current one."""
+    if device.type == "cpu":
+        yield
+        return
+    module = _module(device)
+    if hasattr(module, "device"):  # unlike `set_device`, it starts nothing on the device that was current before
+        with module.device(device):
+            yield
+        return
+    before = module.current_device()
+    module.set_device(device.index)
+    try:
+        yield
+    finally:
+        module.set_device(before)
+
+
+def current_stream(device: torch.device) -> Any:
+    """Returns the calling thread's current stream on an accelerator, as the object of the device's module."""
+    module = _module(device)
+    if hasattr(module, "current_stream"):
+        return module.current_stream(device)
+    return torch.accelerator.current_stream(device)
+
+
+def record_current(device: torch.device, timing: bool = False) -> AcceleratorEvent:
+    """Returns an event behind the present work on the calling thread's current stream."""
+    return _recorded(device, None if device.type == "cpu" else current_stream(device), timing)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Returns whether the calling thread's current stream on the device is being captured into a graph."""
+    if device.type == "cpu":
+        return False
+    module = _module(device)
+    captures = getattr(module, "is_current_stream_capturing", None)
+    if captures is None:
+        return False
+    if device.index is None or module.current_device() == device.index:
+        return bool(captures())
+    with activated(device):
+        return bool(captures())
+
+
+def memory_at(address: int, nbytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """Returns memory of `nbytes` bytes on any device as a flat tensor, without a copy; the caller keeps it alive."""
+    flat = torch.empty(0, dtype=dtype, device=device)
+    if nbytes:
+        storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+        flat.set_(storage, 0, (nbytes // dtype.itemsize,))  # type: ignore[call-overload]
+    return flat
+
+
+def copy_pieces(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copies tensors of the same sizes on one device, on its current stream and in as few kernels as it can."""
+    if len(targets) == 1:
+        targets[0].copy_(sources[0])
+    elif targets:
+        torch._foreach_copy_(list(targets), list(sources))
+
+
+def _recorded(device: torch.device, stream: Any, timing: bool) -> AcceleratorEvent:
+    if stream is None:
+        return AcceleratorEvent(device, None)
+    module = _module(device)
+    event = (
+        module.Event(enable_timing=timing) if hasattr(module, "Event") else torch.Event(device, enable_timing=timing)
+    )
+    event.record(stream)
+    return AcceleratorEvent(device, event)
+
+
+def _module(device: torch.device) -> Any:
+    return cast(Any, torch.get_device_module(device.type))
