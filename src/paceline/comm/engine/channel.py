@@ -10,12 +10,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
+import torch
+
 from paceline import _core
 from paceline.comm.engine.codes import ITEM_SIZES, NO_REDUCTION
 from paceline.comm.schedule.steps import Operation
 
 Pieces = Sequence[int]
 """A tensor in one or more pieces: address, number of bytes, address, number of bytes, ..."""
+
+
+class DevicePieces(list[int]):
+    """The `Pieces` of memory on a device other than the CPU, for engines that call a library with tensors.
+
+    Args:
+        tensors: the dense tensors that have the memory, one for each piece.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(number for tensor in tensors for number in (tensor.data_ptr(), tensor.nbytes))
+        self.tensors = tuple(tensors)
+
 
 HeaderFields = tuple[int, int, int, int, int, int]
 """A call in reports: sequence number, operation, dtype, reduction, root, number of elements."""

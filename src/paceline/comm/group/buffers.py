@@ -11,6 +11,7 @@ from typing import TypeAlias, cast
 import torch
 
 from paceline import _core
+from paceline.comm.engine.channel import DevicePieces
 from paceline.comm.engine.codes import DTYPE_CODES, ReduceOp
 
 Count = Callable[[Iterable[object]], None]  # of tensors
@@ -142,15 +143,17 @@ class Buffers:
 
     def read(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Returns the address and the number of bytes of each tensor, to be read."""
+        first = len(self.kept)
         flat: list[int] = []
         for tensor in tensors:
             dense = tensor.detach() if self._usable(tensor) else self._copy(tensor)
             self.kept.append(dense)
             flat += (address_of(dense), dense.nbytes)
-        return flat
+        return flat if not tensors or tensors[0].is_cpu else DevicePieces(self.kept[first:])
 
     def write(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Returns the address and the number of bytes of each tensor, to be written, or read and written."""
+        first = len(self.kept)
         flat: list[int] = []
         self.written += tensors
         for tensor in tensors:
@@ -160,7 +163,7 @@ class Buffers:
                 self._copy_back.append((tensor.detach(), dense))
             self.kept.append(dense)
             flat += (address_of(dense), dense.nbytes)
-        return flat
+        return flat if not tensors or tensors[0].is_cpu else DevicePieces(self.kept[first:])
 
     @property
     def finish(self) -> Callable[[], None] | None:

@@ -19,7 +19,7 @@ from torch.autograd import profiler
 
 from paceline import _core
 from paceline.comm.engine.api import OpenGroup
-from paceline.comm.engine.channel import CallOutcome, CollectiveCall, EngineChannel, HeaderFields, Pending
+from paceline.comm.engine.channel import CallOutcome, CollectiveCall, DevicePieces, EngineChannel, HeaderFields, Pending
 from paceline.comm.engine.codes import DTYPE_CODES, ITEM_SIZES, NO_REDUCTION, ReduceOp, Reduction, dtype_name
 from paceline.comm.engine.failures import GROUP_LOST, MESSAGES_LOST, OutcomeCode, RankIdentity, describe_call, to_error
 from paceline.comm.engine.native.scheduled_channel import ScheduledChannel
@@ -271,6 +271,8 @@ class ProcessGroup:
         if wire is None and not async_op and kept and kept[0].is_cpu and not profiler._is_profiler_enabled:
             self.run_on_cpu(call, kept)
             return None
+        if kept and not kept[0].is_cpu:
+            call = call._replace(outputs=[DevicePieces(kept)])
         buffers = Buffers()
         buffers.kept += kept
         buffers.written += kept
