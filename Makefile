@@ -8,6 +8,7 @@ WORKERS ?= 3
 TORCH :=
 RELEASE := 2.15
 BENCH ?= usual
+DEVICE ?= cuda
 SOURCES := $(shell find src native release/linux_only.py CMakeLists.txt pyproject.toml -type f -not -name '*.so' -not -path '*/__pycache__/*')
 CODE := src tests bench examples docs/pictures release
 CXX_CODE := $(shell find native tests/native -name '*.cpp' -o -name '*.hpp' -o -name '*.inl')
@@ -16,7 +17,7 @@ CXX_CODE := $(shell find native tests/native -name '*.cpp' -o -name '*.hpp' -o -
 unexport MAKEFLAGS
 
 .DEFAULT_GOAL := help
-.PHONY: help demo chaos test plugin nightly lint format bench figures sanitize site wheel workflows clean
+.PHONY: help demo chaos test plugin nightly lint format bench gpu figures sanitize site wheel workflows clean
 .DELETE_ON_ERROR:
 
 help: ## List the tasks
@@ -68,6 +69,10 @@ format: $(VENV)/installed ## Format Python and C++
 
 bench: $(VENV)/built ## Run benchmarks and draw their figures into the docs (BENCH="ddp store" for some of them)
 	@$(BIN)/python bench/run.py $(BENCH)
+
+gpu: $(VENV)/built ## Compare with torch.distributed on this machine's GPUs, step by step (DEVICE=fake: on the tests' device)
+	@mkdir -p build
+	@$(BIN)/python bench/gpu.py --device $(DEVICE) --json build/gpu-$(DEVICE).json --log build/gpu-$(DEVICE).log
 
 figures: $(VENV)/built ## Draw the tables and pictures of the docs from the kept results of benchmarks
 	@$(BIN)/python bench/run.py

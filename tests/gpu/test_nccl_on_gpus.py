@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 from nccl_checks import CHECKS
+from shared_gpu import share_gpu
 
 import paceline as dist
 
@@ -18,20 +19,9 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-# NCCL takes ranks with ids of their own for hosts, between which it uses sockets, and lets them share a GPU.
-SHARING = {
-    "PACELINE_NCCL_SHARED_GPU": "1",
-    "NCCL_NET": "Socket",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_MNNVL_ENABLE": "0",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_MAX_CTAS": "2",
-}
-
 
 def start(timeout_s: float = 60) -> tuple[int, int]:
-    os.environ.update(SHARING, NCCL_HOSTID=f"host-{os.environ['RANK']}")
+    share_gpu(int(os.environ["RANK"]))
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     dist.init_process_group("cpu:paceline,cuda:nccl", timeout=timedelta(seconds=timeout_s))
     return dist.get_rank(), dist.get_world_size()

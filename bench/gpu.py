@@ -1,0 +1,312 @@
+"""Does Paceline do on this machine's GPUs what torch.distributed does?
+
+    python bench/gpu.py [--device cuda|fake|cpu] [--ranks N] [--steps NAME ...] [--budget-s 600]
+                        [--json FILE] [--log FILE] [--list]
+
+Runs one step after the other, each on ranks of its own and with a time limit, and never stops at a failure. The first
+steps show whether the machine and torch's own NCCL are healthy, then Paceline is compared with torch.distributed:
+collectives, streams, training, sharding, checkpoints; what follows are failures, graphs and speed. Ranks share a GPU
+where there are fewer GPUs than ranks. A line a step and a table at the end are printed; the log has the rest. The exit
+status is the number of steps that failed. `make gpu` runs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fnmatch
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# Before bench, since both have a module `hosts`.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from report import keep
+
+HERE = Path(__file__).resolve().parent
+
+OK, FAILED, TIMEOUT, LEFT_OUT = "ok", "failed", "timeout", "left out"
+_EXCEPTION = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt|Failed|Exit|Timeout\w*)\b.*", re.MULTILINE)
+_SUITE_SHARE = 0.25  # of the budget, for tests/gpu
+_TRAINING_ROUNDS = 20
+
+
+@dataclass
+class Outcome:
+    """What became of a step.
+
+    Attributes:
+        name: that of the step.
+        result: "ok", "failed", "timeout" or "left out".
+        seconds: what it took.
+        error: the first line of its error, or why it was left out.
+        figures: what its program returned.
+    """
+
+    name: str
+    result: str
+    seconds: float = 0.0
+    error: str = ""
+    figures: object = None
+
+    @property
+    def row(self) -> dict[str, object]:
+        return {
+            "step": self.name,
+            "result": self.result,
+            "s": round(self.seconds, 2),
+            "figures": _spelled(self.figures),
+            "error": self.error,
+        }
+
+
+@dataclass
+class Run:
+    """The steps of one call: what was chosen, what became of them, and where they are logged."""
+
+    options: argparse.Namespace
+    ends_at: float
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    @property
+    def left_s(self) -> float:
+        return self.ends_at - time.monotonic()
+
+    def is_chosen(self, name: str) -> bool:
+        patterns = self.options.steps
+        return not patterns or any(fnmatch.fnmatchcase(name, f"*{each}*") for each in patterns)
+
+    def add(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        say(f"{outcome.result:8} {outcome.seconds:6.1f} s  {outcome.name}  {_spelled(outcome.figures)}{outcome.error}")
+
+
+def _spelled(figures: object) -> str:
+    if not isinstance(figures, dict):
+        return ""
+    parts = [
+        f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in figures.items()
+    ]
+    return ", ".join(parts)
+
+
+def say(text: str) -> None:
+    """Prints a line to the terminal and into the log."""
+    print(text, flush=True)
+    if _terminal is not None:
+        os.write(_terminal, f"{text}\n".encode())
+
+
+_terminal: int | None = None
+
+
+@contextlib.contextmanager
+def logged(path: str | None) -> Iterator[None]:
+    """Lets all output of this process and of its ranks go to a file, but for what is said to the terminal."""
+    global _terminal
+    if path is None:
+        yield
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    _terminal = os.dup(1)
+    errors = os.dup(2)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+    try:
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(_terminal, 1)
+        os.dup2(errors, 2)
+        os.close(_terminal)
+        os.close(errors)
+        _terminal = None
+
+
+def first_line(text: str) -> str:
+    """Returns the line of a traceback that names the exception, or else the first line."""
+    found = _EXCEPTION.search(text)
+    line = found[0] if found else text.strip().split("\n")[0]
+    rank = re.search(r"^(rank \d+) ", text)
+    return f"{rank[1]}: {line}"[:300] if rank and found else line[:300]
+
+
+def run_step(step: object, run: Run) -> Outcome:
+    """Runs the program of a step on ranks of its own."""
+    from gpu_cases.catalogue import ONE, Step
+    from gpu_cases.session import BACKENDS, Setting
+    from world import RankFailed, Ranks
+
+    assert isinstance(step, Step)
+    options = run.options
+    size = 1 if step.ranks == ONE else options.ranks
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        backend = options.backend or BACKENDS[options.device]
+        setting = Setting(options.device, backend, folder, min(1.0, options.budget_s / 600), step.variables)
+        limit_s = max(1.0, min(step.limit_s, run.left_s))
+        try:
+            with Ranks(size).start(step.program, setting) as world:
+                answers = world.join(limit_s, expect_dead={size - 1} if step.dies and size > 1 else ())
+        except RankFailed as error:
+            print(error, flush=True)
+            result = TIMEOUT if "did not finish within" in str(error) else FAILED
+            return Outcome(step.name, result, time.monotonic() - started, first_line(str(error)))
+    return Outcome(step.name, OK, time.monotonic() - started, figures=answers[0])
+
+
+def command(run: Run, name: str, words: list[str], limit_s: float, folder: Path) -> Outcome:
+    """Runs a program of its own, whose output goes into the log."""
+    started = time.monotonic()
+    try:
+        done = subprocess.run(words, cwd=folder, timeout=max(1.0, min(limit_s, run.left_s)), stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        return Outcome(name, TIMEOUT, time.monotonic() - started, f"it took more than {limit_s:.0f} s")
+    seconds = time.monotonic() - started
+    if done.returncode:
+        return Outcome(name, FAILED, seconds, f"it ended with status {done.returncode}; see the log")
+    return Outcome(name, OK, seconds)
+
+
+def suite(run: Run) -> list[Outcome]:
+    """Runs `tests/gpu`; returns an outcome for each test."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        words = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", "--timeout", "60", "-p", "no:cacheprovider"]
+        whole = command(
+            run, "tests/gpu", [*words, f"--junitxml={report}"], _SUITE_SHARE * run.options.budget_s, HERE.parent
+        )
+        outcomes = []
+        for case in xml.etree.ElementTree.parse(report).iter("testcase") if report.exists() else ():
+            broken = case.find("failure") if case.find("failure") is not None else case.find("error")
+            skipped = case.find("skipped")
+            text = (broken.text or "") if broken is not None else ""
+            texts = re.sub(r"^E +", "", "\n".join(line for line in text.split("\n") if line[:2] == "E "), flags=re.M)
+            result = FAILED if broken is not None else LEFT_OUT if skipped is not None else OK
+            error = first_line(texts or text) if broken is not None else ""
+            if skipped is not None:
+                error = str(skipped.get("message", ""))
+            outcomes.append(Outcome(f"tests/gpu: {case.get('name')}", result, float(case.get("time", 0)), error))
+    if whole.result == TIMEOUT or not outcomes:
+        outcomes.append(
+            whole if outcomes or whole.result != OK else Outcome("tests/gpu", FAILED, whole.seconds, "no test")
+        )
+    return outcomes
+
+
+def training_speed(run: Run, tables: list[dict[str, object]]) -> Outcome:
+    """Runs `bench/nccl.py` and takes its table over."""
+    import json
+
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder, "nccl.json")
+        rounds = max(3, round(_TRAINING_ROUNDS * min(1.0, run.options.budget_s / 600)))
+        words = [sys.executable, "nccl.py", "--rounds", str(rounds), "--json", str(kept)]
+        outcome = command(run, "speed: a training step", words, 120, HERE)
+        if outcome.result == OK and kept.exists():
+            rows = json.loads(kept.read_text())["tables"][0]["rows"]
+            tables.append({"title": "A training step on one GPU, bfloat16", "case": "training step", "rows": rows})
+            outcome.figures = rows[0]
+    return outcome
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cuda", "fake", "cpu"), default="cuda", help="the type of device")
+    parser.add_argument("--backend", help="Paceline's backend; by default nccl for CUDA, and else paceline")
+    parser.add_argument("--ranks", type=int, help="of the steps with several; by default one a GPU, and at least 2")
+    parser.add_argument("--steps", nargs="+", metavar="NAME", help="only steps with one of these in their names")
+    parser.add_argument(
+        "--budget-s", type=float, default=600, help="seconds for all steps; below 600 they measure less"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
+    parser.add_argument("--log", metavar="FILE", help="write what the ranks print to FILE")
+    parser.add_argument("--list", action="store_true", help="list the steps")
+    return parser.parse_args(words)
+
+
+def run_all(run: Run) -> list[dict[str, object]]:
+    """Runs the chosen steps; returns the tables of the result."""
+    import torch
+    from gpu_cases.catalogue import steps
+    from gpu_cases.facts import facts, topology
+    from world import Ranks
+
+    options = run.options
+    on_cuda = options.device == "cuda"
+    print(topology(), flush=True)
+    known = facts()
+    for row in known:
+        say(f"{row['fact']}: {row['value']}")
+    tables: list[dict[str, object]] = [{"title": "The machine", "case": "machine", "rows": known}]
+    count = torch.cuda.device_count() if on_cuda else 2
+    options.ranks = options.ranks or max(2, count)
+    if on_cuda and not count:
+        run.add(Outcome("health: a GPU", FAILED, 0.0, "torch sees no GPU here"))
+        return tables
+    Ranks(1)(os.getpid)  # starts the process that imports torch, of which all ranks are forks
+    measured: dict[str, list[dict[str, object]]] = {}
+    has_run_suite = not on_cuda
+    for step in steps():
+        if not has_run_suite and step.section != "health":
+            has_run_suite = True
+            if run.is_chosen("tests/gpu"):
+                for outcome in suite(run):
+                    run.add(outcome)
+        if not run.is_chosen(step.name) or options.device not in step.devices:
+            continue
+        if count < step.least:
+            run.add(Outcome(step.name, LEFT_OUT, 0.0, f"there are {count} devices, and it needs {step.least}"))
+            continue
+        if run.left_s < 2:
+            run.add(Outcome(step.name, LEFT_OUT, 0.0, f"the {options.budget_s:.0f} s were over"))
+            continue
+        print(f"\n==== {step.name}", flush=True)
+        outcome = run_step(step, run)
+        if isinstance(outcome.figures, list):
+            measured.setdefault(step.name.partition(" on ")[0].removeprefix("speed: "), []).extend(outcome.figures)
+        run.add(outcome)
+    if on_cuda and run.is_chosen("speed: a training step") and run.left_s > 10:
+        run.add(training_speed(run, tables))
+    tables += [{"title": name, "case": name, "rows": rows} for name, rows in measured.items()]
+    return tables
+
+
+def main() -> None:
+    options = parse()
+    if options.list:
+        from gpu_cases.catalogue import steps
+
+        print("\n".join(["tests/gpu", *(step.name for step in steps()), "speed: a training step"]))
+        return
+    run = Run(options, time.monotonic() + options.budget_s)
+    with logged(options.log):
+        tables = run_all(run)
+        rows = [outcome.row for outcome in run.outcomes]
+        tables.insert(1, {"title": "Steps", "case": "steps", "rows": rows})
+        width = max((len(outcome.name) for outcome in run.outcomes), default=4)
+        say("")
+        for outcome in run.outcomes:
+            say(f"| {outcome.name:{width}} | {outcome.result:8} | {outcome.seconds:6.1f} | {outcome.error[:150]} |")
+        counts = {kind: sum(o.result == kind for o in run.outcomes) for kind in (OK, FAILED, TIMEOUT, LEFT_OUT)}
+        say(", ".join(f"{number} {kind}" for kind, number in counts.items()))
+        if options.json:
+            keep(tables, options.json, f"{options.ranks} ranks on {options.device}")
+    sys.exit(min(100, counts[FAILED] + counts[TIMEOUT]))
+
+
+if __name__ == "__main__":
+    main()

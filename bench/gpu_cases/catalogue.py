@@ -1,0 +1,113 @@
+"""Steps of `bench/gpu.py` in their order: programs, how many ranks each has, and its time limit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gpu_cases import collectives, failures, graphs, health, speed, states, training
+
+ONE, MANY = 1, 0
+ALL = ("cuda", "fake", "cpu")
+GPU = ("cuda",)
+DEVICES = ("cuda", "fake")
+
+Program = Callable[..., object]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A program that some ranks run.
+
+    Attributes:
+        name: what `--steps` selects; the part before the first colon is its section.
+        program: called with a `Setting` on each rank.
+        ranks: 1, or MANY for as many as the run has.
+        limit_s: the seconds after which its ranks are ended.
+        devices: the types of devices on which it has a meaning.
+        least: the number of devices that it needs.
+        dies: whether the last rank ends without an answer.
+        variables: what the environment of its ranks has beside the usual.
+    """
+
+    name: str
+    program: Program
+    ranks: int = MANY
+    limit_s: float = 40
+    devices: tuple[str, ...] = ALL
+    least: int = 1
+    dies: bool = False
+    variables: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def section(self) -> str:
+        return self.name.partition(":")[0]
+
+
+DEBUG = (("NCCL_DEBUG", "INFO"),)
+BLOCKING = (("CUDA_LAUNCH_BLOCKING", "1"),)
+
+
+def steps() -> list[Step]:
+    """Returns all steps, the first of which show whether the others can work."""
+    training_limit = {"torch.compile": 90.0}
+    return [
+        Step("health: torch on one rank", health.theirs, ONE, 60),
+        Step("health: torch on all ranks", health.theirs, MANY, 60),
+        Step("health: Paceline on one rank", health.ours, ONE),
+        Step("health: Paceline on all ranks", health.ours),
+        Step("health: NCCL_DEBUG=INFO", health.ours, MANY, devices=GPU, variables=DEBUG),
+        *(
+            Step(f"collectives: {name}, types and layouts", functools.partial(collectives.all_types, name=name))
+            for name in collectives.CALLS
+        ),
+        *(
+            Step(f"streams: {name}", functools.partial(collectives.all_patterns, name=name))
+            for name in collectives.CALLS
+        ),
+        Step("collectives: objects and barriers", collectives.objects_and_barriers),
+        Step("collectives: groups", collectives.subgroups),
+        *(
+            Step(
+                f"ddp: {name}",
+                functools.partial(training.compare, name=name),
+                limit_s=training_limit.get(name, 40.0),
+            )
+            for name in training.VARIANTS
+        ),
+        Step("ddp: join", training.uneven_inputs),
+        Step("ddp: float32 on one rank", functools.partial(training.compare, name="float32"), ONE),
+        Step("ddp: two devices a rank", training.two_devices, devices=DEVICES, least=2),
+        Step("ddp: DataParallel", training.data_parallel, ONE, devices=DEVICES),
+        *(Step(f"zero: stage {stage}", functools.partial(states.zero, stage=stage)) for stage in states.STAGES),
+        *(
+            Step(f"checkpoint: {what}", functools.partial(states.checkpoints, stage=stage))
+            for stage, what in enumerate(["DDP", *(f"ZeRO {stage}" for stage in states.STAGES)])
+        ),
+        Step("checkpoint: map_location", states.map_location),
+        Step("failures: a rank is killed", failures.killed, dies=True),
+        Step("failures: a rank raises", failures.raised, dies=True),
+        Step("failures: a rank is late", failures.late),
+        Step("failures: destroyed behind a busy stream", failures.destroyed_behind_a_busy_stream),
+        Step("failures: two ranks on one GPU", failures.two_on_one_gpu, devices=GPU),
+        Step("graphs: beside calls", graphs.beside_calls, devices=GPU),
+        Step("graphs: with calls", graphs.with_calls, devices=GPU),
+        Step("graphs: with calls, one rank", graphs.with_calls, ONE, devices=GPU),
+        Step(
+            "CUDA_LAUNCH_BLOCKING=1: all_reduce",
+            functools.partial(collectives.all_patterns, name="all_reduce"),
+            devices=GPU,
+            variables=BLOCKING,
+        ),
+        Step(
+            "CUDA_LAUNCH_BLOCKING=1: ddp",
+            functools.partial(training.compare, name="float32"),
+            devices=GPU,
+            variables=BLOCKING,
+        ),
+        Step("speed: all_reduce on one rank", speed.bandwidth, ONE, 60),
+        Step("speed: all_reduce on all ranks", speed.bandwidth, MANY, 90),
+        Step("speed: host time on one rank", speed.host_time, ONE),
+        Step("speed: memory of a group", speed.memory, devices=GPU),
+    ]

@@ -1,0 +1,31 @@
+"""Programs that show whether the machine and the two libraries work at all."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as torch_dist
+
+import paceline as dist
+from gpu_cases.session import Setting, session
+
+
+def ours(setting: Setting) -> None:
+    """Forms Paceline's group, reduces a tensor and leaves."""
+    with session(setting, theirs=False) as here:
+        tensor = torch.full((1 << 20,), here.rank + 1.0, device=here.device)
+        dist.all_reduce(tensor)
+        _require_sum(tensor, here.size)
+
+
+def theirs(setting: Setting) -> None:
+    """Does the same with torch.distributed: where this fails, the machine is at fault."""
+    with session(setting, ours=False) as here:
+        tensor = torch.full((1 << 20,), here.rank + 1.0, device=here.reference_device)
+        torch_dist.all_reduce(tensor)
+        _require_sum(tensor, here.size)
+
+
+def _require_sum(tensor: torch.Tensor, size: int) -> None:
+    wanted = size * (size + 1) / 2
+    if not tensor.eq(wanted).all().item():
+        raise AssertionError(f"the sum is {tensor[0].item()} instead of {wanted}")

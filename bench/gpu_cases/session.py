@@ -1,0 +1,151 @@
+"""A session of a rank: its device, Paceline's process group and torch's beside it, and streams."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from shared_gpu import share_gpu
+
+import paceline as dist
+
+BACKENDS = {"cuda": "cpu:paceline,cuda:nccl", "fake": "paceline", "cpu": "paceline"}
+_DELAY_CYCLES = 20_000_000  # some 10 ms of a GPU
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Choices of a run that every step follows.
+
+    Attributes:
+        device_type: "cuda", "fake" or "cpu".
+        backend: Paceline's, for `init_process_group`.
+        folder: a folder of this step, in which torch's ranks meet.
+        scale: the number of rounds of a measurement, relative to the usual one.
+        variables: what the environment of the ranks has beside the usual.
+    """
+
+    device_type: str
+    backend: str
+    folder: str
+    scale: float = 1.0
+    variables: tuple[tuple[str, str], ...] = ()
+
+    def rounds(self, usual: int) -> int:
+        """Returns the number of rounds of a measurement, at least 3."""
+        return max(3, round(usual * self.scale))
+
+
+@dataclass(frozen=True)
+class Session:
+    """A rank in its process groups.
+
+    Attributes:
+        setting: the choices of the run.
+        rank, size: those of both groups.
+        device: the rank's device.
+        reference_device: the device of torch's side: the same with CUDA, and otherwise the CPU, with gloo.
+    """
+
+    setting: Setting
+    rank: int
+    size: int
+    device: torch.device
+    reference_device: torch.device
+
+    @property
+    def module(self) -> Any:
+        return torch.get_device_module(self.device)
+
+    @property
+    def has_streams(self) -> bool:
+        return self.device.type != "cpu" and hasattr(self.module, "Stream") and hasattr(self.module, "stream")
+
+    def synchronize(self) -> None:
+        if self.device.type != "cpu":
+            self.module.synchronize()
+
+    def stream(self) -> Any:
+        return self.module.Stream()
+
+    def within(self, stream: Any) -> contextlib.AbstractContextManager[object]:
+        return self.module.stream(stream)
+
+    def current_stream(self) -> Any:
+        return self.module.current_stream()
+
+    def delay(self) -> None:
+        """Lets the current stream be late by some milliseconds, where the device has streams."""
+        if self.device.type == "cuda":
+            torch.cuda._sleep(_DELAY_CYCLES)
+        elif self.has_streams and hasattr(self.module, "_sleep"):
+            self.module._sleep(_DELAY_CYCLES)
+
+    def meet(self) -> None:
+        """Waits for all ranks and for what they have put into their streams."""
+        self.synchronize()
+        dist.barrier()
+
+
+def open_device(setting: Setting) -> torch.device:
+    """Prepares this process for the device of its rank and returns that."""
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    os.environ.update(dict(setting.variables))
+    torch.manual_seed(0)
+    if setting.device_type == "cpu":
+        return torch.device("cpu")
+    if setting.device_type == "fake":
+        import fake_device
+
+        fake_device.load()
+    elif torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
+        share_gpu(rank)
+    module = torch.get_device_module(setting.device_type)
+    device = torch.device(setting.device_type, local_rank % module.device_count())
+    module.set_device(device.index)
+    if setting.device_type == "cuda":
+        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cudnn.deterministic = True
+    return device
+
+
+@contextlib.contextmanager
+def session(
+    setting: Setting, ours: bool = True, theirs: bool = True, timeout_s: float = 30, ends: bool = True
+) -> Iterator[Session]:
+    """Forms the process groups of `paceline` and of `torch.distributed`.
+
+    Without an error it destroys them, unless `ends` is False: for programs whose group is broken in the end.
+    """
+    device = open_device(setting)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    timeout = timedelta(seconds=timeout_s)
+    reference_device = device if device.type == "cuda" else torch.device("cpu")
+    if theirs:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        method = f"file://{setting.folder}/torch"
+        torch_dist.init_process_group(backend, init_method=method, rank=rank, world_size=size, timeout=timeout)
+    if ours:
+        dist.init_process_group(setting.backend, timeout=timeout)
+    yield Session(setting, rank, size, device, reference_device)
+    if not ends:
+        return
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+    if ours:
+        dist.destroy_process_group()
+    if theirs:
+        torch_dist.destroy_process_group()
+
+
+def modules() -> tuple[ModuleType, ModuleType]:
+    """Returns the two libraries that are compared: Paceline and torch.distributed."""
+    return dist, torch_dist

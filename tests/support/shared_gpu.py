@@ -1,0 +1,21 @@
+"""Settings under which NCCL lets several ranks share a GPU."""
+
+from __future__ import annotations
+
+import os
+
+# NCCL takes ranks with ids of their own for hosts, between which it uses sockets, and lets them share a GPU.
+SHARING = {
+    "PACELINE_NCCL_SHARED_GPU": "1",
+    "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_CTAS": "2",
+}
+
+
+def share_gpu(rank: int) -> None:
+    """Prepares this process as one of several that use NCCL on one GPU; it has not used NCCL yet."""
+    os.environ.update(SHARING, NCCL_HOSTID=f"host-{rank}")
