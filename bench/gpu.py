@@ -99,9 +99,14 @@ def _spelled(figures: object) -> str:
     return ", ".join(parts)
 
 
+def log(text: str) -> None:
+    """Prints lines into the log, or to the terminal if there is none."""
+    os.write(1, f"{text}\n".encode())
+
+
 def say(text: str) -> None:
-    """Prints a line to the terminal and into the log."""
-    print(text, flush=True)
+    """Prints lines to the terminal and into the log."""
+    log(text)
     if _terminal is not None:
         os.write(_terminal, f"{text}\n".encode())
 
@@ -120,11 +125,11 @@ def logged(path: str | None) -> Iterator[None]:
     sys.stderr.flush()
     _terminal = os.dup(1)
     errors = os.dup(2)
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
     try:
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.close(log)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        os.close(file)
         yield
     finally:
         sys.stdout.flush()
@@ -155,14 +160,14 @@ def run_step(step: object, run: Run) -> Outcome:
     size = 1 if step.ranks == ONE else options.ranks
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        backend = options.backend or BACKENDS[options.device]
+        backend = step.backend or options.backend or BACKENDS[options.device]
         setting = Setting(options.device, backend, folder, min(1.0, options.budget_s / 600), step.variables)
         limit_s = max(1.0, min(step.limit_s, run.left_s))
         try:
             with Ranks(size).start(step.program, setting) as world:
                 answers = world.join(limit_s, expect_dead={size - 1} if step.dies and size > 1 else ())
         except RankFailed as error:
-            print(error, flush=True)
+            log(str(error))
             result = TIMEOUT if "did not finish within" in str(error) else FAILED
             return Outcome(step.name, result, time.monotonic() - started, first_line(str(error)))
     return Outcome(step.name, OK, time.monotonic() - started, figures=answers[0])
@@ -247,7 +252,7 @@ def run_all(run: Run) -> list[dict[str, object]]:
 
     options = run.options
     on_cuda = options.device == "cuda"
-    print(topology(), flush=True)
+    log(topology())
     known = facts()
     for row in known:
         say(f"{row['fact']}: {row['value']}")
@@ -274,7 +279,7 @@ def run_all(run: Run) -> list[dict[str, object]]:
         if run.left_s < 2:
             run.add(Outcome(step.name, LEFT_OUT, 0.0, f"the {options.budget_s:.0f} s were over"))
             continue
-        print(f"\n==== {step.name}", flush=True)
+        log(f"\n==== {step.name}")
         outcome = run_step(step, run)
         if isinstance(outcome.figures, list):
             measured.setdefault(step.name.partition(" on ")[0].removeprefix("speed: "), []).extend(outcome.figures)

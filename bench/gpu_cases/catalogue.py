@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from gpu_cases import collectives, failures, graphs, health, speed, states, training
+from gpu_cases import collectives, divided, failures, graphs, health, speed, states, training
 
 ONE, MANY = 1, 0
 ALL = ("cuda", "fake", "cpu")
@@ -16,7 +16,7 @@ DEVICES = ("cuda", "fake")
 Program = Callable[..., object]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Step:
     """A program that some ranks run.
 
@@ -29,6 +29,7 @@ class Step:
         least: the number of devices that it needs.
         dies: whether the last rank ends without an answer.
         variables: what the environment of its ranks has beside the usual.
+        backend: Paceline's, where it is not the one of the run.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Step:
     least: int = 1
     dies: bool = False
     variables: tuple[tuple[str, str], ...] = ()
+    backend: str | None = None
 
     @property
     def section(self) -> str:
@@ -86,6 +88,18 @@ def steps() -> list[Step]:
             for stage, what in enumerate(["DDP", *(f"ZeRO {stage}" for stage in states.STAGES)])
         ),
         Step("checkpoint: map_location", states.map_location),
+        *(
+            Step(f"divided: pipeline, {schedule}", functools.partial(divided.pipeline, schedule=schedule))
+            for schedule in ("gpipe", "1f1b", "interleaved")
+        ),
+        Step("divided: tensor parallel", divided.tensor_parallel),
+        Step("divided: LogicalShards", divided.logical_shards),
+        Step("divided: deterministic DDP", divided.deterministic),
+        Step("divided: DiLoCo", divided.diloco),
+        Step("inputs: PackedSequence", divided.packed_sequences),
+        Step("inputs: objects with tensors of the device", divided.device_objects),
+        Step("inputs: lists of tensors", divided.several_tensors),
+        Step("inputs: set_default_device", divided.default_device),
         Step("failures: a rank is killed", failures.killed, dies=True),
         Step("failures: a rank raises", failures.raised, dies=True),
         Step("failures: a rank is late", failures.late),
@@ -106,8 +120,33 @@ def steps() -> list[Step]:
             devices=GPU,
             variables=BLOCKING,
         ),
+        *(dataclasses.replace(step, name=f"staged: {step.name}", devices=GPU, backend="paceline") for step in staged()),
         Step("speed: all_reduce on one rank", speed.bandwidth, ONE, 60),
         Step("speed: all_reduce on all ranks", speed.bandwidth, MANY, 90),
+        Step("speed: staged all_reduce on all ranks", speed.bandwidth, MANY, 90, GPU, backend="paceline"),
         Step("speed: host time on one rank", speed.host_time, ONE),
         Step("speed: memory of a group", speed.memory, devices=GPU),
+    ]
+
+
+def staged() -> list[Step]:
+    """Returns the steps that are also run on GPUs without NCCL, with tensors that travel through host memory."""
+    return [
+        *(
+            Step(f"{name}, types and layouts", functools.partial(collectives.all_types, name=name))
+            for name in ("all_reduce", "all_gather", "reduce_scatter_tensor")
+        ),
+        *(
+            Step(f"streams of {name}", functools.partial(collectives.all_patterns, name=name))
+            for name in ("all_reduce", "broadcast", "all_to_all_single", "batch_isend_irecv")
+        ),
+        *(
+            Step(f"DDP, {name}", functools.partial(training.compare, name=name))
+            for name in ("float32", "autocast and GradScaler", "SyncBatchNorm", "find_unused_parameters")
+        ),
+        Step("ZeRO stage 3", functools.partial(states.zero, stage=3)),
+        Step("LogicalShards", divided.logical_shards),
+        Step("pipeline, 1f1b", functools.partial(divided.pipeline, schedule="1f1b")),
+        Step("a rank is killed", failures.killed, dies=True),
+        Step("destroyed behind a busy stream", failures.destroyed_behind_a_busy_stream),
     ]
