@@ -81,6 +81,10 @@ class Run:
     def left_s(self) -> float:
         return self.ends_at - time.monotonic()
 
+    @property
+    def over(self) -> str:
+        return f"the {self.options.budget_s:.0f} s were over"
+
     def is_chosen(self, name: str) -> bool:
         patterns = self.options.steps
         return not patterns or any(fnmatch.fnmatchcase(name, f"*{each}*") for each in patterns)
@@ -162,13 +166,17 @@ def run_step(step: object, run: Run) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         backend = step.backend or options.backend or BACKENDS[options.device]
         setting = Setting(options.device, backend, folder, min(1.0, options.budget_s / 600), step.variables)
-        limit_s = max(1.0, min(step.limit_s, run.left_s))
+        limit_s = min(step.limit_s, options.budget_s / 5)
+        is_cut = run.left_s < limit_s
+        limit_s = max(1.0, run.left_s) if is_cut else limit_s
         try:
             with Ranks(size).start(step.program, setting) as world:
                 answers = world.join(limit_s, expect_dead={size - 1} if step.dies and size > 1 else ())
         except RankFailed as error:
             log(str(error))
             result = TIMEOUT if "did not finish within" in str(error) else FAILED
+            if result == TIMEOUT and is_cut:
+                return Outcome(step.name, LEFT_OUT, time.monotonic() - started, run.over)
             return Outcome(step.name, result, time.monotonic() - started, first_line(str(error)))
     return Outcome(step.name, OK, time.monotonic() - started, figures=answers[0])
 
@@ -277,7 +285,7 @@ def run_all(run: Run) -> list[dict[str, object]]:
             run.add(Outcome(step.name, LEFT_OUT, 0.0, f"there are {count} devices, and it needs {step.least}"))
             continue
         if run.left_s < 2:
-            run.add(Outcome(step.name, LEFT_OUT, 0.0, f"the {options.budget_s:.0f} s were over"))
+            run.add(Outcome(step.name, LEFT_OUT, 0.0, run.over))
             continue
         log(f"\n==== {step.name}")
         outcome = run_step(step, run)

@@ -53,7 +53,7 @@ def test_a_wrong_result_is_reported_with_the_element(run):
     assert outcome.error.endswith("a sum: 1 elements differ, at 2 1.0 instead of 2.0")
 
 
-def test_a_step_that_hangs_is_ended_and_the_next_one_runs(run):
+def test_a_step_that_hangs_is_ended_and_others_run(run):
     outcome = bench.run_step(Step("endless", endless, limit_s=2), run)
     assert (outcome.result, outcome.error) == (bench.TIMEOUT, "ranks [0, 1] did not finish within 2 s")
     outcome = bench.run_step(Step("dying", dying), run)
@@ -61,6 +61,12 @@ def test_a_step_that_hangs_is_ended_and_the_next_one_runs(run):
     by_name = {step.name: step for step in steps()}
     for name in ("streams: all_reduce", "failures: a rank is killed"):
         assert bench.run_step(by_name[name], run).result == bench.OK
+
+
+def test_a_step_for_which_no_time_is_left_has_not_failed():
+    options = bench.parse(["--device", "cpu", "--ranks", "2", "--budget-s", "60"])
+    outcome = bench.run_step(Step("endless", endless), bench.Run(options, time.monotonic() + 1))
+    assert (outcome.result, outcome.error) == (bench.LEFT_OUT, "the 60 s were over")
 
 
 def test_what_ran_and_what_failed_is_printed_and_kept(tmp_path, monkeypatch, capfd):

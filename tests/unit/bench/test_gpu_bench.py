@@ -32,7 +32,7 @@ rank 0 died with exit code -9
         ("KeyboardInterrupt", "KeyboardInterrupt"),
     ],
 )
-def test_the_first_line_of_an_error_names_the_rank_and_the_exception(text, line):
+def test_an_error_is_named_by_its_rank_and_exception(text, line):
     assert bench.first_line(text) == line
 
 
