@@ -159,6 +159,12 @@ class HookedWork:
                 "bucket.buffer()"
             )
         gradients = _flat_views(self._memory.tensors)
+        if (
+            len(gradients) == 1
+            and reduced.data_ptr() == gradients[0].data_ptr()
+            and reduced.dtype == gradients[0].dtype
+        ):
+            return  # the hook has averaged the memory itself
         parts = reduced.reshape(-1).split([gradient.numel() for gradient in gradients])
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part)
@@ -178,7 +184,8 @@ class CommHook:
         Raises:
             TypeError: the hook did not return a future.
         """
-        bucket = GradBucket(index, is_last, torch.cat(_flat_views(memory.tensors)), gradients.params)
+        flat = memory.tensors[0] if memory.views is not None else torch.cat(_flat_views(memory.tensors))
+        bucket = GradBucket(index, is_last, flat, gradients.params)
         future = self._hook(self._state, bucket)
         # torch's own `then` returns an object of the base class of torch.futures.Future.
         if not isinstance(future, (torch._C.Future, DeferredFuture, Work)):

@@ -49,7 +49,11 @@ class GradientAverager:
     """Averages the gradients of a module over the ranks of `group`, in place.
 
     Buckets start strictly in their order, in whatever order they become full: every rank must make the same calls in
-    the same order, and autograd's order may differ between ranks.
+    the same order, and autograd's order may differ between ranks. Autograd has a thread for each device, so the caller
+    lets one thread at a time call the methods that run during a backward.
+
+    On a device, the buckets of the first backward are in the order of registration, as on the CPU, and those of all
+    later ones in the order in which rank 0's first backward has computed the gradients.
 
     Args:
         tracked: the module's tensors.
@@ -96,14 +100,15 @@ class GradientAverager:
 
         # - The counts of gradients, by parameter and by bucket
         self._expected_counts = [1] * len(self.gradients.params)  # the number of gradients that each parameter gets
-        self._full_counts = [len(bucket.params) for bucket in self.gradients.buckets]
-        self._early = self._count_early()
-        self.reset_counts()
+        self._arrives = [True] * len(self.gradients.params)  # whether each parameter gets any, on this rank
+        self._arrivals: dict[int, None] | None = {}  # the parameters by their last gradient; None once it was used
+        self._count_buckets()
 
         # - The calls of this backward
         self._recorded = RecordedBuckets("ddp")
         self._in_flight: list[tuple[int, Work | HookedWork, GradientMemory]] = []
         self._averaged: list[GradientMemory] = []  # not written back yet
+        self._ahead: dict[int, tuple[GradientMemory, torch.Event]] = {}  # full buckets that wait for earlier ones
 
     @property
     def allows_unused(self) -> bool:
@@ -114,7 +119,7 @@ class GradientAverager:
         """Applies `static_graph=True` before the first forward."""
         self._static_graph = self._is_recording = True
         self._find_unused = False
-        self._early = self._count_early()
+        self._count_buckets()
 
     def before_forward(self, inputs: object) -> None:
         """Receives the inputs of a forward whose backward averages."""
@@ -123,15 +128,26 @@ class GradientAverager:
 
     # - While backward runs
 
-    def early_params(self) -> Iterator[tuple[int, int]]:
-        """Yields the bucket and the index of each parameter whose bucket may start before backward ends."""
-        for bucket in range(self._early):
-            for index in self.gradients.buckets[bucket].params:
-                yield bucket, index
+    def counted_params(self) -> Iterator[int]:
+        """Yields the index of each parameter whose gradients are counted with `count_and_start`.
 
-    def _count_early(self) -> int:
-        """Returns the number of buckets that may start early; with `find_unused` any parameter may be left out."""
-        return max(0, len(self.gradients.buckets) - 1) if self._overlap and not self._find_unused else 0
+        They are those of the buckets that may start before backward ends, and on a device all others too, since the
+        first backward shows in which order gradients are computed.
+        """
+        counted = len(self.gradients.buckets) if self._early and self.gradients.are_on_device else self._early
+        for bucket in self.gradients.buckets[:counted]:
+            yield from bucket.params
+
+    def _count_buckets(self) -> None:
+        """Derives from the buckets how many of them may start early, and how many parameters each one waits for.
+
+        With `find_unused` any parameter may be left out, so no bucket starts early.
+        """
+        buckets = self.gradients.buckets
+        self._early = max(0, len(buckets) - 1) if self._overlap and not self._find_unused else 0
+        self._full_counts = [sum(self._arrives[index] for index in bucket.params) for bucket in buckets]
+        self._bucket_of = {index: number for number, bucket in enumerate(buckets) for index in bucket.params}
+        self.reset_counts()
 
     def reset_counts(self) -> None:
         """Resets the counts before a backward."""
@@ -139,32 +155,52 @@ class GradientAverager:
         self._counts = [0] * len(self._expected_counts)
         self._left = list(self._full_counts)  # the number of parameters that each bucket waits for
 
-    def count_and_start(self, index: int, bucket: int) -> bool:
+    def count_and_start(self, index: int) -> bool:
         """Counts a gradient of the parameter `index`, and starts the buckets that are full now.
 
         Returns:
             False if the bucket was started without this gradient.
         """
+        bucket = self._bucket_of[index]
+        if self._arrivals is not None:
+            self._arrivals.pop(index, None)
+            self._arrivals[index] = None
         self._counts[index] += 1
         if self._counts[index] == self._expected_counts[index]:
             self._left[bucket] -= 1
         elif bucket < self._next:
             return False
-        if self._left[bucket] == 0 and not self._is_recording:
+        else:
+            self._ahead.pop(bucket, None)
+        if self._left[bucket] == 0 and not self._is_recording and bucket < self._early:
             self._recorded.ready(bucket, self.gradients.buckets[bucket].nbytes)
+            self.gradients.fill_absent()
+            if bucket > self._next and self.gradients.are_on_several:
+                self._collect_ahead(bucket)
             self._start_full()
         return True
+
+    def _collect_ahead(self, bucket: int) -> None:
+        """Collects a full bucket on the streams of the thread that has computed it, since another thread starts it."""
+        gradients = self.gradients.active[bucket]
+        memory = None if gradients is None else gradients.collect(copy_shared=True)
+        if memory is not None:
+            self._ahead[bucket] = memory, torch.accelerator.current_stream(memory.tensors[0].device).record_event()
 
     def _start_full(self) -> None:
         """Starts full buckets, strictly in their order, on the group's progress thread.
 
         A gradient that shares its memory is averaged in a copy, since the backward continues and may still read it.
         """
-        self.gradients.fill_absent()
         while self._next < self._early and self._left[self._next] == 0:
             gradients = self.gradients.active[self._next]
             if gradients is not None:
-                memory = gradients.collect(copy_shared=True)
+                memory: GradientMemory | None
+                if self._next in self._ahead:
+                    memory, computed = self._ahead.pop(self._next)
+                    torch.accelerator.current_stream(memory.tensors[0].device).wait_event(computed)
+                else:
+                    memory = gradients.collect(copy_shared=True)
                 if memory is None:
                     return  # a hook of the user's has removed a gradient, which is an error when backward ends
                 self._start(self._next, gradients, memory, async_op=True)
@@ -185,8 +221,8 @@ class GradientAverager:
             return False
         self._is_recording = False
         self._expected_counts = list(self._counts)
-        for number, bucket in enumerate(self.gradients.buckets):
-            self._full_counts[number] = sum(self._counts[index] > 0 for index in bucket.params if anywhere[index])
+        self._arrives = [count > 0 and is_anywhere for count, is_anywhere in zip(self._counts, anywhere, strict=True)]
+        self._count_buckets()
         return True
 
     def average_rest(self, copy_shared: bool, *, after_started: bool = False) -> bool:
@@ -202,7 +238,23 @@ class GradientAverager:
         self.gradients.fill_absent()
         if self._find_unused:
             self.gradients.take_present(self.group)
-        return self._average_from(self._next if after_started else 0, copy_shared)
+        is_averaged = self._average_from(self._next if after_started else 0, copy_shared)
+        if is_averaged and self._arrivals is not None:
+            self._settle_order()
+        return is_averaged
+
+    def _settle_order(self) -> None:
+        """Reorders the buckets of a device after the first averages, which all ranks make.
+
+        A communication hook may keep a state by the numbers of the buckets, which therefore stay as they are.
+        """
+        arrivals, self._arrivals = list(self._arrivals or ()), None
+        if not (self._early and self.gradients.are_on_device) or self.comm_hook is not None:
+            return
+        order = torch.tensor([*arrivals, *sorted(self._bucket_of.keys() - set(arrivals), reverse=True)], device="cpu")
+        self.group.broadcast(order, 0)
+        self.gradients.reorder(order.tolist())
+        self._count_buckets()
 
     def average_again(self, copy_shared: bool) -> None:
         """Averages the gradients of a backward that follows one whose gradients were averaged.
@@ -243,7 +295,7 @@ class GradientAverager:
     def _start(self, bucket: int, gradients: BucketGradients, memory: GradientMemory, async_op: bool) -> None:
         work: Work | HookedWork | None
         self._recorded.ready(bucket, self.gradients.buckets[bucket].nbytes)
-        self._checks.look(gradients.names, memory.tensors, memory.pieces, gradients.dtype_code)
+        self._checks.look(gradients.names, memory.by_parameter(), memory.pieces, gradients.dtype_code)
         self._recorded.sent(bucket)
         if self.comm_hook is None:
             work = self.group.all_reduce_memory(
@@ -264,6 +316,7 @@ class GradientAverager:
             self._in_flight.append((bucket, work, memory))
 
     def _finish(self) -> None:
+        self._ahead.clear()
         in_flight, self._in_flight = self._in_flight, []
         averaged, self._averaged = self._averaged, []
         for bucket, work, memory in in_flight:
@@ -281,6 +334,7 @@ class GradientAverager:
         """Discards the calls in flight after an error, without waiting for them."""
         self._in_flight.clear()
         self._averaged.clear()
+        self._ahead.clear()
         self._checks.forget()
         self._recorded.forget()
         self._same_batches.is_over = True

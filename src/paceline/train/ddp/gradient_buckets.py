@@ -1,9 +1,12 @@
-"""GradientBuckets: the gradients of a module in buckets, as memory that is reduced where autograd has put it.
+"""GradientBuckets: the gradients of a module in buckets, as memory that is reduced.
 
-A gradient is reduced in place if it has its parameter's dtype and layout, as autograd's gradients do. All others are
-reduced in copies, which are written back when all reductions have completed. A gradient that shares its memory with
-other tensors is also reduced in a copy where that matters; the copy replaces it, and the other tensors keep their
-values. Sparse gradients hold some rows of a parameter, other ones on each rank, and are averaged one by one.
+On the CPU, a gradient is reduced where autograd has put it if it has its parameter's dtype and layout, as autograd's
+gradients do. All others are reduced in copies, which are written back when all reductions have completed. A gradient
+that shares its memory with other tensors is also reduced in a copy where that matters; the copy replaces it, and the
+other tensors keep their values. On other devices, where a call for each gradient costs more than a copy, the gradients
+of a bucket become views of one flat tensor (`FlatGradients`).
+
+Sparse gradients hold some rows of a parameter, other ones on each rank, and are averaged one by one.
 """
 
 from __future__ import annotations
@@ -20,12 +23,15 @@ from paceline.comm.engine.codes import DTYPE_CODES, ReduceOp
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.group.variable_size import GatheredRows
 from paceline.train.ddp.buckets import bucket_params
+from paceline.train.ddp.flat_gradients import FlatGradients
 from paceline.train.module_tensors import TrackedTensors
 
 _storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 _is_contiguous = torch.Tensor.is_contiguous
 _numel = torch.Tensor.numel
 _dtype = attrgetter("dtype")
+_shape = attrgetter("shape")
+_kind = attrgetter("dtype", "device", "layout")
 
 
 class GradientBuckets:
@@ -43,12 +49,16 @@ class GradientBuckets:
         # - The parameters that the module trains, which never change
         self.names = list(tracked.trained)
         self.params = list(tracked.trained.values())
+        self.are_on_device = any(not param.is_cpu for param in self.params)
+        self.are_on_several = len({param.device for param in self.params}) > 1
+        self._caps_bytes = bucket_caps_bytes
         sparse = [index for index, name in enumerate(self.names) if name in tracked.sparse]
-        self.buckets = bucket_params(self.params, bucket_caps_bytes, left_out=sparse)
+        self.buckets = bucket_params(self.params, bucket_caps_bytes, left_out=sparse, may_exceed=self.are_on_device)
 
         # - The gradients that every backward should compute, without those that `settle_present` has left out for good
         self._expected: list[BucketGradients | None] = [self._gradients_of(bucket.params) for bucket in self.buckets]
         self._expected_sparse = sparse
+        self._settled: list[bool] | None = None  # for each parameter, whether `settle_present` has kept it
         # In a static graph, the parameters for which only other ranks have a gradient; this rank contributes zeros.
         self._absent: list[int] = []
 
@@ -130,8 +140,20 @@ class GradientBuckets:
         anywhere = self._present_anywhere(group)
         if any(anywhere):
             self._absent = [index for index, is_present in enumerate(anywhere) if is_present and not mine[index]]
+            self._settled = anywhere
             self._expected, self._expected_sparse = self.active, self._active_sparse = self._restricted(anywhere)
         return anywhere
+
+    # - Their order
+
+    def reorder(self, order: Sequence[int]) -> None:
+        """Divides the parameters into buckets by the order in which a backward has computed their gradients."""
+        sparse = [index for index in range(len(self.params)) if index not in order]
+        self.buckets = bucket_params(self.params, self._caps_bytes, sparse, order=order, may_exceed=self.are_on_device)
+        self._expected = [self._gradients_of(bucket.params) for bucket in self.buckets]
+        if self._settled is not None:
+            self._expected, _ = self._restricted(self._settled)
+        self.active = self._expected
 
     # - Their values
 
@@ -192,6 +214,7 @@ class GradientMemory:
         count: the number of elements.
         copies: the tensors that are written back to the gradients of their parameters.
         successors: the tensors that replace the gradients of their parameters.
+        views: the parts of the memory that belong to each parameter, if the memory is one flat tensor.
     """
 
     pieces: list[int]
@@ -199,6 +222,11 @@ class GradientMemory:
     count: int
     copies: list[tuple[nn.Parameter, torch.Tensor]] = field(default_factory=list)
     successors: list[tuple[nn.Parameter, torch.Tensor]] = field(default_factory=list)
+    views: list[torch.Tensor] | None = None
+
+    def by_parameter(self) -> list[torch.Tensor]:
+        """Returns the values of each parameter's gradient; tensors that belong to no parameter may follow."""
+        return self.tensors if self.views is None else self.views
 
     def write_back(self) -> None:
         """Writes results in copies to the parameters' gradients."""
@@ -231,6 +259,7 @@ class BucketGradients:
         self._pieces[1::2] = [param.nbytes for param in self.params]
         # A complex gradient may be a conjugate view, which only the flag of that gradient shows.
         self._plain = all(param.is_contiguous() for param in self.params) and not self.dtype.is_complex
+        self._flat = None if self._device.type == "cpu" else FlatGradients(self.params, self._layouts)
 
     def missing(self) -> list[str]:
         """Returns the names of the parameters that have no gradient."""
@@ -249,6 +278,8 @@ class BucketGradients:
         gradients = [gradient for param in self.params if (gradient := param.grad) is not None]
         if len(gradients) != len(self.params):
             return None
+        if self._flat is not None:
+            return self._collect_flat(self._flat, gradients)
         if (
             self._plain
             and all(map(_is_contiguous, gradients))
@@ -277,6 +308,24 @@ class BucketGradients:
                 (memory.successors if shared and not gradient._is_view() else memory.copies).append((param, dense))
             memory.pieces += (dense.data_ptr(), dense.nbytes)
             memory.tensors.append(dense)
+        return memory
+
+    def _collect_flat(self, flat: FlatGradients, gradients: list[torch.Tensor]) -> GradientMemory:
+        kinds = set(map(_kind, gradients))
+        if kinds != {(self.dtype, self._device, torch.strided)} or list(map(_shape, gradients)) != self._shapes:
+            for param, name, shape, gradient in zip(self.params, self.names, self._shapes, gradients, strict=True):
+                self._require_reducible(name, param, shape, gradient)
+        if flat.has(gradients):
+            whole = flat.whole(gradients[0])
+            return GradientMemory([whole.data_ptr(), whole.nbytes], [whole], self._count, views=gradients)
+        whole, views = flat.copy_of(gradients)
+        memory = GradientMemory([whole.data_ptr(), whole.nbytes], [whole], self._count, views=views)
+        for param, gradient, view in zip(self.params, gradients, views, strict=True):
+            # Autograd makes no views. A view is the user's, who reads its base; and a gradient with a graph keeps it.
+            if gradient._is_view() or gradient.requires_grad:
+                memory.copies.append((param, view))
+            else:
+                param.grad = view
         return memory
 
     def _require_reducible(self, name: str, param: nn.Parameter, shape: torch.Size, gradient: torch.Tensor) -> None:

@@ -8,7 +8,8 @@ Note: the life of a backward
     3. `Reducer._begin` asks the autograd engine to call `Reducer._end` after this backward. The state is BACKWARD.
     4. Each parameter in a bucket that may be reduced early has a hook, which counts down its bucket
        (`GradientAverager.count`). Full buckets are passed to the group's progress thread, strictly in their order,
-       since every rank must make the same calls in the same order.
+       since every rank must make the same calls in the same order. The hooks hold a lock: the threads that autograd
+       has for devices would otherwise start a bucket twice.
     5. `Reducer._end` reduces everything else on this thread, waits for the calls in flight, and writes averages that
        were computed in copies back to the gradients (`GradientAverager.average_rest`). The last bucket can only become
        full when backward is about to end, so it always waits for the end, and its parameters need no hooks. The state
@@ -28,8 +29,10 @@ Note: the life of a backward
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from enum import Enum
 
 import torch
@@ -79,9 +82,11 @@ class Reducer:
         self._gradients = averager.gradients
         self._stepped = take_over_steps(self._gradients.named())  # parameters whose optimizers step at backward's end
 
-        # - The state of the latest backward
+        # - The state of the latest backward. Hooks hold the lock, since autograd has a thread for each device. It is
+        #   reentrant since a hook of the user's, called for a bucket, may run another backward.
+        self._lock = threading.RLock()
         self._state = BackwardState.IDLE
-        self._outputs = OutputHooks()
+        self._outputs = OutputHooks(self._lock)
         self._copy_shared = False  # forward's inputs require gradients, which may share memory with the parameters'
         self._unused_at_first: set[str] | None = None  # parameters that the first forward did not use; None before it
         self._install_hooks()
@@ -96,8 +101,8 @@ class Reducer:
     def _install_hooks(self) -> None:
         self._hooks: list[RemovableHandle] = []
         params = self._gradients.params
-        for bucket, index in self._averager.early_params():
-            self._add_hook(params[index], self._count_hook(index, bucket))
+        for index in self._averager.counted_params():
+            self._add_hook(params[index], self._count_hook(index))
         # This is for a backward that does not reach forward's outputs: it most likely ends with the first parameter.
         for param in params[:1]:
             self._add_hook(param, self._begin_without_outputs)
@@ -222,9 +227,10 @@ class Reducer:
 
     @eager
     def _begin_without_outputs(self, _: torch.Tensor) -> None:
-        is_own = self._state is BackwardState.EXPECTING and not self._outputs.in_other
-        if is_own or self._state is BackwardState.INCOMPLETE:
-            self._begin(running_backward())
+        with self._lock:
+            is_own = self._state is BackwardState.EXPECTING and not self._outputs.in_other
+            if is_own or self._state is BackwardState.INCOMPLETE:
+                self._begin(running_backward())
 
     def _begin(self, task: int) -> None:
         self._outputs.task = task
@@ -234,20 +240,19 @@ class Reducer:
 
     # - While it runs
 
-    def _count_hook(self, index: int, bucket: int) -> Callable[[torch.Tensor], None]:
-        count, backward = (
-            self._averager.count_and_start,
-            BackwardState.BACKWARD,
-        )  # the hook runs once for each parameter
+    def _count_hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        # The hook runs once for each parameter.
+        count, backward, lock = self._averager.count_and_start, BackwardState.BACKWARD, self._lock
 
         @eager
         def hook(param: torch.Tensor) -> None:
-            if self._state is not backward:
-                self._begin_without_outputs(param)
+            with lock:
                 if self._state is not backward:
-                    return  # reduced with all others when backward ends, if at all
-            if not count(index, bucket):
-                raise RuntimeError(f"{self._me()}: {self._averager.late_text(index)}")
+                    self._begin_without_outputs(param)
+                    if self._state is not backward:
+                        return  # reduced with all others when backward ends, if at all
+                if not count(index):
+                    raise RuntimeError(f"{self._me()}: {self._averager.late_text(index)}")
 
         return hook
 
@@ -308,13 +313,17 @@ class Reducer:
 class OutputHooks:
     """Hooks on the outputs of forwards, which run when a backward reaches these.
 
+    Args:
+        lock: the lock that is held while a hook runs, for outputs on several devices.
+
     Attributes:
         task: the autograd engine's number of the running backward; `on_begin` sets it.
         unreached: the number of outputs that no backward has reached yet, whose gradients may still be computed.
         in_other: whether a backward runs that has reached an output passed to `mark_unwatched`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lock: AbstractContextManager[object]) -> None:
+        self._lock = lock
         self.task = NO_BACKWARD
         self.unreached = 0
         self.in_other = False
@@ -346,9 +355,10 @@ class OutputHooks:
 
         @eager
         def reach(_: torch.Tensor) -> None:
-            if not self.in_other:
-                self.in_other = True
-                torch.autograd.Variable._execution_engine.queue_callback(self._end_other)
+            with self._lock:
+                if not self.in_other:
+                    self.in_other = True
+                    torch.autograd.Variable._execution_engine.queue_callback(self._end_other)
 
         for tensor in others:
             tensor.register_hook(reach)
@@ -361,12 +371,13 @@ class OutputHooks:
         @eager
         def reach(_: torch.Tensor) -> None:
             nonlocal is_counted
-            if is_counted:
-                is_counted = False
-                self.unreached -= 1
-            task = running_backward()
-            if task != self.task:
-                on_begin(task)
+            with self._lock:
+                if is_counted:
+                    is_counted = False
+                    self.unreached -= 1
+                task = running_backward()
+                if task != self.task:
+                    on_begin(task)
 
         return reach
 
