@@ -3,11 +3,16 @@
 A NaN that arises in a forward or a backward spreads to the gradients of all earlier layers. In most steps it is
 therefore enough to read the first numbers of a few gradients, among them the one that is computed last; all of them
 are read now and then. The measured costs determine how often.
+
+Gradients on a device are all examined there, now and then, and the host reads the result in a later step, so that it
+never waits for the device (`DeviceOutcome`).
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import math
 import time
 import warnings
 import weakref
@@ -22,21 +27,28 @@ from paceline.comm.engine.codes import DTYPE_CODES
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.record.layout import EventKind
 from paceline.comm.record.spans import note_event
+from paceline.train.checks.device_values import DeviceNorms, HostCopy, LabelledNorms, is_capturing
 from paceline.train.checks.optimizer_steps import OPTIMIZER_STEPS, CheckInterval, StepClock
 
 
 @dataclass(frozen=True)
 class NonFiniteTensor:
-    """A tensor that contains NaN or infinity; `position` is that in the order of the module."""
+    """A tensor that contains NaN or infinity; `position` is that in the order of the module.
+
+    The numbers of NaN and infinity are not counted on a device: of the one that was found it is 1, of the other 0.
+    """
 
     position: int
     name: str
     nans: int
     infs: int
     numel: int
+    is_counted: bool = True
 
     def describe(self) -> str:
         """Returns the name and the counts of NaN and infinity."""
+        if not self.is_counted:
+            return f"{self.name!r} (with {'NaN' if self.nans else 'infinity'} among {self.numel} numbers)"
         return f"{self.name!r} ({self.nans} NaN and {self.infs} infinite of {self.numel} numbers)"
 
 
@@ -158,14 +170,11 @@ _SOME_BYTES = 4096  # the number of bytes that it reads of each
 _ALL_BYTES = 1 << 62
 _SOME_SHARE = 0.003  # the share of a step's time that partial checks may take
 _ALL_SHARE = 0.001  # the share that complete checks may take
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DEVICE_BYTES_PER_S = 1e12  # the estimated speed at which a device reads memory
 
 
 class _Pieces(NamedTuple):
-    """Memory of one dtype: the address and the length in bytes of each tensor, alternating, and the tensors.
-
-    Without addresses the memory is a GPU's.
-    """
+    """CPU memory of one dtype: the address and the length in bytes of each tensor, alternating, and the tensors."""
 
     numbers: Sequence[int]
     dtype: int
@@ -173,9 +182,43 @@ class _Pieces(NamedTuple):
 
     def has_non_finite(self, nbytes: int) -> bool:
         """Returns whether the first `nbytes` of any tensor contain NaN or infinity."""
-        if self.numbers:
-            return _core.first_not_finite(self.numbers, self.dtype, nbytes) >= 0
-        return has_non_finite_on_device(self.tensors, nbytes)
+        return _core.first_not_finite(self.numbers, self.dtype, nbytes) >= 0
+
+
+class DeviceOutcome:
+    """The norms of gradients, of their averages and of parameters in one step, which the device is yet to compute.
+
+    Args:
+        step: the number of the backward.
+        copies: the norms on each device; the labels are the role of a tensor and its position.
+    """
+
+    def __init__(self, step: int, copies: Sequence[LabelledNorms]) -> None:
+        self.step = step
+        self.is_applied = False  # an optimizer has made a step since
+        self._copies = copies
+        self._found_infs: list[HostCopy] = []  # of steps that an optimizer leaves out if a number is not zero
+
+    def note_step(self, found_inf: torch.Tensor | None) -> None:
+        """Records that an optimizer has made a step, unless `found_inf` says that it has left it out."""
+        if found_inf is None:
+            self.is_applied = True
+        else:
+            self._found_infs.append(HostCopy(found_inf.detach().reshape(-1)))
+
+    def is_complete(self) -> bool:
+        """Returns whether the numbers can be read without waiting for the device."""
+        return all(copy.is_complete() for copy in (*(norms.norms for norms in self._copies), *self._found_infs))
+
+    def read(self) -> dict[str, dict[int, float]]:
+        """Returns the norms that are not finite, by role and position."""
+        self.is_applied = self.is_applied or any(not any(copy.read()) for copy in self._found_infs)
+        found: dict[str, dict[int, float]] = {"gradient": {}, "average": {}, "parameter": {}}
+        for copy in self._copies:
+            for (role, position), norm in zip(copy.labels, copy.norms.read(), strict=True):
+                if not math.isfinite(norm):
+                    found[role][position] = norm
+        return found
 
 
 class GradientCheck:
@@ -203,6 +246,10 @@ class GradientCheck:
         self._has_found = False
         self._found: list[NonFiniteTensor] = []  # those to be named in a warning
         self._seen: list[_Pieces] = []
+        # - Those on devices
+        self._norms = DeviceNorms()
+        self._seen_on_device: list[torch.Tensor] = []
+        self._outcomes: list[DeviceOutcome] = []
         OPTIMIZER_STEPS.follow()
         _checks.add(self)
 
@@ -221,21 +268,21 @@ class GradientCheck:
 
         Args:
             names: the names of their parameters, roughly in the order in which the gradients were computed.
-            tensors: the gradients; tensors that belong to no parameter may follow.
+            tensors: the gradients, on one device; tensors that belong to no parameter may follow.
             pieces: the address and the length in bytes of each tensor, alternating.
             dtype: the code of the tensors' dtype.
         """
         if not self._bytes:
             return
         started = time.perf_counter()
-        chosen: Sequence[int] = range(len(pieces) // 2)
+        if not tensors[0].is_cpu:
+            self._look_on_device(names, tensors)
+            self._cost_s += time.perf_counter() - started
+            return
         if self._bytes == _SOME_BYTES:
             chosen = spread_out(len(pieces) // 2)
             pieces = [number for index in chosen for number in pieces[2 * index : 2 * index + 2]]
-        if tensors[0].is_cpu:
-            seen = _Pieces(pieces, dtype, tensors)
-        else:
-            seen = _Pieces((), dtype, [tensors[index] for index in chosen])
+        seen = _Pieces(pieces, dtype, tensors)
         self._seen.append(seen)
         if self._has_non_finite([seen]):
             self._note(names, tensors)
@@ -245,14 +292,30 @@ class GradientCheck:
         """Checks gradients of any dtypes and layouts, also sparse ones, given in the order of the module."""
         if self._bytes:
             started = time.perf_counter()
-            if self._has_non_finite(self._chosen(tensors)):
-                self._note(names, tensors)
+            on_cpu = [tensor for tensor in tensors if tensor.is_cpu]
+            if len(on_cpu) < len(tensors):
+                on_device = [(name, at) for name, at in zip(names, tensors, strict=True) if not at.is_cpu]
+                self._look_on_device([name for name, _ in on_device], [tensor for _, tensor in on_device], keep=False)
+            if self._has_non_finite(self._chosen(on_cpu)):
+                self._note([name for name, at in zip(names, tensors, strict=True) if at.is_cpu], on_cpu)
             self._cost_s += time.perf_counter() - started
 
     def averaged(self, tensors: Sequence[torch.Tensor]) -> None:
         """Receives averages that are not in the gradients' memory, to be checked when the backward ends."""
         if self._bytes:
-            self._seen += self._chosen(tensors)
+            self._seen += self._chosen([tensor for tensor in tensors if tensor.is_cpu])
+            self._seen_on_device += [tensor for tensor in tensors if not tensor.is_cpu]
+
+    def _look_on_device(self, names: Sequence[str], tensors: Sequence[torch.Tensor], *, keep: bool = True) -> None:
+        """Enqueues the norms of gradients; with `keep`, those of their memory follow when they are averages."""
+        if is_capturing(tensors[0].device):
+            return
+        values = [
+            (name, at) for name, tensor in zip(names, tensors, strict=False) if (at := numbers_of(tensor)) is not None
+        ]
+        self._norms.add("gradient", [self._positions[name] for name, _ in values], [at for _, at in values])
+        if keep:
+            self._seen_on_device += tensors
 
     def _chosen(self, tensors: Sequence[torch.Tensor]) -> list[_Pieces]:
         """Returns the memory of the tensors that are checked in this backward."""
@@ -278,6 +341,8 @@ class GradientCheck:
         self._has_found = False
         self._found.clear()
         self._seen.clear()
+        self._norms.clear()
+        self._seen_on_device.clear()
 
     def end(self, step: int, averages: Sequence[torch.Tensor] | None = None) -> None:
         """Completes a backward.
@@ -288,18 +353,19 @@ class GradientCheck:
         """
         now = time.perf_counter()
         self._clock.tick(now)
+        self._judge_outcomes()
         if self._bytes:
+            on_device = bool(self._norms)
+            self._end_on_device(step, averages)
+            on_cpu = None if averages is None else [average for average in averages if average.is_cpu]
             if self._has_found:
                 self._judge(step)
-            else:
-                pieces = self._seen if averages is None else self._chosen(averages)
+            elif self._seen or on_cpu or not on_device:
+                pieces = self._seen if on_cpu is None else self._chosen(on_cpu)
                 self.history.finite(average_is_finite=not self._has_non_finite(pieces))
-            if self.history.pending is None:
-                OPTIMIZER_STEPS.ignore(self)
-            else:
-                OPTIMIZER_STEPS.listen(self)
             pace = self._all if self._bytes == _ALL_BYTES else self._some
             pace.plan(step, self._cost_s + time.perf_counter() - now, self._clock.shortest_s)
+        self._follow_steps()
         self.forget()
         is_due = self._some.is_due(step + 1)
         self._bytes = _ALL_BYTES if self._all.is_due(step + 1) else _SOME_BYTES if is_due else 0
@@ -315,14 +381,66 @@ class GradientCheck:
         finding = NonFiniteGradients(self._group.me.rank, step, gradients, len(self._params), parameters)
         self._warn(self.history.not_finite(finding), applied=True)
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warns of the gradients that this optimizer has applied."""
-        if any(id(param) in self._ids for group in optimizer.param_groups for param in group["params"]):
+    def _end_on_device(self, step: int, averages: Sequence[torch.Tensor] | None) -> None:
+        """Enqueues the norms of averages and parameters, and the copies of all norms of this step to the host."""
+        if not self._norms:
+            return
+        seen = self._seen_on_device if averages is None else [average for average in averages if not average.is_cpu]
+        found = [values for tensor in seen if (values := numbers_of(tensor)) is not None]
+        self._norms.add("average", range(len(found)), found)
+        on_device = [(at, param) for at, param in enumerate(self._params) if not param.is_cpu and not param.is_meta]
+        self._norms.add("parameter", [at for at, _ in on_device], [param for _, param in on_device])
+        self._cost_s += self._norms.nbytes / _DEVICE_BYTES_PER_S
+        self._outcomes.append(DeviceOutcome(step, self._norms.enqueue_copies()))
+
+    def _judge_outcomes(self) -> None:
+        """Judges the steps of which the device has computed the norms, in their order."""
+        if self._outcomes and any(is_capturing(param.device) for param in self._params[:1]):
+            return
+        while self._outcomes and self._outcomes[0].is_complete():
+            outcome = self._outcomes.pop(0)
+            found = outcome.read()
+            if not found["gradient"]:
+                self.history.finite(average_is_finite=not found["average"])
+                continue
+            gradients, parameters = (
+                [self._found_on_device(*at) for at in sorted(found[role].items())] for role in ("gradient", "parameter")
+            )
+            note_event(int(EventKind.NOT_FINITE), gradients[-1].name, outcome.step, len(gradients))
+            finding = NonFiniteGradients(self._group.me.rank, outcome.step, gradients, len(self._params), parameters)
+            self._warn(self.history.not_finite(finding), applied=True)
+            if outcome.is_applied:
+                self._warn(self.history.applied(), applied=True)
+
+    def _found_on_device(self, position: int, norm: float) -> NonFiniteTensor:
+        is_nan = math.isnan(norm)
+        numel = self._params[position].numel()
+        return NonFiniteTensor(position, self._names[position], int(is_nan), int(not is_nan), numel, is_counted=False)
+
+    def _follow_steps(self) -> None:
+        if self._outcomes or self.history.pending is not None:
+            OPTIMIZER_STEPS.listen(self)
+        else:
             OPTIMIZER_STEPS.ignore(self)
-            self._warn(self.history.applied(), applied=True)
+
+    def after_step(self, optimizer: torch.optim.Optimizer, found_inf: torch.Tensor | None) -> None:
+        """Warns of the gradients that this optimizer has applied.
+
+        Args:
+            optimizer: the optimizer.
+            found_inf: a number on a device that is not zero if the optimizer has left the step out.
+        """
+        if any(id(param) in self._ids for group in optimizer.param_groups for param in group["params"]):
+            for outcome in self._outcomes:
+                outcome.note_step(found_inf)
+            if found_inf is None:
+                self._warn(self.history.applied(), applied=True)
+            self._follow_steps()
 
     def warn_pending(self) -> None:
         """Warns of gradients that no optimizer has applied; called at exit, for which they may be the reason."""
+        with contextlib.suppress(RuntimeError):  # a device that has failed
+            self._judge_outcomes()
         self._warn(self.history.applied(), applied=False)
 
     def _warn(self, finding: NonFiniteGradients | None, *, applied: bool) -> None:
@@ -340,27 +458,18 @@ def spread_out(count: int) -> range:
 
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> list[_Pieces]:
-    """Returns the memory of the tensors, or of contiguous copies of strided ones, by dtype and kind of device."""
-    found: dict[tuple[torch.dtype, bool], list[torch.Tensor]] = {}
+    """Returns the memory of CPU tensors, or of contiguous copies of strided ones, by dtype."""
+    found: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         values = numbers_of(tensor)
         if values is not None:
-            found.setdefault((values.dtype, values.is_cpu), []).append(values.contiguous())
+            found.setdefault(values.dtype, []).append(values.contiguous())
     return [
         _Pieces(
-            [number for values in dense for number in (values.data_ptr(), values.nbytes)] if is_cpu else (),
-            DTYPE_CODES[dtype],
-            dense,
+            [number for values in dense for number in (values.data_ptr(), values.nbytes)], DTYPE_CODES[dtype], dense
         )
-        for (dtype, is_cpu), dense in found.items()
+        for dtype, dense in found.items()
     ]
-
-
-def has_non_finite_on_device(tensors: Sequence[torch.Tensor], nbytes: int) -> bool:
-    """Returns whether the first `nbytes` of any tensor contain NaN or infinity; waits for the device."""
-    starts = [tensor.detach().reshape(-1)[: nbytes // tensor.element_size()] for tensor in tensors]
-    floats = [values for values in starts if values.numel() and (values.is_complex() or values.dtype in _FLOATS)]
-    return bool(floats) and not bool(torch.stack([values.isfinite().all() for values in floats]).all())
 
 
 _checks: weakref.WeakSet[GradientCheck] = weakref.WeakSet()

@@ -63,8 +63,13 @@ class CheckInterval:
 class StepListener(Protocol):
     """An object that `OptimizerSteps` calls after a step of an optimizer."""
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Handles a step that has changed the parameters of `optimizer`."""
+    def after_step(self, optimizer: torch.optim.Optimizer, found_inf: torch.Tensor | None) -> None:
+        """Handles a step that has changed the parameters of `optimizer`, unless the device finds a nonzero number.
+
+        Args:
+            optimizer: the optimizer.
+            found_inf: that number, if the optimizer looks at one on a device; None otherwise.
+        """
         ...
 
 
@@ -102,10 +107,12 @@ class OptimizerSteps:
             return
         # With a GradScaler, a fused optimizer checks this itself, and then leaves the parameters unchanged.
         found_inf = getattr(optimizer, "found_inf", None)
-        if found_inf is not None and float(found_inf) > 0:
-            return
+        if not isinstance(found_inf, torch.Tensor) or found_inf.is_cpu:  # to read a device's would wait for it
+            if found_inf is not None and float(found_inf) > 0:
+                return
+            found_inf = None
         for listener in list(self._listeners):
-            listener.after_step(optimizer)
+            listener.after_step(optimizer, found_inf)
 
 
 OPTIMIZER_STEPS = OptimizerSteps()

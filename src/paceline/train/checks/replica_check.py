@@ -10,7 +10,7 @@ import random
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.record.layout import EventKind
 from paceline.comm.record.spans import note_event
 from paceline.errors import ReplicasDifferError, and_more
+from paceline.train.checks.device_values import DeviceDigests
 from paceline.train.checks.optimizer_steps import OPTIMIZER_STEPS, CheckInterval, StepClock
 from paceline.train.module_tensors import TrackedTensors, collect_tracked, digest_of, digest_of_text
 
@@ -131,7 +132,11 @@ _PLAIN = (bool, int, float, complex, str, type(None))
 
 @dataclass(frozen=True)
 class StateDigests:
-    """A part of the state: the digest of each of its values by name, in the same order on every rank."""
+    """A part of the state: the digest of each of its values by name, in the same order on every rank.
+
+    The functions that return these compute digests of CPU tensors at once. They add tensors on other devices to
+    `DeviceDigests`, whose `read` completes `values`.
+    """
 
     values: Mapping[str, int]
 
@@ -144,12 +149,17 @@ class StateDigests:
         )
 
 
-def tensors_part(named: Mapping[str, torch.Tensor]) -> StateDigests:
+def tensors_part(named: Mapping[str, torch.Tensor], on_devices: DeviceDigests) -> StateDigests:
     """Returns the digests of the tensors that have memory of their own, unlike sparse ones."""
-    return StateDigests({repr(name): digest_of([tensor]) for name, tensor in named.items() if _has_memory(tensor)})
+    values: dict[str, int] = {}
+    for name, tensor in named.items():
+        _add_tensor(values, repr(name), tensor, on_devices)
+    return StateDigests(values)
 
 
-def optimizers_part(optimizers: Iterable[torch.optim.Optimizer], params: Mapping[str, nn.Parameter]) -> StateDigests:
+def optimizers_part(
+    optimizers: Iterable[torch.optim.Optimizer], params: Mapping[str, nn.Parameter], on_devices: DeviceDigests
+) -> StateDigests:
     """Returns the digests of the settings and states of the optimizers that have some of these parameters.
 
     With ZeRO, each rank has an optimizer or states of some parameters only, and so names of its own. Ranks with
@@ -164,7 +174,7 @@ def optimizers_part(optimizers: Iterable[torch.optim.Optimizer], params: Mapping
             own.append((found, type(optimizer).__name__, optimizer))
     values: dict[str, int] = {}
     for number, (_, kind, optimizer) in enumerate(sorted(own, key=lambda entry: entry[:2])):
-        values |= _optimizer_values(kind if number == 0 else f"{kind} {number + 1}", optimizer, names)
+        _add_optimizer(values, kind if number == 0 else f"{kind} {number + 1}", optimizer, names, on_devices)
     return StateDigests(values)
 
 
@@ -178,26 +188,38 @@ def random_part() -> StateDigests:
     )
 
 
-def _optimizer_values(kind: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, int]:
-    values: dict[str, int] = {}
+def _add_optimizer(
+    values: dict[str, int],
+    kind: str,
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    on_devices: DeviceDigests,
+) -> None:
     for number, group in enumerate(optimizer.param_groups):
         where = f"of {kind}'s group {number}" if len(optimizer.param_groups) > 1 else f"of {kind}"
         for key in sorted(key for key in group if key not in ("params", "param_names")):
-            _add(values, f"{key!r} {where}", group[key])
+            _add(values, f"{key!r} {where}", group[key], on_devices)
         for param in group["params"]:
             state = optimizer.state.get(param, {}) if id(param) in names else {}
             for key in sorted(map(str, state)):
-                _add(values, f"{key!r} of {kind} for {names[id(param)]!r}", state.get(key))
-    return values
+                _add(values, f"{key!r} of {kind} for {names[id(param)]!r}", state.get(key), on_devices)
 
 
-def _add(values: dict[str, int], name: str, value: object) -> None:
+def _add(values: dict[str, int], name: str, value: object, on_devices: DeviceDigests) -> None:
     """Adds the digest of a tensor or a plain value; the `repr` of other values may not depend on their contents."""
     if isinstance(value, torch.Tensor):
-        if _has_memory(value):
-            values[name] = digest_of([value])
+        _add_tensor(values, name, value, on_devices)
     elif isinstance(value, _PLAIN) or (isinstance(value, Sequence) and all(isinstance(item, _PLAIN) for item in value)):
         values[name] = digest_of_text(repr(value))
+
+
+def _add_tensor(values: dict[str, int], name: str, tensor: torch.Tensor, on_devices: DeviceDigests) -> None:
+    if not _has_memory(tensor):
+        return
+    if tensor.is_cpu:
+        values[name] = digest_of([tensor])
+    else:
+        on_devices.add(values, name, tensor)
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
@@ -219,10 +241,22 @@ class _Gathered:
     step_s: float
 
 
+@dataclass(frozen=True)
+class _Enqueued:
+    """A comparison whose digests a device computes: its step, the parts of the state, and the cost so far."""
+
+    step: int
+    parts: Mapping[str, StateDigests]
+    on_devices: DeviceDigests
+    cost_s: float
+
+
 class ReplicaCheck:
     """Compares the replicas of a module now and then at the end of a backward, and warns on rank 0.
 
     At that time every rank has applied the same steps and is in the same call, whatever forwards some have made alone.
+    Digests of tensors on devices are computed there, and compared at the end of the next backward, so that the host
+    does not wait for the device.
     Parameters and the optimizers that have made steps are compared. Random states are not, since ranks may have their
     own seeds, and run evaluations alone.
 
@@ -252,6 +286,7 @@ class ReplicaCheck:
         self._pace = CheckInterval(_SHARE, first=FIRST_STEP, least=LEAST_STEPS, fixed=every)
         self._equal_step = 0  # the latest step in which all ranks were equal
         self._reported: set[tuple[str, tuple[int, ...]]] = set()
+        self._enqueued: _Enqueued | None = None
         OPTIMIZER_STEPS.follow()
 
     def end(self, step: int) -> None:
@@ -262,22 +297,31 @@ class ReplicaCheck:
         """
         started = time.perf_counter()
         self._clock.tick(started)
-        if not self._pace.is_due(step):
-            return
-        parts = self._parts()
-        cost_s = time.perf_counter() - started
-        gathered = gather_digests(parts, self._group, cost_s, self._clock.shortest_s)
+        enqueued, self._enqueued = self._enqueued, None
+        if enqueued is None:
+            if not self._pace.is_due(step):
+                return
+            on_devices = DeviceDigests()
+            parts = self._parts(on_devices)
+            enqueued = _Enqueued(step, parts, on_devices, 0.0)
+            if on_devices:
+                on_devices.enqueue()
+                self._enqueued = replace(enqueued, cost_s=time.perf_counter() - started)
+                return
+        enqueued.on_devices.read()
+        cost_s = enqueued.cost_s + time.perf_counter() - started
+        gathered = gather_digests(enqueued.parts, self._group, cost_s, self._clock.shortest_s)
         self._pace.plan(step, gathered.cost_s, gathered.step_s)
-        self._judge(step, parts, gathered)
+        self._judge(enqueued.step, enqueued.parts, gathered)
 
-    def _parts(self) -> dict[str, StateDigests]:
+    def _parts(self, on_devices: DeviceDigests) -> dict[str, StateDigests]:
         tracked = collect_tracked(self._module, self._ignored)
         params = _parameters(self._module, tracked)
         optimizers = OPTIMIZER_STEPS.seen() if self.compares_optimizers else []
         return {
-            "parameters": tensors_part(params),
-            "buffers": tensors_part(tracked.buffers if self._with_buffers else {}),
-            "values of the optimizer": optimizers_part(optimizers, params),
+            "parameters": tensors_part(params, on_devices),
+            "buffers": tensors_part(tracked.buffers if self._with_buffers else {}, on_devices),
+            "values of the optimizer": optimizers_part(optimizers, params, on_devices),
         }
 
     def _judge(self, step: int, parts: Mapping[str, StateDigests], gathered: _Gathered) -> None:
@@ -348,12 +392,14 @@ def check_replicas(
     tracked = collect_tracked(inner)
     params = _parameters(inner, tracked)
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
+    on_devices = DeviceDigests()
     parts = {
-        "parameters": tensors_part(params),
-        "buffers": tensors_part(tracked.buffers),
-        "values of the optimizer": optimizers_part(optimizers, params),
+        "parameters": tensors_part(params, on_devices),
+        "buffers": tensors_part(tracked.buffers, on_devices),
+        "values of the optimizer": optimizers_part(optimizers, params, on_devices),
         "random states": random_part() if random_state else StateDigests({}),
     }
+    on_devices.read()
     gathered = gather_digests(parts, group)
     differences = find_differences(gathered, parts, group)
     if differences and raises:

@@ -102,7 +102,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         find_unused_parameters: whether parameters may get no gradient. A gradient that no rank has stays None; one that
             only other ranks have is zero on this rank. Nothing is reduced before backward ends.
         check_reduction: has no effect, as in torch.
-        gradient_as_bucket_view: has no effect: gradients are reduced in place, without copies for buckets.
+        gradient_as_bucket_view: has no effect. On the CPU gradients are reduced in place, without copies for buckets.
+            On other devices they are views of the buckets after each backward.
         static_graph: whether all backwards are alike. The first one determines which parameters get no gradient, and
             which get several.
         delay_all_reduce_named_params: pairs of a name and a parameter whose gradients are averaged apart from all
@@ -113,10 +114,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         device_mesh: a mesh of one dimension with all ranks; it selects the default group.
         skip_all_reduce_unused_params: has no effect: a gradient that no rank has is never reduced.
         bucket_cap_mb_list: the sizes of the buckets in MiB, in order; the last one applies to all further buckets.
-        batched_grad_copy: has no effect: there are no copies for buckets.
+        batched_grad_copy: has no effect: on devices, the gradients of a bucket are always copied together.
         forward_sync_buffers: whether rank 0's buffers are copied to all ranks before each forward in training mode, and
             at the end of `join`; True if None.
-        lazy_bucket_allocation: has no effect: buckets have no memory of their own.
+        lazy_bucket_allocation: has no effect: buckets have no memory of their own on the CPU, and on other devices only
+            during backward and while a gradient uses it.
         deterministic: whether training ends with the same bits on any number of ranks that is a power of two (see
             docs/reproducible.md).
         logical_shards: with `deterministic`, the number of shards that each step's samples are divided into; a power

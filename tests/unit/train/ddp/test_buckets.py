@@ -82,3 +82,19 @@ def test_no_parameters_make_no_buckets():
 def test_each_bucket_of_a_type_has_its_own_cap():
     buckets = make_buckets([4] * 12, [torch.float32] * 12, [4, 12, 8])
     assert [bucket.nbytes for bucket in buckets] == [4, 12, 8, 8, 8, 8]
+
+
+def test_buckets_follow_the_order_in_which_a_backward_has_computed_the_gradients():
+    buckets = make_buckets([4] * 6, [torch.float32] * 6, [8], order=[2, 0, 5, 4, 1, 3])
+    assert [bucket.params for bucket in buckets] == [(2, 0), (5, 4), (1, 3)]
+
+
+def test_a_bucket_may_be_closed_by_the_parameter_with_which_it_reaches_the_cap():
+    buckets = make_buckets([10] * 7, [torch.float32] * 7, [1, 25], may_exceed=True)
+    assert [bucket.params for bucket in buckets] == [(6,), (5, 4, 3), (2, 1, 0)]
+
+
+@given(models, caps, caps)
+def test_exceeding_buckets_are_never_more(model, cap, first_cap):
+    sizes, dtypes, limits = [size for size, _ in model], [dtype for _, dtype in model], [min(first_cap, cap), cap]
+    assert len(make_buckets(sizes, dtypes, limits, may_exceed=True)) <= len(make_buckets(sizes, dtypes, limits))

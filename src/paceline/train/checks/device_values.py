@@ -1,0 +1,226 @@
+"""Values that checks compute on devices, such as norms and digests, and read when the device has computed them.
+
+Reading a number from a device makes the host wait for all work that it has given to the device before, and then leaves
+the device without work until the host has caught up. The checks therefore enqueue a copy to pinned host memory behind
+the computation, and read the numbers in a later step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from paceline.train.module_tensors import digest_of_text
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Returns whether a graph is captured on the device's current stream, so that nothing may be read from it."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+class HostCopy:
+    """A copy of a flat tensor in host memory, which is complete some time after its creation.
+
+    Args:
+        values: the tensor, on a device; the copy is enqueued on the device's current stream.
+    """
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+        self._host.copy_(values, non_blocking=True)
+        self._copied = torch.accelerator.current_stream(values.device).record_event()
+
+    def is_complete(self) -> bool:
+        """Returns whether the values can be read without waiting for the device."""
+        return bool(self._copied.query())
+
+    def read(self) -> list[float]:
+        """Returns the values; waits for the device if the copy is not complete."""
+        if not self.is_complete():
+            self._copied.synchronize()
+        values: list[float] = self._host.tolist()
+        return values
+
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class LabelledNorms:
+    """The largest absolute values of tensors on one device: NaN if there is a NaN, infinite if there is an infinity.
+
+    Attributes:
+        labels: a label for each tensor.
+        norms: the copy of the values.
+    """
+
+    labels: list[tuple[str, int]]
+    norms: HostCopy
+
+
+class DeviceNorms:
+    """Enqueues the computation of the largest absolute value of each tensor, in few kernels, to be read later."""
+
+    def __init__(self) -> None:
+        self._labels: dict[torch.device, list[tuple[str, int]]] = {}
+        self._norms: dict[torch.device, list[torch.Tensor]] = {}
+        self.nbytes = 0  # the size of the tensors
+
+    def __bool__(self) -> bool:
+        return bool(self._norms)
+
+    def add(self, role: str, positions: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        """Enqueues the norms of floating-point tensors, which are labelled by `role` and their positions."""
+        kinds: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[torch.Tensor]]] = {}
+        for position, tensor in zip(positions, tensors, strict=True):
+            if tensor.numel() and (tensor.dtype in _FLOATS or tensor.is_complex()):
+                found = kinds.setdefault((tensor.device, tensor.dtype), ([], []))
+                found[0].append(position)
+                found[1].append(tensor.detach())
+                self.nbytes += tensor.nbytes
+        for (device, _), (found_positions, found_tensors) in kinds.items():
+            norms = torch.stack(torch._foreach_norm(found_tensors, float("inf"))).double()
+            self._labels.setdefault(device, []).extend((role, position) for position in found_positions)
+            self._norms.setdefault(device, []).append(norms)
+
+    def enqueue_copies(self) -> list[LabelledNorms]:
+        """Enqueues the copies to the host, one for each device, and forgets the tensors."""
+        copies = [LabelledNorms(self._labels[at], HostCopy(torch.cat(norms))) for at, norms in self._norms.items()]
+        self.clear()
+        return copies
+
+    def clear(self) -> None:
+        """Forgets all tensors."""
+        self._labels.clear()
+        self._norms.clear()
+        self.nbytes = 0
+
+
+_WORDS = 1 << 22  # the number of 8-byte words that are hashed at once: the memory that a digest needs is twice that
+_SMALL_BYTES = 1 << 16  # tensors up to this size are hashed together
+
+
+@dataclass
+class _Digest:
+    """A digest to be completed: where it belongs, the text that it begins with, and the sums that it consists of."""
+
+    into: dict[str, int]
+    name: str
+    text: str
+    sums: list[int] = field(default_factory=list)  # their indices among those of the device
+
+
+class DeviceDigests:
+    """Digests of tensors that are computed on their devices, of which 8 bytes for each tensor reach the host.
+
+    Digests are only comparable between ranks that add tensors of the same sizes in the same order, as replicas have
+    them. The memory of a tensor is read as words x of 64 bits. A word at position i becomes (x ^ (x >>> 32)) * w(i) with
+    an odd pseudorandom factor w(i), and the sum of these is a digest modulo 2^64. A change of one word always changes
+    the sum, since each step has an inverse.
+    """
+
+    def __init__(self) -> None:
+        self._digests: dict[torch.device, list[_Digest]] = {}
+        self._tensors: dict[torch.device, list[torch.Tensor]] = {}
+        self._copies: list[tuple[list[_Digest], HostCopy]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._digests or self._copies)
+
+    def add(self, into: dict[str, int], name: str, tensor: torch.Tensor) -> None:
+        """Adds a tensor, whose digest becomes `into[name]` when all are read; the entry exists from now on."""
+        into[name] = 0
+        text = f"{tensor.dtype}{list(tensor.shape)}"
+        self._digests.setdefault(tensor.device, []).append(_Digest(into, name, text))
+        self._tensors.setdefault(tensor.device, []).append(tensor.detach())
+
+    def enqueue(self) -> None:
+        """Enqueues the computations, which read the present values, and the copies of their results."""
+        for device, digests in self._digests.items():
+            self._copies.append((digests, HostCopy(_sums_of(self._tensors[device], digests))))
+        self._digests, self._tensors = {}, {}
+
+    def read(self) -> None:
+        """Writes all digests to the dictionaries that they were added with."""
+        self.enqueue()
+        copies, self._copies = self._copies, []
+        for digests, copy in copies:
+            sums = copy.read()
+            for digest in digests:
+                text = f"{digest.text}{[int(sums[index]) for index in digest.sums]}"
+                digest.into[digest.name] = digest_of_text(text)
+
+
+def _sums_of(tensors: Sequence[torch.Tensor], digests: Sequence[_Digest]) -> torch.Tensor:
+    """Returns the sums of all tensors of one device, and records for each digest which of them it consists of."""
+    largest = max(sum(tensor.nbytes // 8 + 1 for tensor in tensors if tensor.nbytes <= _SMALL_BYTES), _SMALL_BYTES)
+    largest = max(largest, *(tensor.nbytes // 8 + 1 for tensor in tensors))
+    factors = _factors(tensors[0].device, min(largest, _WORDS))
+    sums: list[torch.Tensor] = []
+    small: list[tuple[_Digest, torch.Tensor]] = []
+    total = 0
+    for digest, tensor in zip(digests, tensors, strict=True):
+        memory = _bytes_of(tensor)
+        whole = 0 if memory.numel() <= _SMALL_BYTES else memory.numel() // 8 * 8
+        for first in range(0, whole, 8 * _WORDS):
+            words = memory[first : min(first + 8 * _WORDS, whole)].view(torch.int64)
+            sums.append(_mixed(words, factors).sum().view(1))
+            digest.sums.append(total)
+            total += 1
+        if whole < memory.numel():
+            small.append((digest, memory[whole:]))
+    for batch in _batches(small):
+        sums.append(_sums_of_small([memory for _, memory in batch], factors))
+        for digest, _ in batch:
+            digest.sums.append(total)
+            total += 1
+    return torch.cat(sums) if sums else torch.empty(0, dtype=torch.int64, device=tensors[0].device)
+
+
+def _factors(device: torch.device, count: int) -> torch.Tensor:
+    """Returns an odd pseudorandom factor for each position (Weyl's sequence with the golden ratio)."""
+    factors = torch.arange(1, count + 1, dtype=torch.int64, device=device)
+    return factors.mul_(-7046029254386353131).bitwise_or_(1)
+
+
+def _mixed(words: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    high = (words >> 32).bitwise_and_(0xFFFFFFFF)
+    return high.bitwise_xor_(words).mul_(factors[: len(words)])
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the memory of a tensor, or of a contiguous and aligned copy."""
+    flat = tensor.contiguous().resolve_conj().resolve_neg().reshape(-1)
+    if flat.numel() and (flat.storage_offset() * flat.element_size()) % 8 and flat.nbytes > _SMALL_BYTES:
+        flat = flat.clone()
+    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+
+
+def _batches(small: Sequence[tuple[_Digest, torch.Tensor]]) -> list[list[tuple[_Digest, torch.Tensor]]]:
+    batches: list[list[tuple[_Digest, torch.Tensor]]] = []
+    left = 0
+    for digest, memory in small:
+        words = -(-memory.numel() // 8)
+        if words > left or not batches:
+            batches.append([])
+            left = _WORDS
+        batches[-1].append((digest, memory))
+        left -= words
+    return batches
+
+
+def _sums_of_small(memories: Sequence[torch.Tensor], factors: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of each memory, padded by zeros to whole words; a sum is a difference of cumulative ones."""
+    device = memories[0].device
+    zeros = torch.zeros(8, dtype=torch.uint8, device=device)
+    padded = [part for memory in memories for part in (memory, zeros[: -memory.numel() % 8])]
+    ends, end = [], 0
+    for memory in memories:
+        end += -(-memory.numel() // 8)
+        ends.append(end)
+    running = _mixed(torch.cat(padded).view(torch.int64), factors).cumsum(0)
+    running = torch.cat([running.new_zeros(1), running])
+    at = torch.tensor([0, *ends], dtype=torch.int64, device="cpu", pin_memory=True).to(device, non_blocking=True)
+    return running[at].diff()
