@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
+from torch import nn
 
 from paceline import _core
 from paceline.comm.engine.codes import DTYPE_CODES, ReduceOp
@@ -250,6 +251,21 @@ def _has_core_to_spare(mine: RankFacts, everyones: Sequence[RankFacts]) -> bool:
     absent = max(0, mine.local_ranks - len(on_host)) if len(beside) == len(on_host) else 0
     needed = sum(facts.threads + 1 for facts in beside) + absent * (mine.threads + 1)
     return len({core for facts in beside for core in facts.cores}) >= needed
+
+
+def warn_of_torchs_sync_batch_norm(module: nn.Module, group: ProcessGroup) -> None:
+    """Warns on one rank if the module has PyTorch's SyncBatchNorm, which only synchronises with torch.distributed."""
+    named = [name for name, layer in module.named_modules() if type(layer) is nn.SyncBatchNorm]
+    if not named or group.size() == 1 or group.rank() != 0:
+        return
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return
+    warnings.warn(
+        f"{named[0]!r}{f' and {len(named) - 1} other layers' if len(named) > 1 else ''} of {type(module).__name__} are "
+        "torch.nn.SyncBatchNorm, which normalises each rank's batch alone, since torch.distributed is not initialised. "
+        "Replace the layers before wrapping: model = paceline.SyncBatchNorm.convert_sync_batchnorm(model)",
+        stacklevel=4,
+    )
 
 
 def warn_of_too_many_threads(everyones: Sequence[RankFacts], group: ProcessGroup) -> None:

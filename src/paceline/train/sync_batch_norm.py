@@ -19,46 +19,67 @@ from paceline.comm.group.queries import is_initialized
 
 @dataclass(frozen=True)
 class ChannelStatistics:
-    """The number of values, their mean, and the sum of squared distances from it, for each channel in float64."""
+    """The number of values (no dimensions), and for each channel their mean and the sum of squared distances from it.
 
-    count: float
+    All are on the device of the values, so that the host does not wait for it, and in the dtype of `accumulator`.
+    """
+
+    count: torch.Tensor
     mean: torch.Tensor
     squares: torch.Tensor
 
     def pack(self) -> torch.Tensor:
         """Returns all of these in one tensor."""
-        return torch.cat([self.mean.new_tensor([self.count]), self.mean, self.squares])
+        return torch.cat([self.count.view(1), self.mean, self.squares])
 
     @staticmethod
     def unpack(packed: torch.Tensor) -> ChannelStatistics:
         """Returns the statistics in a tensor that `pack` has returned."""
         mean, squares = packed[1:].chunk(2)
-        return ChannelStatistics(float(packed[0]), mean, squares)
+        return ChannelStatistics(packed[0], mean, squares)
+
+
+def accumulator(values: torch.Tensor) -> torch.dtype:
+    """Returns the dtype in which statistics are computed: float64 on the CPU, and at least float32 on other devices.
+
+    GPUs compute in float64 at a small fraction of their speed, and have accurate sums in float32.
+    """
+    return torch.float64 if values.is_cpu else torch.promote_types(values.dtype, torch.float32)
 
 
 def measure(values: torch.Tensor) -> ChannelStatistics:
     """Returns the statistics of each channel (the second dimension)."""
+    dtype = accumulator(values)
     count = values.numel() // values.shape[1]
+    number = torch.full((), count, dtype=dtype, device=values.device)
     if count == 0:
-        nothing = torch.zeros(values.shape[1], dtype=torch.float64, device=values.device)
-        return ChannelStatistics(0, nothing, nothing)
-    by_channel = values.detach().transpose(0, 1).reshape(values.shape[1], -1).double()
-    variance, mean = torch.var_mean(by_channel, 1, correction=0)
-    return ChannelStatistics(count, mean, variance * count)
+        nothing = torch.zeros(values.shape[1], dtype=dtype, device=values.device)
+        return ChannelStatistics(number, nothing, nothing)
+    if values.is_cpu:
+        by_channel = values.detach().transpose(0, 1).reshape(values.shape[1], -1).to(dtype)
+        variance, mean = torch.var_mean(by_channel, 1, correction=0)
+    else:  # without a transposed copy
+        variance, mean = torch.var_mean(values.detach().to(dtype), _all_but_channels(values), correction=0)
+    return ChannelStatistics(number, mean, variance * number)
 
 
 def combine(parts: Sequence[ChannelStatistics]) -> ChannelStatistics:
     """Returns the statistics of the values of all parts (Chan, Golub and LeVeque 1979).
 
     >>> whole = combine([measure(torch.tensor([[1.0], [2.0]])), measure(torch.tensor([[6.0]]))])
-    >>> whole.count, whole.mean.item(), whole.squares.item()
+    >>> whole.count.item(), whole.mean.item(), whole.squares.item()
     (3.0, 3.0, 14.0)
     """
-    count = float(sum(part.count for part in parts))
-    total = torch.stack([part.mean * part.count for part in parts]).sum(0)
-    mean = total / max(count, 1)
-    squares = torch.stack([part.squares + part.count * (part.mean - mean) ** 2 for part in parts]).sum(0)
+    counts = torch.stack([part.count for part in parts]).unsqueeze(1)
+    means = torch.stack([part.mean for part in parts])
+    count = counts.sum()
+    mean = (means * counts).sum(0) / count.clamp(min=1)
+    squares = (torch.stack([part.squares for part in parts]) + counts * (means - mean) ** 2).sum(0)
     return ChannelStatistics(count, mean, squares)
+
+
+def _all_but_channels(values: torch.Tensor) -> list[int]:
+    return [dim for dim in range(values.dim()) if dim != 1]
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -125,22 +146,26 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             return self.process_group
         return default_group() if is_initialized() else None
 
-    def _count_batch(self) -> float | None:
+    def _count_batch(self) -> float | torch.Tensor | None:
         """Counts a batch, and returns its weight in the running statistics; None if the layer has no statistics."""
         if self.num_batches_tracked is None:
             return None
         self.num_batches_tracked.add_(1)
-        return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        return self.num_batches_tracked.double().reciprocal() if self.momentum is None else self.momentum
 
     @torch.no_grad()
-    def _track(self, packed: torch.Tensor, momentum: float) -> None:
+    def _track(self, packed: torch.Tensor, momentum: float | torch.Tensor) -> None:
         statistics = ChannelStatistics.unpack(packed)
         for running, batch in (
             (self.running_mean, statistics.mean),
             (self.running_var, statistics.squares / (statistics.count - 1)),
         ):
             assert running is not None
-            running.mul_(1 - momentum).add_(batch.to(running.dtype), alpha=momentum)
+            newest = batch.to(running.dtype)
+            if isinstance(momentum, torch.Tensor):
+                running.lerp_(newest, momentum.to(running.dtype))
+            else:
+                running.mul_(1 - momentum).add_(newest, alpha=momentum)
 
     def __getstate__(self) -> dict[str, object]:
         all_state: Callable[[], dict[str, object]] = super().__getstate__
@@ -217,10 +242,10 @@ class _Normalise(torch.autograd.Function):
         group: ProcessGroup,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         own = measure(input).pack()
-        everyones = [torch.empty_like(own) for _ in range(group.size())]
+        everyones = list(own.new_empty(group.size(), len(own)).unbind())
         group.all_gather(everyones, own)
         whole = combine([ChannelStatistics.unpack(theirs) for theirs in everyones])
-        if whole.count <= 1:
+        if input.numel() <= input.shape[1] and whole.count <= 1:  # to read a device's number would wait for it
             raise ValueError(
                 f"SyncBatchNorm got {int(whole.count)} value for each channel from all {group.size()} ranks, whose "
                 "variance is not defined; give it larger batches, or call eval() first"
@@ -247,12 +272,10 @@ class _Normalise(torch.autograd.Function):
         whole = ChannelStatistics.unpack(packed)
         kind = torch.promote_types(input.dtype, torch.float32)
         shape = [1, -1] + [1] * (input.dim() - 2)
-        dims = [dim for dim in range(input.dim()) if dim != 1]
+        dims, dtype = _all_but_channels(input), accumulator(input)
         gradient = gradient.to(kind)
         normal = (input.to(kind) - whole.mean.to(kind).view(shape)) * inverse.to(kind).view(shape)
-        sums = torch.stack(
-            [gradient.sum(dims, dtype=torch.float64), (gradient * normal).sum(dims, dtype=torch.float64)]
-        )
+        sums = torch.stack([gradient.sum(dims, dtype=dtype), (gradient * normal).sum(dims, dtype=dtype)])
         of_bias, of_weight = sums.clone()
         ctx.group.all_reduce(sums)
         of_input = None

@@ -12,12 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from paceline.comm.engine.adapters.device_streams import record_current
 from paceline.train.module_tensors import digest_of_text
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Returns whether a graph is captured on the device's current stream, so that nothing may be read from it."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class HostCopy:
@@ -28,18 +24,18 @@ class HostCopy:
     """
 
     def __init__(self, values: torch.Tensor) -> None:
-        self._host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+        self._host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=not values.is_cpu)
         self._host.copy_(values, non_blocking=True)
-        self._copied = torch.accelerator.current_stream(values.device).record_event()
+        self._copied = record_current(values.device)
 
     def is_complete(self) -> bool:
         """Returns whether the values can be read without waiting for the device."""
-        return bool(self._copied.query())
+        return self._copied.done()
 
     def read(self) -> list[float]:
         """Returns the values; waits for the device if the copy is not complete."""
         if not self.is_complete():
-            self._copied.synchronize()
+            self._copied.wait()
         values: list[float] = self._host.tolist()
         return values
 
@@ -116,9 +112,9 @@ class DeviceDigests:
     """Digests of tensors that are computed on their devices, of which 8 bytes for each tensor reach the host.
 
     Digests are only comparable between ranks that add tensors of the same sizes in the same order, as replicas have
-    them. The memory of a tensor is read as words x of 64 bits. A word at position i becomes (x ^ (x >>> 32)) * w(i) with
-    an odd pseudorandom factor w(i), and the sum of these is a digest modulo 2^64. A change of one word always changes
-    the sum, since each step has an inverse.
+    them. The memory of a tensor is read as words x of 64 bits. A word at position i becomes (x ^ (x >>> 32)) * w(i),
+    with an odd pseudorandom factor w(i), and the sum of these is a digest modulo 2^64. A change of one word always
+    changes the sum, since each step has an inverse.
     """
 
     def __init__(self) -> None:
@@ -222,5 +218,7 @@ def _sums_of_small(memories: Sequence[torch.Tensor], factors: torch.Tensor) -> t
         ends.append(end)
     running = _mixed(torch.cat(padded).view(torch.int64), factors).cumsum(0)
     running = torch.cat([running.new_zeros(1), running])
-    at = torch.tensor([0, *ends], dtype=torch.int64, device="cpu", pin_memory=True).to(device, non_blocking=True)
+    at = torch.tensor([0, *ends], dtype=torch.int64, device="cpu", pin_memory=device.type != "cpu").to(
+        device, non_blocking=True
+    )
     return running[at].diff()

@@ -23,11 +23,12 @@ from typing import NamedTuple
 import torch
 
 from paceline import _core
+from paceline.comm.engine.adapters.device_streams import is_capturing
 from paceline.comm.engine.codes import DTYPE_CODES
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.record.layout import EventKind
 from paceline.comm.record.spans import note_event
-from paceline.train.checks.device_values import DeviceNorms, HostCopy, LabelledNorms, is_capturing
+from paceline.train.checks.device_values import DeviceNorms, HostCopy, LabelledNorms
 from paceline.train.checks.optimizer_steps import OPTIMIZER_STEPS, CheckInterval, StepClock
 
 

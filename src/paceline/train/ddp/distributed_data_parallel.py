@@ -58,6 +58,7 @@ from paceline.train.preconditions import (
     require_same_module,
     unsupported_reason,
     warn_of_too_many_threads,
+    warn_of_torchs_sync_batch_norm,
 )
 
 if TYPE_CHECKING:
@@ -234,6 +235,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             )
         elif problem is not None:
             raise problem
+        warn_of_torchs_sync_batch_norm(module, self.process_group)
         self._start()
         if self._delayed is not None:
             self._delayed.broadcast()

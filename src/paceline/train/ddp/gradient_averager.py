@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from paceline.comm.engine.adapters.device_streams import AcceleratorEvent, record_current
 from paceline.comm.engine.codes import QUANTISED_TYPES, ReduceOp
 from paceline.comm.group.compression import Wire, WireKind, checked_kind
 from paceline.comm.group.eager import eager
@@ -108,7 +109,7 @@ class GradientAverager:
         self._recorded = RecordedBuckets("ddp")
         self._in_flight: list[tuple[int, Work | HookedWork, GradientMemory]] = []
         self._averaged: list[GradientMemory] = []  # not written back yet
-        self._ahead: dict[int, tuple[GradientMemory, torch.Event]] = {}  # full buckets that wait for earlier ones
+        self._ahead: dict[int, tuple[GradientMemory, AcceleratorEvent]] = {}  # full buckets that wait for earlier ones
 
     @property
     def allows_unused(self) -> bool:
@@ -185,7 +186,7 @@ class GradientAverager:
         gradients = self.gradients.active[bucket]
         memory = None if gradients is None else gradients.collect(copy_shared=True)
         if memory is not None:
-            self._ahead[bucket] = memory, torch.accelerator.current_stream(memory.tensors[0].device).record_event()
+            self._ahead[bucket] = memory, record_current(memory.tensors[0].device)
 
     def _start_full(self) -> None:
         """Starts full buckets, strictly in their order, on the group's progress thread.
@@ -198,7 +199,7 @@ class GradientAverager:
                 memory: GradientMemory | None
                 if self._next in self._ahead:
                     memory, computed = self._ahead.pop(self._next)
-                    torch.accelerator.current_stream(memory.tensors[0].device).wait_event(computed)
+                    computed.order()
                 else:
                     memory = gradients.collect(copy_shared=True)
                 if memory is None:

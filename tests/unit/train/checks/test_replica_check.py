@@ -13,13 +13,15 @@ from torch import nn
 
 import paceline
 from paceline.comm.record import log
+from paceline.train.checks import device_values
 from paceline.train.checks.check_settings import Checks, choose_checks
+from paceline.train.checks.device_values import DeviceDigests, DeviceNorms
 from paceline.train.checks.finite_check import (
+    DeviceOutcome,
     NonFiniteGradients,
     NonFiniteHistory,
     NonFiniteTensor,
     find_non_finite,
-    has_non_finite_on_device,
     spread_out,
 )
 from paceline.train.checks.optimizer_steps import CheckInterval, StepClock
@@ -107,14 +109,31 @@ def test_the_numbers_of_a_sparse_tensor_are_those_of_its_rows():
     assert (found.name, found.nans, found.numel) == ("a", 1, 4)
 
 
-def test_a_device_looks_at_the_first_numbers_of_each_tensor():
-    odd = torch.ones(100, dtype=torch.float64)
-    odd[50] = math.inf
-    others = [torch.ones(0), torch.ones(3, dtype=torch.int32), torch.full((2, 2), 1 + 2j)]
-    assert not has_non_finite_on_device([*others, odd], 50 * 8)
-    assert has_non_finite_on_device([*others, odd], 51 * 8)
-    assert has_non_finite_on_device([*others, odd], 1 << 62)
-    assert not has_non_finite_on_device(others, 1 << 62)
+def test_norms_of_a_device_tell_which_tensors_are_odd():
+    tensors = [torch.ones(3), torch.tensor([1, math.nan, math.inf]), torch.tensor([[-math.inf, 2.0]])]
+    others = [
+        torch.ones(0),
+        torch.ones(3, dtype=torch.int32),
+        torch.full((2, 2), 1 + 2j),
+        torch.tensor([1e300], dtype=torch.float64),
+    ]
+    norms = DeviceNorms()
+    norms.add("gradient", range(3), tensors)
+    norms.add("average", range(4), others)
+    (copy,) = norms.enqueue_copies()
+    found = DeviceOutcome(5, [copy]).read()
+    assert list(found["gradient"]) == [1, 2] and math.isnan(found["gradient"][1]) and math.isinf(found["gradient"][2])
+    assert found["average"] == {} == found["parameter"]
+    assert not norms
+
+
+def test_a_step_that_an_optimizer_may_have_left_out_is_applied_if_it_found_no_infinity():
+    for found_inf, is_applied in ((None, True), (torch.zeros(1), True), (torch.ones(()), False)):
+        outcome = DeviceOutcome(1, [])
+        outcome.note_step(found_inf)
+        assert outcome.is_complete()
+        outcome.read()
+        assert outcome.is_applied is is_applied
 
 
 def test_odd_gradients_are_told_once_they_are_applied():
@@ -249,13 +268,67 @@ def test_digests_tell_tensors_apart():
     grid = torch.arange(6.0).reshape(2, 3)
     assert digest_of([grid]) == digest_of([grid.t().contiguous().t()])
     assert digest_of([grid]) != digest_of([grid + 1])
-    assert tensors_part({"a": grid}).digests() != tensors_part({"b": grid}).digests()
+    part, other = (tensors_part({name: grid}, DeviceDigests()) for name in "ab")
+    assert part.digests() != other.digests()
     assert StateDigests({}).digests() == RankDigests(0, 0)
+
+
+def device_digests(tensors: list[torch.Tensor]) -> list[int]:
+    """Returns the digests that a device would compute, here on the CPU."""
+    values: dict[str, int] = {}
+    digests = DeviceDigests()
+    for number, tensor in enumerate(tensors):
+        digests.add(values, str(number), tensor)
+    digests.read()
+    return list(values.values())
+
+
+BIG = 40_001  # float32 numbers, more than are hashed together with others
+
+
+def test_a_device_tells_tensors_apart_by_each_of_their_bytes():
+    grid, vector, big = torch.arange(6.0).reshape(2, 3), torch.arange(5, dtype=torch.bfloat16), torch.randn(BIG)
+    tensors = [grid, torch.ones(()), torch.ones(0), vector, big[1:], torch.tensor([True, False]), big.double()]
+    digests = device_digests(tensors)
+    assert digests == device_digests([tensor.clone() for tensor in tensors])
+    assert digests[0] == device_digests([grid.t().contiguous().t(), *tensors[1:]])[0]
+    for number, tensor in enumerate(tensors):
+        if tensor.numel() == 0:
+            continue
+        for at in {0, tensor.numel() // 2, tensor.numel() - 1}:
+            changed = tensor.clone()
+            memory = changed.view(-1).view(torch.uint8)
+            memory[at * tensor.element_size()] ^= 1
+            others = device_digests([*tensors[:number], changed, *tensors[number + 1 :]])
+            assert [left != right for left, right in zip(digests, others, strict=True)] == [
+                each == number for each in range(len(tensors))
+            ]
+
+
+def test_a_device_sees_two_signs_that_change_and_numbers_that_change_places():
+    for size in (6, BIG):
+        values = torch.randn(size, dtype=torch.float64)
+        signs, places = values.clone(), values.clone()
+        signs[1:3] *= -1
+        places[[1, 2]] = values[[2, 1]]
+        assert len({*device_digests([values]), *device_digests([signs]), *device_digests([places])}) == 3
+        assert device_digests([values]) != device_digests([-values])
+
+
+def test_large_tensors_are_hashed_in_parts(monkeypatch):
+    monkeypatch.setattr(device_values, "_WORDS", 1 << 13)
+    tensors = [torch.randn(BIG), *(torch.randn(900) for _ in range(40))]
+    digests = device_digests(tensors)
+    assert len(set(digests)) == len(tensors)
+    tensors[0][-1] += 1
+    assert [left != right for left, right in zip(digests, device_digests(tensors), strict=True)] == [True] + [
+        False
+    ] * 40
 
 
 def test_tensors_without_memory_are_left_out():
     named = {"a": torch.ones(2), "b": torch.ones(2).to_sparse(), "c": torch.ones(2, device="meta")}
-    assert list(tensors_part(named).values) == ["'a'"]
+    assert list(tensors_part(named, DeviceDigests()).values) == ["'a'"]
 
 
 def stepped(module: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
@@ -268,8 +341,8 @@ def stepped(module: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
 def test_an_optimizers_settings_and_states_have_names():
     module = nn.Linear(2, 2)
     params = dict(module.named_parameters())
-    part = optimizers_part([stepped(module, 0.2)], params)
-    other = optimizers_part([stepped(module, 0.3)], params)
+    part = optimizers_part([stepped(module, 0.2)], params, DeviceDigests())
+    other = optimizers_part([stepped(module, 0.3)], params, DeviceDigests())
     assert part.digests().shape == other.digests().shape
     assert "'momentum_buffer' of SGD for 'weight'" in part.values
     assert "'lr' of SGD's group 1" in [name for name in part.values if part.values[name] != other.values[name]]
@@ -277,7 +350,7 @@ def test_an_optimizers_settings_and_states_have_names():
 
 def test_optimizers_of_other_modules_are_left_out():
     module = nn.Linear(2, 2)
-    assert optimizers_part([stepped(module)], dict(nn.Linear(2, 2).named_parameters())).values == {}
+    assert optimizers_part([stepped(module)], dict(nn.Linear(2, 2).named_parameters()), DeviceDigests()).values == {}
 
 
 def test_random_states_differ_after_a_draw():
