@@ -8,32 +8,39 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import cast
 
 import torch
 from torch import nn
 from torch._utils import ExceptionWrapper
+from torch.nn.utils.rnn import PackedSequence
 
+from paceline.comm.engine.adapters.device_streams import activated, current_stream, on_stream, with_index
 from paceline.train.preconditions import absent_device_text, wrong_device_text
 
 Device = torch.device | str | int
 
 
 def to_device(device: Device) -> torch.device:
-    """Returns the device; a number means a GPU."""
-    chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if chosen.type == "cuda" and chosen.index is None:
-        return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
-    return chosen
+    """Returns the device; a number means a GPU, or another accelerator on a machine that has one."""
+    chosen = torch.device(_accelerator_type(), device) if isinstance(device, int) else torch.device(device)
+    if chosen.type != "cpu" and chosen.index is None and torch.accelerator.is_available():
+        return with_index(chosen)
+    return torch.device("cuda", 0) if chosen.type == "cuda" and chosen.index is None else chosen
+
+
+def _accelerator_type() -> str:
+    accelerator = torch.accelerator.current_accelerator()
+    return "cuda" if accelerator is None else accelerator.type
 
 
 def scatter(value: object, devices: Sequence[Device], dim: int = 0) -> list[object]:
     """Splits every tensor in `value` along `dim` into one part for each device.
 
     Tensors may be nested in lists, tuples, named tuples, mappings and dataclasses. All other values are passed to every
-    device.
+    device. A PackedSequence is moved to a single device as `PackedSequence.to` does.
 
     Args:
         value: an object of any kind.
@@ -43,6 +50,9 @@ def scatter(value: object, devices: Sequence[Device], dim: int = 0) -> list[obje
     Returns:
         A list with a value for each device; it is shorter, but not empty, if the batch is smaller than that.
 
+    Raises:
+        TypeError: there is a PackedSequence, and there are several devices.
+
     >>> [part.tolist() for part in scatter(torch.arange(5), ["cpu", "cpu"])]
     [[0, 1, 2], [3, 4]]
     """
@@ -50,7 +60,7 @@ def scatter(value: object, devices: Sequence[Device], dim: int = 0) -> list[obje
     count = min([len(devices), *(_chunks(size, len(devices)) for size in sizes)])
 
     def part(index: int) -> object:
-        return map_tensors(value, lambda tensor: _part(tensor, index, count, dim, to_device(devices[index])))
+        return _map_leaves(value, lambda leaf: _part(leaf, index, count, dim, to_device(devices[index])))
 
     return [part(index) for index in range(count)]
 
@@ -104,6 +114,18 @@ def gather(outputs: Sequence[object], output_device: Device, dim: int = 0) -> ob
     return _with_children(first, gathered)
 
 
+_Leaf = torch.Tensor | PackedSequence
+
+
+def _map_leaves(value: object, change: Callable[[_Leaf], object]) -> object:
+    if isinstance(value, (torch.Tensor, PackedSequence)):
+        return change(value)
+    children = _children(value)
+    if children is None:
+        return value
+    return _with_children(value, {key: _map_leaves(child, change) for key, child in children.items()})
+
+
 def map_tensors(value: object, change: Callable[[torch.Tensor], torch.Tensor]) -> object:
     """Returns a copy of a nest of lists, tuples, mappings and dataclasses, with `change` applied to its tensors."""
     if isinstance(value, torch.Tensor):
@@ -119,19 +141,35 @@ def _chunks(size: int, count: int) -> int:
     return -(-size // -(-size // count)) if size else 1
 
 
-def _part(tensor: torch.Tensor, index: int, count: int, dim: int, device: torch.device) -> torch.Tensor:
+def _part(tensor: _Leaf, index: int, count: int, dim: int, device: torch.device) -> _Leaf:
+    if isinstance(tensor, PackedSequence):
+        if count > 1:
+            raise TypeError(
+                f"a PackedSequence cannot be divided between {count} devices, since its rows are ordered by time; name "
+                "one device in device_ids, or pass padded sequences and pack them in forward"
+            )
+        # Its `batch_sizes` stay on the CPU, as nn.LSTM requires.
+        packed: PackedSequence = tensor.to(device)
+        return packed
     if tensor.dim() <= dim:
         return tensor.to(device)
     parts = tensor.chunk(count, dim)
     if len(parts) != count:
         # Another tensor of the call, with a smaller batch, has determined the number of parts.
         parts = tensor.tensor_split(count, dim)
-    return parts[index].to(device, non_blocking=True)
+    return _moved(parts[index], device)
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    # The host could read a copy to the CPU before it is complete.
+    return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def _tensors(value: object) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
+    if isinstance(value, PackedSequence):
+        return []
     children = _children(value)
     return [] if children is None else [tensor for child in children.values() for tensor in _tensors(child)]
 
@@ -171,13 +209,13 @@ def parallel_apply(
 ) -> list[object]:
     """Calls each module with its inputs in a thread of its own, and returns their outputs.
 
-    The threads inherit the caller's grad mode, inference mode and autocast.
+    The threads inherit the caller's grad mode, inference mode, autocast, and current stream on each device.
 
     Args:
         modules: the modules, one for each device.
         inputs: the inputs of each module: a tuple of arguments, or a single argument.
         kwargs_tup: the keyword arguments of each module.
-        devices: the modules' devices, for errors; a GPU becomes the current device of its thread.
+        devices: the modules' devices, for errors; an accelerator becomes the current device of its thread.
 
     Raises:
         ValueError: the arguments have different lengths.
@@ -191,7 +229,7 @@ def parallel_apply(
             f"{len(chosen)} devices; it needs as many of each"
         )
     results: list[object] = [None] * len(modules)
-    in_mode = _ThreadModes()
+    in_mode = _ThreadModes(to_device(device) for device in chosen)
 
     def run(index: int) -> None:
         device = to_device(chosen[index])
@@ -218,12 +256,17 @@ def parallel_apply(
 
 
 class _ThreadModes:
-    """The grad mode, inference mode and autocast of the thread that creates this object."""
+    """The grad mode, inference mode, autocast and streams of the thread that creates this object.
 
-    def __init__(self) -> None:
+    Args:
+        devices: the devices whose current streams are meant.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._streams = {device: current_stream(device) for device in devices if device.type not in ("cpu", "meta")}
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
-        kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        kinds = {"cpu", *(device.type for device in self._streams)}
         self._autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
         self._autocast_cache = torch.is_autocast_cache_enabled()
 
@@ -231,8 +274,10 @@ class _ThreadModes:
     def entered(self, device: torch.device) -> Iterator[None]:
         """Applies these modes in another thread, whose current device becomes `device`."""
         with ExitStack() as stack:
-            if device.type == "cuda":
-                stack.enter_context(torch.cuda.device(device))
+            # The parameters and inputs were copied on the caller's stream, and its later work follows on that one.
+            if device in self._streams:
+                stack.enter_context(activated(device))
+                stack.enter_context(on_stream(device, self._streams[device]))
             if self._inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self._grad))
@@ -286,7 +331,7 @@ def _fill(
 
 
 def _copy_of(param: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return param.view_as(param) if param.device == device else param.to(device, non_blocking=True)
+    return param.view_as(param) if param.device == device else _moved(param, device)
 
 
 class DataParallel(nn.Module):
@@ -298,8 +343,8 @@ class DataParallel(nn.Module):
 
     Args:
         module: a module whose parameters are on the first device.
-        device_ids: the devices, which may repeat, as in `["cpu", "cpu"]`; a number means a GPU. None means all GPUs; if
-            there are none, the module is called directly.
+        device_ids: the devices, which may repeat, as in `["cpu", "cpu"]`; a number means a GPU. None means all GPUs, or
+            all of another accelerator; if there are none, the module is called directly.
         output_device: the device of the concatenated outputs; the first device if None.
         dim: the batch dimension.
 
@@ -323,7 +368,7 @@ class DataParallel(nn.Module):
         super().__init__()
         self.module = module
         self.dim = dim
-        ids: Sequence[Device] = range(torch.cuda.device_count()) if device_ids is None else device_ids
+        ids: Sequence[Device] = range(torch.accelerator.device_count()) if device_ids is None else device_ids
         self.device_ids = [to_device(device) for device in ids]
         self.output_device = self.device_ids[0] if self.device_ids else torch.device("cpu")
         if output_device is not None:

@@ -37,6 +37,20 @@ def broadcast_tensors(tensors: list[torch.Tensor], group: ProcessGroup, root: in
             group.broadcast(tensor.detach(), root)
 
 
+def broadcast_bytes(views: list[torch.Tensor], group: ProcessGroup, root: int) -> None:
+    """Copies the root's values of `byte_views` on one device to all ranks.
+
+    On a device they go through one flat tensor, since a call for each of them costs more than the copies.
+    """
+    if len(views) < 2 or views[0].is_cpu:
+        group.broadcast(views, root)
+        return
+    flat = torch.cat(views)
+    group.broadcast(flat, root)
+    if group.rank() != root:
+        torch._foreach_copy_(views, flat.split([view.numel() for view in views]))
+
+
 def digest_of(tensors: Sequence[torch.Tensor]) -> int:
     """Returns a digest (XXH3, 63 bits) of the dtypes, shapes and values of tensors."""
     total = xxhash.xxh3_64(seed=0)

@@ -27,8 +27,10 @@ def absent_device_text(device_ids: Sequence[torch.device], output_device: torch.
     named = {"device_ids": device_ids, "output_device": [] if output_device is None else [output_device]}
     for argument, devices in named.items():
         for device in devices:
-            gpus = torch.cuda.device_count()
-            if device.type != "cuda" or device.index < gpus:
+            if device.type in ("cpu", "meta"):
+                continue
+            gpus = torch.cuda.device_count() if device.type == "cuda" else torch.accelerator.device_count()
+            if device.index is None or device.index < gpus:
                 continue
             if gpus == 0:
                 return (

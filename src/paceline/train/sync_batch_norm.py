@@ -151,7 +151,10 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         if self.num_batches_tracked is None:
             return None
         self.num_batches_tracked.add_(1)
-        return self.num_batches_tracked.double().reciprocal() if self.momentum is None else self.momentum
+        if self.momentum is not None:
+            return self.momentum
+        count = self.num_batches_tracked
+        return 1.0 / float(count) if count.is_cpu else count.double().reciprocal()
 
     @torch.no_grad()
     def _track(self, packed: torch.Tensor, momentum: float | torch.Tensor) -> None:

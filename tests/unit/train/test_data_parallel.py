@@ -70,6 +70,25 @@ def test_every_argument_has_the_same_number_of_parts():
     assert [(len(a), len(b), c.item(), d) for a, b, c, d in parts] == [(1, 4, 3, "all"), (1, 3, 3, "all")]
 
 
+def packed_sequence() -> torch.nn.utils.rnn.PackedSequence:
+    return nn.utils.rnn.pack_sequence([torch.ones(2, 4), torch.ones(5, 4)], enforce_sorted=False)
+
+
+def test_a_packed_sequence_moves_to_a_device_with_its_batch_sizes_left_on_the_cpu():
+    ((moved, number),) = scatter((packed_sequence(), 3), ["meta"])
+    assert isinstance(moved, nn.utils.rnn.PackedSequence) and number == 3
+    assert (moved.data.device.type, moved.sorted_indices.device.type, moved.batch_sizes.device.type) == (
+        "meta",
+        "meta",
+        "cpu",
+    )
+
+
+def test_a_packed_sequence_is_not_divided_between_devices():
+    with pytest.raises(TypeError, match="PackedSequence cannot be divided between 2 devices.*pack them in forward"):
+        scatter((packed_sequence(), torch.ones(4)), TWO)
+
+
 def test_another_dimension_can_be_the_batch():
     parts = scatter(torch.ones(2, 6), THREE, dim=1)
     assert [part.shape for part in parts] == [(2, 2)] * 3

@@ -1,10 +1,16 @@
-"""Whether gradients are reduced during backward, by the cores that the ranks of each host have."""
+"""Whether gradients are reduced during backward, by the cores that the ranks of each host have; a layer to warn of."""
 
 from __future__ import annotations
 
-import pytest
+import warnings
+from types import SimpleNamespace
+from typing import Any
 
-from paceline.train.preconditions import RankFacts, reduces_during_backward
+import pytest
+from torch import nn
+
+from paceline.train.preconditions import RankFacts, reduces_during_backward, warn_of_torchs_sync_batch_norm
+from paceline.train.sync_batch_norm import SyncBatchNorm
 
 
 def rank(cores, *, told=None, host="here", local_ranks=0, quota=0.0, cgroup=0, threads=1) -> RankFacts:
@@ -28,3 +34,22 @@ def rank(cores, *, told=None, host="here", local_ranks=0, quota=0.0, cgroup=0, t
 )
 def test_every_rank_needs_a_core_for_its_progress(everyones, overlaps):
     assert reduces_during_backward(everyones) is overlaps
+
+
+def group(size: int, rank: int = 0) -> Any:
+    return SimpleNamespace(size=lambda: size, rank=lambda: rank)
+
+
+def test_pytorchs_sync_batch_norm_is_warned_of_once_with_the_call_that_replaces_it():
+    module = nn.Sequential(nn.SyncBatchNorm(2), nn.Linear(2, 2), nn.SyncBatchNorm(2))
+    with pytest.warns(
+        UserWarning, match=r"'0' and 1 other layers of Sequential.*convert_sync_batchnorm\(model\)"
+    ) as told:
+        warn_of_torchs_sync_batch_norm(module, group(2))
+    assert len(told) == 1
+    converted = SyncBatchNorm.convert_sync_batchnorm(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_torchs_sync_batch_norm(converted, group(2))
+        warn_of_torchs_sync_batch_norm(module, group(1))
+        warn_of_torchs_sync_batch_norm(module, group(2, rank=1))

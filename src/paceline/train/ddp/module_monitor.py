@@ -10,7 +10,7 @@ from torch import nn
 
 from paceline.comm.group.buffers import is_plain
 from paceline.comm.group.process_group import ProcessGroup
-from paceline.train.module_tensors import broadcast_tensors, by_device, byte_views, collect_tracked
+from paceline.train.module_tensors import broadcast_bytes, broadcast_tensors, by_device, byte_views, collect_tracked
 
 
 class ModuleStructure:
@@ -165,7 +165,7 @@ class ModuleMonitor:
             self._buffer_bytes = [byte_views(together) for together in by_device(buffers)]
             self._buffers_sent = memory
         for views in self._buffer_bytes:
-            self._group.broadcast(views, root)
+            broadcast_bytes(views, self._group, root)
 
     def _me(self) -> str:
         return f"rank {self._group.me.rank}"

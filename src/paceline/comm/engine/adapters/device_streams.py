@@ -80,21 +80,8 @@ class AcceleratorStream:
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
         """Makes this stream the calling thread's current one, and its device the current device."""
-        if self._stream is None:
+        with on_stream(self.device, self._stream):
             yield
-            return
-        module = _module(self.device)
-        with activated(self.device):
-            if hasattr(module, "stream"):
-                with module.stream(self._stream):
-                    yield
-            else:
-                before = current_stream(self.device)
-                torch.accelerator.set_stream(self._stream)
-                try:
-                    yield
-                finally:
-                    torch.accelerator.set_stream(before)
 
     def allocate(self, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """Returns new memory for this stream: after it has been freed, only later work on this stream reuses it."""
@@ -136,6 +123,26 @@ def activated(device: torch.device) -> Iterator[None]:
         yield
     finally:
         module.set_device(before)
+
+
+@contextlib.contextmanager
+def on_stream(device: torch.device, stream: Any) -> Iterator[None]:
+    """Makes a stream that `current_stream` has returned the calling thread's current one; None is that of the CPU."""
+    if stream is None:
+        yield
+        return
+    module = _module(device)
+    with activated(device):
+        if hasattr(module, "stream"):
+            with module.stream(stream):
+                yield
+        else:
+            before = current_stream(device)
+            torch.accelerator.set_stream(stream)
+            try:
+                yield
+            finally:
+                torch.accelerator.set_stream(before)
 
 
 def current_stream(device: torch.device) -> Any:
