@@ -10,7 +10,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -149,8 +149,7 @@ def _part(tensor: _Leaf, index: int, count: int, dim: int, device: torch.device)
                 "one device in device_ids, or pass padded sequences and pack them in forward"
             )
         # Its `batch_sizes` stay on the CPU, as nn.LSTM requires.
-        packed: PackedSequence = tensor.to(device)
-        return packed
+        return cast("PackedSequence", cast(Any, tensor).to(device))
     if tensor.dim() <= dim:
         return tensor.to(device)
     parts = tensor.chunk(count, dim)
