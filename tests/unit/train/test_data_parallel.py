@@ -74,7 +74,7 @@ def packed_sequence() -> torch.nn.utils.rnn.PackedSequence:
     return nn.utils.rnn.pack_sequence([torch.ones(2, 4), torch.ones(5, 4)], enforce_sorted=False)
 
 
-def test_a_packed_sequence_moves_to_a_device_with_its_batch_sizes_left_on_the_cpu():
+def test_a_packed_sequence_moves_without_its_batch_sizes():
     ((moved, number),) = scatter((packed_sequence(), 3), ["meta"])
     assert isinstance(moved, nn.utils.rnn.PackedSequence) and number == 3
     assert (moved.data.device.type, moved.sorted_indices.device.type, moved.batch_sizes.device.type) == (

@@ -40,7 +40,7 @@ def group(size: int, rank: int = 0) -> Any:
     return SimpleNamespace(size=lambda: size, rank=lambda: rank)
 
 
-def test_pytorchs_sync_batch_norm_is_warned_of_once_with_the_call_that_replaces_it():
+def test_pytorchs_sync_batch_norm_is_warned_of_once():
     module = nn.Sequential(nn.SyncBatchNorm(2), nn.Linear(2, 2), nn.SyncBatchNorm(2))
     with pytest.warns(
         UserWarning, match=r"'0' and 1 other layers of Sequential.*convert_sync_batchnorm\(model\)"

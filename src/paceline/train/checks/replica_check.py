@@ -242,7 +242,7 @@ class _Gathered:
 
 
 @dataclass(frozen=True)
-class _Enqueued:
+class _EnqueuedCheck:
     """A comparison whose digests a device computes: its step, the parts of the state, and the cost so far."""
 
     step: int
@@ -286,7 +286,7 @@ class ReplicaCheck:
         self._pace = CheckInterval(_SHARE, first=FIRST_STEP, least=LEAST_STEPS, fixed=every)
         self._equal_step = 0  # the latest step in which all ranks were equal
         self._reported: set[tuple[str, tuple[int, ...]]] = set()
-        self._enqueued: _Enqueued | None = None
+        self._enqueued: _EnqueuedCheck | None = None
         OPTIMIZER_STEPS.follow()
 
     def end(self, step: int) -> None:
@@ -303,7 +303,7 @@ class ReplicaCheck:
                 return
             on_devices = DeviceDigests()
             parts = self._parts(on_devices)
-            enqueued = _Enqueued(step, parts, on_devices, 0.0)
+            enqueued = _EnqueuedCheck(step, parts, on_devices, 0.0)
             if on_devices:
                 on_devices.enqueue()
                 self._enqueued = replace(enqueued, cost_s=time.perf_counter() - started)

@@ -127,7 +127,7 @@ def test_norms_of_a_device_tell_which_tensors_are_odd():
     assert not norms
 
 
-def test_a_step_that_an_optimizer_may_have_left_out_is_applied_if_it_found_no_infinity():
+def test_a_step_is_applied_unless_it_was_left_out():
     for found_inf, is_applied in ((None, True), (torch.zeros(1), True), (torch.ones(()), False)):
         outcome = DeviceOutcome(1, [])
         outcome.note_step(found_inf)
@@ -305,7 +305,7 @@ def test_a_device_tells_tensors_apart_by_each_of_their_bytes():
             ]
 
 
-def test_a_device_sees_two_signs_that_change_and_numbers_that_change_places():
+def test_a_device_sees_signs_and_places_that_change():
     for size in (6, BIG):
         values = torch.randn(size, dtype=torch.float64)
         signs, places = values.clone(), values.clone()

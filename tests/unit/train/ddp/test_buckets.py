@@ -84,12 +84,12 @@ def test_each_bucket_of_a_type_has_its_own_cap():
     assert [bucket.nbytes for bucket in buckets] == [4, 12, 8, 8, 8, 8]
 
 
-def test_buckets_follow_the_order_in_which_a_backward_has_computed_the_gradients():
+def test_buckets_follow_the_order_of_a_backward():
     buckets = make_buckets([4] * 6, [torch.float32] * 6, [8], order=[2, 0, 5, 4, 1, 3])
     assert [bucket.params for bucket in buckets] == [(2, 0), (5, 4), (1, 3)]
 
 
-def test_a_bucket_may_be_closed_by_the_parameter_with_which_it_reaches_the_cap():
+def test_a_bucket_may_reach_its_cap_and_exceed_it():
     buckets = make_buckets([10] * 7, [torch.float32] * 7, [1, 25], may_exceed=True)
     assert [bucket.params for bucket in buckets] == [(6,), (5, 4, 3), (2, 1, 0)]
 

@@ -36,7 +36,7 @@ def test_parts_have_the_values_and_the_layouts_of_the_gradients():
     assert not any(part.any() for part in parts)
 
 
-def test_parts_that_the_program_keeps_are_found_again_and_their_tensor_too():
+def test_parts_that_the_program_keeps_are_found_again():
     params = parameters()
     flat = flat_of(params)
     assert not flat.has(with_gradients(params))
@@ -50,7 +50,7 @@ def test_parts_that_the_program_keeps_are_found_again_and_their_tensor_too():
     assert not flat.has(other)
 
 
-def test_parts_are_no_views_so_that_programs_may_detach_them():
+def test_parts_are_no_views_and_may_be_detached():
     params = parameters()
     _, parts = flat_of(params).copy_of(with_gradients(params))
     for part in parts:
@@ -69,7 +69,7 @@ def test_gradients_that_the_program_has_saved_keep_their_values():
     assert flat.has(parts) and not flat.has(saved)
 
 
-def test_the_memory_is_free_when_the_program_discards_the_gradients():
+def test_memory_is_free_when_gradients_are_discarded():
     params = parameters()
     flat = flat_of(params)
     whole, parts = flat.copy_of(with_gradients(params))

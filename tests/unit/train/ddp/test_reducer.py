@@ -41,7 +41,7 @@ class SlowGroup:
         return SimpleNamespace(wait=lambda: None)
 
 
-def test_threads_that_finish_buckets_at_once_start_each_of_them_once():
+def test_buckets_that_threads_finish_at_once_start_once():
     module = nn.ParameterList(nn.Parameter(torch.ones(2)) for _ in range(4))
     tracked, group = collect_tracked(module), SlowGroup()
     checks = ModuleChecks(module, tracked, group, Checks(are_on=False), with_buffers=False)  # type: ignore[arg-type]
@@ -63,7 +63,7 @@ def test_threads_that_finish_buckets_at_once_start_each_of_them_once():
     assert group.called == [module[3].grad.data_ptr(), module[2].grad.data_ptr()]
 
 
-def test_a_backward_that_reaches_outputs_on_two_devices_at_once_begins_once(monkeypatch: pytest.MonkeyPatch):
+def test_a_backward_begins_once_for_outputs_on_two_devices(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(reducers, "running_backward", lambda: 7)
     hooks, begun, is_beginning = OutputHooks(threading.RLock()), [], threading.Event()
 
