@@ -11,7 +11,7 @@ BENCH ?= usual
 DEVICE ?= cuda
 SOURCES := $(shell find src native release/linux_only.py CMakeLists.txt pyproject.toml -type f -not -name '*.so' -not -path '*/__pycache__/*')
 CODE := src tests bench examples docs/pictures release
-CXX_CODE := $(shell find native tests/native -name '*.cpp' -o -name '*.hpp' -o -name '*.inl')
+CXX_CODE := $(shell find native tests/native tests/fake_device -name '*.cpp' -o -name '*.hpp' -o -name '*.inl')
 
 # With `make --jobs`, ninja would look for make's job server, which only recipes that call make are given.
 unexport MAKEFLAGS
@@ -39,6 +39,8 @@ chaos: $(VENV)/built ## Train while workers are killed, and compare with an undi
 # Files are handed out in order, and tests/conftest.py puts the longest ones first; a file's tests share worlds of ranks,
 # so it is not divided.
 test: $(VENV)/built ## Run the test suite, WORKERS=n files at a time (TORCH=2.15 VENV=DIR: with another torch)
+	@echo "==> Building the tests' accelerator"
+	@$(BIN)/python tests/support/fake_device.py
 	@echo "==> Running the tests"
 	@$(BIN)/python -m pytest -m "not soak and not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 

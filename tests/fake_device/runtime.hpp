@@ -1,0 +1,157 @@
+// The fake device without PyTorch's operators: memory that only its kernels may touch, streams that run behind the
+// host, and events. Every address of device memory lies in a range without access rights; `Arena::shadow` is where its
+// bytes are, and only jobs of streams, or a host that has waited for its stream, may use that.
+#pragma once
+
+#include <c10/core/Allocator.h>
+#include <c10/core/Stream.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace fake {
+
+using Job = std::function<void()>;
+using Clock = std::chrono::steady_clock;
+
+constexpr auto kType = c10::DeviceType::PrivateUse1;
+constexpr int kMostDevices = 8;
+constexpr int kPooledStreams = 32;  // for each device, handed out in turn, as PyTorch does for CUDA
+
+// What a program made the device do.
+struct Counters {
+    std::atomic<int64_t> kernels{0};           // operators that ran behind the host or after a wait
+    std::atomic<int64_t> waiting_kernels{0};   // those of them for which the host waited, because this device is simple
+    std::atomic<int64_t> copies{0};            // between the host and a device, or two devices
+    std::atomic<int64_t> synchronizations{0};  // of the host with a device, where a GPU's host would wait too
+    std::atomic<int64_t> allocations{0};
+    std::atomic<int64_t> events{0};
+};
+Counters& counters();
+
+// Throws in a process that was forked after its parent had used a device, as CUDA does.
+void require_usable();
+bool in_bad_fork();
+
+int device_count();
+void set_device_count(int count);
+int current_device();
+int exchange_device(int device);
+
+// One recording of an event, which a stream completes.
+struct Recording {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool over = false;
+    Clock::time_point at;
+
+    void complete();
+    bool completed();
+    void wait();
+};
+using RecordingPtr = std::shared_ptr<Recording>;
+
+// A thread that runs jobs in order. Never destroyed, since its thread may outlive the program's last statement.
+class Queue {
+  public:
+    Queue(int device, int64_t id) : device_(device), id_(id) {}
+
+    void push(Job job);
+    bool empty();
+    void drain();  // waits for what was pushed before; the caller counts it if it is a synchronisation
+    RecordingPtr record();
+    void wait_for(RecordingPtr recording);
+
+  private:
+    void run();
+    void delay();
+
+    const int device_;
+    const int64_t id_;
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    std::deque<Job> jobs_;
+    uint64_t pushed_ = 0;
+    uint64_t done_ = 0;
+    bool running_ = false;
+    uint64_t seed_ = 0;
+    std::minstd_rand random_;
+};
+
+Queue& queue(int device, int64_t id);
+Queue& current_queue(int device);
+int64_t current_stream(int device);
+int64_t exchange_stream(int device, int64_t id);
+int64_t pooled_stream(int device);
+void synchronize(int device);
+
+// Before a job, a stream sleeps for up to `most_us` microseconds, drawn from `seed` and the stream. 0 ends it.
+void set_delays(uint64_t seed, int64_t most_us);
+
+// The error of a job that failed behind the host: thrown at the next launch or synchronisation, and at each one after.
+void fail(const std::string& message);
+void throw_failure();
+
+// Releases Python's lock while it lives, if this thread holds it.
+class Unlocked {
+  public:
+    Unlocked();
+    ~Unlocked();
+    Unlocked(const Unlocked&) = delete;
+    Unlocked& operator=(const Unlocked&) = delete;
+
+  private:
+    void* state_ = nullptr;
+};
+
+// Device memory, cached as CUDA's is: what is freed may be reused at once by its own stream, whatever other streams
+// still do with it, unless they were named by `use_on`. Freed and new bytes are 0xff, a NaN, in the order of the
+// stream.
+class Arena {
+  public:
+    static Arena& get();
+
+    c10::DataPtr allocate(size_t nbytes, int device);
+    void use_on(void* context, int64_t stream);
+    bool contains(const void* address) const;
+    int device_of(const void* address);
+    void* shadow(const void* address) const;
+    bool in_shadow(const void* address) const;
+    void* address_of_shadow(const void* shadow) const;
+
+  private:
+    struct Block {
+        char* address;
+        size_t nbytes;
+        int device;
+        int64_t stream;
+        std::vector<int64_t> users;
+    };
+
+    Arena();
+    static void release(void* context);
+    void give_back(Block* block);
+
+    char* base_ = nullptr;
+    char* shadow_ = nullptr;
+    std::mutex mutex_;
+    size_t used_ = 0;
+    std::map<std::tuple<int, int64_t, size_t>, std::vector<Block*>> free_;
+    std::map<const char*, Block*> blocks_;
+};
+
+// Host memory that copies may use behind the host.
+c10::Allocator* pinned_allocator();
+bool is_pinned(const void* address);
+
+}  // namespace fake

@@ -1,0 +1,100 @@
+"""An accelerator for tests, `fake:0` and `fake:1`, that shows where a program would fail on a GPU.
+
+Its memory has addresses that the host may not touch, so a forgotten copy ends the process. Its streams run behind the
+host, so an order that nothing enforces gives wrong numbers; `torch.fake.delays` makes that likely. `tests/fake_device`
+has its sources: a backend of PyTorch for `PrivateUse1`, on whose operators the CPU's kernels run.
+
+`build` compiles it, once for all processes. `load` registers it in this process: call it in a rank (`ranks(1)(fn)`),
+not in the process of pytest, whose other tests are to find no accelerator.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / "tests" / "fake_device"
+CACHE = ROOT / "build" / "fake_device"
+_COMPILER = os.environ.get("CXX", "c++")
+_TORCH = Path(torch.__file__).parent
+_FLAGS = [
+    "-std=c++20",
+    "-O0",
+    "-fPIC",
+    "-pthread",
+    "-w",
+    f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+    f"-I{_TORCH / 'include'}",
+    f"-I{_TORCH / 'include' / 'torch' / 'csrc' / 'api' / 'include'}",
+]
+_LINK = ["-shared", f"-L{_TORCH / 'lib'}", f"-Wl,-rpath,{_TORCH / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ldl"]
+
+
+def library() -> Path:
+    """The path of the library for these sources, this compiler and this PyTorch."""
+    texts = [file.read_text() for file in sorted(SOURCES.glob("*.?pp"))]
+    what = repr([texts, _COMPILER, _FLAGS, torch.__version__])
+    return CACHE / hashlib.sha256(what.encode()).hexdigest()[:16] / "libfake_device.so"
+
+
+def build() -> Path:
+    """Compiles the library unless that was done before; the processes that ask for it at once do it once."""
+    path = library()
+    if path.exists():
+        return path
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            with ThreadPoolExecutor(2) as pool:
+                objects = list(pool.map(lambda source: _compiled(source, path.parent), sorted(SOURCES.glob("*.cpp"))))
+            linked = path.with_suffix(".linked")
+            _run([_COMPILER, *map(str, objects), *_LINK, "-o", str(linked)])
+            linked.rename(path)
+    return path
+
+
+def _compiled(source: Path, folder: Path) -> Path:
+    target = folder / f"{source.stem}.o"
+    _run([_COMPILER, *_FLAGS, "-c", str(source), "-o", str(target)])
+    return target
+
+
+def _run(command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    if result.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{result.stderr[-4000:]}")
+
+
+def load(devices: int = 2) -> None:
+    """Registers the device in this process, where it is what `torch.accelerator` means. Builds it, if need be."""
+    if hasattr(torch, "fake"):
+        return
+    path = build()
+    torch.ops.load_library(str(path))
+    torch.ops.fake_device.set_device_count(devices)
+    spec = importlib.util.spec_from_file_location("torch.fake", SOURCES / "torch_fake.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["torch.fake"] = module
+    spec.loader.exec_module(module)
+    module._library, module._count = ctypes.CDLL(str(path)), devices
+    torch.utils.rename_privateuse1_backend("fake")
+    torch.ops.fake_device.register_hooks()
+    torch._register_device_module("fake", module)
+    torch.utils.generate_methods_for_privateuse1_backend()
+
+
+if __name__ == "__main__":
+    build()
