@@ -1,7 +1,7 @@
 """Does Paceline do on this machine's GPUs what torch.distributed does?
 
     python bench/gpu.py [--device cuda|fake|cpu] [--ranks N] [--steps NAME ...] [--budget-s 600]
-                        [--json FILE] [--log FILE] [--list]
+                        [--at-once N] [--json FILE] [--log FILE] [--list]
 
 Runs one step after the other, each on ranks of its own and with a time limit, and never stops at a failure. The first
 steps show whether the machine and torch's own NCCL are healthy, then Paceline is compared with torch.distributed:
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fnmatch
+import itertools
 import os
 import re
 import subprocess
@@ -23,8 +24,10 @@ import tempfile
 import time
 import xml.etree.ElementTree
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Before bench, since both have a module `hosts`.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
@@ -32,12 +35,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from report import keep
 
+if TYPE_CHECKING:
+    from gpu_cases.catalogue import Step
+
 HERE = Path(__file__).resolve().parent
 
 OK, FAILED, TIMEOUT, LEFT_OUT = "ok", "failed", "timeout", "left out"
 _EXCEPTION = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt|Failed|Exit|Timeout\w*)\b.*", re.MULTILINE)
 _SUITE_SHARE = 0.25  # of the budget, for tests/gpu
 _TRAINING_ROUNDS = 20
+ALONE = ("failures", "speed")  # sections whose times mean something
 
 
 @dataclass
@@ -147,19 +154,18 @@ def logged(path: str | None) -> Iterator[None]:
 
 def first_line(text: str) -> str:
     """Returns the line of a traceback that names the exception, or else the first line."""
-    found = _EXCEPTION.search(text)
+    found = next((each for each in _EXCEPTION.finditer(text) if "RankFailed: " not in each[0]), None)
     line = found[0] if found else text.strip().split("\n")[0]
-    rank = re.search(r"^(rank \d+) ", text)
+    rank = re.search(r"^(?:world.RankFailed: )?(rank \d+) ", text)
     return f"{rank[1]}: {line}"[:300] if rank and found else line[:300]
 
 
-def run_step(step: object, run: Run) -> Outcome:
+def run_step(step: Step, run: Run) -> Outcome:
     """Runs the program of a step on ranks of its own."""
-    from gpu_cases.catalogue import ONE, Step
+    from gpu_cases.catalogue import ONE
     from gpu_cases.session import BACKENDS, Setting
     from world import RankFailed, Ranks
 
-    assert isinstance(step, Step)
     options = run.options
     size = 1 if step.ranks == ONE else options.ranks
     started = time.monotonic()
@@ -168,7 +174,7 @@ def run_step(step: object, run: Run) -> Outcome:
         setting = Setting(options.device, backend, folder, min(1.0, options.budget_s / 600), step.variables)
         limit_s = min(step.limit_s, options.budget_s / 5)
         is_cut = run.left_s < limit_s
-        limit_s = max(1.0, run.left_s) if is_cut else limit_s
+        limit_s = round(max(1.0, run.left_s) if is_cut else limit_s, 1)
         try:
             with Ranks(size).start(step.program, setting) as world:
                 answers = world.join(limit_s, expect_dead={size - 1} if step.dies and size > 1 else ())
@@ -179,6 +185,26 @@ def run_step(step: object, run: Run) -> Outcome:
                 return Outcome(step.name, LEFT_OUT, time.monotonic() - started, run.over)
             return Outcome(step.name, result, time.monotonic() - started, first_line(str(error)))
     return Outcome(step.name, OK, time.monotonic() - started, figures=answers[0])
+
+
+def run_in_turn(chosen: list[Step], run: Run, count: int, measured: dict[str, list[dict[str, object]]]) -> None:
+    """Runs steps, several at a time where that is asked for, and adds their outcomes in their order."""
+
+    def attempt(step: Step) -> Outcome:
+        if count < step.least:
+            return Outcome(step.name, LEFT_OUT, 0.0, f"there are {count} devices, and it needs {step.least}")
+        if run.left_s < 2:
+            return Outcome(step.name, LEFT_OUT, 0.0, run.over)
+        log(f"\n==== {step.name}")
+        return run_step(step, run)
+
+    for alone, group in itertools.groupby(chosen, lambda step: step.section in ALONE):
+        with ThreadPoolExecutor(1 if alone else run.options.at_once) as threads:
+            for outcome in threads.map(attempt, list(group)):
+                if isinstance(outcome.figures, list):
+                    name = outcome.name.partition(" on ")[0].removeprefix("speed: ")
+                    measured.setdefault(name, []).extend(outcome.figures)
+                run.add(outcome)
 
 
 def command(run: Run, name: str, words: list[str], limit_s: float, folder: Path) -> Outcome:
@@ -245,6 +271,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--budget-s", type=float, default=600, help="seconds for all steps; below 600 they measure less"
     )
+    parser.add_argument(
+        "--at-once", type=int, default=1, help="steps at a time, but for those that take times"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
     parser.add_argument("--log", metavar="FILE", help="write what the ranks print to FILE")
     parser.add_argument("--list", action="store_true", help="list the steps")
@@ -271,31 +300,26 @@ def run_all(run: Run) -> list[dict[str, object]]:
         run.add(Outcome("health: a GPU", FAILED, 0.0, "torch sees no GPU here"))
         return tables
     Ranks(1)(os.getpid)  # starts the process that imports torch, of which all ranks are forks
+    chosen = [step for step in steps() if run.is_chosen(step.name) and options.device in step.devices]
+    health = [step for step in chosen if step.section == "health"]
     measured: dict[str, list[dict[str, object]]] = {}
-    has_run_suite = not on_cuda
-    for step in steps():
-        if not has_run_suite and step.section != "health":
-            has_run_suite = True
-            if run.is_chosen("tests/gpu"):
-                for outcome in suite(run):
-                    run.add(outcome)
-        if not run.is_chosen(step.name) or options.device not in step.devices:
-            continue
-        if count < step.least:
-            run.add(Outcome(step.name, LEFT_OUT, 0.0, f"there are {count} devices, and it needs {step.least}"))
-            continue
-        if run.left_s < 2:
-            run.add(Outcome(step.name, LEFT_OUT, 0.0, run.over))
-            continue
-        log(f"\n==== {step.name}")
-        outcome = run_step(step, run)
-        if isinstance(outcome.figures, list):
-            measured.setdefault(step.name.partition(" on ")[0].removeprefix("speed: "), []).extend(outcome.figures)
-        run.add(outcome)
+    run_in_turn(health, run, count, measured)
+    if on_cuda and run.is_chosen("tests/gpu"):
+        for outcome in suite(run):
+            run.add(outcome)
+    run_in_turn([step for step in chosen if step.section != "health"], run, count, measured)
     if on_cuda and run.is_chosen("speed: a training step") and run.left_s > 10:
         run.add(training_speed(run, tables))
     tables += [{"title": name, "case": name, "rows": rows} for name, rows in measured.items()]
     return tables
+
+
+def note(options: argparse.Namespace, machine: list[dict[str, str]]) -> str:
+    """Returns a sentence about the ranks and the GPUs they had."""
+    known = {row["fact"]: row["value"] for row in machine}
+    if options.device != "cuda":
+        return f"{options.ranks} ranks."
+    return f"{options.ranks} ranks on {known['GPUs']} GPU ({known.get('GPU', 'of an unknown kind')})."
 
 
 def main() -> None:
@@ -317,7 +341,7 @@ def main() -> None:
         counts = {kind: sum(o.result == kind for o in run.outcomes) for kind in (OK, FAILED, TIMEOUT, LEFT_OUT)}
         say(", ".join(f"{number} {kind}" for kind, number in counts.items()))
         if options.json:
-            keep(tables, options.json, f"{options.ranks} ranks on {options.device}")
+            keep(tables, options.json, note(options, tables[0]["rows"]))
     sys.exit(min(100, counts[FAILED] + counts[TIMEOUT]))
 
 

@@ -63,11 +63,12 @@ def versions() -> dict[str, str]:
 
 
 def command() -> str:
-    """Returns what was called, without where the rows go."""
+    """Returns what was called, without where the rows and the log go."""
     words = [f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]]
-    if "--json" in words:
-        at = words.index("--json")
-        words[at : at + 2] = []
+    for option in ("--json", "--log"):
+        if option in words:
+            at = words.index(option)
+            words[at : at + 2] = []
     return shlex.join(["python", *words])
 
 

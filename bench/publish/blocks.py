@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from publish.elastic_blocks import ELASTIC
+from publish.gpu_blocks import GPU
 from publish.predicted_blocks import PREDICTED
 from publish.readme_blocks import README
 from publish.results import Result, Row
@@ -306,6 +307,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "startup": startup,
     "death": death,
     **ELASTIC,
+    **GPU,
     **PREDICTED,
     **README,
     **VERDICTS,

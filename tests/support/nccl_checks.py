@@ -10,6 +10,7 @@ import paceline as dist
 from paceline import ReduceOp
 from paceline.comm.engine.nccl.library import find, format_version
 
+HALF = (torch.float16, torch.bfloat16)
 MISSING = {torch.int16}
 MISSING_OPS = {ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR}
 
@@ -38,7 +39,10 @@ def reduce_everything(rank: int, size: int) -> None:
                     continue
                 wanted = expected(op, [made(dtype, count, r) for r in range(size)])
                 dist.all_reduce(tensor, op)
-                torch.testing.assert_close(tensor, wanted)
+                if dtype in HALF and size > 2:  # NCCL rounds every partial sum, in an order of its own
+                    torch.testing.assert_close(tensor, wanted, rtol=0.02, atol=0.02)
+                else:
+                    torch.testing.assert_close(tensor, wanted)
     inputs = [made(torch.float32, 9, 10 * r + rank) for r in range(size)]
     output = torch.empty(9)
     dist.reduce_scatter(output, inputs)

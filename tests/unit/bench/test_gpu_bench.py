@@ -26,6 +26,7 @@ rank 0 died with exit code -9
 @pytest.mark.parametrize(
     ("text", "line"),
     [
+        ("world.RankFailed: " + RAISED, "rank 1: paceline.errors.PeerLostError: rank 0 is gone"),
         (RAISED, "rank 1: paceline.errors.PeerLostError: rank 0 is gone"),
         ("rank 0 died with exit code -6", "rank 0 died with exit code -6"),
         ("ranks [0, 1] did not finish within 40.0 s", "ranks [0, 1] did not finish within 40.0 s"),
