@@ -335,7 +335,7 @@ def _tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     entry = checkpoint.entry(name)
     data = checkpoint.read(name)
     if not data:
-        return torch.empty(entry.shape, dtype=type_of(entry.dtype))
+        return torch.empty(entry.shape, dtype=type_of(entry.dtype), device="cpu")
     return torch.frombuffer(data, dtype=type_of(entry.dtype)).reshape(entry.shape)
 
 

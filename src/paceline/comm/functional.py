@@ -485,7 +485,7 @@ def announce_template(
     head = torch.zeros(3 + _MOST_DIMENSIONS, dtype=torch.int64, device="cpu")
     if group.rank() == root:
         fields = _describe(tensors or (), group.size())
-        head[: len(fields)] = torch.tensor(fields)
+        head[: len(fields)] = torch.tensor(fields, device="cpu")
     collectives.broadcast(head, group=group, group_src=root)
     dtype, requires_grad, dimensions, *shape = head.tolist()
     if dtype == _UNFIT:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -142,6 +143,7 @@ class BackwardEnd:
     def __init__(self) -> None:
         self.callbacks: list[Callable[[], None]] = []
         self._task = NO_BACKWARD
+        self._lock = threading.Lock()  # autograd has a thread for each device, and each calls hooks
 
     def begin(self) -> None:
         """Registers the running backward; hooks call this.
@@ -150,15 +152,16 @@ class BackwardEnd:
             RuntimeError: another backward has begun and not ended.
         """
         task = running_backward()
-        if task == self._task:
-            return
-        if self._task != NO_BACKWARD:
-            raise RuntimeError(
-                "a backward of parameters that ZeroRedundancyOptimizer shards has begun before another one had ended. "
-                "If it runs within the other one, use checkpoint(..., use_reentrant=False); if the other one has "
-                "failed, call zero_grad() first"
-            )
-        self._task = task
+        with self._lock:
+            if task == self._task:
+                return
+            if self._task != NO_BACKWARD:
+                raise RuntimeError(
+                    "a backward of parameters that ZeroRedundancyOptimizer shards has begun before another one had "
+                    "ended. If it runs within the other one, use checkpoint(..., use_reentrant=False); if the other "
+                    "one has failed, call zero_grad() first"
+                )
+            self._task = task
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def forget(self) -> None:

@@ -81,12 +81,16 @@ def gather(outputs: Sequence[object], output_device: Device, dim: int = 0) -> ob
     Raises:
         TypeError: such values differ, or the outputs have different types.
     """
+    return concatenate(outputs, to_device(output_device), dim)
+
+
+def concatenate(outputs: Sequence[object], device: torch.device | None, dim: int) -> object:
+    """Does what `gather` does; with None for the device, tensors stay on the device of the first of them."""
     first = outputs[0]
-    device = to_device(output_device)
     if isinstance(first, torch.Tensor):
         tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
         if len(tensors) == len(outputs):
-            moved = [tensor.to(device) for tensor in tensors]
+            moved = [tensor.to(device or first.device) for tensor in tensors]
             return torch.stack(moved) if first.dim() == 0 else torch.cat(moved, dim)
     if any(type(output) is not type(first) for output in outputs):
         kinds = sorted({type(output).__name__ for output in outputs})
@@ -110,7 +114,7 @@ def gather(outputs: Sequence[object], output_device: Device, dim: int = 0) -> ob
             f"{' and '.join(str(list(children)) for children in nests)}; forward must return the same entries on "
             "every device, whatever the batch"
         )
-    gathered = {key: gather([children[key] for children in nests], device, dim) for key in nests[0]}
+    gathered = {key: concatenate([children[key] for children in nests], device, dim) for key in nests[0]}
     return _with_children(first, gathered)
 
 

@@ -22,6 +22,12 @@ def by_device(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     return list(groups.values())
 
 
+def accelerators_of(module: nn.Module) -> list[torch.device]:
+    """Returns the devices of a module's parameters and buffers, without the CPU and the meta device."""
+    devices = dict.fromkeys(tensor.device for tensor in (*module.parameters(), *module.buffers()))
+    return [device for device in devices if device.type not in ("cpu", "meta")]
+
+
 def byte_views(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Returns the memory of contiguous tensors as uint8, so that one call can send several dtypes."""
     return [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]

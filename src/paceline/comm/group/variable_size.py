@@ -56,6 +56,7 @@ def all_reduce_sparse(
                 total.shape,
                 is_coalesced=True,
                 check_invariants=False,
+                device=total.device,
             )
         with torch.no_grad():
             tensor.copy_(total)
@@ -85,7 +86,9 @@ class GatheredRows:
         """Returns the coalesced sum of all ranks' tensors, after `received` has been filled."""
         indices = torch.cat([indices for indices, _ in self._rows]).T
         values = torch.cat([values for _, values in self._rows])
-        return torch.sparse_coo_tensor(indices, values, self._shape, check_invariants=False).coalesce()
+        return torch.sparse_coo_tensor(
+            indices, values, self._shape, check_invariants=False, device=values.device
+        ).coalesce()
 
 
 def _counts_of_all(group: ProcessGroup, mine: torch.Tensor, timeout: Timeout | None) -> list[int]:

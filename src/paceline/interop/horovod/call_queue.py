@@ -336,7 +336,7 @@ class CallQueue:
                 "dense tensors; make this call before any rank joins"
             )
         layout = [[DTYPE_CODES[tensor.dtype], tensor.numel(), request.op, tensor.is_cuda] for tensor in request.tensors]
-        self._gather(torch.tensor(layout, dtype=torch.int64))
+        self._gather(torch.tensor(layout, dtype=torch.int64, device="cpu"))
 
     def _is_awaited(self, request: CallRequest[Result]) -> bool:
         with self._condition:
@@ -375,7 +375,7 @@ class CallQueue:
                         self._contribute_zeros(caller.count, device)
 
     def _contribute_zeros(self, count: int, device: int) -> None:
-        layouts = self._gather(torch.full((count, 4), -1, dtype=torch.int64))
+        layouts = self._gather(torch.full((count, 4), -1, dtype=torch.int64, device="cpu"))
         layout = next(layout for layout in layouts if not (layout < 0).any())
         zeros = [
             torch.zeros(numel, dtype=DTYPES[code], device=f"cuda:{max(device, 0)}" if is_cuda else "cpu")
@@ -387,7 +387,7 @@ class CallQueue:
         self._exchanges += 1
         if self.group.size() == 1:
             return [mine]
-        return [_Header(*words) for words in self._gather(torch.tensor(mine.words())).tolist()]
+        return [_Header(*words) for words in self._gather(torch.tensor(mine.words(), device="cpu")).tolist()]
 
     def _gather(self, mine: torch.Tensor) -> torch.Tensor:
         gathered = mine.new_empty((self.group.size(), *mine.shape))

@@ -146,6 +146,11 @@ class HorovodGradientReducer:
                 param.grad.copy_(result)
 
 
+def _as_tensor(loss: object) -> torch.Tensor:
+    """Returns a loss without its graph; a number becomes a tensor on the CPU."""
+    return loss.detach() if isinstance(loss, torch.Tensor) else torch.as_tensor(loss, device="cpu")
+
+
 def _buckets(params: Sequence[torch.Tensor]) -> list[_Bucket]:
     """Returns the parameters in buckets of one type each, in reverse order, which approximates that of backward."""
     buckets: list[_Bucket] = []
@@ -228,7 +233,7 @@ class _Distributed(torch.optim.Optimizer):
             self.synchronize()
             if self._reducer is None or loss is None:
                 return loss
-            mean = allreduce(torch.as_tensor(loss).detach(), process_set=self._process_set)
+            mean = allreduce(_as_tensor(loss), process_set=self._process_set)
             return mean if isinstance(loss, torch.Tensor) else mean.item()
 
         result = super().step(reduced)

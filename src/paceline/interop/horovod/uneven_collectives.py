@@ -47,7 +47,7 @@ class Gathered(NamedTuple):
 
 def gather_rows(tensors: Sequence[torch.Tensor], group: ProcessGroup) -> Gathered:
     """Concatenates each tensor over all ranks in rank order; runs on the thread of the call."""
-    mine = torch.tensor([len(tensor) for tensor in tensors], dtype=torch.int64)
+    mine = torch.tensor([len(tensor) for tensor in tensors], dtype=torch.int64, device="cpu")
     gathered = mine.new_empty((group.size(), len(mine)))
     all_gather_into_tensor(gathered, mine, group)
     rows: list[list[int]] = gathered.tolist()
@@ -176,7 +176,9 @@ def sparse_allreduce_request(
         all_entries, all_values = gather_rows([entries, values], group).tensors
         if by is Average:
             all_values = all_values / group.size()
-        return torch.sparse_coo_tensor(all_entries.t(), all_values, detached.shape, check_invariants=False)
+        return torch.sparse_coo_tensor(
+            all_entries.t(), all_values, detached.shape, check_invariants=False, device=all_values.device
+        )
 
     details = f"shape={list(detached.shape)}, op={by.name}"
     return CallRequest(CallKind.SPARSE_ALLREDUCE, [entries, values], run, details, name)
@@ -187,11 +189,11 @@ def _exchange_request(
 ) -> CallRequest[tuple[torch.Tensor, torch.Tensor]]:
     sent = _splits(tensor, splits, process_set)
     detached = tensor.detach().contiguous()
-    like = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32)
+    like = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32, device="cpu")
 
     def run(group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
-        received = torch.empty(group.size(), dtype=torch.int64)
-        all_to_all_single(received, torch.tensor(sent), group=group)
+        received = torch.empty(group.size(), dtype=torch.int64, device="cpu")
+        all_to_all_single(received, torch.tensor(sent, device="cpu"), group=group)
         output = detached.new_empty((int(received.sum()), *detached.shape[1:]))
         all_to_all_single(output, detached, received.tolist(), sent, group)
         return output, received.to(like)

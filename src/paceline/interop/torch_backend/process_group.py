@@ -658,7 +658,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
 
         torch.distributed counts groups, and a process that replaces another one has created fewer than the rest.
         """
-        count = torch.tensor([_world.group_count])
+        count = torch.tensor([_world.group_count], device="cpu")
         self._group.all_reduce(count, ReduceOp.MAX)
         _world.group_count = int(count)
 

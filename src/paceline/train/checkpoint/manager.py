@@ -288,7 +288,7 @@ class CheckpointManager:
             with contextlib.suppress(*_OF_LOST_WORKERS):
                 BACKGROUND.finish()
             self._write(step, state, GroupChannel(group), self._asynchronous)
-            return [torch.tensor([step])]
+            return [torch.tensor([step], device="cpu")]
 
         rounds.agree_on(attempt)
         self._saved = step

@@ -394,13 +394,13 @@ def _exchange(
         work = None
         if sends is not None:
             batch = asked[sends.start : sends.stop]
-            sent = torch.zeros(sum(request.nbytes for request in batch), dtype=torch.uint8)
+            sent = torch.zeros(sum(request.nbytes for request in batch), dtype=torch.uint8, device="cpu")
             answer = encode_result(partial(_read_pieces, plan, batch, sent), channel.me)
             fault = fault if is_success(answer) else answer  # zeros are sent, and the error is raised at the end
             work = channel.group.send(sent, target, 0, True)
         if receives is not None:
             own_batch = own[receives.start : receives.stop]
-            received = torch.empty(sum(request.nbytes for _, request in own_batch), dtype=torch.uint8)
+            received = torch.empty(sum(request.nbytes for _, request in own_batch), dtype=torch.uint8, device="cpu")
             channel.group.recv(received, source, 0, False)
             _put(plan, own_batch, received)
         if work is not None:

@@ -263,7 +263,7 @@ class OptimizerRestorer:
         if layout.region is not None:
             return self._plan.region(name, layout.region).view(layout.local_shape)
         reads = [self._plan.region(name, part.region) for part in layout.parts]
-        run = torch.empty(layout.local_shape, dtype=reads[0].dtype)
+        run = torch.empty(layout.local_shape, dtype=reads[0].dtype, device=reads[0].device)
         for part, read in zip(layout.parts, reads, strict=True):
             _fill_later(self._plan, part, run, read)
         return run

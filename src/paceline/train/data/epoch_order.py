@@ -95,7 +95,9 @@ def epoch_order(length: int, shuffle: bool, seed: int, epoch: int) -> list[int]:
     """
     if not shuffle:
         return list(range(length))
-    order: list[int] = torch.randperm(length, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+    order: list[int] = torch.randperm(
+        length, generator=torch.Generator().manual_seed(seed + epoch), device="cpu"
+    ).tolist()
     return order
 
 

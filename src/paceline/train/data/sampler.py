@@ -195,9 +195,10 @@ def mean_over_samples(total: torch.Tensor | float, count: int, group: Group = No
 
         accuracy = paceline.mean_over_samples((predicted == labels).sum(), len(labels))
     """
-    sums = torch.as_tensor(total).detach().to("cpu", torch.float64).reshape(-1)
-    message = torch.cat([sums, torch.tensor([count], dtype=torch.float64)])
+    own = total if isinstance(total, torch.Tensor) else torch.as_tensor(total, device="cpu")
+    sums = own.detach().to("cpu", torch.float64).reshape(-1)
+    message = torch.cat([sums, torch.tensor([count], dtype=torch.float64, device="cpu")])
     all_reduce(message, group=group)
     if message[-1] == 0:
         raise ZeroDivisionError("mean_over_samples: count is 0 on every rank; a mean needs at least one sample")
-    return (message[:-1] / message[-1]).reshape(torch.as_tensor(total).shape)
+    return (message[:-1] / message[-1]).reshape(own.shape)

@@ -380,7 +380,9 @@ def empty_gradient(param: nn.Parameter) -> torch.Tensor:
     """Returns a sparse gradient without rows."""
     indices = torch.empty(1, 0, dtype=torch.int64, device=param.device)
     values = torch.empty(0, *param.shape[1:], dtype=param.dtype, device=param.device)
-    return torch.sparse_coo_tensor(indices, values, param.shape, is_coalesced=True, check_invariants=False)
+    return torch.sparse_coo_tensor(
+        indices, values, param.shape, is_coalesced=True, check_invariants=False, device=param.device
+    )
 
 
 def average_sparse(params: list[nn.Parameter], group: ProcessGroup, scale: float) -> None:

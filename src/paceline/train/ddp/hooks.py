@@ -204,6 +204,7 @@ class PowerSGDState:
     iter: int = 0
     errors: dict[int, torch.Tensor] = field(default_factory=dict)  # by bucket
     rights: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # Q of each matrix of a bucket
+    _drawn: dict[int, list[torch.Tensor]] = field(default_factory=dict, init=False, repr=False)  # the first of `rights`
 
     def __post_init__(self) -> None:
         if self.matrix_approximation_rank < 1:
@@ -224,13 +225,17 @@ class PowerSGDState:
     def first_right(self, index: int, matrices: list[torch.Tensor]) -> list[torch.Tensor]:
         """Returns the initial Q of the iteration for each matrix."""
         shapes = [(matrix.shape[1], min(self.matrix_approximation_rank, *matrix.shape)) for matrix in matrices]
-        known = self.rights.get(index)
-        fits = known is not None and [q.shape for q in known] == shapes
-        # Gradients that are not finite have left such factors.
-        if self.warm_start and known is not None and fits and all(bool(q.isfinite().all()) for q in known):
-            return known
-        generator = torch.Generator().manual_seed(self.random_seed + self.iter * 1009 + index)
-        return [torch.randn(shape, generator=generator) for shape in shapes]
+        known, drawn = self.rights.get(index), self._drawn.get(index)
+        if not self.warm_start or drawn is None or [q.shape for q in drawn] != shapes:
+            generator = torch.Generator("cpu").manual_seed(self.random_seed + self.iter * 1009 + index)
+            # The same numbers on all devices.
+            drawn = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
+            drawn = [q.to(matrix.device) for q, matrix in zip(drawn, matrices, strict=True)]
+            self._drawn[index] = drawn
+        if not self.warm_start or known is None or [q.shape for q in known] != shapes:
+            return drawn
+        # Gradients that are not finite have left such factors. To ask for them would wait for a device.
+        return [torch.where(q.isfinite().all(), q, first.to(q)) for q, first in zip(known, drawn, strict=True)]
 
 
 def power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> AnyFuture[Reduced]:

@@ -77,8 +77,8 @@ class WaitForAll:
             CollectiveMismatchError: the ranks have arrived at different exchanges.
             CollectiveTimeoutError: a rank did not arrive within the group's time-out.
         """
-        numbers = torch.zeros(self._group.size(), dtype=torch.int64)
-        self._group.all_gather(list(numbers.split(1)), torch.tensor([self._own_number]))
+        numbers = torch.zeros(self._group.size(), dtype=torch.int64, device="cpu")
+        self._group.all_gather(list(numbers.split(1)), torch.tensor([self._own_number], device="cpu"))
         try:
             return participants_after_waiting(numbers.tolist())
         except ValueError as error:
@@ -108,7 +108,7 @@ class GraceWindow:
         """Reports to rank 0 that this rank has arrived at an exchange, or is FINISHED."""
         if not self._decides:
             self._sent = [work for work in self._sent if not work.is_completed()]
-            self._send(torch.tensor([number]), _DECIDER, _ARRIVALS)
+            self._send(torch.tensor([number], device="cpu"), _DECIDER, _ARRIVALS)
 
     def is_certain(self, number: int) -> bool:
         """Returns False, since late ranks take no part."""
@@ -121,12 +121,12 @@ class GraceWindow:
             PeerLostError: a rank died.
         """
         if not self._decides:
-            decision = torch.zeros(self._group.size() + 1, dtype=torch.int64)
+            decision = torch.zeros(self._group.size() + 1, dtype=torch.int64, device="cpu")
             self._group.recv(decision, _DECIDER, _DECISIONS, async_op=False, timeout=_NEVER)
             is_final, *takes_part = map(bool, decision.tolist())
             return Participants(tuple(takes_part), is_final)
         decided = self._decide()
-        decision = torch.tensor([decided.is_final, *decided.takes_part], dtype=torch.int64)
+        decision = torch.tensor([decided.is_final, *decided.takes_part], dtype=torch.int64, device="cpu")
         for rank in range(1, self._group.size()):
             self._send(decision, rank, _DECISIONS)
         for work in self._sent:
@@ -161,7 +161,7 @@ class GraceWindow:
                 self._receive_from(rank)
 
     def _receive_from(self, rank: int) -> None:
-        number = torch.zeros(1, dtype=torch.int64)
+        number = torch.zeros(1, dtype=torch.int64, device="cpu")
         work = self._group.recv(number, rank, _ARRIVALS, async_op=True, timeout=_NEVER)
         self._arrivals[rank] = number, work
         work.when_over(self._wake)
@@ -369,7 +369,7 @@ class BackgroundExchanges:
 
     def most(self, number: int) -> int:
         """Returns the largest of the ranks' numbers."""
-        largest = torch.tensor([number])
+        largest = torch.tensor([number], device="cpu")
         self._group.all_reduce(largest, ReduceOp.MAX)
         return int(largest)
 

@@ -38,7 +38,7 @@ def flat_buffers(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
     """Returns the values of buffers in one flat tensor on the CPU, in single precision, or in double if any has it."""
     widest = torch.float64 if any(buffer.dtype == torch.float64 for buffer in buffers) else torch.float32
     parts = [buffer.detach().to("cpu", widest).reshape(-1) for buffer in buffers]
-    return torch.cat(parts) if parts else torch.zeros(0)
+    return torch.cat(parts) if parts else torch.zeros(0, device="cpu")
 
 
 @torch.no_grad()
@@ -101,7 +101,7 @@ class OuterParameters(nn.Module):
 
     def zeros(self, fragment: int) -> torch.Tensor:
         """Returns zeros in the form of `difference`."""
-        return torch.zeros(self._lengths[fragment], dtype=self._dtypes[fragment])
+        return torch.zeros(self._lengths[fragment], dtype=self._dtypes[fragment], device="cpu")
 
     @torch.no_grad()
     def step(self, fragment: int, gradient: torch.Tensor, optimizer: Optimizer | None) -> None:

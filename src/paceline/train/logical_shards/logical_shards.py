@@ -35,7 +35,7 @@ from paceline.train.logical_shards.tree_sum import (
     run_of_rank,
     sum_over_ranks,
 )
-from paceline.train.module_tensors import broadcast_tensors, collect_tracked
+from paceline.train.module_tensors import accelerators_of, broadcast_tensors, collect_tracked
 from paceline.train.preconditions import rank_facts, require_same_module
 from paceline.train.training_events import record_optimizers
 
@@ -72,8 +72,10 @@ class LogicalShards:
     of two that divide `count` move no more bytes than an all-reduce. Other numbers of ranks move more bytes, and share
     the work unevenly where they do not divide `count`.
 
-    The kind of CPU, the version of torch and its number of threads must be the same too; the constructor sets the
-    latter for this process.
+    The kind of CPU or GPU, the version of torch and its number of threads must be the same too; the constructor sets
+    the latter for this process. On a GPU, `torch.use_deterministic_algorithms(True)` is needed as well, since some of
+    its kernels add in any order. Every shard begins a stream of the GPU's generator, so dropout does not depend on the
+    number of ranks there either.
 
     Args:
         module: the unwrapped model, the same on every rank; rank 0's parameters and buffers are copied to all.
@@ -138,6 +140,12 @@ class LogicalShards:
         self._sums, self._on_batch = sums, on_batch
         self._checks.allow_differences()  # the members of an elastic job vote on their state
 
+    @property
+    def _device(self) -> torch.device:
+        """The device of the first parameter, on which losses are added."""
+        first = next(self.module.parameters(), None)
+        return torch.device("cpu") if first is None else first.device
+
     def begin_batch(self) -> None:
         """Prepares the next batch or the end of an epoch; loaders call it."""
         self._on_batch()
@@ -172,7 +180,7 @@ class LogicalShards:
             param.grad = old if new is None else new if old is None else old.add_(new)
         self._update(buffers, before, rest[len(params) :])
         self._checks.end(rest[: len(params)])
-        return loss.clone()
+        return loss.to(self._device, copy=True)
 
     def evaluate(self, measure: Measure, loader: EvaluationLoader) -> torch.Tensor:
         """Returns the sum of `measure` over all batches of `loader`, in evaluation mode and without gradients.
@@ -181,7 +189,7 @@ class LogicalShards:
 
         Args:
             measure: a function from a batch's data to a sum over its samples, such as the number of correct answers: a
-                CPU tensor, whose shape and dtype are the same for each batch.
+                tensor, whose shape, dtype and device are the same for each batch.
             loader: a separate `ShardLoader` of these shards, with shuffle=False.
 
         Raises:
@@ -192,7 +200,7 @@ class LogicalShards:
             test = paceline.ShardLoader(test_set, batch_size=64, shards=shards, shuffle=False)
             correct = shards.evaluate(lambda xy: (model(xy[0]).argmax(1) == xy[1]).sum(), test)
         """
-        sums = ShardSums(measure, self.seed)
+        sums = ShardSums(measure, self.seed, accelerators_of(self.module))
         with evaluating(self.module):
             sums.add_up(loader.whole_epoch())
             (total,) = self._sums.total(sums.value_of)
@@ -212,21 +220,21 @@ class LogicalShards:
             buffer.copy_(value)
         for param in params:
             param.grad = None
-        loss = torch.zeros(())
+        loss = torch.zeros((), device=self._device)
         if batch is not None:
-            with random_stream(self.seed, TRAINING, *batch.key):
+            with random_stream(self.seed, TRAINING, *batch.key, devices=accelerators_of(self.module)):
                 with RecordedSpan(EventKind.FORWARD, "shards", shard):
                     loss = loss_of(batch.data) * batch.weight
                 with RecordedSpan(EventKind.BACKWARD, "shards", shard):
                     loss.backward()
-        found = torch.tensor([float(param.grad is not None) for param in params])
+        found = torch.tensor([float(param.grad is not None) for param in params], device="cpu")
         gradients = [gradient_or_zeros(param, param.grad) for param in params]
         weight = 0.0 if batch is None else batch.weight
         changes = [
             _change(after, value, weight) if after.is_floating_point() else _of_first_shard(after, shard)
             for after, value in zip(buffers, before, strict=True)
         ]
-        return [loss.detach().float().reshape(()), found, *gradients, *changes]
+        return [loss.detach().to(self._device, torch.float32).reshape(()), found, *gradients, *changes]
 
     @staticmethod
     def _update(
@@ -234,7 +242,7 @@ class LogicalShards:
     ) -> None:
         """Adds the shards' mean change to floating-point buffers, and copies other buffers from shard 0."""
         for buffer, old, change in zip(buffers, before, changes, strict=True):
-            buffer.copy_(old + change if buffer.is_floating_point() else change)
+            buffer.copy_(old + change.to(buffer.device) if buffer.is_floating_point() else change)
 
 
 class GroupSums:
@@ -256,12 +264,13 @@ class ShardSums:
     """The sum of `measure` over the batches of each shard, for an evaluation.
 
     Args:
-        measure: a function from a batch's data to a CPU tensor, whose shape and dtype are the same for each batch.
+        measure: a function from a batch's data to a tensor, whose shape, dtype and device are the same for each batch.
         seed: the seed of the random streams.
+        devices: the devices whose generators draw from these streams, besides the CPU's.
     """
 
-    def __init__(self, measure: Measure, seed: int) -> None:
-        self._measure, self._seed = measure, seed
+    def __init__(self, measure: Measure, seed: int, devices: Sequence[torch.device] = ()) -> None:
+        self._measure, self._seed, self._devices = measure, seed, devices
         self._steps: list[StepBatches] = []
         self._sums: dict[int, torch.Tensor] = {}
 
@@ -281,7 +290,7 @@ class ShardSums:
         return [self._sums[shard].clone()]
 
     def _add(self, batch: ShardBatch) -> None:
-        with random_stream(self._seed, EVALUATION, *batch.key):
+        with random_stream(self._seed, EVALUATION, *batch.key, devices=self._devices):
             value = self._measure(batch.data).detach()
         shard = batch.key[2]
         self._sums[shard] = self._sums[shard] + value if shard in self._sums else value.clone()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -71,17 +71,29 @@ class StepBatches(list[ShardBatch]):
 
 
 @contextmanager
-def random_stream(*key: int) -> Iterator[None]:
-    """Returns a context in which torch (on CPU) and `random` draw from the stream of `key`; restores their states."""
+def random_stream(*key: int, devices: Sequence[torch.device] = ()) -> Iterator[None]:
+    """Returns a context in which torch and `random` draw from the stream of `key`; restores their states.
+
+    Args:
+        key: the numbers that identify the stream.
+        devices: the devices whose generators draw from the stream too, besides the CPU's.
+    """
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    seed = int.from_bytes(digest, "little")
     torch_state, python_state = torch.get_rng_state(), random.getstate()
-    torch.default_generator.manual_seed(int.from_bytes(digest, "little"))
+    modules = [torch.get_device_module(device) for device in devices]
+    device_states = [of.get_rng_state(device) for of, device in zip(modules, devices, strict=True)]
+    torch.default_generator.manual_seed(seed)
     random.seed(digest)
+    for of, device in zip(modules, devices, strict=True):
+        of.set_rng_state(torch.Generator(device).manual_seed(seed).get_state(), device)
     try:
         yield
     finally:
         torch.set_rng_state(torch_state)
         random.setstate(python_state)
+        for of, device, state in zip(modules, devices, device_states, strict=True):
+            of.set_rng_state(state, device)
 
 
 @dataclass(frozen=True)
@@ -103,10 +115,10 @@ class EpochPlan:
     @classmethod
     def of(cls, epoch: int, samples: int, shards: int, batch_size: int, *, seed: int, shuffle: bool) -> EpochPlan:
         """Returns the plan of an epoch over `samples` samples, the same on every rank."""
-        order = torch.arange(samples)
+        order = torch.arange(samples, device="cpu")
         if shuffle:
             with random_stream(seed, ORDER, epoch):
-                order = torch.randperm(samples)
+                order = torch.randperm(samples, device="cpu")
         return cls(epoch, order, shards, batch_size)
 
     def samples_of_step(self, step: int) -> int:

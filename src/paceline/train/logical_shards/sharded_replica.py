@@ -19,7 +19,7 @@ from paceline.comm.group.eager import Compiler, compiled_by, eager
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.train.autograd_graph import NO_BACKWARD, in_backward, running_backward
 from paceline.train.checks.module_checks import ModuleChecks
-from paceline.train.data_parallel import gather, map_tensors
+from paceline.train.data_parallel import concatenate, map_tensors
 from paceline.train.logical_shards.shard_batches import FORWARD, random_stream
 from paceline.train.logical_shards.tree_sum import (
     Node,
@@ -30,7 +30,7 @@ from paceline.train.logical_shards.tree_sum import (
     laid_out_as,
     sum_over_ranks,
 )
-from paceline.train.module_tensors import TrackedTensors, broadcast_tensors
+from paceline.train.module_tensors import TrackedTensors, accelerators_of, broadcast_tensors
 
 
 @dataclass(eq=False)
@@ -56,7 +56,7 @@ class ShardedReplica:
     """Calls `module` once for each of this rank's shards, and averages the gradients over all shards.
 
     Args:
-        module: a module on the CPU, the same on every rank.
+        module: a module, the same on every rank.
         tracked: the module's tensors.
         count: the number of shards; a power of two like the number of ranks, and at least as large.
         seed: the seed of the shards' random streams.
@@ -123,7 +123,7 @@ class ShardedReplica:
         forward = _Forward(reduces)
         outputs = [self._call(shard, args, kwargs, forward, compiler) for shard in range(self._local)]
         self._forwards += 1
-        return map_tensors(gather(outputs, "cpu", self._dim), self._deal_back)
+        return map_tensors(concatenate(outputs, None, self._dim), self._deal_back)
 
     def _call(
         self,
@@ -139,7 +139,7 @@ class ShardedReplica:
         forward.params.append(list(params.values()))
         inputs: Any = map_tensors((tuple(args), dict(kwargs)), lambda tensor: self._deal_out(tensor, shard))
         number = shard * self._group.size() + self._group.rank()
-        with random_stream(self._seed, FORWARD, self._forwards, number):
+        with random_stream(self._seed, FORWARD, self._forwards, number, devices=accelerators_of(self._module)):
             output = compiled_by(compiler, torch.func.functional_call, self._module, {**params, **buffers}, *inputs)
         changed = [(buffers[name], old) for name, old in self._tracked.buffers.items() if old.is_floating_point()]
         forward.changes.append([torch.where(new == old, 0, new - old) for new, old in changed])
@@ -246,7 +246,7 @@ class ShardedReplica:
         changes = [
             torch.stack(of_buffer).sum(0) for of_buffer in zip(*(f.changes[shard] for f in forwards), strict=True)
         ]
-        found = torch.tensor([float(gradient is not None) for gradient in gradients])
+        found = torch.tensor([float(gradient is not None) for gradient in gradients], device="cpu")
         return [found, *map(gradient_or_zeros, params, gradients), *changes]
 
 

@@ -94,26 +94,41 @@ def add_up(
     return add(add_up(left, add, leaf, known), add_up(right, add, leaf, known))
 
 
-Values = list[torch.Tensor]  # of the same dtypes and shapes for each shard
-Flat = dict[torch.dtype, torch.Tensor]
+Values = list[torch.Tensor]  # of the same dtypes and shapes for each shard, and on the same devices of each rank
+Flat = dict[tuple[torch.dtype, torch.device], torch.Tensor]
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> Flat:
-    """Returns the tensors of each dtype concatenated."""
-    flat: dict[torch.dtype, list[torch.Tensor]] = {}
+    """Returns the tensors of each dtype and device concatenated."""
+    flat: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
-        flat.setdefault(tensor.dtype, []).append(tensor.detach().reshape(-1))
-    return {dtype: torch.cat(parts) for dtype, parts in flat.items()}
+        flat.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach().reshape(-1))
+    return {key: torch.cat(parts) for key, parts in flat.items()}
+
+
+def lengths_of(tensors: Sequence[torch.Tensor]) -> dict[tuple[torch.dtype, torch.device], int]:
+    """Returns the numbers of elements of the tensors that `pack` would return."""
+    lengths: dict[tuple[torch.dtype, torch.device], int] = {}
+    for tensor in tensors:
+        key = tensor.dtype, home_of(tensor)
+        lengths[key] = lengths.get(key, 0) + tensor.numel()
+    return lengths
+
+
+def home_of(tensor: torch.Tensor) -> torch.device:
+    """Returns a tensor's device; a meta tensor describes one on the CPU."""
+    return torch.device("cpu") if tensor.is_meta else tensor.device
 
 
 def unpack(flat: Flat, like: Sequence[torch.Tensor]) -> Values:
-    """Returns views of `flat` with the shapes and dtypes of the tensors that were packed."""
+    """Returns views of `flat` with the shapes, dtypes and devices of the tensors that were packed."""
     taken = dict.fromkeys(flat, 0)
     views = []
     for tensor in like:
-        first = taken[tensor.dtype]
-        taken[tensor.dtype] += tensor.numel()
-        views.append(flat[tensor.dtype][first : first + tensor.numel()].view(tensor.shape))
+        key = tensor.dtype, home_of(tensor)
+        first = taken[key]
+        taken[key] += tensor.numel()
+        views.append(flat[key][first : first + tensor.numel()].view(tensor.shape))
     return views
 
 
@@ -166,8 +181,8 @@ def sum_over_ranks(
 
 def _sum_in_core(own: Values, group: ProcessGroup, in_place: bool) -> Values:
     total = own if in_place else [torch.empty_like(tensor) for tensor in own]
-    for dtype in dict.fromkeys(tensor.dtype for tensor in own):
-        indices = [index for index, tensor in enumerate(own) if tensor.dtype == dtype]
+    for kind in dict.fromkeys((tensor.dtype, tensor.device) for tensor in own):
+        indices = [index for index, tensor in enumerate(own) if (tensor.dtype, tensor.device) == kind]
         group.sum_as_tree([total[index] for index in indices], [own[index] for index in indices])
     return total
 
@@ -176,12 +191,16 @@ def _sum_in_slices(own: Sequence[Values], nodes: Sequence[Sequence[Node]], root:
     # A rank without shards has neither the dtypes nor the shapes.
     like = own[0] if all(nodes) else _announced(own, nodes, group)
     flat = [pack(values) for values in own]
-    lengths: dict[torch.dtype, int] = {}
-    for tensor in like:
-        lengths[tensor.dtype] = lengths.get(tensor.dtype, 0) + tensor.numel()
     sums = {
-        dtype: _sum_of_dtype([values[dtype] for values in flat], nodes, root, group, torch.empty(0, dtype=dtype), n)
-        for dtype, n in lengths.items()
+        (dtype, device): _sum_of_kind(
+            [values[dtype, device] for values in flat],
+            nodes,
+            root,
+            group,
+            torch.empty(0, dtype=dtype, device=device),
+            length,
+        )
+        for (dtype, device), length in lengths_of(like).items()
     }
     return unpack(sums, like)
 
@@ -192,14 +211,14 @@ def _added(left: Values, right: Values) -> Values:
 
 
 def _announced(own: Sequence[Values], nodes: Sequence[Sequence[Node]], group: ProcessGroup) -> Values:
-    """Returns tensors with the dtypes and shapes of the values, on ranks without a value too."""
+    """Returns meta tensors like the values, on ranks without a value too; such ranks add only values on the CPU."""
     first = next(rank for rank, theirs in enumerate(nodes) if theirs)
     specs = [[(str(value.dtype).removeprefix("torch."), list(value.shape)) for value in own[0]] if own else []]
     broadcast_object_list(specs, group_src=first, group=group)
     return [torch.empty(shape, dtype=getattr(torch, name), device="meta") for name, shape in specs[0]]
 
 
-def _sum_of_dtype(
+def _sum_of_kind(
     own: Sequence[torch.Tensor],
     nodes: Sequence[Sequence[Node]],
     root: Node,

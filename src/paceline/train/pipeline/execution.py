@@ -87,7 +87,7 @@ class StageTransport:
     def take(self, message: StageMessage, forms: Forms) -> Value:
         """Returns the tensors of a message that was posted."""
         if not forms.is_known:
-            header = torch.empty(_HEADER_LENGTH, dtype=torch.int64)
+            header = torch.empty(_HEADER_LENGTH, dtype=torch.int64, device="cpu")
             self._group.recv(header, message.source, self._tag(message, 0)).wait()
             forms.of[message] = _form(header.tolist())
             self._posted[message] = self._irecv(message, forms.of[message])

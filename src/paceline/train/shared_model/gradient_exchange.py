@@ -115,7 +115,9 @@ class GradientExchange:
         # - The memory of the averages
         self._layouts: dict[tuple[bool, ...], RoundLayout] = {}
         self._current: RoundLayout | None = None  # the layout whose sums are the shards' gradients
-        self._zeros = torch.zeros(0, dtype=torch.uint8)  # in place of gradients that this rank does not have
+        self._zeros = torch.zeros(
+            0, dtype=torch.uint8, device="cpu"
+        )  # in place of gradients that this rank does not have
 
     def agree(self, changed: str | None, has_inputs: bool, needs_averages: bool) -> bool:
         """Waits until all ranks are in their step, so that no rank reads parameters any more.
@@ -134,7 +136,9 @@ class GradientExchange:
         """
         present = [has_inputs and param.grad is not None for param in self._params]
         facts = torch.tensor(
-            [changed is not None, needs_averages, present != self._anywhere, not has_inputs], dtype=torch.int64
+            [changed is not None, needs_averages, present != self._anywhere, not has_inputs],
+            dtype=torch.int64,
+            device="cpu",
         )
         self._groups.whole.all_reduce(facts)
         changes, needed, differ, self.idle = facts.tolist()
@@ -142,7 +146,7 @@ class GradientExchange:
             self._raise_changed(changed)
         if needed:
             if differ:
-                anywhere = torch.tensor(present, dtype=torch.uint8)
+                anywhere = torch.tensor(present, dtype=torch.uint8, device="cpu")
                 self._groups.whole.all_reduce(anywhere, ReduceOp.MAX)
                 self._anywhere = list(map(bool, anywhere.tolist()))
             self._collect(present)
@@ -206,7 +210,7 @@ class GradientExchange:
         if self._present != self._anywhere:
             needed = max(needed, layout.longest_run)
         if self._zeros.numel() < needed:
-            self._zeros = torch.zeros(needed, dtype=torch.uint8)
+            self._zeros = torch.zeros(needed, dtype=torch.uint8, device="cpu")
         return layout.rounds
 
     @property

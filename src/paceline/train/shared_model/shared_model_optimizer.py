@@ -23,7 +23,7 @@ from paceline.train.shared_model.fused_updates import FusedUpdates
 from paceline.train.shared_model.gradient_exchange import GradientExchange, groups_by_host
 from paceline.train.shared_model.shared_parameters import SharedParameters, named_with, unshareable_reason
 from paceline.train.shared_model.shared_shards import ReadyRound, SharedShards
-from paceline.train.zero.gradient_reducer import ClippingWatch, clip_scale, total_norm
+from paceline.train.zero.gradient_reducer import ClippingWatch, clip, total_norm
 from paceline.train.zero.optimizer_state import copy_options
 from paceline.train.zero.partitioned_optimizer import (
     PartitionedOptimizer,
@@ -251,10 +251,8 @@ class SharedModelOptimizer(PartitionedOptimizer):
         """
         self.own_part()
         gradients = self._shards.gradients()
-        total = total_norm(gradients, norm_type, self._groups.host)
-        scale = clip_scale(total, max_norm)
-        for gradient in gradients:
-            gradient.mul_(scale)
+        total = total_norm(gradients, norm_type, self._groups.host, torch.device("cpu"))
+        clip(gradients, total, max_norm)
         return total.float()
 
     def full_parameters(self) -> AbstractContextManager[None]:

@@ -235,7 +235,7 @@ def lay_out(shards: SharedShards, present: Sequence[bool], whole: bool) -> Round
         -(-count * part.dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         for part, count in zip(rounds, counts, strict=True)
     ]
-    memory = torch.empty(sum(needed) if whole else max(needed, default=0), dtype=torch.uint8)
+    memory = torch.empty(sum(needed) if whole else max(needed, default=0), dtype=torch.uint8, device="cpu")
     ready, offset = [], 0
     for part, count, nbytes in zip(rounds, counts, needed, strict=True):
         sums = memory[offset : offset + count * part.dtype.itemsize].view(part.dtype)

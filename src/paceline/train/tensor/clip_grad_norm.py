@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 
 import torch
 
@@ -10,7 +11,7 @@ from paceline.comm.engine.codes import ReduceOp
 from paceline.comm.group.default import Group, resolve
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.train.tensor.weight_slice import slice_of
-from paceline.train.zero.gradient_reducer import clip_scale
+from paceline.train.zero.gradient_reducer import clip
 
 
 def clip_grad_norm_(
@@ -43,7 +44,7 @@ def clip_grad_norm_(
         gradients = by_group.setdefault(None if own is None else own.group, [])
         if parameter.grad is not None:
             gradients.append(parameter.grad)
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device="cpu")
     for group, gradients in by_group.items():
         powers = _over_ranks(_powers(gradients, norm_type), group, norm_type)
         total = torch.maximum(total, powers) if norm_type == float("inf") else total + powers
@@ -55,10 +56,7 @@ def clip_grad_norm_(
             f"clip_grad_norm_: the norm of the gradients is {norm.item()}; with error_if_nonfinite=False they would be "
             "scaled by it"
         )
-    scale = clip_scale(norm, max_norm)
-    for gradients in by_group.values():
-        for gradient in gradients:
-            gradient.mul_(scale)
+    clip(chain.from_iterable(by_group.values()), norm, max_norm)
     first = next((gradient for gradients in by_group.values() for gradient in gradients), total)
     return norm.to(first.device, first.dtype)
 
@@ -72,7 +70,7 @@ def _powers(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
         for gradient in gradients
     ]
     if not norms:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device="cpu")
     together = torch.stack(norms)
     return together.max() if norm_type == float("inf") else (together**norm_type).sum()
 

@@ -8,9 +8,10 @@ gradients that are not the averages of all ranks.
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -153,6 +154,7 @@ class ShardedGradientReducer:
         self.active = [True] * group.size()  # whether each rank made this backward
         self._scale = 1.0
         self._recorded = RecordedBuckets("zero")
+        self._lock = threading.Lock()  # autograd has a thread for each device, and each calls `_arrive`
         ends.callbacks.append(self._finish)
         self._handles = []
         for index, param in enumerate(self._params):
@@ -191,6 +193,11 @@ class ShardedGradientReducer:
     @eager
     def _arrive(self, index: int, _: torch.Tensor) -> None:
         self._ends.begin()
+        with self._lock:
+            self._count(index)
+
+    def _count(self, index: int) -> None:
+        """Notes that a gradient is ready, and reduces the buckets that are now complete and due."""
         bucket = self._bucket_of[index]
         if index in self._arrived:
             raise RuntimeError(
@@ -214,12 +221,12 @@ class ShardedGradientReducer:
         self._recorded.ready(bucket, sum(self._params[index].nbytes for index in indices))
         if self._check is not None:
             self._look(self._check, indices)
-        calls: dict[tuple[int, torch.dtype], list[tuple[Shard, torch.Tensor]]] = {}
+        calls: dict[tuple[int, torch.dtype, torch.device], list[tuple[Shard, torch.Tensor]]] = {}
         for index in indices:
             for shard, gradient in self._take(index):
                 owner = shard.owner if self._shard else -1
-                calls.setdefault((owner, gradient.dtype), []).append((shard, gradient))
-        for (owner, _), members in calls.items():
+                calls.setdefault((owner, gradient.dtype, gradient.device), []).append((shard, gradient))
+        for (owner, *_), members in calls.items():
             gradients = [gradient for _, gradient in members]
             if owner >= 0:
                 work = self._group.reduce(gradients, owner, ReduceOp.AVG, async_op=self._overlap)
@@ -282,7 +289,7 @@ class ShardedGradientReducer:
 
     def _finish_with(self, is_active: bool) -> None:
         count = len(self._params)
-        somewhere = torch.zeros(count + self._group.size(), dtype=torch.uint8)
+        somewhere = torch.zeros(count + self._group.size(), dtype=torch.uint8, device="cpu")
         somewhere[list(self._arrived)] = 1
         somewhere[count + self._group.rank()] = is_active
         self._group.all_reduce(somewhere, ReduceOp.MAX)
@@ -307,10 +314,19 @@ class ShardedGradientReducer:
         self.forget()
 
 
-def total_norm(gradients: Sequence[torch.Tensor], norm_type: float, group: ProcessGroup) -> torch.Tensor:
-    """Returns the norm of all ranks' gradients together, in float64."""
-    norms = [torch.linalg.vector_norm(gradient, norm_type).double() for gradient in gradients]
-    mine = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
+def total_norm(
+    gradients: Sequence[torch.Tensor], norm_type: float, group: ProcessGroup, device: torch.device
+) -> torch.Tensor:
+    """Returns the norm of all ranks' gradients together, in float64.
+
+    Args:
+        gradients: this rank's gradients; some ranks may have none.
+        norm_type: the order of the norm.
+        group: the ranks.
+        device: the device of the result, of the same type on all ranks.
+    """
+    norms = [torch.linalg.vector_norm(gradient, norm_type).double().to(device) for gradient in gradients]
+    mine = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=device)
     if norm_type == float("inf"):
         total = mine.max()
         group.all_reduce(total, ReduceOp.MAX)
@@ -320,6 +336,11 @@ def total_norm(gradients: Sequence[torch.Tensor], norm_type: float, group: Proce
     return total.pow(1 / norm_type)
 
 
-def clip_scale(total: torch.Tensor, max_norm: float) -> float:
-    """Returns the factor that scales gradients of norm `total` to a norm of at most `max_norm`, as in torch."""
-    return float((max_norm / (total + 1e-6)).clamp(max=1.0))
+def clip(gradients: Iterable[torch.Tensor], total: torch.Tensor, max_norm: float) -> None:
+    """Scales gradients of norm `total` to a norm of at most `max_norm`, as torch does, without a wait for a device."""
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    on_devices = {scale.device: scale}
+    for gradient in gradients:
+        if gradient.device not in on_devices:
+            on_devices[gradient.device] = scale.to(gradient.device)
+        gradient.detach().mul_(on_devices[gradient.device])

@@ -50,6 +50,8 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
 def gather_state(mine: Mapping[int, Mapping[str, object]], group: ProcessGroup, to: int) -> StateByIndex | None:
     """Gathers the states of all ranks' shards, by number, on group rank `to`; returns None on the others.
 
+    The tensors of the result are on the CPU: a device that holds one rank's part need not have room for all parts.
+
     Raises:
         TypeError: a state has a value other than a tensor, a number, a string or None; raised on every rank.
     """
@@ -62,7 +64,7 @@ def gather_state(mine: Mapping[int, Mapping[str, object]], group: ProcessGroup, 
     if group.rank() != to:
         tensors = [value for _, _, value in _flat(mine) if isinstance(value, torch.Tensor)]
         if tensors:
-            group.send([_bytes(tensor.detach().contiguous()) for tensor in tensors], to, async_op=False)
+            group.send([_bytes(tensor.detach().cpu().contiguous()) for tensor in tensors], to, async_op=False)
         return None
     gathered: StateByIndex = {}
     for rank, (_, entries) in enumerate(everyone):
@@ -73,9 +75,9 @@ def gather_state(mine: Mapping[int, Mapping[str, object]], group: ProcessGroup, 
                 if rank == to:
                     kept = mine[index][name]
                     assert isinstance(kept, torch.Tensor)
-                    value = kept.detach().clone()
+                    value = kept.detach().to("cpu", copy=True)
                 else:
-                    value = torch.empty(what[1], dtype=getattr(torch, what[0]))
+                    value = torch.empty(what[1], dtype=getattr(torch, what[0]), device="cpu")
                     received.append(_bytes(value))
             gathered.setdefault(index, {})[name] = value
         if received:
@@ -233,7 +235,7 @@ def _whole(values: Sequence[object], shards: Sequence[Shard]) -> object:
         if not isinstance(value, torch.Tensor) or value.shape != shard.run_shape:
             return value  # such as the number of steps, which is the same for each shard
         if whole is None:
-            whole = torch.empty_strided(shard.shape, shard.strides, dtype=value.dtype)
+            whole = torch.empty_strided(shard.shape, shard.strides, dtype=value.dtype, device=value.device)
         shard.run(whole).copy_(value)
     return whole
 

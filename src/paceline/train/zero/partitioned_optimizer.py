@@ -42,7 +42,7 @@ def require_fit(group: ProcessGroup, stage: int, module: nn.Module | None, optim
     """Checks the stage, the module and the class of the inner optimizer of a ZeroRedundancyOptimizer.
 
     Raises:
-        ValueError: `stage` is not 1, 2 or 3, or is 3 without a module.
+        ValueError: `stage` is not 1, 2 or 3, or is 3 without a module or with parameters on several devices.
         TypeError: the optimizer evaluates the loss several times in a step.
     """
     me = f"rank {group.me.rank}"
@@ -55,6 +55,12 @@ def require_fit(group: ProcessGroup, stage: int, module: nn.Module | None, optim
         raise ValueError(
             f"{me}: stage=3 gathers parameters layer by layer and needs the module; pass the module as params, or as "
             "module="
+        )
+    devices = [] if module is None else list(dict.fromkeys(param.device for param in module.parameters()))
+    if stage == 3 and len(devices) > 1:
+        raise ValueError(
+            f"{me}: stage=3 got a module with parameters on {' and '.join(map(str, devices))}; autograd would gather "
+            "and reduce the layers of several devices in another order on each rank. Use stage=2, or one device a rank"
         )
     require_one_evaluation(optimizer_class, group)
 
@@ -213,7 +219,10 @@ class PartitionedOptimizer(Optimizer, Joinable):
         return PartitionedJoinHook(self._step_without_inputs, self._divide_by_initial, by_initial)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gathers the whole state on group rank `to`, where `state_dict` then returns it; every rank calls this."""
+        """Gathers the whole state on group rank `to`, where `state_dict` then returns it; every rank calls this.
+
+        The tensors of that state are on the CPU, wherever the parameters are.
+        """
         gathered = gather_state(self._own_state(), self.process_group, to)
         self._consolidated = None if gathered is None else join_parts(gathered, self._shards.by_param)
 

@@ -121,7 +121,7 @@ class LayerOrder(Generic[Layer]):
 
 @dataclass(frozen=True)
 class _Flight:
-    """A unit that is being gathered: the number of the unit that each owner sends, and the calls in flight."""
+    """A unit that is being gathered: the number of the unit that other ranks send, by rank, and the calls in flight."""
 
     sent_units: dict[int, torch.Tensor]
     works: list[Work]
@@ -251,11 +251,18 @@ class ShardedParameters:
                     shard.run(whole).copy_(shard.updated.detach())
                 start, stop, owner = shard.part
                 parts.setdefault(owner, []).append(_bytes_of(whole)[start:stop])
-        sent_units = {owner: torch.tensor([number]) for owner in sorted(parts)}
-        works = [
-            self._group.broadcast([unit.view(torch.uint8), *parts[owner]], owner, async_op=async_op)
-            for owner, unit in sent_units.items()
-        ]
+        owners = sorted(parts)
+        if all(part.is_cpu for owner in owners for part in parts[owner]):
+            sent_units = {owner: torch.tensor([number], device="cpu") for owner in owners}
+            messages = {owner: [unit.view(torch.uint8), *parts[owner]] for owner, unit in sent_units.items()}
+            works = []
+        else:
+            # To read the number from a device would wait for everything that was started there before.
+            own = torch.tensor([number], device="cpu")
+            sent_units = {rank: torch.empty_like(own) for rank in range(self._group.size())}
+            messages = parts
+            works = [self._group.all_gather(list(sent_units.values()), own, async_op=async_op)]
+        works += [self._group.broadcast(messages[owner], owner, async_op=async_op) for owner in owners]
         self._flying[number] = _Flight(sent_units, [work for work in works if work is not None])
 
     def _arrive(self, number: int) -> None:
@@ -350,4 +357,4 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the bytes of the tensor's storage, so that any layout and dtype can be sent."""
-    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -11,7 +11,7 @@ from torch import nn
 from paceline.comm.group.buffers import is_plain
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.train.lion import Lion
-from paceline.train.module_tensors import byte_views
+from paceline.train.module_tensors import by_device, byte_views
 
 ALIGNMENT_BYTES = 256  # of cuts, so that they keep whole elements of every dtype, whole cache lines, and whole vectors
 _UNEVEN = 0.02  # the fraction by which a rank may exceed an even share before a parameter is cut
@@ -78,10 +78,12 @@ class Shard:
 
     `updated` is the whole parameter. For a run it is, on the owner, a one-dimensional tensor that shares the
     parameter's memory, and None on other ranks. The inner optimizer updates `target`, which is either `updated` or its
-    copy `master`, from which `updated` is rounded.
+    copy `master`, from which `updated` is rounded. If the copy is in host memory and the parameter on a device, values
+    pass between them through `pinned`, page-locked memory with the layout and dtype of `updated`.
     """
 
     master: torch.Tensor | None = None
+    pinned: torch.Tensor | None = None
 
     def __init__(self, param: torch.Tensor, part: OwnedBytes, rank: int) -> None:
         self.param = param
@@ -130,11 +132,13 @@ class Shard:
         has_layout = tensor.layout is torch.strided and tensor.stride() == self.strides
         if has_layout and not tensor.is_conj() and not tensor.is_neg():
             return tensor
-        return torch.empty_strided(self.shape, self.strides, dtype=tensor.dtype).copy_(tensor.to_dense())
+        return torch.empty_strided(self.shape, self.strides, dtype=tensor.dtype, device=tensor.device).copy_(
+            tensor.to_dense()
+        )
 
     def zeros(self) -> torch.Tensor:
         """Returns zeros with the parameter's layout."""
-        return torch.empty_strided(self.shape, self.strides, dtype=self.param.dtype).zero_()
+        return torch.empty_strided(self.shape, self.strides, dtype=self.param.dtype, device=self.param.device).zero_()
 
     def follow(self) -> None:
         """Rebinds `updated` to the current memory of the parameter.
@@ -153,32 +157,46 @@ class Shard:
             assert self.updated is not None
             self.updated.data = self.run(self.param.data)
 
-    def take_to_master(self) -> None:
-        """Moves the gradient to the master copy, in the copy's type."""
-        if self.master is None or self.updated is None or self.updated.grad is None:
-            return
-        gradient = self.updated.grad.detach().to(self.master)
-        self.updated.grad = None
+    def beside_master(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the values of a tensor like `updated` on the device of the master copy.
+
+        They may be in `pinned` and on their way there, so the caller calls `wait_for_copies` before it reads them, and
+        reads them before the next call of this method.
+        """
+        assert self.master is not None
+        if self.pinned is None or tensor.is_cpu or tensor.dtype != self.pinned.dtype:
+            return tensor.detach().to(self.master.device)
+        return self.pinned.copy_(tensor.detach(), non_blocking=True)
+
+    @torch.no_grad()
+    def take_to_master(self, gradient: torch.Tensor) -> None:
+        """Adds values of `beside_master` to the gradient of the master copy, in the copy's type."""
+        assert self.master is not None
+        gradient = gradient.to(self.master.dtype, copy=gradient is self.pinned)
         self.master.grad = gradient if self.master.grad is None else self.master.grad.add_(gradient)
 
     @torch.no_grad()
-    def refresh_master(self) -> None:
+    def refresh_master(self, updated: torch.Tensor) -> None:
         """Updates the master copy where the parameter was changed since `round_master`, for example by loading it.
 
         The copy keeps its digits in all other elements, which equal the rounded copy.
+
+        Args:
+            updated: the values of `updated` from `beside_master`.
         """
-        if self.master is None or self.updated is None:
-            return
-        updated = self.updated.detach().to(self.master.device)
+        assert self.master is not None
         is_changed = self.master.to(updated.dtype).ne(updated)
-        if is_changed.any():
+        if not self.master.is_cpu or is_changed.any():  # on a device, to look would wait for it
             self.master.copy_(torch.where(is_changed, updated.to(self.master.dtype), self.master))
 
     @torch.no_grad()
     def round_master(self) -> None:
         """Rounds the master copy to the parameter, and clears the copy's gradient."""
         if self.master is not None and self.updated is not None:
-            self.updated.copy_(self.master)
+            if self.pinned is None:
+                self.updated.copy_(self.master)
+            else:
+                self.updated.copy_(self.pinned.copy_(self.master), non_blocking=True)
             self.master.grad = None
 
     def add_gradient(self, gradient: torch.Tensor) -> None:
@@ -258,6 +276,28 @@ class Shards:
             if free:
                 param.grad = None
 
+    def take_to_masters(self) -> None:
+        """Moves the gradients of the runs and parameters that have master copies to these."""
+        taken: list[tuple[Shard, torch.Tensor]] = []
+        for shard in self.mine():
+            if shard.master is not None and shard.updated is not None and shard.updated.grad is not None:
+                taken.append((shard, shard.beside_master(shard.updated.grad)))
+        wait_for_copies(shard for shard, _ in taken)
+        for shard, gradient in taken:
+            assert shard.updated is not None
+            shard.updated.grad = None
+            shard.take_to_master(gradient)
+
+    def refresh_masters(self) -> None:
+        """Updates the master copies where their parameters were changed since the last step."""
+        seen: list[tuple[Shard, torch.Tensor]] = []
+        for shard in self.mine():
+            if shard.master is not None and shard.updated is not None:
+                seen.append((shard, shard.beside_master(shard.updated)))
+        wait_for_copies(shard for shard, _ in seen)
+        for shard, updated in seen:
+            shard.refresh_master(updated)
+
     def gradients(self) -> list[torch.Tensor]:
         """Returns the gradients of the tensors that this rank's inner optimizer updates."""
         return [s.target.grad for s in self.mine() if s.target is not None and s.target.grad is not None]
@@ -275,12 +315,18 @@ class Shards:
 
 
 def _copy_from_owner(tensors: list[torch.Tensor], owner: int, group: ProcessGroup) -> None:
-    """Copies all contiguous tensors of any type in one call, and each of the others in a separate call."""
-    if plain := [tensor for tensor in tensors if is_plain(tensor)]:
+    """Copies all contiguous tensors of a device in one call, and each of the others in a separate call."""
+    for plain in by_device([tensor for tensor in tensors if is_plain(tensor)]):
         group.broadcast(byte_views(plain), owner)
     for tensor in tensors:
         if not is_plain(tensor):
             group.broadcast(tensor.detach(), owner, any_order=True)
+
+
+def wait_for_copies(shards: Iterable[Shard]) -> None:
+    """Waits until copies to the shards' pinned memory, which the current streams have queued, are complete."""
+    for device in dict.fromkeys(shard.param.device for shard in shards if shard.pinned is not None):
+        torch.accelerator.current_stream(device).synchronize()
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -158,6 +158,12 @@ class StateStorage:
                 with torch.no_grad():
                     copy.copy_(updated)
                 shard.master = nn.Parameter(copy, updated.requires_grad)
+                if self._offload == _CPU:
+                    shard.pinned = _pinned_like(updated)
+
+    def gradient_device(self, params: Sequence[torch.Tensor]) -> torch.device:
+        """Returns the device of the gradients that the optimizer uses, or the first one of several."""
+        return torch.device(_CPU) if self._offload is not None else params[0].device
 
     def step(self, inner: Optimizer) -> None:
         """Makes a step of the optimizer, whose new state is created in the file, if there is one.
@@ -206,6 +212,15 @@ class StateStorage:
             return self._file.zeros(tensor.shape, strides, dtype)
         device = tensor.device if self._offload is None else torch.device(_CPU)
         return torch.empty_strided(tensor.shape, strides, dtype=dtype, device=device)
+
+
+def _pinned_like(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Returns page-locked host memory with the dtype and layout of a device's tensor; None if there is none."""
+    strides = torch.empty_like(tensor, device="meta").stride()
+    try:
+        return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    except RuntimeError:  # the device has no such memory, or no more of it
+        return None
 
 
 class _AllocationIn(TorchFunctionMode):

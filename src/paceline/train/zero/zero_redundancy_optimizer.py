@@ -20,7 +20,7 @@ from paceline.train.ddp.buckets import MIB, caps_of, make_buckets
 from paceline.train.ddp.distributed_data_parallel import DistributedDataParallel
 from paceline.train.join import Join, Joinable, JoinHook
 from paceline.train.module_tensors import broadcast_tensors
-from paceline.train.zero.gradient_reducer import ClippingWatch, ShardedGradientReducer, clip_scale, total_norm
+from paceline.train.zero.gradient_reducer import ClippingWatch, ShardedGradientReducer, clip, total_norm
 from paceline.train.zero.optimizer_state import copy_options
 from paceline.train.zero.partitioned_optimizer import (
     PartitionedOptimizer,
@@ -59,15 +59,15 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             bfloat16. The optimizer updates the copies, and the parameters are rounded from them. None to update the
             parameters themselves.
         offload: a directory for a memory-mapped file that holds the copies and the state; or `"cpu"` to keep them in
-            the CPU's memory, for parameters on a GPU.
+            the CPU's memory, for parameters on a GPU; gradients and parameters then pass through page-locked memory.
         defaults: keyword arguments for `optimizer_class`.
 
     Raises:
         CollectiveMismatchError: parameters or arguments differ between ranks; raised on every rank.
         TypeError: the optimizer evaluates the loss several times in a step, or `process_group` is not a Paceline
             group.
-        ValueError: `stage` is not 1, 2 or 3, or is 3 without a module, or `offload` is `"cpu"` with parameters on the
-            CPU.
+        ValueError: `stage` is not 1, 2 or 3, or is 3 without a module or with parameters on several devices, or
+            `offload` is `"cpu"` with parameters on the CPU.
         OSError: no file can be created in the directory `offload`, or the disk is full.
 
     Example::
@@ -161,8 +161,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             self._shards.follow()
         else:
             self._sharded.free_all()  # the parameters that were gathered ahead will be out of date
-        for shard in self._shards.mine():
-            shard.refresh_master()
+        self._shards.refresh_masters()
         self._storage.step(self._inner)
         for shard in self._shards.mine():
             shard.round_master()
@@ -184,8 +183,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         if self._watch is not None:
             self._watch.check()
         self._shards.take_gradients(free=self.owns_gradients)
-        for shard in self._shards.mine():
-            shard.take_to_master()
+        self._shards.take_to_masters()
         return self._inner
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -217,12 +215,10 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         """
         self.own_part()
         gradients = self._shards.gradients()
-        total = total_norm(gradients, norm_type, self.process_group)
-        scale = clip_scale(total, max_norm)
+        total = total_norm(gradients, norm_type, self.process_group, self._storage.gradient_device(self._params()))
         if not self.owns_gradients:
             gradients = [param.grad for param in self._params() if param.grad is not None]
-        for gradient in gradients:
-            gradient.detach().mul_(scale)
+        clip(gradients, total, max_norm)
         return total.float()
 
     def join_hook(self, **kwargs: object) -> JoinHook:

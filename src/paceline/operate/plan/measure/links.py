@@ -111,8 +111,11 @@ def measure_link(first: int, second: int, budget_s: float = _BUDGET_S) -> Networ
 
 def _ask(peer: int, budget_s: float) -> NetworkLink:
     def round_trip(nbytes: int) -> float:
-        message, answer = torch.zeros(nbytes, dtype=torch.uint8), torch.empty(1, dtype=torch.uint8)
-        paceline.send(torch.tensor([nbytes]), peer)
+        message, answer = (
+            torch.zeros(nbytes, dtype=torch.uint8, device="cpu"),
+            torch.empty(1, dtype=torch.uint8, device="cpu"),
+        )
+        paceline.send(torch.tensor([nbytes], device="cpu"), peer)
         began = time.perf_counter()
         paceline.send(message, peer)
         paceline.recv(answer, peer)
@@ -125,20 +128,20 @@ def _ask(peer: int, budget_s: float) -> NetworkLink:
         nbytes *= 4
         took_s = round_trip(nbytes)
     long = _repeated(lambda: round_trip(nbytes), 5, time.monotonic() + budget_s)
-    paceline.send(torch.tensor([0]), peer)
+    paceline.send(torch.tensor([0], device="cpu"), peer)
     latency_s = median(short) / 2
     # A long message is announced before it is sent, so two round trips do not transfer its bytes.
     return NetworkLink(latency_s=latency_s, bytes_per_s=nbytes / max(1e-9, median(long) - 4 * latency_s))
 
 
 def _answer(peer: int) -> None:
-    count = torch.empty(1, dtype=torch.int64)
+    count = torch.empty(1, dtype=torch.int64, device="cpu")
     while True:
         paceline.recv(count, peer)
         if not int(count):
             return
-        paceline.recv(torch.empty(int(count), dtype=torch.uint8), peer)
-        paceline.send(torch.zeros(1, dtype=torch.uint8), peer)
+        paceline.recv(torch.empty(int(count), dtype=torch.uint8, device="cpu"), peer)
+        paceline.send(torch.zeros(1, dtype=torch.uint8, device="cpu"), peer)
 
 
 def _repeated(measure: Callable[[], float], most: int, deadline: float) -> list[float]:
@@ -156,11 +159,11 @@ def _host_calls(here: Sequence[int]) -> tuple[HostCall, ...]:
         return ()
     calls = []
     for nbytes in _HOST_SIZES:
-        tensor = torch.zeros(nbytes // 4)
+        tensor = torch.zeros(nbytes // 4, device="cpu")
         paceline.all_reduce(tensor, group=group)
         began = time.perf_counter()
         paceline.all_reduce(tensor, group=group)
-        one = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+        one = torch.tensor([time.perf_counter() - began], dtype=torch.float64, device="cpu")
         paceline.all_reduce(one, paceline.ReduceOp.MAX, group=group)  # all ranks must repeat the call equally often
         turns = []
         for _ in range(max(3, min(200, int(_HOST_CALLS_S / float(one))))):

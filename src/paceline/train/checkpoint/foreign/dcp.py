@@ -305,7 +305,7 @@ class DcpDirectory:
         if name in self._nested:
             return self._nested[name]
         info = self.tensors[name]
-        whole = torch.empty(info.shape, dtype=info.dtype)
+        whole = torch.empty(info.shape, dtype=info.dtype, device="cpu")
         for chunk in self._items[name].chunks:
             part = self._load(name, chunk)
             if not isinstance(part, torch.Tensor) or tuple(part.shape) != chunk.shape:

@@ -129,7 +129,7 @@ class SafetensorsFile:
         stored = self._stored[name]
         dtype = self.tensors[name].dtype
         if stored.nbytes == 0:
-            return torch.empty(stored.shape, dtype=dtype)
+            return torch.empty(stored.shape, dtype=dtype, device="cpu")
         mapped = torch.from_file(self.path, shared=False, size=stored.offset + stored.nbytes, dtype=torch.uint8)
         found = mapped[stored.offset :]
         if stored.offset % dtype.itemsize:  # files of other writers need not align their tensors

@@ -112,8 +112,8 @@ class DilocoRounds:
         """Runs a round that computes the largest number."""
 
         def largest(group: ProcessGroup) -> Tensors:
-            numbers = torch.zeros(group.size(), dtype=torch.int64)
-            group.all_gather(list(numbers.split(1)), torch.tensor([number]))
+            numbers = torch.zeros(group.size(), dtype=torch.int64, device="cpu")
+            group.all_gather(list(numbers.split(1)), torch.tensor([number], device="cpu"))
             return [numbers.max().reshape(1)]
 
         return int(self._rounds.agree_on(largest)[0])
@@ -155,8 +155,8 @@ class DilocoRounds:
         Raises:
             RuntimeError: The members run different exchanges.
         """
-        gathered = torch.zeros(group.size(), 2, dtype=torch.int64)
-        group.all_gather(list(gathered.unbind()), torch.tensor([number, int(has_offer)]))
+        gathered = torch.zeros(group.size(), 2, dtype=torch.int64, device="cpu")
+        group.all_gather(list(gathered.unbind()), torch.tensor([number, int(has_offer)], device="cpu"))
         numbers, has = gathered.unbind(1)
         if len(set(numbers.tolist())) > 1:
             raise RuntimeError(

@@ -22,7 +22,7 @@ from paceline.train.ddp.distributed_data_parallel import DistributedDataParallel
 from paceline.train.ddp.gradient_buckets import shares_memory
 from paceline.train.elastic.failpoints import failpoint
 from paceline.train.elastic.worker.rounds import Rounds
-from paceline.train.logical_shards.tree_sum import Flat, Values, unpack
+from paceline.train.logical_shards.tree_sum import Flat, Values, lengths_of, unpack
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ def read_mean(values: Values, part: MeanContribution) -> WeightedMean:
 def _exchange_weights(group: ProcessGroup | None, part: MeanContribution) -> tuple[list[float], int]:
     if group is None:
         return [part.weight], 0
-    weight = torch.tensor([part.weight], dtype=torch.float64).view(torch.int64)
-    mine = torch.cat([weight, torch.tensor(part.batch, dtype=torch.int64)])
+    weight = torch.tensor([part.weight], dtype=torch.float64, device="cpu").view(torch.int64)
+    mine = torch.cat([weight, torch.tensor(part.batch, dtype=torch.int64, device="cpu")])
     everyones = [torch.empty_like(mine) for _ in range(group.size())]
     group.all_gather(everyones, mine)
     batches = [tuple(numbers[1:].tolist()) for numbers in everyones]
@@ -129,10 +129,7 @@ def _layout(part: MeanContribution) -> list[torch.Tensor]:
 
 
 def _zeros(like: Sequence[torch.Tensor]) -> Flat:
-    lengths: dict[torch.dtype, int] = {}
-    for tensor in like:
-        lengths[tensor.dtype] = lengths.get(tensor.dtype, 0) + tensor.numel()
-    return {dtype: torch.zeros(length, dtype=dtype) for dtype, length in lengths.items()}
+    return {kind: torch.zeros(length, dtype=kind[0], device="cpu") for kind, length in lengths_of(like).items()}
 
 
 def _summable(dtype: torch.dtype) -> torch.dtype:

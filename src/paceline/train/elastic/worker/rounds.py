@@ -159,7 +159,7 @@ class Rounds:
 
     def finish(self) -> None:
         """Returns when every member has finished all rounds, so that none needs another member any more."""
-        self.total(lambda _: [torch.zeros(1, dtype=torch.uint8)])
+        self.total(lambda _: [torch.zeros(1, dtype=torch.uint8, device="cpu")])
         if self._membership.catching_up is not None:
             self._membership.catching_up.give_up("the others have finished")
         self._membership.finish()

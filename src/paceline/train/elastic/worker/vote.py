@@ -118,8 +118,8 @@ def vote(
         OthersOutvotedError: They agree with this one, but not with all others.
         DivergenceError: There is no such majority; raised on every member.
     """
-    ballots = [torch.empty(len(mine), dtype=torch.int64) for _ in range(group.size())]
-    group.all_gather(ballots, torch.tensor(mine))
+    ballots = [torch.empty(len(mine), dtype=torch.int64, device="cpu") for _ in range(group.size())]
+    group.all_gather(ballots, torch.tensor(mine, device="cpu"))
     read = [Ballot(*ballot.tolist()) for ballot in ballots]
     judge(read, group.rank(), round_number, names, guests)
     if audit is not None:
