@@ -23,7 +23,7 @@ from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.group.work import Work
 from paceline.errors import CollectiveMismatchError
 from paceline.train.autograd_graph import BackwardEnd, find_tensors, in_backward
-from paceline.train.zero.shards import Shard
+from paceline.train.zero.shards import Shard, flat
 
 
 @dataclass(frozen=True, eq=False)
@@ -356,5 +356,5 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of the tensor's storage, so that any layout and dtype can be sent."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    """Returns the memory of a tensor that fills its storage, so that any layout and dtype can be sent."""
+    return flat(tensor).view(torch.uint8)

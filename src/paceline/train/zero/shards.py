@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from paceline.comm.engine.adapters.device_streams import record_current
 from paceline.comm.group.buffers import is_plain
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.train.lion import Lion
@@ -326,7 +327,7 @@ def _copy_from_owner(tensors: list[torch.Tensor], owner: int, group: ProcessGrou
 def wait_for_copies(shards: Iterable[Shard]) -> None:
     """Waits until copies to the shards' pinned memory, which the current streams have queued, are complete."""
     for device in dict.fromkeys(shard.param.device for shard in shards if shard.pinned is not None):
-        torch.accelerator.current_stream(device).synchronize()
+        record_current(device).wait()
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
