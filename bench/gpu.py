@@ -271,9 +271,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--budget-s", type=float, default=600, help="seconds for all steps; below 600 they measure less"
     )
-    parser.add_argument(
-        "--at-once", type=int, default=1, help="steps at a time, but for those that take times"
-    )
+    parser.add_argument("--at-once", type=int, default=1, help="steps at a time, but for those that take times")
     parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
     parser.add_argument("--log", metavar="FILE", help="write what the ranks print to FILE")
     parser.add_argument("--list", action="store_true", help="list the steps")

@@ -223,7 +223,7 @@ def all_types(setting: Setting, name: str) -> dict[str, object]:
                 def reference(x: torch.Tensor = x, op: str = op) -> Outputs:
                     return on_cpu(call(theirs, here, x.to(here.reference_device, copy=True), op)[0])
 
-                # torch refuses this type within a group of NCCL's calls, which then never ends: later calls wait for it.
+                # torch refuses this type within a group of NCCL's calls, which never ends then: later calls wait.
                 is_refused = here.reference_device.type == "cuda" and dtype is torch.int16
                 wanted, reason = (None, "") if is_refused else _refusal(reference)
                 if wanted is None and dtype is torch.float32 and here.device.type == "cuda":
