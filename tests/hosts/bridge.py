@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from forking import context
+from forking import context, start_server
 
 from hosts.namespaces import enter_network
 from hosts.wire import VNET_HEADER, Conditions, Wire
@@ -45,6 +45,7 @@ class Bridge:
 
     def __init__(self, ports: Sequence[Port], conditions: Conditions) -> None:
         self.conditions = conditions
+        start_server()
         self._control, theirs = context.Pipe()
         self._process = context.Process(target=_carry, args=(theirs, ports, conditions))
         self._process.start()

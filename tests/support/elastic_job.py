@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
-from forking import begin, context
+from forking import begin, context, start_server
 
 import paceline as dist
 from paceline.comm.store.tcp_store import StoreServer
@@ -111,6 +111,7 @@ class Job:
         }
         self._coordinator = Coordinator(CoordinatorPolicy(**policy), time.monotonic())
         self._selector = selectors.DefaultSelector()
+        start_server()
         self._attempts = [0] * workers
         self._end: EndOrder | None = None
         self.workers: dict[str, Worker] = {}

@@ -4,11 +4,33 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
+from multiprocessing import forkserver
+from pathlib import Path
 
-# What takes long to import, and what nearly every rank uses. Modules of the tests are not found by the server before
-# Python 3.13, and are small. The last two take a second and a half, and torch imports them when a rank first compares
-# tensors or makes an optimizer.
+_TESTS = Path(__file__).parents[1]
+_OWN = "PACELINE_TESTS_OWN_PYTHONPATH"
+
+
+def _take_back_path() -> None:
+    os.environ["PYTHONPATH"] = os.environ.pop(_OWN)
+    if not os.environ["PYTHONPATH"]:
+        del os.environ["PYTHONPATH"]
+
+
+if _OWN in os.environ:  # this is the server, which has found this module
+    _take_back_path()
+
+# What takes long to import, and what nearly every rank uses, that of the tests first. The last two take a second and a
+# half, and torch imports them when a rank first compares tensors or makes an optimizer.
 _IMPORTED = [
+    "world",
+    "one_world",
+    "hosts.fixture",
+    "elastic_job",
+    "elastic_programs",
+    "training",
+    "values",
     "torch",
     "torch.distributed",
     "torch.utils.data",
@@ -41,6 +63,16 @@ _IMPORTED = [
 # There is one server in a process, which is started with the modules that were named last: so nobody else names any.
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(_IMPORTED)
+
+
+def start_server() -> None:
+    """Starts the server unless it runs. Before Python 3.13 it finds the tests' modules by its environment only."""
+    os.environ[_OWN] = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(_TESTS), str(_TESTS / "support"), os.environ[_OWN]])
+    try:
+        forkserver.ensure_running()
+    finally:
+        _take_back_path()
 
 
 def begin() -> None:

@@ -17,7 +17,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 
-from forking import begin, context
+from forking import begin, context, start_server
 from hosts.namespaces import Host, enter
 
 from paceline.linux import die_with_parent
@@ -114,6 +114,7 @@ class World:
         self.processes: list[ForkServerProcess] = []
         self.answers: list[Connection] = []
         _worlds.add(self)
+        start_server()
         try:
             for place in places:
                 env = {
