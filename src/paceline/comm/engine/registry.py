@@ -27,6 +27,7 @@ _ENGINES: Mapping[str, _Entry] = {
     "nccl": _Entry("cuda", "paceline.comm.engine.nccl.engine"),
 }
 _FOR_CPU = "paceline"
+_STAGE = ("paceline", "gloo")  # engines for CPU tensors over which those of accelerators travel through host memory
 _FOR_OTHERS = {"cuda": "nccl"}
 _FORM = "one engine for each type of device is chosen like 'cpu:paceline,cuda:nccl'"
 
@@ -43,7 +44,8 @@ def choose(backend: str | None) -> BackendChoice:
     """Returns the engines that `backend` names, as in "mpi" or "cpu:paceline,cuda:nccl".
 
     With None it returns the best engine that can be used for each type of device. CPU tensors always have an engine,
-    since objects are sent as CPU tensors; it is `paceline` if `backend` names none.
+    since objects are sent as CPU tensors; it is `paceline` if `backend` names none. Over that engine, tensors on other
+    accelerators travel through host memory; see `staged_types`.
 
     Raises:
         ValueError: there is no such engine, it does not serve that device, or two engines are named for one device.
@@ -58,8 +60,9 @@ def choose(backend: str | None) -> BackendChoice:
         if name not in _ENGINES:
             raise ValueError(f"backend {backend!r} is not known; there are {', '.join(_ENGINES)}, and {_FORM}")
         served = _ENGINES[name].device_type
-        if device_type not in ("", served):
+        if device_type not in ("", served) and (served != "cpu" or name not in _STAGE):
             raise ValueError(f"backend {backend!r}: {name} takes tensors on {served}, not on {device_type}; {_FORM}")
+        served = device_type or served
         if served in chosen:
             raise ValueError(f"backend {backend!r} names two engines for {served}; {_FORM}")
         chosen[served] = name
@@ -69,6 +72,20 @@ def choose(backend: str | None) -> BackendChoice:
 def engines_for(device_type: str) -> list[str]:
     """Returns the names of the engines that take tensors on this type of device."""
     return [name for name, entry in _ENGINES.items() if entry.device_type == device_type]
+
+
+def is_staged(device_type: str, name: str) -> bool:
+    """Returns whether engine `name` takes tensors on this type of device through host memory."""
+    return device_type != "cpu" and name in _STAGE
+
+
+def staged_types(backend: BackendChoice) -> dict[str, str]:
+    """Returns the engines that take tensors through host memory, by the types of the accelerators."""
+    chosen = {device_type: name for device_type, name in backend.engines.items() if is_staged(device_type, name)}
+    if backend.engines["cpu"] in _STAGE:
+        others = [device_type for device_type in _accelerators() if device_type not in backend.engines]
+        chosen |= dict.fromkeys(others, backend.engines["cpu"])
+    return chosen
 
 
 def missing_piece(name: str) -> str | None:
@@ -116,9 +133,18 @@ def _is_usable(device_type: str, name: str) -> bool:
     return device_type == "cuda" and torch.cuda.is_available() and missing_piece(name) is None
 
 
+def _accelerators() -> list[str]:
+    """Returns the types of the accelerators that this PyTorch supports, with or without hardware."""
+    present = torch.accelerator.current_accelerator()
+    found = [] if present is None else [present.type]
+    return [*found, "cuda"] if torch.backends.cuda.is_built() and "cuda" not in found else found
+
+
 def _spelled(engines: Mapping[str, str]) -> str:
     if len(engines) == 1:
-        return next(iter(engines.values()))
+        device_type, name = next(iter(engines.items()))
+        if device_type == _ENGINES[name].device_type:
+            return name
     return ",".join(f"{device_type}:{name}" for device_type, name in engines.items())
 
 

@@ -21,10 +21,12 @@ from paceline.comm.engine.api import Engine, EngineContext, OpenGroup
 from paceline.comm.engine.failures import OutcomeCode, RankIdentity
 from paceline.comm.engine.native.engine import NativeEngine
 from paceline.comm.engine.registry import BackendChoice, engines_for
+from paceline.comm.engine.staged.group import StagedGroup, announce_once
 from paceline.comm.engine.two_level import open_two_levels
 from paceline.comm.one_port.dialer import chosen_port
 from paceline.comm.record.recorder import close_group
 from paceline.comm.security.levels import chosen_level
+from paceline.errors import RendezvousTimeoutError
 
 Opener = Callable[[torch.device], OpenGroup]
 
@@ -143,6 +145,7 @@ class Engines:
         self._started: dict[str, Engine] = {}
         self._counted = 0
         self._counted_by_members: Counter[tuple[int, ...]] = Counter()
+        self._staged: Counter[int] = Counter()  # by group: the devices whose tensors travel through host memory
         if _FINDS_MEMBERS not in backend.engines.values():
             members = exchange_members(context)
             self._context = dataclasses.replace(context, members=members)
@@ -197,7 +200,7 @@ class Engines:
     ) -> dict[str, Opener]:
         """Returns functions that open the group of `ranks` on a device, by the device's type."""
 
-        def open_on(name: str, device: torch.device) -> OpenGroup:
+        def open_on(name: str, device: torch.device, identity: int = identity) -> OpenGroup:
             engine = self._engine(name)
             if isinstance(engine, NativeEngine) and self.between_hosts and algorithm in (None, "hierarchical"):
                 outside = self._engine(self.between_hosts)
@@ -205,7 +208,22 @@ class Engines:
                 return open_two_levels(engine, outside, store, rank, ranks, engine.hosts, timeout_s, identity)
             return engine.open_group(ranks, timeout_s, identity, algorithm, device)
 
-        return {device_type: partial(open_on, name) for device_type, name in backend.engines.items()}
+        def open_staged(name: str, device: torch.device) -> OpenGroup:
+            announce_once(device, backend.text, self.rank)
+            self._staged[identity] += 1
+            try:
+                inner = open_on(name, torch.device("cpu"), staged_identity(identity, self._staged[identity]))
+            except RendezvousTimeoutError as error:
+                raise RendezvousTimeoutError(
+                    f"rank {self.rank}: the first call of a group with tensors on {device} connects its ranks, and not "
+                    f"all of them made it, with tensors on such a device: {error}"
+                ) from error
+            members = [self.members[rank] for rank in ranks]
+            return StagedGroup(inner, device, members, list(ranks).index(self.rank))
+
+        openers: dict[str, Opener] = {device: partial(open_on, name) for device, name in backend.engines.items()}
+        openers |= {device: partial(open_staged, name) for device, name in registry.staged_types(backend).items()}
+        return openers
 
     def close(self) -> None:
         """Ends all engines; idempotent."""
@@ -251,6 +269,12 @@ def require_ports(engine: str, rank: int, members: Sequence[RankIdentity]) -> No
             f"connect the hosts {', '.join(hosts)} at ports of its own; expected the engine 'paceline'. Use it for "
             "tensors between hosts, or leave out --port (PACELINE_PORT) and open the other ports"
         )
+
+
+def staged_identity(identity: int, index: int) -> int:
+    """Returns the identity of the group of CPU tensors for the `index`-th device of the group `identity`."""
+    named = f"staged {identity} {index}"
+    return agreed_identity(int.from_bytes(hashlib.sha256(named.encode()).digest()[:7], "big"))
 
 
 def agreed_identity(number: int) -> int:

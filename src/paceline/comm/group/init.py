@@ -18,7 +18,7 @@ import torch
 
 from paceline.comm.engine.api import EngineContext, KnownCosts
 from paceline.comm.engine.formation import Formation
-from paceline.comm.engine.registry import BackendChoice, choose, launcher_meeting
+from paceline.comm.engine.registry import BackendChoice, choose, launcher_meeting, staged_types
 from paceline.comm.group.compression import WireKind, checked_kind
 from paceline.comm.group.default import (
     Group,
@@ -372,7 +372,7 @@ def make_current(device_id: torch.device | int | None, backend: BackendChoice) -
     if device_id is None:
         return
     device = torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
-    if device.type not in backend.engines:
+    if device.type not in backend.engines and device.type not in staged_types(backend):
         raise ValueError(
             f"device_id is {device_id}; the backend {backend.text!r} has no engine for {device.type}, leave it out"
         )

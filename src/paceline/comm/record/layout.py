@@ -87,8 +87,10 @@ class EventKind(IntEnum):
     | NOT_FINITE | the parameter, or the logged number | the step | the number of gradients |
     | DIFFERENCE | the first tensor that differs between replicas | the step | the first rank that differs |
     | CHECKPOINT | `send` or `receive`: an elastic job's state | | |
+    | CHUNK | the operation of a call that travels through host memory | the chunk's number | its bytes |
 
     A bucket starts when its last gradient is ready, is sent at `Event.sent_ns`, and ends when its average is available.
+    A chunk lasts from the beginning of its copy to host memory until its copy back is on the device's stream.
     """
 
     SPAN = 1
@@ -104,6 +106,7 @@ class EventKind(IntEnum):
     CHECKPOINT = 11
     NOT_FINITE = 12
     DIFFERENCE = 13
+    CHUNK = 14
 
 
 MAGIC = int.from_bytes(b"PLRECORD", "little")

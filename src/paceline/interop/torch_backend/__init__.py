@@ -34,7 +34,7 @@ def register() -> None:
 
         if not torch_dist.is_available() or "paceline" in torch_dist.Backend.backend_list:
             return
-        torch_dist.Backend.register_backend("paceline", _create, extended_api=True, devices=["cpu"])
+        torch_dist.Backend.register_backend("paceline", _create, extended_api=True, devices=["cpu", "cuda"])
         if find_spec("torch.distributed._dist2") is not None:  # releases 2.8 to 2.13
             import_module("torch.distributed._dist2").register_backend("paceline", _create_alone)
         if "torch" in os.environ.get("PACELINE_COMPAT", "").split(","):  # from `paceline run --compat torch`

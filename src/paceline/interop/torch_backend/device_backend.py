@@ -14,6 +14,7 @@ import torch
 import torch.distributed as torch_dist
 from torch._C._distributed_c10d import Backend
 
+from paceline.comm.engine.registry import choose, staged_types
 from paceline.comm.group.default import World, set_fallback_world
 from paceline.comm.group.eager import eager, eager_methods
 from paceline.interop.torch_backend.process_group import TorchProcessGroup
@@ -53,11 +54,14 @@ def create_alone(
     """Creates the process group that `torch.distributed._dist2.new_group` requests, which torch does not register.
 
     Raises:
-        ValueError: `device` is not the CPU, or `options`, which this backend lacks, were given.
+        ValueError: `device` is neither the CPU nor an accelerator of this PyTorch, or `options`, which this backend
+            lacks, were given.
         RendezvousError, AuthenticationError: the rendezvous failed.
     """
-    if device.type != "cpu":
-        raise ValueError(f"the backend 'paceline' takes CPU tensors; got the device {device}")
+    if device.type != "cpu" and device.type not in staged_types(choose("paceline")):
+        raise ValueError(
+            f"the backend 'paceline' takes CPU tensors and those of this PyTorch's accelerator; got the device {device}"
+        )
     if options:
         raise ValueError(f"the backend 'paceline' has no options; got {', '.join(options)}")
     return _form(store, rank, timeout, range(world_size), "alone", False)

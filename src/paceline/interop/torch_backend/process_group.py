@@ -31,6 +31,7 @@ from torch.distributed.distributed_c10d import _world
 
 from paceline.comm.engine.codes import ReduceOp
 from paceline.comm.engine.failures import OutcomeCode, ProcessIdentity, RankIdentity
+from paceline.comm.engine.registry import choose, staged_types
 from paceline.comm.group.buffers import Tensors
 from paceline.comm.group.call_plan import one_list, parts_by_rank, reduction_of, time_limit
 from paceline.comm.group.collectives import coalesced, collectives
@@ -274,9 +275,11 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         return [_CPU] if self in _world.pg_map else []
 
     def _get_backend(self, device: torch.device) -> TorchProcessGroup:
-        if torch.device(device).type != "cpu":
+        device_type = torch.device(device).type
+        if device_type != "cpu" and device_type not in staged_types(choose("paceline")):
             raise RuntimeError(
-                f"{self!r} has no backend for the device {device}; it takes CPU tensors: {OTHER_DEVICES}move them to it"
+                f"{self!r} has no backend for the device {device}; it takes tensors on the CPU and on the accelerator "
+                f"of this PyTorch: {OTHER_DEVICES}move them there"
             )
         return self
 

@@ -28,7 +28,7 @@ from paceline.errors import AuthenticationError, RendezvousTimeoutError
 from paceline.interop.torch_backend.store_adapters import StoreFromTorch
 
 OTHER_DEVICES = (
-    "make a second group, such as torch.distributed.new_group(backend='nccl'), for tensors that are not on the CPU (of "
+    "make a second group, such as torch.distributed.new_group(backend='nccl'), for tensors on other devices (of "
     "a mixture such as 'cpu:paceline,cuda:nccl' PyTorch makes no more than one backend before release 2.14, if that "
     "is written in Python), or "
 )
@@ -81,13 +81,13 @@ def form_group(
             with _secret_of_group(store, rank, formation, patience_s):
                 start = EngineContext(store, rank, size, patience_s, formation, peer=os.environ.get("MASTER_ADDR"))
                 engines = undo.enter_context(contextlib.closing(Engines(start, backend)))
-                opener = engines.openers(backend, range(size), patience_s, engines.count_group(range(size)))["cpu"]
-                opened = opener(torch.device("cpu"))
+                openers = engines.openers(backend, range(size), patience_s, engines.count_group(range(size)))
+                opened = openers["cpu"](torch.device("cpu"))
         members = [
             RankIdentity(named, member.host, member.pid, member.process)
             for named, member in zip(meeting.named, engines.members, strict=True)
         ]
-        group = ProcessGroup(opened, members, rank, patience, meeting.name, advice=OTHER_DEVICES)
+        group = ProcessGroup(opened, members, rank, patience, meeting.name, openers=openers, advice=OTHER_DEVICES)
         undo.callback(group.close)
         group.barrier()
         group.set_timeout(meeting.timeout)

@@ -10,8 +10,8 @@ import paceline as dist
 def test_an_unknown_backend_and_a_missing_group_are_named():
     with pytest.raises(ValueError, match="backend 'telepathy' is not known; there are paceline"):
         dist.init_process_group("telepathy")
-    with pytest.raises(ValueError, match="paceline takes tensors on cpu, not on cuda; one engine for each type"):
-        dist.init_process_group("cuda:paceline")
+    with pytest.raises(ValueError, match="mpi takes tensors on cpu, not on cuda; one engine for each type"):
+        dist.init_process_group("cuda:mpi")
     with pytest.raises(ValueError, match="names two engines for cpu"):
         dist.init_process_group("cpu:paceline,paceline")
     with pytest.raises(ValueError, match="call paceline.init_process_group"):

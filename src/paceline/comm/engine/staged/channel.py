@@ -1,0 +1,453 @@
+"""`StagedChannel`: a group's collectives of tensors on an accelerator, run by a channel for CPU tensors.
+
+A thread of the channel divides each call into chunks. A chunk passes through three stages: one stream copies it to host
+memory, the thread makes its call there, and another stream copies it back. While the thread is in the call of one
+chunk, the streams copy the chunks around it.
+
+The streams wait for the work that the program had enqueued when it made the call, and `StagedWork.wait` makes the
+program's current stream wait for the results. It blocks the program's thread until the last copy back is enqueued,
+because a stream cannot wait for an event that does not exist yet.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from paceline import _core
+from paceline.comm.engine.adapters.device_streams import (
+    AcceleratorEvent,
+    AcceleratorStream,
+    activated,
+    is_capturing,
+    record_current,
+)
+from paceline.comm.engine.adapters.group_recorder import GroupRecorder, RecordedWork
+from paceline.comm.engine.channel import CallOutcome, CollectiveCall, EngineChannel, HeaderFields
+from paceline.comm.engine.codes import NO_REDUCTION, ReduceOp, dtype_name
+from paceline.comm.engine.failures import CallFailure, OutcomeCode
+from paceline.comm.engine.staged.chunk_layout import ChunkLayout, divide
+from paceline.comm.engine.staged.messages import capture_text
+from paceline.comm.engine.staged.pinned_memory import PinnedMemory, copy_to_device, copy_to_host
+from paceline.comm.record.layout import DTYPES, EventKind
+from paceline.comm.record.spans import begin_event
+from paceline.comm.schedule.steps import Operation
+from paceline.durations import LONGEST_S, event_timeout_s, to_nanoseconds
+
+SLOT_BYTES = 4 << 20
+"""The size of a slot, which holds one chunk. Smaller chunks overlap better, and larger ones need fewer calls."""
+
+SLOTS = 4
+"""The number of chunks that are in progress at a time; a group takes `SLOTS * SLOT_BYTES` of pinned memory."""
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 200e-6
+_SPINS = 50  # the number of times that the thread asks for an event before it pauses
+_RETIRE_S = 0.001
+_HEADER_FIELDS = 7
+_INT64 = DTYPES.index("int64")
+
+
+class StagedWork:
+    """A call in progress; see `engine.channel.Pending`."""
+
+    def __init__(
+        self, layout: ChunkLayout, header: HeaderFields, start: AcceleratorEvent, recorded: RecordedWork
+    ) -> None:
+        self.layout: ChunkLayout | None = layout
+        self.header = header
+        self.start = start
+        self.recorded = recorded
+        self.timeout_ns = layout.call.timeout_ns
+        self.chunks: int | None = None  # None until all ranks' sizes are known
+        self.issued = 0
+        self._enqueued = threading.Event()
+        self._outcome: CallOutcome | None = None
+        self._end: AcceleratorEvent | None = None
+
+    def end(self, outcome: CallOutcome | None, end: AcceleratorEvent | None = None) -> None:
+        """Marks the call as failed, or as enqueued as far as `end`."""
+        self._outcome, self._end = outcome, end
+        self._enqueued.set()
+        _core.announce_ending()  # wakes the thread that reports completions
+
+    def is_enqueued(self) -> bool:
+        """Returns whether the call has failed, or all its copies are on the streams."""
+        return self._enqueued.is_set()
+
+    def done(self) -> bool:
+        """Returns whether the call has failed, or its results are on the device."""
+        return self._enqueued.is_set() and (self._end is None or self._end.done())
+
+    def wait(self, timeout_ns: int, /) -> bool:
+        """Waits until all copies are enqueued and makes the current stream wait for them; returns False on time-out."""
+        if not self._enqueued.wait(event_timeout_s(timeout_ns)):
+            return False
+        if self._end is not None:
+            self._end.order()
+        return True
+
+    def outcome(self) -> CallOutcome | None:
+        """Returns why the call failed, or None if it succeeded."""
+        return self._outcome
+
+
+@dataclass
+class _Chunk:
+    """A chunk in progress: after the event `copied`, if there is one, the thread may use its slot."""
+
+    work: StagedWork
+    number: int
+    slot: int
+    copied: AcceleratorEvent | None
+    stamp: int
+
+
+class StagedChannel(EngineChannel):
+    """Runs calls of device tensors over `inner`, in the order in which they are made; any thread may call it.
+
+    Args:
+        inner: a channel of the same ranks for CPU tensors, which this one alone uses and does not close.
+        device: the device of the tensors.
+        recorder: records the calls.
+        rank: the group rank of this process.
+        size: the number of ranks in the group.
+    """
+
+    def __init__(
+        self, inner: EngineChannel, device: torch.device, recorder: GroupRecorder, rank: int, size: int
+    ) -> None:
+        self._inner = inner
+        self._device = device
+        self._recorder = recorder
+        self._rank = rank
+        self._size = size
+        self._to_host = AcceleratorStream(device)
+        self._to_device = AcceleratorStream(device)
+        self._memory: PinnedMemory | None = None
+        self._slot_free: list[AcceleratorEvent | None] = [None] * SLOTS  # behind the copies that read the slot
+        self._next_slot = 0
+        self._sequence = 0
+        self._arrived = threading.Condition()
+        self._works: deque[StagedWork] = deque()  # those that have chunks left to issue
+        self._unfinished: deque[tuple[StagedWork, AcceleratorEvent]] = deque()
+        self._thread: threading.Thread | None = None
+        self._failure: CallOutcome | None = None  # once set, it is permanent
+        self._closed = False
+
+    def run(self, call: CollectiveCall, /) -> CallOutcome | None:
+        """Runs a call, for which the current stream waits; the thread waits until its last copy is enqueued."""
+        work = self._queue(call, is_async=False)
+        work.wait(to_nanoseconds(LONGEST_S))
+        return work.outcome()
+
+    def submit(self, call: CollectiveCall, /) -> StagedWork:
+        """Queues a call behind earlier ones and returns at once.
+
+        Raises:
+            TypeError: the reduction is not defined for the dtype.
+            RuntimeError: the current stream is being captured into a graph.
+        """
+        return self._queue(call, is_async=True)
+
+    def record_as(self, group: int, /) -> None:
+        """Records later calls under the group's serial number."""
+        self._recorder.group = group
+
+    def abort(self) -> None:
+        """Ends current and later calls, on all ranks if the inner channel does so."""
+        self._break(CallFailure(OutcomeCode.ABORTED))
+        self._inner.abort()
+
+    def failure(self) -> int:
+        """Returns the code of the failure that broke the channel, or OK."""
+        return self._inner.failure() if self._failure is None else self._failure.code
+
+    def close(self) -> None:
+        """Ends queued calls and the thread; idempotent. The inner channel must be closed first."""
+        self._break(CallFailure(OutcomeCode.INTERRUPTED))
+        with self._arrived:
+            self._closed = True
+            self._arrived.notify()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _queue(self, call: CollectiveCall, is_async: bool) -> StagedWork:
+        if call.reduce_op != NO_REDUCTION and not _core.reduces(call.dtype, call.reduce_op):
+            raise TypeError(
+                f"{call.operation}: {ReduceOp(call.reduce_op).name} is not defined for torch.{dtype_name(call.dtype)}; "
+                "convert the tensor first"
+            )
+        if is_capturing(self._device):
+            raise RuntimeError(capture_text(str(call.operation), self._device))
+        layout = divide(call, self._rank, self._size, SLOT_BYTES)
+        start = record_current(self._device)
+        with self._arrived:
+            self._sequence += 1
+            header = (self._sequence, call.operation, call.dtype, call.reduce_op, call.root, call.count)
+            work = StagedWork(layout, header, start, self._recorder.call(call, is_async))
+            if self._failure is not None:
+                self._end(work, self._failure)
+                return work
+            self._works.append(work)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="paceline-staged", daemon=True)
+                self._thread.start()
+            self._arrived.notify()
+        return work
+
+    def _run(self) -> None:
+        chunks: deque[_Chunk] = deque()  # of which the copies to the host are enqueued
+        with activated(self._device):
+            while self._await_work(bool(chunks)):
+                try:
+                    if self._failure is None:
+                        self._fill(chunks)
+                        if chunks:
+                            self._advance(chunks.popleft())
+                except Exception as error:  # an error of the device, which nobody else would report
+                    self._break(CallFailure(OutcomeCode.REFUSED, said=str(error)))
+                    self._inner.abort()
+                if self._failure is not None:
+                    self._drop(chunks)
+            self._close_memory()
+
+    def _await_work(self, has_chunks: bool) -> bool:
+        """Waits for a call, and meanwhile retires calls that the device has completed; returns False to end."""
+        while True:
+            self._retire()
+            with self._arrived:
+                if self._closed and not has_chunks and not self._works:
+                    return False
+                if has_chunks or self._works:
+                    return True
+                self._arrived.wait(_RETIRE_S if self._unfinished else None)
+
+    def _fill(self, chunks: deque[_Chunk]) -> None:
+        """Enqueues copies to the host until all slots are in use."""
+        while len(chunks) < SLOTS:
+            with self._arrived:
+                work = self._works[0] if self._works else None
+            if work is None or (work.chunks is not None and work.issued == work.chunks):
+                return
+            layout = work.layout
+            assert layout is not None
+            if work.issued == 0:
+                if layout.call.operation != Operation.ALL_TO_ALL:
+                    work.chunks = layout.chunks_of(layout.longest_nbytes)
+                self._to_host.follow(work.start)
+                self._to_device.follow(work.start)
+            elif work.chunks is None:
+                return  # the other ranks' sizes are known after the first chunk
+            chunks.append(self._issue(work, layout))
+            if work.chunks is not None and work.issued == work.chunks:
+                with self._arrived:
+                    self._works.popleft()
+
+    def _issue(self, work: StagedWork, layout: ChunkLayout) -> _Chunk:
+        """Enqueues the copies of a work's next chunk to the host."""
+        number, slot = work.issued, self._next_slot
+        work.issued += 1
+        self._next_slot = (slot + 1) % SLOTS
+        free = self._slot_free[slot]
+        if free is not None:
+            self._to_host.follow(free)
+        stamp = 0
+        if work.chunks != 1:
+            stamp = begin_event(EventKind.CHUNK, str(layout.call.operation), number, layout.part_nbytes)
+        copies = False
+        with self._to_host.current():
+            for buffer, offset, start, stop in layout.parts(number):
+                if buffer.source is not None and start < stop:
+                    host = self._slot(slot)[offset : offset + stop - start]
+                    copy_to_host(host, buffer.source.part(start, stop))
+                    copies = True
+        return _Chunk(work, number, slot, self._to_host.record() if copies else free, stamp)
+
+    def _advance(self, chunk: _Chunk) -> None:
+        """Makes the call of a chunk when its data has arrived, and enqueues the copies back to the device."""
+        work, layout = chunk.work, chunk.work.layout
+        if work.is_enqueued() or layout is None:  # an earlier chunk failed
+            return
+        if chunk.number == 0:
+            work.recorded.start()
+        outcome = self._await_device(chunk)
+        if outcome is None and chunk.number == 0 and work.chunks != 1:
+            outcome = self._agree(work, layout)
+        if outcome is None:
+            address = self._slot(chunk.slot).data_ptr()
+            outcome = self._inner.run(layout.chunk_call(chunk.number, address, work.timeout_ns))
+            if outcome is not None:
+                outcome = self._explained(work, layout, chunk.number, outcome)
+        if outcome is not None:
+            self._fail(work, outcome)
+            return
+        with self._to_device.current():
+            for buffer, offset, start, stop in layout.parts(chunk.number):
+                if buffer.target is not None and start < stop:
+                    host = self._slot(chunk.slot)[offset : offset + stop - start]
+                    copy_to_device(buffer.target.part(start, stop), host)
+        event = self._slot_free[chunk.slot] = self._to_device.record()
+        if chunk.stamp:
+            _core.record_end(chunk.stamp)
+        if chunk.number + 1 == work.chunks:
+            self._unfinished.append((work, event))
+            work.end(None, event)
+
+    def _await_device(self, chunk: _Chunk) -> CallOutcome | None:
+        """Waits until the device has copied the chunk; returns the failure if the call is over before."""
+        event = chunk.copied
+        if event is None:
+            return self._failure
+        started_ns = time.monotonic_ns()
+        pause_s, asked = _FIRST_PAUSE_S, 0
+        while not event.done():
+            asked += 1
+            if self._failure is not None:
+                return self._failure
+            if asked < _SPINS:
+                continue
+            waited_ns = time.monotonic_ns() - started_ns
+            if waited_ns > chunk.work.timeout_ns:
+                failure = CallFailure(OutcomeCode.TIMED_OUT, missing=[self._rank], came=True, waited_ns=waited_ns)
+                self._break(failure)
+                return failure
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return self._failure
+
+    def _agree(self, work: StagedWork, layout: ChunkLayout) -> CallOutcome | None:
+        """Compares the ranks' calls before the first of several chunks, and finds the number of chunks."""
+        headers = self._exchange(work, layout)
+        if not isinstance(headers, list):
+            return headers
+        if any(_differ(header, headers[self._rank]) for header in headers):
+            return _mismatch(headers)
+        if work.chunks is None:
+            work.chunks = layout.chunks_of(max(header[-1] for header in headers))
+            if work.chunks == 1:
+                with self._arrived:
+                    self._works.popleft()
+        return None
+
+    def _explained(self, work: StagedWork, layout: ChunkLayout, chunk: int, outcome: CallOutcome) -> CallOutcome:
+        """Returns the outcome of a chunk's call as the outcome of the whole call."""
+        if outcome.code == OutcomeCode.MISMATCH and outcome.split_from >= 0:
+            before = chunk * layout.part_nbytes
+            return _copied(
+                outcome, split_sent=before + outcome.split_sent, split_expected=before + outcome.split_expected
+            )
+        if outcome.code == OutcomeCode.MISMATCH and self._inner.failure() == OutcomeCode.OK:
+            # All ranks have the same outcome here. Some may have begun a call of several chunks.
+            headers = self._exchange(work, layout)
+            if isinstance(headers, list):
+                return _mismatch(headers)
+        # The other ranks' latest calls are those of chunks, which mean nothing to the program.
+        return outcome if outcome.code == OutcomeCode.MISMATCH else _copied(outcome, calls=(), algorithms=())
+
+    def _exchange(self, work: StagedWork, layout: ChunkLayout) -> list[list[int]] | CallOutcome:
+        """Returns the ranks' headers, each with the length of the rank's longest buffer."""
+        mine = torch.tensor([*work.header, layout.longest_nbytes], dtype=torch.int64, device="cpu")
+        everyones = torch.empty(self._size, _HEADER_FIELDS, dtype=torch.int64, device="cpu")
+        outputs = [[row.data_ptr(), row.nbytes] for row in everyones]
+        outcome = self._inner.run(
+            CollectiveCall(
+                Operation.ALL_GATHER,
+                _INT64,
+                NO_REDUCTION,
+                -1,
+                _HEADER_FIELDS,
+                work.timeout_ns,
+                [[mine.data_ptr(), mine.nbytes]],
+                outputs,
+            )
+        )
+        headers: list[list[int]] = everyones.tolist()
+        return headers if outcome is None else self._explained_exchange(work, layout, outcome)
+
+    def _explained_exchange(
+        self, work: StagedWork, layout: ChunkLayout, outcome: CallOutcome
+    ) -> list[list[int]] | CallOutcome:
+        if outcome.code == OutcomeCode.MISMATCH and self._inner.failure() == OutcomeCode.OK:
+            return self._exchange(work, layout)  # another rank had called an operation of one chunk
+        return _copied(outcome, calls=(), algorithms=())
+
+    def _fail(self, work: StagedWork, outcome: CallOutcome) -> None:
+        """Ends a work whose other chunks are dropped, and the later ones if the channel is broken."""
+        with self._arrived:
+            if self._works and self._works[0] is work:
+                self._works.popleft()
+        self._end(work, outcome)
+        if self._inner.failure() != OutcomeCode.OK:
+            self._break(outcome)
+
+    def _break(self, failure: CallOutcome) -> None:
+        with self._arrived:
+            if self._failure is None:
+                self._failure = failure
+
+    def _drop(self, chunks: deque[_Chunk]) -> None:
+        """Ends all calls with the channel's failure."""
+        with self._arrived:
+            works = [*(chunk.work for chunk in chunks), *self._works]
+            self._works.clear()
+        chunks.clear()
+        assert self._failure is not None
+        for work in works:
+            if not work.is_enqueued():
+                self._end(work, self._failure)
+
+    def _end(self, work: StagedWork, outcome: CallOutcome) -> None:
+        work.recorded.end(outcome.code)
+        work.end(outcome)
+        work.layout = None
+
+    def _retire(self) -> None:
+        """Releases the tensors of the calls that the device has completed."""
+        while self._unfinished and self._unfinished[0][1].done():
+            work, _ = self._unfinished.popleft()
+            work.recorded.end(OutcomeCode.OK)
+            work.layout = None
+            _core.announce_ending()
+
+    def _slot(self, slot: int) -> torch.Tensor:
+        if self._memory is None:
+            is_shared = isinstance(self._inner, _core.HostGroup)
+            self._memory = PinnedMemory(SLOTS * SLOT_BYTES, self._device, is_shared)
+        return self._memory.bytes[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
+
+    def _close_memory(self) -> None:
+        self._to_host.synchronize()
+        self._to_device.synchronize()
+        self._retire()
+        if self._memory is not None:
+            self._memory.close()
+
+
+def _differ(header: Sequence[int], mine: Sequence[int]) -> bool:
+    """Returns whether two ranks' calls do not fit; the lengths in an all_to_all may differ."""
+    return list(header[:-1]) != list(mine[:-1])
+
+
+def _mismatch(headers: Sequence[Sequence[int]]) -> CallFailure:
+    calls = [(row[0], row[1], row[2], row[3], row[4], row[5]) for row in headers]
+    return CallFailure(OutcomeCode.MISMATCH, calls=calls, algorithms=[0] * len(calls))
+
+
+_FIELDS = (
+    *("missing", "gone", "left", "cause", "cause_left", "reporter", "waited_ns", "step", "split_from", "split_to"),
+    *("split_sent", "split_expected", "calls", "algorithms", "came", "waiting", "held_by", "cause_hung"),
+)
+
+
+def _copied(outcome: CallOutcome, **changes: object) -> CallFailure:
+    """Returns a copy of an outcome with other values in some fields."""
+    if not isinstance(outcome, CallFailure):
+        fields = {name: getattr(outcome, name) for name in _FIELDS}
+        outcome = CallFailure(OutcomeCode(outcome.code), **fields)
+    return replace(outcome, **changes)  # type: ignore[arg-type]

@@ -1,0 +1,130 @@
+"""`ChunkLayout`: the division of a call's tensors into chunks that fit in a slot of host memory.
+
+All buffers of a call are cut at the same positions, so that each chunk is itself a call of the same operation. The
+division depends only on the operation, the number of ranks and the sizes, and is therefore the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline.comm.engine.channel import CollectiveCall, DevicePieces, Pieces
+from paceline.comm.engine.codes import ITEM_SIZES
+from paceline.comm.schedule.steps import Operation
+
+ALIGNMENT = 64  # bytes: a cache line, and a multiple of the size of every dtype
+
+
+@dataclass(frozen=True)
+class StagedBuffer:
+    """One buffer of a call, which occupies the same part of every chunk's slot.
+
+    Attributes:
+        nbytes: the length of the whole buffer.
+        source: the device memory that is copied to the slot before the chunk's call, or None.
+        target: the device memory to which the slot is copied after the call, or None.
+    """
+
+    nbytes: int
+    source: DeviceBytes | None
+    target: DeviceBytes | None
+
+
+class DeviceBytes:
+    """The memory of dense tensors on one device as one sequence of bytes.
+
+    Args:
+        pieces: the tensors, which must be dense, and which this object keeps alive.
+    """
+
+    def __init__(self, pieces: Pieces) -> None:
+        assert isinstance(pieces, DevicePieces), "calls on a device carry their tensors"
+        self._views = [_as_bytes(tensor) for tensor in pieces.tensors if tensor.numel()]
+        self.nbytes = sum(view.numel() for view in self._views)
+
+    def part(self, start: int, stop: int) -> list[torch.Tensor]:
+        """Returns views of the bytes from `start` up to, but not including, `stop`."""
+        found: list[torch.Tensor] = []
+        begin = 0
+        for view in self._views:
+            end = begin + view.numel()
+            if begin < stop and start < end:
+                found.append(view[max(start - begin, 0) : min(stop, end) - begin])
+            begin = end
+        return found
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """A call's buffers and their division.
+
+    Attributes:
+        call: the call, whose tensors are on the device.
+        inputs, outputs: the buffers for the entries of the call's inputs and outputs; an all_reduce has one output.
+        part_nbytes: the number of bytes of one buffer in a chunk.
+    """
+
+    call: CollectiveCall
+    inputs: Sequence[StagedBuffer]
+    outputs: Sequence[StagedBuffer]
+    part_nbytes: int
+
+    @property
+    def longest_nbytes(self) -> int:
+        """The length of the longest buffer, which this rank's number of chunks depends on."""
+        return max((buffer.nbytes for buffer in (*self.inputs, *self.outputs)), default=0)
+
+    def chunks_of(self, nbytes: int) -> int:
+        """Returns the number of chunks of a buffer of `nbytes`; an empty one has a chunk too, as the call is made."""
+        return max(1, -(-nbytes // self.part_nbytes))
+
+    def parts(self, chunk: int) -> Iterator[tuple[StagedBuffer, int, int, int]]:
+        """Yields each buffer with the chunk's offset in the slot, and its start and stop in the buffer, in bytes."""
+        for place, buffer in enumerate((*self.inputs, *self.outputs)):
+            start = min(chunk * self.part_nbytes, buffer.nbytes)
+            yield buffer, place * self.part_nbytes, start, min(start + self.part_nbytes, buffer.nbytes)
+
+    def chunk_call(self, chunk: int, address: int, timeout_ns: int) -> CollectiveCall:
+        """Returns the call of a chunk whose slot of host memory is at `address`."""
+        pieces = [[address + offset, stop - start] for _, offset, start, stop in self.parts(chunk)]
+        call = self.call
+        operation, count = call.operation, 0
+        if operation not in (Operation.ALL_TO_ALL, Operation.BARRIER):
+            count = pieces[0][1] // ITEM_SIZES[call.dtype]
+        inputs, outputs = pieces[: len(self.inputs)], pieces[len(self.inputs) :]
+        return CollectiveCall(operation, call.dtype, call.reduce_op, call.root, count, timeout_ns, inputs, outputs)
+
+
+def divide(call: CollectiveCall, rank: int, size: int, slot_nbytes: int) -> ChunkLayout:
+    """Returns the layout of a call.
+
+    Args:
+        call: the call; entries of its inputs and outputs are `DevicePieces`.
+        rank: the group rank of this process.
+        size: the number of ranks in the group.
+        slot_nbytes: the size of a slot, which must have room for `ALIGNMENT` bytes of every buffer on every rank.
+    """
+    operation = call.operation
+    inputs, outputs = [DeviceBytes(pieces) for pieces in call.inputs], [DeviceBytes(pieces) for pieces in call.outputs]
+    # The number of buffers on the rank that has most of them: the parts must be equal on all ranks.
+    most = 1
+    read: list[StagedBuffer] = []
+    if operation in (Operation.ALL_REDUCE, Operation.BROADCAST, Operation.REDUCE):
+        source, target = (inputs or outputs)[0], outputs[0]
+        reads = operation != Operation.BROADCAST or rank == call.root
+        writes = operation == Operation.ALL_REDUCE or (rank == call.root) == (operation == Operation.REDUCE)
+        written = [StagedBuffer(target.nbytes, source if reads else None, target if writes else None)]
+    else:
+        if operation != Operation.BARRIER:
+            most = 2 * size if operation == Operation.ALL_TO_ALL else size + 1
+        read = [StagedBuffer(buffer.nbytes, buffer, None) for buffer in inputs]
+        written = [StagedBuffer(buffer.nbytes, None, buffer) for buffer in outputs]
+    return ChunkLayout(call, read, written, slot_nbytes // most // ALIGNMENT * ALIGNMENT)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the values of a dense tensor in their order in memory, as bytes."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

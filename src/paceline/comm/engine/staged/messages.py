@@ -1,0 +1,295 @@
+"""`StagedMessages`: messages of tensors on an accelerator, each of which travels through a host buffer of its size.
+
+A receive begins at once, and its copy to the device is enqueued when the program waits for it or asks whether it is
+complete. A send begins when its copy to the host is complete, on the thread that waits for it or, if it runs in the
+background, on a thread of the group. Sends begin in the order in which they were made.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from paceline.comm.engine.adapters.device_streams import (
+    AcceleratorEvent,
+    AcceleratorStream,
+    activated,
+    is_capturing,
+    record_current,
+)
+from paceline.comm.engine.adapters.group_recorder import GroupRecorder, RecordedWork
+from paceline.comm.engine.channel import CallOutcome, Messages, PendingMessage, Pieces
+from paceline.comm.engine.failures import CallFailure, OutcomeCode
+from paceline.comm.engine.staged.chunk_layout import DeviceBytes
+from paceline.comm.engine.staged.pinned_memory import copy_to_device, copy_to_host, pinned_bytes
+
+_PAUSE_S = 50e-6
+
+
+class StagedSend:
+    """A send in progress; see `engine.channel.PendingMessage`.
+
+    Args:
+        copied: the event behind the copy to host memory.
+        start: a function that begins the message of the host memory.
+        advance: a function that begins the group's sends whose turn it is.
+        rank: the group rank of this process.
+        timeout_ns: the time that the copy may take, and after it the message.
+        recorded: the message in the recording.
+    """
+
+    def __init__(
+        self,
+        copied: AcceleratorEvent,
+        start: Callable[[], PendingMessage],
+        advance: Callable[[], None],
+        rank: int,
+        timeout_ns: int,
+        recorded: RecordedWork,
+    ) -> None:
+        self._copied = copied
+        self._start: Callable[[], PendingMessage] | None = start
+        self._advance = advance
+        self._rank = rank
+        self._timeout_ns = timeout_ns
+        self._recorded: RecordedWork | None = recorded
+        self._created_ns = time.monotonic_ns()
+        self._message: PendingMessage | None = None
+        self._failure: CallOutcome | None = None
+
+    def begin(self) -> bool:
+        """Begins the message if it is copied, fails it if the copy is late; returns whether either has happened."""
+        if self._message is None and self._failure is None:
+            if self._copied.done():
+                assert self._start is not None
+                self._message, self._start = self._start(), None
+            elif time.monotonic_ns() - self._created_ns > self._timeout_ns:
+                late_ns = self._timeout_ns
+                self.fail(CallFailure(OutcomeCode.TIMED_OUT, missing=[self._rank], came=True, waited_ns=late_ns))
+        return self._message is not None or self._failure is not None
+
+    def fail(self, failure: CallOutcome) -> None:
+        """Fails a message that has not begun."""
+        self._failure, self._start = failure, None
+
+    def done(self) -> bool:
+        """Returns whether the message is complete, successfully or not."""
+        self._advance()
+        is_over = self._failure is not None or (self._message is not None and self._message.done())
+        if is_over:
+            self._end()
+        return is_over
+
+    def wait(self, timeout_ns: int, /) -> bool:
+        """Waits until the message is complete; returns False on time-out."""
+        deadline_ns = time.monotonic_ns() + timeout_ns
+        while self._message is None and self._failure is None:
+            self._advance()
+            if self._message is None and self._failure is None:
+                if time.monotonic_ns() > deadline_ns:
+                    return False
+                time.sleep(_PAUSE_S)
+        if self._message is not None and not self._message.wait(max(0, deadline_ns - time.monotonic_ns())):
+            return False
+        self._end()
+        return True
+
+    def outcome(self) -> CallOutcome | None:
+        """Returns why the message failed, or None if it succeeded."""
+        return self._failure if self._message is None else self._message.outcome()
+
+    def source(self) -> int:
+        """Returns -1, since the message is no receive."""
+        return -1
+
+    def _end(self) -> None:
+        recorded, self._recorded = self._recorded, None
+        if recorded is not None:
+            recorded.end(_code(self.outcome()))
+
+
+class StagedReceive:
+    """A receive in progress; see `engine.channel.PendingMessage`.
+
+    Args:
+        message: the receive into `host`.
+        host: the message's host memory.
+        target: the memory on the device.
+        stream: the stream for copies to the device.
+        start: the event behind the program's earlier work on the memory.
+        recorded: the message in the recording.
+    """
+
+    def __init__(
+        self,
+        message: PendingMessage,
+        host: torch.Tensor,
+        target: DeviceBytes,
+        stream: AcceleratorStream,
+        start: AcceleratorEvent,
+        recorded: RecordedWork,
+    ) -> None:
+        self._message = message
+        self._host = host
+        self._target = target
+        self._stream = stream
+        self._start = start
+        self._recorded = recorded
+        self._lock = threading.Lock()
+        self._copied: AcceleratorEvent | None = None
+
+    def done(self) -> bool:
+        """Returns whether the message has failed, or its values are on the device."""
+        if not self._message.done():
+            return False
+        copied = self._copy()
+        return copied is None or copied.done()
+
+    def wait(self, timeout_ns: int, /) -> bool:
+        """Waits for the message and makes the current stream wait for its copy; returns False on time-out."""
+        if not self._message.wait(timeout_ns):
+            return False
+        copied = self._copy()
+        if copied is not None:
+            copied.order()
+        return True
+
+    def outcome(self) -> CallOutcome | None:
+        """Returns why the message failed, or None if it succeeded."""
+        return self._message.outcome()
+
+    def source(self) -> int:
+        """Returns the group rank of the sender, or -1 while it is unknown."""
+        return self._message.source()
+
+    def is_copied(self) -> bool:
+        """Returns whether the copy to the device is complete, or needs no memory because it was not enqueued yet."""
+        return self._copied is None or self._copied.done()
+
+    def _copy(self) -> AcceleratorEvent | None:
+        """Enqueues the copy to the device once; returns the event behind it, or None if the message failed."""
+        with self._lock:
+            if self._copied is None:
+                failure = self._message.outcome()
+                self._recorded.end_from(self._message.source(), _code(failure))
+                if failure is not None:
+                    return None
+                self._stream.follow(self._start)
+                with self._stream.current():
+                    copy_to_device(self._target.part(0, self._target.nbytes), self._host)
+                self._copied = self._stream.record()
+        return self._copied
+
+
+class StagedMessages(Messages):
+    """Messages of a group's device tensors over `inner`; see `engine.channel.Messages`.
+
+    Args:
+        inner: the messages of the same ranks for CPU tensors, which this object alone uses and does not close.
+        device: the device of the tensors.
+        recorder: records the messages.
+        rank: the group rank of this process.
+    """
+
+    def __init__(self, inner: Messages, device: torch.device, recorder: GroupRecorder, rank: int) -> None:
+        self._inner = inner
+        self._device = device
+        self._recorder = recorder
+        self._rank = rank
+        self._to_host = AcceleratorStream(device)
+        self._to_device = AcceleratorStream(device)
+        self._waiting: deque[StagedSend] = deque()
+        self._turn = threading.Lock()  # held while sends begin, so that they begin in their order
+        self._arrived = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._receives: list[StagedReceive] = []  # keeps memory that the device may still write to
+        self._failure: CallOutcome | None = None
+
+    def record_messages_as(self, group: int, /) -> None:
+        """Records later messages under the group's serial number."""
+        self._recorder.group = group
+
+    def send(self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool, /) -> StagedSend:
+        """Starts a send to a group rank."""
+        self._require_no_capture("send")
+        recorded = self._recorder.send(peer, tag, dtype, tensor)
+        source = DeviceBytes(tensor)
+        host = pinned_bytes(source.nbytes, self._device)
+        self._to_host.follow()
+        with self._to_host.current():
+            copy_to_host(host, source.part(0, source.nbytes))
+
+        def start() -> PendingMessage:
+            return self._inner.send(peer, tag, dtype, [host.data_ptr(), host.nbytes], timeout_ns, background)
+
+        send = StagedSend(self._to_host.record(), start, self._advance, self._rank, timeout_ns, recorded)
+        if self._failure is not None:
+            send.fail(self._failure)
+            return send
+        self._waiting.append(send)
+        if background:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._send_in_turn, name="paceline-staged-sends", daemon=True)
+                self._thread.start()
+            self._arrived.set()
+        return send
+
+    def receive(
+        self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool, /
+    ) -> StagedReceive:
+        """Starts a receive from a group rank, or from any rank if `peer` is -1."""
+        self._require_no_capture("recv")
+        recorded = self._recorder.receive(peer, tag, dtype, tensor)
+        target = DeviceBytes(tensor)
+        host = pinned_bytes(target.nbytes, self._device)
+        start = record_current(self._device)
+        message = self._inner.receive(peer, tag, dtype, [host.data_ptr(), host.nbytes], timeout_ns, background)
+        receive = StagedReceive(message, host, target, self._to_device, start, recorded)
+        self._receives = [*(earlier for earlier in self._receives if not earlier.is_copied()), receive]
+        return receive
+
+    def close(self, failure: CallOutcome) -> None:
+        """Fails the sends that have not begun, and all later messages; idempotent."""
+        with self._turn:
+            self._failure = failure if self._failure is None else self._failure
+            while self._waiting:
+                self._waiting.popleft().fail(self._failure)
+        self._arrived.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _advance(self) -> None:
+        """Begins the sends whose copies are complete, in their order."""
+        with self._turn:
+            while self._waiting and self._waiting[0].begin():
+                self._waiting.popleft()
+
+    def _send_in_turn(self) -> None:
+        with activated(self._device):
+            while self._failure is None:
+                self._advance()
+                if self._waiting:
+                    time.sleep(_PAUSE_S)
+                else:
+                    self._arrived.wait()
+                    self._arrived.clear()
+
+    def _require_no_capture(self, call: str) -> None:
+        if is_capturing(self._device):
+            raise RuntimeError(capture_text(call, self._device))
+
+
+def capture_text(call: str, device: torch.device) -> str:
+    """Returns the message of the error that a call raises while a graph is captured."""
+    return (
+        f"{call} of tensors on {device} is called while a graph is captured, and these tensors travel through host "
+        "memory, which a graph cannot repeat; call it outside of the graph, or use backend='nccl'"
+    )
+
+
+def _code(outcome: CallOutcome | None) -> int:
+    return OutcomeCode.OK if outcome is None else outcome.code
