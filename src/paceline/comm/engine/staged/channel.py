@@ -31,7 +31,7 @@ from paceline.comm.engine.adapters.group_recorder import GroupRecorder, Recorded
 from paceline.comm.engine.channel import CallOutcome, CollectiveCall, EngineChannel, HeaderFields
 from paceline.comm.engine.codes import NO_REDUCTION, ReduceOp, dtype_name
 from paceline.comm.engine.failures import CallFailure, OutcomeCode
-from paceline.comm.engine.staged.chunk_layout import ChunkLayout, divide
+from paceline.comm.engine.staged.layout import StagedLayout, divide
 from paceline.comm.engine.staged.messages import capture_text
 from paceline.comm.engine.staged.pinned_memory import PinnedMemory, copy_to_device, copy_to_host
 from paceline.comm.record.layout import DTYPES, EventKind
@@ -56,9 +56,9 @@ class StagedWork:
     """A call in progress; see `engine.channel.Pending`."""
 
     def __init__(
-        self, layout: ChunkLayout, header: HeaderFields, start: AcceleratorEvent, recorded: RecordedWork
+        self, layout: StagedLayout, header: HeaderFields, start: AcceleratorEvent, recorded: RecordedWork
     ) -> None:
-        self.layout: ChunkLayout | None = layout
+        self.layout: StagedLayout | None = layout
         self.header = header
         self.start = start
         self.recorded = recorded
@@ -249,7 +249,7 @@ class StagedChannel(EngineChannel):
                 with self._arrived:
                     self._works.popleft()
 
-    def _issue(self, work: StagedWork, layout: ChunkLayout) -> _Chunk:
+    def _issue(self, work: StagedWork, layout: StagedLayout) -> _Chunk:
         """Enqueues the copies of a work's next chunk to the host."""
         number, slot = work.issued, self._next_slot
         work.issued += 1
@@ -321,7 +321,7 @@ class StagedChannel(EngineChannel):
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         return self._failure
 
-    def _agree(self, work: StagedWork, layout: ChunkLayout) -> CallOutcome | None:
+    def _agree(self, work: StagedWork, layout: StagedLayout) -> CallOutcome | None:
         """Compares the ranks' calls before the first of several chunks, and finds the number of chunks."""
         headers = self._exchange(work, layout)
         if not isinstance(headers, list):
@@ -335,7 +335,7 @@ class StagedChannel(EngineChannel):
                     self._works.popleft()
         return None
 
-    def _explained(self, work: StagedWork, layout: ChunkLayout, chunk: int, outcome: CallOutcome) -> CallOutcome:
+    def _explained(self, work: StagedWork, layout: StagedLayout, chunk: int, outcome: CallOutcome) -> CallOutcome:
         """Returns the outcome of a chunk's call as the outcome of the whole call."""
         if outcome.code == OutcomeCode.MISMATCH and outcome.split_from >= 0:
             before = chunk * layout.part_nbytes
@@ -350,7 +350,7 @@ class StagedChannel(EngineChannel):
         # The other ranks' latest calls are those of chunks, which mean nothing to the program.
         return outcome if outcome.code == OutcomeCode.MISMATCH else _copied(outcome, calls=(), algorithms=())
 
-    def _exchange(self, work: StagedWork, layout: ChunkLayout) -> list[list[int]] | CallOutcome:
+    def _exchange(self, work: StagedWork, layout: StagedLayout) -> list[list[int]] | CallOutcome:
         """Returns the ranks' headers, each with the length of the rank's longest buffer."""
         mine = torch.tensor([*work.header, layout.longest_nbytes], dtype=torch.int64, device="cpu")
         everyones = torch.empty(self._size, _HEADER_FIELDS, dtype=torch.int64, device="cpu")
@@ -371,7 +371,7 @@ class StagedChannel(EngineChannel):
         return headers if outcome is None else self._explained_exchange(work, layout, outcome)
 
     def _explained_exchange(
-        self, work: StagedWork, layout: ChunkLayout, outcome: CallOutcome
+        self, work: StagedWork, layout: StagedLayout, outcome: CallOutcome
     ) -> list[list[int]] | CallOutcome:
         if outcome.code == OutcomeCode.MISMATCH and self._inner.failure() == OutcomeCode.OK:
             return self._exchange(work, layout)  # another rank had called an operation of one chunk

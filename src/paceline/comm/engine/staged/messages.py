@@ -24,13 +24,13 @@ from paceline.comm.engine.adapters.device_streams import (
 from paceline.comm.engine.adapters.group_recorder import GroupRecorder, RecordedWork
 from paceline.comm.engine.channel import CallOutcome, Messages, PendingMessage, Pieces
 from paceline.comm.engine.failures import CallFailure, OutcomeCode
-from paceline.comm.engine.staged.chunk_layout import DeviceBytes
+from paceline.comm.engine.staged.layout import DeviceBytes
 from paceline.comm.engine.staged.pinned_memory import copy_to_device, copy_to_host, pinned_bytes
 
 _PAUSE_S = 50e-6
 
 
-class StagedSend:
+class OutgoingDeviceMessage:
     """A send in progress; see `engine.channel.PendingMessage`.
 
     Args:
@@ -112,7 +112,7 @@ class StagedSend:
             recorded.end(_code(self.outcome()))
 
 
-class StagedReceive:
+class IncomingDeviceMessage:
     """A receive in progress; see `engine.channel.PendingMessage`.
 
     Args:
@@ -202,18 +202,20 @@ class StagedMessages(Messages):
         self._rank = rank
         self._to_host = AcceleratorStream(device)
         self._to_device = AcceleratorStream(device)
-        self._waiting: deque[StagedSend] = deque()
+        self._waiting: deque[OutgoingDeviceMessage] = deque()
         self._turn = threading.Lock()  # held while sends begin, so that they begin in their order
         self._arrived = threading.Event()
         self._thread: threading.Thread | None = None
-        self._receives: list[StagedReceive] = []  # keeps memory that the device may still write to
+        self._receives: list[IncomingDeviceMessage] = []  # keeps memory that the device may still write to
         self._failure: CallOutcome | None = None
 
     def record_messages_as(self, group: int, /) -> None:
         """Records later messages under the group's serial number."""
         self._recorder.group = group
 
-    def send(self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool, /) -> StagedSend:
+    def send(
+        self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool, /
+    ) -> OutgoingDeviceMessage:
         """Starts a send to a group rank."""
         self._require_no_capture("send")
         recorded = self._recorder.send(peer, tag, dtype, tensor)
@@ -226,7 +228,7 @@ class StagedMessages(Messages):
         def start() -> PendingMessage:
             return self._inner.send(peer, tag, dtype, [host.data_ptr(), host.nbytes], timeout_ns, background)
 
-        send = StagedSend(self._to_host.record(), start, self._advance, self._rank, timeout_ns, recorded)
+        send = OutgoingDeviceMessage(self._to_host.record(), start, self._advance, self._rank, timeout_ns, recorded)
         if self._failure is not None:
             send.fail(self._failure)
             return send
@@ -240,7 +242,7 @@ class StagedMessages(Messages):
 
     def receive(
         self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool, /
-    ) -> StagedReceive:
+    ) -> IncomingDeviceMessage:
         """Starts a receive from a group rank, or from any rank if `peer` is -1."""
         self._require_no_capture("recv")
         recorded = self._recorder.receive(peer, tag, dtype, tensor)
@@ -248,7 +250,7 @@ class StagedMessages(Messages):
         host = pinned_bytes(target.nbytes, self._device)
         start = record_current(self._device)
         message = self._inner.receive(peer, tag, dtype, [host.data_ptr(), host.nbytes], timeout_ns, background)
-        receive = StagedReceive(message, host, target, self._to_device, start, recorded)
+        receive = IncomingDeviceMessage(message, host, target, self._to_device, start, recorded)
         self._receives = [*(earlier for earlier in self._receives if not earlier.is_copied()), receive]
         return receive
 

@@ -1,4 +1,4 @@
-"""`ChunkLayout`: the division of a call's tensors into chunks that fit in a slot of host memory.
+"""`StagedLayout`: the division of a call's tensors into chunks that fit in a slot of host memory.
 
 All buffers of a call are cut at the same positions, so that each chunk is itself a call of the same operation. The
 division depends only on the operation, the number of ranks and the sizes, and is therefore the same on all ranks.
@@ -58,7 +58,7 @@ class DeviceBytes:
 
 
 @dataclass(frozen=True)
-class ChunkLayout:
+class StagedLayout:
     """A call's buffers and their division.
 
     Attributes:
@@ -98,7 +98,7 @@ class ChunkLayout:
         return CollectiveCall(operation, call.dtype, call.reduce_op, call.root, count, timeout_ns, inputs, outputs)
 
 
-def divide(call: CollectiveCall, rank: int, size: int, slot_nbytes: int) -> ChunkLayout:
+def divide(call: CollectiveCall, rank: int, size: int, slot_nbytes: int) -> StagedLayout:
     """Returns the layout of a call.
 
     Args:
@@ -122,7 +122,7 @@ def divide(call: CollectiveCall, rank: int, size: int, slot_nbytes: int) -> Chun
             most = 2 * size if operation == Operation.ALL_TO_ALL else size + 1
         read = [StagedBuffer(buffer.nbytes, buffer, None) for buffer in inputs]
         written = [StagedBuffer(buffer.nbytes, None, buffer) for buffer in outputs]
-    return ChunkLayout(call, read, written, slot_nbytes // most // ALIGNMENT * ALIGNMENT)
+    return StagedLayout(call, read, written, slot_nbytes // most // ALIGNMENT * ALIGNMENT)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
