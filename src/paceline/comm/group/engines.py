@@ -21,7 +21,7 @@ from paceline.comm.engine.api import Engine, EngineContext, OpenGroup
 from paceline.comm.engine.failures import OutcomeCode, RankIdentity
 from paceline.comm.engine.native.engine import NativeEngine
 from paceline.comm.engine.registry import BackendChoice, engines_for
-from paceline.comm.engine.staged.group import StagedGroup, announce_once
+from paceline.comm.engine.staged.channel import StagedGroup, announce_once
 from paceline.comm.engine.two_level import open_two_levels
 from paceline.comm.one_port.dialer import chosen_port
 from paceline.comm.record.recorder import close_group

@@ -1,4 +1,4 @@
-"""`StagedChannel`: a group's collectives of tensors on an accelerator, run by a channel for CPU tensors.
+"""`StagedGroup`: a group for tensors on an accelerator, which uses a group for CPU tensors, and its `StagedChannel`.
 
 A thread of the channel divides each call into chunks. A chunk passes through three stages: one stream copies it to host
 memory, the thread makes its call there, and another stream copies it back. While the thread is in the call of one
@@ -11,6 +11,7 @@ because a stream cannot wait for an event that does not exist yet.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import deque
@@ -26,20 +27,21 @@ from paceline.comm.engine.adapters.device_streams import (
     activated,
     is_capturing,
     record_current,
+    with_index,
 )
 from paceline.comm.engine.adapters.group_recorder import GroupRecorder, RecordedWork
+from paceline.comm.engine.api import OpenGroup
 from paceline.comm.engine.channel import CallOutcome, CollectiveCall, EngineChannel, HeaderFields
 from paceline.comm.engine.codes import NO_REDUCTION, ReduceOp, dtype_name
-from paceline.comm.engine.failures import CallFailure, OutcomeCode
-from paceline.comm.engine.staged.layout import StagedLayout, divide
-from paceline.comm.engine.staged.messages import capture_text
-from paceline.comm.engine.staged.pinned_memory import PinnedMemory, copy_to_device, copy_to_host
+from paceline.comm.engine.failures import CallFailure, OutcomeCode, RankIdentity
+from paceline.comm.engine.staged.memory import PinnedMemory, StagedLayout, copy_to_device, copy_to_host, divide
+from paceline.comm.engine.staged.messages import StagedMessages, capture_text
 from paceline.comm.record.layout import DTYPES, EventKind
 from paceline.comm.record.spans import begin_event
 from paceline.comm.schedule.steps import Operation
 from paceline.durations import LONGEST_S, event_timeout_s, to_nanoseconds
 
-SLOT_BYTES = 4 << 20
+SLOT_BYTES = 8 << 20
 """The size of a slot, which holds one chunk. Smaller chunks overlap better, and larger ones need fewer calls."""
 
 SLOTS = 4
@@ -451,3 +453,58 @@ def _copied(outcome: CallOutcome, **changes: object) -> CallFailure:
         fields = {name: getattr(outcome, name) for name in _FIELDS}
         outcome = CallFailure(OutcomeCode(outcome.code), **fields)
     return replace(outcome, **changes)  # type: ignore[arg-type]
+
+
+_announced = False  # whether this process has printed how tensors travel
+
+
+class StagedGroup:
+    """A group on a device; see `engine.api.OpenGroup`.
+
+    Args:
+        inner: the group of the same ranks for CPU tensors, which this one closes.
+        device: the device of the tensors.
+        members: the members, by group rank.
+        group_rank: the group rank of this process.
+    """
+
+    def __init__(
+        self, inner: OpenGroup, device: torch.device, members: Sequence[RankIdentity], group_rank: int
+    ) -> None:
+        device = with_index(device)
+        self.inner = inner
+        self._recorder = GroupRecorder(members, group_rank)
+        self.channel = StagedChannel(inner.channel, device, self._recorder, group_rank, len(members))
+        self.messages = StagedMessages(inner.messages, device, self._recorder, group_rank)
+
+    def record_as(self, group: int) -> None:
+        """Records calls and messages, but not those of chunks; see `engine.channel.EngineChannel`."""
+        self._recorder.group = group
+
+    def abort(self) -> None:
+        """Ends calls and messages, on all ranks if the inner group does so."""
+        self.channel.abort()
+        self.inner.abort()
+        self.messages.close(CallFailure(OutcomeCode.ABORTED))
+
+    def failure(self) -> int:
+        """Returns the code of a failure of calls or messages, or OK."""
+        return self.channel.failure() or self.inner.failure()
+
+    def close(self) -> None:
+        """Closes the group; idempotent. Copies that are enqueued are completed first."""
+        self.inner.close()
+        self.channel.close()
+        self.messages.close(CallFailure(OutcomeCode.INTERRUPTED))
+
+
+def announce_once(device: torch.device, backend: str, rank: int) -> None:
+    """Prints, once a process and on rank 0, that tensors on the device travel through host memory."""
+    global _announced
+    if _announced or rank != 0:
+        return
+    _announced = True
+    faster = "; backend='nccl' is faster where NCCL works" if device.type == "cuda" else ""
+    sys.stderr.write(
+        f"paceline: with the backend {backend!r}, tensors on {device} travel through host memory{faster}\n"
+    )

@@ -24,8 +24,7 @@ from paceline.comm.engine.adapters.device_streams import (
 from paceline.comm.engine.adapters.group_recorder import GroupRecorder, RecordedWork
 from paceline.comm.engine.channel import CallOutcome, Messages, PendingMessage, Pieces
 from paceline.comm.engine.failures import CallFailure, OutcomeCode
-from paceline.comm.engine.staged.layout import DeviceBytes
-from paceline.comm.engine.staged.pinned_memory import copy_to_device, copy_to_host, pinned_bytes
+from paceline.comm.engine.staged.memory import DeviceBytes, copy_to_device, copy_to_host, pinned_bytes
 
 _PAUSE_S = 50e-6
 
@@ -35,6 +34,7 @@ class OutgoingDeviceMessage:
 
     Args:
         copied: the event behind the copy to host memory.
+        host: the host memory, which is kept until the message is complete.
         start: a function that begins the message of the host memory.
         advance: a function that begins the group's sends whose turn it is.
         rank: the group rank of this process.
@@ -45,6 +45,7 @@ class OutgoingDeviceMessage:
     def __init__(
         self,
         copied: AcceleratorEvent,
+        host: torch.Tensor,
         start: Callable[[], PendingMessage],
         advance: Callable[[], None],
         rank: int,
@@ -52,6 +53,7 @@ class OutgoingDeviceMessage:
         recorded: RecordedWork,
     ) -> None:
         self._copied = copied
+        self._host = host
         self._start: Callable[[], PendingMessage] | None = start
         self._advance = advance
         self._rank = rank
@@ -228,7 +230,9 @@ class StagedMessages(Messages):
         def start() -> PendingMessage:
             return self._inner.send(peer, tag, dtype, [host.data_ptr(), host.nbytes], timeout_ns, background)
 
-        send = OutgoingDeviceMessage(self._to_host.record(), start, self._advance, self._rank, timeout_ns, recorded)
+        send = OutgoingDeviceMessage(
+            self._to_host.record(), host, start, self._advance, self._rank, timeout_ns, recorded
+        )
         if self._failure is not None:
             send.fail(self._failure)
             return send
