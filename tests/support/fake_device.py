@@ -94,6 +94,39 @@ def load(devices: int = 2) -> None:
     torch.ops.fake_device.register_hooks()
     torch._register_device_module("fake", module)
     torch.utils.generate_methods_for_privateuse1_backend()
+    _prefer_compiled_shapes()
+
+
+# Operators whose shapes only functions in Python find. Other such functions stand in front of compiled ones, take
+# longer than the operator, and import PyTorch's compiler.
+_SHAPES = (
+    "convolution",
+    "convolution_backward",
+    "native_batch_norm",
+    "native_batch_norm_backward",
+    "native_layer_norm",
+    "native_layer_norm_backward",
+    "native_group_norm",
+    "native_group_norm_backward",
+    "embedding_dense_backward",
+    "nll_loss_forward",
+    "nll_loss_backward",
+)
+_shapes: list[torch.library.Library] = []
+
+
+def _prefer_compiled_shapes() -> None:
+    registered = getattr(torch, "_meta_registrations", None)
+    library = getattr(registered, "_meta_lib_dont_use_me_use_register_meta", None)
+    if library is None:
+        return
+    library._destroy()
+    own = torch.library.Library("aten", "IMPL", "Meta")
+    _shapes.append(own)
+    for op, function in torch._decomp.global_decomposition_table["meta"].items():
+        name = getattr(op, "_schema", op).name.removeprefix("aten::")
+        if name in _SHAPES and not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "Meta"):
+            own.impl(op, function)
 
 
 if __name__ == "__main__":
