@@ -262,16 +262,27 @@ def capture_stacks(pids: Sequence[int], timeout_s: float = 1.0) -> dict[int, tup
 def _send_signal(pid: int, file: int) -> bool:
     """Requests the stack of a worker's main thread; returns whether the worker still runs."""
     try:
-        pidfd = pidfd_open(pid)
-    except OSError:  # the worker has just ended
-        return False
-    try:
         os.ftruncate(file, 0)
+        pidfd = pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    except OSError:  # an old kernel, a sandbox, or no free descriptor
+        return _send_by_number(pid)
+    try:
         pidfd_send_signal(pidfd, SIGNAL)
     except OSError:
         return False
     finally:
         os.close(pidfd)
+    return True
+
+
+def _send_by_number(pid: int) -> bool:
+    """Sends the signal to the process that has this number now; the worker had it a moment ago."""
+    try:
+        os.kill(pid, SIGNAL)
+    except OSError:
+        return False
     return True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -148,6 +149,17 @@ def program():
 def test_a_stack_is_taken_without_the_programs_help(program, where, function):
     process = program(where)
     wait_until(lambda: function in [frame.function for frame in worker_process.capture_stack(process.pid)])
+    assert process.poll() is None
+
+
+@pytest.mark.parametrize("refusal", [errno.ENOSYS, errno.EPERM, errno.EMFILE])
+def test_a_stack_is_taken_without_process_descriptors_too(program, monkeypatch, refusal):
+    def refuse(pid: int) -> int:
+        raise OSError(refusal, "refused")
+
+    monkeypatch.setattr(worker_process, "pidfd_open", refuse)
+    process = program("native")
+    wait_until(lambda: "in_native_code" in [frame.function for frame in worker_process.capture_stack(process.pid)])
     assert process.poll() is None
 
 

@@ -125,6 +125,38 @@ def test_gpus_are_counted_as_the_driver_shows_them(tmp_path):
     assert device_of(3, {}, 2) == "1"
 
 
+def write(root: Path, name: str, text: str) -> Path:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_the_gpus_of_wsl_are_those_that_its_nvidia_smi_lists(tmp_path):
+    write(tmp_path, "dev/dxg", "")
+    assert count_gpus({}, tmp_path) == 0, "a machine without NVIDIA's driver"
+    smi = write(
+        tmp_path, "usr/lib/wsl/lib/nvidia-smi", "#!/bin/sh\necho 'GPU 0: A (UUID: 1)'\necho 'GPU 1: B (UUID: 2)'\n"
+    )
+    smi.chmod(0o755)
+    assert count_gpus({}, tmp_path) == 2
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path) == 1
+    smi.write_text("#!/bin/sh\necho GPU access blocked by the operating system\nexit 255\n")
+    assert count_gpus({}, tmp_path) == 0
+
+
+def test_amds_gpus_are_those_of_the_driver_that_a_container_has(tmp_path):
+    write(tmp_path, "dev/kfd", "")
+    for minor in (128, 129, 131):  # 131 renders but does not compute
+        write(tmp_path, f"dev/dri/renderD{minor}", "")
+    assert count_gpus({}, tmp_path) == 3
+    for node, simds, minor in ((0, 0, 0), (1, 440, 128), (2, 440, 129), (3, 440, 130)):
+        text = f"cpu_cores_count 0\nsimd_count {simds}\ndrm_render_minor {minor}\n"
+        write(tmp_path, f"sys/class/kfd/kfd/topology/nodes/{node}/properties", text)
+    assert count_gpus({}, tmp_path) == 2
+    assert count_gpus({"HIP_VISIBLE_DEVICES": "1"}, tmp_path) == 1
+
+
 def test_the_gpus_numa_node_is_found(tmp_path):
     for name, text in (
         ("proc/driver/nvidia/gpus/0000:AB:00.0/information", "Model: x\nDevice Minor: \t 1\n"),

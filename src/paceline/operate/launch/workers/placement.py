@@ -5,14 +5,18 @@ GPUs are found without torch and without a CUDA context.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 Cores = tuple[int, ...]
 
 _SYS = Path("/sys/devices/system")
+_NVIDIA_SMI_S = 20.0  # the driver may have to start first
 
 
 def cores_of_workers(
@@ -134,11 +138,56 @@ def format_cpulist(cores: Iterable[int]) -> str:
 
 def count_gpus(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
     """Returns the number of GPUs that this process may use under CUDA_VISIBLE_DEVICES."""
-    present = len([device for device in (root / "dev").glob("nvidia[0-9]*") if device.name[6:].isdecimal()])
-    if not present:  # AMD's GPUs; /dev/kfd exists only with their driver
-        present = len(list((root / "dev/dri").glob("renderD*"))) if (root / "dev/kfd").exists() else 0
     visible = visible_devices(environment)
+    if visible == []:
+        return 0
+    present = len([device for device in (root / "dev").glob("nvidia[0-9]*") if device.name[6:].isdecimal()])
+    if not present and (root / "dev/kfd").exists():
+        present = _count_amd_gpus(root)
+    if not present and (root / "dev/dxg").exists():
+        present = _count_wsl_gpus(environment, root)
     return present if visible is None else min(present, len(visible))
+
+
+def _count_amd_gpus(root: Path) -> int:
+    """Counts the compute nodes of AMD's driver that have shaders and whose device this process, or container, has.
+
+    Without the driver's list of nodes it counts all devices that can render.
+    """
+    render_nodes = {device.name for device in (root / "dev/dri").glob("renderD*")}
+    texts = [_text(path) for path in (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties")]
+    if not any(texts):
+        return len(render_nodes)
+    nodes = [dict(line.split(maxsplit=1) for line in text.splitlines() if " " in line) for text in texts]
+    return sum(
+        node.get("simd_count", "0") != "0" and f"renderD{node.get('drm_render_minor')}" in render_nodes
+        for node in nodes
+    )
+
+
+def _count_wsl_gpus(environment: Mapping[str, str], root: Path) -> int:
+    """Counts the GPUs that Windows shows to its Linux subsystem, which has no device file for each of them."""
+    path = os.pathsep.join([environment.get("PATH", ""), str(root / "usr/lib/wsl/lib")])  # not on every shell's path
+    program = shutil.which("nvidia-smi", path=path)
+    if program is None:
+        return 0
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        listed = subprocess.run(
+            [program, "--list-gpus"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_NVIDIA_SMI_S,
+            check=True,
+        )
+        return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    return 0
+
+
+def _text(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text()
+    return ""
 
 
 def visible_devices(environment: Mapping[str, str]) -> list[str] | None:
