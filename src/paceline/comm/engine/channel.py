@@ -8,7 +8,7 @@ thread has no caller to raise to; `failures.to_error` turns an outcome into an e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -127,11 +127,21 @@ class Pending(Protocol):
     def wait(self, timeout_ns: int, /) -> bool:
         """Waits, without the interpreter lock, until the tensors may be used; returns False on time-out.
 
-        On a device with streams it returns as soon as the calling thread's current stream has been made to wait.
+        On a device with streams it returns as soon as the calling thread's current stream has been made to wait, and
+        several threads, or one with several streams, may call it.
         """
 
     def outcome(self) -> CallOutcome | None:
         """Returns why the call failed, or None if it succeeded; valid after `wait` has returned True."""
+
+
+@runtime_checkable
+class StreamCall(Pending, Protocol):
+    """A call on a device whose streams do the waiting."""
+
+    def is_enqueued(self) -> bool:
+        """Returns whether `wait` without a limit would make only the current stream wait, and not the thread."""
+        ...
 
 
 class PendingMessage(Pending, Protocol):

@@ -39,19 +39,6 @@ def _increment_versions() -> Count:
 count_writes: Count = _increment_versions()
 
 
-def counting_writes(tensors: Sequence[torch.Tensor], finish: Callable[[], None] | None) -> Callable[[], None] | None:
-    """Returns the last step of a call: `finish`, followed by counting its writes to the tensors."""
-    if not tensors:
-        return finish
-
-    def counted() -> None:
-        if finish is not None:
-            finish()
-        count_writes(tensors)
-
-    return counted
-
-
 _core.read_tensors(torch.Tensor, torch.nn.Parameter, ReduceOp, count_writes)
 
 

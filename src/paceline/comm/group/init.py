@@ -101,7 +101,9 @@ def init_process_group(
         store: a store that all ranks share, instead of `init_method`; it requires `world_size` and `rank`.
         group_name: the group's name in messages.
         pg_options: must be None; no engine has options.
-        device_id: this rank's CUDA device, which becomes the current device.
+        device_id: this rank's accelerator, as a device with an index or as the index. It becomes the current device,
+            `barrier` uses it, and the ranks' devices are connected at once rather than at the first tensor, so that a
+            wrong one is reported here. Either all ranks give one, or none does.
         interface: the network interface through which other hosts reach this one, by its name or one of its addresses.
             The default is PACELINE_IFACE, or else the interface on the route to the host where the ranks meet.
         algorithm: the algorithm of every collective that offers it: "ring", "halving_doubling", "tree", "star" or
@@ -138,7 +140,7 @@ def init_process_group(
     require_no_options(pg_options, "init_process_group")
     require_between(between_hosts, chosen, algorithm)
     require_wire(wire, chosen, between_hosts, elastic)
-    make_current(device_id, chosen)
+    device = make_current(device_id, chosen)
     timeout_s = to_seconds(DEFAULT_TIMEOUT if timeout is None else timeout)
     recorder.begin()
     joined = meet(chosen, init_method, store, world_size, rank, timeout_s)
@@ -148,6 +150,8 @@ def init_process_group(
             undo.callback(joined.store.close)
         options = GroupOptions(group_name, interface, algorithm, between_hosts, wire)
         world = form(joined, chosen, timeout_s, options)
+        undo.callback(world.engines.close)
+        world.group.bind(device)
         undo.pop_all()
     set_default_world(OwnWorld(world.store, store is None, world.engines, world.group, timeout_s))
 
@@ -200,7 +204,7 @@ def new_group(
         use_local_synchronization: whether only the members call this. Ranks that are in several such groups call it in
             the same order.
         group_desc: the group's name in messages.
-        device_id: this rank's CUDA device as for `init_process_group`.
+        device_id: this rank's accelerator as for `init_process_group`.
         sort_ranks: whether group ranks follow the order of the ranks rather than that of `ranks` (torch's default).
         algorithm: the algorithm as for `init_process_group`; the default group's if None.
         wire: the format as for `init_process_group`; exact if None, even if the default group has a `wire`.
@@ -216,7 +220,7 @@ def new_group(
     require_no_options(pg_options, "new_group")
     of_devices = world.engines.backend if backend is None else choose(backend)
     require_wire(wire, of_devices, world.engines.between_hosts)
-    make_current(device_id, of_devices)
+    device = make_current(device_id, of_devices)
     chosen = list(range(world.group.size())) if ranks is None else [int(rank) for rank in ranks]
     if sort_ranks:
         chosen.sort()
@@ -234,7 +238,9 @@ def new_group(
             world.engines.start(choose(backend))
         return GroupMember.NON_GROUP_MEMBER
     name = f"group of ranks {chosen}" if group_desc is None else group_desc
-    return open_group(chosen, timeout, name, identity, backend, algorithm, wire)
+    group = open_group(chosen, timeout, name, identity, backend, algorithm, wire)
+    group.bind(device)
+    return group
 
 
 def open_group(
@@ -363,21 +369,37 @@ def meet(
         raise out_of_descriptors_error(who, "the store where the ranks meet") from error
 
 
-def make_current(device_id: torch.device | int | None, backend: BackendChoice) -> None:
-    """Makes a CUDA device the current device; does nothing if `device_id` is None or another type of device.
+def make_current(device_id: torch.device | int | None, backend: BackendChoice) -> torch.device | None:
+    """Makes an accelerator the current device, and returns it; returns None if `device_id` is None or a CPU.
 
     Raises:
-        ValueError: the backend has no engine for the device.
+        ValueError: the device has no index, does not exist, or the backend has no engine for it.
     """
     if device_id is None:
-        return
-    device = torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
+        return None
+    accelerator = torch.accelerator.current_accelerator()
+    kind = "cuda" if accelerator is None else accelerator.type
+    device = torch.device(kind, device_id) if isinstance(device_id, int) else torch.device(device_id)
     if device.type not in backend.engines and device.type not in staged_types(backend):
         raise ValueError(
             f"device_id is {device_id}; the backend {backend.text!r} has no engine for {device.type}, leave it out"
         )
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if device.type == "cpu":
+        return None
+    if accelerator is None or device.type != accelerator.type:
+        raise ValueError(
+            f"device_id is {device_id}; the accelerator of this torch here is {accelerator}. Leave device_id out, or "
+            "look why torch does not find the other one"
+        )
+    if device.index is None:
+        raise ValueError(f"device_id is {device}, without an index; give torch.device({device.type!r}, LOCAL_RANK)")
+    if device.index >= (count := torch.accelerator.device_count()):
+        raise ValueError(
+            f"device_id is {device}, and this process sees {count} of them; give the local rank (LOCAL_RANK), start "
+            "no more ranks than there are devices, and look at CUDA_VISIBLE_DEVICES"
+        )
+    torch.accelerator.set_device_index(device.index)
+    return device
 
 
 def require_elastic(

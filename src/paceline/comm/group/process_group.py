@@ -31,7 +31,6 @@ from paceline.comm.group.buffers import (
     as_list,
     count_elements,
     count_writes,
-    counting_writes,
     dtype_code,
     is_plain,
 )
@@ -107,6 +106,7 @@ class ProcessGroup:
         name: the group's name in messages.
         backend: the backend's name.
         timeout_ns: the time that calls wait for the other ranks, in nanoseconds.
+        bound_device_id: the accelerator of this rank that `bind` has connected, or None.
         wire: the format to which all_reduce and reduce_scatter round floats between hosts unless a call passes its
             own. all_gather stays exact: it moves parameters, whose drift would go unnoticed.
     """
@@ -139,6 +139,7 @@ class ProcessGroup:
             on_device.record_as(serial)
             return serial
 
+        self.bound_device_id: torch.device | None = None
         self._devices = Devices(opened, openers or {}, backend, record, advice)
         self._channel = opened.channel
         self._members = list(members)
@@ -191,6 +192,22 @@ class ProcessGroup:
     def set_timeout(self, timeout: Timeout) -> None:
         """Sets `timeout` for later calls."""
         self.timeout_ns = to_nanoseconds(timeout)
+
+    def bind(self, device: torch.device | None) -> None:
+        """Connects the group on this rank's accelerator, on which all ranks call this; does nothing if it is None.
+
+        Raises:
+            CollectiveError: the devices cannot be connected; the group is closed.
+        """
+        if device is None:
+            return
+        try:
+            self.all_reduce(torch.zeros(1, device=device))
+            torch.accelerator.current_stream(device).synchronize()
+        except BaseException:
+            self.close()
+            raise
+        self.bound_device_id = device
 
     @property
     def is_closed(self) -> bool:
@@ -855,9 +872,10 @@ class ProcessGroup:
             pending,
             str(call.operation),
             buffers.kept,
-            counting_writes(written, buffers.finish),
+            buffers.finish,
             lambda outcome: self.abandon(outcome, plan),
             buffers.written,
+            written,
         )
 
     def written_by(self, plan: CallPlan) -> Sequence[torch.Tensor]:
@@ -912,9 +930,10 @@ class ProcessGroup:
             message,
             name,
             buffers.kept,
-            counting_writes(buffers.written, buffers.finish),
+            buffers.finish,
             lambda outcome: self._failed(outcome, call, lost),
-            results=tensors,
+            tensors,
+            buffers.written,
         )
         if background:
             if recording is not None:

@@ -17,14 +17,22 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import torch
 
 from paceline import _core
-from paceline.comm.engine.channel import CallOutcome, Pending, PendingMessage
+from paceline.comm.engine.adapters.device_streams import (
+    AcceleratorEvent,
+    current_streams,
+    on_streams,
+    pooled_streams,
+    record_current,
+)
+from paceline.comm.engine.channel import CallOutcome, Pending, PendingMessage, StreamCall
+from paceline.comm.group.buffers import count_writes
 from paceline.durations import Timeout, to_nanoseconds
 from paceline.errors import CollectiveTimeoutError
 
@@ -38,6 +46,10 @@ class Work:
     """A call that runs in the background, as calls with `async_op=True` return it.
 
     The call's tensors must not be used before `wait` has returned. Several threads may call the methods at once.
+
+    For tensors on a device with streams, `wait` without a time-out does not make the thread wait. It orders the
+    thread's current stream of the device behind the call, and each stream that uses the tensors needs a `wait` of its
+    own.
     """
 
     def __init__(
@@ -48,6 +60,7 @@ class Work:
         finish: Callable[[], None] | None = None,
         to_error: Callable[[CallOutcome], Exception] | None = None,
         results: Sequence[torch.Tensor] | None = None,
+        written: Sequence[torch.Tensor] = (),
     ) -> None:
         self._work = work
         self._name = name
@@ -58,9 +71,13 @@ class Work:
         self._error: Exception | None = None
         self._lock = threading.Lock()
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+        self._written = written
+        self._streams = current_streams(tensors)  # those of the program, on which `finish` may use its memory
+        self._finished: list[AcceleratorEvent] = []  # where `finish` has ended, on each device
         self._settled = work is None
-        if self._settled and finish is not None:
-            finish()
+        if self._settled:
+            self._run_finish()
+            self._finished = [record_current(device) for device in self._streams]
 
     def __del__(self) -> None:
         # The core still writes to the tensors that this object keeps alive.
@@ -78,7 +95,7 @@ class Work:
             CollectiveTimeoutError: `timeout` or the call's own time-out expired.
             PeerLostError, CollectiveMismatchError: as for the synchronous call.
         """
-        if not self._settled:
+        if not self._settled or self._streams:
             timeout_ns = FOR_EVER_NS if timeout is None else to_nanoseconds(timeout)
             if not self.pause(timeout_ns):
                 raise CollectiveTimeoutError(
@@ -90,19 +107,27 @@ class Work:
         return True
 
     def pause(self, timeout_ns: int) -> bool:
-        """Waits up to `timeout_ns` nanoseconds, and returns whether the call is complete."""
-        if not self._settled:
-            assert self._work is not None
+        """Waits up to `timeout_ns` nanoseconds as `wait` does, and returns whether the call is complete."""
+        if self._work is not None and (not self._settled or self._streams):
             if not self._work.wait(timeout_ns):
                 return False
             self._settle()
+        for event in self._finished:
+            event.order()
         return True
 
     def is_completed(self) -> bool:
-        """Returns whether the call is complete, successfully or not. Does not wait."""
-        if not self._settled and self._work is not None and self._work.done():
+        """Returns whether the call is complete, successfully or not; on a device, whether the device is done with it.
+
+        Does not wait.
+        """
+        if self._settled and not self._streams:
+            return True
+        if self._work is not None:
+            if not self._work.done():
+                return False
             self._settle()
-        return self._settled
+        return self._error is not None or all(event.done() for event in self._finished)
 
     def is_success(self) -> bool:
         """Returns whether the call completed successfully. Does not wait."""
@@ -123,13 +148,25 @@ class Work:
 
         The completion thread completes the future and runs the callbacks given to `then`. If the call fails, `wait`
         and `value` of the future raise the error that `wait` raises here.
+
+        For tensors on a device the future is complete once the call is on the device's streams, as with torch's
+        backends: its `wait` and its callbacks order their streams behind the call, and no thread waits for the device.
         """
         with self._lock:
             if self._future is not None:
                 return self._future
-            future = self._future = torch.futures.Future()
-        self.when_over(lambda: self._complete(future))
+            future = self._future = torch.futures.Future(devices=[*self._streams] or None)
+        if self._streams and self.is_enqueued():
+            self._complete(future)
+        else:
+            self.when_over(lambda: self._complete(future))
         return future
+
+    def is_enqueued(self) -> bool:
+        """Returns whether `wait` without a time-out makes no thread wait. Does not wait."""
+        if self._work is None:
+            return True
+        return isinstance(self._work, StreamCall) and self._work.is_enqueued()
 
     def with_results(self, results: Sequence[torch.Tensor], finish: Callable[[], None] | None = None) -> Work:
         """Sets the result and adds `finish` as the last step; returns this work.
@@ -137,29 +174,46 @@ class Work:
         Only the function that created the Work may call this, before returning it.
         """
         self._results = results
+        self._streams = {**current_streams(results), **self._streams}
         if finish is not None:
             earlier = self._finish
             self._finish = finish if earlier is None else _both(earlier, finish)
             if self._settled and self._error is None:
                 finish()
+                self._finished = [record_current(device) for device in self._streams]
         return self
 
     def when_over(self, then: Callable[[], None]) -> None:
         """Calls `then` when the call is complete: on the completion thread, or at once if it is complete already."""
-        if self._settled or self._work is None:
+        if self._work is None or self.is_completed():
             then()
         else:
             when_done(self._work, then)
 
     def _complete(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
+        if not self._streams:
+            self._set_result(future)
+            return
+        # What uses the future waits for the streams that are current here, so the program's own must not be.
+        with on_streams(pooled_streams(self._streams)):
+            self.pause(FOR_EVER_NS)
+            self._set_result(future)
+
+    def _set_result(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
         error = self.exception()
         if error is not None:
-            failed = _Failed(error)
+            failed = _Failed(error, set_by=threading.get_ident() if self._streams else None)
             future._set_unwrap_func(failed.raise_error)
             # torch annotates the error with the type of the value.
             cast("torch.futures.Future[_Failed]", future).set_result(failed)
+            failed.set_by = None
         else:
             future.set_result(list(self._results))
+
+    @property
+    def streams(self) -> Mapping[torch.device, Any]:
+        """Returns the streams on which the program made the call, by the devices of its tensors without the CPU."""
+        return self._streams
 
     def source_rank(self) -> int:
         """Waits for a receive and returns its sender's group rank; returns -1 for other calls."""
@@ -176,20 +230,61 @@ class Work:
 
     def _settle(self) -> None:
         with self._lock:
+            if self._error is None and (not self._settled or self._streams):
+                self._error = self._failure()  # which a device may report only later
             if self._settled:
                 return
-            self._error = self._failure()
-            if self._error is None and self._finish is not None:
+            if self._error is None:
                 try:
-                    self._finish()
+                    self._run_finish()
                 except Exception as error:
                     self._error = error
             self._settled = True
+
+    def _run_finish(self) -> None:
+        """Ends a call that has succeeded; what remains to be done on devices is behind it on the program's streams."""
+        if self._finish is not None and self._streams and self._work is not None:
+            with on_streams(self._streams):
+                self._work.wait(FOR_EVER_NS)
+                self._finish()
+                self._finished = [record_current(device) for device in self._streams]
+        elif self._finish is not None:
+            self._finish()
+        count_writes(self._written)
 
     def _failure(self) -> Exception | None:
         assert self._work is not None
         outcome = self._work.outcome()
         return None if outcome is None or self._to_error is None else self._to_error(outcome)
+
+
+class StreamWork(Work):
+    """The present work on the current stream of a device, for which `wait` makes the host wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(_UntilEvent(record_current(device)), f"the work on the current stream of {device}")
+
+
+class _UntilEvent:
+    def __init__(self, event: AcceleratorEvent) -> None:
+        self._event = event
+
+    def done(self) -> bool:
+        return self._event.done()
+
+    def wait(self, timeout_ns: int) -> bool:
+        if timeout_ns >= FOR_EVER_NS:
+            self._event.wait()
+            return True
+        deadline_ns = time.monotonic_ns() + timeout_ns
+        while not self._event.done():
+            if time.monotonic_ns() > deadline_ns:
+                return False
+            time.sleep(_SHORTEST_WAIT_NS / 1e9)
+        return True
+
+    def outcome(self) -> None:
+        return None
 
 
 class JoinedWork(Work):
@@ -198,6 +293,8 @@ class JoinedWork(Work):
     def __init__(self, works: Sequence[Work], name: str, results: Sequence[torch.Tensor]) -> None:
         self._works = works
         super().__init__(_All(works), name, results)
+        for work in works:
+            self._streams = {**work.streams, **self._streams}
 
     def when_over(self, then: Callable[[], None]) -> None:
         """Calls `then` when the last of the works is complete."""
@@ -235,14 +332,17 @@ class _Failed:
     DistributedDataParallel, pickles the value to find its tensors and reads the first one even if there is none.
     """
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: Exception, set_by: int | None) -> None:
         self._error = error
+        self.set_by = set_by  # the thread in which a future of a device is now looking for tensors
 
     def raise_error(self, _: object) -> None:
         """Raises the error; `wait` and `value` of the future call this."""
         raise self._error
 
-    def __reduce__(self) -> str:
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        if self.set_by == threading.get_ident():
+            return (object, ())
         raise self._error
 
 
@@ -259,6 +359,9 @@ class _All:
 
     def outcome(self) -> None:
         return None
+
+    def is_enqueued(self) -> bool:
+        return all(work.is_enqueued() for work in self._works)
 
 
 def join_works(

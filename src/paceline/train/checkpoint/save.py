@@ -14,10 +14,12 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from paceline import _core
+from paceline.comm.engine.adapters.device_streams import AcceleratorEvent, accelerator_in_use, record_current
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.errors import CheckpointError
 from paceline.train.checkpoint.captured_state import LocalRegion
@@ -303,10 +305,15 @@ class SaveHandle:
 
 
 class Staging:
-    """Memory for copies, reused for the next checkpoint, since allocating it costs more than the copy itself."""
+    """Memory for copies, reused for the next checkpoint, since allocating it costs more than the copy itself.
+
+    Tensors on a device are copied in the order of the program's streams, without making the program wait: what it does
+    there next is behind the copies, and only the thread that writes them waits for the device.
+    """
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._copied: list[AcceleratorEvent] = []  # behind the latest copies, on each device
 
     def copied(self, held: Sequence[LocalRegion]) -> list[LocalRegion]:
         """Copies regions into this memory, overwriting earlier copies, and returns them with the copied elements.
@@ -315,15 +322,40 @@ class Staging:
             CheckpointError: there is no memory for the copies.
         """
         starts, total = _laid_out(held)
+        for event in self._copied:
+            event.wait()
         if self._memory.numel() < total:
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # frees the old memory first
-            self._memory = _memory_of(total)
+            self._memory = _pinned_memory_of(total) if accelerator_in_use() else _memory_of(total)
         copies = [
             self._memory[start : start + region.nbytes].view(type_of(region.dtype))
             for region, start in zip(held, starts, strict=True)
         ]
-        _copy_all([(copy, region) for copy, region in zip(copies, held, strict=True)])
-        return [replace(region, elements=copy.detach) for region, copy in zip(held, copies, strict=True)]
+        devices = _copy_all([(copy, region) for copy, region in zip(copies, held, strict=True)])
+        self._copied = events = [record_current(device) for device in devices]
+        return [
+            replace(region, elements=partial(_once_passed, events, copy))
+            for region, copy in zip(held, copies, strict=True)
+        ]
+
+
+def _once_passed(events: Sequence[AcceleratorEvent], copy: torch.Tensor) -> torch.Tensor:
+    for event in events:
+        event.wait()
+    return copy.detach()
+
+
+def _pinned_memory_of(nbytes: int) -> torch.Tensor:
+    """Returns aligned memory into which a device copies while the program goes on, or ordinary memory without it.
+
+    Raises:
+        CheckpointError: there is too little memory.
+    """
+    try:
+        memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device="cpu", pin_memory=True)
+    except RuntimeError:  # more than the system lets the device's driver lock
+        return _memory_of(nbytes)
+    return memory[-memory.data_ptr() % ALIGNMENT :][:nbytes]
 
 
 def _memory_of(nbytes: int) -> torch.Tensor:
@@ -357,20 +389,26 @@ def _laid_out(held: Sequence[LocalRegion]) -> tuple[list[int], int]:
     return [starts[id(region)] for region in held], offset
 
 
-def _copy_all(pairs: Sequence[tuple[torch.Tensor, LocalRegion]]) -> None:
+def _copy_all(pairs: Sequence[tuple[torch.Tensor, LocalRegion]]) -> list[torch.device]:
+    """Copies the elements of the regions; returns the devices whose current streams still have to make copies."""
+    devices: dict[torch.device, None] = {}
     threads = min(_MOST_THREADS, _cores_to_spare())
-    if threads < 2 or sum(held.nbytes for _, held in pairs) < _CHUNK_NBYTES:
-        for copy, held in pairs:
-            copy.copy_(held.elements())
-        return
-    with ThreadPoolExecutor(threads, "paceline-copying") as pool:
+    is_small = sum(held.nbytes for _, held in pairs) < _CHUNK_NBYTES
+    with ThreadPoolExecutor(max(1, threads), "paceline-copying") as pool:  # starts no thread before it has work
         works = []
         for copy, held in pairs:
             elements = held.elements()
-            size = max(1, _CHUNK_NBYTES // max(1, elements.element_size()))
-            works += [pool.submit(a.copy_, b) for a, b in zip(copy.split(size), elements.split(size), strict=True)]
+            if not elements.is_cpu:
+                devices[elements.device] = None
+                copy.copy_(elements, non_blocking=True)
+            elif threads < 2 or is_small:
+                copy.copy_(elements)
+            else:
+                size = max(1, _CHUNK_NBYTES // max(1, elements.element_size()))
+                works += [pool.submit(a.copy_, b) for a, b in zip(copy.split(size), elements.split(size), strict=True)]
         for work in works:
             work.result()
+    return list(devices)
 
 
 def _cores_to_spare() -> int:

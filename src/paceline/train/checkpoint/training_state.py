@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.comm.engine.adapters.device_streams import accelerator_in_use
 from paceline.train.checkpoint.captured_state import CapturedState, require_dense, whole_of
 from paceline.train.checkpoint.format.values import join
 from paceline.train.checkpoint.optimizers import Numbering, capture_optimizer
@@ -33,6 +34,9 @@ from paceline.train.zero.sharded_parameters import ShardedParameters, sharded_pa
 class RandomState:
     """The state of this process's random number generators in a checkpoint: Python's, torch's and NumPy's.
 
+    Of an accelerator that the process has used, such as CUDA, the generators of all devices are saved, beginning with
+    the current one; the current device of the process that loads them gets the first.
+
     Each rank saves its own and gets it back when the checkpoint is loaded; additional ranks get that of rank 0.
 
     Example::
@@ -43,8 +47,10 @@ class RandomState:
     def state_dict(self) -> dict[str, Any]:
         """Returns the states of the generators."""
         state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            state["cuda"] = torch.cuda.get_rng_state()
+        accelerator = accelerator_in_use()
+        if accelerator is not None:
+            module = torch.get_device_module(accelerator)
+            state[accelerator.type] = [module.get_rng_state(index) for index in _indices_from_current()]
         if "numpy" in sys.modules:
             kind, keys, *rest = sys.modules["numpy"].random.get_state()
             state["numpy"] = [kind, torch.from_numpy(keys.astype("int64")), *rest]
@@ -55,11 +61,23 @@ class RandomState:
         version, numbers, gauss = state["python"]
         random.setstate((version, tuple(numbers), gauss))
         torch.set_rng_state(state["torch"])
-        if "cuda" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state["cuda"])
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None and accelerator.type in state and torch.accelerator.device_count() > 0:
+            saved = state[accelerator.type]  # a tensor in checkpoints of earlier releases
+            module = torch.get_device_module(accelerator)
+            for index, own in zip(
+                _indices_from_current(), [saved] if isinstance(saved, torch.Tensor) else saved, strict=False
+            ):
+                module.set_rng_state(own, index)
         if "numpy" in state and "numpy" in sys.modules:
             kind, keys, *rest = state["numpy"]
             sys.modules["numpy"].random.set_state((kind, keys.numpy().astype("uint32"), *rest))
+
+
+def _indices_from_current() -> list[int]:
+    """Returns the indices of all devices, beginning with the current one."""
+    count, current = torch.accelerator.device_count(), torch.accelerator.current_device_index()
+    return [(current + offset) % count for offset in range(count)]
 
 
 TrainingState = Mapping[str, Any]

@@ -9,7 +9,7 @@ of this does nothing.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -151,6 +151,45 @@ def current_stream(device: torch.device) -> Any:
     if hasattr(module, "current_stream"):
         return module.current_stream(device)
     return torch.accelerator.current_stream(device)
+
+
+def current_streams(tensors: Iterable[torch.Tensor]) -> dict[torch.device, Any]:
+    """Returns the calling thread's current streams of the devices of `tensors`, without the CPU."""
+    return {device: current_stream(device) for device in {t.device: None for t in tensors if not t.is_cpu}}
+
+
+def pooled_streams(devices: Iterable[torch.device]) -> dict[torch.device, Any]:
+    """Returns a stream of each device from PyTorch's pool, which hands out the same ones again after a while."""
+    return {device: AcceleratorStream(device, high_priority=False)._stream for device in devices}
+
+
+@contextlib.contextmanager
+def on_streams(streams: Mapping[torch.device, Any]) -> Iterator[None]:
+    """Makes these the calling thread's current streams of their devices; the current device stays the same."""
+    before = {device: current_stream(device) for device in streams}
+    try:
+        for device, stream in streams.items():
+            _set_stream(device, stream)
+        yield
+    finally:
+        for device, stream in before.items():
+            _set_stream(device, stream)
+
+
+def _set_stream(device: torch.device, stream: Any) -> None:
+    module = _module(device)
+    with activated(device):
+        (module.set_stream if hasattr(module, "set_stream") else torch.accelerator.set_stream)(stream)
+
+
+def accelerator_in_use() -> torch.device | None:
+    """Returns the type of the accelerator that this process has used, or None; this does not initialise it."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return None
+    module = _module(accelerator)
+    is_initialized = getattr(module, "is_initialized", None)
+    return accelerator if (module.is_available() if is_initialized is None else is_initialized()) else None
 
 
 def record_current(device: torch.device, timing: bool = False) -> AcceleratorEvent:

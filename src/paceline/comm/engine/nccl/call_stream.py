@@ -355,6 +355,10 @@ class NcclWork:
         self.order()
         return True
 
+    def is_enqueued(self) -> bool:
+        """Returns True: the call is on the stream, or has failed."""
+        return True
+
     def order(self) -> None:
         """Makes the current stream wait for the call."""
         if isinstance(self._result, CallInFlight):
@@ -393,6 +397,10 @@ class NcclMessage:
         """Marks the message as enqueued on its call stream."""
         self._work = work
         self._enqueued.set()
+
+    def is_enqueued(self) -> bool:
+        """Returns whether the message is on its call stream, which requires the other rank."""
+        return self._enqueued.is_set()
 
     def done(self) -> bool:
         """Returns whether the message is complete, successfully or not."""

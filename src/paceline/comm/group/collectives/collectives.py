@@ -32,14 +32,17 @@ from collections.abc import Sequence
 
 import torch
 
+from paceline.comm.engine.adapters.device_streams import accelerator_in_use
 from paceline.comm.engine.codes import ReduceOp, Reduction
 from paceline.comm.group.buffers import Tensors
 from paceline.comm.group.call_plan import parts_by_rank, root_rank, rows_by_rank
 from paceline.comm.group.compression import WireLike
 from paceline.comm.group.default import Group, resolve
 from paceline.comm.group.eager import eager
-from paceline.comm.group.work import Work, join_works
+from paceline.comm.group.process_group import ProcessGroup
+from paceline.comm.group.work import JoinedWork, StreamWork, Work, join_works
 from paceline.durations import Timeout
+from paceline.errors import short_repr
 
 
 @eager
@@ -49,21 +52,47 @@ def barrier(
     device_ids: Sequence[int] | None = None,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Waits until every rank of the group has called it. It does not wait for kernels on a GPU.
+    """Waits until every rank of the group has called it.
+
+    If the group has an engine for an accelerator, the host also waits for the earlier work on the current stream of
+    this rank's device, as torch.distributed's nccl barrier does. When the barrier returns, all ranks have therefore
+    finished that work. With `async_op`, `wait` waits for this rank's work only.
 
     Args:
         group: the default group if None.
         async_op: whether to return a `Work` at once.
-        device_ids: must be None; a barrier uses no device.
+        device_ids: the index of this rank's device, in a list; if None, the device of `init_process_group`, or else the
+            current one. The indices have no effect in a group without an engine for an accelerator.
         timeout: the time to wait, as a timedelta or in seconds; the group's if None.
 
     Raises:
-        ValueError: `device_ids` is given.
+        TypeError: `device_ids` is not a list of integers.
     """
-    if device_ids is not None:
-        raise ValueError(f"barrier: device_ids is {device_ids}; a barrier uses no device here, leave device_ids out")
+    if device_ids is not None and not (
+        isinstance(device_ids, (list, tuple)) and all(type(index) is int for index in device_ids)
+    ):
+        raise TypeError(f"barrier: device_ids is {short_repr(device_ids)}; it must be a list of indices, such as [0]")
     chosen = resolve(group)
-    return None if chosen is None else chosen.barrier(async_op, timeout)
+    if chosen is None:
+        return None
+    work_on_devices = [StreamWork(device) for device in _devices_in_use(chosen, device_ids)]
+    if async_op and work_on_devices:
+        return JoinedWork([*work_on_devices, *filter(None, [chosen.barrier(True, timeout)])], "barrier", [])
+    for work in work_on_devices:
+        work.wait(timeout)
+    return chosen.barrier(async_op, timeout)
+
+
+def _devices_in_use(group: ProcessGroup, indices: Sequence[int] | None) -> list[torch.device]:
+    """Returns the group's accelerators with these indices, or by default this rank's; none if it has not used any."""
+    if group.device_types == {"cpu"}:
+        return []
+    accelerator = accelerator_in_use()
+    if accelerator is None or accelerator.type not in group.device_types:
+        return []
+    if indices is not None:
+        return [torch.device(accelerator.type, index) for index in indices]
+    return [group.bound_device_id or torch.device(accelerator.type, torch.accelerator.current_device_index())]
 
 
 @eager

@@ -143,14 +143,16 @@ def all_gather_multigpu(
     _require_alike(input_tensor_list, call, "input_tensor_list")
     n = len(input_tensor_list)
     _require_lists(output_tensor_lists, n, n * chosen.size(), call, "output_tensor_lists")
-    first, *others = output_tensor_lists
-    by_rank = [list(first[r * n : (r + 1) * n]) for r in range(chosen.size())]
-    work = chosen.all_gather(by_rank, list(input_tensor_list), async_op, timeout)
+    device = input_tensor_list[0].device  # one call takes one device
+    first = _on(device, output_tensor_lists[0])
+    by_rank = [first[r * n : (r + 1) * n] for r in range(chosen.size())]
+    inputs = [tensor.detach().to(device) for tensor in input_tensor_list]
+    work = chosen.all_gather(by_rank, inputs, async_op, timeout)
 
     def spread() -> None:
-        for outputs in others:
+        for outputs in output_tensor_lists:
             for tensor, gathered in zip(outputs, first, strict=True):
-                tensor.detach().copy_(gathered)
+                _spread(gathered, [tensor])
 
     return join_works([work], call, [tensor for outputs in output_tensor_lists for tensor in outputs], spread)
 
@@ -212,6 +214,11 @@ def _with_members(
     counted = torch.full((1,), count, dtype=torch.int64, device="cpu")
     work = group.all_reduce(counted, ReduceOp.SUM, async_op, timeout)
     return [total], [work], lambda reduced: divided(reduced, int(counted))
+
+
+def _on(device: torch.device, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the tensors that are on a device, with new memory there for the others."""
+    return [t if t.device == device else torch.empty_like(t, device=device) for t in tensors]
 
 
 def _spread(tensor: torch.Tensor, into: Sequence[torch.Tensor]) -> None:

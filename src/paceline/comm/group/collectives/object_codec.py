@@ -8,7 +8,9 @@ Numbers, short bytes, ASCII strings, lists, and dicts with ASCII strings as keys
 else is a map with one integer key, the tag of its `TypeCodec`, which no other map has. The tags are part of the format.
 
 Two things are lost: an object that appears twice becomes two objects, and tensors become contiguous, in memory of their
-own. NumPy is used only if the program has already imported it.
+own. A tensor on an accelerator arrives on the receiver's accelerator of the same type: on the current device if it was
+on the sender's current one, otherwise on the device with the same index. Without such a device it arrives on the CPU.
+NumPy is used only if the program has already imported it.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from typing import Any
 import msgspec
 import torch
 
+from paceline.comm.engine.adapters.device_streams import accelerator_in_use
 from paceline.comm.engine.codes import DTYPE_CODES
 from paceline.comm.group.variable_size import as_memory, as_tensor
 
@@ -442,18 +445,32 @@ def _pack_tensor(tensor: torch.Tensor, packer: Packer) -> object:
         raise UnsendableError(
             f"a tensor of layout {tensor.layout}, nested or quantized; send tensor.to_dense() or its parts"
         )
-    if not tensor.is_cpu:
+    accelerator = accelerator_in_use()
+    if not tensor.is_cpu and (accelerator is None or tensor.device.type != accelerator.type):
         raise UnsendableError(f"a tensor on {tensor.device}, which the receiver may not have; send tensor.cpu()")
     if tensor.dtype not in DTYPE_CODES:
         raise UnsendableError(f"a tensor of {tensor.dtype}; convert it first (tensor.to(...))")
-    dense = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    return [str(tensor.dtype), list(tensor.shape), tensor.requires_grad, packer.buffer(dense.view(torch.uint8))]
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).cpu()
+    packed = [str(tensor.dtype), list(tensor.shape), tensor.requires_grad, packer.buffer(dense.view(torch.uint8))]
+    if not tensor.is_cpu:
+        index = tensor.device.index
+        packed += [tensor.device.type, -1 if index == torch.accelerator.current_device_index() else index]
+    return packed
 
 
 def _unpack_tensor(packed: Any, unpacker: Unpacker) -> torch.Tensor:
-    name, shape, requires_grad, number = packed
+    name, shape, requires_grad, number, *device = packed
     memory, dtype = unpacker.buffer(number), _DTYPES[name]
-    return memory.view(dtype).view(_shape(shape, memory.nbytes, dtype.itemsize)).requires_grad_(requires_grad is True)
+    tensor = memory.view(dtype).view(_shape(shape, memory.nbytes, dtype.itemsize))
+    return (tensor.to(_own_device(*device)) if device else tensor).requires_grad_(requires_grad is True)
+
+
+def _own_device(type: str, index: int) -> torch.device:
+    """Returns this process's device for a tensor from a sender's; a negative index stands for the current device."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != type or index >= torch.accelerator.device_count():
+        return torch.device("cpu")
+    return torch.device(type, torch.accelerator.current_device_index() if index < 0 else index)
 
 
 def _unpack_parameter(packed: Any, unpacker: Unpacker) -> object:

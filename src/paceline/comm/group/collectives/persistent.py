@@ -107,9 +107,11 @@ class PersistentCall(_core.QuickCall):
         work = self._started_work()
         try:
             work.wait(timeout)
-        finally:
+        except Exception:
             if work.is_completed():
                 self.is_started, self._work = False, None
+            raise
+        self.is_started, self._work = False, None  # on a device the call may still run, in front of a next one
 
     @eager
     def test(self) -> bool:
