@@ -118,8 +118,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         batched_grad_copy: has no effect: on devices, the gradients of a bucket are always copied together.
         forward_sync_buffers: whether rank 0's buffers are copied to all ranks before each forward in training mode, and
             at the end of `join`; True if None.
-        lazy_bucket_allocation: has no effect: buckets have no memory of their own on the CPU, and on other devices only
-            during backward and while a gradient uses it.
+        lazy_bucket_allocation: has no effect: buckets have no memory of their own on the CPU, and on other devices get
+            it in the first backward.
         deterministic: whether training ends with the same bits on any number of ranks that is a power of two (see
             docs/reproducible.md).
         logical_shards: with `deterministic`, the number of shards that each step's samples are divided into; a power

@@ -1,20 +1,21 @@
-"""FlatGradients: the gradients of a bucket on a device, as views of one flat tensor, which one call reduces.
+"""FlatGradients: the gradients of a bucket on a device, as parts of one flat tensor, which one call reduces.
 
-Autograd computes each gradient in memory of its own. When the last one of a bucket is there, all are copied into a new
+Autograd computes each gradient in memory of its own. When the last one of a bucket is there, all are copied into the
 flat tensor, whose parts replace them. If the program keeps the gradients (`zero_grad(set_to_none=False)`, or an
 accumulation within `no_sync`), autograd adds the next ones to these parts, and nothing is copied. If it discards them,
-the memory is free until the next backward. A gradient that the program has saved keeps its memory and its values, since
-no other backward gets that memory.
+the flat tensor waits for the next backward, since to make its parts again costs the host more than all else. A gradient
+that the program has saved keeps its memory and its values: the next backward then gets another flat tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
+_storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 _data_ptr = torch.Tensor.data_ptr
 _stride = torch.Tensor.stride
 
@@ -33,36 +34,50 @@ class FlatGradients:
         self._numels = [param.numel() for param in params]
         self._are_plain = [param.is_contiguous() for param in params]
         self._dtype, self._device = params[0].dtype, params[0].device
-        self._storage: StorageWeakRef | None = None  # of the latest flat tensor
+        self._whole: torch.Tensor | None = None
+        self._parts: list[torch.Tensor] = []
         self._addresses: list[int] = []
         self._strides: list[tuple[int, ...]] = []
+        self._references: list[int] = []
 
     def has(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """Returns whether these gradients are all parts of the latest flat tensor."""
-        if self._storage is None or gradients[0].untyped_storage()._cdata != self._storage.cdata:
-            return False
+        """Returns whether these gradients are all parts of the flat tensor."""
         return (
             list(map(_data_ptr, gradients)) == self._addresses
+            and self._whole is not None
             and list(map(_stride, gradients)) == self._strides
             and not any(gradient.requires_grad or gradient.is_conj() or gradient.is_neg() for gradient in gradients)
         )
 
-    def whole(self, part: torch.Tensor) -> torch.Tensor:
-        """Returns the flat tensor that `part` is a part of."""
-        return part.detach().as_strided((sum(self._numels),), (1,), 0)
+    def whole(self) -> torch.Tensor:
+        """Returns the flat tensor, which is there if `has` has returned True."""
+        assert self._whole is not None
+        return self._whole
 
     def copy_of(self, gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Copies the gradients into a new flat tensor; returns that tensor and its parts."""
+        """Copies the gradients into the flat tensor; returns that tensor and its parts."""
         with torch.no_grad():
-            whole = torch.empty(sum(self._numels), dtype=self._dtype, device=self._device)
-            known = zip(whole.split(self._numels), self._shapes, self._layouts, self._are_plain, strict=True)
-            # `data` removes the marks of views, whose gradients do not allow `detach_`, which programs call.
-            parts = [
-                (part.view(shape) if is_plain else part.as_strided(shape, layout)).data
-                for part, shape, layout, is_plain in known
-            ]
-            torch._foreach_copy_(parts, [gradient.detach() for gradient in gradients])
-        self._storage = StorageWeakRef(whole.untyped_storage())
-        self._addresses = list(map(_data_ptr, parts))
-        self._strides = list(map(_stride, parts))
-        return whole, parts
+            if self._whole is None or self._count_references() != self._references:
+                self._allocate()
+                self._references = self._count_references()
+            torch._foreach_copy_(self._parts, list(gradients))
+        return self.whole(), self._parts
+
+    def _allocate(self) -> None:
+        self._whole = torch.empty(sum(self._numels), dtype=self._dtype, device=self._device)
+        known = zip(self._whole.split(self._numels), self._shapes, self._layouts, self._are_plain, strict=True)
+        # `data` removes the marks of views, whose gradients do not allow `detach_`, which programs call.
+        self._parts = [
+            (part.view(shape) if is_plain else part.as_strided(shape, layout)).data
+            for part, shape, layout, is_plain in known
+        ]
+        self._addresses = list(map(_data_ptr, self._parts))
+        self._strides = list(map(_stride, self._parts))
+
+    def _count_references(self) -> list[int]:
+        """Returns the numbers of references to the parts and to their memory, which show whether others have any."""
+        assert self._whole is not None
+        if _storage_use_count is None:
+            return [*self._references, 0]  # never twice the same: the memory is not used again
+        in_use = _storage_use_count(self._whole.untyped_storage()._cdata)
+        return [in_use, *map(sys.getrefcount, self._parts)]

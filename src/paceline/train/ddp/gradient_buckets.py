@@ -316,7 +316,7 @@ class BucketGradients:
             for param, name, shape, gradient in zip(self.params, self.names, self._shapes, gradients, strict=True):
                 self._require_reducible(name, param, shape, gradient)
         if flat.has(gradients):
-            whole = flat.whole(gradients[0])
+            whole = flat.whole()
             return GradientMemory([whole.data_ptr(), whole.nbytes], [whole], self._count, views=gradients)
         whole, views = flat.copy_of(gradients)
         memory = GradientMemory([whole.data_ptr(), whole.nbytes], [whole], self._count, views=views)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+
+import pytest
 import torch
 from torch import nn
 
@@ -44,8 +47,7 @@ def test_parts_that_the_program_keeps_are_found_again():
     for part in parts:
         part += 1  # as autograd does in the next backward of an accumulation
     assert flat.has(parts)
-    again = flat.whole(parts[0])
-    assert (again.data_ptr(), again.shape) == (whole.data_ptr(), whole.shape)
+    assert flat.whole() is whole
     other = [parts[0].t().contiguous().t(), *parts[1:]]
     assert not flat.has(other)
 
@@ -58,21 +60,44 @@ def test_parts_are_no_views_and_may_be_detached():
         part.detach_()
 
 
-def test_gradients_that_the_program_has_saved_keep_their_values():
+@pytest.mark.parametrize(
+    "save",
+    [
+        lambda parts: parts[3],
+        lambda parts: parts[3].view(2, 2),
+        lambda parts: [parts[0].data],
+        lambda parts: parts[4][1],
+    ],
+)
+def test_gradients_that_the_program_has_saved_keep_their_values(save):
     params = parameters()
     flat = flat_of(params)
-    _, saved = flat.copy_of(with_gradients(params))
-    before = [part.clone() for part in saved]
+    _, parts = flat.copy_of(with_gradients(params))
+    saved = save(parts)
+    before = copy.deepcopy(saved)
+    addresses = [part.data_ptr() for part in parts]
+    del parts
     whole, parts = flat.copy_of(with_gradients(params))
     whole.zero_()
-    assert all(map(torch.equal, saved, before))
-    assert flat.has(parts) and not flat.has(saved)
+    assert str(saved) == str(before)
+    assert [part.data_ptr() for part in parts] != addresses
+    assert flat.has(parts)
 
 
-def test_memory_is_free_when_gradients_are_discarded():
+def test_memory_is_used_again_when_gradients_are_discarded():
     params = parameters()
     flat = flat_of(params)
-    whole, parts = flat.copy_of(with_gradients(params))
-    assert flat._storage is not None and not flat._storage.expired()
-    del whole, parts
-    assert flat._storage.expired()
+    addresses = set()
+    for _ in range(4):
+        gradients = with_gradients(params)
+        whole, parts = flat.copy_of(gradients)
+        assert all(map(torch.equal, parts, gradients))
+        for param, part in zip(params, parts, strict=True):
+            param.grad = part
+        addresses.add(whole.data_ptr())
+        del gradients, parts, part
+        optimizer = torch.optim.SGD(params, 0.1, momentum=0.9)
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(addresses) == 1
