@@ -148,8 +148,17 @@ def laid_out_as(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 def add(left: Values, right: Values) -> Values:
     """Adds `right` to `left` in place, and returns it."""
-    torch._foreach_add_(left, right)
+    for indices in _indices_by_device(left):
+        torch._foreach_add_([left[index] for index in indices], [right[index] for index in indices])
     return left
+
+
+def _indices_by_device(tensors: Values) -> list[list[int]]:
+    """Returns the indices of the tensors on each device, since one kernel takes tensors of one device."""
+    found: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        found.setdefault(tensor.device, []).append(index)
+    return list(found.values())
 
 
 def sum_over_ranks(
@@ -207,7 +216,7 @@ def _sum_in_slices(own: Sequence[Values], nodes: Sequence[Sequence[Node]], root:
 
 def _added(left: Values, right: Values) -> Values:
     """Returns the sum in new memory, since the given values may be needed again."""
-    return list(torch._foreach_add(left, right))
+    return add([tensor.clone() for tensor in left], right)
 
 
 def _announced(own: Sequence[Values], nodes: Sequence[Sequence[Node]], group: ProcessGroup) -> Values:
