@@ -158,7 +158,7 @@ def logical_shards() -> None:
             optimizer.step()
             losses.append(loss.item())
         count = shards.evaluate(
-            lambda x: (module(x.to(device)) > 0).sum(), dist.ShardLoader(data, 3, shards=shards, shuffle=False)
+            lambda x: (x.to(device) > 0).sum(), dist.ShardLoader(data, 3, shards=shards, shuffle=False)
         )
         return [*losses, count.item()], values(module)
 
@@ -215,7 +215,7 @@ def pipeline_of_32_micro_batches() -> None:
     for device in ("cpu", own_device()):
         torch.manual_seed(0)
         layers = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2)).to(device)
-        pipeline = dist.Pipeline(layers, nn.functional.mse_loss, micro_batches=32)
+        pipeline = dist.Pipeline(layers, lambda output, target: (output - target).square().mean(), micro_batches=32)
         optimizer = torch.optim.SGD(pipeline.parameters(), 0.1, foreach=False)
         generator = torch.Generator().manual_seed(1)
         inputs, targets = torch.randn(64, 4, generator=generator), torch.randn(64, 2, generator=generator)
