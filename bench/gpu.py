@@ -297,6 +297,10 @@ def run_all(run: Run) -> list[dict[str, object]]:
     if on_cuda and not count:
         run.add(Outcome("health: a GPU", FAILED, 0.0, "torch sees no GPU here"))
         return tables
+    if options.device == "fake":
+        import fake_device
+
+        fake_device.build()
     Ranks(1)(os.getpid)  # starts the process that imports torch, of which all ranks are forks
     chosen = [step for step in steps() if run.is_chosen(step.name) and options.device in step.devices]
     health = [step for step in chosen if step.section == "health"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,7 +18,7 @@ from shared_gpu import share_gpu
 import paceline as dist
 
 BACKENDS = {"cuda": "cpu:paceline,cuda:nccl", "fake": "paceline", "cpu": "paceline"}
-_DELAY_CYCLES = 20_000_000  # some 10 ms of a GPU
+_DELAY_CYCLES, _DELAY_S = 20_000_000, 0.01  # some 10 ms of a GPU
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,8 @@ class Session:
         """Lets the current stream be late by some milliseconds, where the device has streams."""
         if self.device.type == "cuda":
             torch.cuda._sleep(_DELAY_CYCLES)
-        elif self.has_streams and hasattr(self.module, "_sleep"):
-            self.module._sleep(_DELAY_CYCLES)
+        elif self.device.type == "fake":
+            self.module.launch(lambda: time.sleep(_DELAY_S))
 
     def meet(self) -> None:
         """Waits for all ranks and for what they have put into their streams."""
@@ -135,7 +136,8 @@ def session(
         torch_dist.init_process_group(backend, init_method=method, rank=rank, world_size=size, timeout=timeout)
     if ours:
         dist.init_process_group(setting.backend, timeout=timeout)
-    yield Session(setting, rank, size, device, reference_device)
+    with torch.fake.delays(seed=rank) if device.type == "fake" else contextlib.nullcontext():
+        yield Session(setting, rank, size, device, reference_device)
     if not ends:
         return
     if device.type != "cpu":

@@ -73,9 +73,14 @@ def _plain(error: str) -> str:
     return f"`{error.replace('`', chr(39))}`"
 
 
-def _of_case(case: str, columns: Mapping[str, Cell]) -> Callable[[Results], str]:
+def _of_case(block_name: str, case: str, columns: Mapping[str, Cell]) -> Callable[[Results], str]:
+    """Returns the block of a table that the run of all steps has, or else that of the steps of speed alone."""
+
     def block(results: Results) -> str:
-        result = next(results[name] for name in ("gpu-speed", _GPU) if name in results and _has(results[name], case))
+        found = [results[name] for name in (_GPU, "gpu-speed") if name in results and _has(results[name], case)]
+        if not found:
+            raise KeyError(f"a page has figures of {block_name}, and neither gpu.json nor gpu-speed.json has {case!r}")
+        result = found[0]
         return "\n\n".join([table(result.rows(case), columns), source(result)])
 
     return block
@@ -101,17 +106,20 @@ _RATIO = {"torch / Paceline": "ratio"}
 GPU: dict[str, Callable[[Results], str]] = {
     "gpu": steps,
     "gpu-all_reduce": _of_case(
+        "gpu-all_reduce",
         "all_reduce",
         _columns_of_both(ranks="ranks", size=_size)
         | {"Paceline GB/s": "paceline GB/s", "torch GB/s": "torch GB/s"}
         | _RATIO,
     ),
-    "gpu-host": _of_case("host time", _columns_of_both(ranks="ranks", call="call") | _RATIO),
+    "gpu-host": _of_case("gpu-host", "host time", _columns_of_both(ranks="ranks", call="call") | _RATIO),
     "gpu-memory": _of_case(
+        "gpu-memory",
         "memory of a group",
         {"by": "by", "ranks": "ranks", "MiB of a rank": "MiB of a rank", "first call ms": "first call ms"},
     ),
     "gpu-step": _of_case(
+        "gpu-step",
         "training step",
         {
             "GPU": "GPU",
