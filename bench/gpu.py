@@ -271,7 +271,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--budget-s", type=float, default=600, help="seconds for all steps; below 600 they measure less"
     )
-    parser.add_argument("--at-once", type=int, default=1, help="steps at a time, but for those that take times")
+    parser.add_argument("--at-once", type=int, help="steps at a time, but for those that take times; by default 1 to 4")
     parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
     parser.add_argument("--log", metavar="FILE", help="write what the ranks print to FILE")
     parser.add_argument("--list", action="store_true", help="list the steps")
@@ -294,6 +294,7 @@ def run_all(run: Run) -> list[dict[str, object]]:
     tables: list[dict[str, object]] = [{"title": "The machine", "case": "machine", "rows": known}]
     count = torch.cuda.device_count() if on_cuda else 2
     options.ranks = options.ranks or max(2, count)
+    options.at_once = options.at_once or max(1, min(4, len(os.sched_getaffinity(0)) // 4))
     if on_cuda and not count:
         run.add(Outcome("health: a GPU", FAILED, 0.0, "torch sees no GPU here"))
         return tables

@@ -17,7 +17,7 @@ import paceline as dist
 from gpu_cases.session import Session, Setting, session
 from paceline.parallel import hooks
 
-STEPS = 20
+STEPS = 12
 CLASSES = 8
 
 
