@@ -21,6 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import xml.etree.ElementTree
 from collections.abc import Iterator
@@ -160,6 +161,9 @@ def first_line(text: str) -> str:
     return f"{rank[1]}: {line}"[:300] if rank and found else line[:300]
 
 
+_starting = threading.Lock()  # the server of which ranks are forks is for one thread at a time
+
+
 def run_step(step: Step, run: Run) -> Outcome:
     """Runs the program of a step on ranks of its own."""
     from gpu_cases.catalogue import ONE
@@ -176,7 +180,9 @@ def run_step(step: Step, run: Run) -> Outcome:
         is_cut = run.left_s < limit_s
         limit_s = round(max(1.0, run.left_s) if is_cut else limit_s, 1)
         try:
-            with Ranks(size).start(step.program, setting) as world:
+            with _starting:
+                world = Ranks(size).start(step.program, setting)
+            with world:
                 answers = world.join(limit_s, expect_dead={size - 1} if step.dies and size > 1 else ())
         except RankFailed as error:
             log(str(error))
