@@ -64,7 +64,7 @@ def tensor_parallel(setting: Setting) -> dict[str, object]:
     """Trains two linear layers of which each rank has some columns or rows."""
     with session(setting, theirs=False) as here:
         model = _layers().to(here.device)
-        mesh = dist.init_device_mesh(here.device.type, (here.size,))
+        mesh = dist.init_device_mesh("cuda" if here.device.type == "cuda" else "cpu", (here.size,))
         dist.parallelize_module(model, mesh, {"1": dist.ColwiseParallel(), "3": dist.RowwiseParallel()})
         optimizer = torch.optim.SGD(model.parameters(), 0.05)
         found = []
@@ -117,10 +117,8 @@ def deterministic(setting: Setting) -> dict[str, object]:
         ends = []
         for group, size, rank in ((None, here.size, here.rank), (alone, 1, 0)):
             torch.manual_seed(0)
-            ids = None if here.device.type == "cpu" else [here.device.index]
             model = dist.DistributedDataParallel(
                 Network().to(here.device),
-                device_ids=ids,
                 process_group=group,
                 deterministic=True,
                 logical_shards=SHARDS,
@@ -172,7 +170,7 @@ def _require_equal_parameters(here: Session, model: nn.Module) -> None:
 class _Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.cells = nn.GRU(6, 12)
+        self.cells = nn.RNN(6, 12)
         self.last = nn.Linear(12, CLASSES)
 
     def forward(self, packed: rnn.PackedSequence) -> torch.Tensor:
