@@ -6,9 +6,7 @@ import gc
 import signal
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
-import nccl_stub
 import pytest
 from hosts.fixture import Hosts, skip_where_not_permitted
 from launching import script
@@ -29,12 +27,6 @@ def hosts() -> Iterator[type[Hosts]]:
     skip_where_not_permitted()
     yield Hosts
     close_worlds()
-
-
-@pytest.fixture(scope="session")
-def nccl_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A library with NCCL's functions, for CPU tensors; see `nccl_stub`."""
-    return nccl_stub.build(tmp_path_factory.mktemp("nccl"))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Engines, which move and reduce the tensors of groups: `native/` is Paceline's own; `gloo.py`, `mpi/` and `nccl/` use
+"""Engines, which move and reduce the tensors of groups: `native/` is Paceline's own; `torch_backend/` and `mpi/` use
 libraries.
 
 May use: `schedule` and below, and `_core`; an engine may not use another one. Start reading at `api.py` (the interface

@@ -154,9 +154,12 @@ class Engine(Protocol):
 class EngineModule(Protocol):
     """The functions of an engine's module, which is imported when the engine is chosen."""
 
-    def missing_piece(self) -> str | None:
-        """Returns the first prerequisite that this machine lacks, with the fix, or None if the engine can be used."""
+    def missing_piece(self, name: str) -> str | None:
+        """Returns the first prerequisite that this machine lacks, with the fix, or None if the engine can be used.
 
-    def start(self, context: EngineContext) -> Engine:
-        """Starts the engine; every rank calls this."""
+        `name` is the engine's name, since one module may have several.
+        """
+
+    def start(self, name: str, context: EngineContext) -> Engine:
+        """Starts the engine of this name; every rank calls this."""
         ...

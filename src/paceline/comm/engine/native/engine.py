@@ -266,11 +266,11 @@ def _announce(formation: Formation, error: BaseException | None) -> None:
         formation.announce(error)
 
 
-def missing_piece() -> None:
+def missing_piece(name: str) -> None:
     """Returns None: this engine is part of Paceline and needs nothing else."""
 
 
-def start(context: EngineContext) -> NativeEngine:
+def start(name: str, context: EngineContext) -> NativeEngine:
     """Starts the engine, which connects this rank to the other ranks of its host; see `engine.api.EngineModule`."""
     with context.forming(_START) as formation:
         return NativeEngine(

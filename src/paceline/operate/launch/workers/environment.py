@@ -227,7 +227,6 @@ _CHECKS: Mapping[str, Callable[[str], None]] = {
     "PACELINE_COSTS": _costs,
     "PACELINE_FAILPOINTS": _any,
     "PACELINE_INSECURE": _one_of("PACELINE_INSECURE", "1", "0"),
-    "PACELINE_NCCL_LIBRARY": _any,
     "PACELINE_NCCL_SHARED_GPU": _any,
     "PACELINE_NETWORK": _network,
     "PACELINE_NODES": _any,

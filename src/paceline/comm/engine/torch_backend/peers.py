@@ -1,8 +1,8 @@
-"""The other ranks of a communicator: their processes, their progress, and whether they are alive.
+"""The other ranks of a process group: their processes, their progress, and whether they are alive.
 
-`exchange_peers` exchanges processes, GPUs and NCCL's id through the store before NCCL connects the ranks.
+`exchange_peers` exchanges processes and devices through the store before the library connects the ranks.
 `RankProgress` publishes each rank's latest call there, so that a time-out can name the missing ranks. `PeerWatch` polls
-the processes of this machine, since NCCL itself waits for a dead rank forever.
+the processes of this machine, and the store for ranks of others, since NCCL itself waits for a dead rank forever.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import select
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -24,36 +25,46 @@ from paceline.errors import StoreError
 from paceline.linux import pidfd_open
 
 _PUBLISH_INTERVAL_S = 0.5
+_RANKS_AT_FULL_RATE = 128  # with more, each rank publishes less often, since all use one store
 _NO_CALL: HeaderFields = (0, 0, 0, 0, -1, 0)
 
 
 class RankProgress:
-    """Publishes this rank's latest call, at most twice a second, and reads the other ranks'."""
+    """Publishes this rank's latest calls, at most twice a second, and reads the other ranks'.
 
-    def __init__(self, store: Store, index: int, size: int) -> None:
+    Args:
+        store: a store for this alone.
+        index: the index of this rank among the ranks.
+        size: the number of ranks.
+        kept: the number of calls that are published, so that ranks can compare them.
+    """
+
+    def __init__(self, store: Store, index: int, size: int, kept: int = 64) -> None:
         self._store = store
         self._index = index
         self._size = size
-        self._latest = _NO_CALL
-        self._published = _NO_CALL
+        self._calls: deque[HeaderFields] = deque(maxlen=kept)
+        self._published = self._compared = 0
         self._published_at = time.monotonic()
+        self._interval_s = _PUBLISH_INTERVAL_S * max(1.0, size / _RANKS_AT_FULL_RATE)
 
     def arrive(self, call: HeaderFields) -> None:
         """Notes that this rank makes `call`; `publish` publishes it later."""
-        self._latest = call
+        self._calls.append(call)
 
     @property
     def is_published(self) -> bool:
         """Whether this rank's latest call has been published."""
-        return self._published == self._latest
+        return not self._calls or self._published == self._calls[-1][0]
 
     def publish(self, at_once: bool = False) -> None:
-        """Publishes the latest call; unless `at_once`, only half a second after the previous one."""
+        """Publishes the latest calls; unless `at_once`, only half a second after the previous time."""
         now = time.monotonic()
-        if not self.is_published and (at_once or now - self._published_at > _PUBLISH_INTERVAL_S):
-            self._published, self._published_at = self._latest, now
+        if not self.is_published and (at_once or now - self._published_at > self._interval_s):
+            calls = list(self._calls)
+            self._published, self._published_at = calls[-1][0], now
             with contextlib.suppress(StoreError):  # without a store, no rank is left to read it
-                self._store.set(str(self._index), json.dumps(self._published))
+                self._store.set(str(self._index), json.dumps(calls))
 
     def missing(self, call: HeaderFields) -> list[int]:
         """Returns the indices of ranks that have not made `call`, after giving late ranks a second to publish it."""
@@ -61,15 +72,33 @@ class RankProgress:
         time.sleep(2 * _PUBLISH_INTERVAL_S)
         return [index for index, (sequence, *_) in enumerate(self.latest()) if sequence < call[0]]
 
+    def difference(self, at_once: bool = False) -> dict[int, HeaderFields]:
+        """Returns the first calls of this rank and of the following one that have the same number and differ.
+
+        They are returned by the indices of the ranks; nothing is returned if there are none among the published ones.
+        Unless `at_once`, the store is asked only once for each time that this rank publishes.
+        """
+        if (self._compared == self._published and not at_once) or self._size == 1:
+            return {}
+        self._compared = self._published
+        following = (self._index + 1) % self._size
+        theirs = {call[0]: call for call in self._read(following)}
+        for mine in tuple(self._calls):
+            other = theirs.get(mine[0], mine)
+            if other != mine:
+                self.publish(at_once=True)  # so that others can find it too
+                return {self._index: mine, following: other}
+        return {}
+
     def latest(self) -> list[HeaderFields]:
         """Returns each rank's latest published call, by index."""
-        calls = [_NO_CALL] * self._size
+        return [(self._read(index) or [_NO_CALL])[-1] for index in range(self._size)]
+
+    def _read(self, index: int) -> list[HeaderFields]:
         with contextlib.suppress(StoreError):
-            for index in range(self._size):
-                if self._store.check([str(index)]):
-                    sequence, operation, dtype, reduce_op, root, count = json.loads(self._store.get(str(index)))
-                    calls[index] = sequence, operation, dtype, reduce_op, root, count
-        return calls
+            if self._store.check([str(index)]):
+                return [(a, b, c, d, e, f) for a, b, c, d, e, f in json.loads(self._store.get(str(index)))]
+        return []
 
 
 SHARED_GPU_VARIABLE = "PACELINE_NCCL_SHARED_GPU"
@@ -90,8 +119,8 @@ class SharedGpuError(Exception):
 
 
 @dataclass(frozen=True)
-class NcclPeer:
-    """A rank's process, identified for other processes of its machine, and its GPU."""
+class DevicePeer:
+    """A rank's process, identified for other processes of its machine, and its device."""
 
     machine: str
     pid: int
@@ -99,37 +128,27 @@ class NcclPeer:
     device: str
 
     @staticmethod
-    def here(gpu: str, device: str) -> NcclPeer:
-        """Returns the calling process; `gpu` identifies its GPU in all processes, `device` only in this one."""
+    def here(gpu: str, device: str) -> DevicePeer:
+        """Returns the calling process; `gpu`, if it is not empty, identifies its device in all processes."""
         processes = os.stat("/proc/self/ns/pid").st_ino
-        return NcclPeer(f"{host_id()}/{processes}", os.getpid(), gpu, device)
-
-
-@dataclass(frozen=True)
-class ExchangedPeers:
-    """All ranks, in the order of the communicator, and the id by which NCCL connects them."""
-
-    peers: tuple[NcclPeer, ...]
-    unique_id: bytes
+        return DevicePeer(f"{host_id()}/{processes}", os.getpid(), gpu, device)
 
 
 def exchange_peers(
     store: Store,
     members: Sequence[RankIdentity],
     index: int,
-    mine: NcclPeer,
-    make_unique_id: Callable[[], bytes],
+    mine: DevicePeer,
     deadline: float,
     stopped: Callable[[], bool],
-) -> ExchangedPeers:
-    """Waits for all `members` and returns their processes and GPUs; the first member creates NCCL's id.
+) -> tuple[DevicePeer, ...]:
+    """Waits for all `members` and returns their processes and devices.
 
     Args:
         store: a store for this exchange alone.
         members: the ranks of the communicator, in order.
         index: the index of this rank among them.
-        mine: this rank's process and GPU.
-        make_unique_id: a function that creates NCCL's id.
+        mine: this rank's process and device.
         deadline: the time of `time.monotonic` at which to give up.
         stopped: a function that is called while waiting and returns whether to give up.
 
@@ -138,17 +157,14 @@ def exchange_peers(
         SharedGpuError: two members use the same GPU, and PACELINE_NCCL_SHARED_GPU is not set; all members raise it.
     """
     store.set(f"came/{index}", json.dumps(asdict(mine)))
-    if index == 0:
-        store.set("id", make_unique_id())
     keys = [f"came/{member}" for member in range(len(members))]
-    _await(store, ["id", *keys], deadline, stopped)
-    unique_id, *answers = store.multi_get(["id", *keys])
-    peers = tuple(NcclPeer(**json.loads(answer)) for answer in answers)
+    _await(store, keys, deadline, stopped)
+    peers = tuple(DevicePeer(**json.loads(answer)) for answer in store.multi_get(keys))
     shared = _describe_shared(members, peers)
     if shared is not None and not os.environ.get(SHARED_GPU_VARIABLE):
         _let_all_read(store, len(members))
         raise SharedGpuError(shared)
-    return ExchangedPeers(peers, unique_id)
+    return peers
 
 
 def _let_all_read(store: Store, size: int) -> None:
@@ -163,17 +179,17 @@ def _await(store: Store, keys: Sequence[str], deadline: float, stopped: Callable
     pause_s = _PAUSE_S
     while not store.check(keys):
         if stopped() or time.monotonic() > deadline:
-            raise AbsentError([index for index, key in enumerate(keys[1:]) if not store.check([key])] or [0])
+            raise AbsentError([index for index, key in enumerate(keys) if not store.check([key])])
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-def _describe_shared(members: Sequence[RankIdentity], peers: Sequence[NcclPeer]) -> str | None:
+def _describe_shared(members: Sequence[RankIdentity], peers: Sequence[DevicePeer]) -> str | None:
     """Returns a message that names two ranks with the same GPU, and the fix; None if no GPU is shared."""
     first: dict[str, int] = {}
     for index, peer in enumerate(peers):
         other = first.setdefault(peer.gpu, index)
-        if other != index:
+        if other != index and peer.gpu:
             return (
                 f"{members[other]} and {members[index]} both use one GPU ({peers[other].device} of the one and "
                 f"{peer.device} of the other are {peer.gpu}), and NCCL takes one rank a GPU. Call "
@@ -183,14 +199,28 @@ def _describe_shared(members: Sequence[RankIdentity], peers: Sequence[NcclPeer])
     return None
 
 
-class PeerWatch:
-    """Watches the processes of `peers` that run on this machine, except the calling one, which has this `index`."""
+_REMOTE_INTERVAL_S = 5.0
+_MOST_REMOTE = 64
 
-    def __init__(self, peers: Sequence[NcclPeer], index: int) -> None:
+
+class PeerWatch:
+    """Watches the processes of the ranks other than this one.
+
+    Args:
+        peers: the ranks' processes.
+        index: the index of this rank among them.
+        has_exited: a function from an index to whether the store has that rank's exit; it is asked about ranks of other
+            machines, a few of them every five seconds.
+    """
+
+    def __init__(self, peers: Sequence[DevicePeer], index: int, has_exited: Callable[[int], bool]) -> None:
         self._descriptors: dict[int, int] = {}  # pidfd: index of the peer
         self._processes: dict[int, ProcessIdentity] = {}  # by index, for processes without a pidfd
         self._gone: set[int] = set()
         self._poll = select.poll()
+        self._remote = [other for other, peer in enumerate(peers) if peer.machine != peers[index].machine]
+        self._has_exited = has_exited
+        self._asked_at = time.monotonic()
         for other, peer in enumerate(peers):
             if other == index or peer.machine != peers[index].machine:
                 continue
@@ -215,6 +245,12 @@ class PeerWatch:
         ended = {descriptor for descriptor, _ in self._poll.poll(0)}
         self._gone.update(index for descriptor, index in tuple(self._descriptors.items()) if descriptor in ended)
         self._gone.update(index for index, process in self._processes.items() if process.has_ended())
+        now = time.monotonic()
+        if self._remote and now - self._asked_at > _REMOTE_INTERVAL_S:
+            self._asked_at = now
+            asked, self._remote = self._remote[:_MOST_REMOTE], self._remote[_MOST_REMOTE:] + self._remote[:_MOST_REMOTE]
+            with contextlib.suppress(StoreError):
+                self._gone.update(index for index in asked if self._has_exited(index))
         return sorted(self._gone)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The gloo engine: torch's ProcessGroupGloo, created directly, without torch.distributed's groups.
+"""The gloo engine: torch's ProcessGroupGloo for CPU tensors, whose calls run one at a time.
 
 Operations that gloo lacks (reduce-scatter, all-to-all, and reductions of some dtypes) run by schedule over its
 messages. A message between two ranks begins with its dtype and length.
@@ -10,7 +10,7 @@ import contextlib
 import ipaddress
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from paceline.comm.engine.adapters.group_recorder import GroupRecorder
 from paceline.comm.engine.adapters.library_engine import FailureDiagnosis, LibraryEngine, LibraryGroup
-from paceline.comm.engine.adapters.schedule_executor import FlatBuffer, PythonExecutor, divide_average, tensor_at
+from paceline.comm.engine.adapters.schedule_executor import PythonExecutor, divide_average, tensor_at
 from paceline.comm.engine.adapters.serial_channel import (
     CallTimeout,
     Envelope,
@@ -30,8 +30,9 @@ from paceline.comm.engine.api import EngineContext
 from paceline.comm.engine.channel import CallOutcome, CollectiveCall, Pieces
 from paceline.comm.engine.codes import DTYPES, NO_REDUCTION, ReduceOp
 from paceline.comm.engine.network_settings import IFACE_VARIABLE, own_address
+from paceline.comm.engine.torch_backend.collectives import CallSettings, TorchReduction, start_barrier, start_call
+from paceline.comm.engine.torch_backend.process_groups import TorchStore
 from paceline.comm.schedule.steps import Operation
-from paceline.comm.store.store import Store
 from paceline.errors import RendezvousTimeoutError, and_more
 from paceline.routes import resolver_name
 
@@ -81,13 +82,15 @@ def translated(deadline_ns: int) -> Iterator[None]:
 
 _OPS = {
     ReduceOp.SUM: c10d.ReduceOp.SUM,
-    ReduceOp.AVG: c10d.ReduceOp.SUM,
+    ReduceOp.AVG: c10d.ReduceOp.SUM,  # gloo has no average; its sum is divided afterwards
     ReduceOp.PREMUL_SUM: c10d.ReduceOp.SUM,
     ReduceOp.PRODUCT: c10d.ReduceOp.PRODUCT,
     ReduceOp.MIN: c10d.ReduceOp.MIN,
     ReduceOp.MAX: c10d.ReduceOp.MAX,
 }
 _REDUCED = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
+_SCHEDULED = (Operation.REDUCE_SCATTER, Operation.ALL_TO_ALL)
+_CPU = torch.device("cpu")
 
 
 class GlooChannel(SerialChannel):
@@ -127,82 +130,24 @@ class GlooChannel(SerialChannel):
             return
         timeout = max(SHORTEST, timedelta(microseconds=call.timeout_ns / 1000))
         with translated(deadline_ns):
-            _CALLS[call.operation](self, call, timeout)
-
-    def _barrier(self, call: CollectiveCall, timeout: timedelta) -> None:
-        options = c10d.BarrierOptions()
-        options.timeout = timeout
-        self._group.barrier(options).wait()
-
-    def _broadcast(self, call: CollectiveCall, timeout: timedelta) -> None:
-        options = c10d.BroadcastOptions()
-        options.timeout, options.rootRank = timeout, call.root
-        tensor = FlatBuffer(call.outputs).copy_in()
-        self._group.broadcast([tensor.tensor()], options).wait()
-        tensor.copy_out()
-
-    def _all_reduce(self, call: CollectiveCall, timeout: timedelta) -> None:
-        options = c10d.AllreduceOptions()
-        options.timeout, options.reduceOp = timeout, _OPS[ReduceOp(call.reduce_op)]
-        tensor = FlatBuffer(call.outputs).copy_in()
-        self._group.allreduce([tensor.tensor(DTYPES[call.dtype])], options).wait()
-        divide_average(tensor.address, call, self._size)
-        tensor.copy_out()
-
-    def _reduce(self, call: CollectiveCall, timeout: timedelta) -> None:
-        options = c10d.ReduceOptions()
-        options.timeout, options.reduceOp, options.rootRank = timeout, _OPS[ReduceOp(call.reduce_op)], call.root
-        tensor = FlatBuffer(call.outputs).copy_in()
-        values = tensor.tensor(DTYPES[call.dtype])
-        if self._rank == call.root:
-            self._group.reduce([values], options).wait()
-            divide_average(tensor.address, call, self._size)
-            tensor.copy_out()
-        else:
-            self._group.reduce([values.clone()], options).wait()  # gloo leaves partial sums there
-
-    def _all_gather(self, call: CollectiveCall, timeout: timedelta) -> None:
-        options = c10d.AllgatherOptions()
-        options.timeout = timeout
-        outputs = [FlatBuffer([pieces]) for pieces in call.outputs]
-        tensor = FlatBuffer(call.inputs).copy_in().tensor()
-        self._group.allgather([[output.tensor() for output in outputs]], [tensor], options).wait()
-        for output in outputs:
-            output.copy_out()
-
-    def _gather(self, call: CollectiveCall, timeout: timedelta) -> None:
-        options = c10d.GatherOptions()
-        options.timeout, options.rootRank = timeout, call.root
-        outputs = [FlatBuffer([pieces]) for pieces in call.outputs]
-        written = [[output.tensor() for output in outputs]] if outputs else []
-        self._group.gather(written, [FlatBuffer(call.inputs).copy_in().tensor()], options).wait()
-        for output in outputs:
-            output.copy_out()
-
-    def _scatter(self, call: CollectiveCall, timeout: timedelta) -> None:
-        options = c10d.ScatterOptions()
-        options.timeout, options.rootRank = timeout, call.root
-        inputs = [FlatBuffer([pieces]).copy_in() for pieces in call.inputs]
-        output = FlatBuffer(call.outputs)
-        read = [[tensor.tensor() for tensor in inputs]] if inputs else []
-        self._group.scatter([output.tensor()], read, options).wait()
-        output.copy_out()
-
-
-_CALLS: dict[Operation, Callable[[GlooChannel, CollectiveCall, timedelta], None]] = {
-    Operation.BARRIER: GlooChannel._barrier,
-    Operation.BROADCAST: GlooChannel._broadcast,
-    Operation.ALL_REDUCE: GlooChannel._all_reduce,
-    Operation.REDUCE: GlooChannel._reduce,
-    Operation.ALL_GATHER: GlooChannel._all_gather,
-    Operation.GATHER: GlooChannel._gather,
-    Operation.SCATTER: GlooChannel._scatter,
-}
+            if call.operation == Operation.BARRIER:
+                start_barrier(self._group, timeout).wait()
+                return
+            reduction = None
+            if call.reduce_op != NO_REDUCTION:
+                reduction = TorchReduction(DTYPES[call.dtype], _OPS[ReduceOp(call.reduce_op)])
+            started = start_call(self._group, call, CallSettings(self._rank, _CPU, timeout, reduction))
+            assert started.work is not None
+            started.work.wait()
+        for result in started.written:
+            if reduction is not None:
+                divide_average(result.tensor().data_ptr(), call, self._size)
+            result.copy_out()
 
 
 def _is_supported(call: CollectiveCall) -> bool:
     """Returns whether gloo has the operation, and the reduction for the dtype."""
-    if call.operation not in _CALLS or not call.count:
+    if call.operation in _SCHEDULED or not call.count:
         return False
     if call.reduce_op == NO_REDUCTION:
         return True
@@ -267,45 +212,16 @@ _MOST_NAMED = 8  # ranks in an error message
 _THREADS = 2
 
 
-def missing_piece() -> str | None:
+def missing_piece(name: str) -> str | None:
     """Returns the fix if this torch was built without gloo, which is rare; None otherwise."""
     if c10d.is_gloo_available():
         return None
     return "this torch was built without gloo; install one from PyPI or pytorch.org"
 
 
-def start(context: EngineContext) -> GlooEngine:
+def start(name: str, context: EngineContext) -> GlooEngine:
     """Starts the engine, which connects nothing yet; each group opens its own connections."""
     return GlooEngine(context)
-
-
-class _TorchStore(c10d.Store):
-    """Paceline's store with the interface that gloo requires."""
-
-    def __init__(self, store: Store, prefix: str) -> None:
-        super().__init__()
-        self._store = store
-        self._prefix = prefix
-
-    def set(self, key: str, value: bytes | str) -> None:
-        """Sets a key."""
-        self._store.set(self._prefix + key, value)
-
-    def get(self, key: str) -> bytes:
-        """Waits for a key."""
-        return self._store.get(self._prefix + key)
-
-    def add(self, key: str, amount: int) -> int:
-        """Adds to a number."""
-        return self._store.add(self._prefix + key, amount)
-
-    def check(self, keys: list[str]) -> bool:
-        """Returns whether all keys are set."""
-        return self._store.check([self._prefix + key for key in keys])
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Waits for all keys."""
-        self._store.wait([self._prefix + key for key in keys], timeout)
 
 
 class GlooEngine(LibraryEngine):
@@ -330,7 +246,7 @@ class GlooEngine(LibraryEngine):
         gathering = self._gather(ranks, timeout_s, identity, algorithm)
         rank, diagnosis = gathering.group_rank, gathering.diagnosis
         options._timeout = max(SHORTEST, timedelta(seconds=deadline - time.monotonic()))
-        store = _TorchStore(context.store, f"gloo/{identity}/")
+        store = TorchStore(context.store, f"gloo/{identity}/")
         try:
             group = c10d.ProcessGroupGloo(store, rank, len(ranks), options)
         except RuntimeError as error:

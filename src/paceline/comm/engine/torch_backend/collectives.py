@@ -1,0 +1,291 @@
+"""Collectives of PyTorch's process groups: each call becomes one operation of a group, on flat tensors.
+
+The operation depends only on facts that are the same on all ranks, never on the addresses of a rank's tensors. Tensors
+in pieces that are not adjacent in memory pass through a flat buffer. Data that is only moved is passed as bytes. The
+group may lack a dtype, which is then reduced as another one with the same result: booleans as bytes of 0 and 1, complex
+numbers as pairs of floats, unsigned sums as signed ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+from paceline.comm.engine.adapters.device_streams import copy_pieces, memory_at
+from paceline.comm.engine.adapters.schedule_executor import FlatBuffer
+from paceline.comm.engine.channel import CollectiveCall, DevicePieces, Pieces
+from paceline.comm.engine.codes import DTYPES, ReduceOp
+from paceline.comm.schedule.steps import Operation
+
+TorchGroup: TypeAlias = Any
+"""A `torch.distributed.distributed_c10d.Backend`, whose operations are missing in PyTorch's annotations."""
+
+TorchWork: TypeAlias = Any
+"""A `torch.distributed.Work`."""
+
+
+class FlatTensor(Protocol):
+    """A tensor in pieces as one flat tensor, which is a copy unless the pieces are adjacent."""
+
+    def copy_in(self) -> FlatTensor:
+        """Fills the copy, if there is one, and returns this tensor."""
+        ...
+
+    def copy_out(self) -> None:
+        """Writes the copy, if there is one, back to the pieces."""
+
+    def tensor(self, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """Returns the flat tensor, viewed as `dtype`."""
+        ...
+
+
+class DeviceBuffer:
+    """A `FlatTensor` on a device, whose copies run on the current stream; see `schedule_executor.FlatBuffer`."""
+
+    def __init__(self, pieces: Iterable[Pieces], device: torch.device) -> None:
+        pieces = list(pieces)
+        self._is_copy = False
+        if len(pieces) == 1 and isinstance(pieces[0], DevicePieces) and len(pieces[0].tensors) == 1:
+            tensor = pieces[0].tensors[0]
+            self._flat = tensor.as_strided((tensor.numel(),), (1,))
+            return
+        spans = _adjacent(pieces)
+        self._pieces = [memory_at(address, nbytes, device) for address, nbytes in spans]
+        self._is_copy = len(spans) > 1
+        if self._is_copy:
+            self._flat = torch.empty(sum(nbytes for _, nbytes in spans), dtype=torch.uint8, device=device)
+        else:
+            self._flat = self._pieces[0] if spans else torch.empty(0, dtype=torch.uint8, device=device)
+
+    def copy_in(self) -> DeviceBuffer:
+        """Fills the copy, if there is one, and returns this buffer."""
+        if self._is_copy:
+            copy_pieces(self._parts(), self._pieces)
+        return self
+
+    def copy_out(self) -> None:
+        """Writes the copy, if there is one, back to the pieces."""
+        if self._is_copy:
+            copy_pieces(self._pieces, self._parts())
+
+    def tensor(self, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """Returns the flat tensor, viewed as `dtype`."""
+        return self._flat.view(dtype)
+
+    def _parts(self) -> list[torch.Tensor]:
+        return list(self._flat.split([piece.numel() for piece in self._pieces]))
+
+
+def _adjacent(pieces: Iterable[Pieces]) -> list[tuple[int, int]]:
+    spans: list[tuple[int, int]] = []
+    for tensor in pieces:
+        for address, nbytes in zip(tensor[::2], tensor[1::2], strict=True):
+            if nbytes and spans and sum(spans[-1]) == address:
+                spans[-1] = spans[-1][0], spans[-1][1] + nbytes
+            elif nbytes:
+                spans.append((address, nbytes))
+    return spans
+
+
+class TorchReduction(NamedTuple):
+    """A reduction as a process group performs it: `op` on elements of `dtype`."""
+
+    dtype: torch.dtype
+    op: c10d.ReduceOp.RedOpType
+
+
+_Ops: TypeAlias = Mapping[ReduceOp, c10d.ReduceOp.RedOpType]
+
+_OPS: _Ops = {
+    ReduceOp.SUM: c10d.ReduceOp.SUM,
+    ReduceOp.AVG: c10d.ReduceOp.AVG,
+    ReduceOp.PREMUL_SUM: c10d.ReduceOp.SUM,  # the tensors have been multiplied already
+    ReduceOp.PRODUCT: c10d.ReduceOp.PRODUCT,
+    ReduceOp.MIN: c10d.ReduceOp.MIN,
+    ReduceOp.MAX: c10d.ReduceOp.MAX,
+}
+_SUMS: _Ops = {op: _OPS[op] for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM)}
+_WRAPPING = {op: _OPS[op] for op in (ReduceOp.SUM, ReduceOp.PRODUCT)}  # alike for signed and unsigned numbers
+_OF_FLOAT8: _Ops = {op: _OPS[op] for op in _OPS if op != ReduceOp.AVG}  # which NCCL refuses
+_OF_BOOLEANS = dict.fromkeys((ReduceOp.SUM, ReduceOp.MAX, ReduceOp.BOR), c10d.ReduceOp.MAX)
+_OF_BOOLEANS |= dict.fromkeys((ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.BAND), c10d.ReduceOp.MIN)
+
+_REDUCED: Mapping[str, tuple[torch.dtype, _Ops]] = {
+    **{
+        name: (getattr(torch, name), _OPS)
+        for name in ("uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+    },
+    "uint32": (torch.int32, _WRAPPING),
+    "uint64": (torch.int64, _WRAPPING),
+    "complex32": (torch.float16, _SUMS),
+    "complex64": (torch.float32, _SUMS),
+    "complex128": (torch.float64, _SUMS),
+    "bool": (torch.uint8, _OF_BOOLEANS),
+}
+_FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+
+
+def find_reduction(dtype: int, reduce_op: int, has_float8: bool = False) -> TorchReduction | None:
+    """Returns the reduction as the process group of an accelerator performs it, or None if it cannot.
+
+    Args:
+        dtype, reduce_op: the codes of the dtype and of the reduction.
+        has_float8: whether the library and the device reduce numbers of 8 bits.
+    """
+    kind = DTYPES[dtype]
+    name = str(kind).removeprefix("torch.")
+    view, ops = (kind, _OF_FLOAT8) if name in _FLOAT8 and has_float8 else _REDUCED.get(name, (kind, {}))
+    op = ops.get(ReduceOp(reduce_op))
+    return None if op is None else TorchReduction(view, op)
+
+
+@dataclass(frozen=True)
+class CallSettings:
+    """The settings of a call that are not part of `CollectiveCall`.
+
+    Attributes:
+        rank: the group rank of this process.
+        device: the device of the tensors, with its index.
+        timeout: the time-out that is passed to the group, or None for its own.
+        reduction: the reduction of a call that reduces.
+    """
+
+    rank: int
+    device: torch.device
+    timeout: timedelta | None = None
+    reduction: TorchReduction | None = None
+
+    def buffer(self, pieces: Iterable[Pieces]) -> FlatTensor:
+        """Returns the pieces as one flat tensor."""
+        return FlatBuffer(pieces) if self.device.type == "cpu" else DeviceBuffer(pieces, self.device)
+
+
+@dataclass(frozen=True)
+class StartedCall:
+    """A call that a group has started.
+
+    Attributes:
+        work: the group's work; None if nothing was left to do.
+        written: the results, whose copies must be written back when the work is complete.
+    """
+
+    work: TorchWork | None
+    written: Sequence[FlatTensor] = ()
+
+
+def start_call(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> StartedCall:
+    """Starts a call other than a barrier; on a device, what it copies first runs on the current stream."""
+    return _CALLS[call.operation](group, call, settings)
+
+
+def start_barrier(group: TorchGroup, timeout: timedelta) -> TorchWork:
+    """Starts a barrier of a group for CPU tensors."""
+    options = c10d.BarrierOptions()
+    options.timeout = timeout
+    return group.barrier(options)
+
+
+def _with_timeout(options: object, settings: CallSettings) -> None:
+    if settings.timeout is not None:
+        options.timeout = settings.timeout
+
+
+def _broadcast(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> StartedCall:
+    options = c10d.BroadcastOptions()
+    _with_timeout(options, settings)
+    options.rootRank = call.root
+    buffer = settings.buffer(call.outputs)
+    if settings.rank == call.root:
+        return StartedCall(group.broadcast([buffer.copy_in().tensor()], options))
+    return StartedCall(group.broadcast([buffer.tensor()], options), [buffer])
+
+
+def _all_reduce(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> StartedCall:
+    assert settings.reduction is not None
+    options = c10d.AllreduceOptions()
+    _with_timeout(options, settings)
+    options.reduceOp = settings.reduction.op
+    buffer = settings.buffer(call.outputs).copy_in()
+    return StartedCall(group.allreduce([buffer.tensor(settings.reduction.dtype)], options), [buffer])
+
+
+def _reduce(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> StartedCall:
+    assert settings.reduction is not None
+    options = c10d.ReduceOptions()
+    _with_timeout(options, settings)
+    options.reduceOp, options.rootRank = settings.reduction.op, call.root
+    buffer = settings.buffer(call.outputs).copy_in()
+    values = buffer.tensor(settings.reduction.dtype)
+    if settings.rank == call.root:
+        return StartedCall(group.reduce([values], options), [buffer])
+    return StartedCall(group.reduce([values.clone()], options))  # groups may leave partial sums there
+
+
+def _all_gather(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> StartedCall:
+    options = c10d.AllgatherOptions()
+    _with_timeout(options, settings)
+    output = settings.buffer(call.outputs)
+    given = settings.buffer(call.inputs).copy_in()
+    return StartedCall(group._allgather_base(output.tensor(), given.tensor(), options), [output])
+
+
+def _gather(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> StartedCall:
+    options = c10d.GatherOptions()
+    _with_timeout(options, settings)
+    options.rootRank = call.root
+    outputs = [settings.buffer([pieces]) for pieces in call.outputs]
+    given = settings.buffer(call.inputs).copy_in().tensor()
+    written = [[output.tensor() for output in outputs]] if outputs else []
+    return StartedCall(group.gather(written, [given], options), outputs)
+
+
+def _scatter(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> StartedCall:
+    options = c10d.ScatterOptions()
+    _with_timeout(options, settings)
+    options.rootRank = call.root
+    inputs = [settings.buffer([pieces]).copy_in() for pieces in call.inputs]
+    output = settings.buffer(call.outputs)
+    read = [[given.tensor() for given in inputs]] if inputs else []
+    return StartedCall(group.scatter([output.tensor()], read, options), [output])
+
+
+def _reduce_scatter(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> StartedCall:
+    assert settings.reduction is not None
+    options = c10d.ReduceScatterOptions()
+    _with_timeout(options, settings)
+    options.reduceOp = settings.reduction.op
+    given = settings.buffer(call.inputs).copy_in().tensor(settings.reduction.dtype)
+    output = settings.buffer(call.outputs)
+    return StartedCall(group._reduce_scatter_base(output.tensor(settings.reduction.dtype), given, options), [output])
+
+
+def _all_to_all(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> StartedCall:
+    options = c10d.AllToAllOptions()
+    _with_timeout(options, settings)
+    sent, received = ([sum(pieces[1::2]) for pieces in side] for side in (call.inputs, call.outputs))
+    given = settings.buffer(call.inputs).copy_in().tensor()
+    output = settings.buffer(call.outputs)
+    # The sizes are passed even if they are equal, since a library may have another operation for those.
+    return StartedCall(group.alltoall_base(output.tensor(), given, received, sent, options), [output])
+
+
+_CALLS: Mapping[Operation, Callable[[TorchGroup, CollectiveCall, CallSettings], StartedCall]] = {
+    Operation.BROADCAST: _broadcast,
+    Operation.ALL_REDUCE: _all_reduce,
+    Operation.REDUCE: _reduce,
+    Operation.ALL_GATHER: _all_gather,
+    Operation.GATHER: _gather,
+    Operation.SCATTER: _scatter,
+    Operation.REDUCE_SCATTER: _reduce_scatter,
+    Operation.ALL_TO_ALL: _all_to_all,
+}
+
+
+def is_empty(call: CollectiveCall) -> bool:
+    """Returns whether a call moves nothing on any rank, as all of them know without the others."""
+    return call.operation not in (Operation.BARRIER, Operation.ALL_TO_ALL) and call.count == 0

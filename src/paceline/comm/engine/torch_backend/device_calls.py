@@ -1,0 +1,554 @@
+"""`CallStream`: a process group on a device, which the first call opens, and the stream on which its calls run.
+
+The program's streams wait for calls, but none of its threads does. `CallWatch` therefore has a thread that watches
+calls in progress and aborts those that cannot complete. `DeviceWork` is a call for which the group waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from paceline.comm.engine.adapters.device_streams import (
+    AcceleratorEvent,
+    AcceleratorStream,
+    activated,
+    is_capturing,
+)
+from paceline.comm.engine.adapters.group_recorder import RecordedOperation
+from paceline.comm.engine.adapters.library_engine import exit_of
+from paceline.comm.engine.channel import HeaderFields
+from paceline.comm.engine.codes import dtype_name
+from paceline.comm.engine.failures import CallFailure, OutcomeCode, RankIdentity
+from paceline.comm.engine.torch_backend.collectives import StartedCall, TorchGroup
+from paceline.comm.engine.torch_backend.peers import (
+    AbsentError,
+    DevicePeer,
+    PeerWatch,
+    RankProgress,
+    SharedGpuError,
+    exchange_peers,
+)
+from paceline.comm.engine.torch_backend.process_groups import OwnedProcessGroup, TorchStore, run_bounded
+from paceline.comm.store.store import PrefixStore, Store
+
+ConstructGroup = Callable[[TorchStore, int, int], OwnedProcessGroup]
+"""Constructs a process group from a store for it alone, the rank, and the number of ranks."""
+
+StartCall = Callable[[TorchGroup], StartedCall]
+"""Starts a call of a process group on the current stream."""
+
+_CLOSED = CallFailure(OutcomeCode.REFUSED, said="the group was closed meanwhile (destroy_process_group)")
+# A rank whose process has ended may have done its part of a call, which then completes soon.
+_GRACE_S = 1.0
+_NO_CALL: HeaderFields = (0, 0, 0, 0, -1, 0)
+_POLLING_S = 0.01
+
+
+@dataclass
+class CallInFlight:
+    """A call that is on the stream, or being put there; times are those of `time.monotonic`.
+
+    Attributes:
+        header: the call as in failure reports.
+        started, deadline: the time at which the program made the call, and that by which it must complete.
+        recorded: the call in the recording.
+        event: the position behind the call on the stream; None until it is there.
+        is_captured: whether the call is part of a graph, so that nothing can be known about its end.
+        failure: why the call failed; None while it runs and after it succeeded.
+    """
+
+    header: HeaderFields
+    started: float
+    deadline: float
+    recorded: RecordedOperation
+    event: AcceleratorEvent | None = None
+    is_captured: bool = False
+    failure: CallFailure | None = None
+
+
+@dataclass(frozen=True)
+class StreamRanks:
+    """The ranks that a call stream connects, in the order of its process group.
+
+    Attributes:
+        members: the ranks with their hosts and processes.
+        group_ranks: their ranks in the group, for failure reports.
+        index: the index of this rank among them.
+        are_pair: whether they are the sender and the receiver of messages, and not the ranks of collectives.
+    """
+
+    members: tuple[RankIdentity, ...]
+    group_ranks: tuple[int, ...]
+    index: int
+    are_pair: bool = False
+
+
+@dataclass(frozen=True)
+class StreamSettings:
+    """The settings of a call stream that are the same for all of an engine's.
+
+    Attributes:
+        construct: constructs the process group.
+        library: the library's name, for messages.
+        advice: a sentence without its full stop that says how to find out more about an error of the library.
+        identify: returns a text that identifies a device in all processes, or "" if processes may share it.
+        store: the store in which ranks report how they ended.
+        is_closing: returns whether the engine is being closed.
+    """
+
+    construct: ConstructGroup
+    library: str
+    advice: str
+    identify: Callable[[torch.device], str]
+    store: Store
+    is_closing: Callable[[], bool] = field(default=lambda: False)
+
+
+class CallStream:
+    """Runs calls sequentially; any thread may use it.
+
+    Args:
+        settings: the engine's settings.
+        device: the device that holds the tensors of the calls.
+        store: a store for this call stream alone.
+        ranks: the ranks that the call stream connects.
+        greet: starts a first call, in which the library connects the ranks.
+    """
+
+    def __init__(
+        self, settings: StreamSettings, device: torch.device, store: Store, ranks: StreamRanks, greet: StartCall
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._ranks = ranks
+        self._greet = greet
+        self._progress = RankProgress(PrefixStore("at", store), ranks.index, len(ranks.members))
+        self._group: OwnedProcessGroup | None = None
+        self._peers: PeerWatch | None = None
+        self._peer_gone_since: float | None = None
+        self._error_since: float | None = None
+        self._turn = threading.Lock()  # held while a call is put on the stream
+        self._breaking = threading.Lock()
+        self._flights: deque[CallInFlight] = deque()
+        self._entering: CallInFlight | None = None
+        self._sequence = 0
+        self._leaving = False
+        self._closed = False
+        self.failure: CallFailure | None = None  # once set, it is permanent
+        self.stream = AcceleratorStream(device)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the ranks are connected, so that a call returns without waiting for them."""
+        return self._group is not None or self.failure is not None
+
+    def enqueue(
+        self,
+        start: StartCall,
+        header: HeaderFields,
+        timeout_ns: int,
+        recorded: RecordedOperation,
+        after: AcceleratorEvent | None = None,
+    ) -> DeviceWork:
+        """Puts a call on the stream. The first call opens the process group, which waits for the other ranks.
+
+        Args:
+            start: starts the call.
+            header: the call as in failure reports; its sequence number is set here.
+            timeout_ns: the time after which the call is aborted, in nanoseconds.
+            recorded: the call in the recording.
+            after: the position behind which the call runs; by default, the present work on the current stream.
+
+        Raises:
+            RuntimeError: the current stream is being captured, and no call of the group precedes.
+            TypeError, ValueError: PyTorch refuses the arguments, as it does on all ranks.
+        """
+        started = time.monotonic()
+        flight = CallInFlight(header, started, started + timeout_ns / 1e9, recorded)
+        with self._turn:
+            flight.failure = self.failure or (_CLOSED if self._leaving else None)
+            if flight.failure is not None:
+                recorded.end(flight.failure.code)
+                return DeviceWork(flight, self)
+            flight.is_captured = is_capturing(self.stream.device)
+            if flight.is_captured and self._group is None:
+                recorded.end(OutcomeCode.REFUSED)
+                raise RuntimeError(
+                    f"the first call of a group on {self.stream.device} connects its ranks, which cannot be captured "
+                    "into a graph: make one such call before the capture"
+                )
+            self._sequence += 1
+            flight.header = (self._sequence, *header[1:])
+            self._progress.arrive(flight.header)
+            try:
+                self._put(flight, start, after)
+            except (TypeError, ValueError):
+                recorded.end(OutcomeCode.REFUSED)
+                raise
+            except Exception as error:  # from the library, the device or the store; none may leave other ranks waiting
+                self._break(self._failure_of(error, flight), flight)
+            finally:
+                self._entering = None
+            if flight.failure is None and flight.is_captured:
+                recorded.end(OutcomeCode.OK)
+            elif flight.failure is None:
+                self._flights.append(flight)
+        if self.failure is not None and flight in self._flights:
+            self._break(self.failure, flight)  # another thread has ended the group in the meantime
+        return DeviceWork(flight, self)
+
+    def _put(self, flight: CallInFlight, start: StartCall, after: AcceleratorEvent | None) -> None:
+        if self._group is None:
+            self._open(flight)
+        assert self._group is not None
+        self._entering = flight
+        self.stream.follow(after)
+        with self.stream.current():
+            call = start(self._group.group)
+            flight.recorded.start()
+            if call.work is not None:
+                call.work.wait()  # makes this stream wait, and not the thread
+            for result in call.written:
+                result.copy_out()
+            flight.event = self.stream.record()
+
+    def _open(self, flight: CallInFlight) -> None:
+        """Connects the ranks on another thread, since the library may wait for one that will never be there."""
+        ranks, device = self._ranks, self.stream.device
+        mine = DevicePeer.here(self._settings.identify(device), str(device))
+        peers = exchange_peers(
+            PrefixStore("meet", self._store), ranks.members, ranks.index, mine, flight.deadline, self._stopped
+        )
+        self._peers = PeerWatch(peers, ranks.index, self._has_exited)
+        self._entering = flight
+        store = TorchStore(self._store, "group/", flight.deadline)
+        made: list[OwnedProcessGroup] = []
+
+        def connect() -> None:
+            with self.stream.current():
+                made.append(self._settings.construct(store, ranks.index, len(ranks.members)))
+                work = self._greet(made[0].group).work
+                if work is not None:
+                    work.wait()
+
+        if not run_bounded(connect, flight.deadline, "connect", lambda: self._stopped() or self.failure is not None):
+            for group in made:
+                group.abort()
+            raise AbsentError(self._progress.missing(flight.header))
+        store.deadline = None
+        self._group = made[0]
+
+    def _has_exited(self, index: int) -> bool:
+        return exit_of(self._settings.store, self._ranks.members[index]) is not None
+
+    def _failure_of(self, error: Exception, flight: CallInFlight) -> CallFailure:
+        """Returns why a call could not be put on the stream."""
+        if self._stopped():
+            return _CLOSED
+        if isinstance(error, AbsentError):
+            return self._timed_out(flight.started, error.missing)
+        if isinstance(error, SharedGpuError):
+            return CallFailure(OutcomeCode.REFUSED, said=str(error))
+        if (different := self._difference(at_once=True)) is not None:
+            return different  # for which another rank has ended its part
+        until = time.monotonic() + _GRACE_S  # a connection breaks before the process of the other rank has ended
+        while self._peers is not None and time.monotonic() < until:
+            if gone := self._peers.gone():
+                return CallFailure(OutcomeCode.PEER_LOST, gone=self._group_ranks(gone))
+            time.sleep(_POLLING_S)
+        return CallFailure(OutcomeCode.REFUSED, said=f"{_first_line(error)}. {self._settings.advice}")
+
+    def look(self) -> bool:
+        """Drops completed calls, and breaks the stream if a call cannot complete; returns whether to look again."""
+        if self.failure is not None:
+            return False
+        try:
+            while self._flights and self._flights[0].event is not None and self._flights[0].event.done():
+                self._flights.popleft().recorded.end(OutcomeCode.OK)
+        except RuntimeError as error:  # from the device; the program gets it as well
+            self._break(CallFailure(OutcomeCode.REFUSED, said=_first_line(error)))
+            return False
+        self._progress.publish()
+        if (failure := self._difference()) is not None:
+            self._break(failure)
+            return False
+        oldest = self._flights[0] if self._flights else self._entering
+        if oldest is None:
+            return not self._progress.is_published
+        failure = self._find_failure(oldest)
+        if failure is None:
+            return True
+        self._break(failure)
+        return False
+
+    def _difference(self, at_once: bool = False) -> CallFailure | None:
+        """Returns the failure if this rank and the following one have made different calls, which NCCL may not notice.
+
+        All ranks compare themselves so, and a difference is found although the calls are complete.
+        """
+        calls = self._progress.difference(at_once)
+        if not calls:
+            return None
+        if not self._ranks.are_pair:
+            return self._mismatch([calls.get(index, _NO_CALL) for index in range(len(self._ranks.members))])
+        sender, receiver = self._ranks.members
+        sent, received = (
+            f"{nbytes} bytes of {dtype_name(dtype)} and tag {tag}"
+            for _, _, dtype, _, tag, nbytes in (calls[0], calls[1])
+        )
+        return CallFailure(
+            OutcomeCode.REFUSED,
+            said=f"message {calls[0][0]} from {sender} to {receiver} is sent with {sent}, and received with "
+            f"{received}. {self._settings.library} has no tags: receive messages of one rank in the order in which "
+            "it sends them",
+        )
+
+    def _mismatch(self, calls: Sequence[HeaderFields]) -> CallFailure:
+        """Returns the failure of ranks that make these calls, by their indices."""
+        by_group_rank = self._by_group_rank(calls)
+        me = self._ranks.group_ranks[self._ranks.index]
+        return CallFailure(OutcomeCode.MISMATCH, reporter=me, calls=by_group_rank, algorithms=[0] * len(by_group_rank))
+
+    def _by_group_rank(self, calls: Sequence[HeaderFields]) -> list[HeaderFields]:
+        by_group_rank = [_NO_CALL] * (1 + max(self._ranks.group_ranks))
+        for group_rank, call in zip(self._ranks.group_ranks, calls, strict=True):
+            by_group_rank[group_rank] = call
+        return by_group_rank
+
+    def _find_failure(self, oldest: CallInFlight) -> CallFailure | None:
+        if self._peers is None:
+            return None
+        gone = self._peers.gone()
+        now = time.monotonic()
+        if gone and self._peer_gone_since is None:
+            self._peer_gone_since = now
+        if self._peer_gone_since is not None and now - self._peer_gone_since > _GRACE_S:
+            return CallFailure(OutcomeCode.PEER_LOST, gone=self._group_ranks(gone))
+        said = None if gone or self._group is None else self._group.error()
+        if said is not None and self._error_since is None:
+            self._error_since = now  # the connection of a rank that dies breaks before its process has ended
+        if said is not None and self._error_since is not None and now - self._error_since > _GRACE_S:
+            return self._difference(at_once=True) or CallFailure(
+                OutcomeCode.REFUSED,
+                said=f"while the call was under way, {self._settings.library} reported {said}. {self._settings.advice}",
+            )
+        if now > oldest.deadline:
+            return self._timed_out(oldest.started, self._progress.missing(oldest.header))
+        return None
+
+    def _timed_out(self, started: float, missing: Sequence[int]) -> CallFailure:
+        waited_s = time.monotonic() - started
+        different = self._difference(at_once=True)
+        if different is not None:
+            return different
+        calls = self._progress.latest()
+        mine = calls[self._ranks.index]
+        if not self._ranks.are_pair and any(call[0] == mine[0] and call != mine for call in calls):
+            return self._mismatch(calls)
+        if not missing:
+            return CallFailure(
+                OutcomeCode.REFUSED,
+                said=f"all ranks have made this call, and it was not over after {waited_s:.1f} s: either it needs "
+                "longer than the time-out (raise timeout=), or the devices do not reach each other. "
+                f"{self._settings.advice}",
+            )
+        return CallFailure(
+            OutcomeCode.TIMED_OUT,
+            missing=self._group_ranks(missing),
+            waited_ns=int(waited_s * 1e9),
+            calls=() if self._ranks.are_pair else self._by_group_rank(calls),
+        )
+
+    def _break(self, failure: CallFailure, entering: CallInFlight | None = None) -> None:
+        """Fails `entering` and all calls in flight, and ends the group; any thread may call it.
+
+        Only the first failure counts.
+        """
+        with self._breaking:
+            is_first = self.failure is None
+            if self.failure is None:
+                self.failure = failure
+            # Failures are set before the abort, since that also completes the calls on the stream.
+            flights = [*self._flights, *(each for each in (entering, self._entering) if each is not None)]
+            for flight in flights:
+                if flight.failure is None and not _is_complete(flight):
+                    flight.failure = self.failure
+                    flight.recorded.end(self.failure.code)
+            self._flights.clear()
+        if is_first and self._group is not None:
+            with activated(self.stream.device):
+                self._group.abort()
+
+    def _stopped(self) -> bool:
+        return self._leaving or self._settings.is_closing()
+
+    def _group_ranks(self, indices: Sequence[int]) -> list[int]:
+        return [self._ranks.group_ranks[index] for index in indices]
+
+    def abort(self) -> None:
+        """Ends the calls on the stream and accepts no more; the other ranks' calls end at their time-outs."""
+        self._break(CallFailure(OutcomeCode.ABORTED))
+
+    def leave(self) -> None:
+        """Accepts no more calls and ends one that still waits for other ranks to connect; idempotent."""
+        self._leaving = True
+
+    def drain(self) -> None:
+        """Waits until all calls are complete, or have failed at their time-outs or because a rank has died.
+
+        The watch must still be running. A call that failed is reported by a warning, since its results are undefined.
+        """
+        self.leave()
+        in_flight = len(self._flights)
+        while self._flights and self.failure is None:
+            if (event := self._flights[-1].event) is not None and event.done():
+                break
+            time.sleep(_POLLING_S)
+        if in_flight and self.failure is not None and self.failure is not _CLOSED:
+            warnings.warn(
+                f"{self._ranks.members[self._ranks.index]}: destroy_process_group ended up to {in_flight} calls on "
+                f"{self.stream.device} that were not complete, so their tensors are undefined: "
+                f"{self.failure.code.name}{': ' if self.failure.said else ''}{self.failure.said}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def close(self, deadline: float) -> None:
+        """Ends the process group, waiting for the other ranks to do so until `deadline`; idempotent.
+
+        The deadline is a time of `time.monotonic`. All streams of an engine are closed at once, each on a thread of its
+        own, since another rank may close them in another order.
+        """
+        with self._breaking:
+            if self._closed:
+                return
+            self._closed = True
+            if self.failure is None:
+                self.failure = _CLOSED
+        if self._group is not None:
+            peers = self._peers
+            if not self._group.shut_down(deadline, lambda: bool(peers is not None and peers.gone())):
+                logging.getLogger(__name__).info(
+                    "the process group on %s was aborted after its last call", self.stream.device
+                )
+
+    def forget_peers(self) -> None:
+        """Stops watching the other ranks; the watch must have ended. Idempotent."""
+        if self._peers is not None:
+            self._peers.close()
+
+
+def _is_complete(flight: CallInFlight) -> bool:
+    try:
+        return flight.event is not None and flight.event.done()
+    except RuntimeError:  # an error of the device
+        return False
+
+
+def _first_line(error: Exception) -> str:
+    """Returns the message of an error without the C++ stack that PyTorch may add to it."""
+    text = str(error).partition("\nException raised from")[0]
+    return " ".join(text.split())
+
+
+_WATCH_INTERVAL_S = 0.05
+
+
+class CallWatch:
+    """Polls call streams while one of them has a call in progress, until `close` is called."""
+
+    def __init__(self) -> None:
+        self._streams: list[CallStream] = []
+        self._called = threading.Event()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="paceline-call-watch", daemon=True)
+        self._thread.start()
+
+    def add(self, calls: CallStream) -> None:
+        """Starts watching `calls`."""
+        self._streams = [*self._streams, calls]
+
+    def remove(self, calls: CallStream) -> None:
+        """Stops watching `calls`."""
+        self._streams = [stream for stream in self._streams if stream is not calls]
+
+    def wake(self) -> None:
+        """Wakes the thread for a new call."""
+        self._called.set()
+
+    def close(self) -> None:
+        """Ends the thread; idempotent."""
+        self._closing.set()
+        self._called.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            self._called.wait()
+            self._called.clear()  # before the pause, since `close` may be called at any time after this
+            if self._closing.wait(_WATCH_INTERVAL_S):
+                return
+            for calls in self._streams:
+                try:
+                    if calls.look():
+                        self._called.set()
+                except Exception:  # without this thread, no call would ever time out
+                    logging.getLogger(__name__).exception("a group's calls could not be looked at; this is repeated")
+                    self._called.set()
+
+
+# A time-out of at least this length is no limit: the program's stream waits for the call, and its thread continues.
+_NO_LIMIT_NS = 1 << 61
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.00002, 0.001
+
+
+class DeviceWork:
+    """A call that was put on `calls`, or failed before that; see `channel.StreamPending`."""
+
+    def __init__(self, flight: CallInFlight, calls: CallStream) -> None:
+        self._flight = flight
+        self._calls = calls
+
+    def done(self) -> bool:
+        """Returns whether the call is complete, successfully or not."""
+        flight = self._flight
+        return flight.failure is not None or flight.is_captured or flight.event is None or flight.event.done()
+
+    def is_enqueued(self) -> bool:
+        """Returns True: only the current stream waits."""
+        return True
+
+    def wait(self, timeout_ns: int) -> bool:
+        """Makes the current stream wait for the call and, with a time-out, the thread; returns False on time-out."""
+        if timeout_ns < _NO_LIMIT_NS and not self.finish(timeout_ns):
+            return False
+        self.order()
+        return True
+
+    def order(self) -> None:
+        """Makes the current stream wait for the call."""
+        if self._flight.event is not None:
+            self._flight.event.order()
+
+    def finish(self, timeout_ns: int) -> bool:
+        """Makes the thread wait for the call; returns False on time-out."""
+        deadline_ns = time.monotonic_ns() + timeout_ns
+        pause_s = _FIRST_PAUSE_S
+        while not self.done():
+            if time.monotonic_ns() > deadline_ns:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return True
+
+    def outcome(self) -> CallFailure | None:
+        """Returns why the call failed, if that is known yet."""
+        return self._flight.failure

@@ -1,0 +1,245 @@
+"""Process groups of PyTorch, constructed directly, without torch.distributed's groups.
+
+A thread of PyTorch's ends the process when a call on a device fails or times out. Here time-outs are Paceline's to
+enforce. Groups are therefore made with the settings that prevent this, and `OwnedProcessGroup.abort` ends them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+from paceline.comm.store.store import Store
+
+# PyTorch's own limit for a call, which must never be the one that ends it; in milliseconds, it fits into 31 bits.
+NEVER = timedelta(days=20)
+_ABORTING_S = 10.0
+_POLLING_S = 0.01
+
+_WITHOUT_WATCHDOG: Mapping[str, str | None] = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # otherwise a failed call ends the process
+    "NCCL_ASYNC_ERROR_HANDLING": None,  # the former name
+    "TORCH_NCCL_BLOCKING_WAIT": "0",  # otherwise `wait` blocks the thread
+    "NCCL_BLOCKING_WAIT": None,
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # otherwise a thread that is late ends the process
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # otherwise an error of the device ends the process
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+}
+_environment = threading.Lock()
+
+
+@contextlib.contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """Sets the variables that PyTorch reads when a group is constructed; groups of the program's own keep theirs."""
+    with _environment:
+        before = {name: os.environ.get(name) for name in _WITHOUT_WATCHDOG}
+        _set_variables(_WITHOUT_WATCHDOG)
+        try:
+            yield
+        finally:
+            _set_variables(before)
+
+
+def _set_variables(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+class TorchStore(c10d.Store):
+    """Paceline's store with the interface of PyTorch's, for one process group.
+
+    Args:
+        store: the store.
+        prefix: a prefix of all keys.
+        deadline: the time of `time.monotonic` after which waiting for a key fails; the store's own limit if None.
+    """
+
+    def __init__(self, store: Store, prefix: str = "", deadline: float | None = None) -> None:
+        super().__init__()
+        self._store = store
+        self._prefix = prefix
+        self.deadline = deadline
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Sets a key."""
+        self._store.set(self._prefix + key, value)
+
+    def get(self, key: str) -> bytes:
+        """Waits for a key."""
+        if self.deadline is not None:
+            self.wait([key])
+        return self._store.get(self._prefix + key)
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a number."""
+        return self._store.add(self._prefix + key, amount)
+
+    def check(self, keys: list[str]) -> bool:
+        """Returns whether all keys are set."""
+        return self._store.check([self._prefix + key for key in keys])
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Waits for all keys."""
+        if self.deadline is not None:
+            remaining = timedelta(seconds=max(0.0, self.deadline - time.monotonic()))
+            timeout = remaining if timeout is None else min(timeout, remaining)
+        self._store.wait([self._prefix + key for key in keys], timeout)
+
+    def delete_key(self, key: str) -> bool:
+        """Deletes a key; returns whether it was set."""
+        return self._store.delete_key(self._prefix + key)
+
+
+class OwnedProcessGroup:
+    """A process group of PyTorch that is ended exactly once, by `shut_down` or by `abort`.
+
+    Args:
+        group: the group.
+        store: its store, kept alive here because the group does not keep it.
+    """
+
+    def __init__(self, group: Any, store: c10d.Store) -> None:
+        self.group = group
+        self._store = store
+        self._ended = False
+
+    def error(self) -> str | None:
+        """Returns the name of an error that the library has reported about a call in progress, or None."""
+        try:
+            error = self.group.get_error()
+        except (AttributeError, RuntimeError):  # releases and groups that do not report errors
+            return None
+        return None if error.name == "SUCCESS" else f"{error.name}"
+
+    def abort(self) -> None:
+        """Ends the group at once; its calls end with undefined results. Idempotent, and any thread may call it."""
+        if not self._ended:
+            self._ended = True
+            run_bounded(self._end_now, time.monotonic() + _ABORTING_S, "abort")
+
+    def shut_down(self, deadline: float, stopped: Callable[[], bool]) -> bool:
+        """Ends the group after its calls are complete on all ranks; returns whether it did before `deadline`.
+
+        Otherwise, or when `stopped` returns True, it is aborted. Idempotent.
+        """
+        if self._ended:
+            return True
+        self._ended = True
+        if not hasattr(self.group, "shutdown"):
+            return True
+        if run_bounded(self._end, deadline, "shutdown", stopped):
+            return True
+        run_bounded(self._end_now, time.monotonic() + _ABORTING_S, "abort")
+        return False
+
+    def _end(self) -> None:
+        with contextlib.suppress(RuntimeError):  # groups that need no end raise that they do not support it
+            self.group.shutdown()
+
+    def _end_now(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self.group.abort() if hasattr(self.group, "abort") else self.group._abort()
+
+
+def run_bounded(
+    function: Callable[[], object], deadline: float, name: str, stopped: Callable[[], bool] = lambda: False
+) -> bool:
+    """Runs a function that a library may never end on a thread; returns whether it ended before `deadline`.
+
+    Args:
+        function: the function.
+        deadline: the time of `time.monotonic` at which to give up. The thread is then left behind.
+        name: a name for the thread.
+        stopped: a function that is called while waiting and returns whether to give up.
+
+    Raises:
+        Exception: `function` raised it.
+    """
+    ended = threading.Event()
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:  # the caller raises it
+            raised.append(error)
+        finally:
+            ended.set()
+
+    threading.Thread(target=run, name=f"paceline-{name}", daemon=True).start()
+    while not ended.wait(_POLLING_S):
+        if stopped() or time.monotonic() > deadline:
+            break
+    if raised:
+        raise raised[0]
+    return ended.is_set()
+
+
+def device_types(backend: str) -> list[str]:
+    """Returns the types of accelerators that the process group of this name serves, in torch.distributed's registry."""
+    served = [
+        device_type
+        for device_type, name in c10d.Backend.default_device_backend_map.items()
+        if name == backend and device_type != "cpu"
+    ]
+    return served or [each for each in c10d.Backend.backend_capability.get(backend, ()) if each != "cpu"]
+
+
+def is_registered(backend: str) -> bool:
+    """Returns whether torch.distributed can create a process group of this name for an accelerator."""
+    if backend in ("gloo", "mpi", "ucc", "fake", "paceline", "threaded"):
+        return False
+    return hasattr(c10d, f"ProcessGroup{backend.upper()}") or backend.upper() in c10d.Backend._plugins
+
+
+def backend_for(device_type: str) -> str | None:
+    """Returns the process group that PyTorch uses for an accelerator of this type, or None if it has none."""
+    backend = c10d.Backend.default_device_backend_map.get(device_type)
+    return backend if backend is not None and is_registered(backend) else None
+
+
+def construct(backend: str, store: TorchStore, rank: int, size: int) -> OwnedProcessGroup:
+    """Constructs the process group of a backend for an accelerator.
+
+    A group that connects here rather than in its first call waits for the other ranks, for longer than the caller may
+    want to: `run_bounded` limits this.
+    """
+    with _without_watchdog() if backend == "nccl" else contextlib.nullcontext():
+        return OwnedProcessGroup(_constructed(backend, store, rank, size), store)
+
+
+def _constructed(backend: str, store: TorchStore, rank: int, size: int) -> Any:
+    plugin = c10d.Backend._plugins.get(backend.upper())
+    if plugin is not None and plugin.extended_api:
+        options = c10d._DistributedBackendOptions()
+        options.store, options.group_rank, options.group_size = store, rank, size
+        options.timeout, options.group_id, options.global_ranks_in_group = NEVER, "", list(range(size))
+        return plugin.creator_fn(options, None)
+    if plugin is not None:
+        return plugin.creator_fn(store, rank, size, NEVER)
+    kind = getattr(c10d, f"ProcessGroup{backend.upper()}")
+    settings = kind.Options()
+    settings._timeout = NEVER
+    return kind(store, rank, size, settings)
+
+
+def version_of(backend: str) -> str:
+    """Returns the name and, if PyTorch reports it, the version of a backend's library, for messages."""
+    if backend != "nccl":
+        return backend
+    library = "RCCL" if torch.version.hip else "NCCL"
+    with contextlib.suppress(RuntimeError, AttributeError):
+        return f"{library} {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    return library

@@ -1,0 +1,115 @@
+"""The engine of accelerators where there is none: CPU tensors, over a ProcessGroupGloo in the place of NCCL's.
+
+The program's thread stands for its stream, so a call waits where a device would only queue it. In a rank, `use` has
+backend="nccl" mean this; `told` has the groups misbehave. This module is then what the registry imports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+from torch.distributed import distributed_c10d as c10d
+
+from paceline.comm.engine import registry
+from paceline.comm.engine.api import EngineContext
+from paceline.comm.engine.torch_backend import device_engine
+from paceline.comm.engine.torch_backend.device_engine import DeviceEngine
+from paceline.comm.engine.torch_backend.process_groups import NEVER, OwnedProcessGroup, TorchStore, run_bounded
+
+GPU_VARIABLE = "STAND_IN_GPU"
+CALLS: list[str] = []
+"""The operations and ends of all groups of this process."""
+
+
+def use() -> None:
+    """Has backend="nccl" mean CPU tensors over gloo in this process."""
+    registry._ENGINES = {**registry._ENGINES, "nccl": registry._Entry("cpu", __name__)}
+    device_engine.identify = lambda device: os.environ.get(GPU_VARIABLE, "")
+
+
+@contextlib.contextmanager
+def told(**settings: object) -> Iterator[None]:
+    """Has groups misbehave within: `refuses` and `loses` name an operation, and `reports` an error of the library."""
+    _settings.update(settings)
+    try:
+        yield
+    finally:
+        _settings.clear()
+
+
+_settings: dict[str, Any] = {}
+
+
+def missing_piece(name: str) -> None:
+    """Nothing."""
+
+
+def start(name: str, context: EngineContext) -> DeviceEngine:
+    return DeviceEngine(name, context, construct)
+
+
+def construct(store: TorchStore, rank: int, size: int) -> OwnedProcessGroup:
+    return OwnedProcessGroup(StandIn(create_for_extension(store, rank, size, NEVER)), store)
+
+
+def create_for_extension(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> c10d.ProcessGroupGloo:
+    """What an extension passes to `torch.distributed.Backend.register_backend`."""
+    CALLS.append("construct")
+    options = c10d.ProcessGroupGloo._Options()
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = timeout
+    return c10d.ProcessGroupGloo(store, rank, size, options)
+
+
+class PolledWork:
+    """A call that an abort ends, which gloo's own does not end; without `work`, nothing else ends it."""
+
+    def __init__(self, work: c10d.Work | None, aborted: threading.Event) -> None:
+        self._work = work
+        self._aborted = aborted
+
+    def wait(self) -> None:
+        if self._work is None:
+            self._aborted.wait()
+        if self._work is None or not run_bounded(self._work.wait, math.inf, "stand-in", self._aborted.is_set):
+            raise RuntimeError("the communicator was aborted")
+
+
+class StandIn:
+    """A ProcessGroupGloo that misbehaves as it is told."""
+
+    def __init__(self, group: c10d.ProcessGroupGloo) -> None:
+        self._group = group
+        self._aborted = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        operation = getattr(self._group, name)
+
+        def call(*arguments: Any) -> Any:
+            CALLS.append(name)
+            if _settings.get("refuses") == name:
+                raise RuntimeError("ncclInvalidArgument: Invalid value for an argument.\nException raised from run")
+            if _settings.get("loses") == name:
+                return PolledWork(None, self._aborted)
+            return PolledWork(operation(*arguments), self._aborted)
+
+        return call
+
+    def get_error(self) -> Any:
+        return SimpleNamespace(name=_settings.get("reports", "SUCCESS"))
+
+    def shutdown(self) -> None:
+        CALLS.append("shutdown")
+
+    def abort(self) -> None:
+        CALLS.append("abort")
+        self._aborted.set()
+        with contextlib.suppress(RuntimeError):
+            self._group.abort()

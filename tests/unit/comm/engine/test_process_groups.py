@@ -1,0 +1,87 @@
+"""Process groups of PyTorch without torch.distributed: their settings, their ends, and what is missing for them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import paceline as dist
+from paceline.comm.engine import registry
+from paceline.comm.engine.torch_backend import process_groups
+from paceline.comm.engine.torch_backend.device_engine import missing_piece
+from paceline.comm.engine.torch_backend.process_groups import OwnedProcessGroup, TorchStore, run_bounded
+
+
+@pytest.mark.skipif(torch.version.cuda is not None or torch.version.hip is not None, reason="this torch has CUDA")
+def test_without_cuda_the_engine_names_the_torch_that_is_needed():
+    assert "built without CUDA or ROCm" in str(missing_piece("nccl"))
+    assert not dist.is_nccl_available()
+    with pytest.raises(ValueError, match=r"rank 0: backend 'nccl' cannot be used: this torch .* without CUDA"):
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def test_torch_without_nccl_or_without_a_gpu_is_named(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr("torch.distributed.distributed_c10d.is_nccl_available", lambda: False)
+    assert "was built without NCCL" in str(missing_piece("nccl"))
+    monkeypatch.setattr("torch.distributed.distributed_c10d.is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert "torch sees no GPU" in str(missing_piece("nccl"))
+    assert "import the extension that registers it" in str(missing_piece("hccl"))
+    with pytest.raises(ValueError, match="backend 'hccl' is not known"):
+        registry.choose("hccl")
+
+
+def test_the_watchdog_is_off_for_our_groups_only(monkeypatch):
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as launchers set it
+    monkeypatch.setenv("NCCL_BLOCKING_WAIT", "1")
+    monkeypatch.delenv("TORCH_NCCL_ENABLE_MONITORING", raising=False)
+    with process_groups._without_watchdog():
+        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+        assert "NCCL_BLOCKING_WAIT" not in os.environ
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == os.environ["NCCL_BLOCKING_WAIT"] == "1"
+    assert "TORCH_NCCL_ENABLE_MONITORING" not in os.environ
+
+
+def test_a_function_that_never_ends_is_left_behind():
+    gate = threading.Event()
+    started = time.monotonic()
+    assert not run_bounded(gate.wait, time.monotonic() + 0.05, "test")
+    assert not run_bounded(gate.wait, time.monotonic() + 60, "test", lambda: True)
+    gate.set()
+    assert run_bounded(gate.wait, time.monotonic() + 60, "test") and time.monotonic() - started < 30
+    with pytest.raises(ZeroDivisionError):
+        run_bounded(lambda: 1 // 0, time.monotonic() + 60, "test")
+
+
+def test_a_group_is_ended_once_and_aborted_if_it_does_not_end():
+    ends: list[str] = []
+    gate = threading.Event()
+
+    def shutdown() -> None:
+        ends.append("shutdown")
+        gate.wait()
+
+    group = OwnedProcessGroup(SimpleNamespace(shutdown=shutdown, abort=lambda: ends.append("abort")), None)
+    assert group.error() is None, "a release that reports no errors"
+    assert not group.shut_down(time.monotonic() + 0.05, lambda: False)
+    group.abort()
+    assert ends == ["shutdown", "abort"] and group.shut_down(0, lambda: False)
+    gate.set()
+
+
+def test_a_stores_limit_holds_for_all_waiting():
+    store = TorchStore(dist.HashStore(), "group/", time.monotonic() + 0.1)
+    started = time.monotonic()
+    with pytest.raises(dist.StoreTimeoutError):
+        store.get("id")
+    assert time.monotonic() - started < 30
+    store.set("id", b"value")
+    assert store.get("id") == b"value" and store.check(["id"]) and store.add("n", 2) == 2
+    store.wait(["id"])
+    assert store.delete_key("id") and not store.check(["id"])
