@@ -49,6 +49,12 @@ def no_collector() -> Iterator[None]:
 LONG = ("test_coordinator_schedules.py", "test_failpoints.py", "test_stream_reader.py", "test_schedules.py")
 
 
+def pytest_collection_finish() -> None:
+    """What was imported stays, so the collector need not look through it again with each test's garbage."""
+    gc.enable()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "torch" in sys.modules:  # threads of several test files that compute at once would wait for each other's cores
         sys.modules["torch"].set_num_threads(1)
@@ -62,3 +68,4 @@ def pytest_configure() -> None:
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: None)
     use_profile()
+    gc.disable()  # until the tests' modules are imported, of which nothing is garbage

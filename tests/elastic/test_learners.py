@@ -73,13 +73,20 @@ def test_a_learner_catches_up_and_takes_part(undisturbed: str) -> None:
     assert entered.round > first.round, "the others have gone on meanwhile"
 
 
-@pytest.mark.parametrize("point", [*POINTS_OF_SENDERS, *POINTS_OF_CHILDREN])
-def test_a_donor_may_be_killed_at_any_point(point: str, undisturbed: str) -> None:
-    for worker in DONORS:
-        outcome = run(f"{worker}:{point}@1=kill")
-        assert {*outcome.results.values()} == {undisturbed}, outcome
-        if point in POINTS_OF_SENDERS:
-            assert outcome.ended[worker] == -9, f"{point} was never reached"
+# In the suite one of the donors, in turn.
+DONOR_POINTS = [
+    pytest.param(point, donor, marks=[pytest.mark.soak] if (at + number) % 2 else [])
+    for at, point in enumerate([*POINTS_OF_SENDERS, *POINTS_OF_CHILDREN])
+    for number, donor in enumerate(DONORS)
+]
+
+
+@pytest.mark.parametrize(("point", "donor"), DONOR_POINTS)
+def test_a_donor_may_be_killed_at_any_point(point: str, donor: str, undisturbed: str) -> None:
+    outcome = run(f"{donor}:{point}@1=kill")
+    assert {*outcome.results.values()} == {undisturbed}, outcome
+    if point in POINTS_OF_SENDERS:
+        assert outcome.ended[donor] == -9, f"{point} was never reached"
 
 
 def test_both_donors_may_be_killed(undisturbed: str) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from forked_scripts import run_alone, run_script
-from launching import run
 
 from paceline.train.checkpoint.format.root import Root
 
@@ -32,10 +31,9 @@ def test_an_example_runs_on_two_ranks(ranks, arguments, shown):
     assert shown in said
 
 
-def test_an_example_runs_under_the_launcher():
-    done = run("--nproc-per-node", "2", "examples/checkpoints_by_hand.py", cwd=str(ROOT))
-    assert done.returncode == 0, done.stderr
-    assert "paceline.save: step 5, manifest.json, rank_00000_000.safetensors" in done.stdout
+def test_the_example_of_checkpoints_by_hand_saves(ranks):
+    said, _ = ranks(2)(run_example, "examples/checkpoints_by_hand.py")
+    assert "paceline.save: step 5, manifest.json, rank_00000_000.safetensors" in said
 
 
 def test_the_example_of_checkpoints_leaves_whole_ones(ranks, tmp_path):

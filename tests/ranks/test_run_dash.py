@@ -108,9 +108,9 @@ def listening() -> set[str]:
     return found
 
 
-def test_the_page_of_a_job_shows_its_steps(start, tmp_path):
-    before = listening()
-    job = start("--stall-after", "0")
+def test_the_page_of_a_job_shows_its_steps_and_who_is_stuck(start, tmp_path):
+    before, stuck = listening(), tmp_path / "stuck"
+    job = start("--stall-after", "3", "--dash-actions", arguments=(str(stuck),))
     loopback = socket.inet_aton("127.0.0.1")[::-1].hex().upper()
     assert listening() - before >= {f"{loopback}:{job.port:04X}"}
     picture = job.wait_for(
@@ -127,20 +127,10 @@ def test_the_page_of_a_job_shows_its_steps(start, tmp_path):
     assert {point["name"] for point in picture["curves"]["items"]} == {"loss"}
     assert [line["text"] for line in picture["log"]["items"][:2]] == ["<b>begun</b>"] * 2
     assert b"paceline_samples_per_second{" in job.ask("/metrics")[1]
-    assert job.ask("/actions/stacks", "POST", **{"X-Paceline-Action": "stacks"})[0] == 405
     top = job.paceline("top", "--once")
     assert "Training, step " in top.stdout and re.search(r"^ +1 \S+ +training", top.stdout, re.MULTILINE), top.stderr
-    job.process.send_signal(signal.SIGTERM)
-    assert job.process.wait(60) == 1
-    (directory,) = (tmp_path / "runs").iterdir()
-    assert not (directory / "page.json").exists()
-    report = job.paceline("report", str(directory), "-o", str(tmp_path / "report.html"))
-    assert re.search(r"report.html: stopped after .*, step \d+ of 100,000", report.stdout), report.stderr
-    assert b"<b>begun" not in (tmp_path / "report.html").read_bytes()
 
-
-def test_a_rank_that_is_stuck_is_found_on_the_page(start):
-    job = start("--stall-after", "3", "--dash-actions", arguments=("stuck",))
+    stuck.touch()
     told = job.wait_for(lambda told: told["verdict"])
     assert told["verdict"]["ranks"] == [1]
     assert "rank 1 " in told["verdict"]["sentence"] and "script.py:" in told["verdict"]["sentence"]
@@ -151,6 +141,14 @@ def test_a_rank_that_is_stuck_is_found_on_the_page(start):
     assert (status, json.loads(body)) == (200, {"said": "took the stacks of 2 workers of this machine"})
     stacks = job.wait_for(lambda told: len(told["stacks"]) == 2)["stacks"]
     assert re.search(r"script\.py:\d+ in <module>", stacks[1]["text"])
+
+    job.process.send_signal(signal.SIGTERM)
+    assert job.process.wait(60) == 1
+    (directory,) = (tmp_path / "runs").iterdir()
+    assert not (directory / "page.json").exists()
+    report = job.paceline("report", str(directory), "-o", str(tmp_path / "report.html"))
+    assert re.search(r"report.html: stopped after .*, step \d+ of 100,000", report.stdout), report.stderr
+    assert b"<b>begun" not in (tmp_path / "report.html").read_bytes()
 
 
 def test_the_page_is_off_unless_it_is_asked_for(script, tmp_path):

@@ -1,7 +1,7 @@
-"""A training whose live page tests look at: it ends never or, given "stuck", at step 40 of rank 1."""
+"""A training whose live page tests look at: it never ends; given a file, rank 1 is stuck once it is there."""
 
 TRAIN = """
-import sys, time, torch
+import os, sys, time, torch
 import paceline as dist
 
 dist.init_process_group()
@@ -16,7 +16,7 @@ while True:
     optimizer.zero_grad()
     dist.log(loss=1.0 / (step + 1), samples=8)
     step += 1
-    if step == 40 and sys.argv[1:] == ["stuck"] and dist.get_rank() == 1:
+    if sys.argv[1:] and dist.get_rank() == 1 and os.path.exists(sys.argv[1]):
         time.sleep(600)
     time.sleep(0.02)
 """

@@ -20,6 +20,7 @@ def _take_back_path() -> None:
 
 if _OWN in os.environ:  # this is the server, which has found this module
     _take_back_path()
+    gc.disable()  # nothing that it imports is garbage
 
 # What takes long to import, and what nearly every rank uses, that of the tests first. The last two take a second and a
 # half, and torch imports them when a rank first compares tensors or makes an optimizer.
@@ -80,4 +81,5 @@ def begin() -> None:
     import torch
 
     gc.freeze()  # the collector need not look through the hundreds of thousands of objects of the imported modules
+    gc.enable()
     torch.set_num_threads(1)

@@ -84,7 +84,7 @@ def numbers(turns: object) -> list[int]:
 some_stops = st.lists(st.tuples(st.integers(1, 7), st.integers(1, 6), st.integers(0, 9)), min_size=1, max_size=4)
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.integers(0, 120), some_stops, st.sampled_from(REMAINDERS), st.sampled_from(IN_ORDER))
 def test_a_stream_is_dealt_out_as_an_indexed_dataset(length, stops, remainder, kind):
     stream, dataset_state = kind
@@ -93,7 +93,7 @@ def test_a_stream_is_dealt_out_as_an_indexed_dataset(length, stops, remainder, k
     assert streamed == indexed
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.integers(0, 120), some_stops, st.sampled_from(KINDS))
 def test_each_sample_is_used_once_in_the_order_of_the_stream(length, stops, kind):
     stream, dataset_state = kind
@@ -102,7 +102,7 @@ def test_each_sample_is_used_once_in_the_order_of_the_stream(length, stops, kind
     assert numbers(steps) == list(stream(length))
 
 
-@settings(max_examples=examples(8), deadline=None)
+@settings(max_examples=examples(5), deadline=None)
 @given(
     st.integers(0, 50),
     st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=2),
