@@ -16,7 +16,7 @@ from paceline.operate.diagnosis.recording import CallRecord, EventRecord, Proces
 
 TraceEvent = dict[str, Any]
 
-_STEPS, _BUCKETS, _FIRST_GROUP = 1, 2, 10  # rows
+_STEPS, _BUCKETS, _CHUNKS, _FIRST_GROUP = 1, 2, 3, 10  # rows
 _FIRST_THREAD = 1000
 _MESSAGES = ("send", "recv")
 _Link = tuple[tuple[int, ...], int, int, int | None]
@@ -97,6 +97,8 @@ def _of_process(axis: _TraceAxis) -> list[TraceEvent]:
     title = f"{who} {recording.rank} ({recording.host}, pid {recording.pid})"
     events: list[TraceEvent] = [{"name": "process_name", "ph": "M", "pid": axis.pid, "args": {"name": title}}]
     events += axis.row_name(_STEPS, "steps") + axis.row_name(_BUCKETS, "buckets")
+    if any(event.kind is EventKind.CHUNK for event in recording.events):
+        events += axis.row_name(_CHUNKS, "chunks through host memory")
     for serial, group in recording.groups.items():
         events += axis.row_name(_FIRST_GROUP + serial, f"calls: {group.name}")
     for thread in sorted({event.thread for event in recording.events}):
@@ -119,8 +121,9 @@ def _of_event(axis: _TraceAxis, event: EventRecord) -> list[TraceEvent]:
         return [{"name": event.name or "", **counter, "args": {"value": event.value}}]
     if event.kind is EventKind.STEP:
         return [axis.span(_STEPS, f"step {event.first}", event.start_ns, event.end_ns, made_by=event.name)]
-    if event.kind is EventKind.BUCKET:  # they overlap, as spans on one row must not
-        common = {"name": f"bucket {event.first}", "cat": "bucket", "pid": axis.pid, "tid": _BUCKETS, "id": event.index}
+    if event.kind in (EventKind.BUCKET, EventKind.CHUNK):  # they overlap, as spans on one row must not
+        row, name = (_BUCKETS, kind) if event.kind is EventKind.BUCKET else (_CHUNKS, f"{event.name} {kind}")
+        common = {"name": f"{name} {event.first}", "cat": kind, "pid": axis.pid, "tid": row, "id": event.index}
         facts = {"bytes": event.second, "step": event.step}
         begin: TraceEvent = {**common, "ph": "b", "ts": axis.us(event.start_ns), "args": facts}
         sent = [] if event.sent_ns is None else [{**common, "ph": "n", "ts": axis.us(event.sent_ns)}]

@@ -50,6 +50,7 @@ SLOTS = 4
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 200e-6
 _SPINS = 50  # the number of times that the thread asks for an event before it pauses
 _RETIRE_S = 0.001
+_CLOSE_S = 1.0
 _HEADER_FIELDS = 7
 _INT64 = DTYPES.index("int64")
 
@@ -170,14 +171,17 @@ class StagedChannel(EngineChannel):
         return self._inner.failure() if self._failure is None else self._failure.code
 
     def close(self) -> None:
-        """Ends queued calls and the thread; idempotent. The inner channel must be closed first."""
+        """Ends queued calls and the thread; idempotent. The inner channel must be closed first.
+
+        If the device takes long for copies that are enqueued, the thread completes them in the background.
+        """
         self._break(CallFailure(OutcomeCode.INTERRUPTED))
         with self._arrived:
             self._closed = True
             self._arrived.notify()
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            thread.join()
+            thread.join(_CLOSE_S)
 
     def _queue(self, call: CollectiveCall, is_async: bool) -> StagedWork:
         if call.reduce_op != NO_REDUCTION and not _core.reduces(call.dtype, call.reduce_op):
@@ -273,6 +277,13 @@ class StagedChannel(EngineChannel):
 
     def _advance(self, chunk: _Chunk) -> None:
         """Makes the call of a chunk when its data has arrived, and enqueues the copies back to the device."""
+        try:
+            self._make_call(chunk)
+        finally:
+            if chunk.stamp:
+                _core.record_end(chunk.stamp)
+
+    def _make_call(self, chunk: _Chunk) -> None:
         work, layout = chunk.work, chunk.work.layout
         if work.is_enqueued() or layout is None:  # an earlier chunk failed
             return
@@ -295,8 +306,6 @@ class StagedChannel(EngineChannel):
                     host = self._slot(chunk.slot)[offset : offset + stop - start]
                     copy_to_device(buffer.target.part(start, stop), host)
         event = self._slot_free[chunk.slot] = self._to_device.record()
-        if chunk.stamp:
-            _core.record_end(chunk.stamp)
         if chunk.number + 1 == work.chunks:
             self._unfinished.append((work, event))
             work.end(None, event)
@@ -398,6 +407,9 @@ class StagedChannel(EngineChannel):
         with self._arrived:
             works = [*(chunk.work for chunk in chunks), *self._works]
             self._works.clear()
+        for chunk in chunks:
+            if chunk.stamp:
+                _core.record_end(chunk.stamp)
         chunks.clear()
         assert self._failure is not None
         for work in works:
@@ -424,8 +436,11 @@ class StagedChannel(EngineChannel):
         return self._memory.bytes[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
 
     def _close_memory(self) -> None:
-        self._to_host.synchronize()
-        self._to_device.synchronize()
+        try:
+            self._to_host.synchronize()
+            self._to_device.synchronize()
+        except RuntimeError:  # after an error of the device, nothing more can be done with its memory
+            return
         self._retire()
         if self._memory is not None:
             self._memory.close()
