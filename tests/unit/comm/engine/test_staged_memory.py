@@ -64,7 +64,7 @@ def test_many_pieces_are_copied_as_one():
 
 
 @pytest.mark.parametrize("rank", range(SIZE))
-def test_only_what_a_rank_gives_is_read_and_only_what_it_gets_is_written(rank):
+def test_only_inputs_are_read_and_only_outputs_are_written(rank):
     tensor = torch.zeros(5)
 
     def directions(layout: StagedLayout) -> list[tuple[bool, bool]]:
@@ -79,7 +79,7 @@ def test_only_what_a_rank_gives_is_read_and_only_what_it_gets_is_written(rank):
     ]
 
 
-def test_all_ranks_divide_alike_and_the_parts_of_a_slot_do_not_overlap():
+def test_all_ranks_divide_alike_without_overlap():
     tensor = torch.zeros(500)
     on_root = layout_of(Operation.GATHER, [[tensor]], [[torch.zeros(500)] for _ in range(SIZE)], 0)
     elsewhere = layout_of(Operation.GATHER, [[tensor]], [], 1)
@@ -90,7 +90,7 @@ def test_all_ranks_divide_alike_and_the_parts_of_a_slot_do_not_overlap():
     assert all(early.stop <= late.start for early, late in pairwise(places))
 
 
-def test_an_empty_call_has_a_chunk_and_short_parts_of_an_all_to_all_are_empty_at_its_end():
+def test_an_empty_call_has_a_chunk_and_short_parts_end_early():
     assert layout_of(Operation.ALL_REDUCE, [], [[torch.zeros(0)]]).chunks_of(0) == 1
     inputs = [[torch.zeros(count)] for count in (1, 100, 0)]
     layout = layout_of(Operation.ALL_TO_ALL, inputs, [[torch.zeros(1)] for _ in range(SIZE)])
