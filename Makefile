@@ -16,6 +16,9 @@ CXX_CODE := $(shell find native tests/native tests/fake_device -name '*.cpp' -o 
 # With `make --jobs`, ninja would look for make's job server, which only recipes that call make are given.
 unexport MAKEFLAGS
 
+# Each of the hundreds of processes of a test run would compile the tests' modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo chaos test plugin nightly lint format bench gpu figures sanitize site wheel workflows clean
 .DELETE_ON_ERROR:

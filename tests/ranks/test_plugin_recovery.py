@@ -20,7 +20,7 @@ from torch._C import _distributed_c10d as torch_core
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import _abort_process_group
 from torch.nn.parallel import DistributedDataParallel
-from torch_programs import torch_group
+from torch_programs import keep, torch_group
 
 import paceline
 
@@ -244,7 +244,7 @@ def test_a_living_rank_that_is_excluded_does_not_wait(ranks, tmp_path, flags):
 
 def shrink_what_cannot_be_shrunk(directory: str) -> None:
     with torch_group("paceline", directory), pytest.raises(TypeError, match="does not support shrinking"):
-        others = torch_dist.new_group(backend="gloo")
+        others = keep(torch_dist.new_group(backend="gloo"))
         if torch_dist.get_rank() == 0:
             torch_dist.shrink_group([1])
         torch_dist.shrink_group([1 - torch_dist.get_rank()], others)

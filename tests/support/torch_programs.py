@@ -20,6 +20,12 @@ import paceline.interop.torch_backend
 _kept: list[object] = []
 
 
+def keep(group: torch_dist.ProcessGroup) -> torch_dist.ProcessGroup:
+    """Keeps a gloo group until the process ends."""
+    _kept.append(group)
+    return group
+
+
 @contextmanager
 def torch_group(backend: str, directory: str, timeout_s: float = 60) -> Iterator[None]:
     """The default group of torch.distributed, of all ranks of the test."""
@@ -33,7 +39,7 @@ def torch_group(backend: str, directory: str, timeout_s: float = 60) -> Iterator
         timeout=timedelta(seconds=timeout_s),
     )
     if backend == "gloo":
-        _kept.append(torch_dist.group.WORLD)
+        keep(torch_dist.group.WORLD)
     try:
         yield
     finally:

@@ -25,10 +25,14 @@ def meeting_point() -> tuple[int, str, int]:
     return int(os.environ["MASTER_PORT"]), os.environ["PACELINE_SECRET"], torch.get_num_threads()
 
 
-def fail_late_on_rank_0_because_of_rank_2() -> None:
+def fail_after_rank_2(directory: str) -> None:
+    file = Path(directory, "2.pid")
     if os.environ["RANK"] == "2":
+        file.with_suffix(".tmp").write_text(str(os.getpid()))
+        file.with_suffix(".tmp").rename(file)
         raise KeyError("the cause")
-    time.sleep(0.3)
+    wait_until(file.exists)
+    wait_until(lambda: not is_alive(int(file.read_text())))
     raise RuntimeError("a consequence")
 
 
@@ -71,9 +75,9 @@ def test_each_world_has_a_port_and_a_secret_of_its_own(ranks):
     assert first[2] == 1
 
 
-def test_the_first_failure_is_raised_with_its_rank_and_traceback(ranks):
+def test_the_first_failure_is_raised_with_its_rank_and_traceback(ranks, tmp_path):
     with pytest.raises(RankFailed, match=r"rank 2 failed:\nTraceback(?s:.*)KeyError: 'the cause'"):
-        ranks(3)(fail_late_on_rank_0_because_of_rank_2)
+        ranks(3)(fail_after_rank_2, str(tmp_path))
 
 
 def test_a_rank_that_dies_is_told_with_its_exit_code(ranks):
