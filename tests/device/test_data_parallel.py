@@ -1,4 +1,4 @@
-"""Data parallel training on an accelerator gives the CPU's bits: the same programs on both, and streams of the accelerator are late.
+"""Data parallel training on an accelerator, whose streams are late, gives the bits that it gives on the CPU.
 
 The tensors travel through host memory, which is what "paceline" does with an accelerator that has no engine.
 """

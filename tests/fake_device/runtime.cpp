@@ -10,6 +10,10 @@
 #include <set>
 #include <thread>
 
+namespace at {
+TORCH_API void init_num_threads();  // of ATen/Parallel.h
+}
+
 namespace fake {
 
 namespace {
@@ -139,6 +143,7 @@ void Queue::wait_for(RecordingPtr recording) {
 }
 
 void Queue::run() {
+    at::init_num_threads();  // a kernel that is divided among threads may round otherwise
     exchange_device(device_);
     streams[device_] = id_;
     while (true) {
@@ -170,7 +175,8 @@ void Queue::delay() {
     }
     if (const auto seed = delay_seed.load(); seed != seed_) {
         seed_ = seed;
-        random_.seed(static_cast<uint32_t>(seed * 1009 + static_cast<uint64_t>(id_) * 31 + device_ + 1));
+        std::seed_seq mixed{static_cast<int64_t>(seed), id_, static_cast<int64_t>(device_)};
+        random_.seed(mixed);
     }
     // Half of the jobs are not delayed: a race needs one side to be late and the other to be early.
     if (const auto drawn = random_(); drawn % 2 == 0) {

@@ -85,7 +85,7 @@ class Queue {
     uint64_t done_ = 0;
     bool running_ = false;
     uint64_t seed_ = 0;
-    std::minstd_rand random_;
+    std::mt19937 random_;
 };
 
 Queue& queue(int device, int64_t id);
