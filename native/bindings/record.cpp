@@ -2,6 +2,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <bit>
 #include <string>
 #include <vector>
@@ -39,20 +40,22 @@ class RecordedCall {
         written_ = recorder->add(fields_, false);
     }
 
-    void start() {
+    // It starts now, or started at a tick.
+    void start(std::uint64_t tick) {
         Recorder* const recorder = Recorder::active();
         if (recorder == nullptr) return;
-        fields_.started = record::ticks();
+        fields_.started = tick == 0 ? record::ticks() : std::max(tick, fields_.arrived);
         fields_.state = record::State::running;
         recorder->change(written_, fields_, false);
     }
 
-    // Ends it, with the bytes that this rank contributed and, of a receive, the rank that they came from.
-    void end(int outcome, std::uint64_t shm_nbytes, std::uint64_t tcp_nbytes, int last_arrived) {
+    // Ends it, now or at a tick, with the bytes that this rank contributed and, of a receive, the rank that they came
+    // from.
+    void end(int outcome, std::uint64_t shm_nbytes, std::uint64_t tcp_nbytes, int last_arrived, std::uint64_t tick) {
         Recorder* const recorder = Recorder::active();
         if (recorder == nullptr) return;
-        fields_.ended = record::ticks();
         if (fields_.started == 0) fields_.started = fields_.arrived;
+        fields_.ended = tick == 0 ? record::ticks() : std::max(tick, fields_.started);
         fields_.state = outcome == 0 ? record::State::done : record::State::failed;
         fields_.outcome = static_cast<std::uint8_t>(outcome);
         fields_.shm_nbytes = shm_nbytes;
@@ -81,6 +84,13 @@ std::uint64_t begin_event(std::uint32_t kind, std::uint32_t name, std::int64_t f
     Recorder* const recorder = Recorder::active();
     if (recorder == nullptr) return 0;
     return recorder->add(EventFields{kind, name, record::ticks(), 0, first, second, 0, 0, 0}, false).stamp;
+}
+
+std::uint64_t begin_event_at(std::uint32_t kind, std::uint32_t name, std::int64_t first, std::int64_t second,
+                             std::uint64_t tick) {
+    Recorder* const recorder = Recorder::active();
+    if (recorder == nullptr) return 0;
+    return recorder->add(EventFields{kind, name, tick, 0, first, second, 0, 0, 0}, false).stamp;
 }
 
 void mark(std::uint32_t kind, std::uint32_t name, std::int64_t first, std::int64_t second) {
@@ -116,9 +126,9 @@ nb::bytes snapshot(int fd) {
 void register_record(nb::module_& module) {
     nb::class_<RecordedCall>(module, "RecordedCall")
         .def(nb::init<std::uint32_t, int, int, int, std::uint64_t, std::uint64_t, int, bool, std::int64_t>())
-        .def("start", &RecordedCall::start)
+        .def("start", &RecordedCall::start, nb::arg("tick") = 0)
         .def("end", &RecordedCall::end, nb::arg("outcome"), nb::arg("shm_nbytes") = 0, nb::arg("tcp_nbytes") = 0,
-             nb::arg("last_arrived") = -1);
+             nb::arg("last_arrived") = -1, nb::arg("tick") = 0);
 
     module.def("begin_recording", &begin, nb::arg("fd"), nb::arg("worker"), nb::arg("host"), nb::arg("boot"),
                nb::arg("time_namespace"));
@@ -138,6 +148,9 @@ void register_record(nb::module_& module) {
     module.def("record_end", [](std::uint64_t stamp) {
         if (Recorder* const recorder = Recorder::active(); recorder != nullptr) recorder->end_event(stamp);
     });
+    module.def("record_begin_at", &begin_event_at);
+    module.def("record_end_at",
+               [](std::uint64_t stamp, std::uint64_t tick) { if_active<&Recorder::end_event_at>(stamp, tick); });
     module.def("record_end_with", [](std::uint64_t stamp, std::int64_t first, std::int64_t second) {
         if (Recorder* const recorder = Recorder::active(); recorder != nullptr)
             recorder->end_event(stamp, first, second);
@@ -149,6 +162,10 @@ void register_record(nb::module_& module) {
         mark(record::kValue, name, std::bit_cast<std::int64_t>(value), 0);
     });
     module.def("record_ticks", [] { return record::ticks(); });
+    module.def("record_tick_at", [](std::int64_t monotonic_ns) {
+        Recorder* const recorder = Recorder::active();
+        return recorder == nullptr ? 0 : recorder->tick_at(monotonic_ns);
+    });
     module.def("snapshot_recording", &snapshot);
     module.attr("RECORDING_NBYTES") = record::kBytes;
 }

@@ -216,7 +216,9 @@ void Recorder::close_link(WrittenLink& written) {
 
 // Notes that something was recorded at `tick`; adds a pair of times when it is due.
 void Recorder::wrote(std::uint64_t tick) {
-    header().latest_tick.store(tick, std::memory_order_relaxed);
+    // A device's times are recorded later.
+    if (tick > header().latest_tick.load(std::memory_order_relaxed))
+        header().latest_tick.store(tick, std::memory_order_relaxed);
     if (tick >= next_calibration_.load(std::memory_order_relaxed)) calibrate();
 }
 
@@ -233,16 +235,25 @@ void Recorder::calibrate() {
     fill(entry, now);
     publish(written, 0);
     header().pair_count.store(count + 1, std::memory_order_release);
-    // The counter's speed is that since the first pair, or before there is a second one about 1 GHz.
+    const double gap = static_cast<double>(calibration_gap_ns_) * ticks_per_ns(now);
+    next_calibration_.store(now.tick + static_cast<std::uint64_t>(gap), std::memory_order_relaxed);
+    calibration_gap_ns_ = std::min(2 * calibration_gap_ns_, kLongestGapNs);
+    calibrating_.clear(std::memory_order_release);
+}
+
+// The counter's speed since the first pair, or about 1 GHz before there is a second one.
+double Recorder::ticks_per_ns(const PairFields& now) const {
     std::uint64_t first[sizeof(PairFields) / sizeof(std::uint64_t)];
     PairFields origin = now;
     if (copy(recording_.pairs[0], first)) std::memcpy(&origin, first, sizeof origin);
     const double passed_ns = static_cast<double>(now.monotonic_ns - origin.monotonic_ns);
-    const double speed = passed_ns > 0 ? static_cast<double>(now.tick - origin.tick) / passed_ns : 1.0;
-    next_calibration_.store(now.tick + static_cast<std::uint64_t>(static_cast<double>(calibration_gap_ns_) * speed),
-                            std::memory_order_relaxed);
-    calibration_gap_ns_ = std::min(2 * calibration_gap_ns_, kLongestGapNs);
-    calibrating_.clear(std::memory_order_release);
+    return passed_ns > 0 ? static_cast<double>(now.tick - origin.tick) / passed_ns : 1.0;
+}
+
+std::uint64_t Recorder::tick_at(std::int64_t monotonic_ns) const {
+    const PairFields now = read_clocks();
+    const double ago = static_cast<double>(now.monotonic_ns - monotonic_ns) * ticks_per_ns(now);
+    return now.tick - static_cast<std::uint64_t>(std::clamp(ago, 0.0, static_cast<double>(now.tick - 1)));
 }
 
 WrittenCall Recorder::add(CallFields& fields, bool is_over) {
@@ -314,6 +325,11 @@ void Recorder::end_event(std::uint64_t stamp, std::int64_t first, std::int64_t s
         entry.words[kFirst].store(static_cast<std::uint64_t>(first), std::memory_order_release);
         entry.words[kSecond].store(static_cast<std::uint64_t>(second), std::memory_order_release);
     });
+}
+
+void Recorder::end_event_at(std::uint64_t stamp, std::uint64_t tick) {
+    change_event(stamp, true,
+                 [=](auto& entry, std::uint64_t) { entry.words[kEnd].store(tick, std::memory_order_release); });
 }
 
 void Recorder::event_sent(std::uint64_t stamp) {

@@ -51,6 +51,8 @@ class Recorder {
     void finish();
     // The number of a name; names beyond the table's room share the last number.
     std::uint32_t name(std::string_view text);
+    // The tick at which CLOCK_MONOTONIC was at `monotonic_ns`, since the recording began.
+    std::uint64_t tick_at(std::int64_t monotonic_ns) const;
     void set_step(std::uint64_t step) { header().step.store(step, std::memory_order_relaxed); }
 
     // Adds a group, whose serial it returns. `members` are ranks of the default group, by group rank.
@@ -64,8 +66,9 @@ class Recorder {
     void change(WrittenCall& written, const CallFields& fields, bool is_over);
 
     WrittenEvent add(EventFields fields, bool is_over);
-    // Ends the event with that stamp, now; nothing happens if it has lost its place.
+    // Ends the event with that stamp, now or at `tick`; nothing happens if it has lost its place.
     void end_event(std::uint64_t stamp);
+    void end_event_at(std::uint64_t stamp, std::uint64_t tick);
     void end_event(std::uint64_t stamp, std::int64_t first, std::int64_t second);
     // Notes that what the event is about was sent now.
     void event_sent(std::uint64_t stamp);
@@ -83,6 +86,7 @@ class Recorder {
     void describe(const Identity& identity);
     void wrote(std::uint64_t tick);
     void calibrate();
+    double ticks_per_ns(const PairFields& now) const;
     template <class Change>
     void change_event(std::uint64_t stamp, bool is_over, Change change);
     static void leave_to_parent();

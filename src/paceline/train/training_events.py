@@ -1,4 +1,7 @@
-"""Events of training in the recording: steps, backwards, buckets and optimizers."""
+"""Events of training in the recording: steps, backwards, buckets and optimizers.
+
+On a device, forwards, backwards and steps of optimizers are also recorded by the device's times (`EventKind.DEVICE`).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import torch
 from torch.optim import optimizer as optimizers
 
 from paceline import _core
+from paceline.comm.engine.adapters.device_times import phases_of
 from paceline.comm.record.layout import EventKind
 from paceline.comm.record.spans import STEPS, begin_event
 
@@ -24,10 +28,12 @@ class RecordedSteps:
 
     Args:
         name: the name of the wrapper, such as "ddp".
+        device: the device of the module.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, device: torch.device) -> None:
         self._name = name
+        self._phases = None if device.type == "cpu" else phases_of(device)
         self._is_new = True  # there was no forward since the gradients were averaged
         self._backward = 0
         record_optimizers()
@@ -37,17 +43,24 @@ class RecordedSteps:
         if self._is_new:
             self._is_new = False
             STEPS.begin(self, self._name)
+        self._mark("forward")
 
     def backward_begins(self) -> None:
         """Records the first gradient of a backward."""
         if not self._backward:
             self._backward = begin_event(_BACKWARD, self._name)
+            self._mark("backward")
 
     def backward_ended(self, *, averaged: bool) -> None:
         """Records the end of a backward; if it averaged gradients, the next forward begins another step."""
         _core.record_end(self._backward)
         self._backward = 0
         self._is_new = self._is_new or averaged
+        self._mark("")
+
+    def _mark(self, phase: str) -> None:
+        if self._phases is not None:
+            self._phases.mark(phase, STEPS.number)
 
 
 class RecordedBuckets:
@@ -92,8 +105,16 @@ def record_optimizers() -> None:
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if not torch.compiler.is_compiling():
         vars(optimizer)[_STAMP] = begin_event(_OPTIMIZER, type(optimizer).__name__)
+        _mark_on_device(optimizer, "optimizer")
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if not torch.compiler.is_compiling():
         _core.record_end(vars(optimizer).pop(_STAMP, 0))
+        _mark_on_device(optimizer, "")
+
+
+def _mark_on_device(optimizer: torch.optim.Optimizer, phase: str) -> None:
+    param = next((param for group in optimizer.param_groups for param in group["params"]), None)
+    if isinstance(param, torch.Tensor) and param.device.type not in ("cpu", "meta"):
+        phases_of(param.device).mark(phase, STEPS.number)

@@ -38,7 +38,7 @@ class Devices:
         on_cpu: the open group for CPU tensors.
         openers: functions that open the group on other devices, by the device's type.
         backend: the backend's name, for messages.
-        record: a function that adds an open group on a type of device to the recording and returns its serial number.
+        record: a function that adds an open group on a kind of device to the recording and returns its serial number.
         advice: the advice in errors about a tensor on a device without an opener; by default it names an engine.
     """
 
@@ -83,7 +83,9 @@ class Devices:
         with self._opening:
             if device not in self._open:
                 self._open[device] = self._opener(device, call)(device)
-                self._recorded.append(self._record(self._open[device], device.type))
+                count = sum(other.type == device.type for other in self._open)  # all ranks open theirs in one order
+                kind = device.type if count == 1 else f"{device.type} ({count})"
+                self._recorded.append(self._record(self._open[device], kind))
             return self._open[device]
 
     def abort(self) -> None:

@@ -88,6 +88,7 @@ class EventKind(IntEnum):
     | DIFFERENCE | the first tensor that differs between replicas | the step | the first rank that differs |
     | CHECKPOINT | `send` or `receive`: an elastic job's state | | |
     | CHUNK | the operation of a call that travels through host memory | the chunk's number | its bytes |
+    | DEVICE | the phase in which a device is: `forward`, `backward`, `optimizer` | the device's index | the step |
 
     A bucket starts when its last gradient is ready, is sent at `Event.sent_ns`, and ends when its average is available.
     A chunk lasts from the beginning of its copy to host memory until its copy back is on the device's stream.
@@ -107,6 +108,7 @@ class EventKind(IntEnum):
     NOT_FINITE = 12
     DIFFERENCE = 13
     CHUNK = 14
+    DEVICE = 15
 
 
 MAGIC = int.from_bytes(b"PLRECORD", "little")

@@ -32,7 +32,7 @@ def span_of(matched: Sequence[Mapping[int, RankCall]]) -> float:
     """Returns the seconds from the first arrival to the last end of these collectives."""
     if not matched:
         return 0.0
-    first = min(call.arrived_s for call in matched[0].values())
+    first = min(call.ready_s for call in matched[0].values())
     return max(call.ended_s or 0.0 for call in matched[-1].values()) - first
 
 

@@ -1,8 +1,8 @@
 """Trace of recordings in Chrome's JSON format, for Perfetto and chrome://tracing: all ranks on one time axis.
 
-Each rank is a process of the trace, with a row for its steps, one for each thread of the program, one for each group's
-calls and one for the buckets of gradients. Arrows lead from sends to receives. Traces of `torch.profiler` can be merged
-into it; they contain the time of day, which is therefore the axis.
+Each rank is a process of the trace, with a row for its steps, one for each thread of the program and each device, one
+for each group's calls and one for the buckets of gradients. Arrows lead from sends to receives. Traces of
+`torch.profiler` can be merged into it; they contain the time of day, which is therefore the axis.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.operate.diagnosis.recording import CallRecord, EventRecord, Proces
 
 TraceEvent = dict[str, Any]
 
-_STEPS, _BUCKETS, _CHUNKS, _FIRST_GROUP = 1, 2, 3, 10  # rows
+_STEPS, _BUCKETS, _CHUNKS, _FIRST_DEVICE, _FIRST_GROUP = 1, 2, 3, 4, 100  # rows
 _FIRST_THREAD = 1000
 _MESSAGES = ("send", "recv")
 _Link = tuple[tuple[int, ...], int, int, int | None]
@@ -101,7 +101,9 @@ def _of_process(axis: _TraceAxis) -> list[TraceEvent]:
         events += axis.row_name(_CHUNKS, "chunks through host memory")
     for serial, group in recording.groups.items():
         events += axis.row_name(_FIRST_GROUP + serial, f"calls: {group.name}")
-    for thread in sorted({event.thread for event in recording.events}):
+    for index in sorted({event.first for event in recording.events if event.kind is EventKind.DEVICE}):
+        events += axis.row_name(_FIRST_DEVICE + index, f"device {index}")
+    for thread in sorted({event.thread for event in recording.events if event.kind is not EventKind.DEVICE}):
         events += axis.row_name(_row_of_thread(thread), f"thread {thread}")
     for event in recording.events:
         events += _of_event(axis, event)
@@ -121,6 +123,9 @@ def _of_event(axis: _TraceAxis, event: EventRecord) -> list[TraceEvent]:
         return [{"name": event.name or "", **counter, "args": {"value": event.value}}]
     if event.kind is EventKind.STEP:
         return [axis.span(_STEPS, f"step {event.first}", event.start_ns, event.end_ns, made_by=event.name)]
+    if event.kind is EventKind.DEVICE:
+        row = _FIRST_DEVICE + event.first
+        return [axis.span(row, event.name or kind, event.start_ns, event.end_ns, step=event.second)]
     if event.kind in (EventKind.BUCKET, EventKind.CHUNK):  # they overlap, as spans on one row must not
         row, name = (_BUCKETS, kind) if event.kind is EventKind.BUCKET else (_CHUNKS, f"{event.name} {kind}")
         common = {"name": f"{name} {event.first}", "cat": kind, "pid": axis.pid, "tid": row, "id": event.index}

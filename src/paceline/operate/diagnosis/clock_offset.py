@@ -64,11 +64,18 @@ def shifted(rank: RankState, by_s: float) -> RankState:
         return None if time_s is None else time_s + by_s
 
     calls = tuple(
-        replace(call, arrived_s=call.arrived_s + by_s, ended_s=moved(call.ended_s), come_s=moved(call.come_s))
+        replace(
+            call,
+            arrived_s=call.arrived_s + by_s,
+            ended_s=moved(call.ended_s),
+            come_s=moved(call.come_s),
+            reached_s=moved(call.reached_s),
+        )
         for call in rank.calls
     )
     ending = None if rank.ending is None else replace(rank.ending, at_s=rank.ending.at_s + by_s)
-    return replace(rank, calls=calls, since_s=moved(rank.since_s), ending=ending)
+    phase = None if rank.phase is None else replace(rank.phase, since_s=rank.phase.since_s + by_s)
+    return replace(rank, calls=calls, since_s=moved(rank.since_s), ending=ending, phase=phase)
 
 
 def aligned(ranks: Sequence[RankState], clocks: Sequence[str]) -> list[RankState]:

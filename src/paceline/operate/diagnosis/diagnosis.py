@@ -15,6 +15,7 @@ from paceline.operate.diagnosis.finding import (
     Diagnosis,
     absence,
     beginning,
+    during,
     lasting,
     line_of,
     named,
@@ -311,9 +312,35 @@ def _unfinished(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis |
     took_s = snapshot.now_s - wait.last_s
     if 0 <= took_s < _SETTLED_S:
         return None
+    if wait.call.device:
+        return _unfinished_on_devices(snapshot, wait, [by_rank[number] for number in wait.waiters])
     advice = _where_to_look([by_rank[number] for number in wait.waiters])
     sentence = f"{start}; all {wait.members} have come, and it has not ended for {lasting(took_s)}: {advice}"
     return Diagnosis(Cause.NO_PROGRESS, (), sentence)
+
+
+def _unfinished_on_devices(snapshot: JobSnapshot, wait: CallWait, ranks: Sequence[RankState]) -> Diagnosis:
+    """Blames the ranks whose devices have not reached a call that all programs have made."""
+    start = f"{beginning(snapshot, wait.waiters)}{waiting(snapshot, wait)}"
+    late = [rank for rank in ranks if rank.rank in wait.unreached]
+    if not late:
+        sentence = (
+            f"{start}; all {wait.members} have come, and all devices have been in the call for "
+            f"{lasting(snapshot.now_s - wait.last_s)} without an end: {_where_to_look(ranks)}"
+        )
+        return Diagnosis(Cause.NO_PROGRESS, (), sentence)
+    numbers = [rank.rank for rank in late]
+    known = next((rank for rank in late if rank.phase is not None), None)
+    work = f"{during(known)}" if known is not None else "busy with the work before it"
+    since_s = wait.last_s if known is None or known.phase is None else known.phase.since_s
+    who, are = named(numbers, snapshot.word), verb(len(numbers), "are")
+    devices = "its device is" if len(numbers) == 1 else "their devices are"
+    sentence = (
+        f"{start}; {who} {are} there, but {devices} still {work}, for {lasting(snapshot.now_s - since_s)}: either that "
+        "computes for so long, or a kernel in it does not end"
+    )
+    blamed = tuple(numbers) if len(late) < len(ranks) else ()
+    return Diagnosis(Cause.DEVICE_BUSY, blamed, sentence, is_fault=False)
 
 
 def _where_to_look(ranks: Sequence[RankState]) -> str:

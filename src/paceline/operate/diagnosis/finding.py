@@ -35,7 +35,9 @@ class Cause(Enum):
     OTHER_CALL = "a rank made another call"
     UNKNOWN = "a rank is not there, and nothing is known of it"
     NO_PROGRESS = "all ranks are in a call that does not end"
+    DEVICE_BUSY = "a rank's device has not finished the work before a call"
     SLOW_CORE = "a rank computes more slowly than the others"
+    SLOW_DEVICE = "a rank's device computes more slowly than the others'"
     SLOW_LINK = "a link is slower than the others"
 
 
@@ -135,7 +137,14 @@ def line_of(rank: RankState) -> str:
 def absence(snapshot: JobSnapshot, rank: RankState, doing: str) -> str:
     """Returns an absent rank, its activity and the duration of it."""
     since = "" if rank.since_s is None or rank.ending is not None else f", for {lasting(snapshot.now_s - rank.since_s)}"
-    return f"{named([rank.rank], snapshot.word)} is not there: it {doing}{since}"
+    at_work = "" if rank.phase is None or rank.ending is not None else f"; its device is {during(rank)}"
+    return f"{named([rank.rank], snapshot.word)} is not there: it {doing}{since}{at_work}"
+
+
+def during(rank: RankState) -> str:
+    """Returns the phase in which a rank's device is: `in the backward of step 7`."""
+    assert rank.phase is not None
+    return f"in the {rank.phase.name}" + (f" of step {rank.phase.step}" if rank.phase.step is not None else "")
 
 
 def summary(ranks: Sequence[RankState], world_size: int) -> list[str]:

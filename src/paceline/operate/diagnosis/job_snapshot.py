@@ -40,6 +40,8 @@ class RankCall:
         come_s: the time at which this rank noticed that all ranks had arrived, or None.
         missing: the group ranks that had not arrived when the call failed.
         tcp_nbytes: the bytes that the rank sent over the network for the call.
+        device: the type of the device that runs the call, such as "cuda"; "" for the CPU.
+        reached_s: the time at which the device had done the work before the call, or None if it has not.
     """
 
     group: str
@@ -52,6 +54,14 @@ class RankCall:
     come_s: float | None = None
     missing: tuple[int, ...] = ()
     tcp_nbytes: int = 0
+    device: str = ""
+    reached_s: float | None = None
+
+    @property
+    def ready_s(self) -> float:
+        """The time from which the call waited only for other ranks: on a device, whose host runs ahead, that of the
+        device."""
+        return self.arrived_s if self.reached_s is None else max(self.arrived_s, self.reached_s)
 
     @property
     def is_open(self) -> bool:
@@ -153,6 +163,21 @@ class ExitReason(Enum):
 
 
 @dataclass(frozen=True)
+class DevicePhase:
+    """Phase of a training step in which a device is, such as `backward`.
+
+    Attributes:
+        name: the phase.
+        step: the step, or None.
+        since_s: the time at which the device began it.
+    """
+
+    name: str
+    step: int | None
+    since_s: float
+
+
+@dataclass(frozen=True)
 class RankExitStatus:
     """End of a rank.
 
@@ -215,6 +240,7 @@ class RankState:
         ending: its end, or None.
         data_s: the time for which it has waited for data, in seconds.
         links: its traffic to ranks on other hosts.
+        phase: the phase in which its device is, or None.
     """
 
     rank: int
@@ -229,6 +255,7 @@ class RankState:
     ending: RankExitStatus | None = None
     data_s: float = 0.0
     links: tuple[PeerTraffic, ...] = ()
+    phase: DevicePhase | None = None
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,17 @@ class GroupRecord:
     opened_ns: int | None
     closed_ns: int | None
 
+    @property
+    def key(self) -> str:
+        """The group and the kind of device, the same on all members; calls are numbered separately for each device."""
+        _, on, device = self.engine.rpartition(" on ")
+        return f"{self.identity:x} on {device}" if on and device != "cpu" else f"{self.identity:x}"
+
+    @property
+    def device(self) -> str:
+        """The type of the device whose tensors its calls take, such as "cuda"; "" for the CPU."""
+        return self.key.partition(" on ")[2].partition(" ")[0]
+
 
 @dataclass(frozen=True)
 class CallRecord:
@@ -133,7 +144,8 @@ class CallRecord:
         outcome: "ok", "timed_out", ...; None while the call has not ended.
         is_async: whether the program did not wait for the call at once.
         arrived_ns: the time at which the program made the call.
-        started_ns: the time at which no earlier call of the group was left, or None.
+        started_ns: the time at which no earlier call of the group was left, or on a device, at which the device had
+            done the work before the call; None before it.
         complete_ns: the time at which the last rank was seen to arrive, or None if it is not known.
         ended_ns: the time at which the call ended, or None.
         last_arrived: the group rank that arrived last; None if it is not known, as between hosts.

@@ -21,6 +21,7 @@ from paceline.comm.record.memory import SUFFIX
 from paceline.operate.diagnosis.clock_offset import Offset
 from paceline.operate.diagnosis.job_snapshot import (
     CallSignature,
+    DevicePhase,
     GroupMembership,
     PeerTraffic,
     RankCall,
@@ -399,7 +400,7 @@ def rank_state_of(recording: ProcessRecording, number: int | None = None) -> Ran
         recording: the recording of one process.
         number: the rank's number in the job; by default the one in the recording.
     """
-    groups = {serial: f"{group.identity:x}" for serial, group in recording.groups.items()}
+    groups = {serial: group.key for serial, group in recording.groups.items()}
     early, late = recording.calls[:-MOST_CALLS], recording.calls[-MOST_CALLS:]
     kept = [*(call for call in early if not call.is_over), *late]
     return RankState(
@@ -410,7 +411,7 @@ def rank_state_of(recording: ProcessRecording, number: int | None = None) -> Ran
             groups[serial]: GroupMembership(group.rank, group.size, _group_name(group, recording))
             for serial, group in recording.groups.items()
         },
-        calls=tuple(_rank_call(call, groups) for call in kept if call.group in groups),
+        calls=tuple(_rank_call(call, recording.groups[call.group]) for call in kept if call.group in groups),
         step=recording.step or None,
         since_s=_since_s(recording),
         place=_location(recording.open_events()),
@@ -421,20 +422,33 @@ def rank_state_of(recording: ProcessRecording, number: int | None = None) -> Ran
         )
         * _NS,
         links=_traffic(recording),
+        phase=_phase(recording.open_events()),
     )
 
 
+def _phase(events: Sequence[EventRecord]) -> DevicePhase | None:
+    """Returns the latest phase that a device has begun and not ended."""
+    for event in reversed(events):
+        if event.kind is EventKind.DEVICE:
+            return DevicePhase(event.name or "a phase", event.second or None, event.start_ns * _NS)
+    return None
+
+
 def _group_name(group: GroupRecord, recording: ProcessRecording) -> str:
-    """Returns the group's name, with its number among the groups of the same name."""
-    alike = sorted(other.serial for other in recording.groups.values() if other.name == group.name)
+    """Returns the group's name, with its device and its number among the groups of the same name."""
+    alike = sorted(
+        other.serial for other in recording.groups.values() if other.name == group.name and other.engine == group.engine
+    )
     name = group.name if group.name.startswith("group") else f"group {group.name}"
+    name += group.device and f" on {group.device}"
     return f"{name} (no. {alike.index(group.serial) + 1} of {len(alike)})" if len(alike) > 1 else name
 
 
-def _rank_call(call: CallRecord, groups: dict[int, str]) -> RankCall:
+def _rank_call(call: CallRecord, group: GroupRecord) -> RankCall:
     is_message = call.tag is not None
+    device = group.device
     return RankCall(
-        group=groups[call.group],
+        group=group.key,
         sequence=call.sequence,
         header=CallSignature(
             call.operation,
@@ -451,6 +465,8 @@ def _rank_call(call: CallRecord, groups: dict[int, str]) -> RankCall:
         come_s=None if call.complete_ns is None else call.complete_ns * _NS,
         missing=call.missing,
         tcp_nbytes=call.tcp_nbytes,
+        device=device,
+        reached_s=call.started_ns * _NS if device and call.started_ns is not None else None,
     )
 
 

@@ -144,7 +144,7 @@ def transfers(ranks: Sequence[RankState]) -> InterHostTraffic | None:
         sent = max(call.tcp_nbytes for call in calls.values())
         ends = [call.ended_s for call in calls.values() if call.ended_s is not None]
         if sent and ends:
-            time_s += max(0.0, max(ends) - max(call.arrived_s for call in calls.values()))
+            time_s += max(0.0, max(ends) - max(call.ready_s for call in calls.values()))
             nbytes += sent
             who |= set(calls)
     hosts = tuple(sorted({by_number[rank].host for rank in who}))

@@ -2,7 +2,8 @@
 
 The duration of a backward or a call does not show them: in synchronous training it is the same for all ranks, since the
 fast ones wait in their calls for the slow ones. A rank that arrives last costs the others the time from the median
-arrival to its own. If it made several calls before the first of them ended, its delay is counted once.
+arrival to its own. If it made several calls before the first of them ended, its delay is counted once. At a call on a
+device, a rank arrives when the device has done the work before the call, since the program runs ahead of the device.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Straggler:
         waited_s: the time that each other rank waited for it.
         data_s: the time that it waited for data in excess of the median rank.
         steps: the number of recorded training steps; 0 if the program marks none.
+        device_s: the part of the cost during which its program had made the call, and its device had not reached it.
     """
 
     rank: int
@@ -48,6 +50,7 @@ class Straggler:
     waited_s: Mapping[int, float]
     data_s: float
     steps: int
+    device_s: float = 0.0
 
     @property
     def share(self) -> float:
@@ -59,22 +62,24 @@ def stragglers(ranks: Sequence[RankState]) -> list[Straggler]:
     """Returns the stragglers, the most expensive one first. The ranks must be on one clock."""
     lags: dict[int, list[float]] = defaultdict(list)
     waited: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    on_device: dict[int, float] = defaultdict(float)
     matched = match_calls(ranks)
     before: dict[tuple[str, int], tuple[RankCall, float]] = {}
     for calls in matched:
-        last = max(calls, key=lambda rank: calls[rank].arrived_s)
-        usual_s = median(call.arrived_s for rank, call in calls.items() if rank != last)
+        last = max(calls, key=lambda rank: calls[rank].ready_s)
+        usual_s = median(call.ready_s for rank, call in calls.items() if rank != last)
         for rank, call in calls.items():
-            lag_s = max(0.0, call.arrived_s - usual_s)
+            lag_s = max(0.0, call.ready_s - usual_s)
             earlier = before.get((call.group, rank))
-            is_counted = earlier is not None and (earlier[0].ended_s or 0.0) > call.arrived_s
+            is_counted = earlier is not None and (earlier[0].ended_s or 0.0) > call.ready_s
             fresh_s = max(0.0, lag_s - earlier[1]) if is_counted and earlier is not None else lag_s
             before[call.group, rank] = (call, lag_s)
             if rank == last:
                 lags[rank].append(fresh_s)
+                on_device[rank] += min(fresh_s, call.ready_s - call.arrived_s)
                 for other, theirs in calls.items():
                     if fresh_s > 0 and other != rank:
-                        waited[rank][other] += min(fresh_s, call.arrived_s - theirs.arrived_s)
+                        waited[rank][other] += min(fresh_s, call.ready_s - theirs.ready_s)
     span_s = span_of(matched)
     usual_data_s = median(rank.data_s for rank in ranks) if ranks else 0.0
     by_number = {rank.rank: rank for rank in ranks}
@@ -88,6 +93,7 @@ def stragglers(ranks: Sequence[RankState]) -> list[Straggler]:
             dict(waited[rank]),
             max(0.0, by_number[rank].data_s - usual_data_s),
             len({call.step for call in by_number[rank].calls if call.step is not None}),
+            on_device[rank],
         )
         for rank, own in lags.items()
         if len(matched) >= _FEWEST_CALLS and len(own) >= _FEWEST_LAST and max(own) <= _LARGEST_PART * sum(own)
@@ -97,9 +103,8 @@ def stragglers(ranks: Sequence[RankState]) -> list[Straggler]:
 
 def describe(found: Straggler, word: str = "rank") -> Diagnosis:
     """Returns the diagnosis of a straggler."""
-    is_data = found.data_s > found.cost_s / 2
+    cause, why = _reason(found)
     who = named([found.rank], word)
-    why = "waits longer for its data" if is_data else "computes more slowly (look at its core and what else runs there)"
     most = max(found.waited_s, key=lambda rank: found.waited_s[rank], default=None)
     victim = f", {named([most], word)} most of all" if most is not None and len(found.waited_s) > 1 else ""
     what_if = f"without it, {lasting(found.span_s)} would have been {lasting(found.span_s - found.cost_s)}"
@@ -112,7 +117,18 @@ def describe(found: Straggler, word: str = "rank") -> Diagnosis:
         f"{who} came last to {found.times_last} of {found.calls} calls, and the others waited "
         f"{lasting(found.cost_s)} for it{victim} ({found.share:.0%} of the time): it {why}; {what_if}"
     )
-    return Diagnosis(Cause.LOADER if is_data else Cause.SLOW_CORE, (found.rank,), sentence)
+    return Diagnosis(cause, (found.rank,), sentence)
+
+
+def _reason(found: Straggler) -> tuple[Cause, str]:
+    if found.data_s > found.cost_s / 2:
+        return Cause.LOADER, "waits longer for its data"
+    if found.device_s > found.cost_s / 2:
+        return Cause.SLOW_DEVICE, (
+            "makes its calls in time, and its device computes more slowly (look at the device's clocks, temperature "
+            "and power limit, and at what else runs on it)"
+        )
+    return Cause.SLOW_CORE, "computes more slowly (look at its core and what else runs there)"
 
 
 def worth_telling(ranks: Sequence[RankState], word: str = "rank") -> list[Diagnosis]:

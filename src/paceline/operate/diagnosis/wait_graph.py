@@ -19,8 +19,9 @@ class CallWait:
         absent: the ranks that have not arrived.
         strangers: the absent members of which nothing is known, by their number in the group.
         since_s: the time at which the first waiter arrived.
-        last_s: the time at which the latest rank arrived.
+        last_s: the time at which the latest rank arrived, on a device also that at which the latest device did.
         members: the size of the group.
+        unreached: the waiters whose devices have not done the work before the call.
     """
 
     call: RankCall
@@ -30,6 +31,7 @@ class CallWait:
     since_s: float
     last_s: float
     members: int
+    unreached: tuple[int, ...] = ()
 
     @property
     def is_complete(self) -> bool:
@@ -89,8 +91,11 @@ def _wait(group: str, number: int, members: Mapping[int, RankState]) -> CallWait
         absent=tuple(sorted(members[member].rank for member in absent)),
         strangers=tuple(sorted(strangers)),
         since_s=first.arrived_s,
-        last_s=max(call.arrived_s for call in arrived.values()),
+        last_s=max(call.ready_s for call in arrived.values()),
         members=size,
+        unreached=tuple(
+            sorted(members[member].rank for member, call in waiting.items() if call.device and call.reached_s is None)
+        ),
     )
 
 

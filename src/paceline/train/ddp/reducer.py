@@ -92,7 +92,7 @@ class Reducer:
         self._install_hooks()
 
         # - For messages and statistics
-        self.recorded = RecordedSteps("ddp")
+        self.recorded = RecordedSteps("ddp", next(iter(self._gradients.params)).device)
         self.wait_s = 0.0  # the time spent at the ends of backwards
         self.forwards = 0  # the number of forwards whose backward averages
         self._reductions = 0

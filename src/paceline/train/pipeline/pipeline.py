@@ -219,7 +219,7 @@ class Pipeline(nn.Module):
         self._device = torch.device("cpu") if own is None else own.device
         self._transport = StageTransport(chosen, micro_batches, self._device)
         self._forms: dict[tuple[str, bool, int], Forms] = {}
-        self._recorded = RecordedSteps("pipeline")
+        self._recorded = RecordedSteps("pipeline", self._device)
 
     @property
     def plan(self) -> PipelineSchedule:

@@ -43,6 +43,30 @@ def test_a_slow_rank_is_named_with_what_it_cost(size, data, factor):
     assert f"a step would take {1e3 * (found.span_s - found.cost_s) / 50:.0f} ms" in verdict.sentence
 
 
+def job_on_devices(work_s, enqueued_s, steps=50):
+    """Ranks that make the call of a step after `enqueued_s[rank]`, and whose devices reach it after `work_s[rank]`."""
+    begins_s, calls = 0.0, [[] for _ in work_s]
+    for step in range(steps):
+        reached_s = [begins_s + max(own) for own in zip(work_s, enqueued_s, strict=True)]
+        ended_s = max(reached_s) + CALL_S
+        for own, late_s, ready_s in zip(calls, enqueued_s, reached_s, strict=True):
+            call = RankCall("g", step + 1, SUM, begins_s + late_s, ended_s, "ok", step + 1)
+            own.append(replace(call, device="cuda", reached_s=ready_s))
+        begins_s = ended_s
+    return [RankState(rank, calls=tuple(own)) for rank, own in enumerate(calls)]
+
+
+def test_a_slow_device_is_told_from_a_program_that_is_late():
+    slow = stragglers(job_on_devices([0.1, 0.2, 0.1], [0.01, 0.01, 0.01]))[0]
+    assert (slow.rank, describe(slow).cause) == (1, Cause.SLOW_DEVICE)
+    assert slow.cost_s == pytest.approx(50 * 0.1) and "its device computes more slowly" in describe(slow).sentence
+    late = stragglers(job_on_devices([0.1, 0.1, 0.1], [0.01, 0.01, 0.2]))[0]
+    assert (late.rank, describe(late).cause) == (2, Cause.SLOW_CORE)
+    assert late.cost_s == pytest.approx(50 * 0.1)
+    ahead = job_on_devices([0.1, 0.101, 0.1], [0.01, 0.09, 0.01])
+    assert worth_telling(ahead) == [], "a program that is late, but earlier than its device, delays nobody"
+
+
 def test_equal_ranks_are_not_worth_a_word():
     assert worth_telling(job([[0.1, 0.101], [0.101, 0.1]])) == []
 

@@ -48,7 +48,10 @@ class AcceleratorEvent:
 
     def elapsed_s(self, later: AcceleratorEvent) -> float:
         """Returns the device time in seconds between two complete events, both recorded with `timing`; 0 on the CPU."""
-        return 0.0 if self._event is None else float(self._event.elapsed_time(later._event)) / 1e3
+        if self._event is None:
+            return 0.0
+        with _beside_captures(self._device):
+            return float(self._event.elapsed_time(later._event)) / 1e3
 
 
 class AcceleratorStream:

@@ -2,15 +2,20 @@
 
 A library does not report what it sends. The bytes recorded for a call are therefore the rank's contribution, counted as
 within the host if the whole group is on it, and otherwise as between hosts. Nor does a library report which rank came
-last.
+last. An operation on a device has the device's times; see `RecordedWork.follow`.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
+
 from paceline import _core
+from paceline.comm.engine.adapters.device_streams import AcceleratorEvent
+from paceline.comm.engine.adapters.device_times import DEVICE_WATCH, clock_of
 from paceline.comm.engine.channel import CollectiveCall, Pieces
 from paceline.comm.engine.codes import ITEM_SIZES, NO_REDUCTION
 from paceline.comm.engine.failures import OutcomeCode, RankIdentity
@@ -23,6 +28,12 @@ class RecordedOperation(Protocol):
 
     def start(self) -> None:
         """Records that the operation starts to run."""
+
+    def follow(self, device: torch.device, reached: AcceleratorEvent, ended: AcceleratorEvent | None = None) -> None:
+        """Takes the times of the start and the end from events on a device; see `RecordedWork.follow`."""
+
+    def end_behind(self, ended: AcceleratorEvent) -> None:
+        """Gives the event of the end that `follow` did not have."""
 
     def end(self, outcome: int, /) -> None:
         """Records that the operation is complete, with an `OutcomeCode`."""
@@ -46,17 +57,76 @@ class RecordedWork:
         self._nbytes = (nbytes, 0) if is_within else (0, nbytes)
         self._source = source
         self._receives = receives
+        self._device: torch.device | None = None
+        self._reached: AcceleratorEvent | None = None
+        self._ended: AcceleratorEvent | None = None
+        self._is_started = self._is_ended = False
+        self._lock = threading.Lock()
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether anything is recorded, so that the events of `follow` are worth their time."""
+        return _core.is_recording()
 
     def start(self) -> None:
         """Records that the operation starts to run."""
         self._call.start()
 
+    def follow(self, device: torch.device, reached: AcceleratorEvent, ended: AcceleratorEvent | None = None) -> None:
+        """Records an operation that a device runs by the device's times; call it once, in place of `start`.
+
+        The operation has started when the device has reached it, behind the program's work; the recording shows that
+        within some 20 ms.
+
+        Args:
+            device: the device.
+            reached: an event with timing behind the work of the program that precedes the operation.
+            ended: an event with timing behind the operation, or None if `end_behind` will give it.
+        """
+        with self._lock:
+            if not self.is_recorded or self._is_ended:
+                return
+            self._device, self._reached, self._ended = device, reached, ended
+        DEVICE_WATCH.add(self._poll, device)
+
+    def end_behind(self, ended: AcceleratorEvent) -> None:
+        """Gives the event of the end, with timing, that `follow` did not have."""
+        with self._lock:
+            self._ended = ended
+
     def end(self, outcome: int, /) -> None:
-        """Records that the operation is complete, with an `OutcomeCode`."""
-        if outcome == OutcomeCode.OK:
-            self._call.end(outcome, *self._nbytes, self._source)
-        else:
+        """Records that the operation is complete, with an `OutcomeCode`; only the first time counts."""
+        with self._lock:
+            self._end(outcome)
+
+    def _end(self, outcome: int) -> None:
+        if self._is_ended:
+            return
+        self._is_ended = True
+        if outcome != OutcomeCode.OK:
             self._call.end(outcome)
+            return
+        self._start_on_device()
+        tick = 0
+        if self._device is not None and self._ended is not None:
+            tick = clock_of(self._device).tick_of(self._ended)
+        self._call.end(outcome, *self._nbytes, self._source, tick)
+
+    def _start_on_device(self) -> None:
+        if self._device is not None and self._reached is not None and not self._is_started:
+            self._is_started = True
+            self._call.start(clock_of(self._device).tick_of(self._reached))
+
+    def _poll(self) -> bool:
+        """Records what the device has done; returns whether more is to come."""
+        with self._lock:
+            if self._is_ended or self._reached is None:
+                return False
+            if self._reached.done():
+                self._start_on_device()
+            if self._ended is not None and self._ended.done():
+                self._end(OutcomeCode.OK)
+            return not self._is_ended
 
     def end_from(self, source: int, outcome: int) -> None:
         """Records that a message is complete; a received one was sent by group rank `source`."""

@@ -192,11 +192,13 @@ class StagedChannel(EngineChannel):
         if is_capturing(self._device):
             raise RuntimeError(capture_text(str(call.operation), self._device))
         layout = divide(call, self._rank, self._size, SLOT_BYTES)
-        start = record_current(self._device)
+        start = record_current(self._device, timing=True)
         with self._arrived:
             self._sequence += 1
             header = (self._sequence, call.operation, call.dtype, call.reduce_op, call.root, call.count)
-            work = StagedWork(layout, header, start, self._recorder.call(call, is_async))
+            recorded = self._recorder.call(call, is_async)
+            recorded.follow(self._device, start)
+            work = StagedWork(layout, header, start, recorded)
             if self._failure is not None:
                 self._end(work, self._failure)
                 return work
@@ -287,8 +289,6 @@ class StagedChannel(EngineChannel):
         work, layout = chunk.work, chunk.work.layout
         if work.is_enqueued() or layout is None:  # an earlier chunk failed
             return
-        if chunk.number == 0:
-            work.recorded.start()
         outcome = self._await_device(chunk)
         if outcome is None and chunk.number == 0 and work.chunks != 1:
             outcome = self._agree(work, layout)
@@ -305,8 +305,10 @@ class StagedChannel(EngineChannel):
                 if buffer.target is not None and start < stop:
                     host = self._slot(chunk.slot)[offset : offset + stop - start]
                     copy_to_device(buffer.target.part(start, stop), host)
-        event = self._slot_free[chunk.slot] = self._to_device.record()
-        if chunk.number + 1 == work.chunks:
+        is_last = chunk.number + 1 == work.chunks
+        event = self._slot_free[chunk.slot] = self._to_device.record(timing=is_last)
+        if is_last:
+            work.recorded.end_behind(event)
             self._unfinished.append((work, event))
             work.end(None, event)
 

@@ -21,6 +21,7 @@ from paceline.comm.engine.adapters.device_streams import (
     AcceleratorStream,
     activated,
     is_capturing,
+    record_current,
 )
 from paceline.comm.engine.adapters.group_recorder import RecordedOperation
 from paceline.comm.engine.adapters.library_engine import exit_of
@@ -210,15 +211,21 @@ class CallStream:
             self._open(flight)
         assert self._group is not None
         self._entering = flight
-        self.stream.follow(after)
+        device = self.stream.device
+        is_timed = not flight.is_captured and device.type != "cpu"
+        reached = record_current(device, timing=is_timed) if after is None else after
+        self.stream.follow(reached)
         with self.stream.current():
             call = start(self._group.group)
-            flight.recorded.start()
+            if not is_timed:
+                flight.recorded.start()
             if call.work is not None:
                 call.work.wait()  # makes this stream wait, and not the thread
             for result in call.written:
                 result.copy_out()
-            flight.event = self.stream.record()
+            flight.event = self.stream.record(timing=is_timed)
+        if is_timed:
+            flight.recorded.follow(device, reached, flight.event)
 
     def _open(self, flight: CallInFlight) -> None:
         """Connects the ranks on another thread, since the library may wait for one that will never be there."""

@@ -209,7 +209,7 @@ class MessageLane:
                     "the first message between two ranks connects them, which cannot be captured into a graph: send "
                     "one such message before the capture"
                 )
-            after = record_current(device)
+            after = record_current(device, timing=True)
             self._waiting.append(lambda: message.mark_enqueued(put(after)))
             if self._opener is None:
                 self._opener = threading.Thread(target=self._open, name="paceline-message-lane", daemon=True)

@@ -1,0 +1,166 @@
+"""Times at which a device reached and finished work, on the clock of the recording.
+
+A call or a phase of a training step is enclosed by two events on the device's streams. Nothing waits for them: one
+thread of the process (`DeviceWatch`) asks from time to time which have passed, and converts their times when they have.
+Each device has a `DeviceClock`, which compares the device's time with the
+host's by events on a stream without other work, which pass at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from paceline import _core
+from paceline.comm.engine.adapters.device_streams import (
+    AcceleratorEvent,
+    AcceleratorStream,
+    activated,
+    is_capturing,
+    record_current,
+)
+from paceline.comm.record.layout import EventKind
+from paceline.comm.record.spans import number_of
+
+_READING_S = 10.0  # later, the rounding of the device's times to float32 would exceed a microsecond
+_NARROW_NS = 100_000
+_ATTEMPTS = 5
+_POLLING_S = 0.02
+
+
+class DeviceClock:
+    """Converts the times of a device's events to ticks of the recording; any thread may use it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = AcceleratorStream(device)
+        self._origin: tuple[AcceleratorEvent, int] | None = None  # an event, and when it passed, in nanoseconds
+        self._lock = threading.Lock()
+
+    def tick_of(self, event: AcceleratorEvent) -> int:
+        """Returns the tick at which a complete event, recorded with `timing`, passed."""
+        with self._lock:
+            if self._origin is None or time.monotonic_ns() - self._origin[1] > _READING_S * 1e9:
+                self._origin = self._read()
+            origin, monotonic_ns = self._origin
+            after_s = origin.elapsed_s(event)
+        return _core.record_tick_at(monotonic_ns + round(after_s * 1e9))
+
+    def _read(self) -> tuple[AcceleratorEvent, int]:
+        """Returns an event and the time at which it passed, from the closest bounds of several attempts."""
+        best: tuple[int, AcceleratorEvent, int] | None = None
+        for _ in range(_ATTEMPTS):
+            before_ns = time.monotonic_ns()
+            event = self._stream.record(timing=True)
+            while not event.done():
+                time.sleep(0)
+            width_ns = time.monotonic_ns() - before_ns
+            if best is None or width_ns < best[0]:
+                best = width_ns, event, before_ns + width_ns // 2
+            if width_ns < _NARROW_NS:
+                break
+        assert best is not None
+        return best[1:]
+
+
+@functools.cache
+def clock_of(device: torch.device) -> DeviceClock:
+    """Returns the clock of a device."""
+    return DeviceClock(device)
+
+
+class DeviceWatch:
+    """A thread that polls what waits for events, from the first `add` on."""
+
+    def __init__(self) -> None:
+        self._polls: dict[Callable[[], bool], torch.device] = {}
+        self._lock = threading.Lock()
+        self._added = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def add(self, poll: Callable[[], bool], device: torch.device) -> None:
+        """Calls `poll` every now and then until it returns False; does nothing if that is so already.
+
+        Args:
+            poll: the function, which must not wait.
+            device: the device of the events, which is current in the call.
+        """
+        with self._lock:
+            self._polls[poll] = device
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="paceline-device-times", daemon=True)
+                self._thread.start()
+        self._added.set()
+
+    def _run(self) -> None:
+        while True:
+            self._added.wait()
+            time.sleep(_POLLING_S)
+            self._added.clear()
+            for poll, device in list(self._polls.items()):
+                with activated(device):
+                    is_over = _is_over(poll)
+                if is_over:
+                    with self._lock:
+                        self._polls.pop(poll, None)
+            if self._polls:
+                self._added.set()
+
+
+def _is_over(poll: Callable[[], bool]) -> bool:
+    try:
+        return not poll()
+    except RuntimeError:  # from the device; the program gets it as well
+        return True
+
+
+DEVICE_WATCH = DeviceWatch()
+
+
+class DevicePhases:
+    """The phases of training steps on one device, such as "backward", in the recording.
+
+    A phase lasts from its mark until the next one, on the device. Marks are made in the order of the work.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: deque[tuple[AcceleratorEvent, str, int]] = deque()
+        self._open = 0  # the stamp of the phase in which the device is
+        self._lock = threading.Lock()
+
+    def mark(self, phase: str, step: int) -> None:
+        """Marks the begin of a phase behind the present work on the current stream; "" only ends the one before."""
+        if not _core.is_recording() or is_capturing(self._device):
+            return
+        with self._lock:
+            self._marks.append((record_current(self._device, timing=True), phase, step))
+            is_first = len(self._marks) == 1
+        if is_first:
+            DEVICE_WATCH.add(self._poll, self._device)
+
+    def _poll(self) -> bool:
+        """Records the marks that the device has passed; returns whether there are others."""
+        while self._marks and self._marks[0][0].done():
+            event, phase, step = self._marks[0]
+            tick = clock_of(self._device).tick_of(event)
+            if self._open:
+                _core.record_end_at(self._open, tick)
+                self._open = 0
+            if phase:
+                index = self._device.index or 0
+                self._open = _core.record_begin_at(EventKind.DEVICE, number_of(phase), index, step, tick)
+            with self._lock:
+                self._marks.popleft()
+        with self._lock:
+            return bool(self._marks)
+
+
+@functools.cache
+def phases_of(device: torch.device) -> DevicePhases:
+    """Returns the phases of a device."""
+    return DevicePhases(device)
