@@ -68,6 +68,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "gpu-speed": ("gpu.py", "--steps", "speed"),
     "gpu-fake": ("gpu.py", "--device", "fake"),
     "gpu-cpu": ("gpu.py", "--device", "cpu"),
+    "staged": ("staged.py", "--rounds", "3"),
     "plan": ("plan.py",),
     "uneven": ("uneven.py",),
     "uneven-measured": ("uneven.py", "--measured"),

@@ -24,6 +24,7 @@ from paceline.comm.engine.codes import DTYPE_CODES, ITEM_SIZES, NO_REDUCTION, Re
 from paceline.comm.engine.failures import GROUP_LOST, MESSAGES_LOST, OutcomeCode, RankIdentity, describe_call, to_error
 from paceline.comm.engine.native.scheduled_channel import ScheduledChannel
 from paceline.comm.engine.network_settings import ALGORITHM_VARIABLE
+from paceline.comm.engine.staged.channel import StagedChannel
 from paceline.comm.group.buffers import (
     Buffers,
     Tensors,
@@ -919,7 +920,8 @@ class ProcessGroup:
         recording = self.recording(shown, tensors) if profiler._is_profiler_enabled else None
         opened = self._devices.of(tensors, name)
         messages = opened.messages
-        lost = MESSAGES_LOST if isinstance(opened.channel, _core.HostGroup) else GROUP_LOST
+        channel = opened.channel.inner if isinstance(opened.channel, StagedChannel) else opened.channel
+        lost = MESSAGES_LOST if isinstance(channel, _core.HostGroup) else GROUP_LOST
         start = messages.send if name == "send" else messages.receive
         count_writes(buffers.written)
         message = start(peer, tag, code, pieces, self.limit_ns(timeout), background)

@@ -44,8 +44,10 @@ from paceline.durations import LONGEST_S, event_timeout_s, to_nanoseconds
 SLOT_BYTES = 8 << 20
 """The size of a slot, which holds one chunk. Smaller chunks overlap better, and larger ones need fewer calls."""
 
-SLOTS = 4
-"""The number of chunks that are in progress at a time; a group takes `SLOTS * SLOT_BYTES` of pinned memory."""
+SLOTS = 3
+"""The number of chunks that are in progress at a time; a group takes `SLOTS * SLOT_BYTES` of pinned memory. More slots
+are slower: the core then reads chunks that have left the processor's cache.
+"""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 200e-6
 _SPINS = 50  # the number of times that the thread asks for an event before it pauses
@@ -119,12 +121,15 @@ class StagedChannel(EngineChannel):
         recorder: records the calls.
         rank: the group rank of this process.
         size: the number of ranks in the group.
+
+    Attributes:
+        inner: the channel for CPU tensors.
     """
 
     def __init__(
         self, inner: EngineChannel, device: torch.device, recorder: GroupRecorder, rank: int, size: int
     ) -> None:
-        self._inner = inner
+        self.inner = inner
         self._device = device
         self._recorder = recorder
         self._rank = rank
@@ -164,11 +169,11 @@ class StagedChannel(EngineChannel):
     def abort(self) -> None:
         """Ends current and later calls, on all ranks if the inner channel does so."""
         self._break(CallFailure(OutcomeCode.ABORTED))
-        self._inner.abort()
+        self.inner.abort()
 
     def failure(self) -> int:
         """Returns the code of the failure that broke the channel, or OK."""
-        return self._inner.failure() if self._failure is None else self._failure.code
+        return self.inner.failure() if self._failure is None else self._failure.code
 
     def close(self) -> None:
         """Ends queued calls and the thread; idempotent. The inner channel must be closed first.
@@ -220,7 +225,7 @@ class StagedChannel(EngineChannel):
                             self._advance(chunks.popleft())
                 except Exception as error:  # an error of the device, which nobody else would report
                     self._break(CallFailure(OutcomeCode.REFUSED, said=str(error)))
-                    self._inner.abort()
+                    self.inner.abort()
                 if self._failure is not None:
                     self._drop(chunks)
             self._close_memory()
@@ -294,7 +299,7 @@ class StagedChannel(EngineChannel):
             outcome = self._agree(work, layout)
         if outcome is None:
             address = self._slot(chunk.slot).data_ptr()
-            outcome = self._inner.run(layout.chunk_call(chunk.number, address, work.timeout_ns))
+            outcome = self.inner.run(layout.chunk_call(chunk.number, address, work.timeout_ns))
             if outcome is not None:
                 outcome = self._explained(work, layout, chunk.number, outcome)
         if outcome is not None:
@@ -355,7 +360,7 @@ class StagedChannel(EngineChannel):
             return _copied(
                 outcome, split_sent=before + outcome.split_sent, split_expected=before + outcome.split_expected
             )
-        if outcome.code == OutcomeCode.MISMATCH and self._inner.failure() == OutcomeCode.OK:
+        if outcome.code == OutcomeCode.MISMATCH and self.inner.failure() == OutcomeCode.OK:
             # All ranks have the same outcome here. Some may have begun a call of several chunks.
             headers = self._exchange(work, layout)
             if isinstance(headers, list):
@@ -368,7 +373,7 @@ class StagedChannel(EngineChannel):
         mine = torch.tensor([*work.header, layout.longest_nbytes], dtype=torch.int64, device="cpu")
         everyones = torch.empty(self._size, _HEADER_FIELDS, dtype=torch.int64, device="cpu")
         outputs = [[row.data_ptr(), row.nbytes] for row in everyones]
-        outcome = self._inner.run(
+        outcome = self.inner.run(
             CollectiveCall(
                 Operation.ALL_GATHER,
                 _INT64,
@@ -386,7 +391,7 @@ class StagedChannel(EngineChannel):
     def _explained_exchange(
         self, work: StagedWork, layout: StagedLayout, outcome: CallOutcome
     ) -> list[list[int]] | CallOutcome:
-        if outcome.code == OutcomeCode.MISMATCH and self._inner.failure() == OutcomeCode.OK:
+        if outcome.code == OutcomeCode.MISMATCH and self.inner.failure() == OutcomeCode.OK:
             return self._exchange(work, layout)  # another rank had called an operation of one chunk
         return _copied(outcome, calls=(), algorithms=())
 
@@ -396,7 +401,7 @@ class StagedChannel(EngineChannel):
             if self._works and self._works[0] is work:
                 self._works.popleft()
         self._end(work, outcome)
-        if self._inner.failure() != OutcomeCode.OK:
+        if self.inner.failure() != OutcomeCode.OK:
             self._break(outcome)
 
     def _break(self, failure: CallOutcome) -> None:
@@ -433,7 +438,7 @@ class StagedChannel(EngineChannel):
 
     def _slot(self, slot: int) -> torch.Tensor:
         if self._memory is None:
-            is_shared = isinstance(self._inner, _core.HostGroup)
+            is_shared = isinstance(self.inner, _core.HostGroup)
             self._memory = PinnedMemory(SLOTS * SLOT_BYTES, self._device, is_shared)
         return self._memory.bytes[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
 
