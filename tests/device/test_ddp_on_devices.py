@@ -110,6 +110,67 @@ def training_gives_the_bits_of_the_cpu(option: str) -> None:
     assert all(map(torch.equal, on_cpu, on_device))
 
 
+def training_on_a_stream_of_its_own_gives_the_bits_of_the_cpu() -> None:
+    for options in ({}, {"bucket_cap_mb": 1e-4}):
+        on_cpu = trained(plain(), "cpu", **options)
+        for seed in range(3):
+            side = torch.fake.Stream("fake:0")
+            with torch.fake.delays(seed=7 * seed + dist.get_rank(), most_us=500), torch.fake.stream(side):
+                assert all(map(torch.equal, on_cpu, trained(plain(), "fake:0", **options)))
+
+
+def ranks_with_fewer_inputs_give_the_bits_of_the_cpu() -> None:
+    results = []
+    for device in ("cpu", "fake:0"):
+        module = plain()[3:].to(device)
+        model = dist.DistributedDataParallel(module, overlap=True, bucket_cap_mb=1e-4)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, foreach=False)
+        with model.join():
+            for step in range(2 + 2 * dist.get_rank()):
+                optimizer.zero_grad()
+                x = torch.randn(3, 8, generator=torch.Generator().manual_seed(step)).to(device)
+                loss_of(model(x)).backward()
+                optimizer.step()
+        results.append([param.detach().cpu() for param in module.parameters()])
+    assert all(map(torch.equal, *results))
+
+
+def delayed_gradients_give_those_of_the_cpu() -> None:
+    results = []
+    for device in ("cpu", "fake:0"):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.Linear(8, 3)).to(device)
+        delayed = [("2.weight", module[2].weight), ("2.bias", module[2].bias)]
+        model = dist.DistributedDataParallel(
+            module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module[2].weight
+        )
+        for step in range(2):
+            model(torch.tensor([step, dist.get_rank(), 3]).to(device)).square().mean().backward()
+        results.append([param.grad.cpu() for param in module.parameters() if param.grad is not None])
+    assert len(results[0]) == 5
+    for on_cpu, on_device in zip(*results, strict=True):
+        torch.testing.assert_close(on_device, on_cpu)
+
+
+def gradients_of_the_programs_own_are_averaged_where_they_are() -> None:
+    module = nn.Linear(4, 2, device="fake:0")
+    own = torch.zeros(10, device="fake:0")
+    model = dist.DistributedDataParallel(module)
+    for _ in range(2):
+        own.zero_()
+        module.weight.grad, module.bias.grad = own[:8].view(2, 4), own[8:]
+        (model(torch.ones(1, 4, device="fake:0") * (1 + dist.get_rank()))).sum().backward()
+        assert own.tolist() == [1.5] * 8 + [1.0] * 2
+        assert module.bias.grad.data_ptr() == own[8:].data_ptr()
+    model.zero_grad()
+    loss = model(torch.ones(1, 4, device="fake:0") * (1 + dist.get_rank())).square().sum()
+    loss.backward(create_graph=True)
+    assert module.weight.grad is not None and module.weight.grad.requires_grad
+    mine = module.weight.grad.detach().clone()
+    dist.all_reduce(mine, dist.ReduceOp.AVG)
+    assert torch.equal(mine, module.weight.grad)
+
+
 def unused_parameters_give_the_bits_of_the_cpu() -> None:
     results, without = [], []
     for device in ("cpu", "fake:1"):
@@ -316,6 +377,10 @@ def replicas_of_a_module_run_on_the_streams_of_the_caller() -> None:
 
 PROGRAMS = (
     *(partial(training_gives_the_bits_of_the_cpu, option) for option in OPTIONS),
+    training_on_a_stream_of_its_own_gives_the_bits_of_the_cpu,
+    ranks_with_fewer_inputs_give_the_bits_of_the_cpu,
+    delayed_gradients_give_those_of_the_cpu,
+    gradients_of_the_programs_own_are_averaged_where_they_are,
     unused_parameters_give_the_bits_of_the_cpu,
     two_devices_of_a_rank_give_the_bits_of_the_cpu,
     a_grad_scaler_leaves_out_a_step_on_every_rank,
