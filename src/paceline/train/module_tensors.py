@@ -9,6 +9,7 @@ import torch
 import xxhash
 from torch import nn
 
+from paceline.comm.engine.adapters.device_streams import record_current
 from paceline.comm.group.buffers import is_plain, memory_layout
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.group.variable_size import as_memory
@@ -26,6 +27,25 @@ def accelerators_of(module: nn.Module) -> list[torch.device]:
     """Returns the devices of a module's parameters and buffers, without the CPU and the meta device."""
     devices = dict.fromkeys(tensor.device for tensor in (*module.parameters(), *module.buffers()))
     return [device for device in devices if device.type not in ("cpu", "meta")]
+
+
+def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns new page-locked host memory with a tensor's dtype and layout, or ordinary memory if that is exhausted."""
+    strides = torch.empty_like(tensor, device="meta").stride()
+    try:
+        return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    except RuntimeError:  # the device may also have no such memory
+        return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="cpu")
+
+
+def in_host_memory(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the values of tensors on the CPU, after one wait for each device; those on the CPU are not copied."""
+    copies = [
+        tensor if tensor.is_cpu else pinned_like(tensor).copy_(tensor.detach(), non_blocking=True) for tensor in tensors
+    ]
+    for device in dict.fromkeys(tensor.device for tensor in tensors if not tensor.is_cpu):
+        record_current(device).wait()
+    return copies
 
 
 def byte_views(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -412,8 +412,8 @@ def require_elastic(
     """
     if backend not in (None, "paceline", "cpu:paceline"):
         raise ValueError(
-            f"backend is {backend!r} with elastic=True; elastic training runs on 'paceline' with CPU tensors. On "
-            "'nccl' it would need a new communicator in every view, which has not been tried on GPUs"
+            f"backend is {backend!r} with elastic=True; elastic training runs on 'paceline', which adds gradients in "
+            "host memory, also those of parameters on GPUs. On 'nccl' it would need a new communicator in every view"
         )
     if init_method is not None or store is not None or world_size >= 0 or rank >= 0:
         raise ValueError(

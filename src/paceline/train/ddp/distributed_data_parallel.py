@@ -469,7 +469,6 @@ class DistributedDataParallel(nn.Module, Joinable):
             "overlap=True; in an elastic job gradients are averaged when backward ends": self.asks_for_overlap,
             "process_group; leave it out, since an elastic job has no other group": self.process_group.size() != 1,
             "wire; workers that come and go average gradients exactly": self.wire is not None,
-            "parameters on other devices than the CPU": any(not param.is_cpu for param in tracked.trained.values()),
             "sparse gradients; use sparse=False": bool(tracked.sparse),
             "SyncBatchNorm, whose forward needs all ranks": any(
                 isinstance(layer, nn.SyncBatchNorm) or type(layer).__name__ == "SyncBatchNorm"

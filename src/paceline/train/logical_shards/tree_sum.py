@@ -140,8 +140,8 @@ def gradient_or_zeros(param: torch.Tensor, gradient: torch.Tensor | None) -> tor
 
 
 def laid_out_as(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Returns a gradient with the strides of the parameter, for which optimizers are fastest."""
-    if gradient.stride() == param.stride():
+    """Returns a gradient on the parameter's device, with its strides, for which optimizers are fastest."""
+    if gradient.stride() == param.stride() and gradient.device == param.device:
         return gradient
     return torch.empty_like(param, requires_grad=False).copy_(gradient)
 

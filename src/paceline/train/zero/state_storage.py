@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from paceline.train.module_tensors import pinned_like
 from paceline.train.zero.shards import Shard
 
 MASTER = "master"
@@ -159,7 +160,7 @@ class StateStorage:
                     copy.copy_(updated)
                 shard.master = nn.Parameter(copy, updated.requires_grad)
                 if self._offload == _CPU:
-                    shard.pinned = _pinned_like(updated)
+                    shard.pinned = pinned_like(updated)
 
     def gradient_device(self, params: Sequence[torch.Tensor]) -> torch.device:
         """Returns the device of the gradients that the optimizer uses, or the first one of several."""
@@ -212,15 +213,6 @@ class StateStorage:
             return self._file.zeros(tensor.shape, strides, dtype)
         device = tensor.device if self._offload is None else torch.device(_CPU)
         return torch.empty_strided(tensor.shape, strides, dtype=dtype, device=device)
-
-
-def _pinned_like(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Returns page-locked host memory with the dtype and layout of a device's tensor; None if there is none."""
-    strides = torch.empty_like(tensor, device="meta").stride()
-    try:
-        return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="cpu", pin_memory=True)
-    except RuntimeError:  # the device has no such memory, or no more of it
-        return None
 
 
 class _AllocationIn(TorchFunctionMode):

@@ -229,7 +229,7 @@ def _take_over(optimizer: torch.optim.Optimizer, item: OptimizerStep, values: Va
         )
     gradients = iter(values[:count])
     for param, has_gradient in zip(params, item.has_gradient, strict=True):
-        param.grad = next(gradients) if has_gradient else None
+        param.grad = next(gradients).to(param.device) if has_gradient else None
     try:
         options: Any = decode(item.options, values[count:])
     except MalformedPayload as error:

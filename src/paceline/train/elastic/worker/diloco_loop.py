@@ -22,7 +22,7 @@ from paceline.train.diloco.exchanges import OuterAverager
 from paceline.train.elastic.failpoints import failpoint
 from paceline.train.elastic.worker.launcher_connection import LauncherConnection, same_bits_as
 from paceline.train.elastic.worker.rounds import Rounds
-from paceline.train.elastic.worker.training_state import Stateful, TrainingState
+from paceline.train.elastic.worker.training_state import Stateful, TrainingState, on_host
 from paceline.train.elastic.worker.view_group import LOST_MEMBER_ERRORS
 from paceline.train.module_tensors import broadcast_tensors
 
@@ -41,7 +41,7 @@ class DilocoTrainingState(TrainingState):
 
     def capture(self) -> dict[str, Any]:
         """Returns the shared state and this worker's own state."""
-        return {**super().capture(), "own": self._diloco.own_state()}
+        return {**super().capture(), "own": on_host(self._diloco.own_state())}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Replaces this state with one that `capture` returned in another process."""
@@ -122,7 +122,7 @@ class DilocoRounds:
         """Runs a round that copies the first member's tensors to all members."""
 
         def copied(group: ProcessGroup) -> Tensors:
-            copies = [tensor.detach().clone() for tensor in tensors]
+            copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
             broadcast_tensors(copies, group)
             return copies
 

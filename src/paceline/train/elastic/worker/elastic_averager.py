@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from paceline.comm.engine.adapters.device_streams import record_current
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.train.data.epoch_order import RankSlot
 from paceline.train.data.loader import StatefulLoader
@@ -23,6 +24,7 @@ from paceline.train.ddp.gradient_buckets import shares_memory
 from paceline.train.elastic.failpoints import failpoint
 from paceline.train.elastic.worker.rounds import Rounds
 from paceline.train.logical_shards.tree_sum import Flat, Values, lengths_of, unpack
+from paceline.train.module_tensors import pinned_like
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,12 @@ class MeanContribution:
     batch: tuple[int, ...]
     params: Sequence[torch.Tensor]
     buffers: Sequence[torch.Tensor]
+
+    @property
+    def accelerators(self) -> list[torch.device]:
+        """The devices of parameters and buffers that are not on the CPU; the mean is computed in host memory."""
+        devices = dict.fromkeys(tensor.device for tensor in (*self.params, *self.buffers))
+        return [device for device in devices if device.type != "cpu"]
 
 
 class WeightedMean(NamedTuple):
@@ -73,7 +81,7 @@ def mean_over(group: ProcessGroup | None, part: MeanContribution) -> Values:
     failpoint("mean.weighed")
     total = sum(weights)
     like = _layout(part)
-    whole = _zeros(like)
+    whole = _zeros(like, is_pinned=bool(part.accelerators))
     values = unpack(whole, like)
     flags, *rest = values
     seats = part.seat.ranks
@@ -83,12 +91,18 @@ def mean_over(group: ProcessGroup | None, part: MeanContribution) -> Values:
         flags[seats] = 1
         factor = part.weight / total
         for index, (param, view) in enumerate(zip(part.params, rest, strict=False)):
-            if param.grad is not None:
-                flags[seats + 1 + index] = 1
+            if param.grad is None:
+                continue
+            flags[seats + 1 + index] = 1
+            if param.grad.is_cpu:
                 torch.mul(param.grad, factor, out=view)
+            else:
+                view.copy_(param.grad * factor, non_blocking=True)
         if all(weight == 0 for weight in weights[:rank]):
             for buffer, view in zip(part.buffers, rest[len(part.params) :], strict=True):
-                view.copy_(buffer)
+                view.copy_(buffer, non_blocking=True)
+    for device in part.accelerators:
+        record_current(device).wait()
     failpoint("round.computed")
     if group is not None:
         for flat in whole.values():
@@ -125,11 +139,15 @@ def _layout(part: MeanContribution) -> list[torch.Tensor]:
     """Returns meta tensors with the shapes and dtypes of a result: flags, gradients and buffers."""
     flags = torch.empty(part.seat.ranks + 1 + len(part.params), dtype=torch.int64, device="meta")
     buffers = [torch.empty_like(buffer, dtype=_summable(buffer.dtype), device="meta") for buffer in part.buffers]
-    return [flags, *part.params, *buffers]
+    params = [torch.empty_like(param, device="meta") for param in part.params]
+    return [flags, *params, *buffers]
 
 
-def _zeros(like: Sequence[torch.Tensor]) -> Flat:
-    return {kind: torch.zeros(length, dtype=kind[0], device="cpu") for kind, length in lengths_of(like).items()}
+def _zeros(like: Sequence[torch.Tensor], *, is_pinned: bool) -> Flat:
+    flat = {kind: torch.empty(length, dtype=kind[0], device="meta") for kind, length in lengths_of(like).items()}
+    if is_pinned:
+        return {kind: pinned_like(memory).zero_() for kind, memory in flat.items()}
+    return {kind: torch.zeros_like(memory, device="cpu") for kind, memory in flat.items()}
 
 
 def _summable(dtype: torch.dtype) -> torch.dtype:
@@ -256,9 +274,9 @@ class ElasticAverager:
             if not has_gradient:
                 param.grad = None
             elif param.grad is None or (shares_memory(param.grad) and not param.grad._is_view()):
-                param.grad = torch.empty_like(param).copy_(value)
+                param.grad = torch.empty_like(param).copy_(value, non_blocking=True)
             else:
-                param.grad.copy_(value)
+                param.grad.copy_(value, non_blocking=True)
         _copy_all(part, mean.buffers)
 
 
@@ -269,4 +287,4 @@ def _set_gradients(part: MeanContribution, gradients: list[torch.Tensor | None])
 
 def _copy_all(part: MeanContribution, values: list[torch.Tensor]) -> None:
     for buffer, value in zip(part.buffers, values, strict=True):
-        buffer.copy_(value)
+        buffer.copy_(value, non_blocking=True)

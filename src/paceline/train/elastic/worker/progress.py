@@ -22,14 +22,14 @@ from paceline.train.elastic.worker.agreement import (
 )
 from paceline.train.elastic.worker.vote import Audit
 from paceline.train.logical_shards.tree_sum import Node, Values, add, add_up
-from paceline.train.module_tensors import digest_of
+from paceline.train.module_tensors import digest_of, in_host_memory
 
 
 class PartialSums:
     """The partial sums that a member has computed and keeps until their round is committed.
 
     Attributes:
-        held: The sums by tree node.
+        held: The sums by tree node, in host memory, from where the members send them.
         shard_ns: This worker's time per shard in nanoseconds, or 0 before any was computed.
         audited: The digest of the audited shard of this round, or 0 if it was not computed here.
     """
@@ -50,7 +50,8 @@ class PartialSums:
         self._attempts += 1
         with RecordedSpan(EventKind.RECOMPUTE, "", len(missing)) if is_again else contextlib.nullcontext():
             for node in missing:
-                self.held[node] = add_up(node, add, self._audited_value(value_of, audit), {})
+                total: Values = add_up(node, add, self._audited_value(value_of, audit), {})
+                self.held[node] = in_host_memory(total)
         if is_step and missing:
             computed = sum(node.stop - node.first for node in missing)
             self.shard_ns = smoothed(self.shard_ns, (time.perf_counter_ns() - began_ns) // computed)

@@ -25,10 +25,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import xxhash
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from paceline.train.elastic.worker.agreement import WINDOWS
 from paceline.train.gradient_use import is_pending, mark_used
-from paceline.train.module_tensors import memory_of
+from paceline.train.module_tensors import accelerators_of, memory_of
 from paceline.train.zero.optimizer_state import load_optimizer
 
 
@@ -171,15 +172,23 @@ class TrainingState:
         return {name: other for name, other in self._others.items() if isinstance(other, torch.optim.Optimizer)}
 
     def capture(self) -> dict[str, Any]:
-        """Returns the state; its tensors are shared with the training, which continues to change them."""
-        return {
+        """Returns the state, on the CPU.
+
+        Its tensors are shared with the training, which continues to change them, or copies of a device's. So a forked
+        child, which must not use the device, can read them.
+        """
+        state = {
             "parameters": [param.detach() for param in self._module.parameters()],
             "gradients": [param.grad for param in self._module.parameters()],
             "pending": [is_pending(param) for param in self._module.parameters()],
             "buffers": [buffer.detach() for buffer in self._module.buffers()],
             "others": {name: other.state_dict() for name, other in self._others.items()},
             "random": [torch.get_rng_state(), random.getstate()],
+            "device_random": [
+                torch.get_device_module(device).get_rng_state(device) for device in accelerators_of(self._module)
+            ],
         }
+        return on_host(state)
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -187,7 +196,7 @@ class TrainingState:
         _copy_all([*self._module.parameters()], state["parameters"])
         _copy_all([*self._module.buffers()], state["buffers"])
         for param, gradient in zip(self._module.parameters(), state["gradients"], strict=True):
-            param.grad = None if gradient is None else gradient.clone()
+            param.grad = None if gradient is None else gradient.to(param.device, copy=True)
         self._mark_used(state["pending"])
         for name, other in self._others.items():
             _load(other, state["others"][name])
@@ -197,20 +206,23 @@ class TrainingState:
         torch.set_rng_state(torch_state)
         version, numbers, gauss = python_state
         random.setstate((version, tuple(numbers), gauss))
+        for device, generator_state in zip(accelerators_of(self._module), state["device_random"], strict=True):
+            torch.get_device_module(device).set_rng_state(generator_state, device)
 
     def capture_rest(self, is_known: Callable[[torch.Tensor], bool]) -> dict[str, Any]:
-        """Returns the state that a worker lacks after repeating all optimizer steps.
+        """Returns the state that a worker lacks after repeating all optimizer steps, on the CPU.
 
         Args:
             is_known: A function that returns whether the worker has the gradient of a parameter.
         """
-        return {
+        rest = {
             "gradients": [None if is_known(param) else param.grad for param in self.parameters],
             "has_gradient": [param.grad is not None for param in self.parameters],
             "pending": [is_pending(param) for param in self.parameters],
             "buffers": [buffer.detach() for buffer in self._module.buffers()],
             "others": {name: _without_tensors(other) for name, other in self._others.items()},
         }
+        return on_host(rest)
 
     @torch.no_grad()
     def restore_rest(self, rest: Mapping[str, Any]) -> None:
@@ -220,7 +232,7 @@ class TrainingState:
             if not has_gradient:
                 param.grad = None
             elif gradient is not None:
-                param.grad = gradient
+                param.grad = gradient.to(param.device)
         self._mark_used(rest["pending"])
         for name, other in self._others.items():
             _load(other, _with_tensors(other, rest["others"][name]))
@@ -304,6 +316,12 @@ def _with_tensors(stateful: Stateful, state: Any) -> Any:
         for param, entries in own.items()
     }
     return {**state, "state": kept}
+
+
+def on_host(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns a nested state whose tensors are on the CPU; those that are there already are not copied."""
+    moved: dict[str, Any] = tree_map_only(torch.Tensor, torch.Tensor.cpu, state)
+    return moved
 
 
 def _copy_all(mine: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
