@@ -134,14 +134,14 @@ def shards_alone() -> str:
 
 
 @pytest.mark.parametrize("point", ["round.voted", pytest.param("round.computed", marks=pytest.mark.soak)])
-def test_shards_that_outlive_a_worker_have_the_bits_of_one_process(point):
+def test_shards_keep_their_bits_when_a_worker_dies(point):
     outcome = run(shards_loop, 2, f"{SECOND}:{point}@3=kill")
     assert only_result(outcome)[0] == shards_alone()
     assert REPLACEMENT in outcome.results  # it has received the state of the first worker
 
 
 @pytest.mark.parametrize("point", ["mean.applied", pytest.param("round.computed", marks=pytest.mark.soak)])
-def test_replicas_that_outlive_a_worker_are_equal(point):
+def test_replicas_stay_equal_when_a_worker_dies(point):
     outcome = run(ddp_loop, 2, f"{SECOND}:{point}@3=kill")
     _, workers, _ = only_result(outcome)
     assert REPLACEMENT in outcome.results
