@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import NamedTuple, cast
@@ -36,10 +36,20 @@ _FORM = "one engine for each type of device is chosen like 'cpu:paceline,cuda:nc
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """The meaning of `backend=`: the text that `get_backend` returns, and the engine for each type of device."""
+    """The meaning of `backend=`: the text that `get_backend` returns, and the engine for each type of device.
+
+    Attributes:
+        is_default: whether the program named no backend.
+    """
 
     text: str
     engines: Mapping[str, str]
+    is_default: bool = False
+
+    def without(self, device_types: Sequence[str]) -> BackendChoice:
+        """Returns the choice without the engines for these types of devices."""
+        left = {device_type: name for device_type, name in self.engines.items() if device_type not in device_types}
+        return BackendChoice(_spelled(left), left, self.is_default)
 
 
 def choose(backend: str | None) -> BackendChoice:
@@ -56,7 +66,7 @@ def choose(backend: str | None) -> BackendChoice:
     if backend is None:
         usable = [name for device_type, name in _FOR_OTHERS.items() if _is_usable(device_type, name)]
         chosen = {"cpu": _FOR_CPU} | {_ENGINES[name].device_type: name for name in usable}
-        return BackendChoice(_spelled(chosen), chosen)
+        return BackendChoice(_spelled(chosen), chosen, is_default=True)
     for part in backend.lower().split(","):
         device_type, _, name = part.strip().rpartition(":")
         entry = _entry(name)

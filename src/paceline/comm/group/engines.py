@@ -235,12 +235,40 @@ class Engines:
 
     def _engine(self, name: str) -> Engine:
         if name not in self._started:
-            if name != _ENCRYPTS and chosen_level() == "encrypt":
-                require_one_host(name, self._context.rank, self.members)
-            if name != _ENCRYPTS and chosen_port() is not None:
-                require_ports(name, self._context.rank, self.members)
+            require_permitted(name, self._context.rank, self.members)
             self._started[name] = registry.start(name, self._context)
         return self._started[name]
+
+
+def permitted(backend: BackendChoice, rank: int, members: Sequence[RankIdentity]) -> BackendChoice:
+    """Returns `backend` with the engines that the job's security level and its one port allow between the members.
+
+    If the program named no backend, tensors of an accelerator whose engine is not allowed travel through host memory.
+
+    Raises:
+        ValueError: an engine that the program named is not allowed.
+    """
+    refused = []
+    for device_type, name in backend.engines.items():
+        try:
+            require_permitted(name, rank, members)
+        except ValueError:
+            if not backend.is_default:
+                raise
+            refused.append(device_type)
+    return backend.without(refused) if refused else backend
+
+
+def require_permitted(engine: str, rank: int, members: Sequence[RankIdentity]) -> None:
+    """Requires that the job's security level and its one port allow an engine to connect the members.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if engine != _ENCRYPTS and chosen_level() == "encrypt":
+        require_one_host(engine, rank, members)
+    if engine != _ENCRYPTS and chosen_port() is not None:
+        require_ports(engine, rank, members)
 
 
 def require_one_host(engine: str, rank: int, members: Sequence[RankIdentity]) -> None:

@@ -32,7 +32,7 @@ from paceline.comm.group.default import (
     resolve,
     set_default_world,
 )
-from paceline.comm.group.engines import Engines
+from paceline.comm.group.engines import Engines, permitted
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.one_port.dialer import choose_port
 from paceline.comm.record import recorder
@@ -276,6 +276,7 @@ def open_on(
 ) -> ProcessGroup:
     """Opens the group of `ranks` and waits until all of them have; each of them calls this."""
     engines.start(backend)
+    backend = permitted(backend, engines.rank, engines.members)
     if identity is None:
         identity = engines.count_group(ranks)
     openers = engines.openers(backend, ranks, timeout_s, identity, algorithm)

@@ -188,7 +188,7 @@ class Work:
         if self._work is None or self.is_completed():
             then()
         else:
-            when_done(self._work, then)
+            when_done(self._work, then, next(iter(self._streams), None))
 
     def _complete(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
         if not self._streams:
@@ -400,14 +400,21 @@ _LONGEST_WAIT_NS = 5_000_000
 _Arrival = tuple[Pending, Callable[[], None]]
 
 
-def when_done(call: Pending, then: Callable[[], None]) -> None:
-    """Calls `then` on another thread when `call` is complete."""
+def when_done(call: Pending, then: Callable[[], None], device: torch.device | None = None) -> None:
+    """Calls `then` on another thread when `call` is complete.
+
+    Args:
+        call: the call.
+        then: the function.
+        device: a device that the call uses. It becomes the thread's current one before the thread queries an event,
+            for which CUDA would otherwise start a context on the first GPU.
+    """
     level = getattr(_here, "level", -1) + 1
     with _starting:
         if level == len(_threads):
             _threads.append(CompletionThread(level))
             atexit.register(_threads[level].close)
-        _threads[level].add(call, then)
+        _threads[level].add(call, then, device)
 
 
 class CompletionThread:
@@ -416,12 +423,14 @@ class CompletionThread:
     def __init__(self, level: int = 0) -> None:
         self._level = level
         self._arrivals: queue.SimpleQueue[_Arrival | None] = queue.SimpleQueue()
+        self._device: torch.device | None = None  # the first of a call, which remains the thread's current one
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="paceline-completion", daemon=True)
         self._thread.start()
 
-    def add(self, call: Pending, when_done: Callable[[], None]) -> None:
-        """Calls `when_done` on the thread when `call` is complete."""
+    def add(self, call: Pending, when_done: Callable[[], None], device: torch.device | None = None) -> None:
+        """Calls `when_done` on the thread when `call`, which may use `device`, is complete."""
+        self._device = self._device or device
         self._arrivals.put((call, when_done))
         _core.announce_ending()
 
@@ -437,11 +446,15 @@ class CompletionThread:
         _here.level = self._level
         pending: list[_Arrival] = []
         wait_ns = _SHORTEST_WAIT_NS
+        current: torch.device | None = None
         while True:
             ends = _core.endings()  # read first, so that every call that ends later ends the sleep
             if self._closed:
                 return
             self._take_arrivals(pending)
+            if current is not self._device and self._device is not None:
+                current = self._device
+                torch.accelerator.set_device_index(current.index)
             completed = _take_completed(pending)
             if completed:
                 self._run_callbacks(completed)
