@@ -46,7 +46,13 @@ def no_collector() -> Iterator[None]:
 
 
 # Files are handed to the workers of pytest-xdist in order: one that takes minutes must not begin as the last.
-LONG = ("test_coordinator_schedules.py", "test_failpoints.py", "test_stream_reader.py", "test_schedules.py")
+LONG = (
+    "test_coordinator_schedules.py",
+    "test_failpoints.py",
+    "test_stream_reader.py",
+    "test_schedules.py",
+    "test_failover.py",
+)
 
 
 def pytest_collection_finish() -> None:
