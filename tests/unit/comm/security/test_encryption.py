@@ -85,7 +85,7 @@ def test_other_engines_do_not_connect_hosts_at_encrypt():
         require_one_host("gloo", 0, members)
 
 
-def test_an_engine_of_gpus_that_does_not_encrypt_is_refused_when_the_group_is_made(monkeypatch):
+def test_nccl_is_refused_at_once_where_it_must_encrypt(monkeypatch):
     members = [RankIdentity(0, "here", 1), RankIdentity(1, "there", 2)]
     engines = {"cpu": "paceline", "cuda": "nccl"}
     named, default = BackendChoice("nccl", engines), BackendChoice("cpu:paceline,cuda:nccl", engines, is_default=True)
