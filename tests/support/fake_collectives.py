@@ -105,7 +105,7 @@ class FakeDeviceGroup(dist.ProcessGroup):
         self._rank = rank
         self._size = size
         self._host: Any = None
-        self._lanes: dict[str, _Lane] = {}
+        self._lanes: dict[tuple[torch.device, tuple[int, int] | None], _Lane] = {}
         self._aborted = threading.Event()
         self.failure: BaseException | None = None
 
@@ -133,16 +133,17 @@ class FakeDeviceGroup(dist.ProcessGroup):
             lane.stream.synchronize()
 
     def _lane(self, device: torch.device, between: tuple[int, int] | None = None) -> _Lane:
-        name = str(device) if between is None else f"{device}/{between[0]}-{between[1]}"
+        name = (device, between)
         if name not in self._lanes:
+            # The ranks number the devices that they use, of which each may have another one.
+            number = sum(each[1] == between for each in self._lanes)
             if between is None:
-                group = _gloo(dist.PrefixStore(name, self._store), self._rank, self._size)
+                group = _gloo(dist.PrefixStore(f"all/{number}", self._store), self._rank, self._size)
                 self._lanes[name] = _Lane(group, device)
             else:  # both directions at once, since the other rank may begin with the other one
-                for source, target in (sorted(between), sorted(between, reverse=True)):
-                    direction = f"{device}/{source}-{target}"
-                    store = dist.PrefixStore(direction, self._store)
-                    self._lanes[direction] = _Lane(_gloo(store, (source, target).index(self._rank), 2), device)
+                for pair in (tuple(sorted(between)), tuple(sorted(between, reverse=True))):
+                    store = dist.PrefixStore(f"{pair[0]}-{pair[1]}/{number}", self._store)
+                    self._lanes[device, pair] = _Lane(_gloo(store, pair.index(self._rank), 2), device)
         return self._lanes[name]
 
     def _call(

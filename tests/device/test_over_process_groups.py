@@ -1,6 +1,7 @@
-"""Data parallel training on an accelerator, whose streams are late, gives the bits that it gives on the CPU.
+"""Training over a process group of PyTorch on an accelerator, whose streams are late, as on the CPU.
 
-The tensors travel through host memory, which is what "paceline" does with an accelerator that has no engine.
+The process group is `fake_collectives`, which Paceline drives as it does NCCL's. `test_staged`, `test_ddp_on_devices`
+and `test_divided_training` have tensors that travel through host memory instead.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import fake_collectives
 import fake_device
 import pytest
 import torch
@@ -211,11 +213,46 @@ def checkpoints() -> None:
             assert mine.device.type == "fake" and torch.equal(mine.cpu(), other)
 
 
+def calls_without_waiting() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    total = size * (size + 1) / 2
+    dist.all_reduce(torch.ones(1, device="fake:0"))  # connects the ranks
+    calls = sum(fake_collectives.COLLECTIVES.values())
+    with torch.fake.counted() as counts:
+        x = torch.full((1000,), rank + 1.0, device="fake:0")
+        dist.all_reduce(x)
+        x += rank
+        gathered = torch.empty(size * 1000, device="fake:0")
+        work = dist.all_gather_into_tensor(gathered, x, async_op=True)
+        work.wait()
+        part = torch.empty(1000, device="fake:0")
+        dist.reduce_scatter_tensor(part, gathered * (rank + 1))
+    assert counts["synchronizations"] == 0
+    assert sum(fake_collectives.COLLECTIVES.values()) - calls == 3
+    assert gathered.view(size, -1)[:, 0].tolist() == [total + each for each in range(size)]
+    assert part.tolist() == [(total + rank) * total] * 1000
+    received = torch.empty(3, device="fake:0")
+    works = [dist.isend(x[:3], (rank + 1) % size), dist.irecv(received, (rank - 1) % size)]
+    for work in works:
+        work.wait()
+    assert received.tolist() == [total + (rank - 1) % size] * 3
+
+
+def late(run: Program) -> Program:
+    return functools.partial(_run_late, run)
+
+
+def _run_late(run: Program) -> None:
+    with torch.fake.delays(seed=9, most_us=100):
+        run()
+
+
 def program(kind: Callable[[Training], None], train: Callable[..., list[torch.Tensor]], *arguments: object) -> Program:
     return functools.partial(kind, functools.partial(train, *arguments))
 
 
 PROGRAMS: dict[str, Program] = {
+    "calls_without_waiting": late(calls_without_waiting),
     "data_parallel": functools.partial(on_both, data_parallel),
     "unused_parameters": functools.partial(on_both, unused_parameters),
     "fp16_compress_hook": program(on_both, hooked, "fp16_compress_hook"),
@@ -229,9 +266,9 @@ PROGRAMS: dict[str, Program] = {
 
 
 def on_the_device() -> dict[str, str]:
-    fake_device.load()
+    fake_collectives.register()
     torch.set_num_threads(1)
-    dist.init_process_group()
+    dist.init_process_group(fake_collectives.NAME)
     return run_in_turn(PROGRAMS)
 
 
@@ -242,5 +279,5 @@ def _reports() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_the_results_are_those_of_the_cpu(name):
+def test_training_over_a_process_group_of_pytorch(name):
     require(_reports(), name)
