@@ -2,6 +2,6 @@
 
 May use: `adapters`, the files of `engine` itself, and `store`. `process_groups.py` constructs a process group without
 torch.distributed's own groups, and `collectives.py` translates a call into one of its operations. On the CPU, `gloo.py`
-runs calls one at a time. For a device, start reading at `device_engine.py`: `device_calls.py` runs calls in the order
-of streams and watches them, and `peers.py` finds the ranks that are missing.
+runs calls one at a time. Start reading at `device_engine.py`: on a device, `device_calls.py` runs calls in the order of
+streams and watches them, and `peers.py` finds the ranks that are missing.
 """
