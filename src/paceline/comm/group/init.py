@@ -86,8 +86,8 @@ def init_process_group(
     """Creates the default process group. Every rank calls this once, and it returns when all ranks have called it.
 
     A program that does not call it uses the default group of torch.distributed if the backend of that is "paceline".
-    While the group exists, torch.distributed uses Paceline for CPU tensors if no backend is named, for instance in
-    `fully_shard`.
+    While the group exists, and PyTorch finds no GPU, torch.distributed uses Paceline for CPU tensors if no backend is
+    named, for instance in `fully_shard`.
 
     Args:
         backend: the engine: "paceline", "gloo" or "mpi" for CPU tensors, "nccl" for CUDA tensors, or one for each, such
