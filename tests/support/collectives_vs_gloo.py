@@ -16,15 +16,17 @@ OPS = ["SUM", "PRODUCT", "MIN", "MAX"]
 BIT_OPS = ["BAND", "BOR", "BXOR"]
 
 
-def agree_with_gloo(file: str, algorithm: str | None, interface: str = "lo") -> int:
-    """The number of calls that were compared."""
-    dist.init_process_group(algorithm=algorithm)
+def agree_with_gloo(
+    file: str, algorithm: str | None, interface: str = "lo", backend: str | None = None, rounds: int = 1
+) -> int:
+    """The number of calls that were compared, in `rounds` with other sizes, roots and values."""
+    dist.init_process_group(backend, algorithm=algorithm)
     rank, size = dist.get_rank(), dist.get_world_size()
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     gloo.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
     compared = 0
-    for seed, dtype in enumerate([*FLOATS, *INTEGERS]):
-        ops = OPS if dtype in FLOATS else OPS + BIT_OPS
+    for seed, dtype in enumerate([*FLOATS, *INTEGERS] * rounds):
+        ops = OPS if dtype in FLOATS or backend == "nccl" else OPS + BIT_OPS
         shared = torch.Generator().manual_seed(seed)
         for op in ops:
             count = int(torch.randint(1, 30_000, (), generator=shared))

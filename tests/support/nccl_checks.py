@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from values import COMPLEX, FLOATS, INTEGERS, expected, make, supported
@@ -11,6 +13,9 @@ from paceline import ReduceOp
 from paceline.comm.engine.torch_backend.process_groups import version_of
 
 HALF = (torch.float16, torch.bfloat16)
+Check = Callable[[int, int], None]
+"""Takes the rank and the number of ranks."""
+
 MISSING = {torch.int16}
 MISSING_OPS = {ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR}
 

@@ -106,7 +106,8 @@ def _replaced_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return advance
 
 
-def test_ranks_find_their_first_call_that_differs():
+def test_ranks_find_their_first_call_that_differs(monkeypatch):
+    clock = _replaced_clock(monkeypatch)
     store = dist.HashStore()
     ranks = [RankProgress(store, index, 3, kept=4) for index in range(3)]
     for number in range(1, 7):
@@ -116,8 +117,32 @@ def test_ranks_find_their_first_call_that_differs():
     ranks[1].publish(at_once=True)
     wanted = {0: (5, 0, 0, 0, 3, 8), 1: (5, 0, 0, 0, 7, 8)}
     ranks[0].publish(at_once=True)
-    assert ranks[0].difference() == wanted and ranks[0].difference() == {}
+    clock(1)
+    assert not ranks[0].is_compared
+    assert ranks[0].difference() == wanted and ranks[0].difference() == {} and ranks[0].is_compared
     assert ranks[2].difference(at_once=True) == {}, "it makes the same calls as rank 0"
     ranks[2].publish(at_once=True)
+    clock(1)
     assert ranks[1].difference() == {1: wanted[1], 2: wanted[0]}
     assert ranks[1].latest() == [(6, 0, 0, 0, *latest) for latest in [(3, 8)] * 3]
+
+
+def test_ranks_wait_for_each_others_calls_for_some_seconds_only(monkeypatch):
+    clock = _replaced_clock(monkeypatch)
+    store = dist.HashStore()
+    early, late = (RankProgress(store, index, 2) for index in range(2))
+    early.arrive((1, 0, 0, 0, -1, 8))
+    early.publish(at_once=True)
+    for _ in range(2):
+        clock(1)
+        assert early.difference() == {} and not early.is_compared
+    late.arrive((1, 1, 0, 0, -1, 8))
+    late.publish(at_once=True)
+    clock(1)
+    assert early.difference() == {0: (1, 0, 0, 0, -1, 8), 1: (1, 1, 0, 0, -1, 8)} and early.is_compared
+    early.arrive((2, 0, 0, 0, -1, 8))
+    early.publish(at_once=True)
+    for _ in range(10):
+        clock(1)
+        early.difference()
+    assert early.is_compared, "a rank that makes no calls is not asked forever"

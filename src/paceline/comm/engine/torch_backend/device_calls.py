@@ -6,6 +6,7 @@ calls in progress and aborts those that cannot complete. `DeviceWork` is a call 
 
 from __future__ import annotations
 
+import bisect
 import logging
 import threading
 import time
@@ -278,8 +279,10 @@ class CallStream:
         if self.failure is not None:
             return False
         try:
-            while self._flights and self._flights[0].event is not None and self._flights[0].event.done():
-                self._flights.popleft().recorded.end(OutcomeCode.OK)
+            completed = self._completed()
+            with self._breaking:
+                for _ in range(min(completed, len(self._flights))):
+                    self._flights.popleft().recorded.end(OutcomeCode.OK)
         except RuntimeError as error:  # from the device; the program gets it as well
             self._break(CallFailure(OutcomeCode.REFUSED, said=_first_line(error)))
             return False
@@ -289,12 +292,17 @@ class CallStream:
             return False
         oldest = self._flights[0] if self._flights else self._entering
         if oldest is None:
-            return not self._progress.is_published
+            return not self._progress.is_compared
         failure = self._find_failure(oldest)
         if failure is None:
             return True
         self._break(failure)
         return False
+
+    def _completed(self) -> int:
+        """Returns the number of calls in flight that are complete; as they are in order, few of them are asked."""
+        flights = tuple(self._flights)
+        return bisect.bisect_left(range(len(flights)), True, key=lambda index: not _has_passed(flights[index]))
 
     def _difference(self, at_once: bool = False) -> CallFailure | None:
         """Returns the failure if this rank and the following one have made different calls, which NCCL may not notice.
@@ -453,9 +461,13 @@ class CallStream:
             self._peers.close()
 
 
+def _has_passed(flight: CallInFlight) -> bool:
+    return flight.event is not None and flight.event.done()
+
+
 def _is_complete(flight: CallInFlight) -> bool:
     try:
-        return flight.event is not None and flight.event.done()
+        return _has_passed(flight)
     except RuntimeError:  # an error of the device
         return False
 

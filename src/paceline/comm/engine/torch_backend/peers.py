@@ -25,6 +25,7 @@ from paceline.errors import StoreError
 from paceline.linux import pidfd_open
 
 _PUBLISH_INTERVAL_S = 0.5
+_COMPARISONS = 10
 _RANKS_AT_FULL_RATE = 128  # with more, each rank publishes less often, since all use one store
 _NO_CALL: HeaderFields = (0, 0, 0, 0, -1, 0)
 
@@ -44,8 +45,9 @@ class RankProgress:
         self._index = index
         self._size = size
         self._calls: deque[HeaderFields] = deque(maxlen=kept)
-        self._published = self._compared = 0
-        self._published_at = time.monotonic()
+        self._published = 0
+        self._published_at = self._compared_at = time.monotonic()
+        self._comparisons = 0  # that are left to be made
         self._interval_s = _PUBLISH_INTERVAL_S * max(1.0, size / _RANKS_AT_FULL_RATE)
 
     def arrive(self, call: HeaderFields) -> None:
@@ -57,12 +59,18 @@ class RankProgress:
         """Whether this rank's latest call has been published."""
         return not self._calls or self._published == self._calls[-1][0]
 
+    @property
+    def is_compared(self) -> bool:
+        """Whether `difference` need not be called again before the next call, since it has seen the other rank's."""
+        return self.is_published and self._comparisons == 0
+
     def publish(self, at_once: bool = False) -> None:
         """Publishes the latest calls; unless `at_once`, only half a second after the previous time."""
         now = time.monotonic()
         if not self.is_published and (at_once or now - self._published_at > self._interval_s):
             calls = list(self._calls)
             self._published, self._published_at = calls[-1][0], now
+            self._comparisons = _COMPARISONS
             with contextlib.suppress(StoreError):  # without a store, no rank is left to read it
                 self._store.set(str(self._index), json.dumps(calls))
 
@@ -76,13 +84,20 @@ class RankProgress:
         """Returns the first calls of this rank and of the following one that have the same number and differ.
 
         They are returned by the indices of the ranks; nothing is returned if there are none among the published ones.
-        Unless `at_once`, the store is asked only once for each time that this rank publishes.
+        Unless `at_once`, the store is asked as often as this rank publishes, and then a few times more until the other
+        rank has published as many calls.
         """
-        if (self._compared == self._published and not at_once) or self._size == 1:
+        now = time.monotonic()
+        if self._size == 1:
+            self._comparisons = 0
             return {}
-        self._compared = self._published
+        if not at_once and (self._comparisons == 0 or now - self._compared_at < self._interval_s):
+            return {}
+        self._compared_at, self._comparisons = now, max(0, self._comparisons - 1)
         following = (self._index + 1) % self._size
         theirs = {call[0]: call for call in self._read(following)}
+        if max(theirs, default=0) >= self._published:
+            self._comparisons = 0
         for mine in tuple(self._calls):
             other = theirs.get(mine[0], mine)
             if other != mine:

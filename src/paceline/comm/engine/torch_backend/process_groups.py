@@ -33,6 +33,7 @@ _WITHOUT_WATCHDOG: Mapping[str, str | None] = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # otherwise an error of the device ends the process
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",  # each direction has a group for that reason
 }
 _environment = threading.Lock()
 
