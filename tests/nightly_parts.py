@@ -251,7 +251,7 @@ def _not_installed(module: str, package: str) -> str:
 
 
 def _gpu() -> Part:
-    words = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu"]
+    words = [sys.executable, "bench/gpu.py", "--json", "build/gpu-cuda.json", "--log", "build/gpu-cuda.log"]
     return Part("gpu", "runs the tests that need a GPU", [words], _HOUR_S, lambda: _missing("nvidia-smi"))
 
 

@@ -9,7 +9,6 @@ import platform
 import resource
 import shutil
 import subprocess
-import sys
 import sysconfig
 from collections.abc import Callable
 
@@ -30,7 +29,7 @@ _QUERIES = {  # by nvidia-smi, so that this process opens no GPU
 def facts() -> list[dict[str, object]]:
     """Returns a row for each fact that can be found here; `value` has one line."""
     found: dict[str, Callable[[], object]] = {
-        "Python": lambda: f"{platform.python_version()}, {sys.executable}, {sysconfig.get_config_var('SOABI')}",
+        "Python": lambda: f"{platform.python_version()}, {sysconfig.get_config_var('SOABI')}",
         "platform": sysconfig.get_platform,
         "os.pidfd_open": lambda: hasattr(os, "pidfd_open"),
         "kernel": platform.release,
