@@ -250,3 +250,28 @@ def _with_torch(folder: str) -> str:
 def test_torch_distributed_takes_tensors_of_the_device(ranks, tmp_path):
     fake_device.build()
     assert ranks(2)(_with_torch, str(tmp_path)) == ["done"] * 2
+
+
+def _fail_on_the_device() -> str:
+    fake_device.load()
+    dist.init_process_group()
+    tensor = torch.ones(3, device=HERE)
+    dist.all_reduce(tensor)
+    dist.barrier()
+    if dist.get_rank() == 0:
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("the device is lost")
+
+        channel.copy_to_device = fail
+    with pytest.raises(dist.CollectiveError) as caught:
+        dist.all_reduce(tensor)
+        dist.all_reduce(tensor)
+    return str(caught.value)
+
+
+def test_an_error_of_the_device_ends_the_calls_of_all_ranks(ranks):
+    fake_device.build()
+    failed, other = ranks(2)(_fail_on_the_device, timeout_s=100)
+    assert "the device is lost" in failed
+    assert "aborted the group" in other

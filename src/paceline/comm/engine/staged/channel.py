@@ -222,10 +222,10 @@ class StagedChannel(EngineChannel):
                     if self._failure is None:
                         self._fill(chunks)
                         if chunks:
-                            self._advance(chunks.popleft())
+                            self._advance(chunks[0])
+                            chunks.popleft()
                 except Exception as error:  # an error of the device, which nobody else would report
-                    self._break(CallFailure(OutcomeCode.REFUSED, said=str(error)))
-                    self.inner.abort()
+                    self._give_up(error)
                 if self._failure is not None:
                     self._drop(chunks)
             self._close_memory()
@@ -233,7 +233,11 @@ class StagedChannel(EngineChannel):
     def _await_work(self, has_chunks: bool) -> bool:
         """Waits for a call, and meanwhile retires calls that the device has completed; returns False to end."""
         while True:
-            self._retire()
+            try:
+                self._retire()
+            except Exception as error:
+                self._unfinished.clear()
+                self._give_up(error)
             with self._arrived:
                 if self._closed and not has_chunks and not self._works:
                     return False
@@ -408,6 +412,11 @@ class StagedChannel(EngineChannel):
         with self._arrived:
             if self._failure is None:
                 self._failure = failure
+
+    def _give_up(self, error: Exception) -> None:
+        """Breaks the channel, on all ranks if the inner channel does so."""
+        self._break(CallFailure(OutcomeCode.REFUSED, said=str(error)))
+        self.inner.abort()
 
     def _drop(self, chunks: deque[_Chunk]) -> None:
         """Ends all calls with the channel's failure."""
