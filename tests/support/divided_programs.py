@@ -98,8 +98,12 @@ def zero(stage: int, **options: object) -> None:
         torch.testing.assert_close(state["state"], expected_state["state"], **_tolerance)
 
 
-zero_overlapped = functools.partial(zero, overlap=True)
-zero_offloaded = functools.partial(zero, offload="cpu")
+def zero_overlapped(stage: int) -> None:
+    zero(stage, overlap=True)
+
+
+def zero_offloaded(stage: int) -> None:
+    zero(stage, offload="cpu")
 
 
 def zero_with_a_default_device(stage: int) -> None:
