@@ -203,26 +203,26 @@ void require_ranks(int size) {
     if (size < 1 || size > shm::kMaxRanks) throw nb::value_error("a host has 1 to 1024 ranks");
 }
 
-// Makes the board of a host of `size` ranks; returns its descriptor, which the caller closes.
-int create_board(int size) {
+// Makes the directory of a host of `size` ranks; returns its descriptor, which the caller closes.
+int create_directory(int size) {
     require_ranks(size);
-    const auto board = shm::Board::create(size);
-    const int fd = board ? fcntl(board->descriptor(), F_DUPFD_CLOEXEC, 0) : -1;
+    const auto directory = shm::HostDirectory::create(size);
+    const int fd = directory ? fcntl(directory->descriptor(), F_DUPFD_CLOEXEC, 0) : -1;
     if (fd < 0) throw std::system_error(errno, std::generic_category(), "memfd_create");
     return fd;
 }
 
-// Takes over `fd`, a board's descriptor, or makes a board if it is negative.
+// Takes over `fd`, a directory's descriptor, or makes a directory if it is negative.
 std::shared_ptr<shm::Mesh> join_mesh(int rank, int size, int fd, std::vector<int> names) {
     require_ranks(size);
-    if (rank < 0 || rank >= size) throw nb::value_error("the rank is not one of the board's");
+    if (rank < 0 || rank >= size) throw nb::value_error("the rank is not one of the directory's");
     if (!names.empty() && names.size() != static_cast<std::size_t>(size))
-        throw nb::value_error("each rank of the board needs a name");
-    errno = EBADMSG;  // what is no board
-    auto board = fd < 0 ? shm::Board::create(size) : shm::Board::adopt(fd, size);
-    if (!board) throw std::system_error(errno, std::generic_category(), "the board of the host's ranks");
-    board->close_descriptor();
-    return std::make_shared<shm::Mesh>(rank, std::move(board), std::move(names));
+        throw nb::value_error("each rank of the directory needs a name");
+    errno = EBADMSG;  // what is no directory
+    auto directory = fd < 0 ? shm::HostDirectory::create(size) : shm::HostDirectory::adopt(fd, size);
+    if (!directory) throw std::system_error(errno, std::generic_category(), "the directory of the host's ranks");
+    directory->close_descriptor();
+    return std::make_shared<shm::Mesh>(rank, std::move(directory), std::move(names));
 }
 
 std::vector<int> lost(const shm::Mesh& mesh) {
@@ -338,18 +338,18 @@ void register_engine(nb::module_& module) {
         nb::arg("seen"), nb::arg("timeout_ns"), nb::call_guard<nb::gil_scoped_release>());
 
     nb::class_<shm::Mesh>(module, "Mesh")
-        .def_static("join", &join_mesh, nb::arg("rank"), nb::arg("size"), nb::arg("board") = -1,
+        .def_static("join", &join_mesh, nb::arg("rank"), nb::arg("size"), nb::arg("directory") = -1,
                     nb::arg("names") = std::vector<int>{}, nb::call_guard<nb::gil_scoped_release>())
         .def("lost", &lost)
         .def(
             "absent",
             [](const shm::Mesh& mesh, double timeout_s) {
-                return mesh.board().absent(
+                return mesh.directory().absent(
                     std::chrono::duration_cast<std::chrono::milliseconds>(to_duration(timeout_s)));
             },
             nb::arg("timeout_s"), nb::call_guard<nb::gil_scoped_release>())
         .def("close", &shm::Mesh::close, nb::call_guard<nb::gil_scoped_release>());
-    module.def("create_board", &create_board, nb::arg("size"));
+    module.def("create_directory", &create_directory, nb::arg("size"));
 
     nb::class_<HostGroup>(module, "HostGroup")
         .def_static("create", &create_group, nb::arg("mesh"), nb::arg("members"), nb::arg("id"), nb::arg("slot_bytes"),

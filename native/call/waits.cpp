@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "call/inquest.hpp"
+#include "call/wait_chain.hpp"
 
 namespace paceline {
 namespace {
@@ -86,7 +86,7 @@ Answer Waits::about_locked(const Occasion& in) const {
 
 void Waits::heard(int name, const Occasion& in, Answer answer) {
     const std::lock_guard hold(mutex_);
-    for (Inquest* const each : inquests_) each->hear(name, in, answer);
+    for (WaitChainSearch* const each : searches_) each->hear(name, in, answer);
 }
 
 }  // namespace paceline

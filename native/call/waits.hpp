@@ -1,9 +1,9 @@
 // Whom the threads of this rank wait for, in all of its groups, and how ranks ask each other about that.
 //
 // A thread that has waited for a turn says so in an entry, which it renews in each turn. When a call has taken too
-// long, an inquest (inquest.hpp) asks the ranks that it waits for, and those that they wait for in turn. A question may
-// come over the lanes of any group that two ranks share: whichever thread of a rank waits reads the lanes of all its
-// groups now and then (`serve`) and answers for the whole process. A rank of which no thread waits does not answer.
+// long, a search (wait_chain.hpp) asks the ranks that it waits for, and those that they wait for in turn. A question
+// may come over the lanes of any group that two ranks share: whichever thread of a rank waits reads the lanes of all
+// its groups now and then (`serve`) and answers for the whole process. A rank of which no thread waits does not answer.
 //
 // Locks: `linking_` comes before the lock of a link, which a link only tries to take, and `mutex_` is the innermost.
 #pragma once
@@ -17,7 +17,7 @@
 
 namespace paceline {
 
-class Inquest;
+class WaitChainSearch;
 
 // A call of a group, or with sequence 0 a message between two of its ranks.
 struct Occasion {
@@ -113,7 +113,7 @@ class Waits {
     void heard(int name, const Occasion& in, Answer answer);
 
   private:
-    friend class Inquest;
+    friend class WaitChainSearch;
 
     Answer about_locked(const Occasion& in) const;
 
@@ -123,7 +123,7 @@ class Waits {
     std::atomic<Clock::duration::rep> serves_again_{0};
     mutable std::mutex mutex_;
     std::list<Wait> waiting_;
-    std::vector<Inquest*> inquests_;
+    std::vector<WaitChainSearch*> searches_;
 };
 
 }  // namespace paceline

@@ -32,8 +32,8 @@ void Messenger::expire(std::unique_lock<std::mutex>& hold) {
     const std::shared_ptr<Request> late = expired();
     if (inquiring_) return;
     if (!late) {
-        inquest_.reset();
-        inquest_about_.reset();
+        search_.reset();
+        search_about_.reset();
         return;
     }
     if (std::optional<Outcome> outcome = time_out(hold, late); outcome && !failure_ && !late->done())

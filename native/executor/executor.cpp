@@ -171,7 +171,7 @@ void Executor::poll() {
 
 // Reads what the others have sent on the control lanes.
 void Executor::hear() {
-    heard_ = lanes_.news();
+    seen_changes_ = lanes_.changes();
     poll();
     if (!broken_at_ && messenger_.failure()) broken_at_ = Clock::now();
 }
@@ -185,7 +185,7 @@ Outcome Executor::run(Call& call, const Interrupted& interrupted, bool backgroun
     outcome_ = {};
     failed_ = false;
     broken_at_.reset();
-    inquest_.reset();
+    search_.reset();
     schedule_ = call.schedule.get();
     timeout_ns_ = call.timeout_ns;
     reduce_last_ = find_reduction(call.dtype, call.reduce_op);
@@ -230,7 +230,7 @@ Outcome Executor::run(Call& call, const Interrupted& interrupted, bool backgroun
             for (const auto& lane : *state.lanes) more |= lane->arm();
         if (more && progress()) continue;
         const bool alerted = waiter_.sleep(broken_at_ ? kLastMoves : kTurn);
-        if (alerted || lanes_.news() != heard_) hear();
+        if (alerted || lanes_.changes() != seen_changes_) hear();
     }
     if (needs_all(call.operation)) messenger_.saw_all(header_);
     return outcome_;

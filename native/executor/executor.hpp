@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "call/call.hpp"
-#include "call/inquest.hpp"
+#include "call/wait_chain.hpp"
 #include "executor/memory.hpp"
 #include "executor/messenger.hpp"
 #include "executor/schedule.hpp"
@@ -123,7 +123,7 @@ class Executor final : public Collectives {
     link::Waiter waiter_;
     std::uint64_t sequence_ = 0;
     std::chrono::steady_clock::time_point polled_{};  // the messenger
-    std::uint32_t heard_ = 0;                         // of the lanes' news
+    std::uint32_t seen_changes_ = 0;                  // of the lanes
     std::vector<std::uint8_t> scratch_;
     std::unique_ptr<std::uint8_t[]> wire_;  // packed blocks; its pages become memory when they are used
     std::size_t wire_room_ = 0;
@@ -146,7 +146,7 @@ class Executor final : public Collectives {
     ReduceFn reduce_last_ = nullptr;
     bool failed_ = false;
     std::optional<std::chrono::steady_clock::time_point> broken_at_;  // when this rank learned that the group is broken
-    std::optional<Inquest> inquest_;                                  // once the call's time is over
+    std::optional<WaitChainSearch> search_;                           // once the call's time is over
     Outcome outcome_;
     std::int64_t timeout_ns_ = 0;
     std::chrono::steady_clock::time_point started_{};

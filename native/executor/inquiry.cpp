@@ -1,5 +1,5 @@
-// Whom a rank blames when a call or a message takes too long (call/inquest.hpp), and how the ranks of a group put the
-// questions of such an inquest to each other.
+// Whom a rank blames when a call or a message takes too long (call/wait_chain.hpp), and how the ranks of a group put
+// the questions of such a search to each other.
 #include <algorithm>
 
 #include "executor/executor.hpp"
@@ -86,20 +86,20 @@ Wait Messenger::wait_for(const Request& request) const {
 std::optional<Outcome> Messenger::time_out(std::unique_lock<std::mutex>& hold,
                                            const std::shared_ptr<Request>& request) {
     const std::vector<int> peers = peers_of(*request);
-    if (inquest_about_ != request) {
+    if (search_about_ != request) {
         const std::int64_t waited_ns = std::chrono::nanoseconds(Clock::now() - request->started_).count();
-        inquest_.emplace(lanes_.waits(), Occasion{lanes_.group(), 0}, waited_ns, waited_ns);
-        inquest_about_ = request;
+        search_.emplace(lanes_.waits(), Occasion{lanes_.group(), 0}, waited_ns, waited_ns);
+        search_about_ = request;
     }
     inquiring_ = true;
     hold.unlock();
-    const auto found = inquest_->look(lanes_.names_of(peers));
+    const auto found = search_->look(lanes_.names_of(peers));
     hold.lock();
     inquiring_ = false;
     if (!found) return std::nullopt;
     Outcome outcome;
     outcome.code = Code::timed_out;
-    outcome.waited_ns = inquest_->waited_ns();
+    outcome.waited_ns = search_->waited_ns();
     // It is not known what the others came to, except that those asked for the message did not.
     const Members members{[this](int rank) { return lanes_.name(rank); }, [](int) { return true; }, lanes_.size()};
     paceline::blame(outcome, *found, members, peers, peers);
@@ -134,15 +134,15 @@ std::vector<int> Executor::absent() const {
 bool Executor::blame(Outcome& outcome, std::int64_t waited_ns) {
     const std::vector<int> mine = awaited();
     std::vector<int> missing = absent();
-    if (!inquest_) inquest_.emplace(lanes_.waits(), Occasion{lanes_.group(), header_.sequence}, timeout_ns_, waited_ns);
+    if (!search_) search_.emplace(lanes_.waits(), Occasion{lanes_.group(), header_.sequence}, timeout_ns_, waited_ns);
     std::vector<int> first = missing;
     first.insert(first.end(), mine.begin(), mine.end());
-    const auto found = inquest_->look(lanes_.names_of(first));
+    const auto found = search_->look(lanes_.names_of(first));
     if (!found) return false;
     const Members members{[this](int rank) { return lanes_.name(rank); }, has_come(), lanes_.size(),
                           needs_all(header_.operation)};
     paceline::blame(outcome, *found, members, std::move(missing), mine);
-    outcome.waited_ns = inquest_->waited_ns();
+    outcome.waited_ns = search_->waited_ns();
     outcome.cause = cause_of_time_out(outcome, members);
     return true;
 }

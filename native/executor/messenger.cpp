@@ -200,7 +200,7 @@ void Messenger::closed(int peer) {
     }
 }
 
-void Messenger::break_group(Outcome outcome, bool tell) {
+void Messenger::break_group(Outcome outcome, bool notifies_others) {
     if (outcome.reporter < 0) outcome.reporter = lanes_.rank();
     note(outcome);
     failure_ = outcome;
@@ -222,7 +222,7 @@ void Messenger::break_group(Outcome outcome, bool tell) {
     posted_.clear();
     const std::list<std::shared_ptr<Request>> ending = open_;
     for (const std::shared_ptr<Request>& request : ending) finish(request, outcome);
-    if (tell) {
+    if (notifies_others) {
         const std::vector<std::uint8_t> bytes = encode(outcome);
         for (int peer = 0; peer < lanes_.size(); ++peer) {
             if (!lanes_.peer(peer).control) continue;

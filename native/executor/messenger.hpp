@@ -45,8 +45,8 @@
 #include <thread>
 #include <vector>
 
-#include "call/inquest.hpp"
 #include "call/recorded_call.hpp"
+#include "call/wait_chain.hpp"
 #include "call/waits.hpp"
 #include "executor/frame.hpp"
 #include "executor/memory.hpp"
@@ -209,7 +209,7 @@ class Messenger final : public Waits::Link {
     void note(const Outcome& outcome);
     void closed(int peer);
     void await_delivery(std::unique_lock<std::mutex>& hold);
-    void break_group(Outcome outcome, bool tell);
+    void break_group(Outcome outcome, bool notifies_others);
     void heed_abort();
     void take_question(int peer, const Occasion& in);
     void answer_locked();
@@ -238,9 +238,9 @@ class Messenger final : public Waits::Link {
     std::list<Arrival> arrivals_;                 // messages without a receive, in the order of their arrival
     std::list<std::shared_ptr<Request>> open_;    // requests that are not done
     std::atomic<std::uint32_t> recorded_as_{0};
-    std::optional<Inquest> inquest_;  // into the time-out of `inquest_about_`
-    std::shared_ptr<Request> inquest_about_;
-    bool inquiring_ = false;  // a thread is in the inquest, without `mutex_`
+    std::optional<WaitChainSearch> search_;  // into the time-out of `search_about_`
+    std::shared_ptr<Request> search_about_;
+    bool inquiring_ = false;  // a thread is in the search, without `mutex_`
     bool driving_ = false;
     int urgent_ = 0;  // threads that wait for a request while another drives
     bool closing_ = false;

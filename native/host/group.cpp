@@ -29,7 +29,7 @@ constexpr int kLongestTurn = 10;     // usual turns
 // A yield that took this long gave the core to a thread that computes. To yield again would cost another of its time
 // slices, whereas the scheduler soon runs a thread that is woken from its sleep.
 constexpr auto kLongYield = std::chrono::microseconds(500);
-constexpr std::int64_t kTurnNs = std::chrono::nanoseconds(kTurn).count();  // news of a death ends a turn early
+constexpr std::int64_t kTurnNs = std::chrono::nanoseconds(kTurn).count();  // a death ends a turn early
 
 std::uint64_t total_nbytes(const std::vector<Stream>& streams) {
     std::uint64_t nbytes = 0;
@@ -40,7 +40,7 @@ std::uint64_t total_nbytes(const std::vector<Stream>& streams) {
 }  // namespace
 
 Group::Group(shm::Mesh& mesh, std::vector<int> members, std::uint64_t id, std::size_t slot_bytes)
-    : mesh_(mesh), members_(std::move(members)), id_(id), slot_bytes_(slot_bytes), sleeper_(mesh.news()) {
+    : mesh_(mesh), members_(std::move(members)), id_(id), slot_bytes_(slot_bytes), sleeper_(mesh.changes()) {
     size_ = static_cast<int>(members_.size());
     rank_ = static_cast<int>(std::find(members_.begin(), members_.end(), mesh.rank()) - members_.begin());
     room_ = size_ == 2 ? kRoomOfTwo * slot_bytes : slot_bytes;
@@ -53,16 +53,16 @@ std::unique_ptr<Group> Group::create(shm::Mesh& mesh, std::vector<int> members, 
     std::unique_ptr<Group> group(new Group(mesh, std::move(members), id, slot_bytes));
     const auto ranks = static_cast<std::size_t>(group->size_);
     const std::size_t nbytes = ranks * (kControlBytes + kSlots * group->room_);
-    auto commons = shm::Commons::open(mesh, group->members_, id, nbytes, deadline);
-    if (!commons) return nullptr;
-    group->controls_ = commons->data();
+    auto shared = shm::GroupSegment::open(mesh, group->members_, id, nbytes, deadline);
+    if (!shared) return nullptr;
+    group->controls_ = shared->data();
     group->slots_ = group->controls_ + ranks * kControlBytes;
     Control* const mine = new (&group->control(group->rank_)) Control;
     mine->cores = usable_cores();
     mine->cores.threads = threads;
     mine->domain = domain ? *domain : domain_of(mine->cores);
-    if (!commons->meet(deadline)) return nullptr;
-    group->commons_ = std::move(commons);
+    if (!shared->wait_for_all(deadline)) return nullptr;
+    group->shared_ = std::move(shared);
     group->learn_of_cores();
     return group;
 }
@@ -86,7 +86,7 @@ void Group::learn_of_cores() {
 
 Group::~Group() {
     if (forked_from_member()) return;
-    if (commons_ && !broken_) {
+    if (shared_ && !broken_) {
         Control& mine = control(rank_);
         mine.verdict.cause = mesh_.blamed().pack();
         mine.gave_up.store(GaveUp::left, std::memory_order_release);
@@ -151,7 +151,7 @@ bool Group::await_slowly(int peer, std::uint32_t round) {
         return ranks.has(peer) ? ranks : RankSet{};
     };
     Waits::Entry entry;
-    inquest_.reset();
+    search_.reset();
     // A group that has been aborted already has nobody left who would wake this thread.
     if (aborted_by() >= 0 && !look_around(1, started_, missing, entry)) return false;
     for (int turn = 1;; ++turn) {

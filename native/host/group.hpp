@@ -11,10 +11,10 @@
 #include <optional>
 #include <vector>
 
-#include "call/inquest.hpp"
+#include "call/wait_chain.hpp"
 #include "host/copying.hpp"
 #include "host/layout.hpp"
-#include "shm/commons.hpp"
+#include "shm/group_segment.hpp"
 #include "shm/mesh.hpp"
 
 namespace paceline::host {
@@ -108,12 +108,12 @@ class Group final : public Collectives {
     std::uint32_t places_ = 1;  // for that in a slot
     int rank_ = 0;
     int size_ = 0;
-    std::unique_ptr<shm::Commons> commons_;
-    std::uint8_t* controls_ = nullptr;  // in the commons, like the slots
+    std::unique_ptr<shm::GroupSegment> shared_;
+    std::uint8_t* controls_ = nullptr;  // in the shared, like the slots
     std::uint8_t* slots_ = nullptr;
     std::vector<const void*> sources_;
     Copying copying_;
-    shm::News::Sleeper sleeper_;
+    shm::ChangeNotifier::Sleeper sleeper_;
 
     std::uint32_t round_ = 1;        // the next to publish
     std::uint32_t first_round_ = 1;  // of the latest call
@@ -133,8 +133,8 @@ class Group final : public Collectives {
     std::int64_t timeout_ns_ = 0;
     std::chrono::steady_clock::time_point started_{};
     bool clock_started_ = false;
-    int last_awaited_ = -1;           // the rank that the latest `await` waited for last
-    std::optional<Inquest> inquest_;  // into the call that runs, once its time is over
+    int last_awaited_ = -1;                  // the rank that the latest `await` waited for last
+    std::optional<WaitChainSearch> search_;  // into the call that runs, once its time is over
 };
 
 }  // namespace paceline::host

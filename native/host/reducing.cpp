@@ -217,7 +217,7 @@ std::shared_ptr<shm::Segment> Group::region_of(int rank, shm::RegionId id) {
     const int member = members_[static_cast<std::size_t>(rank)];
     const auto started = Clock::now();
     Waits::Entry entry;
-    inquest_.reset();
+    search_.reset();
     for (int turn = 1;; ++turn) {
         shm::Found found = mesh_.region(member, id, Clock::now() + kTurn);
         if (found.segment) return std::move(found.segment);

@@ -80,7 +80,7 @@ bool LaneSet::share_rings(std::uint64_t id, const std::vector<int>& mesh_ranks,
     }
     if (locals.size() < 2) return true;
     const Rings rings(locals.size());
-    rings_ = shm::Commons::open(*mesh_, places, id, rings.nbytes(), deadline);
+    rings_ = shm::GroupSegment::open(*mesh_, places, id, rings.nbytes(), deadline);
     if (!rings_) return false;
     for (std::size_t at = 0; at < locals.size(); ++at) {
         if (at == mine) continue;
@@ -99,7 +99,7 @@ bool LaneSet::share_rings(std::uint64_t id, const std::vector<int>& mesh_ranks,
                 peer.bulk.push_back(std::move(rings_of_pair));
         }
     }
-    return rings_->meet(deadline);
+    return rings_->wait_for_all(deadline);
 }
 
 Cause LaneSet::blamed_by(int rank) const {

@@ -10,7 +10,7 @@
 #include "link/link_meter.hpp"
 #include "link/ring_lane.hpp"
 #include "link/waiter.hpp"
-#include "shm/commons.hpp"
+#include "shm/group_segment.hpp"
 #include "shm/mesh.hpp"
 #include "tls/socket.hpp"
 
@@ -60,7 +60,7 @@ class LaneSet {
     // Input on the control lanes only alerts the sleeper (`Waiter::watch_for_alerts`).
     void watch_bulk(Waiter& waiter) const;
     // How many times a death or departure of one of this host's ranks has been reported.
-    std::uint32_t news() const { return mesh_->news().count(); }
+    std::uint32_t changes() const { return mesh_->changes().count(); }
 
   private:
     explicit LaneSet(std::shared_ptr<shm::Mesh> mesh) : mesh_(std::move(mesh)) {}
@@ -74,7 +74,7 @@ class LaneSet {
     int rank_ = 0;
     std::vector<Peer> peers_;
     std::vector<int> names_;
-    std::unique_ptr<shm::Commons> rings_;  // nullptr if no other rank is on this host
+    std::unique_ptr<shm::GroupSegment> rings_;  // nullptr if no other rank is on this host
     LinkMeter meter_;
 };
 

@@ -18,26 +18,26 @@ constexpr std::chrono::seconds kTimeOutLasts{30};
 
 }  // namespace
 
-Mesh::Mesh(int rank, std::shared_ptr<Board> board, std::vector<int> names)
+Mesh::Mesh(int rank, std::shared_ptr<HostDirectory> directory, std::vector<int> names)
     : rank_(rank),
-      board_(std::move(board)),
+      directory_(std::move(directory)),
       names_(std::move(names)),
       waits_(static_cast<std::size_t>(rank) < names_.size() ? names_[static_cast<std::size_t>(rank)] : rank),
-      post_(board_->size() > 1 ? std::make_unique<Post>() : nullptr),
+      exchange_(directory_->size() > 1 ? std::make_unique<RegionExchange>() : nullptr),
       guard_([this] {
-          if (post_) post_->close_listener();
+          if (exchange_) exchange_->close_listener();
       }) {
     for (int peer = static_cast<int>(names_.size()); peer < size(); ++peer) names_.push_back(peer);
-    if (!post_) return;
-    Seat& mine = board_->seat(rank_);
-    mine.listener = post_->listener_name();
-    mine.doorbell = post_->doorbell_name();
-    watch_ = std::make_unique<Watch>(board_, rank_, [this] { ranks_are_gone(); });
+    if (!exchange_) return;
+    RankEntry& mine = directory_->entry(rank_);
+    mine.listener = exchange_->listener_name();
+    mine.doorbell = exchange_->doorbell_name();
+    watch_ = std::make_unique<DeathWatch>(directory_, rank_, [this] { ranks_are_gone(); });
     std::promise<void> begun;
     std::future<void> has_begun = begun.get_future();
     server_ = std::thread([this, &begun] { serve(std::move(begun)); });
     has_begun.wait();
-    board_->arrive(rank_);
+    directory_->arrive(rank_);
 }
 
 Mesh::~Mesh() {
@@ -54,10 +54,10 @@ void Mesh::close() {
         if (closed_) return;
         closed_ = true;
     }
-    if (post_) {
-        board_->seat(rank_).blamed.store(blamed().pack(), std::memory_order_release);
-        board_->leave(rank_);
-        post_->stop();
+    if (exchange_) {
+        directory_->entry(rank_).blamed.store(blamed().pack(), std::memory_order_release);
+        directory_->leave(rank_);
+        exchange_->stop();
         server_.join();
         watch_->close();
     }
@@ -71,10 +71,11 @@ void Mesh::close() {
 // The server's thread also holds the pulse.
 void Mesh::serve(std::promise<void> begun) {
     pthread_setname_np(pthread_self(), "paceline-mesh");
-    Pulse pulse(*board_, rank_);
+    Pulse pulse(*directory_, rank_);
     pulse.hold();
     begun.set_value();
-    post_->serve(board_->key(), [this](const Request& request, int connection) { answer(request, connection); });
+    exchange_->serve(directory_->key(),
+                     [this](const Request& request, int connection) { answer(request, connection); });
     pulse.release();
 }
 
@@ -85,34 +86,35 @@ void Mesh::answer(const Request& request, int connection) {
         return;
     }
     const auto found = offers_.find(request.id);
-    if (found == offers_.end()) return Post::reply(connection, nullptr, given_up_.contains(request.id) ? kGivenUp : 0);
+    if (found == offers_.end())
+        return RegionExchange::reply(connection, nullptr, given_up_.contains(request.id) ? kGivenUp : 0);
     if (request.kind == Request::Kind::keep) found->second.keepers.insert(request.from);
-    Post::reply(connection, found->second.segment.get());
+    RegionExchange::reply(connection, found->second.segment.get());
 }
 
 void Mesh::ranks_are_gone() {
-    news_.tell();
-    post_->ring(post_->doorbell_name());
-    for (auto pause = kFirstRepeat; news_.repeat(); pause = std::min(2 * pause, kTurn))
+    changes_.notify();
+    exchange_->ring(exchange_->doorbell_name());
+    for (auto pause = kFirstRepeat; changes_.repeat(); pause = std::min(2 * pause, kTurn))
         std::this_thread::sleep_for(pause);
 }
 
 Cause Mesh::blamed_by(int rank) const {
-    const Seat& seat = board_->seat(rank);
-    const Cause cause = Cause::unpack(seat.blamed.load(std::memory_order_acquire));
+    const RankEntry& entry = directory_->entry(rank);
+    const Cause cause = Cause::unpack(entry.blamed.load(std::memory_order_acquire));
     // A rank that is there, or died, may have had its time-out long ago: see `blamed`.
-    return cause.hung && seat.state.load(std::memory_order_acquire) != State::left ? Cause{} : cause;
+    return cause.hung && entry.state.load(std::memory_order_acquire) != State::left ? Cause{} : cause;
 }
 
 Cause Mesh::blamed() const {
-    const Cause cause = Cause::unpack(board_->seat(rank_).blamed.load(std::memory_order_acquire));
+    const Cause cause = Cause::unpack(directory_->entry(rank_).blamed.load(std::memory_order_acquire));
     const Deadline::duration since{blamed_at_.load(std::memory_order_relaxed)};
     return cause.hung && Deadline::clock::now().time_since_epoch() - since > kTimeOutLasts ? Cause{} : cause;
 }
 
 void Mesh::blame(const Cause& cause) {
     blamed_at_.store(Deadline::clock::now().time_since_epoch().count(), std::memory_order_relaxed);
-    board_->seat(rank_).blamed.store(cause.pack(), std::memory_order_release);
+    directory_->entry(rank_).blamed.store(cause.pack(), std::memory_order_release);
 }
 
 void Mesh::offer(RegionId id, std::shared_ptr<Segment> segment) {
@@ -120,11 +122,11 @@ void Mesh::offer(RegionId id, std::shared_ptr<Segment> segment) {
         const std::lock_guard hold(mutex_);
         offers_.insert_or_assign(id, Offer{std::move(segment), {}});
     }
-    tell_of_offers();
+    announce_offers();
 }
 
-void Mesh::tell_of_offers() {
-    std::atomic<std::uint32_t>& offers = board_->seat(rank_).offers;
+void Mesh::announce_offers() {
+    std::atomic<std::uint32_t>& offers = directory_->entry(rank_).offers;
     offers.fetch_add(1, std::memory_order_release);
     futex_wake_all(offers);
 }
@@ -141,7 +143,8 @@ std::shared_ptr<Segment> Mesh::withdraw(RegionId id) {
     }
     for (const int keeper : ended.keepers)
         if (keeper >= 0 && keeper < size() && !is_gone(keeper))
-            Post::tell(board_->seat(keeper).listener, {board_->key(), Request::Kind::forget, rank_, id});
+            RegionExchange::notify(directory_->entry(keeper).listener,
+                                   {directory_->key(), Request::Kind::forget, rank_, id});
     return std::move(ended.segment);
 }
 
@@ -152,7 +155,7 @@ void Mesh::give_up(RegionId id) {
         given_up_.insert(id);
     }
     withdraw(id);
-    tell_of_offers();
+    announce_offers();
 }
 
 Found Mesh::region(int owner, RegionId id, Deadline deadline) {
@@ -169,14 +172,14 @@ Found Mesh::region(int owner, RegionId id, Deadline deadline) {
 }
 
 Found Mesh::get(Request::Kind kind, int owner, RegionId id, Deadline deadline) {
-    const Seat& seat = board_->seat(owner);
+    const RankEntry& entry = directory_->entry(owner);
     for (;;) {
-        const std::uint32_t offers = seat.offers.load(std::memory_order_acquire);
+        const std::uint32_t offers = entry.offers.load(std::memory_order_acquire);
         const State state = state_of(owner);
         if (shm::is_gone(state)) return {};
         if (state == State::present) {
-            const Request request{board_->key(), kind, rank_, id};
-            Received received = Post::ask(seat.listener, request, deadline, [&] { return is_gone(owner); });
+            const Request request{directory_->key(), kind, rank_, id};
+            Received received = RegionExchange::ask(entry.listener, request, deadline, [&] { return is_gone(owner); });
             if (received.segment) {
                 received.segment->close_descriptor();  // nobody gets the memory from this rank
                 return {std::move(received.segment), 0};
@@ -186,7 +189,7 @@ Found Mesh::get(Request::Kind kind, int owner, RegionId id, Deadline deadline) {
         }
         const auto left = deadline - std::chrono::steady_clock::now();
         if (left <= left.zero()) return {};
-        futex_wait(seat.offers, offers, std::chrono::nanoseconds(std::min<decltype(left)>(left, kTurn)).count());
+        futex_wait(entry.offers, offers, std::chrono::nanoseconds(std::min<decltype(left)>(left, kTurn)).count());
     }
 }
 

@@ -1,13 +1,13 @@
-// The ranks of one host, as far as they have to do with each other outside of a group: their board (board.hpp), the
-// doorbell by which one wakes another, and the memory that one shows to another.
+// The ranks of one host, as far as they have to do with each other outside of a group: their directory
+// (host_directory.hpp), the doorbell by which one wakes another, and the memory that one shows to another.
 //
 // A rank keeps a few sockets open, however many ranks there are. One listens: whoever wants a region of this rank
-// connects, shows the board's key, and gets the region's descriptor, or the news that it does not exist yet. The
+// connects, shows the directory's key, and gets the region's descriptor, or the answer that it does not exist yet. The
 // doorbell takes datagrams, each of which wakes whoever sleeps on it. Both have random abstract names, which are on the
-// board. A process of another user is refused.
+// directory. A process of another user is refused.
 //
-// A process that gives up because another rank has gone says so on the board at once. It may then exit itself, and the
-// ranks that miss it know why.
+// A process that gives up because another rank has gone says so on the directory at once. It may then exit itself, and
+// the ranks that miss it know why.
 #pragma once
 
 #include <atomic>
@@ -25,11 +25,11 @@
 #include "call/call.hpp"
 #include "call/waits.hpp"
 #include "process/fork_guard.hpp"
-#include "shm/board.hpp"
-#include "shm/news.hpp"
-#include "shm/post.hpp"
+#include "shm/change_notifier.hpp"
+#include "shm/death_watch.hpp"
+#include "shm/host_directory.hpp"
+#include "shm/region_exchange.hpp"
 #include "shm/segment.hpp"
-#include "shm/watch.hpp"
 
 namespace paceline::shm {
 
@@ -44,22 +44,22 @@ class Mesh {
   public:
     using Deadline = std::chrono::steady_clock::time_point;
 
-    // `names[p]` is the name that all groups of this process use for rank p of the board; it is p if `names` is empty.
-    // Throws std::system_error when the system has no descriptors left.
-    Mesh(int rank, std::shared_ptr<Board> board, std::vector<int> names = {});
+    // `names[p]` is the name that all groups of this process use for rank p of the directory; it is p if `names` is
+    // empty. Throws std::system_error when the system has no descriptors left.
+    Mesh(int rank, std::shared_ptr<HostDirectory> directory, std::vector<int> names = {});
     Mesh(const Mesh&) = delete;
     Mesh& operator=(const Mesh&) = delete;
     ~Mesh();
 
     int rank() const { return rank_; }
-    int size() const { return board_->size(); }
-    const Board& board() const { return *board_; }
+    int size() const { return directory_->size(); }
+    const HostDirectory& directory() const { return *directory_; }
     // Whether the rank is gone; an acquire, after which whatever it published is visible.
     bool has_died(int rank) const { return state_of(rank) == State::lost; }
     bool has_left(int rank) const { return state_of(rank) == State::left; }
     bool is_gone(int rank) const { return shm::is_gone(state_of(rank)); }
     // Reports every change in which ranks are gone; each change also rings the doorbell.
-    News& news() { return news_; }
+    ChangeNotifier& changes() { return changes_; }
     int name(int rank) const { return names_[static_cast<std::size_t>(rank)]; }
 
     // Whom the threads of this process wait for.
@@ -84,8 +84,8 @@ class Mesh {
     Found region(int owner, RegionId id, Deadline deadline);
 
     // A socket on which whoever waits for shared memory is woken; see `Waiter::watch_doorbell`.
-    int doorbell() const { return post_ ? post_->doorbell() : -1; }
-    void wake_peer(int peer) const { post_->ring(board_->seat(peer).doorbell); }
+    int doorbell() const { return exchange_ ? exchange_->doorbell() : -1; }
+    void wake_peer(int peer) const { exchange_->ring(directory_->entry(peer).doorbell); }
 
     // Says goodbye to the others. Idempotent.
     void close();
@@ -96,29 +96,29 @@ class Mesh {
         std::set<int> keepers;  // ranks
     };
 
-    State state_of(int rank) const { return board_->seat(rank).state.load(std::memory_order_acquire); }
+    State state_of(int rank) const { return directory_->entry(rank).state.load(std::memory_order_acquire); }
     void serve(std::promise<void> begun);
     void answer(const Request& request, int connection);
-    void tell_of_offers();
+    void announce_offers();
     Found get(Request::Kind kind, int owner, RegionId id, Deadline deadline);
     void ranks_are_gone();
 
     int rank_;
-    std::shared_ptr<Board> board_;
+    std::shared_ptr<HostDirectory> directory_;
     std::vector<int> names_;
     Waits waits_;
     std::atomic<Deadline::rep> blamed_at_{0};
     const std::uint32_t forks_ = forks_from_members();  // when the mesh was made
-    News news_;
+    ChangeNotifier changes_;
     std::mutex mutex_;
     std::map<RegionId, Offer> offers_;
     std::set<RegionId> given_up_;
     std::map<std::pair<int, RegionId>, std::shared_ptr<Segment>> kept_;
     bool closed_ = false;
-    std::unique_ptr<Post> post_;  // nullptr if there is no other rank
+    std::unique_ptr<RegionExchange> exchange_;  // nullptr if there is no other rank
     ForkGuard guard_;
     std::thread server_;
-    std::unique_ptr<Watch> watch_;
+    std::unique_ptr<DeathWatch> watch_;
 };
 
 }  // namespace paceline::shm

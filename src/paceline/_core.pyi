@@ -63,15 +63,15 @@ def announce_ending() -> None:
 def await_ending(seen: int, timeout_ns: int) -> None:
     """Sleeps without the interpreter lock while `endings` is `seen`; it may return early."""
 
-def create_board(size: int) -> int:
+def create_directory(size: int) -> int:
     """Makes the memory by which a host's ranks find each other; returns its descriptor, which the caller closes."""
 
 class Mesh:
-    """The ranks of this host. Its own ranks are numbered as the board numbers them."""
+    """The ranks of this host. Its own ranks are numbered as the host directory numbers them."""
 
     @staticmethod
-    def join(rank: int, size: int, board: int = -1, names: Sequence[int] = ()) -> Mesh:
-        """Takes over the descriptor of a board, or makes one, and appears there; `names` are the ranks' names."""
+    def join(rank: int, size: int, directory: int = -1, names: Sequence[int] = ()) -> Mesh:
+        """Takes over a host directory's descriptor, or creates one, and appears there; `names` are the ranks' names."""
 
     def absent(self, timeout_s: float) -> list[int]:
         """Waits until all ranks have appeared; returns those that have not appeared by then."""

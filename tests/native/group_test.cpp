@@ -33,12 +33,12 @@ void pause(int ms) {
 using Where = std::function<std::optional<Domain>(int rank)>;
 
 void with_ranks(int n, const std::function<void(Rank)>& body, const Where& where = [](int) { return std::nullopt; }) {
-    const auto board = shm::Board::create(n);
-    CHECK(board != nullptr);
+    const auto directory = shm::HostDirectory::create(n);
+    CHECK(directory != nullptr);
     std::vector<std::thread> threads;
     for (int r = 0; r < n; ++r)
         threads.emplace_back([&, r] {
-            shm::Mesh mesh(r, board);
+            shm::Mesh mesh(r, directory);
             std::vector<int> members;
             for (int m = 0; m < n; ++m) members.push_back(m);
             const auto deadline = std::chrono::steady_clock::now() + std::chrono::nanoseconds(kHung);

@@ -94,12 +94,12 @@ inline void with_ranks(int n, int streams, Over over, const std::function<void(R
                 sockets[i][j].push_back(std::move(a));
                 sockets[j][i].push_back(std::move(b));
             }
-    const auto board = shm::Board::create(n);
-    CHECK(board != nullptr);
+    const auto directory = shm::HostDirectory::create(n);
+    CHECK(directory != nullptr);
     std::vector<std::thread> threads;
     for (std::size_t r = 0; r < size; ++r)
         threads.emplace_back([&, r] {
-            const auto mesh = std::make_shared<shm::Mesh>(static_cast<int>(r), board);
+            const auto mesh = std::make_shared<shm::Mesh>(static_cast<int>(r), directory);
             std::vector<int> places;
             for (std::size_t p = 0; p < size; ++p)
                 places.push_back(over == Over::rings || p == r ? static_cast<int>(p) : -1);

@@ -104,7 +104,7 @@ class Values:
             return [(*[choose([0, self.address]) for _ in range(4)], choose([0, 4, 64, 7]), choose([0, 1, 2**63]))]
         if name in ("timeout_ns", "timeout_s"):
             return choose(SOON_NS if name == "timeout_ns" else SOON_S)
-        if name in ("fd", "board", "socket", "connection"):
+        if name in ("fd", "directory", "socket", "connection"):
             return self._descriptor()
         if name == "connections":
             return [[self._descriptor() for _ in range(self.random.randrange(3))] for _ in range(choose([0, 1, 2]))]

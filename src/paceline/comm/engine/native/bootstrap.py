@@ -1,9 +1,9 @@
 """Bootstrap of the native engine: exchanges addresses through the store, derives the topology, connects a host's ranks.
 
-A host's first rank creates the board, the memory by which each rank finds all others (native/shm/board.hpp). Its
-descriptor is passed down a tree over connections that both ends authenticate with the job's secret, so every rank that
-has the board has proved the secret. A rank makes one connection and accepts at most `FAN_OUT`, whatever the number of
-ranks.
+A host's first rank creates the host directory, the memory by which each rank finds all others
+(native/shm/host_directory.hpp). Its descriptor is passed down a tree over connections that both ends authenticate with
+the job's secret, so every rank that has the directory has proved the secret. A rank makes one connection and accepts at
+most `FAN_OUT`, whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Topology:
 
 
 FAN_OUT = 16
-_CHANNEL = "board"
+_CHANNEL = "directory"
 _BYTE = b"\x01"  # a message must contain a byte beside its descriptor
 _LOOK_S = 0.5
 _PAUSE_S = 0.005
@@ -89,15 +89,15 @@ def join_host_mesh(
         return _core.Mesh.join(0, 1, names=local)
     key = derive_key(job_secret(), f"{_CHANNEL} {topology.nonce}")
     with contextlib.ExitStack() as cleanup:
-        board = _receive(formation, topology, names, key, deadline) if index else _core.create_board(len(local))
-        cleanup.callback(os.close, board)
-        mesh = _core.Mesh.join(index, len(local), os.dup(board), local)
+        directory = _receive(formation, topology, names, key, deadline) if index else _core.create_directory(len(local))
+        cleanup.callback(os.close, directory)
+        mesh = _core.Mesh.join(index, len(local), os.dup(directory), local)
         try:
             children = local[index * FAN_OUT + 1 : (index + 1) * FAN_OUT + 1]
             acceptor = None
             if children:
-                send_board = functools.partial(_send_board, board, children)
-                acceptor = AuthenticatedListener(listener.dup(), key, _CHANNEL, send_board)
+                send_directory = functools.partial(_send_directory, directory, children)
+                acceptor = AuthenticatedListener(listener.dup(), key, _CHANNEL, send_directory)
                 cleanup.callback(acceptor.close)
             _await_all(formation, topology, mesh, acceptor, deadline)
         except BaseException:
@@ -127,15 +127,15 @@ def _await_all(
             )
 
 
-def _send_board(board: int, children: tuple[int, ...], connection: Connection, hello: PeerHello) -> None:
+def _send_directory(directory: int, children: tuple[int, ...], connection: Connection, hello: PeerHello) -> None:
     with plain(connection) as child, contextlib.suppress(OSError):  # a child that died is reported by the mesh
         if is_same_user(child) and hello.rank in children:
             acknowledge(child)
-            socket.send_fds(child, [_BYTE], [board])
+            socket.send_fds(child, [_BYTE], [directory])
 
 
 def _receive(formation: Formation, topology: Topology, names: Mapping[int, str], key: bytes, deadline: float) -> int:
-    """Receives the descriptor of the board from this rank's parent in the tree."""
+    """Receives the descriptor of the directory from this rank's parent in the tree."""
     local, me = topology.local_ranks, topology.members[topology.rank]
     parent_rank = local[(local.index(topology.rank) - 1) // FAN_OUT]
     try:

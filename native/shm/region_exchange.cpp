@@ -1,4 +1,4 @@
-#include "shm/post.hpp"
+#include "shm/region_exchange.hpp"
 
 #include <poll.h>
 #include <sys/eventfd.h>
@@ -98,7 +98,7 @@ bool is_same_user(int connection) {
     return getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &who, &nbytes) == 0 && who.uid == getuid();
 }
 
-bool equal(const Board::Key& a, const Board::Key& b) {
+bool equal(const HostDirectory::Key& a, const HostDirectory::Key& b) {
     unsigned difference = 0;
     for (std::size_t i = 0; i < a.size(); ++i) difference |= static_cast<unsigned>(a[i] ^ b[i]);
     return difference == 0;
@@ -133,7 +133,7 @@ bool has_come(int connection) {
 }
 
 // A request of one connection. True if the connection is done with.
-bool handle(int connection, const Board::Key& key, const Post::Answer& answer) {
+bool handle(int connection, const HostDirectory::Key& key, const RegionExchange::Answer& answer) {
     Request request{};
     const ssize_t got = recv(connection, &request, sizeof request, MSG_DONTWAIT);
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return false;
@@ -144,7 +144,7 @@ bool handle(int connection, const Board::Key& key, const Post::Answer& answer) {
 
 }  // namespace
 
-Post::Post() : listener_name_(random_name()), doorbell_name_(random_name()) {
+RegionExchange::RegionExchange() : listener_name_(random_name()), doorbell_name_(random_name()) {
     try {
         listener_ = bound_socket(SOCK_STREAM, listener_name_);
         doorbell_ = bound_socket(SOCK_DGRAM, doorbell_name_);
@@ -158,34 +158,34 @@ Post::Post() : listener_name_(random_name()), doorbell_name_(random_name()) {
     }
 }
 
-Post::~Post() {
+RegionExchange::~RegionExchange() {
     close();
 }
 
-void Post::close_listener() {
+void RegionExchange::close_listener() {
     if (listener_ >= 0) ::close(listener_);
     listener_ = -1;
 }
 
-void Post::close() {
+void RegionExchange::close() {
     close_listener();
     for (const int fd : {doorbell_, ringer_, stop_})
         if (fd >= 0) ::close(fd);
 }
 
-void Post::ring(const SocketName& name) const {
+void RegionExchange::ring(const SocketName& name) const {
     const Address address(name);
     const char nothing = 0;
     static_cast<void>(sendto(ringer_, &nothing, 1, MSG_DONTWAIT | MSG_NOSIGNAL, address.get(), address.nbytes));
 }
 
-void Post::stop() const {
+void RegionExchange::stop() const {
     const std::uint64_t one = 1;
     while (write(stop_, &one, sizeof one) < 0 && errno == EINTR) {
     }
 }
 
-void Post::serve(const Board::Key& key, const Answer& answer) const {
+void RegionExchange::serve(const HostDirectory::Key& key, const Answer& answer) const {
     std::vector<Stranger> asking;
     for (;;) {
         std::vector<pollfd> watched{{stop_, POLLIN, 0}, {listener_, POLLIN, 0}};
@@ -211,7 +211,7 @@ void Post::serve(const Board::Key& key, const Answer& answer) const {
     }
 }
 
-void Post::reply(int connection, const Segment* segment, int failure) {
+void RegionExchange::reply(int connection, const Segment* segment, int failure) {
     ReplyHead head;
     head.failure = failure;
     if (segment != nullptr) head = {segment->size(), segment->pages(), 0};
@@ -234,8 +234,8 @@ void Post::reply(int connection, const Segment* segment, int failure) {
     static_cast<void>(sendmsg(connection, &header, MSG_NOSIGNAL | MSG_DONTWAIT));
 }
 
-Received Post::ask(const SocketName& listener, const Request& request, Clock::time_point deadline,
-                   const std::function<bool()>& given_up) {
+Received RegionExchange::ask(const SocketName& listener, const Request& request, Clock::time_point deadline,
+                             const std::function<bool()>& given_up) {
     const auto is_over = [&] { return Clock::now() >= deadline || given_up(); };
     const Address address(listener);
     do {
@@ -257,13 +257,13 @@ Received Post::ask(const SocketName& listener, const Request& request, Clock::ti
     return {nullptr, ETIMEDOUT};
 }
 
-bool Post::is_open(const SocketName& listener) {
+bool RegionExchange::is_open(const SocketName& listener) {
     const Descriptor connection(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     const Address address(listener);
     return connect(connection.get(), address.get(), address.nbytes) == 0 || errno != ECONNREFUSED;
 }
 
-void Post::tell(const SocketName& listener, const Request& request) {
+void RegionExchange::notify(const SocketName& listener, const Request& request) {
     const Descriptor connection(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     const Address address(listener);
     if (connection.get() < 0 || connect(connection.get(), address.get(), address.nbytes) != 0) return;

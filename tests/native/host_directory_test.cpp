@@ -1,5 +1,5 @@
 // Tests how ranks of a host find each other: ends are noticed, doorbells ring, and memory is passed on and met in.
-#include "shm/board.hpp"
+#include "shm/host_directory.hpp"
 
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -15,9 +15,9 @@
 
 #include "check.hpp"
 #include "link/waiter.hpp"
-#include "shm/commons.hpp"
+#include "shm/death_watch.hpp"
+#include "shm/group_segment.hpp"
 #include "shm/mesh.hpp"
-#include "shm/watch.hpp"
 
 namespace {
 
@@ -30,116 +30,116 @@ Mesh::Deadline in_time() {
     return std::chrono::steady_clock::now() + kHung;
 }
 
-std::shared_ptr<Board> board_of(int ranks) {
-    auto board = Board::create(ranks);
-    CHECK(board != nullptr);
-    return board;
+std::shared_ptr<HostDirectory> directory_of(int ranks) {
+    auto directory = HostDirectory::create(ranks);
+    CHECK(directory != nullptr);
+    return directory;
 }
 
 // A thread stands in for the process of a rank, since the kernel does the same for both.
-void end_with_a_pulse(const Board& board, int rank) {
-    Pulse pulse(board, rank);
+void end_with_a_pulse(const HostDirectory& directory, int rank) {
+    Pulse pulse(directory, rank);
     std::thread([&] {
         pulse.hold();
-        board.arrive(rank);
-        while (!board.absent(kHung).empty()) {
+        directory.arrive(rank);
+        while (!directory.absent(kHung).empty()) {
         }
     }).join();
 }
 
-void await(const Board& board, int rank, State state) {
+void await(const HostDirectory& directory, int rank, State state) {
     const auto until = in_time();
-    while (board.seat(rank).state.load() != state) {
+    while (directory.entry(rank).state.load() != state) {
         CHECK(std::chrono::steady_clock::now() < until);
         std::this_thread::yield();
     }
 }
 
 void the_end_of_a_pulse_is_noticed(bool waits_for_many) {
-    const auto board = board_of(3);
-    Post listens;  // for longer than the watch, which else sees its end too
+    const auto directory = directory_of(3);
+    RegionExchange listens;  // for longer than the watch, which else sees its end too
     std::promise<void> told;
-    Watch watch(board, 0, [&told] { told.set_value(); }, waits_for_many);
-    board->seat(2).listener = listens.listener_name();
-    board->arrive(0);
-    board->arrive(2);
-    end_with_a_pulse(*board, 1);
+    DeathWatch watch(directory, 0, [&told] { told.set_value(); }, waits_for_many);
+    directory->entry(2).listener = listens.listener_name();
+    directory->arrive(0);
+    directory->arrive(2);
+    end_with_a_pulse(*directory, 1);
     told.get_future().wait();
-    CHECK(board->seat(1).state == State::lost && board->seat(2).state == State::present);
+    CHECK(directory->entry(1).state == State::lost && directory->entry(2).state == State::present);
 }
 
 // Rank 0 waits for the pulses of ranks 1 to kMostWatchers only; of others it hears, or it looks now and then.
 void an_end_is_noticed_by_ranks_that_do_not_wait_for_it() {
     const int ranks = kMostWatchers + 10, dead = kMostWatchers + 5;
-    const auto board = board_of(ranks);
-    Post listens;
+    const auto directory = directory_of(ranks);
+    RegionExchange listens;
     std::promise<void> told;
-    Watch watch(board, 0, [&told] { told.set_value(); });
+    DeathWatch watch(directory, 0, [&told] { told.set_value(); });
     for (int r = 0; r < ranks; ++r) {
-        board->seat(r).listener = listens.listener_name();
-        if (r != dead) board->arrive(r);
+        directory->entry(r).listener = listens.listener_name();
+        if (r != dead) directory->arrive(r);
     }
-    end_with_a_pulse(*board, dead);
+    end_with_a_pulse(*directory, dead);
     told.get_future().wait();
-    CHECK(board->seat(dead).state == State::lost);
+    CHECK(directory->entry(dead).state == State::lost);
 }
 
 void a_rank_without_a_pulse_lives_as_long_as_it_listens() {
-    const auto board = board_of(2);
+    const auto directory = directory_of(2);
     std::promise<void> told;
-    Watch watch(board, 0, [&told] { told.set_value(); });
-    auto post = std::make_unique<Post>();
-    board->seat(1).listener = post->listener_name();
-    board->arrive(0);
-    board->arrive(1);
+    DeathWatch watch(directory, 0, [&told] { told.set_value(); });
+    auto exchange = std::make_unique<RegionExchange>();
+    directory->entry(1).listener = exchange->listener_name();
+    directory->arrive(0);
+    directory->arrive(1);
     auto change = told.get_future();
     CHECK(change.wait_for(std::chrono::milliseconds(50)) == std::future_status::timeout);
-    post.reset();
+    exchange.reset();
     change.wait();
-    CHECK(board->seat(1).state == State::lost);
+    CHECK(directory->entry(1).state == State::lost);
 }
 
 void a_rank_that_left_is_not_lost() {
-    const auto board = board_of(2);
+    const auto directory = directory_of(2);
     std::atomic<int> changes{0};
-    Watch watch(board, 0, [&changes] { ++changes; });
-    board->arrive(0);
-    Pulse pulse(*board, 1);
+    DeathWatch watch(directory, 0, [&changes] { ++changes; });
+    directory->arrive(0);
+    Pulse pulse(*directory, 1);
     std::thread([&] {
         pulse.hold();
-        board->arrive(1);
-        board->leave(1);
+        directory->arrive(1);
+        directory->leave(1);
     }).join();
     const auto until = in_time();
     while (changes == 0) CHECK(std::chrono::steady_clock::now() < until);
     watch.close();
-    CHECK(board->seat(1).state == State::left && changes == 1);
+    CHECK(directory->entry(1).state == State::left && changes == 1);
 }
 
 void a_process_that_is_killed_is_lost_at_once() {
-    const auto board = board_of(2);
+    const auto directory = directory_of(2);
     const pid_t child = fork();
     if (child == 0) {
-        Mesh mesh(1, board);
+        Mesh mesh(1, directory);
         for (;;) pause();
     }
-    Mesh mesh(0, board);
-    CHECK(mesh.board().absent(kHung).empty());
+    Mesh mesh(0, directory);
+    CHECK(mesh.directory().absent(kHung).empty());
     CHECK(!mesh.is_gone(1));
     kill(child, SIGKILL);
-    await(*board, 1, State::lost);
+    await(*directory, 1, State::lost);
     CHECK(mesh.has_died(1) && !mesh.has_left(1));
     CHECK(waitpid(child, nullptr, 0) == child);
 }
 
 // Calls `body` with the mesh of each of n ranks, on a thread each.
 void with_meshes(int n, const std::function<void(Mesh&)>& body) {
-    const auto board = board_of(n);
+    const auto directory = directory_of(n);
     std::vector<std::thread> threads;
     for (int r = 0; r < n; ++r)
         threads.emplace_back([&, r] {
-            Mesh mesh(r, board);
-            CHECK(board->absent(kHung).empty());
+            Mesh mesh(r, directory);
+            CHECK(directory->absent(kHung).empty());
             body(mesh);
             mesh.close();
         });
@@ -197,10 +197,11 @@ void nobody_gets_a_region_without_the_key() {
             return;
         }
         CHECK(mesh.fetch(0, kId, in_time()).segment);
-        Request request{mesh.board().key(), Request::Kind::fetch, 1, kId};
+        Request request{mesh.directory().key(), Request::Kind::fetch, 1, kId};
         request.key[31] = static_cast<std::uint8_t>(request.key[31] ^ 1);
         const auto soon = std::chrono::steady_clock::now() + std::chrono::milliseconds(50);
-        const Received received = Post::ask(mesh.board().seat(0).listener, request, soon, [] { return false; });
+        const Received received =
+            RegionExchange::ask(mesh.directory().entry(0).listener, request, soon, [] { return false; });
         CHECK(!received.segment && received.failure == ETIMEDOUT);
     });
 }
@@ -252,11 +253,11 @@ void each_waiter_hears_a_doorbell_however_often_it_rings() {
 void members_meet_in_memory_that_the_first_one_makes() {
     with_meshes(5, [](Mesh& mesh) {
         if (mesh.rank() == 2) return;
-        const auto commons = Commons::open(mesh, {3, 0, 1, 4}, 9, 5 * sizeof(int), in_time());
-        CHECK(commons);
-        auto* const numbers = reinterpret_cast<int*>(commons->data());
+        const auto shared = GroupSegment::open(mesh, {3, 0, 1, 4}, 9, 5 * sizeof(int), in_time());
+        CHECK(shared);
+        auto* const numbers = reinterpret_cast<int*>(shared->data());
         numbers[mesh.rank()] = 10 + mesh.rank();
-        CHECK(commons->meet(in_time()));
+        CHECK(shared->wait_for_all(in_time()));
         for (const int r : {0, 1, 3, 4}) CHECK(numbers[r] == 10 + r);
     });
 }
@@ -264,9 +265,9 @@ void members_meet_in_memory_that_the_first_one_makes() {
 void nobody_meets_a_member_that_is_gone() {
     with_meshes(3, [](Mesh& mesh) {
         if (mesh.rank() == 1) return;
-        const auto commons = Commons::open(mesh, {0, 1, 2}, 9, 64, in_time());
-        CHECK(commons || mesh.rank() == 2);  // rank 0, who has the memory, may have given up and gone before
-        CHECK(!commons || !commons->meet(in_time()));
+        const auto shared = GroupSegment::open(mesh, {0, 1, 2}, 9, 64, in_time());
+        CHECK(shared || mesh.rank() == 2);  // rank 0, who has the memory, may have given up and gone before
+        CHECK(!shared || !shared->wait_for_all(in_time()));
     });
 }
 
@@ -276,8 +277,8 @@ void what_was_given_up_is_not_waited_for() {
     const auto started = std::chrono::steady_clock::now();
     with_meshes(2, [&](Mesh& mesh) {
         if (mesh.rank() == 0) {
-            const auto commons = Commons::open(mesh, {0, 1}, 9, 64, in_time());
-            CHECK(commons && !commons->meet(std::chrono::steady_clock::now()));
+            const auto shared = GroupSegment::open(mesh, {0, 1}, 9, 64, in_time());
+            CHECK(shared && !shared->wait_for_all(std::chrono::steady_clock::now()));
         }
         if (mesh.rank() == 0) {
             given_up.set_value();
@@ -285,7 +286,7 @@ void what_was_given_up_is_not_waited_for() {
             return;
         }
         given_up.get_future().wait();
-        CHECK(!Commons::open(mesh, {0, 1}, 9, 64, in_time()));
+        CHECK(!GroupSegment::open(mesh, {0, 1}, 9, 64, in_time()));
     });
     CHECK(std::chrono::steady_clock::now() - started < kHung);
 }
@@ -298,8 +299,8 @@ void nobody_waits_for_a_member_that_has_given_up() {
             return;
         }
         const auto until = mesh.rank() == 2 ? std::chrono::steady_clock::now() : in_time();
-        const auto commons = Commons::open(mesh, {0, 1, 2}, 9, 64, in_time());
-        CHECK(commons && !commons->meet(until));
+        const auto shared = GroupSegment::open(mesh, {0, 1, 2}, 9, 64, in_time());
+        CHECK(shared && !shared->wait_for_all(until));
     });
     CHECK(std::chrono::steady_clock::now() - started < kHung);
 }
@@ -318,7 +319,7 @@ void a_set_of_ranks_holds_all_ranks_of_a_host() {
 int main() {
     a_set_of_ranks_holds_all_ranks_of_a_host();
     the_end_of_a_pulse_is_noticed(false);
-    if (Watch::is_possible()) the_end_of_a_pulse_is_noticed(true);
+    if (DeathWatch::is_possible()) the_end_of_a_pulse_is_noticed(true);
     an_end_is_noticed_by_ranks_that_do_not_wait_for_it();
     a_rank_without_a_pulse_lives_as_long_as_it_listens();
     a_rank_that_left_is_not_lost();

@@ -1,4 +1,4 @@
-#include "shm/board.hpp"
+#include "shm/host_directory.hpp"
 
 #include <sys/random.h>
 #include <sys/syscall.h>
@@ -16,72 +16,73 @@ namespace {
 constexpr std::size_t kHeadBytes = 4096;
 
 std::size_t nbytes_for(int ranks) {
-    return kHeadBytes + static_cast<std::size_t>(ranks) * sizeof(Seat);
+    return kHeadBytes + static_cast<std::size_t>(ranks) * sizeof(RankEntry);
 }
 
 }  // namespace
 
-std::shared_ptr<Board> Board::create(int ranks) {
+std::shared_ptr<HostDirectory> HostDirectory::create(int ranks) {
     static_assert(sizeof(Head) <= kHeadBytes);
     auto segment = Segment::create(nbytes_for(ranks));
     if (!segment) return nullptr;
     Head* const head = new (segment->data()) Head{static_cast<std::uint32_t>(ranks), 0, {}, 0};
     if (getrandom(head->key.data(), head->key.size(), 0) != static_cast<ssize_t>(head->key.size())) return nullptr;
     for (int r = 0; r < ranks; ++r)
-        new (segment->data() + kHeadBytes + static_cast<std::size_t>(r) * sizeof(Seat)) Seat;
-    return std::shared_ptr<Board>(new Board(std::move(segment), ranks));
+        new (segment->data() + kHeadBytes + static_cast<std::size_t>(r) * sizeof(RankEntry)) RankEntry;
+    return std::shared_ptr<HostDirectory>(new HostDirectory(std::move(segment), ranks));
 }
 
-std::shared_ptr<Board> Board::adopt(int fd, int ranks) {
+std::shared_ptr<HostDirectory> HostDirectory::adopt(int fd, int ranks) {
     auto segment = Segment::adopt(fd, nbytes_for(ranks));
     if (!segment) return nullptr;
-    std::shared_ptr<Board> board(new Board(std::move(segment), ranks));
-    return board->head().ranks == static_cast<std::uint32_t>(ranks) ? board : nullptr;
+    std::shared_ptr<HostDirectory> directory(new HostDirectory(std::move(segment), ranks));
+    return directory->head().ranks == static_cast<std::uint32_t>(ranks) ? directory : nullptr;
 }
 
-Board::Head& Board::head() const {
+HostDirectory::Head& HostDirectory::head() const {
     return *std::launder(reinterpret_cast<Head*>(segment_->data()));
 }
 
-Seat& Board::seat(int rank) const {
-    return std::launder(reinterpret_cast<Seat*>(segment_->data() + kHeadBytes))[rank];
+RankEntry& HostDirectory::entry(int rank) const {
+    return std::launder(reinterpret_cast<RankEntry*>(segment_->data() + kHeadBytes))[rank];
 }
 
-void Board::tell() const {
-    news().fetch_add(1, std::memory_order_release);
-    futex_wake_all(news());
+void HostDirectory::notify() const {
+    changes().fetch_add(1, std::memory_order_release);
+    futex_wake_all(changes());
 }
 
-void Board::arrive(int rank) const {
-    seat(rank).state.store(State::present, std::memory_order_release);
-    if (head().arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == head().ranks) tell();
+void HostDirectory::arrive(int rank) const {
+    entry(rank).state.store(State::present, std::memory_order_release);
+    if (head().arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == head().ranks) notify();
 }
 
-void Board::leave(int rank) const {
-    seat(rank).state.store(State::left, std::memory_order_release);
-    tell();
+void HostDirectory::leave(int rank) const {
+    entry(rank).state.store(State::left, std::memory_order_release);
+    notify();
 }
 
-bool Board::mark_lost(int rank) const {
+bool HostDirectory::mark_lost(int rank) const {
     State before = State::present;
-    return seat(rank).state.compare_exchange_strong(before, State::lost, std::memory_order_acq_rel);
+    return entry(rank).state.compare_exchange_strong(before, State::lost, std::memory_order_acq_rel);
 }
 
-std::vector<int> Board::absent(std::chrono::milliseconds timeout) const {
+std::vector<int> HostDirectory::absent(std::chrono::milliseconds timeout) const {
     const auto deadline = std::chrono::steady_clock::now() + timeout;
     for (;;) {
-        const std::uint32_t seen = news().load(std::memory_order_acquire);
+        const std::uint32_t seen = changes().load(std::memory_order_acquire);
         std::vector<int> missing;
         for (int r = 0; r < ranks_; ++r)
-            if (seat(r).state.load(std::memory_order_acquire) == State::absent) missing.push_back(r);
+            if (entry(r).state.load(std::memory_order_acquire) == State::absent) missing.push_back(r);
         const auto left = deadline - std::chrono::steady_clock::now();
         if (missing.empty() || left <= left.zero()) return missing;
-        futex_wait(news(), seen, std::chrono::nanoseconds(left).count());
+        futex_wait(changes(), seen, std::chrono::nanoseconds(left).count());
     }
 }
 
-Pulse::Pulse(const Board& board, int rank)
-    : words_(board.seat(rank).pulse), entries_(static_cast<std::size_t>(std::min(board.size() - 1, kMostWatchers))) {}
+Pulse::Pulse(const HostDirectory& directory, int rank)
+    : words_(directory.entry(rank).pulse),
+      entries_(static_cast<std::size_t>(std::min(directory.size() - 1, kMostWatchers))) {}
 
 void Pulse::hold() {
     static_assert(sizeof(Entry) == sizeof(Held));

@@ -1,5 +1,6 @@
-// Tests whom an inquest blames. The ranks are objects of one thread, and a link is a call of a function.
-#include "call/inquest.hpp"
+// Tests whom a search along the chain of waits blames. The ranks are objects of one thread, and a link is a call of a
+// function.
+#include "call/wait_chain.hpp"
 
 #include <algorithm>
 #include <functional>
@@ -39,11 +40,11 @@ class Job {
     // The process is stopped, or no thread of it reads what others ask.
     void is_silent(int rank) { answers_[static_cast<std::size_t>(rank)] = false; }
 
-    // The inquest of rank 0 into a call that waits for `awaited`.
+    // The search of rank 0 into a call that waits for `awaited`.
     Finding finds(Occasion in, const Names& awaited) {
-        Inquest inquest(of(0), in, kSecond / 10, kSecond / 10);
+        WaitChainSearch search(of(0), in, kSecond / 10, kSecond / 10);
         for (;;) {
-            if (auto found = inquest.look(awaited)) return *found;
+            if (auto found = search.look(awaited)) return *found;
             std::this_thread::sleep_for(std::chrono::milliseconds(5));
         }
     }
@@ -69,17 +70,17 @@ class Job {
 void a_rank_that_does_not_answer_is_to_blame() {
     Job job(2);
     job.is_silent(1);
-    Inquest inquest(job.of(0), {kA, 1}, kSecond / 10, kSecond / 10);
-    CHECK(!inquest.look({1}));  // its answer may still come
+    WaitChainSearch search(job.of(0), {kA, 1}, kSecond / 10, kSecond / 10);
+    CHECK(!search.look({1}));  // its answer may still come
     const Finding found = job.finds({kA, 1}, {1});
     CHECK(found.holding_up == Names{1} && found.waiting.empty());
 }
 
 void a_rank_whose_program_does_not_wait_is_to_blame_at_once() {
     Job job(2);
-    Inquest inquest(job.of(0), {kA, 1}, kSecond, kSecond);
-    CHECK(!inquest.look({1}));  // asks
-    const auto found = inquest.look({1});
+    WaitChainSearch search(job.of(0), {kA, 1}, kSecond, kSecond);
+    CHECK(!search.look({1}));  // asks
+    const auto found = search.look({1});
     CHECK(found && found->holding_up == Names{1});
 }
 
@@ -116,9 +117,9 @@ void a_rank_that_knows_the_answer_still_answers_for_a_while() {
     Job job(2);
     job.waits(0, {kA, 1}, {1});
     job.waits(1, {kB, 1}, {0});
-    Inquest inquest(job.of(0), {kA, 1}, kSecond, kSecond);
-    CHECK(!inquest.look({1}));  // asks
-    CHECK(!inquest.look({1}));  // has the answer
+    WaitChainSearch search(job.of(0), {kA, 1}, kSecond, kSecond);
+    CHECK(!search.look({1}));  // asks
+    CHECK(!search.look({1}));  // has the answer
     const Finding found = job.finds({kA, 1}, {1});
     CHECK(found.holding_up.empty() && found.waiting == Names{1});
 }
@@ -181,12 +182,12 @@ void a_rank_follows_what_its_own_other_threads_wait_for() {
 void an_answer_that_nobody_asked_for_is_dropped() {
     Job job(2);
     job.is_silent(1);
-    Inquest inquest(job.of(0), {kA, 1}, kSecond, kSecond);
-    CHECK(!inquest.look({1}));
+    WaitChainSearch search(job.of(0), {kA, 1}, kSecond, kSecond);
+    CHECK(!search.look({1}));
     job.of(0).heard(1, {kA, 2}, {Answer::Kind::past, {}});
-    CHECK(!inquest.look({1}));
+    CHECK(!search.look({1}));
     job.of(0).heard(1, {kA, 1}, {Answer::Kind::past, {}});
-    CHECK(inquest.look({1}));
+    CHECK(search.look({1}));
 }
 
 // In a group of the names 10, 11 and so on, in which the ranks of `come` have begun the call.

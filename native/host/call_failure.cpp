@@ -47,9 +47,9 @@ void Group::say_whom_it_awaits(const RankSet& ranks, Waits::Entry& entry) const 
 
 // Why the call takes too long for the ranks in `missing`, which it waits for; nullopt while that is not known yet.
 std::optional<Verdict> Group::look_for_the_cause(const RankSet& missing, std::int64_t waited_ns) {
-    if (!inquest_) inquest_.emplace(mesh_.waits(), Occasion{group_of(id_), sequence_}, timeout_ns_, waited_ns);
+    if (!search_) search_.emplace(mesh_.waits(), Occasion{group_of(id_), sequence_}, timeout_ns_, waited_ns);
     const std::vector<int> awaited = missing.ranks();
-    const auto found = inquest_->look(names_of(awaited));
+    const auto found = search_->look(names_of(awaited));
     if (!found) return std::nullopt;
     std::vector<int> absent;
     for (const int rank : awaited)
@@ -58,7 +58,7 @@ std::optional<Verdict> Group::look_for_the_cause(const RankSet& missing, std::in
                           size_};
     Outcome outcome;
     blame(outcome, *found, members, std::move(absent), awaited);
-    Verdict verdict{.waited_ns = inquest_->waited_ns(), .came = outcome.came};
+    Verdict verdict{.waited_ns = search_->waited_ns(), .came = outcome.came};
     for (const int rank : outcome.missing) verdict.missing.add(rank);
     for (const int rank : outcome.waiting) verdict.waiting.add(rank);
     for (const int name : outcome.held_by)

@@ -1,4 +1,4 @@
-#include "call/inquest.hpp"
+#include "call/wait_chain.hpp"
 
 #include <algorithm>
 #include <set>
@@ -9,7 +9,7 @@ namespace {
 // A rank that waits looks for questions several times a second.
 constexpr std::chrono::nanoseconds kLeastPatience = std::chrono::milliseconds(300);
 constexpr std::chrono::nanoseconds kMostPatience = std::chrono::seconds(1);
-constexpr int kLongest = 3;          // times the patience: until the inquest ends whatever is still unknown
+constexpr int kLongest = 3;          // times the patience: until the search ends whatever is still unknown
 constexpr std::size_t kMost = 8192;  // questions; what answers say is not trusted further
 // For how long a rank that knows the answer goes on answering those that are part of it: ranks that wait for each other
 // often run out of time together, and who is first must not seem to hold up the others.
@@ -17,25 +17,25 @@ constexpr std::chrono::milliseconds kStays{300};
 
 }  // namespace
 
-Inquest::Inquest(Waits& waits, Occasion in, std::int64_t timeout_ns, std::int64_t waited_ns)
+WaitChainSearch::WaitChainSearch(Waits& waits, Occasion in, std::int64_t timeout_ns, std::int64_t waited_ns)
     : waits_(waits),
       in_(in),
       waited_ns_(waited_ns),
       patience_(std::clamp(std::chrono::nanoseconds(timeout_ns), kLeastPatience, kMostPatience)) {
     const std::lock_guard hold(waits_.mutex_);
-    waits_.inquests_.push_back(this);
+    waits_.searches_.push_back(this);
 }
 
-Inquest::~Inquest() {
+WaitChainSearch::~WaitChainSearch() {
     const std::lock_guard hold(waits_.mutex_);
-    std::erase(waits_.inquests_, this);
+    std::erase(waits_.searches_, this);
 }
 
-void Inquest::hear(int name, const Occasion& in, const Answer& answer) {
+void WaitChainSearch::hear(int name, const Occasion& in, const Answer& answer) {
     if (const auto found = asked_.find({name, in}); found != asked_.end()) found->second.answer = answer;
 }
 
-Answer Inquest::known_locked(const Key& key) const {
+Answer WaitChainSearch::known_locked(const Key& key) const {
     if (key.first == waits_.name()) return waits_.about_locked(key.second);
     const auto found = asked_.find(key);
     return found != asked_.end() ? found->second.answer.value_or(Answer{}) : Answer{};
@@ -43,7 +43,7 @@ Answer Inquest::known_locked(const Key& key) const {
 
 // Which of those that were `reached` wait for one of `holding_up`, at once or through others; the rest of them wait for
 // each other.
-std::set<int> Inquest::held_up_locked(const std::vector<Key>& reached, const std::set<int>& holding_up) const {
+std::set<int> WaitChainSearch::held_up_locked(const std::vector<Key>& reached, const std::set<int>& holding_up) const {
     std::set<Key> held;
     for (const Key& key : reached)
         if (holding_up.contains(key.first)) held.insert(key);
@@ -63,7 +63,7 @@ std::set<int> Inquest::held_up_locked(const std::vector<Key>& reached, const std
     return names;
 }
 
-std::optional<Finding> Inquest::look(const std::vector<int>& awaited) {
+std::optional<Finding> WaitChainSearch::look(const std::vector<int>& awaited) {
     const auto now = Clock::now();
     const bool ends = now - begun_ > kLongest * patience_;
     std::vector<Key> reached;

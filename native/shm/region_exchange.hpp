@@ -8,7 +8,7 @@
 #include <functional>
 #include <memory>
 
-#include "shm/board.hpp"
+#include "shm/host_directory.hpp"
 #include "shm/segment.hpp"
 
 namespace paceline::shm {
@@ -20,7 +20,7 @@ using SocketName = std::array<char, kNameBytes>;
 struct Request {
     enum class Kind : std::uint32_t { fetch = 1, keep = 2, forget = 3 };
 
-    Board::Key key;
+    HostDirectory::Key key;
     Kind kind;
     std::int32_t from;  // rank
     RegionId id;
@@ -36,16 +36,16 @@ struct Received {
     int failure = 0;
 };
 
-class Post {
+class RegionExchange {
   public:
     // Deals with a request; if it is one for a region, calls `reply`.
     using Answer = std::function<void(const Request& request, int connection)>;
 
     // Opens the sockets; throws std::system_error when the system has no descriptors left.
-    Post();
-    Post(const Post&) = delete;
-    Post& operator=(const Post&) = delete;
-    ~Post();
+    RegionExchange();
+    RegionExchange(const RegionExchange&) = delete;
+    RegionExchange& operator=(const RegionExchange&) = delete;
+    ~RegionExchange();
 
     const SocketName& listener_name() const { return listener_name_; }
     const SocketName& doorbell_name() const { return doorbell_name_; }
@@ -54,7 +54,7 @@ class Post {
     void ring(const SocketName& name) const;
 
     // Answers requests with this key, until `stop` is called.
-    void serve(const Board::Key& key, const Answer& answer) const;
+    void serve(const HostDirectory::Key& key, const Answer& answer) const;
     void stop() const;
     // Nobody can connect any more. Only closes a descriptor.
     void close_listener();
@@ -68,8 +68,8 @@ class Post {
                         std::chrono::steady_clock::time_point deadline, const std::function<bool()>& given_up);
     // Whether somebody listens there.
     static bool is_open(const SocketName& listener);
-    // Tells the rank that listens there, without waiting for it.
-    static void tell(const SocketName& listener, const Request& request);
+    // Notifies the rank that listens there, without waiting for it.
+    static void notify(const SocketName& listener, const Request& request);
 
   private:
     void close();

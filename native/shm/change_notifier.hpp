@@ -1,10 +1,10 @@
 // Wakes the threads that sleep on words of shared memory when a rank of the host has died or left.
 //
-// A sleeper publishes the address of its word and then reads the count of the news; the teller raises the count and
+// A sleeper publishes the address of its word and then reads the count of changes; the notifier raises the count and
 // then wakes every word that is published. Both use sequentially consistent operations, so either the sleeper sees the
-// new count and does not sleep, or the teller sees the word. Between its look at the count and its system call a
-// sleeper cannot be woken: the futex compares the word only, which news does not change. A wake in that gap is lost, so
-// the teller repeats its wakes until every sleeper has read the new count.
+// new count and does not sleep, or the notifier sees the word. Between its look at the count and its system call a
+// sleeper cannot be woken: the futex compares the word only, which a notification does not change. A wake in that gap
+// is lost, so the notifier repeats its wakes until every sleeper has read the new count.
 #pragma once
 
 #include <atomic>
@@ -16,32 +16,32 @@
 
 namespace paceline::shm {
 
-class News {
+class ChangeNotifier {
   public:
     // Sleeps for one thread at a time.
     class Sleeper {
       public:
-        explicit Sleeper(News& news);
+        explicit Sleeper(ChangeNotifier& notifier);
         Sleeper(const Sleeper&) = delete;
         Sleeper& operator=(const Sleeper&) = delete;
         ~Sleeper();
 
-        // Sleeps while `word` holds `expected`, at most `timeout_ns`, and returns at once for news since the last
+        // Sleeps while `word` holds `expected`, at most `timeout_ns`, and returns at once after a change since the last
         // sleep. May return early for no reason.
         void sleep(const std::atomic<std::uint32_t>& word, std::uint32_t expected, std::int64_t timeout_ns);
 
       private:
-        friend class News;
+        friend class ChangeNotifier;
 
-        News& news_;
+        ChangeNotifier& notifier_;
         std::atomic<const std::atomic<std::uint32_t>*> word_{nullptr};  // while it sleeps
-        std::atomic<std::uint32_t> heard_{0};
+        std::atomic<std::uint32_t> seen_{0};
     };
 
-    // How often there was news. An acquire: the change that the news is about is visible.
+    // The number of changes. An acquire: the latest change is visible.
     std::uint32_t count() const { return count_.load(std::memory_order_acquire); }
     // Raises the count; call `repeat` next.
-    void tell() { count_.fetch_add(1, std::memory_order_seq_cst); }
+    void notify() { count_.fetch_add(1, std::memory_order_seq_cst); }
     // Wakes every sleeper that has not read the latest count; false when there was none.
     bool repeat();
 

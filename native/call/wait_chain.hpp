@@ -25,15 +25,15 @@ struct Finding {
     std::vector<int> in_call;  // those in both lists for which the call itself waits, here or on another rank
 };
 
-class Inquest {
+class WaitChainSearch {
   public:
     // Into the call `in`, which has waited for `waited_ns` of the `timeout_ns` that it may take.
-    Inquest(Waits& waits, Occasion in, std::int64_t timeout_ns, std::int64_t waited_ns);
-    Inquest(const Inquest&) = delete;
-    Inquest& operator=(const Inquest&) = delete;
-    ~Inquest();
+    WaitChainSearch(Waits& waits, Occasion in, std::int64_t timeout_ns, std::int64_t waited_ns);
+    WaitChainSearch(const WaitChainSearch&) = delete;
+    WaitChainSearch& operator=(const WaitChainSearch&) = delete;
+    ~WaitChainSearch();
 
-    // Goes on with the inquest; nullopt while answers may still come. `awaited` are the names of the ranks that the
+    // Goes on with the search; nullopt while answers may still come. `awaited` are the names of the ranks that the
     // call waits for now. One thread at a time may call this.
     std::optional<Finding> look(const std::vector<int>& awaited);
 

@@ -1,0 +1,93 @@
+#include "shm/group_segment.hpp"
+
+#include <algorithm>
+#include <cerrno>
+#include <new>
+#include <system_error>
+
+#include "call/turns.hpp"
+#include "shm/futex.hpp"
+
+namespace paceline::shm {
+namespace {
+
+constexpr std::size_t kGroupHeadBytes = 8192;
+
+struct GroupHead {
+    std::atomic<std::uint32_t> arrived{0};
+    std::atomic<std::uint32_t> given_up{0};
+    std::atomic<std::uint32_t> has_arrived[kMaxRanks]{};  // by place among the members
+};
+static_assert(sizeof(GroupHead) <= kGroupHeadBytes);
+
+GroupHead& head_in(const Segment& segment) {
+    return *std::launder(reinterpret_cast<GroupHead*>(segment.data()));
+}
+
+}  // namespace
+
+std::unique_ptr<GroupSegment> GroupSegment::open(Mesh& mesh, std::vector<int> places, RegionId id, std::size_t nbytes,
+                                                 Mesh::Deadline deadline) {
+    std::unique_ptr<GroupSegment> shared(new GroupSegment(mesh, std::move(places), id));
+    const std::size_t all = kGroupHeadBytes + nbytes;
+    if (shared->is_mine()) {
+        shared->segment_ = Segment::create(all, Pages::small);
+        if (!shared->segment_) throw std::system_error(errno, std::generic_category(), "memfd_create");
+        new (shared->segment_->data()) GroupHead;
+        if (shared->places_.size() > 1) mesh.offer(id, shared->segment_);
+        return shared;
+    }
+    const Found found = mesh.fetch(shared->places_[0], id, deadline);
+    if (found.shortage != 0) throw std::system_error(found.shortage, std::generic_category(), "the memory of a group");
+    if (!found.segment || found.segment->size() < all) return nullptr;
+    shared->segment_ = found.segment;
+    return shared;
+}
+
+GroupSegment::~GroupSegment() {
+    if (is_complete_ || forked_from_member()) return;
+    if (segment_) {
+        GroupHead& head = head_in(*segment_);
+        head.given_up.store(1, std::memory_order_release);
+        futex_wake_all(head.arrived);
+    }
+    if (is_mine()) mesh_.give_up(id_);
+}
+
+std::uint8_t* GroupSegment::data() const {
+    return segment_->data() + kGroupHeadBytes;
+}
+
+bool GroupSegment::wait_for_all(Mesh::Deadline deadline) {
+    GroupHead& head = head_in(*segment_);
+    const auto members = static_cast<std::uint32_t>(places_.size());
+    const auto place =
+        static_cast<std::size_t>(std::find(places_.begin(), places_.end(), mesh_.rank()) - places_.begin());
+    head.has_arrived[place].store(1, std::memory_order_release);
+    // An acquire too: whoever completes the number, or sees it complete, sees all that the members have written.
+    if (head.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == members) futex_wake_all(head.arrived);
+    for (;;) {
+        const std::uint32_t seen = head.arrived.load(std::memory_order_acquire);
+        if (seen == members) break;
+        const auto left = deadline - std::chrono::steady_clock::now();
+        if (left <= left.zero() || waits_in_vain()) return false;
+        futex_wait(head.arrived, seen, std::chrono::nanoseconds(std::min<decltype(left)>(left, kTurn)).count());
+    }
+    is_complete_ = true;
+    if (is_mine() && members > 1) {
+        mesh_.withdraw(id_);
+        segment_->close_descriptor();
+    }
+    return true;
+}
+
+// Whether a member has given up, or is gone and has not arrived.
+bool GroupSegment::waits_in_vain() const {
+    if (head_in(*segment_).given_up.load(std::memory_order_acquire) != 0) return true;
+    for (std::size_t i = 0; i < places_.size(); ++i)
+        if (mesh_.is_gone(places_[i]) && head_in(*segment_).has_arrived[i].load(std::memory_order_acquire) == 0)
+            return true;
+    return false;
+}
+
+}  // namespace paceline::shm
