@@ -10,6 +10,7 @@ and it listens only once a worker requests it: a job that uses only Paceline's g
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -106,9 +107,12 @@ class WorkerStores:
         """Starts torch's store; has no effect if it runs already, or if another process listens at its port."""
         if self._torch_socket is None:
             return
-        with contextlib.suppress(OSError):  # the program serves a store of its own there
+        try:
             self._torch_socket.listen(BACKLOG)
             self._torch_server = _core.StoreServer(os.dup(self._torch_socket.fileno()))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:  # in use: the program serves a store of its own there
+                self._say(f"MASTER_PORT cannot be served, which the env:// of torch.distributed needs: {error}")
         self._torch_socket.close()
         self._torch_socket = None
 
