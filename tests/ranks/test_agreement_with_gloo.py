@@ -19,7 +19,7 @@ def agree_over_its_groups(file: str, backend: str, rounds: int) -> int:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_engines_over_process_groups_agree_with_torch_distributed(ranks, tmp_path, backend):
+def test_engines_over_process_groups_agree_with_torchs(ranks, tmp_path, backend):
     assert min(ranks(2)(agree_over_its_groups, str(tmp_path / "gloo"), backend, 1)) > 60
 
 
