@@ -238,7 +238,7 @@ def all_types(setting: Setting, name: str) -> dict[str, object]:
                     if found is None and layout != "contiguous" and "contiguous" in why:
                         demanding += 1
                         continue
-                    if found is None and op == "AVG" and dtype in SMALL:  # docs/nccl.md lists it
+                    if found is None and here.is_staged and dtype in SMALL:  # the CPU's engine does not reduce them
                         refused += 1
                         continue
                     if found is None and wanted is not None:

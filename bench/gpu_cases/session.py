@@ -66,6 +66,11 @@ class Session:
         return torch.get_device_module(self.device)
 
     @property
+    def is_staged(self) -> bool:
+        """Whether Paceline's calls travel through host memory."""
+        return self.device.type != "cpu" and "nccl" not in self.setting.backend
+
+    @property
     def has_streams(self) -> bool:
         return self.device.type != "cpu" and hasattr(self.module, "Stream") and hasattr(self.module, "stream")
 

@@ -124,6 +124,9 @@ PROGRAMS: tuple[Program, ...] = (
 def _on_a_rank(directory: str) -> dict[str, str]:
     os.environ[DIRECTORY_VARIABLE] = directory
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=0)
+    torch.cuda._sleep(1)  # loads the kernel, for which the host would wait
+    dist.all_reduce(torch.ones(1, device="cuda"))
+    torch.cuda.synchronize()
     reports = run_in_turn({name_of(program): program for program in PROGRAMS})
     dist.destroy_process_group()
     return reports

@@ -111,7 +111,6 @@ _OPS: _Ops = {
 }
 _SUMS: _Ops = {op: _OPS[op] for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM)}
 _WRAPPING = {op: _OPS[op] for op in (ReduceOp.SUM, ReduceOp.PRODUCT)}  # alike for signed and unsigned numbers
-_OF_FLOAT8: _Ops = {op: _OPS[op] for op in _OPS if op != ReduceOp.AVG}  # which NCCL refuses
 _OF_BOOLEANS = dict.fromkeys((ReduceOp.SUM, ReduceOp.MAX, ReduceOp.BOR), c10d.ReduceOp.MAX)
 _OF_BOOLEANS |= dict.fromkeys((ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.BAND), c10d.ReduceOp.MIN)
 
@@ -139,7 +138,7 @@ def find_reduction(dtype: int, reduce_op: int, has_float8: bool = False) -> Torc
     """
     kind = DTYPES[dtype]
     name = str(kind).removeprefix("torch.")
-    view, ops = (kind, _OF_FLOAT8) if name in _FLOAT8 and has_float8 else _REDUCED.get(name, (kind, {}))
+    view, ops = (kind, _OPS) if name in _FLOAT8 and has_float8 else _REDUCED.get(name, (kind, {}))
     op = ops.get(ReduceOp(reduce_op))
     return None if op is None else TorchReduction(view, op)
 

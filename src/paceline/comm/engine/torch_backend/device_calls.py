@@ -148,6 +148,11 @@ class CallStream:
         self.stream = AcceleratorStream(device)
 
     @property
+    def size(self) -> int:
+        """The number of ranks that the call stream connects."""
+        return len(self._ranks.members)
+
+    @property
     def is_open(self) -> bool:
         """Whether the ranks are connected, so that a call returns without waiting for them."""
         return self._group is not None or self.failure is not None

@@ -129,7 +129,9 @@ class DeviceChannel(EngineChannel):
     def _reduction(self, call: CollectiveCall) -> TorchReduction | None:
         if call.operation not in _REDUCING:
             return None
-        reduction = find_reduction(call.dtype, call.reduce_op, self._has_float8)
+        # An average over one rank is a sum, which NCCL also has for numbers of 8 bits.
+        is_sum = call.reduce_op == ReduceOp.AVG and self._calls.size == 1
+        reduction = find_reduction(call.dtype, ReduceOp.SUM if is_sum else call.reduce_op, self._has_float8)
         if reduction is None:
             raise TypeError(
                 f"{call.operation}: {self._library} has no {ReduceOp(call.reduce_op).name} of "
