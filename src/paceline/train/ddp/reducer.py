@@ -92,7 +92,8 @@ class Reducer:
         self._install_hooks()
 
         # - For messages and statistics
-        self.recorded = RecordedSteps("ddp", next(iter(self._gradients.params)).device)
+        first = next(iter(self._gradients.params), None)  # None if all parameters are delayed
+        self.recorded = RecordedSteps("ddp", torch.device("cpu") if first is None else first.device)
         self.wait_s = 0.0  # the time spent at the ends of backwards
         self.forwards = 0  # the number of forwards whose backward averages
         self._reductions = 0
