@@ -117,10 +117,10 @@ def sleeps_until_the_end() -> None:
     dist.init_process_group()
     rank = dist.get_rank()
     dist.all_reduce(torch.ones(1), async_op=True).get_future().wait()
-    thread = next(thread for thread in threading.enumerate() if thread.name == "paceline-completion")
     message = torch.zeros(3)
     if rank == 1:
-        received = dist.irecv(message, 0).get_future()
+        received = dist.irecv(message, 0).get_future()  # starts the thread
+        thread = next(thread for thread in threading.enumerate() if thread.name == "paceline-completion")
         slept = sleeps_of(thread)
         time.sleep(0.3)
         assert sleeps_of(thread) - slept <= 3

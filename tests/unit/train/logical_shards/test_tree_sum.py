@@ -100,7 +100,8 @@ def test_a_random_stream_depends_on_its_key_alone():
 def test_tensors_of_several_types_are_packed_and_unpacked():
     tensors = [torch.ones(2, 3), torch.zeros(0), torch.ones(()).double(), torch.arange(4.0).reshape(2, 2).t()]
     packed = pack(tensors)
-    assert {dtype: flat.numel() for dtype, flat in packed.items()} == {torch.float32: 10, torch.float64: 1}
+    cpu = torch.device("cpu")
+    assert {kind: flat.numel() for kind, flat in packed.items()} == {(torch.float32, cpu): 10, (torch.float64, cpu): 1}
     for one, other in zip(unpack(packed, tensors), tensors, strict=True):
         assert torch.equal(one, other)
 
