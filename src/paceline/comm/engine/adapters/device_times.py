@@ -101,12 +101,14 @@ class DeviceWatch:
             self._added.wait()
             time.sleep(_POLLING_S)
             self._added.clear()
-            for poll, device in list(self._polls.items()):
+            with self._lock:
+                polls, self._polls = self._polls, {}  # what is added meanwhile is kept
+            for poll, device in polls.items():
                 with activated(device):
                     is_over = _is_over(poll)
-                if is_over:
+                if not is_over:
                     with self._lock:
-                        self._polls.pop(poll, None)
+                        self._polls[poll] = device
             if self._polls:
                 self._added.set()
 

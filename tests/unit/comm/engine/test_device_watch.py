@@ -1,0 +1,29 @@
+"""The thread that reads the times of devices polls what is added while it polls."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import torch
+
+from paceline.comm.engine.adapters import device_times
+from paceline.comm.engine.adapters.device_times import DeviceWatch
+
+
+def test_what_is_added_during_its_last_poll_is_polled_again(monkeypatch):
+    monkeypatch.setattr(device_times, "activated", lambda device: contextlib.nullcontext())
+    watch, device, again = DeviceWatch(), torch.device("cpu"), threading.Event()
+    polls = 0
+
+    def poll() -> bool:
+        nonlocal polls
+        polls += 1
+        if polls == 1:
+            watch.add(poll, device)  # as by a mark right after the last one was read
+        else:
+            again.set()
+        return False
+
+    watch.add(poll, device)
+    assert again.wait(30)
