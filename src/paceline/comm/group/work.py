@@ -28,6 +28,7 @@ from paceline.comm.engine.adapters.device_streams import (
     AcceleratorEvent,
     current_streams,
     on_streams,
+    poll_until,
     pooled_streams,
     record_current,
 )
@@ -276,12 +277,7 @@ class _UntilEvent:
         if timeout_ns >= FOR_EVER_NS:
             self._event.wait()
             return True
-        deadline_ns = time.monotonic_ns() + timeout_ns
-        while not self._event.done():
-            if time.monotonic_ns() > deadline_ns:
-                return False
-            time.sleep(_SHORTEST_WAIT_NS / 1e9)
-        return True
+        return poll_until(self._event.done, timeout_ns)
 
     def outcome(self) -> None:
         return None

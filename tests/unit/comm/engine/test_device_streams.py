@@ -110,8 +110,8 @@ def test_another_device_is_current_only_within(module):
 def test_on_the_cpu_everything_is_done_at_once():
     stream = AcceleratorStream(torch.device("cpu"))
     stream.follow()
-    target = stream.allocate(12, torch.float32)
-    stream.copy(target, torch.arange(3.0))
+    with stream.current():
+        target = torch.arange(3.0)
     event = stream.record(timing=True)
     event.order()
     event.wait()

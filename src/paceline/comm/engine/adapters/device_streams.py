@@ -11,10 +11,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.00002, 0.001
 
 
 class AcceleratorEvent:
@@ -89,16 +92,6 @@ class AcceleratorStream:
         """Makes this stream the calling thread's current one, and its device the current device."""
         return contextlib.nullcontext() if self._stream is None else _CurrentStream(self.device, self._stream)
 
-    def allocate(self, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """Returns new memory for this stream: after it has been freed, only later work on this stream reuses it."""
-        with self.current():
-            return torch.empty(nbytes // dtype.itemsize, dtype=dtype, device=self.device)
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Enqueues a copy, of which one side may be in pinned host memory; the caller keeps both alive."""
-        with self.current():
-            target.copy_(source, non_blocking=True)
-
     def synchronize(self) -> None:
         """Makes the calling thread wait for all work on this stream."""
         if self._stream is not None:
@@ -124,6 +117,18 @@ class _CurrentStream:
         _change_stream(self._device, self._before)
         if self._activated is not None:
             self._activated.__exit__(*raised)
+
+
+def poll_until(done: Callable[[], bool], timeout_ns: int) -> bool:
+    """Makes the calling thread wait until `done`, which asks the device, returns True; returns False on time-out."""
+    deadline_ns = time.monotonic_ns() + timeout_ns
+    pause_s = _FIRST_PAUSE_S
+    while not done():
+        if time.monotonic_ns() > deadline_ns:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    return True
 
 
 def with_index(device: torch.device) -> torch.device:

@@ -2,8 +2,8 @@
 
 A call or a phase of a training step is enclosed by two events on the device's streams. Nothing waits for them: one
 thread of the process (`DeviceWatch`) asks from time to time which have passed, and converts their times when they have.
-Each device has a `DeviceClock`, which compares the device's time with the
-host's by events on a stream without other work, which pass at once.
+Each device has a `DeviceClock`, which compares the device's time with the host's by events on a stream without other
+work, which pass at once.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -472,17 +472,14 @@ def _mismatch(headers: Sequence[Sequence[int]]) -> CallFailure:
     return CallFailure(OutcomeCode.MISMATCH, calls=calls, algorithms=[0] * len(calls))
 
 
-_FIELDS = (
-    *("missing", "gone", "left", "cause", "cause_left", "reporter", "waited_ns", "step", "split_from", "split_to"),
-    *("split_sent", "split_expected", "calls", "algorithms", "came", "waiting", "held_by", "cause_hung"),
-)
+# Those that the outcomes of the core have too.
+_FIELDS = [field.name for field in fields(CallFailure) if field.name not in ("code", "said", "seen")]
 
 
 def _copied(outcome: CallOutcome, **changes: object) -> CallFailure:
     """Returns a copy of an outcome with other values in some fields."""
     if not isinstance(outcome, CallFailure):
-        fields = {name: getattr(outcome, name) for name in _FIELDS}
-        outcome = CallFailure(OutcomeCode(outcome.code), **fields)
+        outcome = CallFailure(OutcomeCode(outcome.code), **{name: getattr(outcome, name) for name in _FIELDS})
     return replace(outcome, **changes)  # type: ignore[arg-type]
 
 

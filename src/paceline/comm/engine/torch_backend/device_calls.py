@@ -22,6 +22,7 @@ from paceline.comm.engine.adapters.device_streams import (
     AcceleratorStream,
     activated,
     is_capturing,
+    poll_until,
     record_current,
 )
 from paceline.comm.engine.adapters.group_recorder import RecordedOperation
@@ -151,11 +152,6 @@ class CallStream:
     def size(self) -> int:
         """The number of ranks that the call stream connects."""
         return len(self._ranks.members)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the ranks are connected, so that a call returns without waiting for them."""
-        return self._group is not None or self.failure is not None
 
     def enqueue(
         self,
@@ -531,7 +527,6 @@ class CallWatch:
 
 # A time-out of at least this length is no limit: the program's stream waits for the call, and its thread continues.
 _NO_LIMIT_NS = 1 << 61
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.00002, 0.001
 
 
 class DeviceWork:
@@ -564,14 +559,7 @@ class DeviceWork:
 
     def finish(self, timeout_ns: int) -> bool:
         """Makes the thread wait for the call; returns False on time-out."""
-        deadline_ns = time.monotonic_ns() + timeout_ns
-        pause_s = _FIRST_PAUSE_S
-        while not self.done():
-            if time.monotonic_ns() > deadline_ns:
-                return False
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        return True
+        return poll_until(self.done, timeout_ns)
 
     def outcome(self) -> CallFailure | None:
         """Returns why the call failed, if that is known yet."""
