@@ -1,4 +1,4 @@
-"""Advice: changes of a job, each predicted by itself, and ranked by their gain."""
+"""Advice: changes to a job, each predicted separately and ranked by its gain."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from paceline.operate.plan.step_time import WIRES, CallTimes, Simulate, Strategy
 _MIB = 1 << 20
 _BUCKETS_MIB = (1, 5, 25, 100)
 _PERIOD = 16
-_WORTH_SAYING = 0.01  # of the rate
+_WORTH_SAYING = 0.01  # as a share of the rate
 _MEMORY_WORTH_SAYING = 0.05
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change, and the job with it.
+    """A change to a job.
 
     Attributes:
         what: the change, as it would be made in a script or a command.
         but: its disadvantage, or an effect that the prediction ignores; "" for none.
-        strategy: the choices of the job with the change.
+        strategy: the strategy of the changed job.
         per_node: the number of ranks per host with the change.
     """
 
@@ -39,8 +39,8 @@ class Advice:
 
     Attributes:
         change: the change.
-        prediction: the job with the change.
-        gain: the relative growth of the rate in samples per second.
+        prediction: the prediction for the changed job.
+        gain: the relative increase of the rate in samples per second.
         saved_nbytes: the bytes of a rank's memory that the change saves.
     """
 
@@ -56,7 +56,7 @@ def advise(calibration: Calibration, now: JobPrediction, networks: Networks, sim
     Args:
         calibration: the measurements of one rank.
         now: the job without changes.
-        networks: a function that builds the network of other numbers of ranks.
+        networks: a function that returns the network for a number of hosts and a number of ranks per host.
         simulate: `simulate_call` of `comm/schedule/simulation.py`.
     """
     times: dict[int, CallTimes] = {}

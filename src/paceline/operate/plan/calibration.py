@@ -85,7 +85,7 @@ class HostCall:
 
 @dataclass(frozen=True)
 class PairLink:
-    """The link between two hosts, by their numbers in the order of the ranks.
+    """The link between two hosts, which are numbered in the order of their ranks.
 
     Its rate is that of one connection, including losses; `loss` is the share of segments that were sent again.
     """
@@ -118,7 +118,7 @@ class Links:
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of a calibration, for its readers."""
+    """The origin of a calibration, as information for users."""
 
     command: tuple[str, ...]
     date: str
@@ -174,7 +174,7 @@ class Calibration:
 
 
 def encode(calibration: Calibration) -> bytes:
-    """Returns the file's content."""
+    """Returns the content of the calibration file."""
     return msgspec.json.format(msgspec.json.encode(calibration), indent=1) + b"\n"
 
 
@@ -200,7 +200,7 @@ def decode(content: bytes, name: str = "the calibration") -> Calibration:
 
 
 def _problem(found: Calibration) -> str | None:
-    """Returns the message of an invalid value in a calibration, which may have been edited, or None."""
+    """Returns a message about an invalid value, since users may edit the file, or None."""
     sizes = (value for gradient in found.gradients for value in (gradient.ready_s, gradient.nbytes))
     if min(*vars(found.times).values(), *found.step_s, *sizes) < 0:
         return "a time or a size is negative"
@@ -226,7 +226,7 @@ def relative_spread(step_s: Sequence[float], in_a_row: int = 1) -> list[float]:
 
     Args:
         step_s: the seconds of each step.
-        in_a_row: the number of steps that ranks make before they wait for each other; the values are means over so
+        in_a_row: the number of steps that ranks make before they wait for each other; each value is a mean over that
             many steps.
     """
     runs = max(1, len(step_s) // in_a_row)

@@ -15,7 +15,7 @@ _HEADS = (
 
 
 def table_text(predictions: Sequence[JobPrediction]) -> str:
-    """Returns a table with a row for each prediction, and the meaning of the columns below."""
+    """Returns a table with a row for each prediction, followed by a legend of the columns."""
     rows = [_HEADS, *(_cells(each) for each in predictions)]
     per = f"{PER_SAMPLES:,} samples" if predictions[0].samples_per_s is not None else "1,000 steps"
     notes = (

@@ -1,8 +1,8 @@
-"""Goodput: the share of its time that a job spends on its work if workers and machines fail.
+"""Goodput: the share of time that a job spends on useful work when workers and machines fail.
 
 An elastic job is simulated in virtual time with the coordinator of a launcher (`simulated_job.py`). A job that restarts
 from checkpoints is computed with Daly's closed form ("A higher order estimate of the optimum checkpoint interval for
-restart dumps", 2006). The file also has the table of results and the parsing of times.
+restart dumps", 2006). This module also formats the results as a table and parses times.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.operate.plan.simulated_job import EventTimes, JobOutcome, MeanTime
 
 _NEVER_S = 1e12
 _MOST_MACHINES, _MOST_PER_MACHINE = 16, 2
-"""The largest numbers of simulated machines and workers per machine; if there are more, one represents several."""
+"""The largest numbers of simulated machines and workers per machine; in larger jobs, each represents several."""
 
 _UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(ms|s|min|h|d)")
@@ -27,16 +27,17 @@ _SHARES = ("slowness", "replaying")  # the fields of EventTimes without a unit
 
 @dataclass(frozen=True)
 class Goodput:
-    """The use of a job's time.
+    """The goodput of one job.
 
     Attributes:
         nodes: the number of machines.
-        failures_per_day: the failures of workers and machines, without those of the whole job.
+        failures_per_day: the number of failures of workers and machines per day, excluding failures of the whole job.
         pause_s: the median and the 95th percentile of the delay that a failure causes in an elastic job, in seconds.
-        elastic: the share of its time that an elastic job spends on steps, with checkpoints but without failures.
-        elastic_period_s: the best interval between its checkpoints, in seconds; infinite if it needs none.
-        restarting: the same share for a job that restarts from its newest checkpoint after each failure.
-        restarting_period_s: the best interval between its checkpoints, in seconds.
+        elastic: the share of its time that an elastic job spends on steps; checkpoints and failures take the rest.
+        elastic_period_s: the best interval between checkpoints of an elastic job, in seconds; infinite if it needs
+            none.
+        restarting: the share of its time that a job spends on steps if every failure restarts it from a checkpoint.
+        restarting_period_s: the best interval between checkpoints of a job that restarts, in seconds.
         lost: the number of simulated jobs that lost their state because all workers with it had died.
         played: the number of simulated jobs.
     """
@@ -64,7 +65,7 @@ def goodput(
     """Computes the goodput of a job from `jobs` simulated jobs.
 
     Raises:
-        ValueError: a time is impossible; the message names it.
+        ValueError: a time is out of range; the message names it.
     """
     if (problem := times.problem()) is not None:
         raise ValueError(problem)
@@ -105,7 +106,7 @@ def partition(nodes: int, away: int, times: EventTimes) -> JobOutcome:
     """Simulates a network partition that cuts off `away` of the nodes from the coordinator.
 
     Returns:
-        The outcome, with the pause of the side that continues, or without a pause and with the reason in `end`.
+        The outcome. It has one pause if a side continues; otherwise it has none, and `end` is the reason.
     """
     machines = min(nodes, _MOST_MACHINES)
     cut = round(away * machines / nodes)
@@ -118,7 +119,7 @@ def best_period_s(saving_s: float, between_s: float) -> float:
     """Returns the best interval of work between two checkpoints, in seconds (Young 1974, Daly 2006).
 
     Args:
-        saving_s: the delay of the training by a checkpoint, in seconds.
+        saving_s: the time by which a checkpoint delays training, in seconds.
         between_s: the mean time between failures that need the newest checkpoint, in seconds; 0 for never.
     """
     if not between_s:
@@ -130,11 +131,11 @@ def best_period_s(saving_s: float, between_s: float) -> float:
 
 
 def share_with_restarts(period_s: float, saving_s: float, restarting_s: float, rate: float) -> float:
-    """Returns the share of its time that a job with restarts spends on work, with exponential failures (Daly 2006).
+    """Returns the share of time that a job with restarts spends on work, for exponential failures (Daly 2006).
 
     Args:
         period_s: the seconds of work between two checkpoints; infinite without checkpoints.
-        saving_s: the delay of the training by a checkpoint, in seconds.
+        saving_s: the time by which a checkpoint delays training, in seconds.
         restarting_s: the seconds until the job computes again after a failure; the restart may fail too.
         rate: the number of failures per second.
     """
@@ -156,10 +157,10 @@ def _spread(values: Sequence[float]) -> tuple[float, float]:
 
 
 def parse_failures(text: str) -> MeanTimesBetweenFailures:
-    """Parses mean times between failures, as in `machine=30d,worker=90d,job=60d`; those left out are 0, for never.
+    """Parses mean times between failures, as in `machine=30d,worker=90d,job=60d`; omitted ones are 0 (never).
 
     Raises:
-        ValueError: a part has another form or name.
+        ValueError: a part is malformed or has an unknown name.
     """
     given = _parts(text, ("worker", "machine", "job"), "--failures")
     return MeanTimesBetweenFailures(
@@ -168,10 +169,10 @@ def parse_failures(text: str) -> MeanTimesBetweenFailures:
 
 
 def parse_times(text: str, times: EventTimes) -> EventTimes:
-    """Parses changes of the times, as in `repair=10min,saving=2s,slowness=1.2`, and applies them.
+    """Parses changes to the times, as in `repair=10min,saving=2s,slowness=1.2`, and applies them.
 
     Raises:
-        ValueError: a part has another form or name.
+        ValueError: a part is malformed or has an unknown name.
     """
     names = {field.name.removesuffix("_s"): field.name for field in fields(EventTimes)}
     given = _parts(text, tuple(names), "--times")

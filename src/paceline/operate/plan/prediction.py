@@ -1,6 +1,6 @@
 """JobPrediction: a job's step time, rate, bottleneck, memory and cost.
 
-A step takes the time of its slowest rank. The band is the variation from step to step: each rank's time is drawn from
+A step takes as long as its slowest rank. The band is the variation from step to step: each rank's time is drawn from
 the measured ones, and the largest of n draws is below their q^(1/n) quantile with probability q.
 """
 
@@ -14,9 +14,9 @@ from paceline.operate.plan.calibration import Calibration, relative_spread
 from paceline.operate.plan.step_time import WIRES, CallTimes, Simulate, StepTime, Strategy, map_links, step_of
 
 PER_SAMPLES = 1_000_000
-"""The number of samples for which node-hours are given; they are for 1,000 steps if samples are unknown."""
+"""The number of samples for which node-hours are given; if samples are unknown, they are given for 1,000 steps."""
 
-_WORTH_NAMING = 0.2  # communication or the slowest rank is a bottleneck from this share of a step on
+_WORTH_NAMING = 0.2  # the least share of a step for which communication or the slowest rank is a bottleneck
 _FAST = 1e15  # the rate of a link that takes no time, in bytes per second
 
 Networks = Callable[[int, int], Network]
@@ -25,7 +25,7 @@ Networks = Callable[[int, int], Network]
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The memory of a rank by content, in bytes."""
+    """The memory of a rank by use, in bytes."""
 
     parameter_nbytes: int
     gradient_nbytes: int
@@ -34,19 +34,19 @@ class RankMemory:
 
     @property
     def nbytes(self) -> int:
-        """The sum."""
+        """The total memory."""
         return self.parameter_nbytes + self.gradient_nbytes + self.optimizer_nbytes + self.other_nbytes
 
 
 @dataclass(frozen=True)
 class JobPrediction:
-    """A job of `nodes` hosts with `per_node` ranks each.
+    """The prediction for a job of `nodes` hosts with `per_node` ranks each.
 
     Attributes:
         nodes: the number of hosts.
         per_node: the number of ranks on each host.
         strategy: the choices of the job.
-        step: the median step.
+        step: the parts of the median step.
         low_s: the 5th percentile of a step's duration.
         high_s: the 95th percentile of a step's duration.
         alone_s: the duration of a step of one rank that waits for no other.
@@ -77,7 +77,7 @@ class JobPrediction:
 
     @property
     def efficiency(self) -> float:
-        """The rate divided by that of as many ranks without waiting."""
+        """The rate divided by that of the same number of ranks that never wait."""
         return self.alone_s / self.step.seconds
 
 
@@ -191,7 +191,7 @@ def bottleneck_of(
 
 
 def _without(network: Network) -> dict[str, Network]:
-    """Returns networks in which one property takes no time, by the name of the property."""
+    """Returns networks in each of which one property takes no time, keyed by the name of the property."""
     if len(network.hosts) == 1:
         return {}
 

@@ -1,4 +1,4 @@
-"""Report of a plan: one self-contained HTML file in the style of `paceline report`, with SVG pictures."""
+"""Report of a plan: one self-contained HTML file in the style of `paceline report`, with SVG figures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PARTS = (
     ("optimizer", "optimizer"),
     ("other", "rest"),
 )
-"""The parts of a step: the name of the colour in the page's style, and the name of the part."""
+"""The parts of a step: for each, the colour's name in the page's style and the part's name."""
 
 RATES = (0.25, 0.5, 1.0, 2.0, 4.0)
 """The rates of the links between hosts on the map, as multiples of the known one."""
@@ -53,14 +53,14 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 16, 40
 
 @dataclass(frozen=True)
 class HeatRow:
-    """The efficiencies of one number of nodes, one for each rate of the links between hosts."""
+    """A row of the heat map: the efficiency on `nodes` nodes for each rate of the links between hosts."""
 
     nodes: int
     efficiencies: tuple[float, ...]
 
 
 def scaling_curve(predictions: Sequence[JobPrediction]) -> str:
-    """Returns the rate by the number of ranks on two logarithmic axes, with its band and the ideal rate."""
+    """Returns a chart of the rate over the number of ranks on logarithmic axes, with its band and the ideal rate."""
     ranks = [job.ranks for job in predictions]
     rates = [job.ranks / job.step.seconds for job in predictions]
     ideal = [job.ranks / job.alone_s for job in predictions]
@@ -94,7 +94,7 @@ def scaling_curve(predictions: Sequence[JobPrediction]) -> str:
 
 
 def step_bars(predictions: Sequence[JobPrediction]) -> str:
-    """Returns a bar for each number of nodes, divided into the parts of a step."""
+    """Returns a bar chart with a bar for each number of nodes, divided into the parts of a step."""
     longest = max(job.step.seconds for job in predictions)
     height = _TOP + 34 * len(predictions) + 34
     room = _WIDTH - _LEFT - 90
@@ -119,7 +119,7 @@ def step_bars(predictions: Sequence[JobPrediction]) -> str:
 
 
 def heat_map(rows: Sequence[HeatRow], rates: Sequence[str]) -> str:
-    """Returns the efficiency by the number of nodes and the rate of the links between hosts."""
+    """Returns a heat map of the efficiency by the number of nodes and the rate of the links between hosts."""
     height = _TOP + 30 * len(rows) + 34
     width = (_WIDTH - _LEFT - _RIGHT) / len(rates)
     drawn = []

@@ -1,7 +1,7 @@
 """SimulatedJob: an elastic job with failures in virtual time, with the coordinator of a real launcher.
 
 `SimulatedWorker` models the messages of a worker and the views that it enters. `SimulatedView` models the connections
-of a view's members, who make steps together; it breaks when one of them dies.
+of a view's members, which make steps together; it breaks when one of them dies.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class EventTimes:
         silence_s: the time from the loss of a machine, which closes no connection, until it is declared lost.
         message_s: the latency of a message between a worker and the coordinator.
         forming_s: the work of a member for a new view: leaving the old group and preparing the next one.
-        meeting_s: the time from then until the members of a new view are connected; 0 for a single member.
+        meeting_s: the time from the end of this work until the members of a new view are connected; 0 for one member.
         starting_s: the time until a worker's replacement on the same machine is ready, with a spare interpreter.
         repair_s: the time until another machine replaces a lost one.
         copying_s: the time until a new worker has the state.
         slowness: the factor by which the other workers' steps slow down while a new worker copies; at least 1.
-        replaying: the time that a new worker takes to replay a step that was made meanwhile, as a share of a step.
-        saving_s: the delay of the training by a checkpoint.
+        replaying: the time that a new worker takes to replay a step made during the copy, as a share of a step.
+        saving_s: the time by which a checkpoint delays training.
         restarting_s: the time until all workers run again and have loaded a checkpoint.
     """
 
@@ -77,7 +77,7 @@ class EventTimes:
     restarting_s: float = 60.0
 
     def problem(self) -> str | None:
-        """Returns the message of an impossible value, or None."""
+        """Returns a message about a value that is out of range, or None."""
         if self.step_s <= 0:
             return f"step_s is {self.step_s}; a step takes time"
         negative = next((name for name, value in vars(self).items() if value < 0), None)
@@ -159,7 +159,7 @@ class SimulatedWorker:
         elif self.trains:
             self.job.end_worker(self, 75)
         elif self.group is not None and not view.is_planned:
-            # The view in which it was to join is obsolete, so it tries again.
+            # The view that it was to join is obsolete, so it tries again.
             self.job.send(self, Broken(self.group.view.generation, self.job.steps, "there is a later view"))
             self.state, self.group = "caught up", None
             self.job.send(self, CaughtUp(self.job.steps))
@@ -191,7 +191,7 @@ class SimulatedWorker:
 
 
 class SimulatedView:
-    """The connections of a view."""
+    """The connections between the members of a view."""
 
     __slots__ = ("arrived", "begun_s", "is_closed", "job", "lasts_s", "planned", "view")
 
@@ -221,7 +221,7 @@ class SimulatedView:
             self._enter_planned(self.planned)
 
     def begin_step(self) -> None:
-        """Computes the rest of the step."""
+        """Schedules the end of the current step, and of all further steps before the next event."""
         job = self.job
         self.begun_s = job.now_s
         self.lasts_s = job.left_s * job.slowness_of(len(self.view.members))
@@ -323,7 +323,7 @@ class SimulatedJob:
         self._names = 0
         self.receivers = 0
         self.steps = 0
-        self.left_s = times.step_s  # of the current step
+        self.left_s = times.step_s  # the rest of the current step
         self._began_s: float | None = None
         self._committed_s = 0.0
         self._recent_failures = 0  # since the last step
@@ -393,7 +393,7 @@ class SimulatedJob:
         if group.lasts_s:
             done = min(1.0, (self.now_s - group.begun_s) / group.lasts_s)
             share = lost * self._share
-            # The rest of the whole step, as the time that all workers would take.
+            # The rest of the whole step, as the time that all workers together would take.
             self.left_s = self.left_s * (1 - done) * (1 - share) + self.times.step_s * share
         group.lasts_s = 0.0
 

@@ -24,10 +24,10 @@ WIRES = {"bf16": 1 / 2, "int8": 66 / 256, "int4": 34 / 256}
 """The size of float32 gradients between hosts, relative to unrounded ones; 64 integers share a scale of two bytes."""
 
 EXACT_RANKS = 256
-"""The largest number of ranks for which every size is simulated; beyond it, powers of four are, with interpolation."""
+"""The largest number of ranks for which every size is simulated; beyond it, only powers of four are."""
 
 SIMULATED_RANKS = 2048
-"""The largest number of ranks to simulate where one host cannot represent all; beyond, the closed forms are used."""
+"""The largest number of ranks to simulate where one host cannot represent all; beyond it, closed forms are used."""
 
 _ON_ONE_HOST = "shared memory"
 
@@ -42,7 +42,8 @@ class Strategy:
         forwards: the number of forwards and backwards in a step; the last backward averages.
         wire: the format between hosts, one of `WIRES`; None for unrounded gradients.
         zero: the stage of ZeRO; 0 for DistributedDataParallel.
-        period: the number of steps after which ranks average their parameters; 0 if they average gradients in each.
+        period: the number of steps after which ranks average their parameters; 0 if they average gradients in every
+            step.
         algorithm: the algorithm of collectives; None for the fastest.
     """
 
@@ -65,7 +66,7 @@ class SimulatedTiming(Protocol):
 
     @property
     def seconds(self) -> float:
-        """The seconds from the last rank's arrival to the end of the last rank."""
+        """The seconds from the arrival of the last rank to the completion on the last rank."""
         ...
 
 
@@ -81,7 +82,7 @@ class TimedCall:
 
 
 class CallTimes:
-    """The durations of collectives on one network; each different call is simulated once.
+    """The durations of collectives on one network; each distinct call is simulated once.
 
     Args:
         network: the hosts and their links.
@@ -124,7 +125,7 @@ class CallTimes:
         return algorithm if algorithm in offered else offered[0]
 
     def _packed(self, wire: str, operation: Operation, nbytes: int) -> float:
-        """Returns the duration of a quantised call, or in a large world about that of a hierarchical one.
+        """Returns the duration of a quantised call, approximated by a hierarchical one in a large world.
 
         The schedule is an exchange between all pairs of hosts, which is too large to simulate in a large world.
         """
@@ -177,8 +178,9 @@ def map_links(network: Network, change: Callable[[NetworkLink], NetworkLink]) ->
 def interpolated(calls: Sequence[HostCall], ranks: int, nbytes: int) -> float:
     """Returns the seconds of an all-reduce on one host, interpolated between the measured sizes.
 
-    Below the least size the time is that of the least; beyond the largest it grows with the size. If this number of
-    ranks was not measured, the nearest one is used, and the time grows with the number, as ranks share the memory.
+    Below the smallest size, the time is that of the smallest; beyond the largest, it is proportional to the size. If
+    this number of ranks was not measured, the time of the nearest one is scaled by the ratio, as ranks share the
+    memory.
     """
     nearest = min({call.ranks for call in calls}, key=lambda measured: (abs(measured - ranks), measured))
     points = sorted((call.nbytes, call.seconds) for call in calls if call.ranks == nearest)
@@ -293,7 +295,7 @@ def _before_forward(calibration: Calibration, strategy: Strategy, times: CallTim
 def _averaging(
     calibration: Calibration, strategy: Strategy, times: CallTimes, factor: float, operation: Operation
 ) -> tuple[float, float, str]:
-    """Returns the seconds that the network is used, the seconds of that after backward, and the algorithm."""
+    """Returns the seconds for which the network is used, those exposed after backward, and the algorithm."""
     backward_s = calibration.times.backward_s * factor
     buckets = buckets_of(calibration.gradients, strategy.bucket_nbytes)
     free_s = used_s = 0.0
@@ -310,7 +312,8 @@ def _averaging(
 
 
 def _zero(calibration: Calibration, strategy: Strategy, times: CallTimes, factor: float) -> tuple[float, float, str]:
-    """Returns the same for ZeRO, which gathers the parameters after each step, or in stage 3 before each use."""
+    """Returns the values of `_averaging` for ZeRO, which gathers the parameters after each step, or in stage 3 before
+    each use."""
     operation = Operation.ALL_REDUCE if strategy.zero == 1 else Operation.REDUCE_SCATTER
     used_s, exposed_s, algorithm = _averaging(calibration, strategy, times, factor, operation)
     gather = times.call(Operation.ALL_GATHER, calibration.memory.parameter_nbytes, algorithm=strategy.algorithm).seconds
@@ -322,7 +325,7 @@ def _zero(calibration: Calibration, strategy: Strategy, times: CallTimes, factor
 
 
 def _diloco(calibration: Calibration, strategy: Strategy, times: CallTimes, factor: float) -> tuple[float, float, str]:
-    """Returns the same for DiLoCo, whose exchange of all parameters overlaps with `period` steps."""
+    """Returns the values of `_averaging` for DiLoCo, whose exchange of all parameters overlaps with `period` steps."""
     nbytes = calibration.memory.parameter_nbytes
     call = times.call(Operation.ALL_REDUCE, nbytes, algorithm=strategy.algorithm, wire=strategy.wire)
     left_s = max(0.0, call.seconds - strategy.period * calibration.alone_s * factor)

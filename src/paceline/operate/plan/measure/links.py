@@ -17,9 +17,9 @@ from paceline.operate.plan.calibration import HostCall, Links, PairLink
 from paceline.operate.plan.measure.step_watch import reduction_s_per_byte
 
 MOST_HOSTS = 32
-"""The largest number of hosts whose pairs are measured; with more, only the link between the first two is."""
+"""The largest number of hosts of which all pairs are measured; with more, only the first two hosts are measured."""
 
-_BUDGET_S = 2.0  # for the short messages of a link, and for the long ones
+_BUDGET_S = 2.0  # for the short messages of a link, and again for its long ones
 _ALL_ROUNDS_S = 30.0  # for the messages of all rounds between hosts
 _SHORT_MESSAGES = 100
 _LONGEST_NBYTES = 64 << 20
@@ -40,7 +40,7 @@ def hosts_of(names: Sequence[str]) -> list[list[int]]:
 
 
 def measure_links(hosts: Sequence[Sequence[int]]) -> Links:
-    """Measures the links from rank 0's point of view; every rank of the default group calls this.
+    """Measures the links on rank 0's host and between hosts; every rank of the default group calls this.
 
     Args:
         hosts: the ranks of each host.
@@ -84,7 +84,7 @@ def usual_link(pairs: Sequence[PairLink]) -> NetworkLink | None:
 
 
 def _losses() -> Mapping[int, float]:
-    """Returns the recorded share of retransmitted segments to each rank of another host."""
+    """Returns the share of retransmitted segments for each rank on another host, from this process's recording."""
     with contextlib.suppress(OSError, NoRecordingError), handed_memory() as fd:
         if fd is not None:
             return {link.peer: link.retransmits / link.segments for link in read_live(fd).links if link.segments}
@@ -92,14 +92,14 @@ def _losses() -> Mapping[int, float]:
 
 
 def measure_link(first: int, second: int, budget_s: float = _BUDGET_S) -> NetworkLink | None:
-    """Measures the link between two ranks; returns it on `first`, and None on others, which return at once.
+    """Measures the link between two ranks; returns it on `first`, and None on all other ranks.
 
-    The latency is half the median round trip of a byte, and the rate is that of long messages that are answered with a
-    byte.
+    The latency is half the median round trip of a byte. The rate is that of long messages, each acknowledged by a byte.
 
     Args:
         first, second: the ranks.
-        budget_s: the seconds for which short messages are repeated, and then long ones, each at least a few times.
+        budget_s: the time in seconds for repeating short messages, and again for long ones; each is sent a few times at
+            least.
     """
     rank = paceline.get_rank()
     if rank == first:
@@ -145,7 +145,7 @@ def _answer(peer: int) -> None:
 
 
 def _repeated(measure: Callable[[], float], most: int, deadline: float) -> list[float]:
-    """Returns the results of up to `most` measurements, of fewer at the deadline, but of at least three."""
+    """Returns the results of up to `most` measurements; stops at the deadline, but not before the third."""
     found: list[float] = []
     while len(found) < most and (len(found) < 3 or time.monotonic() < deadline):
         found.append(measure())

@@ -1,8 +1,8 @@
-"""StepWatch: records a script's steps by hooks on its modules, parameters, optimizers and loaders.
+"""StepWatch: records a script's steps with hooks on its modules, parameters, optimizers and loaders.
 
 In the first steps every module's forward is watched, to find the outermost modules with parameters: a
-`DistributedDataParallel`, or the model itself. Later only these are watched, so that the hooks take a few microseconds
-per step, and a microsecond per parameter. `calibration_of` computes the calibration from the records.
+`DistributedDataParallel`, or the model itself. Later only these are watched, and the hooks take a few microseconds per
+step and one microsecond per parameter. `calibration_of` computes the calibration from the records.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from paceline.train.ddp.buckets import MIB, caps_of
 from paceline.train.ddp.distributed_data_parallel import DistributedDataParallel
 
 LEFT_OUT = 3
-"""The number of steps at the beginning that are not measured, in which caches and the allocator still grow."""
+"""The number of initial steps that are not measured, because caches and the allocator still grow."""
 
 _BEFORE_SETTLED = 2  # the number of optimizer steps in which modules are discovered and memory is allocated
 
@@ -51,8 +51,8 @@ class StepNotes:
     """The record of one step, from the end of an optimizer's step to the end of its next, in seconds.
 
     Attributes:
-        begin_s: the time of the beginning.
-        end_s: the time of the end.
+        begin_s: the time at which the step began.
+        end_s: the time at which the step ended.
         data_s: the time that the step waited for the loader.
         forward_s: the duration of each forward.
         backward_s: the duration of each backward.
@@ -77,7 +77,7 @@ class StepNotes:
 
     @property
     def rest_s(self) -> float:
-        """The duration of everything besides the other parts."""
+        """The duration of everything that belongs to no other part."""
         known = self.data_s + sum(self.forward_s) + sum(self.backward_s) + self.optimizer_s
         return max(0.0, self.seconds - known)
 
@@ -87,7 +87,7 @@ class TooFewStepsError(RuntimeError):
 
 
 def times_of(steps: Sequence[StepNotes]) -> MeasuredTimes:
-    """Returns the medians of the parts of steps.
+    """Returns the median duration of each part of a step.
 
     Raises:
         TooFewStepsError: there are no steps with a forward and a backward.
@@ -114,7 +114,7 @@ def forwards_of(steps: Sequence[StepNotes]) -> int:
 
 
 def ready_of(steps: Sequence[StepNotes]) -> Mapping[str, float]:
-    """Returns the median time at which each gradient was ready, over the steps that had it."""
+    """Returns the median time at which each gradient was ready, over the steps that computed it."""
     names = dict.fromkeys(name for step in steps for name in step.ready_s)
     return {name: median(step.ready_s[name] for step in steps if name in step.ready_s) for name in names}
 
@@ -337,8 +337,7 @@ def reduction_s_per_byte() -> float:
 def world_of_one(local_ranks: int) -> dict[str, str]:
     """Returns the variables with which `init_process_group` creates a world of this process alone.
 
-    LOCAL_WORLD_SIZE is still that of the machine, since `DistributedDataParallel` uses it to find out whether a core is
-    spare.
+    LOCAL_WORLD_SIZE remains that of the machine: `DistributedDataParallel` uses it to determine whether a core is idle.
     """
     from paceline.operate.launch.workers.environment import free_port
 

@@ -1,10 +1,10 @@
-"""Program on each rank of `paceline plan --measure`: measures the links, then runs the script on separate ranks.
+"""Worker program of `paceline plan --measure`: measures the links, then runs the script, on each rank by itself.
 
     python -m paceline.operate.plan.measure.worker SETTINGS SCRIPT ARGS...
 
-SETTINGS is the JSON of a `MeasureSettings`. The process exits after the last measured step, so that the script's final
-actions, such as saving a model, do not happen after a few steps. Ranks that measure at the same time synchronize by
-files, since each is a world of its own.
+SETTINGS is the JSON of a `MeasureSettings`. The process exits after the last measured step and skips the script's final
+actions, such as saving a model. Ranks that measure at the same time synchronize through files, since each is a world of
+its own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from paceline.operate.plan.measure.step_watch import (
 )
 
 _PAUSE_S = 0.01
-_LATEST_S = 300.0  # the time-out for the ranks that run together to begin
+_LATEST_S = 300.0  # the time-out for the first step of all ranks that run together
 _MOST_EXTRA_STEPS = 10  # the limit of a rank's steps while others still measure, as a multiple of the measured ones
 
 
@@ -43,7 +43,7 @@ class FileBarrier:
     """Signals between the ranks of a machine, as files in a shared directory.
 
     Args:
-        directory: the directory, which exists.
+        directory: an existing directory that these ranks share.
         rank: this rank's number on the machine.
         ranks: the number of ranks on the machine.
     """
@@ -74,14 +74,14 @@ class FileBarrier:
 
 @dataclass(frozen=True)
 class MeasureSettings:
-    """The settings of the command for its workers.
+    """The settings that the command passes to its workers.
 
     Attributes:
         output: the file that rank 0 writes.
         directory: an empty directory on this machine, for the ranks that run together.
         steps: the number of steps to measure.
         together: whether all ranks of the first machine run the script, each as a separate world, or only rank 0.
-        links: the links, if they are known and need not be measured.
+        links: the links if they are known, or None to measure them.
     """
 
     output: str
@@ -143,7 +143,8 @@ class _Measurement:
         self._written = False
 
     def after_step(self, watch: StepWatch) -> None:
-        """Writes the calibration after the last step, and exits once all ranks have."""
+        """Writes the calibration after the last measured step; exits once all ranks are done, or this one is far
+        ahead."""
         done, needed = len(watch.steps), LEFT_OUT + self._settings.steps
         if done == 1 and not self._meeting.signal_and_wait("begun", _LATEST_S):
             print("paceline plan: not all ranks of this machine train yet; this one goes on", file=sys.stderr)
@@ -154,7 +155,7 @@ class _Measurement:
             _exit_now()
 
     def finish(self, watch: StepWatch) -> None:
-        """Writes the calibration of a script that has ended by itself.
+        """Writes the calibration of a script that ended before `after_step` wrote it.
 
         Raises:
             SystemExit: the script made too few steps.
