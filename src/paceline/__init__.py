@@ -1,7 +1,7 @@
 """Paceline: distributed data-parallel training for PyTorch. `import paceline as dist`.
 
 This file only re-exports. Names are loaded on first use, so that `paceline run` starts without importing torch;
-`__init__.pyi` beside it spells the same list out for type checkers, and a test holds the two together.
+`__init__.pyi` lists the same names for type checkers, and a test compares the two lists.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ _PUBLIC = {
     "paceline.comm.group.subgroups": ("new_subgroups", "new_subgroups_by_enumeration", "split_group"),
     "paceline.comm.group.compression": ("Wire",),
     "paceline.comm.group.work": ("Work",),
-    # names of torch's that mean the same here
+    # names of torch that have the same meaning here
     "torch.distributed": (
         "DebugLevel",
         "DistBackendError",
@@ -173,7 +173,7 @@ _PUBLIC = {
     "paceline.train.logical_shards.logical_shards": ("LogicalShards",),
     "paceline.train.zero.grad_scaler": ("GradScaler",),
     "paceline.train.zero.zero_redundancy_optimizer": ("ZeroRedundancyOptimizer",),
-    # what a job records
+    # logging
     "paceline.comm.record.log": ("log", "log_to", "MlflowLog", "TensorBoardLog", "WandbLog"),
     "paceline.comm.record.spans": ("span",),
     # launcher

@@ -1,4 +1,4 @@
-"""Error classes of Paceline, and two phrases that the messages of several layers share.
+"""Error classes of Paceline, and two functions that format values for messages.
 
 A message has four parts: what was seen, where (rank, host, pid, call), what was expected, and what to do.
 Wrong arguments raise plain `ValueError` and `TypeError`; the errors below involve another process or a file.
@@ -44,7 +44,8 @@ def short_repr(value: object) -> str:
 
 
 class _Base(RuntimeError):
-    """Between `PacelineError` and RuntimeError: the bases of a class whose only base is built in cannot be changed."""
+    """A base of `PacelineError` alone; Python cannot change the bases of a class whose only base is a built-in
+    class."""
 
 
 class PacelineError(_Base):
@@ -66,7 +67,7 @@ class _TimedOut(PacelineError):
 
 
 class OutOfDescriptorsError(PacelineError, OSError):
-    """This process has as many open files and sockets as the system allows; the message says how many."""
+    """This process has as many open files and sockets as the system allows; the message gives the limit."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -175,7 +176,7 @@ class CheckpointError(PacelineError):
 
 
 class CheckpointDamagedError(CheckpointError):
-    """A checkpoint is not whole: a file is missing, cut, or does not hold the bytes that were written."""
+    """A checkpoint is damaged: a file is missing, truncated, or does not contain the bytes that were written."""
 
 
 class WorkerError(PacelineError):
@@ -190,7 +191,7 @@ class WorkerError(PacelineError):
         self.exit_code = exit_code
 
 
-# Named as in torch._C, where every release from 2.6 on has them; one that a build lacks is left out.
+# The names in torch._C, where every release since 2.6 has them. A class that a build of torch lacks is left out.
 _OF_TORCH = {
     PacelineError: "_DistError",
     AuthenticationError: "_DistNetworkError",

@@ -9,7 +9,7 @@ from paceline.comm.group.default import GroupMember
 if TYPE_CHECKING:
     from paceline.comm.group.process_group import ProcessGroup
 
-WORLD: ProcessGroup | None  # looked up again at each access
+WORLD: ProcessGroup | None  # looked up at each access
 
 
 def __getattr__(name: str) -> object:

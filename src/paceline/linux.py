@@ -1,7 +1,7 @@
-"""Linux system calls that some builds of Python lack, death with the parent, and shortage of file descriptors.
+"""Linux system calls that some builds of Python lack, and helpers for process death and file descriptors.
 
-Python's own function is used where there is one; conda's and uv's builds are made for older systems than they run on.
-The numbers are the kernel's, the same on every architecture.
+Python's own function is used if it exists; the builds of conda and uv target older systems and lack some of them. The
+system call numbers are the same on every architecture.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def memfd_create(name: str, flags: int = MFD_CLOEXEC) -> int:
     """Returns the descriptor of a new, empty file in memory.
 
     Raises:
-        OSError: no descriptor is free, or no memory.
+        OSError: there is no free descriptor, or not enough memory.
     """
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, flags)

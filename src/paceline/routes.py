@@ -12,7 +12,8 @@ _DISCARD_PORT = 9
 
 
 def resolver_name(host: str) -> bytes | str:
-    """Returns a host's name or address as bytes if it is ASCII; for a `str`, `socket` imports a codec, in 4 to 6 ms."""
+    """Returns a host's name or address as bytes if it is ASCII; for a `str`, `socket` imports a codec, which takes 4 to
+    6 ms."""
     return host.encode() if host.isascii() else host
 
 
@@ -24,6 +25,6 @@ def source_address(target: str) -> str:
     """
     for family, _, _, _, address in socket.getaddrinfo(resolver_name(target), _DISCARD_PORT, type=socket.SOCK_DGRAM):
         with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-            probe.connect(address)  # sends nothing, since the socket is UDP's
+            probe.connect(address)  # sends nothing, since it is a UDP socket
             return str(probe.getsockname()[0])
     raise OSError(f"no route to {target}")

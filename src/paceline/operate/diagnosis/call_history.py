@@ -1,7 +1,7 @@
 """Comparison of the calls that the ranks of a group made: which rank deviates, and how.
 
 The calls of a training loop repeat. Therefore the history of a group predicts the next call, and a rank that makes
-another one is wrong, even if there are only two ranks.
+another one is at fault, even in a group of two.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _LOOKS_AHEAD = 16
 
 
 def match_calls(ranks: Sequence[RankState]) -> list[dict[int, RankCall]]:
-    """Returns the successful collectives that at least two ranks recorded, each by rank, in the order of their ends."""
+    """Returns the successful collectives that at least two ranks recorded, as calls by rank, in the order of their
+    ends."""
     calls: dict[tuple[str, int], dict[int, RankCall]] = defaultdict(dict)
     for rank in ranks:
         for call in rank.calls:
@@ -39,7 +40,7 @@ def span_of(matched: Sequence[Mapping[int, RankCall]]) -> float:
 class Slip(Enum):
     """Deviation of a rank's calls from the others'."""
 
-    SKIPPED = "skipped, or made later"  # a call that fails at once does not show which
+    SKIPPED = "skipped, or made later"  # a call that fails at once does not show which of the two
     ORDER = "another order"
     TWICE = "called twice"
     SKIPPED_OR_TWICE = "skipped or called twice"
@@ -53,11 +54,11 @@ class CallMismatch:
 
     Attributes:
         sequence: the number of the call.
-        strays: the ranks that deviate, or all ranks if it cannot be decided which.
-        regular: the other ranks.
+        strays: the ranks that deviate, or all ranks if that cannot be decided.
+        regular: the ranks that do not deviate.
         slip: the deviation.
-        theirs: the call of the first of the strays.
-        expected: the call of the other ranks, or the expected one.
+        theirs: the call of the first stray rank.
+        expected: the call of the other ranks, or the call predicted from the history.
         step: the training step of the call, or None.
         is_guess: whether it cannot be decided which ranks deviate.
     """
@@ -73,7 +74,8 @@ class CallMismatch:
 
 
 def predicted(past: Sequence[CallSignature], count: int = _LOOKS_AHEAD) -> list[CallSignature]:
-    """Returns the calls that followed the latest earlier point with the longest history in common with `past`."""
+    """Predicts the next calls: those that followed the earlier point whose history matches the end of `past`
+    longest."""
     best, best_length = 0, 0
     for end in range(len(past) - 1, 0, -1):
         length = 0
@@ -152,14 +154,14 @@ def _past(histories: Mapping[int, Mapping[int, RankCall]], number: int) -> list[
 
 
 def _following(own: Mapping[int, RankCall], number: int) -> list[CallSignature]:
-    """Returns the headers from call `number` on."""
+    """Returns the headers of call `number` and its successors."""
     return [own[index].header for index in range(number, number + _LOOKS_AHEAD) if index in own]
 
 
 def _usual(
     counts: Counter[CallSignature], past: Sequence[CallSignature], coming: Sequence[CallSignature]
 ) -> tuple[CallSignature, bool]:
-    """Returns the right call, and whether that is only a guess."""
+    """Returns the call that is probably right, and whether this is only a guess."""
     (usual, most), *others = counts.most_common()
     if all(count < most for _, count in others):
         return usual, False
@@ -200,7 +202,7 @@ class Miscount:
 
 
 def miscount(calls: Mapping[int, Sequence[RankCall]]) -> Miscount | None:
-    """Returns the first step in which one rank made another number of calls than the others, or None.
+    """Returns the first step in which one rank made a different number of calls than the others, or None.
 
     This finds a call that one rank skipped while all calls look the same, which `difference` cannot. Only complete
     steps are compared.

@@ -2,7 +2,7 @@
 
 Each rank is a process of the trace, with a row for its steps, one for each thread of the program and each device, one
 for each group's calls and one for the buckets of gradients. Arrows lead from sends to receives. Traces of
-`torch.profiler` can be merged into it; they contain the time of day, which is therefore the axis.
+`torch.profiler` can be merged into it; they use the time of day, and therefore so does the axis.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _TraceAxis:
         self._until_ns = recording.written_ns or recording.started_ns
 
     def us(self, time_ns: int) -> float:
-        """Returns a time of day in microseconds, by the first rank's clock on every host."""
+        """Returns a time of day in microseconds, on the first rank's clock for all hosts."""
         return (time_ns + self._day_ns) / 1000
 
     def span(self, row: int, name: str, start_ns: int, end_ns: int | None, **facts: object) -> TraceEvent:
@@ -126,7 +126,7 @@ def _of_event(axis: _TraceAxis, event: EventRecord) -> list[TraceEvent]:
     if event.kind is EventKind.DEVICE:
         row = _FIRST_DEVICE + event.first
         return [axis.span(row, event.name or kind, event.start_ns, event.end_ns, step=event.second)]
-    if event.kind in (EventKind.BUCKET, EventKind.CHUNK):  # they overlap, as spans on one row must not
+    if event.kind in (EventKind.BUCKET, EventKind.CHUNK):  # these may overlap, which spans of one row must not
         row, name = (_BUCKETS, kind) if event.kind is EventKind.BUCKET else (_CHUNKS, f"{event.name} {kind}")
         common = {"name": f"{name} {event.first}", "cat": kind, "pid": axis.pid, "tid": row, "id": event.index}
         facts = {"bytes": event.second, "step": event.step}

@@ -15,14 +15,15 @@ from dataclasses import dataclass, replace
 
 from paceline.operate.diagnosis.job_snapshot import RankCall, RankState
 
-DRIFT = 1e-4  # two clocks that are kept by NTP differ by less, and undisciplined quartz hardly by more
+DRIFT = 1e-4  # clocks under NTP drift apart more slowly, and free-running quartz hardly faster
 _SAMPLES = 128
 _TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 
 
 @dataclass(frozen=True)
 class Offset:
-    """Nanoseconds to add to this machine's CLOCK_MONOTONIC for the other's, to within `error_ns` at `at_ns` here."""
+    """Nanoseconds to add to this machine's CLOCK_MONOTONIC for the other's; `error_ns` is the largest error at
+    `at_ns`."""
 
     offset_ns: int
     error_ns: int
@@ -34,7 +35,7 @@ class Offset:
 
 
 class OffsetEstimate:
-    """Estimate of a machine's offset, by the best of its latest answers."""
+    """Estimate of another machine's offset, from the best of its latest answers."""
 
     def __init__(self) -> None:
         self._samples: deque[Offset] = deque(maxlen=_SAMPLES)
@@ -49,7 +50,7 @@ class OffsetEstimate:
         """
         if heard_ns >= asked_ns:
             middle_ns, half_ns = (asked_ns + heard_ns) // 2, (heard_ns - asked_ns) // 2
-            error_ns = half_ns + round(DRIFT * half_ns) + 2  # the other's clock has drifted within the half, too
+            error_ns = half_ns + round(DRIFT * half_ns) + 2  # the other clock drifts within that half, too
             self._samples.append(Offset(told_ns - middle_ns, error_ns, middle_ns))
 
     def at(self, now_ns: int) -> Offset | None:
@@ -95,7 +96,8 @@ def aligned(ranks: Sequence[RankState], clocks: Sequence[str]) -> list[RankState
 
 
 def _offset_s(reference: RankState, other: RankState) -> float:
-    """Returns the seconds to add to the other's times so that calls in which all wait for all end together."""
+    """Returns the seconds to add to the other's times so that calls in which all ranks wait for each other end
+    together."""
     mine, theirs = _ends(reference.calls), _ends(other.calls)
     from statistics import median  # a slow import, which diagnoses need only here
 

@@ -1,7 +1,8 @@
 """Diagnosis of a job that hangs or has failed: the cause, the ranks at fault, and a sentence for the user.
 
 `diagnose` reports the first of these that applies: a rank that failed by itself; calls that do not match; calls of
-different groups that wait for each other (a deadlock); ranks for which others wait; a call in which all ranks are.
+different groups that wait for each other (a deadlock); ranks for which others wait; a call that all ranks have entered
+and that does not end.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from paceline.operate.diagnosis.job_snapshot import (
 from paceline.operate.diagnosis.slow_links import find_silent_links, find_slow_link
 from paceline.operate.diagnosis.wait_graph import CallWait, find_deadlock, roots, waits_of
 
-# The machines' snapshots are not exactly simultaneous. A call whose last rank arrived a moment ago may have ended since
-# then on a machine whose snapshot was taken earlier.
+# The machines' snapshots are not exactly simultaneous. A call whose last rank arrived a moment ago may have ended in
+# the meantime on a machine whose snapshot was taken earlier.
 _SETTLED_S = 5.0
 
 _OTHERS_FAULTS = ("peer_lost", "timed_out", "aborted")
@@ -76,7 +77,7 @@ def diagnose_exit(rank: RankState, word: str = "rank") -> Diagnosis | None:
 
 @dataclass(frozen=True)
 class RankAbsence:
-    """Reason why a rank does not arrive at a call; `doing` continues a sentence that begins with "it"."""
+    """Reason why a rank has not arrived at a call; `doing` continues a sentence that begins with "it"."""
 
     cause: Cause
     doing: str
@@ -297,7 +298,7 @@ def _left(snapshot: JobSnapshot, wait: CallWait, rank: RankState) -> Diagnosis:
 
 
 def _unfinished(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | None:
-    """Blames a rank that is stopped in a call in which all ranks are; otherwise reports that the call does not end."""
+    """Blames a rank that is stopped in a call that all ranks have entered; otherwise reports that it does not end."""
     complete = [wait for wait in waits if wait.is_complete and not wait.call.is_message]
     if not complete:
         return None

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from paceline.operate.diagnosis.machine_snapshot import MachineSnapshot
     from paceline.operate.diagnosis.stall_detector import WatchedWorker
 
-_STACKS_S = 0.1  # for all of them, since some processes may be about to end
+_STACKS_S = 0.1  # for all stacks together, since some processes may be about to end
 _MOST_STACKS = 8
-_FEW_CALLS = 128  # of each rank, enough for the last actions of a failed rank and for the waits of the others
+_FEW_CALLS = 128  # per rank: enough for the last actions of a failed rank and for the waits of the others
 
 
 def prepare() -> None:
@@ -33,7 +33,7 @@ def prepare() -> None:
 def snapshot_failed_job(workers: Sequence[WatchedWorker], is_deep: bool = False) -> MachineSnapshot | None:
     """Takes a snapshot from a single sample of each process; returns None if the workers have recorded no call.
 
-    Only the stacks of a few workers are taken, since the others wait in the same lines.
+    Only the stacks of a few workers are taken, since the others wait at the same lines.
 
     Args:
         workers: the workers of this machine.

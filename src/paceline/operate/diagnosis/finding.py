@@ -14,7 +14,7 @@ _MOST_LINES = 64
 
 
 class Cause(Enum):
-    """Cause for which a job hangs, is slow or has failed."""
+    """Cause of a hang, a slowdown or a failure of a job."""
 
     EXCEPTION = "an exception"
     KILLED = "a rank was killed"
@@ -46,14 +46,14 @@ FAILURES = (Cause.EXCEPTION, Cause.KILLED, Cause.OUT_OF_MEMORY, Cause.EXITED)  #
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A diagnosis.
+    """Result of a diagnosis.
 
     Attributes:
         cause: the cause.
-        blamed: the ranks of which all, or one, are at fault.
+        blamed: the ranks at fault, or the ranks of which one is at fault.
         sentence: the sentence for the user.
         is_fault: whether something is wrong; otherwise the ranks wait for one that does other work.
-        is_certain: whether no rank with an unknown state can have caused it.
+        is_certain: whether the cause cannot be a rank whose state is unknown.
     """
 
     cause: Cause
@@ -64,7 +64,7 @@ class Diagnosis:
 
     @property
     def is_failure(self) -> bool:
-        """Whether a rank failed by itself, which the behaviour of other ranks cannot change."""
+        """Whether a rank failed by itself; the states of other ranks do not matter then."""
         return self.cause in FAILURES
 
 
@@ -104,13 +104,14 @@ def verb(count: int, plural: str) -> str:
 
 
 def beginning(snapshot: JobSnapshot, ranks: Sequence[int]) -> str:
-    """Returns the beginning of a sentence, with the first step that one of these ranks is in."""
+    """Returns the beginning of a sentence, with the lowest step that one of these ranks is in."""
     steps = [rank.step for rank in snapshot.ranks if rank.rank in ranks and rank.step is not None]
     return f"step {min(steps)}: " if steps else ""
 
 
 def waiting(snapshot: JobSnapshot, wait: CallWait, of: str = "", without: int | None = None) -> str:
-    """Returns the waiting ranks, their call and their line: `ranks 0-2 wait in all_reduce(float32, 4096) call 7`.
+    """Returns the waiting ranks, their call and their line as text: `ranks 0-2 wait in all_reduce(float32, 4096) call
+    7`.
 
     Args:
         snapshot: the job.
@@ -128,21 +129,21 @@ def waiting(snapshot: JobSnapshot, wait: CallWait, of: str = "", without: int | 
 
 
 def line_of(rank: RankState) -> str:
-    """Returns the line of the user's program that a rank is in or failed in; empty if it is not known."""
+    """Returns the line of the user's program that a rank is in or failed in; empty if unknown."""
     if rank.place is not None and rank.place.line:
         return rank.place.line
     return rank.ending.line if rank.ending is not None else ""
 
 
 def absence(snapshot: JobSnapshot, rank: RankState, doing: str) -> str:
-    """Returns an absent rank, its activity and the duration of it."""
+    """Returns text about an absent rank, with its activity and how long that has lasted."""
     since = "" if rank.since_s is None or rank.ending is not None else f", for {lasting(snapshot.now_s - rank.since_s)}"
     at_work = "" if rank.phase is None or rank.ending is not None else f"; its device is {during(rank)}"
     return f"{named([rank.rank], snapshot.word)} is not there: it {doing}{since}{at_work}"
 
 
 def during(rank: RankState) -> str:
-    """Returns the phase in which a rank's device is: `in the backward of step 7`."""
+    """Returns the phase that a rank's device executes, as text: `in the backward of step 7`."""
     assert rank.phase is not None
     return f"in the {rank.phase.name}" + (f" of step {rank.phase.step}" if rank.phase.step is not None else "")
 

@@ -59,8 +59,7 @@ class RankCall:
 
     @property
     def ready_s(self) -> float:
-        """The time from which the call waited only for other ranks: on a device, whose host runs ahead, that of the
-        device."""
+        """The time from which the call waited only for other ranks; on a device, when the device reached it."""
         return self.arrived_s if self.reached_s is None else max(self.arrived_s, self.reached_s)
 
     @property
@@ -164,7 +163,7 @@ class ExitReason(Enum):
 
 @dataclass(frozen=True)
 class DevicePhase:
-    """Phase of a training step in which a device is, such as `backward`.
+    """Phase of a training step that a device executes, such as `backward`.
 
     Attributes:
         name: the phase.
@@ -182,9 +181,9 @@ class RankExitStatus:
     """End of a rank.
 
     Attributes:
-        manner: the reason.
-        at_s: the time.
-        how: a description in a few words.
+        manner: the reason for the exit.
+        at_s: the time of the exit.
+        how: a description of the exit in a few words.
         line: the line of the user's program that raised an exception, or "".
     """
 
@@ -196,7 +195,7 @@ class RankExitStatus:
 
 @dataclass(frozen=True)
 class GroupMembership:
-    """A rank's number in a group, the group's size, and its name in messages."""
+    """A rank's number in a group, the group's size, and the group's name in messages."""
 
     number: int
     size: int
@@ -211,8 +210,8 @@ class PeerTraffic:
         peer: the other rank's number in the job.
         sent_nbytes: the bytes that arrived there.
         active_s: the time for which data was in flight while the other rank had room for it.
-        segments, retransmits: the segments that were sent, and that were sent again.
-        round_trip_s: the smoothed round trip.
+        segments, retransmits: the number of segments that were sent, and of those that were retransmitted.
+        round_trip_s: the smoothed round-trip time.
         silent_s: the time for which an acknowledgement had been outstanding.
     """
 
@@ -231,16 +230,16 @@ class RankState:
 
     Attributes:
         rank: the rank's number in the job.
-        seats: its memberships, by the group's identity.
-        calls: its latest calls, oldest first; empty if its recording is missing.
-        step: the training step that it is in, or None.
-        since_s: the time since which it has recorded nothing, or None.
-        place: the location of its main thread, or None.
-        process: the activity of its process, or None.
-        ending: its end, or None.
-        data_s: the time for which it has waited for data, in seconds.
-        links: its traffic to ranks on other hosts.
-        phase: the phase in which its device is, or None.
+        seats: the rank's memberships, by the group's identity.
+        calls: the rank's latest calls, oldest first; empty if its recording is missing.
+        step: the training step that the rank is in, or None.
+        since_s: the time since which the rank has recorded nothing, or None.
+        place: the location of the main thread, or None.
+        process: the activity of the process, or None.
+        ending: the end of the rank, or None while it runs.
+        data_s: the time for which the rank has waited for data, in seconds.
+        links: the rank's traffic to ranks on other hosts.
+        phase: the phase that the rank's device executes, or None.
     """
 
     rank: int

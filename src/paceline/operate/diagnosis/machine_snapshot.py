@@ -27,7 +27,7 @@ from paceline.operate.diagnosis.recording_reader import (
 from paceline.operate.diagnosis.stall_detector import LOOK_S, StallThreshold, WatchedWorker, overdue
 from paceline.operate.diagnosis.worker_process import capture_stack
 
-_MOST_CALLS = 8192  # that are sent to another machine, of all ranks together
+_MOST_CALLS = 8192  # the limit of calls that are sent to another machine, for all ranks together
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class MachineSnapshot:
     """Ranks of one machine.
 
     Attributes:
-        taken_s: the time of the snapshot on the machine's monotonic clock, as all times in `ranks`.
+        taken_s: the time of the snapshot on the machine's monotonic clock, like all times in `ranks`.
         ranks: the states of the ranks.
         stalled_since_s: the time at which the longest overdue call began, or None.
     """
@@ -45,7 +45,7 @@ class MachineSnapshot:
     stalled_since_s: float | None = None
 
 
-# Made at import, where two threads cannot make it at the same time, which crashes msgspec 0.22.
+# Created at import: msgspec 0.22 crashes if two threads create it at the same time.
 _decoder = msgspec.json.Decoder(MachineSnapshot)
 
 
@@ -84,7 +84,7 @@ def snapshot_if_stalled(
     Args:
         workers: the workers of this machine.
         patience: the threshold for a call's duration at the end of the snapshot.
-        is_asked: whether to take the snapshot in any case.
+        is_asked: whether to take the snapshot even if no call is overdue.
         look_s: the time between the two samples of each process, in seconds.
     """
     soon = StallThreshold(patience.floor_s - look_s, patience.ceiling_s - look_s)
@@ -105,7 +105,7 @@ def snapshot_if_stalled(
 
 
 def _waits_too_long(worker: WatchedWorker, patience: StallThreshold) -> bool:
-    """Returns whether a worker is in an overdue call; fast if it is in no call."""
+    """Returns whether a worker is in an overdue call; takes little time if it is in no call."""
     if worker.recording is None or not has_open_calls(worker.recording):
         return False
     return overdue(_recorded(worker), time.monotonic(), patience) is not None

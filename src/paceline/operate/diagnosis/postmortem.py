@@ -22,12 +22,12 @@ _FAILURES = "error.json"
 
 @dataclass(frozen=True)
 class JobRemnants:
-    """Data that a job left.
+    """Data that a job left behind.
 
     Attributes:
         snapshot: the last known state of the job.
         ranks: every rank that recorded something, with all of its calls.
-        world_size: the number of ranks; 0 if it is not known.
+        world_size: the number of ranks; 0 if unknown.
         files: the number of files that were read.
     """
 
@@ -63,7 +63,7 @@ def read_job(*directories: str | os.PathLike[str]) -> JobRemnants:
 
 
 def _is_stopped(directory: Path) -> bool:
-    """Returns whether a signal ended the job; the order in which its workers then lost each other means nothing."""
+    """Returns whether a signal ended the job; the order in which its workers then lost each other is meaningless."""
     run = read_run(directory)
     return run is not None and run.state is RunStatus.STOPPED
 
@@ -78,7 +78,7 @@ def _latest(recordings: Sequence[ProcessRecording]) -> list[ProcessRecording]:
 def _ending(rank: RankState, ranks: Sequence[RankState], recording: ProcessRecording) -> RankExitStatus | None:
     """Returns the end of a rank that left no failure, inferred from the other ranks' calls, or None.
 
-    The time is the time of day, as in the files of the launcher.
+    The result's time is a time of day, as in the files of the launcher.
     """
     failed = [call for call in rank.calls if call.is_open and call.ended_s is not None]
     at_s = recording.clock.realtime_ns(recording.written_ns or recording.started_ns) * 1e-9

@@ -40,8 +40,8 @@ class Clock:
 
     Attributes:
         identity: the boot and the time namespace. Times of processes with the same identity can be compared directly.
-        ticks_per_s: the frequency that the processor reports, or 0; then it follows from the pairs.
-        pairs: the calibration, in the order of time.
+        ticks_per_s: the frequency that the processor reports; 0 if it must be computed from the pairs.
+        pairs: the calibration, in chronological order.
     """
 
     identity: str
@@ -49,7 +49,8 @@ class Clock:
     pairs: tuple[Pair, ...]
 
     def monotonic_ns(self, tick: int) -> int | None:
-        """Returns the time of a tick, interpolated between pairs; None for tick 0, which stands for no time."""
+        """Returns the time of a tick, interpolated between pairs; None for tick 0, which means that no time was
+        recorded."""
         if tick == 0 or not self.pairs:
             return None
         index = bisect.bisect(self._ticks, tick)
@@ -64,11 +65,12 @@ class Clock:
 
     @property
     def day_ns(self) -> int:
-        """The difference from the time of day, in nanoseconds, as the clock was set when the recording began."""
+        """The nanoseconds from CLOCK_MONOTONIC to the time of day, as the clock was set when the recording began."""
         return self.pairs[0].realtime_ns - self.pairs[0].monotonic_ns if self.pairs else 0
 
     def _slope(self, index: int) -> float:
-        """Returns the nanoseconds per tick between the pairs `index - 1` and `index`, or of all at both ends."""
+        """Returns the nanoseconds per tick between the pairs `index - 1` and `index`, or over all pairs at both
+        ends."""
         first, last = self.pairs[0], self.pairs[-1]
         if 0 < index < len(self.pairs):
             first, last = self.pairs[index - 1], self.pairs[index]
@@ -100,9 +102,9 @@ class GroupRecord:
         engine: the name of the engine that runs its calls.
         size: the number of its members.
         rank: this process's rank in the group.
-        ranks: the members' ranks in the default group; empty if they are too many to be recorded.
-        opened_ns: the time at which it was made.
-        closed_ns: the time at which it was destroyed; None while it exists.
+        ranks: the members' ranks in the default group; empty if there are too many to record.
+        opened_ns: the time at which the group was created.
+        closed_ns: the time at which the group was destroyed; None while it exists.
     """
 
     serial: int
@@ -135,7 +137,7 @@ class CallRecord:
         index: the number of the call in its process.
         group: the serial of its group.
         sequence: the number of the collective in its group, from 1, the same on all ranks; 0 for messages.
-        operation, dtype: their names, such as "all_reduce" and "float32".
+        operation, dtype: the names of the operation and the data type, such as "all_reduce" and "float32".
         count: the number of elements.
         root: the root's group rank, the other rank of a message, or None.
         reduction: the reduction's name, such as "sum", or None.
@@ -145,10 +147,10 @@ class CallRecord:
         is_async: whether the program did not wait for the call at once.
         arrived_ns: the time at which the program made the call.
         started_ns: the time at which no earlier call of the group was left, or on a device, at which the device had
-            done the work before the call; None before it.
-        complete_ns: the time at which the last rank was seen to arrive, or None if it is not known.
+            done the work before the call; None until then.
+        complete_ns: the time at which the last rank was seen to arrive, or None if unknown.
         ended_ns: the time at which the call ended, or None.
-        last_arrived: the group rank that arrived last; None if it is not known, as between hosts.
+        last_arrived: the group rank that arrived last; None if unknown, as between hosts.
         missing: the group ranks whose absence made the call fail (of 64 from the first such rank on).
         shm_nbytes, tcp_nbytes: the bytes that this rank sent through shared memory and over the network.
         step: the latest training step that the process had begun.
@@ -190,7 +192,7 @@ class CallRecord:
 
 @dataclass(frozen=True)
 class EventRecord:
-    """A span, or an instant, whose end is its start.
+    """A span or an instant; an instant ends when it starts.
 
     Attributes:
         end_ns: the end; None while the span lasts.
@@ -221,11 +223,12 @@ class LinkRecord:
         peer: the other rank, in the default group.
         measured_ns: the time of the measurement.
         sent_nbytes, received_nbytes: the bytes that were sent and acknowledged, and that were received.
-        segments, retransmits: the segments that were sent with data, and that were sent again.
+        segments, retransmits: the number of segments that were sent with data, and of those that were retransmitted.
         nbytes_per_s: the latest rate at which data was delivered.
-        busy_s, held_s: the time for which data was in flight, and the part of it for which the peer's buffer was full.
-        round_trip_s, variation_s, least_round_trip_s: the smoothed round trip of the slowest connection, its variation,
-            and the shortest recent one.
+        busy_s, held_s: the time for which data was in flight, and the part of it during which the peer's buffer was
+            full.
+        round_trip_s, variation_s, least_round_trip_s: the smoothed round-trip time of the slowest connection, its
+            variation, and the shortest recent round trip.
         silent_s: the time for which an acknowledgement has been outstanding.
         connections: the number of connections.
     """
@@ -255,8 +258,8 @@ class ProcessRecording:
         source: the file, or the process, that the recording was read from.
         worker: the worker's name in an elastic job, otherwise "".
         is_ended: whether the process ended normally, so that its exit handlers ran.
-        step: the latest training step that it began, or 0.
-        written_ns: the time of its latest record.
+        step: the latest training step that the process began, or 0.
+        written_ns: the time of the process's latest record.
         torn: the number of entries that are left out because the process was killed while it wrote them.
     """
 
@@ -283,7 +286,7 @@ class ProcessRecording:
 
     @property
     def day_ns(self) -> int:
-        """The difference from the time of day, see `Clock.day_ns`."""
+        """The nanoseconds from CLOCK_MONOTONIC to the time of day; see `Clock.day_ns`."""
         return self.clock.day_ns
 
     def open_calls(self) -> tuple[CallRecord, ...]:

@@ -1,6 +1,6 @@
 """Reader of recordings: of running processes, through a descriptor of their memory, and of files.
 
-A whole recording has 20,000 entries, and Python needs some microseconds to unpack one. A launcher with many workers
+A whole recording has 20,000 entries, and Python needs a few microseconds to unpack one. A launcher with many workers
 therefore uses `read_latest`, which first clears the older entries in its copy, by their stamps. `rank_state_of`
 converts a recording to the data that a diagnosis uses.
 """
@@ -40,7 +40,7 @@ from paceline.operate.diagnosis.recording import (
 )
 from paceline.operate.diagnosis.runs import JOB_FILE, JobRun, read_run
 
-MOST_CALLS = 1024  # of each rank, enough to show the period of a training loop
+MOST_CALLS = 1024  # per rank: enough to show the period of a training loop
 MOST_EVENTS = 1024
 
 _MAGIC = layout.MAGIC.to_bytes(8, "little")
@@ -72,7 +72,7 @@ def memory_of(path: str | os.PathLike[str]) -> bytes:
         OSError: the file cannot be read.
     """
     data = Path(path).read_bytes()
-    if not data.startswith(_MAGIC):  # the launcher compresses what it writes out
+    if not data.startswith(_MAGIC):  # the launcher compresses the recordings that it writes to files
         with contextlib.suppress(zlib.error):
             data = zlib.decompress(data)
     return data
@@ -97,7 +97,7 @@ def read_live(fd: int, source: str = "") -> ProcessRecording:
 def read_latest(fd: int, most_calls: int = MOST_CALLS, most_events: int = MOST_EVENTS) -> ProcessRecording:
     """Returns the latest calls and events of a running process, and those that are open.
 
-    The calls have no names of their algorithms.
+    The calls lack the names of their algorithms.
 
     Raises:
         NoRecordingError: the process has not begun to record.
@@ -159,9 +159,9 @@ def read_directory(directory: str | os.PathLike[str]) -> list[ProcessRecording]:
 def read_aligned(directories: Sequence[str | os.PathLike[str]]) -> tuple[list[ProcessRecording], int | None]:
     """Returns the recordings of one job in the order of ranks, on one clock.
 
-    The clock is that of the machine where the job's machines met. The second result is the largest error of the times
-    in nanoseconds. It is None if a launcher did not write down its clock's offset; the recordings are then aligned by
-    their hosts' time of day, which may be off by any amount.
+    The clock is that of the machine at which the launchers met. The second result is the largest error of the times in
+    nanoseconds. It is None if a launcher did not save its clock's offset; the recordings are then aligned by their
+    hosts' time of day, which may be off by any amount.
 
     Args:
         directories: the directories of all machines.
@@ -187,7 +187,7 @@ class RecordingSource:
 
 
 def machines_in(directories: Sequence[str | os.PathLike[str]]) -> list[JobRun]:
-    """Returns the runs that launchers wrote down in these directories or below."""
+    """Returns the runs that launchers recorded in these directories or below."""
     paths = [path.parent for directory in directories for path in sorted(Path(directory).rglob(JOB_FILE))]
     return [run for path in dict.fromkeys(paths) if (run := read_run(path)) is not None]
 
@@ -195,7 +195,7 @@ def machines_in(directories: Sequence[str | os.PathLike[str]]) -> list[JobRun]:
 def shifts_of(sources: Sequence[RecordingSource], machines: Sequence[JobRun]) -> tuple[list[int], int | None]:
     """Returns the nanoseconds to add to each recording's times to convert them to one clock, and the largest error.
 
-    If a launcher did not write down its clock's offset, the time of day is used for all, and the error is None.
+    If a launcher did not save its clock's offset, the time of day is used for all recordings, and the error is None.
     """
     if len({source.clock.identity for source in sources}) <= 1:
         return [0] * len(sources), 0
@@ -207,7 +207,7 @@ def shifts_of(sources: Sequence[RecordingSource], machines: Sequence[JobRun]) ->
 
 
 def _offset(source: RecordingSource, machines: Sequence[JobRun]) -> Offset | None:
-    """Returns the offset that this recording's launcher wrote down; several may have written to one directory."""
+    """Returns the offset that this recording's launcher saved; several launchers may have written to one directory."""
     return next(
         (run.clock for run in machines if source.path.is_relative_to(run.directory) and run.host == source.host), None
     )
@@ -228,7 +228,7 @@ def parse(data: bytes | bytearray, source: str = "memory", *, has_algorithms: bo
     Args:
         data: the copy.
         source: the recording's name in errors.
-        has_algorithms: whether calls have the names of their algorithms, which require a long import.
+        has_algorithms: whether calls have the names of their algorithms, which require a slow import.
 
     Raises:
         NoRecordingError: `data` contains no recording.
@@ -488,7 +488,7 @@ def _traffic(recording: ProcessRecording) -> tuple[PeerTraffic, ...]:
 
 
 def _since_s(recording: ProcessRecording) -> float | None:
-    """Returns the time of the latest end of a call or begin of an open wait, or of the recording's begin."""
+    """Returns the latest time at which a call ended or an open wait began, or else at which the recording began."""
     ends = [call.ended_ns for call in recording.calls if call.ended_ns is not None]
     begun = [event.start_ns for event in recording.open_events() if event.kind in _WAITS]
     known = [*ends, *begun] or [recording.started_ns]

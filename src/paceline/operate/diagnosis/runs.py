@@ -4,7 +4,7 @@ The launcher of each machine makes one directory for each job that it runs, RUNS
 --log-dir. It contains
 
 - `job.json`: the command, the variables' names, the versions, and the job's outcome;
-- `events.jsonl`: the launcher's actions, one event a line;
+- `events.jsonl`: the launcher's actions, one event per line;
 - `attempt_N/RANK/`: a worker's `recording.record`, and, if they are kept, `stdout.log`, `stderr.log` and `error.json`.
 """
 
@@ -38,7 +38,7 @@ class RunStatus(Enum):
     FINISHED = "finished"
     FAILED = "failed"
     STOPPED = "stopped"  # by a signal
-    LOST = "lost"  # its launcher ended without writing down an outcome
+    LOST = "lost"  # its launcher ended without recording an outcome
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class JobRun:
         id: the name of its directory.
         job: the job's name, the same on all machines.
         workers: the number of workers on this machine.
-        state: its state; `exit_code` is None while it runs.
-        clock: the offset to the clock of the machine where the job's machines met, once the job has ended.
+        state: the state of the job; `exit_code` is None while it runs.
+        clock: the offset to the clock of the machine at which the launchers met; None while the job runs.
         pid: the launcher's process id.
-        world_size: the number of ranks on all machines; 0 if it is not known.
+        world_size: the number of ranks on all machines; 0 if unknown.
     """
 
     id: str
@@ -133,7 +133,7 @@ def when(run: JobRun) -> str:
 
 
 def _launcher_runs(facts: Mapping[str, Any]) -> bool:
-    """Returns whether the job's launcher still runs; True for one on another machine."""
+    """Returns whether the job's launcher still runs; assumes so if it is on another machine."""
     if facts["host"] != os.uname().nodename:
         return True
     try:

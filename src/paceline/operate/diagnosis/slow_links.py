@@ -1,11 +1,11 @@
 """Detection of slow links between hosts, and of jobs that a slow network delays.
 
 A connection's speed is the amount of data that it carried, over the time in which data was in flight and the peer had
-room for it. Thus a rank that sends seldom, or whose peer reads slowly, does not look like a slow network. The speed
-that the network should have is unknown, so a link is called slow only in comparison with faster ones.
+room for it. Thus a rank that rarely sends, or whose peer reads slowly, does not look like a slow network. The nominal
+speed of the network is unknown, so a link is called slow only in comparison with faster ones.
 
 The network delays a job if calls take long after their last rank has arrived; a slow rank would arrive late instead.
-The sentence for the user contains the hosts and the rate, and leaves the judgement to the reader.
+The sentence for the user reports the hosts and the rate without judging them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from paceline.operate.diagnosis.call_history import match_calls, span_of
 from paceline.operate.diagnosis.finding import Cause, Diagnosis, lasting, named
 from paceline.operate.diagnosis.job_snapshot import PeerTraffic, RankState
 
-_SLOWER = 2.0  # than the median of the other links, at least
+_SLOWER = 2.0  # the least factor between the median of the other links and a slow link
 _FEWEST_NBYTES = 1 << 20
-_FEWEST_S = 0.05  # for which a slow link was in use
+_FEWEST_S = 0.05  # the least time for which a slow link must have been in use
 _TICK_S = 0.004  # the kernel counts the time in use in ticks
 _LONG_ROUND_TRIP_S = 1e-3
 _LOSSES = 1e-3  # the share of retransmitted segments that is reported
@@ -41,8 +41,8 @@ class HostPair:
         ranks: the sending and the receiving ranks.
         nbytes_s: the speed of a connection, in bytes per second.
         others_nbytes_s: the median speed between other hosts.
-        round_trip_s: the longest smoothed round trip.
-        lost_share: the share of the segments that was sent again.
+        round_trip_s: the longest smoothed round-trip time.
+        lost_share: the share of the segments that were sent again.
     """
 
     hosts: tuple[str, str]
@@ -131,7 +131,7 @@ class InterHostTraffic:
 
     @property
     def share(self) -> float:
-        """The share of the time that they took."""
+        """The share of the whole span that these calls took."""
         return self.time_s / self.span_s if self.span_s > 0 else 0.0
 
 

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from paceline.operate.diagnosis.job_snapshot import RankCall, RankExitStatus, RankState
 
 
-LOOK_S = 1.5  # between two samples of a process, long enough to show whether it works
+LOOK_S = 1.5  # the time between two samples of a process, long enough to show whether it works
 CEILING_S = 15.0  # a longer call is overdue, whatever its usual duration
 FLOOR_S = 10.0  # a shorter call is not overdue
 _TIMES_USUAL = 5.0
-_FEWEST = 20  # the 99th percentile of fewer calls means nothing
+_FEWEST = 20  # the 99th percentile of fewer calls is meaningless
 
 T = TypeVar("T")
 Default = TypeVar("Default")
@@ -49,7 +49,7 @@ class WatchedWorker:
         number: the worker's number in the job.
         pid: its process id.
         recording: a descriptor of the memory that it records into, or None.
-        ending: its end, or None while it runs.
+        ending: the end of the worker, or None while it runs.
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""Detection of stragglers, ranks for which the others wait repeatedly, by their arrivals at each call.
+"""Detection of stragglers, that is, of ranks for which the others repeatedly wait, from the arrivals at each call.
 
 The duration of a backward or a call does not show them: in synchronous training it is the same for all ranks, since the
 fast ones wait in their calls for the slow ones. A rank that arrives last costs the others the time from the median
@@ -36,10 +36,10 @@ class Straggler:
         span_s: the time from the first to the last call.
         times_last: the number of calls at which it arrived last.
         calls: the number of all calls.
-        waited_s: the time that each other rank waited for it.
-        data_s: the time that it waited for data in excess of the median rank.
+        waited_s: the time that each other rank waited for this rank.
+        data_s: the time that the rank waited for data in excess of the median rank.
         steps: the number of recorded training steps; 0 if the program marks none.
-        device_s: the part of the cost during which its program had made the call, and its device had not reached it.
+        device_s: the part of the cost during which the program had made the call and the device had not reached it.
     """
 
     rank: int
@@ -54,7 +54,7 @@ class Straggler:
 
     @property
     def share(self) -> float:
-        """The share of the time that it cost."""
+        """The share of the whole span that the straggler cost."""
         return self.cost_s / self.span_s if self.span_s > 0 else 0.0
 
 

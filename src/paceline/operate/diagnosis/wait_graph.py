@@ -19,7 +19,7 @@ class CallWait:
         absent: the ranks that have not arrived.
         strangers: the absent members of which nothing is known, by their number in the group.
         since_s: the time at which the first waiter arrived.
-        last_s: the time at which the latest rank arrived, on a device also that at which the latest device did.
+        last_s: the time at which the last rank arrived; for a call on a device, that at which the last device arrived.
         members: the size of the group.
         unreached: the waiters whose devices have not done the work before the call.
     """
@@ -57,7 +57,7 @@ def _collectives(rank: RankState, group: str) -> list[RankCall]:
 
 
 def _messages(rank: RankState, group: str, members: Mapping[int, RankState]) -> list[CallWait]:
-    """Returns the first open message of a rank whose peer has not begun the other end."""
+    """Returns the first open message of a rank whose peer has not begun the matching call."""
     for call in rank.calls:
         if call.group == group and call.is_message and call.is_open:
             peer, mine = members.get(call.header.peer), rank.seats[group]
@@ -145,7 +145,8 @@ def _shortest_cycle(start: int, edges: Mapping[int, Sequence[int]]) -> list[int]
 
 
 def roots(waits: Sequence[CallWait], is_blocked: Mapping[int, bool]) -> list[int]:
-    """Returns the ranks for which others wait and that do not wait themselves; the most awaited ones are first."""
+    """Returns the ranks that others wait for and that do not wait themselves, those missing from the most calls
+    first."""
     missed = Counter(rank for wait in waits for rank in wait.absent)
     held = {rank for wait in waits if not wait.is_complete for rank in wait.waiters if is_blocked.get(rank, True)}
     return [rank for rank in sorted(missed, key=lambda rank: (-missed[rank], rank)) if rank not in held]

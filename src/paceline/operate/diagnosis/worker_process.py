@@ -27,7 +27,7 @@ FILE = "paceline-stack"  # followed by the process id, since a fork inherits the
 
 _PAUSE_S = 0.005
 _MOST_THREADS = 16
-_THREAD_S = 0.1  # for the answer of one of these threads, most of which have no Python frames
+_THREAD_S = 0.1  # for the answer of one other thread; most of these have no Python frames
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?+) in (.*)$')
 _PACKAGE = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir, os.pardir)) + os.sep
@@ -278,7 +278,7 @@ def _send_signal(pid: int, file: int) -> bool:
 
 
 def _send_by_number(pid: int) -> bool:
-    """Sends the signal to the process that has this number now; the worker had it a moment ago."""
+    """Sends the signal to the process that has this id now; the worker had it a moment ago."""
     try:
         os.kill(pid, SIGNAL)
     except OSError:
@@ -304,7 +304,7 @@ def _frames_of_other_thread(pid: int, file: int, deadline_s: float) -> tuple[Fra
 
 
 def _answer(file: int, deadline_s: float) -> tuple[Frame, ...]:
-    """Returns the frames once the stack is complete, or its part that was written by the deadline."""
+    """Returns the frames once the stack is complete, or the part that was written by the deadline."""
     while True:
         text = os.pread(file, 1 << 20, 0).decode(errors="replace")
         if is_whole(text) or time.monotonic() >= deadline_s:

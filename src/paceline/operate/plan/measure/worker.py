@@ -143,8 +143,7 @@ class _Measurement:
         self._written = False
 
     def after_step(self, watch: StepWatch) -> None:
-        """Writes the calibration after the last measured step; exits once all ranks are done, or this one is far
-        ahead."""
+        """Writes the calibration after the last measured step; exits once all ranks are done or it is far ahead."""
         done, needed = len(watch.steps), LEFT_OUT + self._settings.steps
         if done == 1 and not self._meeting.signal_and_wait("begun", _LATEST_S):
             print("paceline plan: not all ranks of this machine train yet; this one goes on", file=sys.stderr)
