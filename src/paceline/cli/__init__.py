@@ -1,5 +1,5 @@
 """The `paceline` command: its subcommands, with `doctor/` and `top/` in folders of their own.
 
-May use: every package below. A subcommand imports its dependencies, torch above all, when it runs. Start reading at
-`main.py`.
+May use: every package below. A subcommand imports its dependencies, in particular torch, only when it runs. Start
+reading at `main.py`.
 """

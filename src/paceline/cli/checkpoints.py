@@ -195,7 +195,7 @@ def _tensors(first: CheckpointContents, second: CheckpointContents, only: str | 
 
 
 def _have_same_digests(first: Checkpoint | None, second: Checkpoint | None, name: str) -> bool:
-    """Returns whether two tensors are equal by their digests, which requires that they were cut alike."""
+    """Returns whether two tensors have equal digests, which requires that they were cut alike."""
 
     def known_of(checkpoint: Checkpoint) -> object:
         entry = checkpoint.entry(name)
@@ -269,12 +269,12 @@ class CheckpointContents:
     """The contents of a checkpoint.
 
     Attributes:
-        title: the path, and the kind of a checkpoint of another library.
+        title: the path, with the kind of checkpoint if it is another library's.
         tensors: the types and shapes of the tensors, by name.
         values: the plain values, by path.
-        read: a function that returns a tensor.
+        read: a function that returns the tensor of a name.
         checkpoint: the checkpoint, if it is Paceline's.
-        closing: a context that closes it.
+        closing: a context manager that closes the checkpoint.
     """
 
     title: str
@@ -316,7 +316,7 @@ def contents_of(path: str) -> CheckpointContents:
 
 
 def foreign_at(path: str) -> ForeignCheckpoint | None:
-    """Opens a checkpoint of another library; returns None if the path is not that of one."""
+    """Opens a checkpoint of another library; returns None if there is none at the path."""
     if not Path(path).is_file() and not Path(path, ".metadata").is_file():
         return None
     from paceline.train.checkpoint.foreign.foreign_file import open_foreign
@@ -340,7 +340,7 @@ def _tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
 
 
 def _shown(value: object) -> Json:
-    """Returns a value as JSON, with texts for values that a checkpoint cannot hold."""
+    """Returns a value as JSON; values that a checkpoint cannot hold become strings."""
     if isinstance(value, dict):
         return {str(key): _shown(member) for key, member in value.items()}
     if isinstance(value, list):

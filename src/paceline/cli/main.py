@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from paceline.interop.migrate.project import MigratedProgram, ProgramFile
 
 
-_CHECKPOINT_PATH_HELP = "a checkpoint, or a directory of checkpoints, of which the newest whole one is taken"
+_CHECKPOINT_PATH_HELP = "a checkpoint, or a directory of checkpoints, whose newest complete one is used"
 _ON_X86 = {"avx512": "AVX-512", "avx2": "AVX2", "baseline": "SSE2"}
 _ON_ARM = {"baseline": "NEON"}
 
@@ -39,8 +39,8 @@ def _add_join_arguments(parser: argparse.ArgumentParser, environment: Mapping[st
     parser.add_argument(
         "token",
         metavar="TOKEN",
-        help="- asks for what `paceline run --print-token` printed, or reads it from stdin; "
-        "as an argument it could be seen by other users",
+        help="- prompts for the token of `paceline run --print-token`, or reads it from stdin; "
+        "other users could see it as an argument",
     )
     add_run_arguments(parser, environment)
 
@@ -49,28 +49,28 @@ def _add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     inspecting = commands.add_parser(
         "inspect",
-        help="list the checkpoints of a directory, or what one of them holds",
-        description="Lists the checkpoints of a directory, which of them are whole and why others are not; of one "
-        "checkpoint, its tensors and values. It also reads what torch.save and torch's distributed checkpoints wrote.",
+        help="list the checkpoints in a directory, or the contents of one",
+        description="Lists the checkpoints in a directory, with the faults of damaged ones, or the tensors and values of "
+        "one checkpoint. It also reads files of torch.save and torch's distributed checkpoints.",
     )
     inspecting.add_argument("path", metavar="PATH", help="a directory of checkpoints, or a checkpoint")
-    inspecting.add_argument("--json", action="store_true", help="print the same for programs")
+    inspecting.add_argument("--json", action="store_true", help="print the same as JSON")
     verifying = commands.add_parser(
         "verify",
-        help="read every byte, and compare it with its digest",
-        description="Reads every byte of a checkpoint, or of all in a directory, and names what is not as it was "
-        "written. The exit code is 1 if something is not, and 2 if there is no checkpoint.",
+        help="compare all bytes with their digests",
+        description="Reads every byte of a checkpoint, or of all checkpoints in a directory, and reports damage. The "
+        "exit code is 1 if there are any, and 2 if there is no checkpoint.",
     )
     verifying.add_argument("path", metavar="PATH", help="a directory of checkpoints, or a checkpoint")
     comparing = commands.add_parser(
         "diff",
-        help="say in which tensors and values two checkpoints differ",
+        help="show the tensors and values in which two checkpoints differ",
         description="Compares two checkpoints, which may have been saved by different numbers of ranks. The exit code "
-        "is 0 if they hold the same, 1 if they do not, and 2 if one cannot be read.",
+        "is 0 if they are equal, 1 if they differ, and 2 if one cannot be read.",
     )
     comparing.add_argument("first", metavar="PATH", help=_CHECKPOINT_PATH_HELP)
     comparing.add_argument("second", metavar="OTHER", help="likewise")
-    comparing.add_argument("--only", metavar="NAME", help="compare only what is in this entry of the state")
+    comparing.add_argument("--only", metavar="NAME", help="compare only this entry of the state")
     exporting = commands.add_parser(
         "export",
         help="write a model as one safetensors file",
@@ -98,9 +98,11 @@ def _run_checkpoint_command(options: argparse.Namespace) -> int:
 def _add_launch_script_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kind", choices=("slurm", "k8s", "jobset", "kubeflow", "ray"), help="for which scheduler")
     parser.add_argument("--nodes", type=int, default=2, help="machines (default: 2)")
-    parser.add_argument("--nproc-per-node", "--nproc_per_node", default="gpu", help="workers of each (default: gpu)")
-    parser.add_argument("--gpus", type=int, default=8, help="GPUs of each machine, 0 for none (default: 8)")
-    parser.add_argument("--cpus", type=int, default=8, help="cores of each machine (default: 8)")
+    parser.add_argument(
+        "--nproc-per-node", "--nproc_per_node", default="gpu", help="workers per machine (default: gpu)"
+    )
+    parser.add_argument("--gpus", type=int, default=8, help="GPUs per machine, 0 for none (default: 8)")
+    parser.add_argument("--cpus", type=int, default=8, help="cores per machine (default: 8)")
     parser.add_argument("--memory", default="32Gi", help="memory of each pod (default: 32Gi)")
     parser.add_argument("--name", help="the job's name (default: the script's)")
     parser.add_argument("--image", default="REGISTRY/IMAGE:TAG", help="the pods' image")
@@ -143,7 +145,7 @@ def _add_migrate_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "import", "plugin"),
         default="auto",
         help="import: `import paceline as dist`; plugin: torch.distributed with the backend paceline; auto: the latter "
-        "if the program uses what is built on torch's groups (default: auto)",
+        "if the program uses features built on torch's groups (default: auto)",
     )
 
 
@@ -209,10 +211,10 @@ def _add_top_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="JOB",
         help="the job's directory, its name in `paceline runs`, or its page's address (default: the latest that runs)",
     )
-    parser.add_argument("--once", action="store_true", help="print it once, and end")
+    parser.add_argument("--once", action="store_true", help="print it once and exit")
     parser.add_argument("--plain", action="store_true", help="plain text, even if Textual is installed")
     parser.add_argument(
-        "--every", type=_refresh_interval, default=1.0, metavar="SECONDS", help="how often (default: 1)"
+        "--every", type=_refresh_interval, default=1.0, metavar="SECONDS", help="refresh interval (default: 1)"
     )
 
 
@@ -252,7 +254,7 @@ def _refresh_interval(text: str) -> float:
 
 
 class VersionAction(argparse.Action):
-    """Prints the version and exits; the lines are computed only then."""
+    """Prints the version and exits; the lines are computed only when the flag is used."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
         super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
@@ -310,8 +312,8 @@ def _subcommands(environment: Mapping[str, str] = os.environ) -> tuple[_Subcomma
     return (
         _Subcommand(
             "run",
-            "run a script on several processes of one machine or several",
-            "Runs a script on several processes of one machine or several, as torchrun does. Each worker finds RANK, "
+            "run a script in several processes on one or more machines",
+            "Runs a script in several processes on one or more machines, as torchrun does. Each worker finds RANK, "
             "LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment; init_process_group() needs "
             "nothing else.",
             partial(add_run_arguments, environment=environment),
@@ -319,25 +321,25 @@ def _subcommands(environment: Mapping[str, str] = os.environ) -> tuple[_Subcomma
         ),
         _Subcommand(
             "join",
-            "take part in a job of another machine",
-            "Joins the job whose launcher printed TOKEN, with workers of this machine. Only what is given here is "
-            "run: the script is the same on all machines.",
+            "join a job that another machine started",
+            "Joins the job whose launcher printed TOKEN, with workers on this machine. Only the command given here "
+            "is run; the script must be the same on all machines.",
             partial(_add_join_arguments, environment=environment),
             run,
         ),
         _Subcommand(
             "launch-script",
             "print a batch script or manifest for Slurm, Kubernetes or Ray",
-            "Prints what the scheduler needs to start SCRIPT on several machines, ready to be submitted. Kubernetes "
-            "manifests hold a new secret: treat what is printed as one.",
+            "Prints a file with which the scheduler starts SCRIPT on several machines, ready to submit. Kubernetes "
+            "manifests contain a new secret, so keep them confidential.",
             _add_launch_script_arguments,
             _print_launch_script,
         ),
         _Subcommand(
             "doctor",
-            "examine this machine, the way to another one, or a script",
-            "Examines this machine; with --listen here and --peer there, both ways between two machines; with SCRIPT, "
-            "known mistakes in it, each with its line, reason and fix.",
+            "check this machine, the network to another one, or a script",
+            "Checks this machine; with --listen here and --peer there, the network between two machines; with SCRIPT, "
+            "a script for known mistakes, each reported with its line, reason and fix.",
             doctor.add_arguments,
             doctor.run,
         ),
@@ -345,30 +347,29 @@ def _subcommands(environment: Mapping[str, str] = os.environ) -> tuple[_Subcomma
             "plan",
             "measure a script, and predict how fast it would train on other machines",
             "With --measure, runs SCRIPT for some steps on this machine and writes a calibration. With a calibration, "
-            "predicts the step, the rate, the memory and the cost on other numbers of machines, and says what to "
-            "change.",
+            "predicts the step time, rate, memory and cost on other numbers of machines, and suggests changes.",
             plan.add_arguments,
             plan.run,
         ),
         _Subcommand(
             "analyze",
-            "say from a job's files what went wrong, and for whom the others waited",
-            "Reads the recordings that a job left in RUN_DIR, and says which rank failed, did not come or was late as "
-            "a rule, and why. Some of the files may be missing.",
+            "find out from a job's files what went wrong, and which ranks the others waited for",
+            "Reads the recordings that a job left in RUN_DIR, and reports which rank failed, was absent or was usually "
+            "late, and why. Some of the files may be missing.",
             recordings.add_analyze_arguments,
             recordings.analyze,
         ),
         _Subcommand(
             "runs",
             "list the latest jobs of this user on this machine",
-            "Lists the jobs that have a directory with their recordings, the latest first: when each began, how it "
-            "ended and what it ran.",
+            "Lists the jobs that have a directory of recordings, the latest first, each with its start, its outcome "
+            "and its command.",
             recordings.add_runs_arguments,
             recordings.show_runs,
         ),
         _Subcommand(
             "trace",
-            "write what a job recorded as a trace for ui.perfetto.dev",
+            "write a job's recordings as a trace for ui.perfetto.dev",
             "Writes the calls, steps and spans of all ranks of a job on one time axis, with arrows from sends to "
             "receives, as a trace that ui.perfetto.dev and chrome://tracing show.",
             recordings.add_trace_arguments,
@@ -376,9 +377,9 @@ def _subcommands(environment: Mapping[str, str] = os.environ) -> tuple[_Subcomma
         ),
         _Subcommand(
             "report",
-            "write what a job recorded into one file of HTML, to look at or to attach to an issue",
-            "Reads the recordings and logs that a job left in RUN_DIR, and writes one page of HTML that needs nothing "
-            "else to be looked at. It holds what the job printed and the names of its hosts.",
+            "write a job's recordings as one HTML file, to view or to attach to an issue",
+            "Reads the recordings and logs that a job left in RUN_DIR, and writes one self-contained HTML page. The "
+            "page contains the job's output and the names of its hosts.",
             recordings.add_report_arguments,
             recordings.write_report,
         ),
@@ -401,7 +402,7 @@ def _subcommands(environment: Mapping[str, str] = os.environ) -> tuple[_Subcomma
             "migrate",
             "rewrite a program of torch.distributed or Horovod, and the files that start it",
             "Rewrites Python files, shell scripts, batch files, YAML and Dockerfiles so that they use Paceline. Prints "
-            "the changes as a diff, or with --write makes them; what is left to do becomes a comment with the reason. "
+            "the changes as a diff, or makes them with --write; remaining work becomes a comment with the reason. "
             "Needs paceline[migrate].",
             _add_migrate_arguments,
             _migrate,
@@ -415,7 +416,7 @@ COMMANDS = tuple(command.name for command in _subcommands())
 def parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     """Returns the parser of the whole command line."""
     whole = Parser(prog="paceline", description="Distributed data-parallel training for PyTorch.")
-    whole.add_argument("--version", action=VersionAction, help="print what is installed, and which kernels are used")
+    whole.add_argument("--version", action=VersionAction, help="print the installed versions and the kernels in use")
     commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in _subcommands(environment):
         added = commands.add_parser(command.name, help=command.help, description=command.description)

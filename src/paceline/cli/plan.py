@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from paceline.operate.plan.step_time import Strategy
 
 
-_DEFAULT_NODE_LINK = "node=25gbit,0.05ms"  # of a drawing
+_DEFAULT_NODE_LINK = "node=25gbit,0.05ms"  # for drawings
 _WITHIN = "within=80gbit,0.002ms"
 _GAMMA_S_PER_BYTE = 1e-10
-_STAND_IN_BYTES_PER_S = 1e9  # rate at which state is copied if no link between hosts is known
+_STAND_IN_BYTES_PER_S = 1e9  # the rate at which state is copied if no link between hosts is known
 _PASSED_ON = ("nnodes", "node-rank", "rdzv-backend", "rdzv-endpoint", "rdzv-id")
 _WORKER = "paceline.operate.plan.measure.worker"
 
@@ -36,10 +36,10 @@ _WORKER = "paceline.operate.plan.measure.worker"
 def add_drawing_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of a drawing, which also uses `--links`, `--per-node` and `--output`."""
     drawing = parser.add_argument_group("drawing")
-    drawing.add_argument("--draw", metavar="ALGORITHM", help="draw who sends what to whom when, as an SVG")
-    drawing.add_argument("--ranks", type=int, default=8, metavar="N", help="in the drawing (default: 8)")
+    drawing.add_argument("--draw", metavar="ALGORITHM", help="draw an algorithm's messages over time, as an SVG")
+    drawing.add_argument("--ranks", type=int, default=8, metavar="N", help="ranks in the drawing (default: 8)")
     drawing.add_argument("--operation", default="all_reduce", metavar="NAME", help="default: all_reduce")
-    drawing.add_argument("--nbytes", type=int, default=1 << 20, metavar="N", help="of the tensor (default: 1 MiB)")
+    drawing.add_argument("--nbytes", type=int, default=1 << 20, metavar="N", help="size of the tensor (default: 1 MiB)")
 
 
 def draw(options: argparse.Namespace) -> int:
@@ -80,7 +80,7 @@ def add_failure_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of failures."""
     failing = parser.add_argument_group("failures")
     failing.add_argument(
-        "--failures", metavar="TIMES", help="mean times between them, such as machine=30d,worker=90d,job=60d"
+        "--failures", metavar="TIMES", help="mean times between failures, such as machine=30d,worker=90d,job=60d"
     )
     failing.add_argument("--times", metavar="TIMES", default="", help="such as repair=10min,saving=2s,restarting=5min")
 
@@ -91,7 +91,7 @@ def goodput_of_predictions(
     """Returns the goodput of each predicted job, and the event times of the last one.
 
     Raises:
-        ValueError: a flag is malformed, or a time is impossible.
+        ValueError: a flag is malformed, or a time is out of range.
     """
     from paceline.operate.plan.goodput import goodput, parse_failures, parse_times
     from paceline.operate.plan.simulated_job import EventTimes
@@ -115,25 +115,25 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `paceline plan`."""
-    parser.add_argument("words", nargs="*", metavar="FILE", help="a calibration; with --measure, behind `--`, a script")
+    parser.add_argument("words", nargs="*", metavar="FILE", help="a calibration; with --measure, a script after `--`")
     parser.add_argument(
         "--links", metavar="LINKS", help="the links between hosts, such as node=25gbit,0.05ms,region=1gbit,20ms"
     )
     parser.add_argument("--per-node", type=int, default=1, metavar="N", help="ranks of each node (default: 1)")
     predicting = parser.add_argument_group("predicting")
     predicting.add_argument("--nodes", type=_numbers, default=(1, 2, 4, 8), metavar="N,...", help="default: 1,2,4,8")
-    predicting.add_argument("--regions", type=int, default=1, metavar="N", help="that the nodes are divided into")
-    predicting.add_argument("--bucket-cap-mb", type=float, metavar="MIB", help="default: that of the measured script")
-    predicting.add_argument("--wire", choices=("bf16", "int8", "int4"), help="what is sent between nodes")
+    predicting.add_argument("--regions", type=int, default=1, metavar="N", help="regions that the nodes form")
+    predicting.add_argument("--bucket-cap-mb", type=float, metavar="MIB", help="bucket size (default: the script's)")
+    predicting.add_argument("--wire", choices=("bf16", "int8", "int4"), help="data type between nodes")
     predicting.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=0, help="the stage of ZeRO (default: 0)")
     predicting.add_argument("--every", type=int, default=0, metavar="STEPS", help="DiLoCo: steps between exchanges")
-    predicting.add_argument("--algorithm", metavar="NAME", help="of all collectives (default: the fastest of each)")
-    predicting.add_argument("--json", action="store_true", help="print the predictions for programs")
+    predicting.add_argument("--algorithm", metavar="NAME", help="algorithm of all collectives (default: the fastest)")
+    predicting.add_argument("--json", action="store_true", help="print the predictions as JSON")
     predicting.add_argument("--html", type=Path, metavar="FILE", help="also write a report")
     measuring = parser.add_argument_group("measuring")
     measuring.add_argument("--measure", action="store_true", help="run a script for some steps; write a calibration")
     measuring.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: calibration.json")
-    measuring.add_argument("--steps", type=int, default=30, metavar="N", help="to measure (default: 30)")
+    measuring.add_argument("--steps", type=int, default=30, metavar="N", help="steps to measure (default: 30)")
     measuring.add_argument(
         "--alone",
         action="store_true",
@@ -199,7 +199,7 @@ def _measure(options: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def _differences(links: Links) -> str:
-    """Returns the variable that describes the differences between links to jobs on these hosts; "" without any."""
+    """Returns the environment variable that describes differences between links to jobs on these hosts; "" if none."""
     from paceline.comm.schedule.network import describe_differences
 
     if len(links.pairs) < 2:

@@ -27,8 +27,8 @@ _LONGEST_COMMAND = 60
 
 def add_analyze_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `paceline analyze`."""
-    parser.add_argument("directory", metavar="RUN_DIR", help="where the job's recordings and logs are")
-    parser.add_argument("--json", action="store_true", help="print the same for programs")
+    parser.add_argument("directory", metavar="RUN_DIR", help="the directory of the job's recordings and logs")
+    parser.add_argument("--json", action="store_true", help="print the same as JSON")
 
 
 def analyze(options: argparse.Namespace) -> int:
@@ -72,9 +72,9 @@ def _diagnose(directories: Sequence[str | Path]) -> tuple[JobRemnants, Diagnosis
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `paceline report`."""
     parser.add_argument(
-        "directories", nargs="+", type=Path, metavar="RUN_DIR", help="the job's directory, of each of its machines"
+        "directories", nargs="+", type=Path, metavar="RUN_DIR", help="the job's directory on each of its machines"
     )
-    parser.add_argument("-o", "--output", metavar="FILE", help="what to write (default: NAME.html; - for stdout)")
+    parser.add_argument("-o", "--output", metavar="FILE", help="the file to write (default: NAME.html; - for stdout)")
 
 
 def _verdict_on(directories: Sequence[Path]) -> StallNotice | None:
@@ -115,7 +115,7 @@ def write_report(options: argparse.Namespace) -> int:
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `paceline trace`."""
     parser.add_argument(
-        "directories", nargs="+", type=Path, metavar="DIRECTORY", help="the job's directory, of each machine"
+        "directories", nargs="+", type=Path, metavar="DIRECTORY", help="the job's directory on each machine"
     )
     parser.add_argument("-o", "--output", type=Path, default=Path("trace.json"), help="default: trace.json")
     parser.add_argument(
@@ -124,7 +124,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=[],
         metavar="FILE",
-        help="traces that torch.profiler exported, to be shown on the same axis",
+        help="traces that torch.profiler exported, to show on the same axis",
     )
 
 
@@ -164,10 +164,10 @@ def add_runs_arguments(parser: argparse.ArgumentParser) -> None:
         "directory",
         nargs="?",
         type=Path,
-        help="where the jobs' directories are, such as what was given as --log-dir (default: PACELINE_RUNS_DIR, or "
+        help="the parent of the jobs' directories, such as the value of --log-dir (default: PACELINE_RUNS_DIR, or "
         "paceline/runs in XDG_STATE_HOME or ~/.local/state)",
     )
-    parser.add_argument("--json", action="store_true", help="print all that is known of each job, as lines of JSON")
+    parser.add_argument("--json", action="store_true", help="print all facts about each job, as lines of JSON")
 
 
 def show_runs(options: argparse.Namespace) -> int:
@@ -183,7 +183,7 @@ def show_runs(options: argparse.Namespace) -> int:
 
 
 def line_of(run: JobRun) -> str:
-    """Returns one line on a job: its start, its state, its command, and its directory's name."""
+    """Returns one line about a job: its start, its state, its command, and its directory's name."""
     state = run.state.value if run.exit_code in (None, 0) else f"{run.state.value} ({run.exit_code})"
     command = shlex.join(run.command)
     if len(command) > _LONGEST_COMMAND:

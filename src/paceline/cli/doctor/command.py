@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--security",
         action="store_true",
-        help="say how jobs are protected, where they listen, and who reaches them",
+        help="report how jobs are protected, where they listen, and who can reach them",
     )
     pair = parser.add_mutually_exclusive_group()
     pair.add_argument(
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pair.add_argument(
         "--peer",
         metavar="TOKEN",
-        help="check the network to and from the machine whose doctor printed TOKEN; - asks for it",
+        help="check the network to and from the machine whose doctor printed TOKEN; - prompts for it",
     )
 
 

@@ -156,7 +156,7 @@ def ports() -> list[Diagnostic]:
 
 def clock() -> list[Diagnostic]:
     """Reports whether the kernel considers the clock synchronised."""
-    buffer = ctypes.create_string_buffer(256)  # struct timex with modes=0, which only reads
+    buffer = ctypes.create_string_buffer(256)  # struct timex with modes=0 only reads
     state = ctypes.CDLL(None).adjtimex(buffer)
     if state == _TIME_ERROR:
         fix = "start chronyd or systemd-timesyncd; in a virtual machine, check the host's clock"

@@ -157,7 +157,7 @@ def first_gpu(script: _Script) -> Iterator[Diagnostic]:
 
 
 def samplers(script: _Script) -> Iterator[Diagnostic]:
-    """Finds data that every rank reads completely, and data that is read in the same order in each epoch."""
+    """Finds data that every rank reads completely, and data whose order is the same in each epoch."""
     makes_sampler = None
     for name, call in script.calls():
         last = name.rpartition(".")[2]
@@ -225,7 +225,7 @@ def saves(script: _Script) -> Iterator[Diagnostic]:
 
 
 def loads(script: _Script) -> Iterator[Diagnostic]:
-    """Finds checkpoints that are loaded onto the GPU from which they were saved."""
+    """Finds checkpoints that are loaded onto the GPU that they were saved from."""
     for name, call in script.calls():
         if name == "torch.load" and _keyword(call, "map_location") is None and len(call.args) < 2:
             why = "every rank loads the tensors to the GPU that they were saved from, whose memory may not suffice"

@@ -35,7 +35,7 @@ class ListeningSocket:
     """A socket that accepts data from other processes."""
 
     kind: str  # tcp, tcp6, udp, udp6 or unix
-    address: str  # of a Unix socket its path, or @ and its abstract name
+    address: str  # for a Unix socket, its path, or @ and its abstract name
     port: int = 0
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""`paceline top` with Textual, where the table can be scrolled and sorted, and the output filtered by rank."""
+"""`paceline top` with Textual: the table can be scrolled and sorted, and the output filtered by rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LINKS_WIDTH = 80
 
 
 class Top(App[None]):
-    """Shows the picture that `look` returns, as JSON, every `every_s` seconds."""
+    """Shows the picture that `look` returns, as decoded JSON, every `every_s` seconds."""
 
     CSS = """
     #head { height: auto; padding: 0 1; }

@@ -1,4 +1,4 @@
-"""Finds a running job, and fetches pictures of it from its dashboard or, without one, from its recordings.
+"""Client of a running job, which fetches its state from the dashboard or, without one, from the recordings.
 
 A job is found by its dashboard's address, by its directory, or as the latest one. A dashboard is reached over loopback
 or a Unix socket.
@@ -56,7 +56,7 @@ class PageAddress:
 
 
 def picture(address: PageAddress) -> dict[str, Any]:
-    """Returns the picture of the job as decoded JSON.
+    """Returns the state of the job as decoded JSON.
 
     Raises:
         PageUnreachableError: no dashboard answers, or the token is wrong.
@@ -157,7 +157,7 @@ def _of(run: JobRun) -> PageAddress | JobRun:
 
 
 def poller_of(job: PageAddress | JobRun) -> Callable[[], dict[str, Any]]:
-    """Returns a function that returns a picture of the job as decoded JSON, or raises `PageUnreachableError`."""
+    """Returns a function that returns the state of the job as decoded JSON, or raises `PageUnreachableError`."""
     if isinstance(job, PageAddress):
         return lambda: picture(job)
     view = ExternalCollector(job)

@@ -1,7 +1,7 @@
 """`paceline top` as lines of text, with ANSI colours or without, redrawn in place on a terminal.
 
-It exists beside the Textual view for `--once`, `--plain` and output that is not a terminal, where Textual cannot draw,
-and as the view without the extra `paceline[top]`. docs/pictures/page.py draws the picture of the docs from it, too.
+It is used for `--once`, for `--plain`, for output that is not a terminal, where Textual cannot draw, and without the
+extra `paceline[top]`. docs/pictures/page.py also uses it to draw the figure in the documentation.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Access rules of the page (the token, its cookie and the Host header), and the ASGI middleware that applies them.
 
 Any web site that the user visits could read the page from the same browser: the site may change the address of its own
-name to 127.0.0.1 after it was loaded (DNS rebinding), and then has the same origin as the page. Only the Host header
+name to 127.0.0.1 after it has loaded (DNS rebinding), and then has the same origin as the page. Only the Host header
 distinguishes them, so it is compared with a list on every request, before anything else.
 """
 
@@ -36,7 +36,7 @@ HEADERS = {
 
 
 class AccessDecision(Enum):
-    """Decision on a request: the status and text of the response, or that it passes to the page."""
+    """Decision on a request: pass it to the page, or send a response with this status and text."""
 
     PASSES = (200, "")
     ENTERS = (303, "")  # the token in the address is stored as a cookie
@@ -57,7 +57,7 @@ class AccessDecision(Enum):
 
 @dataclass(frozen=True)
 class PageRequest:
-    """Request, as far as a decision depends on it; the names of `headers` are in lower case."""
+    """The parts of a request that a decision depends on; the names of `headers` are in lower case."""
 
     method: str
     path: str
@@ -72,7 +72,7 @@ class Access:
     Attributes:
         token: 128 random bits in hexadecimal.
         name: the page's name in its cookie, since browsers send the cookies of a host to all of its ports.
-        hosts: further host names of the page, as of a proxy, without ports.
+        hosts: further host names of the page, such as that of a proxy, without ports.
         acts: whether actions, which are POST requests, are allowed.
     """
 
@@ -97,7 +97,7 @@ class Access:
         return AccessDecision.PASSES if self._has_token(request.headers) else AccessDecision.NO_TOKEN
 
     def knows(self, host: str) -> bool:
-        """Returns whether a Host header is one of this page. The port is ignored, since `ssh -L` may use another."""
+        """Returns whether a Host header names this page. The port is ignored, since `ssh -L` may use another one."""
         match = _HOST.fullmatch(host)
         return match is not None and match[1].lower() in _LOOPBACK_HOSTS | self.hosts
 
@@ -121,7 +121,7 @@ def new_token() -> str:
 
 
 def name_of(run_id: str) -> str:
-    """Returns a job's name with only those characters that may be in a cookie's name."""
+    """Returns a job's name, reduced to the characters that a cookie's name may contain."""
     return re.sub(r"[^A-Za-z0-9_-]", "-", run_id)[:64]
 
 
@@ -148,7 +148,7 @@ class AccessMiddleware:
         access: the rules.
         prefix: the path under which a proxy serves the page, such as "/user/ana/proxy/8080", or "". It is optional in
             requests, since some proxies remove it and others do not.
-        passed: a function that is called with the peer's address for each request with the token.
+        passed: a function that is called with the peer's address for each request that has the token.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class AccessMiddleware:
         if scope["type"] == "lifespan":
             await self._inner(scope, receive, send)
             return
-        if scope["type"] != "http":  # WebSockets have no use here
+        if scope["type"] != "http":  # the page uses no WebSockets
             await send({"type": "websocket.close", "code": 1008})
             return
         request = self._request_of(scope)
@@ -184,7 +184,7 @@ class AccessMiddleware:
         headers: dict[str, str] = {}
         for name, value in scope["headers"]:
             key = name.decode("latin-1").lower()
-            # Joined, two Host headers, which only an attacker sends, match no host. Cookies may be in several headers.
+            # Only an attacker sends two Host headers; joined, they match no host. Cookies may be in several headers.
             headers[key] = f"{headers[key]}; {value.decode('latin-1')}" if key in headers else value.decode("latin-1")
         path = scope["path"]
         if self._prefix and (path == self._prefix or path.startswith(self._prefix + "/")):
@@ -200,7 +200,7 @@ class AccessMiddleware:
         return [(b"set-cookie", value.encode("latin-1"))]
 
     def _location(self, scope: Scope) -> str:
-        """Returns the address without the token, relative, so that it is valid behind every proxy."""
+        """Returns the address without the token. It is relative, and therefore valid behind every proxy."""
         return f"{self._prefix.rpartition('/')[2]}/" if self._prefix and scope["path"] == self._prefix else "./"
 
 

@@ -1,9 +1,9 @@
 """Aggregator from samples of a job to the state that is shown. It has no files, sockets or clock.
 
 The what-if line is the duration of a step if its slowest rank were as fast as the median. In data-parallel training
-every step lasts as long as the slowest rank's own work and the exposed communication, which is the same for all. The
-time that one rank costs is therefore the distance of its own time from that of the next slowest, or from the median if
-that is larger, in each step (Lin et al., OSDI 2025, replay whole traces for the same question).
+every step lasts as long as the slowest rank's own work and the exposed communication, which is the same for all. In
+each step, the time that one rank costs is therefore the difference between its own time and that of the next slowest
+rank, or the median if that is larger (Lin et al., OSDI 2025, replay whole traces to answer the same question).
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ from paceline.operate.dashboard.link_rates import rows_of
 _STEPS_KEPT = 240
 _LINES_KEPT = 2000
 _EVENTS_KEPT = 500
-_RECENT = 30  # steps over which medians are taken
-_PATIENCE = 3  # samples until a step is shown without ranks that have not finished it; other machines are one behind
+_RECENT = 30  # the number of steps over which medians are taken
+_PATIENCE = 3  # samples before a step is shown without the ranks that have not finished it; other machines lag by one
 
-_SAMPLES_OF_CALLS = 30  # over which the durations of calls are averaged
+_SAMPLES_OF_CALLS = 30  # the number of samples over which the durations of calls are averaged
 _MOST_KINDS = 256
 _MOST_ROWS = 12
 _FAR = 1.2
 
 _CURVES_KEPT = 16
-_STEPS_OPEN = 4  # that a rank may log a value behind the others
+_STEPS_OPEN = 4  # the number of steps by which a rank's logged values may lag
 
-_QUIET_S = 10.0  # without any record, after which the job is said to make no progress
+_QUIET_S = 10.0  # the time without any record after which the job is reported to make no progress
 _AWAY = (RankActivity.STARTING, RankActivity.DEAD, RankActivity.ENDED)
 
 _FEWEST_STEPS = 5
-_WORTH_SAYING = 0.03  # of a step
+_WORTH_SAYING = 0.03  # as a share of a step
 
 _Kind = tuple[str, str, int, str]
 
@@ -92,7 +92,7 @@ class CallTable:
 
 
 def _row(kind: _Kind, by_rank: dict[int, deque[CallTally]]) -> CallRow:
-    """Returns a kind's row, with the duration on the rank that waits least for late ranks: the shortest."""
+    """Returns a kind's row, with the shortest duration of all ranks: that rank waits least for late ones."""
     operation, dtype, count, algorithm = kind
     actual_s = min(
         sum(tally.took_s for tally in tallies) / sum(tally.calls for tally in tallies) for tallies in by_rank.values()
@@ -112,7 +112,7 @@ class Curves:
 
     def __init__(self) -> None:
         self._open: dict[tuple[int, str], list[float]] = {}
-        self._loggers: dict[str, int] = {}  # the number of ranks that log a name, once it is known
+        self._loggers: dict[str, int] = {}  # the number of ranks that log a name, once known
         self._thinned: dict[str, Thinned] = {}
         self._points: list[Point] = []
         self._epoch = 0
@@ -134,7 +134,7 @@ class Curves:
             self._growing = Growing(tuple(self._points), 0, self._epoch)
 
     def _is_complete(self, step: int, name: str) -> bool:
-        """Returns whether all ranks that log the name have logged this step, or are some steps ahead of it."""
+        """Returns whether all ranks that log the name have logged this step, or the others are several steps ahead."""
         if len(self._open[step, name]) >= self._loggers.get(name, 1 << 30):
             return True
         later = sum(1 for other, its_name in self._open if its_name == name and other > step)
@@ -147,7 +147,7 @@ class Curves:
     def _add(self, point: Point) -> None:
         curve = self._thinned[point.name]
         epoch = curve.epoch
-        if curve.points and point.step <= curve.points[-1].step:  # after a restart, from an earlier step
+        if curve.points and point.step <= curve.points[-1].step:  # the job was restarted from an earlier step
             curve = self._thinned[point.name] = curve.until(point.step)
         done = curve.add(point)
         if curve.epoch == epoch:

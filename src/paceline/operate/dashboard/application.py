@@ -22,16 +22,16 @@ from paceline.operate.dashboard.event_stream import Broadcaster
 from paceline.operate.dashboard.prometheus import metrics
 from paceline.operate.dashboard.report import STATIC, assets
 
-ENTRANCE_S = 10.0  # from the connection to the first request that passes
+ENTRANCE_S = 10.0  # the time limit from the connection to the first permitted request
 _MOST_PENDING = 64
 _RETRY_MS = 2000
-_HEARTBEAT_S = 15.0  # without a change, after which a comment is sent, so that proxies keep the connection
+_HEARTBEAT_S = 15.0  # the time without a change after which a comment is sent, so that proxies keep the connection
 
 
 class PageConnections:
-    """Limiter of connections on which no request had the token yet; other connections are not limited.
+    """Limiter of connections that have not yet sent a request with the token; other connections are not limited.
 
-    Any user of the machine can connect to the page, and silent connections must not keep out the page's own user.
+    Any user of the machine can connect to the page, and idle connections must not lock out the page's own user.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class PageConnections:
             crowded_out.abort()
 
     def passed(self, client: object) -> None:
-        """Removes the limits of the connection from the address `client`, on which a request had the token."""
+        """Removes the limits of the connection from the address `client`, which has sent a request with the token."""
         if isinstance(client, (tuple, list)) and (found := self._by_address.get(tuple(client))) is not None:
             self._pending.remove(found[0])
             found[1].cancel()
@@ -96,11 +96,11 @@ def application(
     """Returns the page.
 
     Args:
-        broadcaster: the source of its state.
+        broadcaster: the source of the page's state.
         access: the access rules.
-        prefix: the path under which a proxy serves it.
+        prefix: the path under which a proxy serves the page.
         actions: the functions that a POST to actions/NAME calls if `access.acts`; each returns a short report.
-        passed: a function that is called with the peer's address for each request with the token.
+        passed: a function that is called with the peer's address for each request that has the token.
     """
     known_files = assets()  # by name, so that no path is made from a request
     index = known_files["index.html"]

@@ -1,7 +1,7 @@
 """State of a job that the page, `paceline top` and the report draw: one immutable `DashboardState`.
 
-Durations are milliseconds here, as they are shown; the suffix `_s` marks the few that are seconds. Lists that only grow
-are `Growing`, so that a viewer with the beginning of a list needs only the rest.
+Durations are in milliseconds, as they are shown, except those with the suffix `_s`, which are in seconds. Lists that
+only grow are `Growing`: a viewer that has the beginning of a list fetches only the rest.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class StepColumn:
 
 @dataclass(frozen=True)
 class TimelineLane:
-    """Lane of a rank in the timeline, in milliseconds from the timeline's begin.
+    """Lane of a rank in the timeline, in milliseconds from the timeline's beginning.
 
     `phases` are (name, begin, end); `buckets` are (ready, sent, done, bytes, name).
     """
@@ -243,7 +243,7 @@ class DashboardState:
 
 
 def in_ms(seconds: float) -> float:
-    """Returns milliseconds, rounded to two decimals."""
+    """Converts seconds to milliseconds, rounded to two decimals."""
     return round(seconds * 1e3, 2)
 
 
@@ -265,7 +265,7 @@ class Tail(Generic[Item]):
             self._growing = None
 
     def growing(self) -> Growing[Item]:
-        """Returns the items, as the same object until more are appended."""
+        """Returns the items; the same object until more are appended."""
         if self._growing is None:
             self._growing = Growing(tuple(self._items), self._count - len(self._items))
         return self._growing
@@ -274,8 +274,8 @@ class Tail(Generic[Item]):
 class Thinned:
     """Curve of one name over all steps, with a limited number of points.
 
-    When there are too many, each two neighbours are joined to one point with the smallest and the largest value, so
-    that a spike stays visible after a million steps.
+    When there are too many, each pair of neighbours is merged into one point with the smallest and the largest value,
+    so a spike remains visible after a million steps.
     """
 
     def __init__(self, most: int = 1024) -> None:

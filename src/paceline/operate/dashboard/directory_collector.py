@@ -1,4 +1,4 @@
-"""Collector of one sample from the directories of a job, which runs or has ended."""
+"""Collector of one sample from the directories of a running or finished job."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from paceline.operate.diagnosis.recording_reader import (
 from paceline.operate.diagnosis.runs import EVENTS_FILE, JOB_FILE
 
 _ATTEMPT = re.compile(r"attempt_(\d+)")
-_LAST_LINES = 400  # of each stream of each rank
+_LAST_LINES = 400  # per stream of each rank
 _STEPS_KEPT = 2000
 
 
@@ -79,7 +79,7 @@ def dashboard_of(directories: Sequence[Path], verdict: StallNotice | None = None
     ranks = tuple(_sample(rank, recordings[rank], was_stopped) for rank in sorted(recordings))
     links = tuple(link for rank in sorted(recordings) for link in _links(rank, recordings[rank].update))
     if was_stopped:
-        verdict = None  # the state in which ranks were stopped is no failure
+        verdict = None  # ranks that were stopped have not failed
     events: list[JobEvent] = []
     lines: list[Line] = []
     for index, directory in enumerate(directories):
@@ -99,7 +99,7 @@ def dashboard_of(directories: Sequence[Path], verdict: StallNotice | None = None
 
 
 def _recordings(directories: Sequence[Path]) -> dict[int, _Recorded]:
-    """Returns the readable recording of each rank, that of the last attempt if there are several."""
+    """Returns the readable recording of each rank; if there are several, that of the last attempt."""
     found: list[tuple[RecordingSource, bytes]] = []
     paths = (path for directory in directories for path in directory.rglob(f"*{SUFFIX}"))
     for path in sorted(paths, key=_attempt):

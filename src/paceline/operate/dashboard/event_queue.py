@@ -1,4 +1,4 @@
-"""Queue of notes from the launcher to the page's thread, and the text of the launcher's events."""
+"""Queue of notes from the launcher to the page's thread, and the conversion of launcher events to text."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ TOLD_BY_ALL = frozenset({"wait", "view", "end"})
 """Kinds of events that the launchers of all machines report, so that one launcher's report is sufficient."""
 
 _NUMBER = (1 << 32) - 1  # mask of a view's number; the bits above are the term of its coordinator
-_MOST = 20_000  # notes that a page has not read yet; beyond that the oldest are lost
-_MOST_LINES = 2000  # likewise lines of the workers' output, which must not displace rarer notes
+_MOST = 20_000  # the limit of unread notes; beyond it the oldest are dropped
+_MOST_LINES = 2000  # the limit of unread lines of the workers' output, which must not displace rarer notes
 
 
 class EventFormatter:
@@ -24,7 +24,7 @@ class EventFormatter:
 
     def __init__(self) -> None:
         self._view = 0
-        self._broken_s: float | None = None  # the time since which workers have been lost without a new view
+        self._broken_s: float | None = None  # the time since which workers have been missing without a new view
 
     def tell(self, event: str, facts: dict[str, Fact], now_s: float) -> list[JobEvent]:
         """Returns the text of an event at `now_s`, or an empty list if it is not shown."""
@@ -104,7 +104,7 @@ class EventQueue:
         self._notes: deque[Note] = deque(maxlen=_MOST)
         self._lines: deque[Line] = deque(maxlen=_MOST_LINES)
         self._is_open = True
-        self._lock = threading.Lock()  # so that a descriptor is either taken or closed here
+        self._lock = threading.Lock()  # so that each descriptor is either taken or closed
 
     def leave(self, note: Note) -> None:
         """Adds a note, unless the queue is closed."""

@@ -21,11 +21,11 @@ from paceline.operate.dashboard.aggregator import DashboardAggregator
 from paceline.operate.dashboard.dashboard_state import DashboardState, Growing
 from paceline.operate.dashboard.job_sample import JobSample
 
-WATCHED_S = 1.0  # between two samples while there are viewers
-ALONE_S = 5.0  # between two samples without viewers, so that curves and the log have no gaps
-_REMEMBERED_S = 10.0  # after a request for the state, as by `paceline top`, for which the job counts as watched
-_QUEUED = 30  # messages that a slow viewer may be behind before it gets a snapshot instead
-_KEPT = 120  # messages for viewers that reconnect
+WATCHED_S = 1.0  # the time between two samples while there are viewers
+ALONE_S = 5.0  # the time between two samples without viewers, short enough to leave no gaps in curves and the log
+_REMEMBERED_S = 10.0  # how long the job counts as watched after a request for the state, as by `paceline top`
+_QUEUED = 30  # the number of messages by which a viewer may lag before it receives a snapshot instead
+_KEPT = 120  # the number of messages kept for viewers that reconnect
 
 _encode = msgspec.json.Encoder().encode
 _NAMES = tuple(field.name for field in fields(DashboardState))
@@ -33,7 +33,7 @@ _NAMES = tuple(field.name for field in fields(DashboardState))
 
 @dataclass(frozen=True)
 class StreamMessage:
-    """Message of the stream; `number` is the number in its event id, and `data` its JSON in one line."""
+    """Message of the stream; `number` is the number in its event id, and `data` is its JSON on one line."""
 
     number: int
     data: bytes
@@ -44,7 +44,7 @@ class Feed:
     """Messages of one job, for one thread at a time.
 
     Args:
-        life: a name that distinguishes this server's event ids from those of an earlier one at the same address.
+        life: a name that distinguishes this server's event ids from those of an earlier server at the same address.
     """
 
     def __init__(self, life: str) -> None:
@@ -163,7 +163,7 @@ class Broadcaster:
         return bool(self._viewers) or time.monotonic() - self._asked_s < _REMEMBERED_S
 
     async def run(self) -> None:
-        """Samples the job until it is cancelled."""
+        """Samples the job until this task is cancelled."""
         while True:
             self.sample()
             self._wake.clear()

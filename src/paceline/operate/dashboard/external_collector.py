@@ -1,6 +1,6 @@
-"""Collector of samples from another process: it opens the recordings that the launcher keeps through /proc/PID/fd.
+"""Collector of samples in another process than the launcher, whose recordings it opens through /proc/PID/fd.
 
-The kernel permits that to processes of the launcher's user. It does not affect the launcher or the workers.
+The kernel permits this for processes of the launcher's user. The launcher and the workers are not affected.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class OutOfReachError(Exception):
 
 @dataclass(frozen=True)
 class _RecordedWorker:
-    """A worker's rank and process by its recording, and the recording's descriptor."""
+    """A worker's rank and process id from its recording, and the recording's descriptor."""
 
     rank: int
     pid: int

@@ -9,10 +9,10 @@ from paceline.operate.diagnosis import job_snapshot
 
 
 class RankActivity(str, Enum):
-    """Activity of a rank, by its recording."""
+    """Activity of a rank, according to its recording."""
 
     STARTING = "starting"
-    RUNNING = "running"  # records calls, and no steps
+    RUNNING = "running"  # records calls but no steps
     TRAINING = "training"
     WAITING = "waiting"  # in a call, for other ranks
     LOADING = "loading"  # waits for its data
@@ -38,11 +38,11 @@ class RankStep:
 
     Attributes:
         step: the step's number.
-        begin_s, end_s: its begin and end.
-        data_s, forward_s, backward_s, optimizer_s: the durations of its phases, without waits for other ranks.
+        begin_s, end_s: the times at which the step began and ended.
+        data_s, forward_s, backward_s, optimizer_s: the durations of the step's phases, without waits for other ranks.
         exposed_s: the time for which the rank only waited for communication.
         communication_s: the time for which any communication was in progress.
-        samples: the number of samples that the rank trained on; 0 if the program did not log it.
+        samples: the number of samples that the rank trained on; 0 if the program did not log that number.
         phases: the phases as (name, begin, end), for the timeline.
         buckets: the buckets in the order in which they became ready.
         predicted_s: the duration that the step would have had if its calls had taken the predicted time; None without
@@ -100,14 +100,14 @@ class RankSample:
 
     Attributes:
         rank, host, pid: the rank, and the process that runs it.
-        state: its activity.
-        doing: its activity in words, such as the call that it is in.
-        heard_s: the time of its latest record.
-        memory_nbytes: its resident memory.
-        step: the number of its current step; None before the first.
-        steps: the steps that it has completed since the previous sample, in order.
+        state: the activity of the rank.
+        doing: the activity as text, such as the call that the rank is in.
+        heard_s: the time of the rank's latest record.
+        memory_nbytes: the resident memory of the process.
+        step: the number of the current step; None before the first.
+        steps: the steps completed since the previous sample, in order.
         values: the values that the program has logged since the previous sample, as (step, name, value).
-        calls: the calls with predictions that it has completed since the previous sample.
+        calls: the calls with predictions that were completed since the previous sample.
     """
 
     rank: int
@@ -129,10 +129,10 @@ class LinkRate:
 
     Attributes:
         nbytes_per_s: the rate since the previous sample.
-        delivers_nbytes_per_s: the latest rate at which the kernel delivered data; 0 if it is not known.
-        round_trip_s, variation_s: the smoothed round trip and its variation; 0 if they are not known.
-        retransmits: the number of segments that were sent again in all.
-        recent: the recent traffic, or None if it is not known.
+        delivers_nbytes_per_s: the latest rate at which the kernel delivered data; 0 if unknown.
+        round_trip_s, variation_s: the smoothed round-trip time and its variation; 0 if unknown.
+        retransmits: the total number of retransmitted segments.
+        recent: the recent traffic, or None if unknown.
     """
 
     rank: int
@@ -187,7 +187,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class JobInfo:
-    """Properties of a job that change seldom.
+    """Properties of a job that rarely change.
 
     `total_steps` is None if the program does not log it. `outcome` is "" while the job runs.
     """

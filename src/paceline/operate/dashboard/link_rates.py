@@ -1,4 +1,4 @@
-"""Rates of the links between ranks, from consecutive measurements, and the rows of them that the page shows."""
+"""Rates of the links between ranks, from consecutive measurements, and the table rows that the page shows."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from paceline.operate.diagnosis.slow_links import find_slow_link
 
 SHARED_MEMORY, TCP = "shared memory", "TCP"
 
-_WINDOW = 30  # measurements of a link that are kept, one a second
-_IDLE_S = 3.0  # a link that was not measured for so long was not used
+_WINDOW = 30  # the number of measurements kept per link, one per second
+_IDLE_S = 3.0  # a link without a measurement for this long is idle
 _MOST_ROWS = 64
-_WORTH_SHOWING = 0.01  # of the bytes of the busiest link, since connections with control messages only are left out
+_WORTH_SHOWING = 0.01  # of the busiest link's bytes; links with only control messages are below it
 
 
 class LinkRates:

@@ -1,4 +1,4 @@
-"""Collector of samples in the launcher: from the recordings of this machine's workers and the launcher's notes."""
+"""Collector of samples in the launcher, from the recordings of this machine's workers and the launcher's notes."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from paceline.operate.dashboard.link_rates import SHARED_MEMORY, TCP, LinkRates
 from paceline.operate.dashboard.recording_follower import RecordingFollower, RecordingUpdate, StandaloneEvent
 
 TOTAL_STEPS = "total_steps"
-"""The name under which a program logs, once, the number of steps that it will make."""
+"""The name under which a program logs its total number of steps, once."""
 
 _SILENT_S = 10.0
-_WAITING_S = 1.0  # from this duration on, an open call is shown as the rank's activity
-_STEPS_A_SECOND = 64  # that are read over all ranks; beyond that, only every second or fourth step and so on
+_WAITING_S = 1.0  # an open call that has lasted longer is shown as the rank's activity
+_STEPS_A_SECOND = 64  # the limit of steps read over all ranks; above it, only every second, fourth, ... step is read
 _MEMORY_PERIOD_S = 4.0
-_IN_STEP = 2  # the largest distance in steps between ranks that began together
+_IN_STEP = 2  # the largest difference in steps between ranks that began together
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -44,8 +44,8 @@ class _Worker:
     update: RecordingUpdate | None = None
     ended: str | None = None  # the failure, or "" after a success
     total_steps: int | None = None
-    ahead: int | None = None  # the steps of the other workers before this one counted its first
-    step: int | None = None  # on the others' count
+    ahead: int | None = None  # the number of steps that the other workers had made before this one counted its first
+    step: int | None = None  # in the others' count
     rates: LinkRates = field(default_factory=LinkRates)
     memory_nbytes: int = 0
     memory_read_s: float = float("-inf")
@@ -66,7 +66,7 @@ class LocalCollector:
         self._stride = 1
 
     def look(self) -> JobSample:
-        """Returns the sample since the previous one."""
+        """Returns a sample with everything new since the previous one."""
         now_s = self._clock()
         events: list[JobEvent] = []
         lines: list[Line] = []
@@ -152,7 +152,7 @@ class LocalCollector:
         )
 
     def _count(self, worker: _Worker, update: RecordingUpdate) -> None:
-        """Converts the step of a worker that joined late to the others' count, since each process counts from 1."""
+        """Converts the step number of a worker that joined late to the others' count; each process counts from 1."""
         if update.step is None:
             return
         if worker.ahead is None:

@@ -2,9 +2,9 @@
 
 `operate/diagnosis/recording_reader.py` reads a whole recording, which takes tens of milliseconds, but the page samples
 64 ranks every second. An entry's position is its index modulo the ring's size (native/record/recorder.cpp), so new
-entries form one or two slices. Only complete entries are taken, since they no longer change; one that is still open,
-such as the current step, is read again. Python needs a microsecond to unpack an entry, so the words that determine
-which entries are used are read as columns first.
+entries form one or two slices. Only complete entries are final; an open one, such as the current step, is read again.
+Python needs a microsecond to unpack an entry, so the words that determine which entries are used are read as columns
+first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ReadAt = Callable[[int, int], bytes]  # (offset, number of bytes) -> data
 SAMPLES = "samples"
 """The name under which a program logs the number of samples that a rank trains on in a step."""
 
-_RECENT_CALLS, _RECENT_EVENTS = 512, 2048  # entries that a follower reads when it starts, or was too slow
+_RECENT_CALLS, _RECENT_EVENTS = 512, 2048  # entries that a follower reads at its start, or after falling behind
 _STEPS_OPEN = 32
 _SEQUENCE, _COUNT_OF, _OUTCOME, _IS_ASYNC, _ARRIVED, _STARTED, _ENDED, _COMPLETE = 6, 7, 10, 11, 13, 14, 15, 23
 _SHM_WORD, _TCP_WORD, _CALLS_STEP_WORD, _PREDICTED_WORD = 8, 9, 11, 15  # indices in words of 8 bytes
@@ -52,8 +52,8 @@ class PastCall(NamedTuple):
     """A call that has ended.
 
     Attributes:
-        begin_s, end_s: its begin and end.
-        complete_s: the time at which all ranks had arrived; 0 if it is not known.
+        begin_s, end_s: the times at which the call began and ended.
+        complete_s: the time at which all ranks had arrived; 0 if unknown.
         is_async: whether the program did not wait for it at once.
         predicted_s: the duration that the engine predicted; 0 without a prediction.
     """
@@ -113,7 +113,7 @@ class StepParts:
         """Returns the duration that the step would have had if its calls had taken the predicted time, or None.
 
         Buckets are averaged sequentially, each when it is ready, as in `operate/plan/step_time.py`. A call without a
-        prediction counts with its actual duration; that of a bucket makes the result None.
+        prediction counts with its actual duration, but if it is that of a bucket, the result is None.
 
         Args:
             own_s: the rank's own part of the step, in seconds.
@@ -133,7 +133,7 @@ class StepParts:
         return own_s + exposed_s + sum(waited)
 
     def _without_wait(self, bucket: BucketTiming) -> BucketTiming:
-        """Returns the bucket as sent when all ranks had arrived at its call, if that time is known."""
+        """Returns the bucket with the time at which all ranks had arrived at its call as its sending time, if known."""
         for call in self.calls:
             if call.complete_s and bucket.ready_s <= call.complete_s and call.end_s <= bucket.done_s:
                 return replace(bucket, sent_s=max(bucket.sent_s, call.complete_s))
@@ -142,7 +142,7 @@ class StepParts:
     def _exposed(self, buckets: Sequence[BucketTiming], begin_s: float, end_s: float) -> list[Interval]:
         """Returns the intervals in which the rank only waited for communication.
 
-        These are its synchronous calls, and the rest of the buckets once the last gradient was ready; until then
+        These are the rank's synchronous calls, and the buckets' calls after the last gradient was ready; before that,
         backward computes.
         """
         waits = [(call.begin_s, call.end_s) for call in self.calls if not call.is_async]
@@ -192,7 +192,7 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 class EntryBlock:
-    """Consecutive entries of a table, copied; `complete` has the positions of the complete ones."""
+    """Copy of consecutive entries of a table; `complete` has the positions of the complete ones."""
 
     def __init__(self, data: bytes, entry: struct.Struct, complete: Sequence[int]) -> None:
         self._data = data
@@ -209,7 +209,7 @@ class EntryBlock:
 
 
 class EntryRing:
-    """Reader of a ring of entries in a recording that is still being written; it remembers how far it has read.
+    """Incremental reader of a ring of entries in a recording that is still being written.
 
     Args:
         entry: the format of an entry.
@@ -234,7 +234,7 @@ class EntryRing:
 
         Args:
             read: a function that reads the recording.
-            begun: the number of entries that have been begun.
+            begun: the number of entries that the recorder has begun.
         """
         new: list[EntryBlock] = []
         open_entries: list[tuple[int, ...]] = []
@@ -269,9 +269,9 @@ class EntryRing:
         """Returns whether this is the entry of that index and complete; otherwise notes whether to read it again."""
         stamp, owner = entry[0], entry[0] >> 8
         if stamp == 0 or (owner < index and stamp & 3 == 0):
-            self._incomplete.add(index)  # it is about to be written
+            self._incomplete.add(index)  # the entry is about to be written
         elif owner != index:
-            self._incomplete.discard(index)  # a newer entry is here, or an older open one that was not replaced
+            self._incomplete.discard(index)  # the slot has a newer entry, or an older open one that was not replaced
         elif stamp & 3 == 0:
             self._incomplete.discard(index)
             return True
@@ -309,8 +309,8 @@ class RecordingUpdate:
     """New entries of a recording; times are seconds of CLOCK_MONOTONIC on its host.
 
     Attributes:
-        step: the process's current step; None before the first.
-        heard_s: the time of its latest record.
+        step: the current step of the process; None before the first.
+        heard_s: the time of the process's latest record.
         is_ended: whether the process has ended normally.
         steps: the steps that have ended, in order.
         values: the logged values, as (step, name, value).
@@ -341,7 +341,7 @@ class RecordingFollower:
 
     Args:
         read: a function that reads bytes of the recording at an offset.
-        is_whole: whether to read all entries, as for a report, instead of the recent ones.
+        is_whole: whether to read all entries, as for a report, instead of only the recent ones.
         shift_s: the seconds to add to all times.
     """
 
@@ -354,7 +354,7 @@ class RecordingFollower:
         self._calls = EntryRing(layout.CALL, None if is_whole else _RECENT_CALLS)
         self._events = EntryRing(layout.EVENT, None if is_whole else _RECENT_EVENTS)
         self._parts: dict[int, StepParts] = {}  # by step
-        self._samples = 0  # the number of the name `SAMPLES`, once it is known
+        self._samples = 0  # the number of the name `SAMPLES`, once known
         self._counts: dict[str, int] = {}  # the number of values of each name, in a program without steps
         self.rank: int | None = None
         self.pid = 0
@@ -369,7 +369,8 @@ class RecordingFollower:
         """Returns the new entries, or None while the process has not begun to record.
 
         Args:
-            stride: a number of which the returned steps are multiples, to save time with many ranks and short steps.
+            stride: the interval of the returned steps' numbers; 2 returns every second step, to save time with many
+                ranks.
         """
         head = self._read(0, _HEAD_NBYTES)
         if len(head) < _HEAD_NBYTES or _COUNT.unpack_from(head)[0] != layout.MAGIC:
@@ -465,7 +466,7 @@ class RecordingFollower:
                     self._samples = name
                     self._parts.setdefault(step, StepParts()).samples += value
                 else:
-                    if not step:  # the program has no steps, so its values are numbered
+                    if not step:  # the program has no steps, so its values are numbered instead
                         step = self._counts[text] = self._counts.get(text, 0) + 1
                     update.values.append((step, text, value))
             elif kind == _STEP:

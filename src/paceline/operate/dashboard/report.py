@@ -1,4 +1,4 @@
-"""Report of a job: the page with its scripts, styles and data in one HTML file, made from the page's files."""
+"""Report of a job: the page with its scripts, styles and data in one HTML file, built from the page's files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _HEAD = re.compile(r'<link rel="(?:icon|stylesheet)".*?>\n|<script .*?</script>\
 
 
 def assets() -> dict[str, bytes]:
-    """Returns the files of the page by their names."""
+    """Returns the files of the page by name."""
     folder = files("paceline.operate.dashboard") / "static"
     return {file.name: file.read_bytes() for file in folder.iterdir() if PurePosixPath(file.name).suffix in STATIC}
 
@@ -63,7 +63,7 @@ def report(state: DashboardState, made: str) -> bytes:
     )
     feed = Feed("report")
     feed.publish(state)
-    data = feed.snapshot().data.decode().replace("<", "\\u003c")  # so that no text of the job closes the element
+    data = feed.snapshot().data.decode().replace("<", "\\u003c")  # so that no text from the job can close the element
     head = (
         f'<meta http-equiv="content-security-policy" content="{policy}">\n<style>{styles}</style>\n'
         f"<script>{chart}</script>\n"

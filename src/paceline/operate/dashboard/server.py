@@ -1,4 +1,4 @@
-"""Server of the page, in a thread of its own, so that its failures do not affect the job; and the page's address."""
+"""Server of the page in a thread of its own, where failures do not affect the job; and the page's address."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ADDRESS_FILE = "page.json"
 _SUGGESTED_PORT = 8080  # on the user's own machine, for a page on a Unix socket
 _STOP_S = 2.0
 _START_S = 20.0
-_LAST_S = 0.2  # for the last message to reach the viewers
+_LAST_S = 0.2  # the time for the last message to reach the viewers
 
 
 class AddressError(ValueError):
