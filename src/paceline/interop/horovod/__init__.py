@@ -2,7 +2,7 @@
 
 Files are named after Horovod's own modules where there is one. `call_queue.py` executes the calls of `collectives.py`
 and `uneven_collectives.py`, and checks that the ranks agree. `stand_in/` is the package that `paceline run --compat
-horovod` puts on the path. docs/migrating.md lists the differences to Horovod.
+horovod` puts on the path. docs/migrating.md lists the differences from Horovod.
 
 May use: `group`, `functional`, `ddp`, and `launch` for `run`. Start reading at `basics.py` and `collectives.py`.
 """

@@ -27,8 +27,8 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     A second call has no effect, and an existing default process group is used.
 
     Args:
-        comm: Must be None; process sets replace Horovod's lists of ranks and MPI communicators.
-        process_sets: Sets of ranks to create groups for, the same on all ranks.
+        comm: None; process sets replace Horovod's lists of ranks and MPI communicators.
+        process_sets: The sets of ranks to create groups for; they must be the same on all ranks.
 
     Raises:
         ValueError: `comm` was given, or another launcher, which provides no rendezvous, started the ranks.
@@ -126,7 +126,7 @@ mpi_enabled = mpi_built = mpi_threads_supported
 
 
 def gloo_built() -> bool:
-    """Returns True: CPU tensors can be reduced without MPI, which scripts check by this function."""
+    """Returns True: CPU tensors can be reduced without MPI, which is what scripts check with this function."""
     return True
 
 
@@ -150,7 +150,7 @@ rocm_built = cuda_built
 
 
 class ProcessSet:
-    """Some of the ranks, as a group for collectives after `init` or `add_process_set`.
+    """A subset of the ranks, which is a group for collectives after `init` or `add_process_set`.
 
     Args:
         ranks: The ranks; None for all.
@@ -251,7 +251,7 @@ def open_global_process_set() -> None:
         return
     close_process_sets()
     global_process_set.open(0)
-    # Ends the calls on threads before the groups end with the process.
+    # The calls on threads must end before the groups are destroyed with the process.
     util.Finalize(None, close_process_sets, exitpriority=1)
 
 
@@ -291,7 +291,7 @@ def run(
         )
     with tempfile.TemporaryDirectory(prefix="paceline-") as directory:
         spawn(_call, (directory, func, tuple(args), dict(kwargs or {})), nprocs=np)
-        # Only the processes started above have written there.
+        # Unpickling is safe: only the processes started above have written there.
         return [pickle.loads(Path(directory, str(rank)).read_bytes()) for rank in range(np)]
 
 

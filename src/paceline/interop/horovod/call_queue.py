@@ -30,7 +30,7 @@ from paceline.durations import to_seconds
 from paceline.errors import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError
 
 Result = TypeVar("Result")
-_END_S = 5.0  # limit of the wait of `close` for the thread, whose call has been aborted
+_END_S = 5.0  # the time that `close` waits for the thread, whose call has been aborted
 
 
 class CallKind(IntEnum):
@@ -71,8 +71,8 @@ class CallRequest(Generic[Result]):
     name: str | None = None
     op: ReduceOp = ReduceOp.SUM
     future: Future[Result] = field(default_factory=Future)
-    number: int = 0  # in the order of the process set's requests; 0 for a barrier, which may overtake others
-    is_awaited: bool = False  # whether the program waits for it
+    number: int = 0  # the request's number in the process set; 0 for a barrier, which may overtake others
+    is_awaited: bool = False  # whether the program waits for the call
 
     def __post_init__(self) -> None:
         # Each thread has a current stream of its own; the call must run on the program's.
@@ -102,7 +102,7 @@ class _Header:
         digest: The digest of everything that must match between ranks.
         count: The number of tensors.
         is_awaited: Whether the rank's program waits for this call or a later one, so that it cannot make another first.
-        since: The number of exchanges before `join`.
+        since: The number of exchanges that preceded `join`.
         time_ns: The time of `join`, which together with `since` orders the ranks that wait in it.
     """
 
@@ -145,7 +145,7 @@ class CallQueue:
     """The calls of one process set on this rank.
 
     Args:
-        group: A group of the set's ranks for this queue alone, which `close` does not destroy.
+        group: A group of the set's ranks that only this queue uses; `close` does not destroy it.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -218,7 +218,7 @@ class CallQueue:
             self.observe(request)
 
     def observe(self, request: CallRequest[Result]) -> None:
-        """Frees the names of a completed call and of all calls before it, since the program has seen its completion."""
+        """Frees the names of a call and of all calls before it, once the program has observed its completion."""
         if request.future.done():
             with self._condition:
                 self._named = {key: number for key, number in self._named.items() if number > request.number}
@@ -310,7 +310,7 @@ class CallQueue:
             request.future.set_exception(error)
 
     def _agree(self, request: CallRequest[Result]) -> None:
-        """Waits until all ranks are ready for the same call, or in `join` and informed of their contribution.
+        """Waits until each rank is ready for the same call, or waits in `join` and has received its contribution.
 
         Raises:
             CollectiveMismatchError: the calls differ, or a rank waits in `join` and cannot contribute to this one.
@@ -409,7 +409,7 @@ class CallQueue:
 
 
 class CallHandle(Generic[Result]):
-    """An asynchronous call, for `poll` and `synchronize`.
+    """The handle of an asynchronous call, for `poll` and `synchronize`.
 
     Args:
         queue: The queue of the process set.

@@ -29,7 +29,7 @@ Sum = ReduceOp.SUM
 Min = ReduceOp.MIN
 Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
-Adasum = "Adasum"  # not supported; the name exists for scripts that offer it as an option
+Adasum = "Adasum"  # not supported; defined for scripts that offer it as an option
 
 Op = ReduceOp | str
 
@@ -71,7 +71,7 @@ class ScaledReduction:
     after: float
 
     def of(self, size: int) -> ScaledReduction:
-        """Returns an equivalent with a single multiplication for an average over `size` ranks with a factor."""
+        """Returns an equivalent reduction; an average over `size` ranks with a factor becomes a sum with one factor."""
         if self.by is Average and self.after != 1.0:
             return ScaledReduction(Sum, self.before, self.after / size)
         return self
@@ -131,7 +131,7 @@ class _Allreduce(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Returns the gradients, reduced in the same way for a sum or average; for other reductions, exact ones."""
+        """Returns the gradients: reduced in the same way for a sum or average, and exact for other reductions."""
         if ctx.how.by in (Sum, Average):
             return None, None, None, *_reduced(ctx.how, None, ctx.process_set, grads)
         summed = _reduced(replace(ctx.how, by=Sum), None, ctx.process_set, grads)
@@ -348,7 +348,8 @@ def broadcast_async(
 def broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Returns the root's `tensor` on every rank. Gradients flow through it: the root's is the mean of the ranks'."""
+    """Returns the root's `tensor` on every rank. It is differentiable: the root gets the mean of the ranks'
+    gradients."""
     return applied(_Broadcast, tensor, root_rank, name, process_set)
 
 

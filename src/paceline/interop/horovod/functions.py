@@ -70,7 +70,7 @@ def broadcast_object(
     Args:
         obj: The object; only the root's is sent.
         root_rank: The source rank.
-        name: The call's name, the same on all ranks.
+        name: The name of the call, which must be the same on all ranks.
         process_set: The participating ranks.
         allow_pickle: Whether to allow objects of any type. Horovod always pickles, which enables each rank to run code
             on the others; here numbers, strings, containers, tensors and arrays need no pickling.
@@ -88,7 +88,7 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set, allow_pickle: bool = False
 ) -> list[Any]:
-    """Returns the objects of all ranks, by rank; `allow_pickle` is as in `broadcast_object`."""
+    """Returns the objects of all ranks in rank order; `allow_pickle` is as in `broadcast_object`."""
     objects: list[Any] = [None] * process_set.size()
 
     def run(group: ProcessGroup) -> list[Any]:

@@ -18,7 +18,7 @@ from paceline.interop.horovod.collectives import Average, Op, ScaledReduction, a
 from paceline.interop.horovod.compression import Compression, Compressor
 from paceline.interop.horovod.uneven_collectives import sparse_allreduce_request
 
-_BUCKET_BYTES = 25 << 20  # that of DistributedDataParallel
+_BUCKET_BYTES = 25 << 20  # the default of DistributedDataParallel
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class HorovodGradientReducer:
         return any(count != self.passes for count in self._to_come.values())
 
     def set_passes(self, passes: int) -> None:
-        """Sets the number of backward passes per reduction, from the next step on."""
+        """Sets the number of backward passes per reduction, starting with the next step."""
         self.passes = passes
         self._reset()
 
@@ -170,7 +170,7 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 
 class _Distributed(torch.optim.Optimizer):
-    """The methods that `DistributedOptimizer` puts before those of an optimizer's own class."""
+    """The methods by which `DistributedOptimizer` overrides those of an optimizer's own class."""
 
     _reducer: HorovodGradientReducer | None
     _synchronizes: bool
@@ -202,8 +202,8 @@ class _Distributed(torch.optim.Optimizer):
         """Waits until the gradients are reduced, and performs the optimizer's own step.
 
         Args:
-            closure: Computes the loss and its gradients, which are reduced after each call by the optimizer. The
-                optimizer receives the mean of the ranks' losses, so that all ranks take the same decisions.
+            closure: A function that computes the loss and its gradients. The gradients are reduced after each call. The
+                optimizer receives the mean of the ranks' losses, so that all ranks make the same decisions.
 
         Raises:
             ValueError: a closure was given within `skip_synchronize`, where its gradients would not be reduced.
@@ -280,7 +280,7 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         compression: `Compression.none`, or `Compression.fp16` to reduce in half precision.
         backward_passes_per_step: The number of backward passes that add to a gradient before its reduction.
         op: `Average` (the default) or another reduction.
-        gradient_predivide_factor: The divisor of gradients before the sum, by which the sum is multiplied.
+        gradient_predivide_factor: The divisor of the gradients before the sum; the sum is multiplied by it.
         num_groups: Ignored, since gradients are always reduced in buckets.
         groups: Checked and otherwise ignored.
         sparse_as_dense: Whether to reduce sparse gradients as dense ones.
@@ -300,7 +300,7 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     params = [param for param in names if param.requires_grad]
     kind = type(type(optimizer).__name__, (_Distributed, type(optimizer)), {"__doc__": type(optimizer).__doc__})
     taken_over: Any = object.__new__(kind)
-    # An existing scheduler has put its own `step` into the optimizer's attributes, which would bypass ours.
+    # A scheduler that exists has replaced `step` in the optimizer's attributes, which would bypass this class.
     taken_over.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
     how = ReductionOptions(by, compression, gradient_predivide_factor, sparse_as_dense, process_set)
     reduces = process_set.included() and process_set.size() > 1

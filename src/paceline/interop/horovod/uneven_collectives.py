@@ -120,7 +120,7 @@ def allgather(
 ) -> torch.Tensor:
     """Returns all ranks' tensors concatenated in rank order; all dimensions but the first must agree.
 
-    Gradients flow through it: each rank's is the mean of the ranks' gradients of its rows.
+    It is differentiable: each rank gets the mean of the ranks' gradients of its rows.
 
     Raises:
         ValueError: the tensor has no dimensions.
@@ -236,7 +236,7 @@ def alltoall_async(
 
     Args:
         tensor: The tensor whose rows are divided among the ranks.
-        splits: The number of rows for each rank; by default, all get equally many.
+        splits: The number of rows for each rank; by default, the rows are divided equally.
         name: The call's name, which no other pending call may have.
         process_set: The participating ranks.
 
@@ -254,8 +254,8 @@ def alltoall(
 ) -> Received:
     """Sends rows of `tensor` to each rank, and returns the rows that this rank received. Gradients flow through it.
 
-    The arguments and errors are those of `alltoall_async`. The result is a pair with the numbers of rows by rank only
-    if `splits` is given.
+    The arguments and errors are those of `alltoall_async`. If `splits` is given, the result is a pair of these rows and
+    their numbers by rank.
     """
     output, received = outputs_of(_Alltoall, tensor, splits, name, process_set)
     return output if splits is None else (output, received)
@@ -287,7 +287,8 @@ def _scatter_request(
 
 
 def _share(whole: torch.Tensor, how: ScaledReduction, group: ProcessGroup) -> torch.Tensor:
-    """Returns this rank's rows of the reduction of `whole`, which is overwritten; the first ranks get one row more."""
+    """Returns this rank's rows of the reduction of `whole`, which is overwritten; the first ranks may get one more
+    row."""
     rows, more = divmod(len(whole), group.size())
     if more == 0:
         share = whole.new_empty((rows, *whole.shape[1:]))
@@ -337,7 +338,7 @@ def reducescatter_async(
 ) -> CallHandle[torch.Tensor]:
     """Starts to reduce `tensor` over the ranks, and returns a handle whose result is this rank's share of the rows.
 
-    The rows are divided as evenly as possible; the first ranks get one row more.
+    The rows are divided as evenly as possible; the first ranks get one more row if they do not divide evenly.
 
     Raises:
         ValueError: the tensor has no dimensions, or a reduce-scatter with this name is pending.
@@ -358,7 +359,8 @@ def reducescatter(
 ) -> torch.Tensor:
     """Returns this rank's rows of the reduction of `tensor` over the ranks; see `reducescatter_async`.
 
-    Gradients flow through it: the gradients of all rows, multiplied by the number of ranks if `op` is Sum.
+    It is differentiable: backward gathers the gradients of all rows, and multiplies them by the number of ranks if `op`
+    is Sum.
     """
     compressed, ctx = compression.compress(tensor)
     how = ScaledReduction(reduction(op), prescale_factor, postscale_factor)

@@ -1,4 +1,4 @@
-"""Paceline in Lightning and Ray Train: a module for each framework, which only its users import.
+"""Integrations with Lightning and Ray Train: one module for each framework, which only its users import.
 
 If the framework is missing, the import raises an error that names the package to install.
 

@@ -8,8 +8,8 @@ Example::
     trainer = TorchTrainer(train_loop_per_worker, scaling_config=ScalingConfig(num_workers=4))
     result = trainer.fit()
 
-It is Ray's own trainer with another process group. In the training loop, `ray.train.torch.prepare_model`, torch's
-`DistributedDataParallel` and Paceline's own calls can be used.
+This is Ray's own trainer with another process group. The training loop can use `ray.train.torch.prepare_model`, torch's
+`DistributedDataParallel` and Paceline's own calls.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class PacelineConfig(_torch.TorchConfig):  # type: ignore[name-defined, misc]
 
     Attributes:
         backend: The backend for `torch.distributed.init_process_group`.
-        secret: The job's secret, unless PACELINE_SECRET is set on the workers; new for each trainer.
+        secret: The job's secret if PACELINE_SECRET is not set on the workers; by default random, and new for each
+            trainer.
     """
 
     backend: str | None = NAME

@@ -18,7 +18,7 @@ _DEFAULT_BACKEND = "get_default_backend_for_device"
 
 
 class MixedBackendsError(ValueError):
-    """Raised for a mixture of backends, which not all releases of PyTorch support for the plug-in."""
+    """Raised for a mixture of backends, which some releases of PyTorch do not support with the plug-in."""
 
 
 def replace_gloo(node: cst.CSTNode, way: MigrationMode) -> dict[cst.CSTNode, cst.BaseExpression]:
@@ -43,7 +43,7 @@ def replace_gloo(node: cst.CSTNode, way: MigrationMode) -> dict[cst.CSTNode, cst
 
 
 def variables_in(node: cst.CSTNode) -> set[str]:
-    """Returns the last words of the variables and attributes from which a backend's expression takes its value."""
+    """Returns the last words of the variables and attributes in an expression whose value is a backend."""
     if isinstance(node, cst.IfExp):
         return variables_in(node.body) | variables_in(node.orelse)
     name = dotted(node)
@@ -169,7 +169,7 @@ class CallRemarks:
 
     reasons: dict[cst.CSTNode, str] = field(default_factory=dict)
     notes: dict[cst.CSTNode, str] = field(default_factory=dict)
-    stay: set[str] = field(default_factory=set)  # names whose imports stay
+    stay: set[str] = field(default_factory=set)  # names whose imports are kept
 
 
 def advice_for_call(name: str) -> str | None:
@@ -270,7 +270,7 @@ def _name_the_backend(reading: PythonSource, use: NameUse, call: cst.Call, edits
 
 
 def _keep_torchs_order(call: cst.Call, edits: Edits) -> None:
-    """Makes a new group sort its ranks, as torch always does, unless they are in order already."""
+    """Makes a new group sort its ranks, as torch always does, unless they are already in order."""
     ranks = _argument(call, "ranks", 0)
     if ranks is None or _is_given(call, "sort_ranks", 7) or any(arg.star for arg in call.args) or _is_sorted(ranks):
         return

@@ -106,9 +106,9 @@ _SHARES_A_SECRET = re.compile(r"PACELINE_SECRET|SBATCH|\bsrun\b|SLURM_")
 
 
 def migrate_commands(text: str) -> MigratedFile:
-    """Returns the new text of a file of commands, and its places."""
+    """Returns the new text of a file of commands, and its findings."""
     places: list[MigrationFinding] = []
-    comments: dict[int, str] = {}  # reasons by the line (from 1) of the text as it was
+    comments: dict[int, str] = {}  # reasons by line number (from 1) in the original text
     edits: list[tuple[int, int, str]] = []
     for rule in _RULES:
         for match in rule.pattern.finditer(text):
@@ -131,7 +131,7 @@ def migrate_commands(text: str) -> MigratedFile:
 
 
 def _is_command(text: str, at: int) -> bool:
-    """Returns whether the text at `at` is executed, as far as its line shows."""
+    """Returns whether the text at `at` is executed, judging by its line alone."""
     before = text[text.rfind("\n", 0, at) + 1 : at]
     line = before + text[at : (text.find("\n", at) + 1 or len(text) + 1) - 1]
     is_comment = re.search(r"(?:^|\s)#", before) is not None
@@ -151,7 +151,7 @@ def _reason(text: str, at: int) -> str | None:
 
 
 def _end_of_command(text: str, at: int) -> int:
-    """Returns the end of the command: the first end of a line that is not continued, or the end of its list."""
+    """Returns the end of the command: the end of its last continued line, or the end of its list."""
     lines = text[at:].split("\n")
     length = 0
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
@@ -190,7 +190,7 @@ def _place_of_comment(lines: list[str], number: int) -> int:
     """Returns the line above which a comment neither splits a command nor becomes part of a string."""
     while number > 0 and lines[number - 1].rstrip().endswith("\\"):
         number -= 1
-    for header in range(number - 1, -1, -1):  # the line that begins a list or a folded text around this one
+    for header in range(number - 1, -1, -1):  # the line that begins a list or folded text around this line
         is_outer = lines[header].strip() and _indent(lines[header]) < _indent(lines[number])
         if is_outer and re.search(r"(?::|-)\s*(?:>[+-]?|\[)\s*$", lines[header]):
             return header

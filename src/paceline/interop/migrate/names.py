@@ -1,7 +1,8 @@
 """The map from names of other libraries to those of Paceline, and the findings in a migrated file.
 
 Names are fully qualified, as in "torch.distributed.all_reduce", possibly with attributes, as in
-"torch.distributed.ReduceOp.SUM". A name without a counterpart stays, or is a reason to keep torch.distributed.
+"torch.distributed.ReduceOp.SUM". A name without a counterpart is left unchanged, or is a reason to keep
+torch.distributed.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ _HOOKS = frozenset(
 )  # fmt: skip
 _TORCH = "torch.distributed"
 _CORE = f"{_TORCH}.distributed_c10d"
-_BUILT_ON_TORCHS_GROUPS = {"DeviceMesh", "init_device_mesh"}  # Paceline's have the same names but other groups
+_BUILT_ON_TORCHS_GROUPS = {"DeviceMesh", "init_device_mesh"}  # Paceline has the same names, but with its own groups
 
-# Names outside of torch.distributed, or with another path in it than in Paceline.
+# Names outside of torch.distributed, or whose path in it differs from that in Paceline.
 _RENAMED = {
     "torch.nn.parallel.DistributedDataParallel": "paceline.DistributedDataParallel",
     "torch.nn.parallel.distributed.DistributedDataParallel": "paceline.DistributedDataParallel",
@@ -134,7 +135,7 @@ def new_name(name: str, way: MigrationMode) -> str | None:
     if is_in(name, "horovod"):
         return _of_horovod(name)
     if way is MigrationMode.PLUGIN:
-        # torch's own returns "gloo" for the CPU; Paceline's returns a backend that torch accepts, too.
+        # torch's function returns "gloo" for the CPU; Paceline's returns a backend that torch accepts, too.
         is_default = name in (f"{_TORCH}.get_default_backend_for_device", f"{_CORE}.get_default_backend_for_device")
         return "paceline.get_default_backend_for_device" if is_default else None
     if (known := longest_renamed_prefix(name)) is not None:
@@ -186,13 +187,13 @@ def needs_torchs_groups(name: str) -> bool:
     )
 
 
-MARK = "TODO(paceline): "  # begins the comments in the user's files where work remains
+MARK = "TODO(paceline): "  # begins the comments on remaining work in the user's files
 _WIDTH = 100
 
 
 @dataclass(frozen=True)
 class MigrationFinding:
-    """One place of a program that concerns distributed training.
+    """One place in a program that concerns distributed training.
 
     Attributes:
         line: The line in the original file, from 1.
@@ -208,7 +209,7 @@ class MigrationFinding:
 
     @property
     def is_migrated_fully(self) -> bool:
-        """Whether no work remains here."""
+        """Whether no work remains at this place."""
         return self.reason is None
 
 
@@ -217,7 +218,7 @@ class ModeChoice:
     """The mode of a program's migration."""
 
     way: MigrationMode
-    reason: str = ""  # to keep torch.distributed
+    reason: str = ""  # the reason to keep torch.distributed
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The migration of a program's files, which are read, migrated together, and optionally written."""
+"""Migration of a program's files, which are read, migrated together, and optionally written."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ProgramFile:
 
     @property
     def changes(self) -> bool:
-        """Whether its text changes."""
+        """Whether the migration changes the text."""
         return self.before != self.after.text
 
 
@@ -68,7 +68,7 @@ def migrate(paths: Sequence[Path], way: MigrationMode | None = None) -> Migrated
 
     Args:
         paths: The program's files, or their folders.
-        way: The mode of migration; by default, the imports decide.
+        way: The mode of migration; by default, it follows from the program's imports.
 
     Raises:
         FileNotFoundError: a path does not exist.
@@ -193,7 +193,7 @@ def _modules_beside(texts: dict[Path, str], readings: dict[Path, PythonSource]) 
     neighbours = {folder: _names_in(folder, known) for folder in folders}
     for path, text in texts.items():
         if not any(name in text for name in neighbours[path.parent]):
-            continue  # true of most files, whose parsing would dominate the time
+            continue  # true for most files; parsing them would dominate the time
         names = [found.name for found in readings[path].imports] if path in readings else imports_of(text)
         for imported in names:
             parts = imported.split(".")
@@ -204,7 +204,7 @@ def _modules_beside(texts: dict[Path, str], readings: dict[Path, PythonSource]) 
 
 
 def _names_in(folder: Path, known: set[Path]) -> set[str]:
-    """Returns the first words of imports that could lead to modules in a folder other than the known ones."""
+    """Returns the first words of imports that could refer to modules in a folder, without the known ones."""
     return {
         entry.stem if entry.suffix == ".py" else entry.name
         for entry in folder.iterdir()

@@ -1,8 +1,8 @@
 """Migration of Python files: the check whether a file needs it, the choice of the mode, and the rewriting.
 
-LibCST takes a third of a second for a file of a thousand lines, and Python's own parser some milliseconds; most files
-of a program import torch and need no migration. All files of a program have the same mode, since they share a process
-group. Imported names keep their local names where possible.
+LibCST takes a third of a second for a file of a thousand lines, and Python's own parser a few milliseconds. Most files
+of a program import torch but need no migration, so they are checked with the latter. All files of a program have the
+same mode, because they share a process group. Imported names keep their local names where possible.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def imports_of(text: str) -> Iterator[str]:
 def _parsed(text: str) -> ast.Module | None:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of invalid escapes in the program
+            warnings.simplefilter("ignore")  # about invalid escapes in the program
             return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
@@ -194,7 +194,7 @@ def _rewrite_use(use: NameUse, table: _NameTable, edits: Edits) -> str | None:
     """Rewrites a dotted name if its import does not suffice; returns the reason if it has no counterpart."""
     new, root = table.new(use.name), None if use.root is None else table.new(use.root)
     if new is None and root is not None and not is_in(use.name, "horovod"):
-        edits.expressions[use.node] = expression(use.name)  # its first word refers to Paceline after the migration
+        edits.expressions[use.node] = expression(use.name)  # the first word refers to Paceline after the migration
         edits.modules.add("torch.distributed")
     if new is None:
         return table.reason(use.name)
@@ -286,7 +286,7 @@ def _module(name: str) -> cst.Attribute | cst.Name:
 
 
 def _closed(aliases: list[cst.ImportAlias]) -> list[cst.ImportAlias]:
-    """Returns the names with plain commas between them, and none after the last."""
+    """Returns the names with plain commas between them and no trailing comma."""
     comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
     between = [alias.with_changes(comma=comma) for alias in aliases[:-1]]
     return [*between, aliases[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]

@@ -1,4 +1,4 @@
-"""The imports of a Python file and their uses, by fully qualified names, and edits that preserve everything else.
+"""Imports of a Python file and their uses, by fully qualified names, and edits that preserve everything else.
 
 Edits are collected first, and applied in one pass.
 """
@@ -34,7 +34,7 @@ class NameUse:
     node: cst.Name | cst.Attribute
     name: str  # fully qualified
     written: str  # as in the file
-    root: str | None  # the qualified name of the first word; None if the word comes from `import a.b`
+    root: str | None  # the qualified name of the first word; None if `import a.b` binds it
     line: int
 
 
@@ -46,12 +46,12 @@ class PythonSource:
     imports: list[Imported] = field(default_factory=list)
     stars: list[tuple[int, str]] = field(default_factory=list)  # line and module of `from module import *`
     uses: list[NameUse] = field(default_factory=list)
-    calls: dict[cst.CSTNode, cst.Call] = field(default_factory=dict)  # by the called expression
+    calls: dict[cst.CSTNode, cst.Call] = field(default_factory=dict)  # keyed by the called expression
     resolve_parents: Callable[[], Mapping[cst.CSTNode, cst.CSTNode]] = dict
 
     @cached_property
     def parents(self) -> Mapping[cst.CSTNode, cst.CSTNode]:
-        """The parent of each node, determined on first use, since that takes a third of the time of all the rest."""
+        """The parent of each node, computed on first use, since this takes a third as long as everything else."""
         return self.resolve_parents()
 
     def concerning(self) -> Iterator[Imported | NameUse]:
@@ -191,15 +191,15 @@ def _named(statement: cst.Import | cst.ImportFrom, first: str) -> Iterator[tuple
 
 @dataclass
 class Edits:
-    """The edits of a file, by its nodes.
+    """The edits of a file, keyed by its nodes.
 
     Attributes:
         module: The file.
         expressions: The replacements of expressions.
-        arguments: The additional arguments of calls.
+        arguments: The arguments to add to calls.
         imports: The replacements of import statements.
-        comments: The reasons in a comment above a statement.
-        modules: The modules to import in addition.
+        comments: The reasons to write into a comment above each statement.
+        modules: The additional modules to import.
     """
 
     module: cst.Module
@@ -238,7 +238,7 @@ class _Editor(cst.CSTTransformer):
         super().__init__()
         self._edits = edits
 
-    def on_leave(  # type: ignore[override]  # LibCST's type depends on the node's
+    def on_leave(  # type: ignore[override]  # the type in LibCST depends on the node
         self, original_node: cst.CSTNode, updated_node: cst.CSTNode
     ) -> cst.CSTNode | cst.FlattenSentinel[cst.CSTNode]:
         edits = self._edits

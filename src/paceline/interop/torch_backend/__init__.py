@@ -1,8 +1,8 @@
 """Paceline as a backend of torch.distributed: `torch.distributed.init_process_group("paceline")`.
 
-PyTorch finds `register` by an entry point and calls it at the end of `import torch`. It therefore never raises, and
-this module imports the rest of the package only on use. In a job with one port, `env://` of torch.distributed uses a
-store of Paceline, since torch's own would need a second port.
+PyTorch finds `register` through an entry point and calls it at the end of `import torch`. Therefore `register` never
+raises, and this module imports the rest of the package only when needed. In a job with one port, `env://` of
+torch.distributed uses a store of Paceline, since torch's own would need a second port.
 
 May use: `group` and below. Start reading at `process_group.py`.
 """
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from paceline.comm.store.store import Store
 
 
-_stores: list[Store] = []  # at most one, for all rendezvous of this process; rank 0 serves it until it ends
-_lent: list[TorchStore] = []  # one per rendezvous; torch's C++ keeps only its own side of a store alive
+_stores: list[Store] = []  # at most one, for all rendezvous of this process; rank 0 serves it until the process ends
+_lent: list[TorchStore] = []  # one per rendezvous; torch's C++ code does not keep the Python side of a store alive
 
 
 def register() -> None:
-    """Registers the backend "paceline" with torch.distributed; has no effect where that is not possible."""
+    """Registers the backend "paceline" with torch.distributed; if that fails, logs a warning."""
     try:
         import torch.distributed as torch_dist
 

@@ -1,4 +1,4 @@
-"""The creation of groups for torch.distributed, and `DeviceBackend` for mixtures such as "cpu:paceline,cuda:nccl".
+"""Creation of groups for torch.distributed, and `DeviceBackend` for mixtures such as "cpu:paceline,cuda:nccl".
 
 PyTorch uses a backend that is itself a process group as the whole group. In a mixture, a Paceline group is wrapped in a
 subclass of PyTorch's class `Backend`, which Python can subclass since release 2.14.
@@ -83,7 +83,7 @@ def _default_world() -> World | None:
 
 
 def has_other_backends(options: Any) -> bool:
-    """Returns whether the group of a new backend also has backends of PyTorch, as far as `options` show."""
+    """Returns whether the group of a new backend also has backends of PyTorch, according to `options`."""
     whole = getattr(options, "process_group", None)
     return whole is not None and (bool(whole._device_types) or whole.name() != _ALONE)
 
@@ -101,7 +101,7 @@ class DeviceBackend(Backend):
         self.group = group
 
     def getBackendName(self) -> str:
-        """Returns the name in torch's messages."""
+        """Returns the backend's name in torch's messages."""
         return self.group.getBackendName()
 
     name = getBackendName

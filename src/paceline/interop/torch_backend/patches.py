@@ -1,14 +1,14 @@
 """Replacements of private functions of torch.distributed.
 
 - `replace_gloo` (`paceline run --compat torch`): torch.distributed creates all groups in one function, whose
-  replacement requests the backend "paceline" instead of gloo. `get_backend`, on which programs branch, still reports
-  gloo, and so do profiles and DDP's logging.
+  replacement requests the backend "paceline" instead of gloo. `get_backend`, on whose result programs branch, still
+  reports gloo, and so do profiles and DDP's logging.
 - `replace_store_factory`: the store that `paceline run` serves for torch outlives a process group and its keys. A
   program that creates its default group again would find addresses of ended processes there, so each rendezvous after
-  the first has a prefix of its own. Torch would also use the launcher's store for any other address; at those, rank 0
-  serves a store as without a launcher.
-- `replace_shrink_group`: `shrink_group` wraps the smaller backend in a new process group, which takes only instances of
-  the C++ class `Backend`. A Paceline group is itself a process group, so the replacement returns it unchanged.
+  the first has a prefix of its own. Torch would also use the launcher's store for any other address; there, rank 0
+  serves a store, as it does without a launcher.
+- `replace_shrink_group`: `shrink_group` wraps the smaller backend in a new process group, which accepts only instances
+  of the C++ class `Backend`. A Paceline group is itself a process group, so the replacement returns it unchanged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _STORE_FACTORY = "_create_c10d_store"
 _LONGEST_PAUSE_S = 0.25
 _SHRINK_FACTORY = "_create_shrunk_process_group"
 _GLOO, _OURS = "gloo", "paceline"
-_MIXES_FROM = (2, 14)  # the first release of torch in which a backend in Python can be one of several
+_MIXES_FROM = (2, 14)  # the first release of torch in which a backend written in Python can be one of several
 _GROUP_FACTORY = "_new_process_group_helper"
 _FIGURES = "_get_ddp_logging_data"
 
@@ -158,7 +158,7 @@ def replace_store_factory() -> None:
 def _await_store(host: str, port: int, timeout: timedelta) -> None:
     """Requests that the launcher start torch's store, and returns when it listens, or after the timeout.
 
-    Torch's own client would log each early attempt, and then wait for a second.
+    Torch's own client would log each early attempt and then wait for a second.
     """
     from paceline.comm.rendezvous.environment import TORCH_STORE_REQUESTS
 
@@ -188,7 +188,7 @@ def replace_shrink_group(kind: type[torch_dist.ProcessGroup]) -> None:
         if not isinstance(new_backend, kind):
             return make(new_backend, ranks, metadata, is_default_group)
         former = metadata["original_group_name"]
-        # PyTorch restarts its numbering of groups after this, and would find keys of earlier groups under their names.
+        # PyTorch restarts its numbering of groups after this, so new groups would find keys of earlier ones.
         metadata["store"] = new_backend.get_group_store()
         new_backend._set_group_name(metadata["new_group_name"])
         new_backend._set_group_desc("default:shrunken" if is_default_group else f"{former}:shrunk")

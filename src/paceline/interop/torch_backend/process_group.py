@@ -1,11 +1,11 @@
-"""torch.distributed's process group over Paceline's engine.
+"""Process group of torch.distributed over Paceline's engine.
 
 Each method of torch makes one call of Paceline. Methods that PyTorch has renamed over time have both names. Where torch
 passes an option object, some of its releases pass the values in it instead: `opts` may be a root's rank, a reduction or
 a timeout, and then a single tensor need not be in a list.
 
-After a failure a program can continue by `abort`, `shrink_group` and `_reconfigure`. The errors of `monitored_barrier`
-begin with gloo's words, for which programs search.
+After a failure a program can continue with `abort`, `shrink_group` and `_reconfigure`. The errors of
+`monitored_barrier` begin with gloo's message, for which programs search.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class AbortHooks:
             for hook_id, hook in list(self._hooks.items()):
                 try:
                     hook()
-                except Exception:  # the group must be aborted in any case
+                except Exception:  # the group must be aborted whatever a hook does
                     logging.getLogger(__name__).exception("the abort hook %d failed", hook_id)
 
     def rearm(self) -> None:
@@ -103,7 +103,7 @@ class ReconfigureHandle:
     It is constant for the life of the group object, even if the ranks change.
     """
 
-    rank: int  # at the creation of the group object, by which handles in a set are ordered
+    rank: int  # the rank at the creation of the group object; orders the handles in a set
     token: str  # distinguishes the groups of the process
     host: str
     namespace: str
@@ -193,14 +193,14 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         self._store = meeting.store
         self._timeout = meeting.timeout
         self._rank, self._size, self._named = meeting.rank, meeting.size, meeting.named
-        self._members: tuple[RankIdentity, ...] = ()  # of the latest group that has formed
+        self._members: tuple[RankIdentity, ...] = ()  # the members of the latest group that has formed
         self._absence = ClosedReason.NOT_MET
         self._name = ""
         self._description = "undefined"
         self._backend = "paceline"
         self._handle = ReconfigureHandle.mine(meeting.named[meeting.rank])
         self._abort_hooks = AbortHooks()
-        self._failure = OutcomeCode.OK  # of the latest group that was aborted
+        self._failure = OutcomeCode.OK  # the failure of the latest group that was aborted
         self._coalescing: list[Work] | None = None
         if world is not None:
             self._adopt(meeting, world)
@@ -209,11 +209,11 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         return f"<paceline process group {self._name or 'default'}, rank {self._rank} of {self._size}>"
 
     def getBackendName(self) -> str:
-        """Returns the name for torch's C++, which would cast a group named gloo to its own class."""
+        """Returns the name for torch's C++ code, which would cast a group named gloo to its own class."""
         return "paceline"
 
     def name(self) -> str:
-        """Returns the name of the backend for programs."""
+        """Returns the name of the backend as reported to programs."""
         return self._backend
 
     _get_backend_name = name
@@ -311,7 +311,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
     def shutdown(self) -> None:
         """Ends the group for this rank; idempotent."""
         self._close(ClosedReason.DESTROYED)
-        vars(self).pop("_store", None)  # meshes keep this object, and would keep the descriptors open
+        vars(self).pop("_store", None)  # meshes keep this object, which would keep the store's descriptors open
 
     def allreduce(
         self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
@@ -494,10 +494,9 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         return self._finish(opts, timeout, [], self._group.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Waits until all ranks have called it; its errors begin with gloo's words.
+        """Waits until all ranks have called it; its errors begin with gloo's message.
 
-        As with gloo, `timeout` applies to rank 0, and the other ranks wait for rank 0 at least as long as the group's
-        timeout.
+        As with gloo, `timeout` applies to rank 0, and the other ranks wait for rank 0 at least for the group's timeout.
         """
         limit = self._group.timeout if timeout is None or timeout < timedelta(0) else timeout
         try:
@@ -626,8 +625,8 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         another number succeeds.
 
         Args:
-            opts: Torch's `ReconfigureOptions`. `uuid` is a number that was not used before. `handles` are in the order
-                of the new ranks; a set is ordered by the ranks with which the processes started.
+            opts: Torch's `ReconfigureOptions`. `uuid` is a number that has not been used before. `handles` are in the
+                order of the new ranks; a set is ordered by the ranks that the processes started with.
 
         Raises:
             ValueError: the handles are invalid, or this rank's is not among them.
@@ -657,7 +656,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         return keep_alive(FinishedWork([]))
 
     def _agree_on_names(self) -> None:
-        """Makes all ranks give the same names to the groups that they create from now on.
+        """Makes all ranks give the same names to all groups that they create later.
 
         torch.distributed counts groups, and a process that replaces another one has created fewer than the rest.
         """
@@ -689,7 +688,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         return torch_dist.group.WORLD is self
 
     def _adopt(self, meeting: GroupRendezvous, world: World) -> None:
-        """Takes the connections of `world`, whose ranks have formed a group."""
+        """Takes over the connections of `world`, whose ranks have formed a group."""
         self._rank, self._size, self._named = meeting.rank, meeting.size, meeting.named
         self._members = world.group.members
         self._world = world

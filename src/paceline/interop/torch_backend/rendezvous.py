@@ -35,7 +35,7 @@ OTHER_DEVICES = (
 _SHORTEST_PATIENCE = timedelta(seconds=10)  # for groups with short timeouts; processors may be busy at start-up
 _SECRET_KEY = "paceline/secret"
 _SECRET_VARIABLE = "PACELINE_SECRET"
-_OWN = "own"  # published in place of a secret if the job has its own
+_OWN = "own"  # published instead of a secret if the job has its own
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class GroupRendezvous:
     """The parameters of a group's formation.
 
     Attributes:
-        store: Torch's store, without keys of an earlier rendezvous.
-        rank: This rank.
+        store: Torch's store, with no keys of an earlier rendezvous.
+        rank: The rank of this process.
         size: The number of ranks.
         timeout: The timeout of the group's calls.
         named: The rank of each member in torch's default group, by which messages name it.
@@ -67,7 +67,7 @@ def form_group(
     Args:
         meeting: The parameters.
         patience: The time to wait for the others; by default the timeout of the group's calls, but at least 10 s.
-        expected: The processes of the ranks, if they are known. The rendezvous fails as soon as one of this host ends.
+        expected: The processes of the ranks, if known. The rendezvous fails as soon as one of them on this host ends.
 
     Raises:
         RendezvousError, AuthenticationError: the rendezvous failed.
@@ -130,7 +130,7 @@ def _secret_of_group(store: StoreFromTorch, rank: int, formation: Formation, pat
     if mine is not None:
         yield
         return
-    os.environ[_SECRET_VARIABLE] = shared  # only during the formation, so that child processes do not inherit it
+    os.environ[_SECRET_VARIABLE] = shared  # set only during the formation, so that child processes do not inherit it
     try:
         yield
     finally:

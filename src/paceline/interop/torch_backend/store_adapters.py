@@ -13,12 +13,12 @@ from paceline.comm.group.default import default_world
 from paceline.comm.store.store import PrefixStore, Store, StoreAnswer, StoreOp, StoreStatus
 
 # torch's own `wait` prints a warning on each timeout, and cannot be interrupted. The pauses between polls grow with the
-# time waited, so that a wait takes at most a sixteenth longer and polls rarely.
+# time waited, so that a wait takes at most a sixteenth longer with few polls.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _SHARE_OF_WAIT = 0.001, 0.25, 1 / 16
 
 
 class StoreForTorch(TorchStore):
-    """A Paceline store as one of torch.distributed, with the methods that process groups need."""
+    """A Paceline store as a store of torch.distributed, with the methods that process groups need."""
 
     def __init__(self, store: Store) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def make_torch_default_group() -> None:
         world_size=world.group.size(),
         timeout=timedelta(seconds=world.timeout_s),
     )
-    vars(torch_dist.group.WORLD)["lent_store"] = store  # torch's C++ keeps only its own side of the store alive
+    vars(torch_dist.group.WORLD)["lent_store"] = store  # torch's C++ code does not keep the Python side alive
 
 
 class StoreFromTorch(Store):

@@ -17,7 +17,7 @@ from paceline.comm.group.work import Work
 
 _FOR_EVER = timedelta(0)
 
-# Before release 2.7, torch's C++ keeps only its side of a Work alive, and waits for ever if the Python side is freed.
+# Before release 2.7, torch's C++ code keeps only its side of a Work alive, and waits forever if the other is freed.
 _KEEPS_WORKS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 7)
 _kept: set[TorchWork] = set()
 _WORK = "_paceline_work"
@@ -28,12 +28,12 @@ _given: WeakKeyDictionary[Reducer, TorchWork] = WeakKeyDictionary()
 
 @eager_methods
 class RunningWork(TorchWork):
-    """A call that runs, or ran, asynchronously."""
+    """A call that runs or has run asynchronously."""
 
     def __init__(self, work: Work, results: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self._running = work.with_results(results)
-        self._written: list[weakref.ref[torch.Tensor]] = []  # the results, once they keep this object alive
+        self._written: list[weakref.ref[torch.Tensor]] = []  # the results that keep this object alive
 
     def wait(self, timeout: timedelta = _FOR_EVER) -> bool:
         """Waits for the call, at most for `timeout` if that is positive."""
@@ -47,7 +47,7 @@ class RunningWork(TorchWork):
         _kept.discard(self)
         results = self._running.result()
         if len(results) > 1:
-            self._running = Work(None, "a call that is over")  # does not keep the tensors alive in turn
+            self._running = Work(None, "a call that is over")  # must not keep the tensors alive in turn
             self._written = [weakref.ref(tensor) for tensor in results]
             for tensor in results:
                 vars(tensor)[_WORK] = self

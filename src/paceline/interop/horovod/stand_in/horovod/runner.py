@@ -1,4 +1,4 @@
-"""Runs functions on several processes, as `horovod.runner` does."""
+"""The function `run`, which calls a function on several processes, as in `horovod.runner`."""
 
 from paceline.interop.horovod.basics import run
 

@@ -1,4 +1,4 @@
-"""The errors that programs catch."""
+"""Errors of Horovod that programs catch."""
 
 from paceline.errors import CollectiveError as HorovodInternalError
 
@@ -6,7 +6,7 @@ __all__ = ["HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedI
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Would say that machines came or went; is never raised, since the machines of a job do not change here."""
+    """Horovod's report that machines joined or left; never raised, since the machines of a job do not change here."""
 
     def __init__(self, skip_sync: bool) -> None:
         super().__init__()
@@ -14,4 +14,4 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class HorovodVersionMismatchError(ImportError):
-    """Would say that Horovod was built for another release of a library; is never raised, since nothing is built."""
+    """Horovod's report that it was built for another release of a library; never raised, since nothing is built."""

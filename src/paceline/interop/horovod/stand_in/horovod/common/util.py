@@ -1,4 +1,4 @@
-"""Functions by which programs ask what has been built, and two that divide lists and count ranks."""
+"""Functions that report which extensions have been built, and two that divide lists and check numbers of ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Entry = TypeVar("Entry")
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
-    """Does what a check of a library that is built does.
+    """Checks that an extension has been built.
 
     Raises:
         ImportError: the extension is not `horovod.torch`.
@@ -22,7 +22,7 @@ def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) 
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Returns whether it is PyTorch's."""
+    """Returns whether the extension is the one for PyTorch."""
     return ext_base_name == "torch"
 
 
@@ -32,12 +32,12 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def gloo_built(verbose: bool = False) -> bool:
-    """Returns True, as `paceline.horovod.gloo_built`."""
+    """Returns True, as `paceline.horovod.gloo_built` does."""
     return True
 
 
 def mpi_built(verbose: bool = False) -> bool:
-    """Returns False, as `paceline.horovod.mpi_built`."""
+    """Returns False, as `paceline.horovod.mpi_built` does."""
     return False
 
 
@@ -50,7 +50,7 @@ def num_rank_is_power_2(num_rank: int) -> bool:
 
 
 def split_list(l: Sequence[Entry], n: int) -> list[Sequence[Entry]]:  # noqa: E741  # Horovod's name
-    """Divides a list into `n` pieces; the first ones have one entry more where it does not divide evenly."""
+    """Divides a list into `n` pieces; the first ones have one more entry if it does not divide evenly."""
     share, more = divmod(len(l), n)
     starts = [at * share + min(at, more) for at in range(n + 1)]
     return [l[start:stop] for start, stop in pairwise(starts)]

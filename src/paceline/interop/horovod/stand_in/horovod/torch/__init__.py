@@ -1,6 +1,6 @@
 """The names of `paceline.horovod`, with Horovod's own modules; the import is reported once, on rank 0.
 
-May use: `paceline.horovod`. Start reading at `_MODULES`, the stand-ins of Horovod's modules.
+May use: `paceline.horovod`. Start reading at `_MODULES`, the replacements of Horovod's modules.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from paceline.train import sync_batch_norm
 
 from ..common.util import check_extension
 
-_TOLD = "PACELINE_COMPAT_TOLD"  # also reaches the processes that the script starts
+_TOLD = "PACELINE_COMPAT_TOLD"  # inherited by the processes that the script starts
 _MODULES = {
     "compression": compression,
     "functions": functions,

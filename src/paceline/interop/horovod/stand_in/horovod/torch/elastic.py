@@ -1,4 +1,4 @@
-"""Refuses the import of Horovod's elastic training, which has another form here."""
+"""Horovod's elastic training, whose import raises an error, since Paceline's has another interface."""
 
 import paceline.interop.horovod
 
