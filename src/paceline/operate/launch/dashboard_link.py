@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 
 _ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
-_LONGEST_LINE = 2000  # characters of a line that the dashboard shows
-_UPDATES_S = 10.0  # between two states of a progress bar
-_KEPT_NBYTES = 1 << 16  # of output, for a dashboard that is opened later
+_LONGEST_LINE = 2000  # the limit of characters of a line that the dashboard shows
+_UPDATES_S = 10.0  # the time between two states of a progress bar
+_KEPT_NBYTES = 1 << 16  # the size of the output kept for a dashboard that is opened later
 
 
 class DashboardLink:
     """The dashboard, if this launcher serves it; otherwise the feed for the launcher that does.
 
     Args:
-        job: The job, whose options say whether there is a dashboard.
+        job: The job, whose options specify whether there is a dashboard.
         connection: The connection to the meeting; the launcher that serves the meeting also serves the dashboard.
         is_secret: Whether the job has a secret.
         directory: The job's directory, or None.
@@ -82,7 +82,7 @@ class DashboardLink:
         return next((source.deadline_s for source in (self._page, self._feed) if source is not None), None)
 
     def tick(self, now_s: float) -> None:
-        """Samples the workers when that is due."""
+        """Samples the workers when a sample is due."""
         if self._page is not None:
             self._page.watch(now_s, self._workers)
         elif self._feed is not None:
@@ -146,9 +146,9 @@ class LocalActivity:
     """The recorded events, output and workers of this machine.
 
     Args:
-        is_observed: Whether output is processed as it arrives. Otherwise the latest output is kept, at next to no
-            cost, until `set_observed(True)`.
-        has_all_events: Whether to record events that the launcher with the dashboard records, too.
+        is_observed: Whether output is processed as it arrives. Otherwise the latest output is kept, at almost no cost,
+            until `set_observed(True)`.
+        has_all_events: Whether to record even those events that the launcher with the dashboard also records.
     """
 
     def __init__(self, is_observed: bool = True, has_all_events: bool = True) -> None:
@@ -256,5 +256,5 @@ class _OutputTap:
         self._lines.prompt()
 
     def close(self) -> None:
-        """Flushes the rest."""
+        """Flushes the remaining output."""
         self._lines.close()

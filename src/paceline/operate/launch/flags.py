@@ -54,7 +54,7 @@ _WORD = re.compile(r"[A-Za-z][\w-]*")
 class Parser(argparse.ArgumentParser):
     """An `ArgumentParser` whose errors name the mistake, the nearest flag and `--help`, with exit code 2."""
 
-    whole: Parser | None = None  # the parser of all commands, if this one parses one of them
+    whole: Parser | None = None  # the parser of all commands, if this one parses a single command
 
     def error(self, message: str) -> NoReturn:
         """Prints the mistake and ends the process."""
@@ -169,25 +169,25 @@ class Flag:
 
 FLAGS = (
     # where
-    Flag("nnodes", "machines: a number, or a range between which they may come and go", parse_nodes, "1", "N|MIN:MAX"),
-    Flag("nproc-per-node", "workers of this machine; gpu: one for each GPU, cpu: one for each core, auto: gpu if any",
+    Flag("nnodes", "machines: a number, or a range within which they join and leave", parse_nodes, "1", "N|MIN:MAX"),
+    Flag("nproc-per-node", "workers on this machine; gpu: one for each GPU, cpu: one for each core, auto: gpu if any",
          parse_workers, "1", "N|auto|gpu|cpu"),
     Flag("node-rank", "this machine's number, if machines have fixed numbers (--rdzv-backend static)", parse_from_0),
     Flag("master-addr", "the address of machine 0, where the machines meet", str, metavar="ADDRESS"),
-    Flag("master-port", "its port; on one machine, MASTER_PORT of the workers (a free one if not given)", parse_port,
+    Flag("master-port", "the port there; on one machine, MASTER_PORT of the workers (default: a free one)", parse_port,
          metavar="PORT"),
-    Flag("local-addr", "this machine's address for the others (default: the one that leads to the meeting place)", str,
+    Flag("local-addr", "this machine's address for the others (default: the one on the route to the meeting)", str,
          metavar="ADDRESS"),
     Flag("rdzv-backend", "static: numbered machines; c10d: machines in any order", parse_backend, "static",
          "NAME"),
-    Flag("rdzv-endpoint", "where they meet; the machine whose address it is serves", str, "", "HOST:PORT"),
+    Flag("rdzv-endpoint", "where the machines meet; the one with this address serves", str, "", "HOST:PORT"),
     Flag("rdzv-id", "the job's name, the same on all machines", str, "none", "NAME"),
     Flag("rdzv-conf", "join_timeout, last_call_timeout, heartbeat_timeout, return_timeout (seconds), is_host (0 or 1)",
          parse_settings, "", "KEY=VALUE,..."),
-    Flag("standalone", "use one machine, whatever the other flags and the environment say"),
+    Flag("standalone", "use one machine, regardless of the other flags and the environment"),
     # restarts
     Flag("max-restarts", "how often failed workers are restarted (default: 0; with --elastic, how many workers each "
-         "machine replaces, without a bound if not given)", parse_from_0),
+         "machine replaces, without limit if not given)", parse_from_0),
     Flag("monitor-interval", "accepted and ignored: the launcher notices at once when a worker ends", parse_seconds,
          "0.1", "SECONDS"),
     Flag("shutdown-timeout", "time from the request to end to SIGKILL (default: 30, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT)",
@@ -198,8 +198,8 @@ FLAGS = (
     Flag("module", "SCRIPT is a module, as for python -m", short="-m"),
     Flag("no-python", "SCRIPT is a program, not a Python script"),
     Flag("run-path", "SCRIPT is run by runpy.run_path"),
-    Flag("start-method", "spawn: a new interpreter each; fork, forkserver: forks of one that holds no torch; auto: "
-         "forks if there are many workers for each core", str, "auto", "METHOD",
+    Flag("start-method", "spawn: a new interpreter each; fork, forkserver: forks of one without torch; auto: forks "
+         "if there are many workers per core", str, "auto", "METHOD",
          choices=("auto", "spawn", "fork", "forkserver")),
     Flag("role", "ROLE_NAME of the workers", str, "default", "NAME"),
     Flag("virtual-local-rank", "each worker sees only its own GPU, as number 0, and LOCAL_RANK=0"),
@@ -210,7 +210,7 @@ FLAGS = (
     Flag("tee", "streams that go to files and to the console, in the form of --redirects", parse_streams, "0",
          "STREAMS", short="-t"),
     Flag("local-ranks-filter", "the local ranks that are shown on the console", parse_ranks, "", "0,1,..."),
-    Flag("log-line-prefix-template", "what stands before each line on the console; ${role_name}, ${local_rank}, "
+    Flag("log-line-prefix-template", "the prefix of each line on the console; ${role_name}, ${local_rank}, "
          "${rank} and ${hostname} are replaced (default: '[rank ${rank}] ', or TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE)",
          str, "", "TEMPLATE"),
     Flag("duplicate-stdout-filters", "lines with one of these words also go to filtered_stdout.log", parse_words, "",
@@ -225,49 +225,49 @@ FLAGS = (
          str, metavar="MODE", choices=("node", "socket", "exclusive", "core-complex"), variable=False),
     Flag("no-pin", "do not bind workers to cores (by default each has cores of its own)", ours=True),
     # elastic training
-    Flag("elastic", "a worker that dies is replaced while the others train on", ours=True),
-    Flag("min-workers", "with --elastic: with fewer workers the others wait (default: 1)", parse_from_1, ours=True),
-    Flag("preload", "with --elastic: modules that are imported once, before workers are forked, so that those that "
-         "take others' places start sooner", parse_modules, "", "MODULE,...", ours=True),
+    Flag("elastic", "replace a worker that dies while the others continue", ours=True),
+    Flag("min-workers", "with --elastic: the fewest workers that train (default: 1)", parse_from_1, ours=True),
+    Flag("preload", "with --elastic: modules that are imported once, before workers are forked, so that "
+         "replacements start sooner", parse_modules, "", "MODULE,...", ours=True),
     Flag("chaos", "with --elastic: kill or stop a random worker, after random times with these means; for tests",
          Chaos.parse, metavar="kill:2s,stop:5s,seed=7", ours=True),
     # connections
     Flag("security", "encrypt: encrypt all connections between machines; auth: only authenticate them; none: neither "
          "(default: PACELINE_SECURITY, or else they are encrypted where an address is public)", str, metavar="LEVEL",
          choices=LEVELS, variable=False, ours=True),
-    Flag("insecure", "allow --security none between machines, on a network that is this job's alone", variable=False,
+    Flag("insecure", "allow --security none between machines, on a network that only this job uses", variable=False,
          ours=True),
-    Flag("port", "the one TCP port of each machine at which the others reach all that it offers (default: "
-         "PACELINE_PORT, or else each listener has a port of its own)", parse_port, metavar="PORT", ours=True),
+    Flag("port", "the single TCP port of each machine, through which the others reach everything there "
+         "(default: PACELINE_PORT, or else each listener has its own port)", parse_port, metavar="PORT", ours=True),
     # machines by ssh
     Flag("hosts", "start the launchers on these machines by ssh: a list, or a host file of MPI", str,
          metavar="HOST:N,...|FILE", short="-H", ours=True),
-    Flag("ssh", "with --hosts: the ssh to use, with options of its own", str, "ssh", "COMMAND", ours=True),
-    Flag("remote-python", "with --hosts: the interpreter on the other machines (if not given, this one's path)", str,
+    Flag("ssh", "with --hosts: the ssh command to use, with its options", str, "ssh", "COMMAND", ours=True),
+    Flag("remote-python", "with --hosts: the interpreter on the other machines (default: this one's path)", str,
          metavar="PATH", ours=True),
-    Flag("remote-dir", "with --hosts: the directory on the other machines (if not given, this one's path)", str,
+    Flag("remote-dir", "with --hosts: the directory on the other machines (default: this one's path)", str,
          metavar="PATH", ours=True),
-    Flag("export", "with --hosts: variables that the other machines' workers get, too", parse_exports, "",
+    Flag("export", "with --hosts: variables that the workers on the other machines also get", parse_exports, "",
          "NAME,NAME=VALUE,...", ours=True),
     # the live page
-    Flag("dash", "serve a live page of the job on this machine, for your eyes only (needs paceline[dash])", ours=True),
-    Flag("dash-port", "with --dash: its port on loopback (if not given, a free one)", parse_port,
+    Flag("dash", "serve a live page of the job on this machine, for this user only (needs paceline[dash])", ours=True),
+    Flag("dash-port", "with --dash: the page's port on loopback (default: a free one)", parse_port,
          metavar="PORT", ours=True),
     Flag("dash-socket", "with --dash: a Unix socket in place of a port", str, metavar="PATH", ours=True),
-    Flag("dash-prefix", "with --dash: the path under which a proxy serves it", str, "", "PATH", ours=True),
-    Flag("dash-host", "with --dash: the names under which a proxy serves it", str, "", "NAMES", ours=True),
-    Flag("dash-actions", "with --dash: the page may act, too: take the stacks of all ranks", ours=True),
+    Flag("dash-prefix", "with --dash: the path under which a proxy serves the page", str, "", "PATH", ours=True),
+    Flag("dash-host", "with --dash: the names under which a proxy serves the page", str, "", "NAMES", ours=True),
+    Flag("dash-actions", "with --dash: the page may also act: capture the stacks of all ranks", ours=True),
     # others
     Flag("compat", "torch: calls of torch.distributed on CPU tensors use Paceline's engine, whatever backend the "
          "script names; horovod: `import horovod.torch` is paceline.horovod", parse_libraries, "", "torch,horovod",
          variable=False, ours=True),
-    Flag("stall-after", "when a call lasts longer, say which rank is not there and why; 0: never", parse_seconds, "15",
+    Flag("stall-after", "explain calls that last longer: which rank is absent, and why; 0: never", parse_seconds, "15",
          "SECONDS", variable=False, ours=True),
     Flag("stdin", "the rank that reads the launcher's stdin, or none; the other ranks' stdin is empty",
          parse_rank_or_none, "0", "RANK|none", ours=True),
     Flag("print-completion", "print a script with which this shell completes `paceline`, and exit", str,
          metavar="SHELL", choices=SHELLS, variable=False, action=CompletionAction),
-    Flag("dry-run", "print what would start where with which variables, and exit", variable=False, ours=True),
+    Flag("dry-run", "print the workers that would start, with their variables, and exit", variable=False, ours=True),
     Flag("print-token", "serve the meeting and print the token with which other machines join it", variable=False,
          ours=True),
 )  # fmt: skip
@@ -280,7 +280,7 @@ def is_flag(word: str) -> bool:
 
 
 def flags_after_script(script: str, arguments: Sequence[str]) -> Iterator[str]:
-    """Yields a warning if the script's arguments hold flags of the launcher whose names do not occur in the script."""
+    """Yields a warning if the script's arguments contain flags of the launcher that the script does not mention."""
     own = {flag for flag in _spellings() if flag.startswith("--")}
     before_dashes = arguments[: arguments.index("--")] if "--" in arguments else arguments
     found = [name for word in before_dashes if (name := word.split("=")[0]) in own]

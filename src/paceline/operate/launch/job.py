@@ -21,9 +21,9 @@ from paceline.operate.launch.option_types import OptionError, Streams, StreamsOf
 from paceline.operate.launch.workers.cleanup import MARK
 from paceline.operate.launch.workers.environment import allowed_cores
 
-_SHUTDOWN_TIMEOUT_S = 30.0  # torchrun's
+_SHUTDOWN_TIMEOUT_S = 30.0  # torchrun's default
 _TORCHRUNS_PORT = 29500
-_PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"  # torchrun's
+_PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"  # the variable of torchrun
 _MANY_A_CORE = 8
 _TIMEOUTS = {"join_timeout", "timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "return_timeout"}
 _SETTINGS = _TIMEOUTS | {"is_host"}
@@ -45,7 +45,7 @@ class Command:
 
     argv: tuple[str, ...]  # with its arguments
     kind: CommandKind = CommandKind.SCRIPT
-    passes_local_rank: bool = False  # as --local_rank=N before the arguments
+    passes_local_rank: bool = False  # whether it receives --local_rank=N before the arguments
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,9 @@ class Job:
     binding_is_asked_for: bool = False
     stdin_rank: int | None = 0  # the rank that reads the launcher's stdin, if it runs on this machine
     events: bool = False
-    stall_after_s: float = 15.0  # duration after which a call counts as stalled and is explained; 0: never
-    forks: bool = False  # workers are forks of a template process, which has finished its imports
-    slot: tuple[int, int] = (0, 1)  # number of this launcher on its machine, and the count that a scheduler started
+    stall_after_s: float = 15.0  # the duration after which a call counts as stalled and is explained; 0: never
+    forks: bool = False  # whether workers are forks of a template process that has finished its imports
+    slot: tuple[int, int] = (0, 1)  # the number of this launcher on its machine, and the count that a scheduler started
     scheduler: Scheduler | None = None
     elastic: ElasticOptions | None = None
     page: DashboardOptions | None = None
@@ -185,7 +185,7 @@ def shutdown_timeout_s(options: argparse.Namespace, environment: Mapping[str, st
 
 
 def _forks(method: str, workers: int, is_elastic: bool) -> bool:
-    if method == "auto":  # many workers per core cannot be training, so that start-up time matters more
+    if method == "auto":  # many workers per core cannot be training, so start-up time matters more
         return is_elastic or workers > _MANY_A_CORE * allowed_cores()
     return method != "spawn"
 

@@ -108,7 +108,7 @@ class JobDashboard:
 
     def seen(self, body: str) -> None:
         """Shows an update of another machine."""
-        with contextlib.suppress(ValueError):  # of another version
+        with contextlib.suppress(ValueError):  # an update of another version
             self.note(decode_update(body))
 
     def stalled(self, message: UserMessage) -> None:
@@ -127,7 +127,7 @@ class JobDashboard:
         return self._next_s
 
     def watch(self, now_s: float, workers: Callable[[], Iterable[WatchedWorker]]) -> None:
-        """Records started and ended workers, and sends pending messages, when that is due."""
+        """Records started and ended workers, and sends pending messages, when the next check is due."""
         if now_s < self._next_s:
             return
         self._next_s = now_s + _POLL_INTERVAL_S

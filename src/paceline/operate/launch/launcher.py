@@ -181,7 +181,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def _ports(self) -> tuple[int, int]:
-        """Returns the ports of torch's store and of Paceline's, for the case that rank 0 runs on this machine."""
+        """Returns the ports of torch's store and of Paceline's, in case rank 0 runs on this machine."""
 
     def _environment(self, mark: str) -> dict[str, str]:
         """Returns the variables that the workers share; `mark` identifies workers that start together."""

@@ -1,4 +1,4 @@
-"""Parsers of the text of a flag or a PET_* variable, for argparse's `type=`; an error explains in one sentence."""
+"""Parsers of the text of a flag or a PET_* variable, for argparse's `type=`; each error is one sentence."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Streams(IntFlag):
     BOTH = 3
 
 
-StreamsOfRanks = dict[int | None, Streams]  # by local rank; the value of None is for all other ranks
+StreamsOfRanks = dict[int | None, Streams]  # by local rank; the key None stands for all other ranks
 
 
 def streams_of(chosen: StreamsOfRanks, local_rank: int) -> Streams:
@@ -34,7 +34,7 @@ def streams_of(chosen: StreamsOfRanks, local_rank: int) -> Streams:
 
 
 def parse_workers(text: str) -> int:
-    """The number of workers: a number, `gpu` (0 without GPUs, since other machines may have some), `cpu` or `auto`."""
+    """Parses a number of workers, `gpu` (0 without GPUs, since other machines may have some), `cpu` or `auto`."""
     if text in ("auto", "gpu"):
         gpus = count_gpus()
         return gpus or (allowed_cores() if text == "auto" else 0)
@@ -46,7 +46,7 @@ def parse_workers(text: str) -> int:
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
-    """`N` or `MIN:MAX` machines."""
+    """Parses a number of machines: `N` or `MIN:MAX`."""
     least, _, most = text.partition(":")
     most = most if ":" in text else least
     if not (least.isdecimal() and most.isdecimal()) or not 1 <= int(least) <= int(most):
@@ -55,28 +55,28 @@ def parse_nodes(text: str) -> tuple[int, int]:
 
 
 def parse_from_0(text: str) -> int:
-    """A number, at least 0."""
+    """Parses a number that is at least 0."""
     if not text.isdecimal():
         raise ArgumentTypeError(f"{text!r} is not a number from 0")
     return int(text)
 
 
 def parse_from_1(text: str) -> int:
-    """A number, at least 1."""
+    """Parses a number that is at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"{text!r} is not a number from 1")
     return int(text)
 
 
 def parse_port(text: str) -> int:
-    """A TCP port."""
+    """Parses a TCP port."""
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
         raise ArgumentTypeError(f"{text!r} is not a port from 1 to 65535")
     return int(text)
 
 
 def parse_seconds(text: str) -> float:
-    """A time in seconds, at least 0."""
+    """Parses a time in seconds that is at least 0."""
     try:
         value = float(text)
     except ValueError:
@@ -87,7 +87,7 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_backend(text: str) -> str:
-    """`static` or `c10d`."""
+    """Parses `static` or `c10d`."""
     if text == "static":
         return text
     if text in _SERVED_BY_US:
@@ -99,7 +99,7 @@ def parse_backend(text: str) -> str:
 
 
 def parse_settings(text: str) -> dict[str, str]:
-    """`key=value,key=value`."""
+    """Parses settings in the form `key=value,key=value`."""
     found: dict[str, str] = {}
     for part in filter(None, text.split(",")):
         key, equals, value = part.partition("=")
@@ -110,7 +110,7 @@ def parse_settings(text: str) -> dict[str, str]:
 
 
 def parse_signals(text: str) -> tuple[signal.Signals, ...]:
-    """Names of signals, with or without SIG."""
+    """Parses names of signals, with or without SIG."""
     found = []
     for word in filter(None, (word.strip().upper() for word in text.split(","))):
         name = word if word.startswith("SIG") else f"SIG{word}"
@@ -122,7 +122,7 @@ def parse_signals(text: str) -> tuple[signal.Signals, ...]:
 
 
 def parse_rank_or_none(text: str) -> int | None:
-    """A rank, or `none`."""
+    """Parses a rank or `none`."""
     if text == "none":
         return None
     if not text.isdecimal():
@@ -131,7 +131,7 @@ def parse_rank_or_none(text: str) -> int | None:
 
 
 def parse_streams(text: str) -> StreamsOfRanks:
-    """`3`, or by local rank `0:1,1:2`."""
+    """Parses streams, in the form `3` or, by local rank, `0:1,1:2`."""
     try:
         if ":" not in text:
             return {None: Streams(int(text))} if 0 <= int(text) <= 3 else _not_streams(text)
@@ -153,7 +153,7 @@ def _not_streams(text: str) -> StreamsOfRanks:
 
 
 def parse_ranks(text: str) -> frozenset[int]:
-    """A list of local ranks; empty for all."""
+    """Parses a list of local ranks; an empty one stands for all."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not all(word.isdecimal() for word in words):
         raise ArgumentTypeError(f"{text!r} is not a list of local ranks, as in 0,1,2")
@@ -161,12 +161,12 @@ def parse_ranks(text: str) -> frozenset[int]:
 
 
 def parse_words(text: str) -> tuple[str, ...]:
-    """A list of words between commas; two commas stand for a comma inside a word."""
+    """Parses words separated by commas; two commas stand for a comma inside a word."""
     return tuple(part.replace("\0", ",") for part in text.replace(",,", "\0").split(",") if part)
 
 
 def parse_exports(text: str) -> dict[str, str | None]:
-    """`NAME,NAME=VALUE`; a value of None stands for the variable's value on this machine."""
+    """Parses `NAME,NAME=VALUE`; a value of None stands for the variable's value on this machine."""
     found: dict[str, str | None] = {}
     for part in filter(None, parse_words(text)):
         name, equals, value = part.partition("=")
@@ -177,7 +177,7 @@ def parse_exports(text: str) -> dict[str, str | None]:
 
 
 def parse_modules(text: str) -> tuple[str, ...]:
-    """A list of modules' names between commas."""
+    """Parses names of modules, separated by commas."""
     names = tuple(name for name in text.split(",") if name)
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")):

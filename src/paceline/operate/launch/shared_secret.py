@@ -1,13 +1,13 @@
-"""Ways in which the launchers of a job obtain its secret: a join token, or under Slurm a file.
+"""Distribution of a job's secret to its launchers: by a join token, or under Slurm by a file.
 
-A join token holds the address of the meeting and the secret as one word, and must be protected like a key:
+A join token contains the address of the meeting and the secret as one word, and must be protected like a key:
 
     pl1-<base32 of: length of the address, address, port, secret, CRC-32 of all before>
 
 Slurm gives the tasks of a step no common secret, but they share the user's files: the directory from which the job was
 submitted, and the home directory. Launcher 0 creates the secret and writes it to both, since either may be local to its
-machine. Only the user can read the file (mode 0600), and readers reject a file of any other owner. Its name holds all
-variables by which Slurm distinguishes steps, including those of a requeued job and of a reused job number.
+machine. Only the user can read the file (mode 0600), and readers reject a file of any other owner. Its name contains
+all variables by which Slurm distinguishes steps, including those of a requeued job and of a reused job number.
 """
 
 from __future__ import annotations

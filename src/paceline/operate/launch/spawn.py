@@ -177,10 +177,10 @@ class Spawned:
     def join(self, timeout: float | None = None) -> bool:
         """Waits for all processes to end; returns False if some still run after `timeout` seconds.
 
-        If they make no progress meanwhile, one sentence on stderr names the rank that causes it.
+        If they make no progress during the wait, one sentence on stderr names the rank that causes this.
 
         Raises:
-            WorkerError: a process failed. The message holds the traceback of the first failure; the other processes
+            WorkerError: a process failed. The message contains the traceback of the first failure; the other processes
                 have been ended.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -283,7 +283,7 @@ class SpawnWatchdog:
         return verdict.sentence if verdict is not None and verdict.is_fault else ""
 
     def conclude(self) -> None:
-        """Reports ranks for which the others usually waited, after a successful job that ran long enough."""
+        """Reports the ranks that the others usually waited for, after a successful job that ran long enough."""
         if self.watchdog.should_read_final_recordings(False, time.monotonic() - self._started_s, len(self._processes)):
             from paceline.operate.diagnosis.machine_snapshot import snapshot_ended_workers
             from paceline.operate.diagnosis.stragglers import describe_slowdowns
@@ -329,7 +329,7 @@ class SpawnWatchdog:
         return ending_of(code, failure)
 
     def _report(self, body: str, _: bool) -> None:
-        """Explains the snapshot of a stall, given as JSON; "" stands for processes that have resumed."""
+        """Explains the snapshot of a stall, given as JSON; "" means that the processes have resumed."""
         now_s = time.monotonic()
         if not body:
             resumed = self._reporter.resumed(now_s)
@@ -358,7 +358,7 @@ def _say(text: str) -> None:
 
 
 class WholeLines(io.TextIOBase):
-    """Forwards text to another stream by whole lines.
+    """Forwards text to another stream in whole lines.
 
     A fork of a notebook's process sends every piece of text to the notebook immediately, and `print` writes the end of
     a line as a separate piece: the output of other processes could appear in between.
@@ -422,7 +422,7 @@ def _work(
     if start_method != "forkserver":  # there the parent is the server, which ends with the launching process
         die_with_parent(parent)
     os.environ.update(environment)
-    for name in (SECRET_FD, RECORD_FD):  # of an outer job
+    for name in (SECRET_FD, RECORD_FD):  # they belong to an outer job
         os.environ.pop(name, None)
     offer_stack()
     torch = sys.modules.get("torch")

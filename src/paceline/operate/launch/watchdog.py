@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from paceline.operate.diagnosis.machine_snapshot import MachineSnapshot
 
 _FEW_WORKERS = 8
-_BEFORE_S = 0.25  # between wake-ups before the workers have recorded anything
-_LONGEST_PAUSE_S = 30.0  # between two snapshots without a stall
+_BEFORE_S = 0.25  # the time between wake-ups until the workers have recorded something
+_LONGEST_PAUSE_S = 30.0  # the longest time between two snapshots without a stall
 
 
 class Watchdog:
@@ -41,8 +41,8 @@ class Watchdog:
     Args:
         stall_after_s: The duration in seconds after which a call counts as stalled; 0 turns the watchdog off.
         workers: Returns the running workers.
-        report: Receives each snapshot as JSON, and whether it is of a failure; "" when workers resume after a stall
-            that was reported. It is called by `tick` and `collect`, in the launcher's thread.
+        report: A function that receives each snapshot as JSON, and whether it is of a failure. It receives "" when
+            workers resume after a reported stall. `tick` and `collect` call it, in the launcher's thread.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Watchdog:
         return self._next_s if self._is_on else None
 
     def tick(self, now_s: float) -> None:
-        """Checks the workers' recordings for progress, and starts a snapshot after too long without any."""
+        """Checks the workers' recordings for progress, and starts a snapshot if there was none for too long."""
         if not self._is_on or now_s < self._next_s:
             return
         self._next_s = now_s + (self._every_s if self._preparing is not None else min(_BEFORE_S, self._every_s))
@@ -109,7 +109,7 @@ class Watchdog:
             self._begin(take, is_failure=False)
 
     def start_failure_snapshot(self, is_deep: bool = False) -> None:
-        """Starts a snapshot of a failed job, also while paused: the workers of all machines end soon.
+        """Starts a snapshot of a failed job, even while paused, since the workers of all machines are about to end.
 
         With `is_deep` it holds many calls of each worker, as needed to explain mismatched calls.
         """
@@ -188,7 +188,7 @@ class Watchdog:
 
         Args:
             lives_on: Whether this process may fork later. Then a thread that imports modules is joined first: a fork
-                would hold the locks of the modules being imported for ever.
+                would hold the locks of the modules being imported forever.
         """
         if lives_on and self._preparing is not None:
             self._preparing.join()
@@ -209,7 +209,7 @@ def _with_own_descriptor(worker: WatchedWorker) -> WatchedWorker:
 
 
 def latest_tick(recording: int) -> int:
-    """Returns the tick of the latest record in a recording, or 0 without any; cheap."""
+    """Returns the tick of the latest record in a recording, or 0 without any, at little cost."""
     with contextlib.suppress(OSError):
         data = os.pread(recording, layout.PROGRESS.size, layout.PROGRESS_AT)
         if len(data) == layout.PROGRESS.size:

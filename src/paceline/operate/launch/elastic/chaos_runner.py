@@ -89,7 +89,7 @@ class ChaosStats:
                     self.pauses_s.append(now_s - loss.since_s)
 
     def summary(self, title: str, now_s: float) -> list[str]:
-        """Returns lines for the user."""
+        """Returns the summary for the user, as lines."""
         count = sum(self.acts.values())
         kinds = ", ".join(f"{kind} {times}" for kind, times in sorted(self.acts.items())) or "none"
         lines = [f"chaos ({title}): {count} acts in {now_s - self.began_s:.1f} s ({kinds})"]
@@ -110,16 +110,16 @@ def _spread(values_s: list[float], what: str) -> str:
     return f"; {what}: median {median(values_s):.2f} s, longest {max(values_s):.2f} s"
 
 
-_CONTINUES_AFTER_S = 5.0  # stopped workers are continued, since the last holder of the state is never fenced
+_CONTINUES_AFTER_S = 5.0  # the time until stopped workers resume, since the last one with the state is never fenced
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
 class ChaosRunner:
-    """The acts against the workers of one machine, which begin when the first of them takes part.
+    """Runs the chaos acts against the workers of one machine, from the time when the first of them takes part.
 
     Args:
         chaos: The kinds of acts and their frequency.
-        machine: The number of this machine; each has its own times.
+        machine: The number of this machine; each machine has its own random times.
         spared: The number of participating workers that must remain, since without any the state would be lost.
         say: A function that prints a line for the user.
     """
@@ -132,7 +132,7 @@ class ChaosRunner:
         self._say = say
         self._ledger: ChaosStats | None = None
         self._hit: set[str] = set()
-        self._stopped: list[tuple[float, PoolWorker]] = []  # with the time at which each is continued
+        self._stopped: list[tuple[float, PoolWorker]] = []  # with the time at which each is resumed
 
     @property
     def deadline_s(self) -> float | None:
@@ -163,7 +163,7 @@ class ChaosRunner:
         self._ledger.entered(member.number, member.uid, is_new, now_s)
 
     def lost(self, member: PoolWorker, members: Sequence[PoolWorker], now_s: float) -> None:
-        """Notes that a worker has ended which is about to be replaced."""
+        """Notes the end of a worker that is about to be replaced."""
         if self._ledger is not None:
             others = {worker.uid for worker in members if _takes_part(worker) and worker is not member}
             self._ledger.lost(member.number, others, now_s)

@@ -1,4 +1,4 @@
-"""`CoordinatorClient`: a launcher's connection to the coordinator of an elastic job, and its search after a loss."""
+"""`CoordinatorClient`: a launcher's connection to the coordinator of an elastic job, and the search for a new one."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _WORDS = {
 
 
 class LauncherUnreachableError(Exception):
-    """Another launcher is unreachable; `answer` is the conclusion about it."""
+    """Another launcher is unreachable; `answer` is the conclusion about its state."""
 
     def __init__(self, why: str, answer: ContactResult) -> None:
         super().__init__(why)
@@ -86,7 +86,7 @@ def addresses_of(known: ReplicatedJobState) -> dict[int, str]:
 
 
 def describe_attempts(known: ReplicatedJobState, answers: Mapping[int, ContactResult]) -> str:
-    """Returns the results of the attempts in words, for the user."""
+    """Returns the results of the attempts as text for the user."""
     hosts = {peer.number: peer.host for peer in known.peers}
     said = sorted(answers.items())
     return ", ".join(f"machine {number} on {hosts.get(number, '?')}: {_WORDS[answer]}" for number, answer in said)
@@ -94,7 +94,7 @@ def describe_attempts(known: ReplicatedJobState, answers: Mapping[int, ContactRe
 
 _DIAL_S = 0.5
 _ANSWER_S = 1.0
-_TAKES_OVER_S = 2.0  # time for which the successor of a coordinator stands
+_TAKES_OVER_S = 2.0  # the time for which the successor of a coordinator remains a candidate
 _SAY_AFTER_S, _SAY_AGAIN_S = 2.0, 15.0
 _LOSSES = {
     DisconnectReason.ENDED: ConnectionLoss.ENDED,
@@ -104,7 +104,8 @@ _LOSSES = {
 
 
 class CoordinatorClient:
-    """A client of the meeting that outlives it. It records everything that the next coordinator needs.
+    """A client of the meeting that survives the loss of its server. It records everything that the next coordinator
+    needs.
 
     Args:
         connection: The connection to the launcher that serves the meeting now.
@@ -129,7 +130,7 @@ class CoordinatorClient:
         self._is_over = False
         self._is_asking = False
         self._say_at_s = 0.0
-        self._leads = False  # whether the launcher that is followed coordinates, and is not just a candidate
+        self._leads = False  # whether the followed launcher coordinates, and is not just a candidate
         self._was_dropped = False
         self._leader = -1
         self._wire: ServerConnection | None = None
@@ -156,7 +157,7 @@ class CoordinatorClient:
                 self._over(JobEnded(1))  # no coordinator is left to receive it
 
     def running(self) -> Running | None:
-        """Returns the notice for launchers that do not know the job, or None if another launcher sends it."""
+        """Returns the notice for launchers that are unaware of the job, or None if another launcher sends it."""
         with self._changing:
             known = self._state.knowledge
             if self._is_over or self._state.number < 0 or not known.views:
@@ -248,7 +249,8 @@ class CoordinatorClient:
             self._seek_after(loss, wire.peer, "it gave up" if self._was_dropped else why)
 
     def _turn_over(self, wire: ServerConnection, order: FollowLauncher) -> None:
-        """Follows another launcher, since the coordinator is about to end. If that is this one, it stands first."""
+        """Follows the coordinator's successor before it ends; if that is this launcher, it first becomes a
+        candidate."""
         if self._state.number == order.number:
             self._standby.stand(order.number, _TAKES_OVER_S)
         self._wire = None
@@ -329,7 +331,7 @@ class CoordinatorClient:
         )
 
     def _follow(self, number: int, address: str) -> bool:
-        """Requests to follow a machine's launcher; returns whether this one does."""
+        """Requests to follow a machine's launcher; returns whether this launcher now follows it."""
         answer, elsewhere = self._ask(number, address)
         with self._changing:
             has_ended = self._search.tried(number, answer, elsewhere)

@@ -79,7 +79,7 @@ class ElasticAgent(Launcher):
         self._slots: SlotTable | None = None
         self._priorities = LoweredPriorities()
         self._chaos: ChaosRunner | None = None
-        self._next_signal: tuple[float, int] | None = None  # when (monotonic) the workers get which signal
+        self._next_signal: tuple[float, int] | None = None  # the time (monotonic) and number of the next signal
         self._shutdown = ShutdownPlan(job.rendezvous.address is not None)
 
     @property
@@ -199,7 +199,7 @@ class ElasticAgent(Launcher):
             self._tell_of_frozen(now_s)
 
     def _on_start(self, member: PoolWorker) -> None:
-        """Reports that a worker has a process."""
+        """Reports that a worker's process has started."""
         assert member.worker is not None
         self._cleanup.watch(member.worker.pid)
         self._exits.began(member)
@@ -209,7 +209,7 @@ class ElasticAgent(Launcher):
         self._connection.client.send(WorkerStarted(member.uid))
 
     def _on_message(self, member: PoolWorker, message: FromWorker | None, datagram: bytes) -> None:
-        """Passes on a worker's message; a worker that sends anything else is killed."""
+        """Forwards a worker's message; kills a worker that sends anything else."""
         now_s = time.monotonic()
         match message:
             case None:
@@ -227,7 +227,7 @@ class ElasticAgent(Launcher):
         self._connection.client.send(WorkerMessage(member.uid, message))
 
     def _tell(self, uid: str, message: ToWorker) -> None:
-        """Passes on a message of the coordinator to a worker."""
+        """Forwards a message of the coordinator to a worker."""
         member = self._members.by_uid(uid) if self._members is not None else None
         if member is None:
             return
@@ -267,7 +267,7 @@ class ElasticAgent(Launcher):
             self._cleanup.end_worker(member.uid, member.worker.pid, self._members.pids())
 
     def _tell_of_frozen(self, now_s: float) -> None:
-        """Reports the workers that have been stopped or continued; the coordinator knows which ones are needed."""
+        """Reports the workers that have been stopped or resumed; the coordinator decides which ones are needed."""
         assert self._members is not None
         frozen = self._members.frozen(now_s)
         for member in list(self._members.members.values()):
@@ -282,7 +282,7 @@ class ElasticAgent(Launcher):
                 self._connection.client.send(WorkerStarted(member.uid))
 
     def _fence(self, uid: str) -> None:
-        """Kills a stopped worker, so that it cannot wake up among those that continued without it."""
+        """Kills a stopped worker, so that it cannot resume among those that continued without it."""
         member = self._members.by_uid(uid) if self._members is not None else None
         if member is not None and member.life.is_stalled:
             member.life.is_fenced = True
@@ -300,7 +300,7 @@ class ElasticAgent(Launcher):
         farewell = encode_message(Dismissed(end.reason or "the job is over", end.code))
         for member in self._members.members.values():
             if not member.life.has_finished:
-                member.life.dismissed = 0  # its exit code is not a failure from now on
+                member.life.dismissed = 0  # from now on, its exit code is not a failure
                 member.channel.send(farewell)
                 if member.life.took_part_s is None:
                     member.signal(signal.SIGKILL)
@@ -308,7 +308,7 @@ class ElasticAgent(Launcher):
         self._next_signal = (time.monotonic() + patience_s, signal.SIGTERM)
 
     def _give_way(self, moved: Moved) -> None:
-        """Ends the workers, which have no part in the job that this machine is about to join."""
+        """Ends the workers, which do not belong to the job that this machine is about to join."""
         self._end = JobEnded(0)
         if self._stopped_by is None:
             self._say(f"the job runs already: the launcher at {moved.address} coordinates it; this machine joins it")

@@ -1,8 +1,8 @@
 """`ElasticController`: the coordinator of an elastic job behind the controller protocol of the meeting.
 
-It connects the coordinator, which knows machines by number, with the meeting's nodes: `MachineRegistry` assigns slots
-and stores, and the coordinator's orders are addressed to nodes. `ShutdownPlan` determines the final reports and the
-exit code of a launcher that was asked to end.
+It connects the coordinator, which identifies machines by number, with the meeting's nodes: `MachineRegistry` assigns
+slots and stores, and the coordinator's orders are addressed to nodes. `ShutdownPlan` determines the final reports and
+the exit code of a launcher that was asked to end.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class MachineRegistry:
     """The machines of the job, whose numbers are unique.
 
     Attributes:
-        is_lone: Whether there is only one machine, and there will be no other.
+        is_lone: Whether the job has only one machine, and no other can join.
         here: The connected machines, by node.
         away: The lost machines, which keep their slots.
         count: The number of assigned machine numbers.
@@ -97,7 +97,7 @@ class MachineRegistry:
         return found
 
     def returns(self, node: str, join: JoinJob, report: MachineReport) -> ConnectedMachine:
-        """Adds a machine that takes part already and has reconnected."""
+        """Adds a machine that already takes part and has reconnected."""
         for before in [name for name, machine in self.here.items() if machine.number == report.number]:
             del self.here[before]
         self.away = [machine for machine in self.away if machine.number != report.number]
@@ -151,14 +151,14 @@ ORDERLY_SIGNAL = signal.SIGTERM  # makes a machine leave at the end of a step, w
 
 @dataclass
 class ShutdownPlan:
-    """The facts about the end of this launcher, without a process or a clock.
+    """The state of this launcher's shutdown, without a process or a clock.
 
     Attributes:
         is_shared: Whether the job may run on other machines too.
         number: The signal that requested the end, or None.
         insists: Whether a second signal has arrived.
         took_part: Whether a worker of this machine has trained with others.
-        has_left: Whether the coordinator was informed that the workers have ended.
+        has_left: Whether the coordinator has been informed that the workers have ended.
     """
 
     is_shared: bool
@@ -188,9 +188,9 @@ class ShutdownPlan:
         return code == 0 and self.number == ORDERLY_SIGNAL and not self.insists and has_gone
 
 
-_RETURN_PATIENCE_S = 2.0  # since the last contact with a machine
-# A running job announces itself at the meeting's address four times a second. Waiting costs little, since workers take
-# about as long to start.
+_RETURN_PATIENCE_S = 2.0  # the wait for a machine to reconnect, since the last contact with it
+# A running job announces itself at the meeting's address four times per second. Waiting for that costs little, since
+# workers take about as long to start.
 _QUIET_S = 2.0
 _QUIET_SINCE_A_CALL_S = 5.0
 
@@ -212,8 +212,8 @@ class ElasticController:
     policy: MembershipPolicy
     options: ElasticOptions
     started_s: float = 0.0
-    successor: tuple[int, str] | None = None  # the machine that was told to coordinate, and its launcher's address
-    identity: str = field(default_factory=lambda: secrets.token_hex(8))  # of the job
+    successor: tuple[int, str] | None = None  # the machine that was ordered to coordinate, and its launcher's address
+    identity: str = field(default_factory=lambda: secrets.token_hex(8))  # the identity of the job
     _is_gathered: bool = False
     _has_spoken: bool = False  # whether any worker has sent a message
     _blame: ReportedFailures = field(default_factory=ReportedFailures)
@@ -276,7 +276,7 @@ class ElasticController:
             home: The number of this launcher's machine.
             reports: The machines' reports, by number.
             joins: Each machine's node and introduction, by number.
-            failures: The failures that any of them knows.
+            failures: The failures that the machines have recorded.
             now_s: The current time, in seconds.
         """
         machines, known = self._machines, merge_reports(reports.values())
@@ -320,7 +320,7 @@ class ElasticController:
         return []
 
     def running(self) -> Running | None:
-        """Returns the notice for launchers that do not know this job, or None after its end."""
+        """Returns the notice for launchers that are unaware of this job, or None after its end."""
         if self._end is not None:
             return None
         is_sure = self._is_gathered and self._coordinator.lacks_quorum_s is None
@@ -331,7 +331,7 @@ class ElasticController:
         return any(machine.number == number for machine in self._machines.here.values())
 
     def heard_of(self, other: Running, now_s: float) -> Orders:
-        """Gives way to a job that runs already, or waits until that job has found a coordinator."""
+        """Gives way to a job that is already running, or waits until that job has found a coordinator."""
         if self._end is not None:
             return []
         if other.address:
@@ -434,7 +434,7 @@ class ElasticController:
         return [*told, *self._carry(self._coordinator.slots_changed(machines.name(node), report.count, now_s))]
 
     def _learn_of(self, failures: Iterable[WorkerFailure]) -> Orders:
-        """Notes failures, and orders every machine to remember them in case that this launcher is lost."""
+        """Notes failures, and orders every machine to remember them in case this launcher is lost."""
         is_new = self._blame.add(failures)
         return [order for node in self._machines.here for order in self._remember(node)] if is_new else []
 

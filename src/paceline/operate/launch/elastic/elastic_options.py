@@ -59,7 +59,7 @@ class Chaos:
 
     @property
     def cuts(self) -> bool:
-        """Whether connections are to be cut."""
+        """Whether one kind of act cuts connections."""
         return any(kind == "cut" for kind, _ in self.intervals_s)
 
     def __str__(self) -> str:
@@ -113,7 +113,7 @@ class ElasticOptions:
 
     Attributes:
         min_workers: The number of workers below which the others wait.
-        most_replacements: The maximum number of workers that this machine replaces, or None for no limit.
+        most_replacements: The maximum number of replacements on this machine, or None for no limit.
         chaos: The acts against random workers, or None.
         preload: The modules that are imported before workers are forked.
     """

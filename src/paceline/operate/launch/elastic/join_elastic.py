@@ -1,6 +1,6 @@
 """The connection of a launcher to an elastic job on several machines, each of which can serve the meeting later.
 
-`RunningJobAnnouncer` announces the running job to a launcher that is started anew at the meeting's address.
+`RunningJobAnnouncer` announces the running job to a launcher that is restarted at the meeting's address.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _ANSWER_S = 1.0
 class RunningJobAnnouncer:
     """Announces a running job at the meeting's address while no launcher of the job listens there.
 
-    The launcher with which the job began may be restarted by a supervisor with the same command. It cannot know the
-    addresses of the others, but they know its address. The announcements run on a separate thread.
+    A supervisor may restart the launcher with which the job began, with the same command. It does not have the
+    addresses of the other launchers, but they have its address. The announcements run on a separate thread.
 
     Args:
         address: The meeting's address, whose name is resolved for each announcement.
@@ -120,7 +120,7 @@ def join_elastic(
 ) -> NodeConnection:
     """Connects this machine to the meeting at `address`, which it serves on `listener` if it has one.
 
-    If the job is known to run already, it connects to the launcher that coordinates it, and redirects others that
+    If the job is already running, this machine connects to the launcher that coordinates it, and redirects others that
     connect to `address`. All other machines listen on the same port of their own address, or on any port if that is
     taken, so that they can coordinate later.
     """

@@ -47,8 +47,8 @@ _TRANSFERS_KEPT = 4  # more than a sender serves at a time
 class ReplayableMessages:
     """The messages of a worker that still matter, oldest first.
 
-    A machine that follows a coordinator, anew or for the first time, reports these for each running worker, and the
-    coordinator handles them as if the worker had just sent them. It replies with the current view.
+    When a machine starts to follow a coordinator, it reports these for each running worker, and the coordinator handles
+    them as if the worker had just sent them. It replies with the current view.
     """
 
     messages: list[FromWorker] = field(default_factory=list)
@@ -77,7 +77,7 @@ class ReplayableMessages:
         self.messages = [message for message in self.messages if not isinstance(message, kinds)]
 
 
-_REMEMBERED = 256  # workers that have ended
+_REMEMBERED = 256  # the limit of remembered workers that have ended
 
 
 @dataclass
@@ -90,8 +90,8 @@ class _RunningWorker:
 class MachineState:
     """The facts about one machine that a coordinator needs.
 
-    The coordinator's orders are noted here before anything is passed on to a worker. So a view that any worker may have
-    received is known to every coordinator that this launcher follows later.
+    The coordinator's orders are recorded here before anything is forwarded to a worker. Therefore every coordinator
+    that this launcher follows later receives each view that a worker may have received.
     """
 
     host: str
@@ -145,7 +145,7 @@ class MachineState:
         self.knowledge = merge_job_states([self.knowledge, knowledge])
 
     def passes_on(self, view: View) -> None:
-        """Notes a view that is passed on to a worker."""
+        """Notes a view that is forwarded to a worker."""
         self.knowledge = merge_job_states(
             [self.knowledge, ReplicatedJobState(term=view.generation >> 32, views=(view,))]
         )
@@ -199,8 +199,8 @@ class MachineLog:
     Attributes:
         account: The machine's state.
         blame: The failures.
-        join: The report with which it joined, or None.
-        leave: The report with which it leaves, or None.
+        join: The report with which the machine joined, or None.
+        leave: The report with which the machine leaves, or None.
     """
 
     account: MachineState
@@ -231,7 +231,7 @@ class MachineLog:
                 self.leave = report
 
     def ordered(self, order: Order) -> None:
-        """Notes an order of the coordinator; views before any worker receives them."""
+        """Notes an order of the coordinator. Views are noted before any worker receives them."""
         match order:
             case StartSlots():
                 self.account.number, self.account.first_slot = order.machine, order.first_slot

@@ -12,11 +12,12 @@ from paceline.operate.launch.multinode.membership import MembershipPolicy, Order
 from paceline.operate.launch.multinode.protocol import Answered, Dropped, Follow, JoinJob, Order, Report, Running
 from paceline.train.elastic.coordinator.election import Candidacy
 
-RESIGN_S = 2.0  # time without a quorum after which a coordinator resigns and searches for another one
+RESIGN_S = 2.0  # the time without a quorum after which a coordinator resigns and searches for another one
 
 
 class StandbyController:
-    """The controller of the server that this launcher offers to others: it coordinates, stands, or redirects them.
+    """The controller of the server that this launcher runs for others: it coordinates, is a candidate, or redirects
+    them.
 
     It is called by the serving thread, and by the thread that searches for a coordinator.
 
@@ -45,7 +46,7 @@ class StandbyController:
         return self._controller is not None
 
     def running(self) -> Running | None:
-        """Returns the notice for launchers that do not know the job, if this one coordinates it."""
+        """Returns the notice for launchers that are unaware of the job, if this launcher coordinates it."""
         with self._changing:
             return self._controller.running() if self._controller is not None else None
 
@@ -65,9 +66,7 @@ class StandbyController:
             self._leader = (number, address)
 
     def stand(self, number: int, for_s: float) -> None:
-        """Lets other launchers follow this one, on machine `number`, for `for_s` seconds, unless it coordinates
-        already.
-        """
+        """Becomes a candidate, on machine `number`, for `for_s` seconds, unless this launcher coordinates already."""
         with self._changing:
             if self._controller is None and self._candidacy is None:
                 now_s = time.monotonic()
@@ -150,7 +149,7 @@ class StandbyController:
         return given
 
     def _turn_away(self, node: str, report: Report) -> Orders:
-        """Redirects a launcher to the coordinator. One that takes part already sends a Follow after its JoinJob."""
+        """Redirects a launcher to the coordinator. One that already takes part sends a Follow after its JoinJob."""
         if not isinstance(report, Follow) and not (isinstance(report, JoinJob) and report.number < 0):
             return []
         return [(node, Answered(False, *(self._successor or self._leader))), (node, Dropped())]

@@ -1,4 +1,4 @@
-"""The exits of this machine's workers: their causes, and the sentences that report them."""
+"""Exits of this machine's workers: their causes, and the sentences that report them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.operate.launch.workers.worker import failure_of
 
 
 def describe_exit(life: WorkerHistory, failure: WorkerFailure | None) -> str:
-    """Returns the manner of a worker's end in a few words, with its exception or the kernel's figures if available."""
+    """Describes a worker's exit in a few words, with its exception or the kernel's figures if available."""
     if life.is_fenced:
         return "was stopped by a signal, so it was killed"
     if failure is None:
@@ -27,7 +27,7 @@ def describe_exit(life: WorkerHistory, failure: WorkerFailure | None) -> str:
 
 
 def describe_decision(decision: ReplaceWorker | CloseSlot) -> str:
-    """Returns the consequence of a worker's end in words."""
+    """Describes the consequence of a worker's exit."""
     if isinstance(decision, ReplaceWorker):
         return f"another worker takes its place{f' in {decision.after_s:g} s' if decision.after_s else ''}"
     if decision.reason is not None:
@@ -36,7 +36,7 @@ def describe_decision(decision: ReplaceWorker | CloseSlot) -> str:
 
 
 def describe_slots(first: int, count: int, slots: int) -> str:
-    """Returns the range of slots on this machine in words."""
+    """Describes the range of slots on this machine."""
     if count == 1:
         return f"slot {first} of {slots} is here"
     return f"slots {first} to {first + count - 1} of {slots} are here"
@@ -55,12 +55,12 @@ class WorkerExits:
         self.failures: list[WorkerFailure] = []
         self._reads, self._word, self._say = reads, word, say
         self._memory = MemoryWatch()
-        self._recordings: dict[str, int] = {}  # by worker, descriptors of what it records
+        self._recordings: dict[str, int] = {}  # descriptors of the recordings, by worker
 
     def began(self, member: PoolWorker) -> None:
         """Keeps a running worker's recording open beyond its end."""
         if self._reads and member.worker is not None and member.worker.memory is not None:
-            with contextlib.suppress(OSError):  # there are no more descriptors
+            with contextlib.suppress(OSError):  # no descriptor is free
                 self._recordings[member.uid] = os.dup(member.worker.memory.fd)
 
     def failure_of(self, member: PoolWorker, code: int) -> WorkerFailure | None:
@@ -85,9 +85,9 @@ class WorkerExits:
         Args:
             member: The worker.
             code: The exit code.
-            fate: The cause of its end.
+            fate: The cause of the exit.
             failure: The failure, or None.
-            decision: Whether it is replaced.
+            decision: Whether the worker is replaced.
             is_over: Whether the job is ending.
         """
         if failure is not None and (fate in (ExitCause.FAILED, ExitCause.REFUSED) or member.life.has_finished):
@@ -110,7 +110,7 @@ class WorkerExits:
         self._memory.close()
 
     def _verdict(self, member: PoolWorker, code: int, fate: ExitCause, failure: WorkerFailure | None) -> str:
-        """Returns a sentence on a worker's end; for a failure, the diagnosis that other jobs use."""
+        """Returns a sentence about a worker's exit; for a failure, the diagnosis that other kinds of jobs use."""
         if fate is ExitCause.RELEASED:
             return f"{member} has ended, since the others went on without it"
         if failure is None or member.life.is_fenced or fate not in (ExitCause.FAILED, ExitCause.KILLED):

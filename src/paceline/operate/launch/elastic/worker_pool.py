@@ -38,7 +38,7 @@ from paceline.train.elastic.protocol import LARGEST_DATAGRAM, FromWorker
 class WorkerChannel:
     """The launcher's end of the socket pair to one worker, with a message in each datagram.
 
-    A worker that does not read blocks nothing: datagrams are queued until it does.
+    A worker that does not read does not block the launcher: datagrams are queued until it does.
     """
 
     def __init__(
@@ -105,12 +105,12 @@ class WorkerChannel:
             self._selector.modify(self._connection, events, self._on_ready)
 
 
-STOPPED_AFTER_S = 1.0  # time after which a stopped worker counts as frozen; a merely slow one never does
+STOPPED_AFTER_S = 1.0  # the time after which a stopped worker counts as frozen; a merely slow one never does
 
 
 @dataclass
 class StoppedProcesses:
-    """The processes that are stopped by a signal, with the time since when."""
+    """The processes that are stopped by a signal, with the time at which each was first seen stopped."""
 
     since_s: dict[int, float] = field(default_factory=dict)
     _looked_s: float = 0.0
@@ -143,8 +143,8 @@ def is_stopped(pid: int) -> bool:
 class WorkerResources:
     """The resources that the workers share: their secret, their store if it is served here, and the forker.
 
-    With several machines, the launcher that serves the meeting also serves the store; a worker could not, since any may
-    die.
+    With several machines, the launcher that serves the meeting also serves the store; workers cannot serve it, since
+    any of them may die.
 
     Attributes:
         secret: The secret of all workers of the job, or None.
@@ -238,8 +238,8 @@ class PoolWorker:
     """The worker of a slot: its name, its process once it has one, and its history."""
 
     uid: str
-    slot: int  # of this machine's, from 0
-    number: int  # of the slot in the whole job: the worker's RANK
+    slot: int  # the slot's number on this machine, from 0
+    number: int  # the slot's number in the job: the worker's RANK
     channel: WorkerChannel
     asked_s: float
     is_replacement: bool = False  # the slot had a worker before
@@ -253,7 +253,7 @@ class PoolWorker:
 
     @property
     def runs(self) -> bool:
-        """Whether it has a process that is not known to have ended."""
+        """Whether the worker has a process that is not known to have ended."""
         return self.worker is not None and self.worker.exit_code is None
 
     def signal(self, number: int) -> None:
@@ -273,7 +273,7 @@ class WorkerPool:
         forker: The forker that starts their processes.
         selector: The launcher's event loop.
         marks: A function that returns the variables that mark all processes started by a worker of that name.
-        on_start: A function that is called with a worker that has a process now.
+        on_start: A function that is called with each worker whose process has started.
         on_message: A function that is called with each message of a worker, or with None for an invalid datagram.
         on_end: A function that is called with a worker that has ended, after all of its messages and output.
     """
@@ -302,7 +302,7 @@ class WorkerPool:
         self._attempts: dict[int, int] = {}
 
     def add(self, slot: int) -> None:
-        """Starts a worker in a slot that has none; it has a process when `on_start` is called.
+        """Starts a worker in a slot that has none; its process has started when `on_start` is called.
 
         Raises:
             OSError: Descriptors or processes are exhausted.
@@ -389,7 +389,7 @@ class WorkerPool:
         return [member for member in self.members.values() if member.worker is not None and member.worker.pid in frozen]
 
     def look_for_stopped(self, now_s: float) -> None:
-        """Updates which workers are stopped."""
+        """Updates the set of stopped workers."""
         self.stopped.look([pid for pid in self.pids() if is_stopped(pid)], now_s)
 
     def close(self) -> None:
@@ -406,7 +406,7 @@ class WorkerPool:
     def _started(self, member: PoolWorker, prepared: WorkerSpec, pid: int) -> None:
         try:
             worker = prepared.started(pid)
-        except ProcessLookupError:  # it ended at once
+        except ProcessLookupError:  # it has already ended
             prepared.close()
             self._forget(member)
             self._on_end(member, -signal.SIGKILL)

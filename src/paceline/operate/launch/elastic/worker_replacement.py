@@ -1,4 +1,4 @@
-"""The decisions whether and when a worker that has ended is replaced, without a process or a clock.
+"""Decisions on whether and when a worker that has ended is replaced, without a process or a clock.
 
 `SlotHistory` decides for one slot; `SlotTable` tracks which slots of a machine wait for a worker, and until when.
 """
@@ -13,11 +13,11 @@ from paceline.train.elastic.protocol import LEFT_OUT, FromWorker, Installed, Lea
 
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 30.0
-SOON_S = 60.0  # a failure within this time of taking part counts as soon
-# A slot is closed after so many failures in a row...
+SOON_S = 60.0  # the time after taking part within which a failure counts as "soon"
+# A slot is closed after this many consecutive failures...
 MOST_SOON = 3  # ... soon after taking part,
 MOST_FAILED_STARTS = 4  # ... before taking part,
-MOST_KILLED_STARTS = 10  # ... or of being killed from outside before taking part.
+MOST_KILLED_STARTS = 10  # ... or kills from outside before taking part.
 
 _CRASHES = frozenset(
     (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGSYS, signal.SIGTRAP)
@@ -40,12 +40,12 @@ class WorkerHistory:
     """The facts about a worker that matter when it ends.
 
     Attributes:
-        took_part_s: The time at which it first entered a view, or None.
-        is_leaving: Whether it has announced that it leaves.
-        has_finished: Whether its training loop has completed.
-        dismissed: The exit code with which it was dismissed, or None.
-        is_stalled: Whether it was reported to the coordinator as stopped.
-        is_fenced: Whether the launcher killed it because it was stopped.
+        took_part_s: The time at which the worker first entered a view, or None.
+        is_leaving: Whether the worker has announced that it leaves.
+        has_finished: Whether the worker's training loop has completed.
+        dismissed: The exit code with which the coordinator dismissed the worker, or None.
+        is_stalled: Whether the worker was reported to the coordinator as stopped.
+        is_fenced: Whether the launcher killed the worker because it was stopped.
     """
 
     took_part_s: float | None = None
@@ -72,8 +72,8 @@ def exit_cause_of(life: WorkerHistory, exit_code: int, has_record: bool, is_out_
     Args:
         life: The worker's history.
         exit_code: The exit code as in subprocess, negative for a signal.
-        has_record: Whether it left an exception other than KeyboardInterrupt.
-        is_out_of_memory: Whether the kernel killed it because memory ran out.
+        has_record: Whether the worker left an exception other than KeyboardInterrupt.
+        is_out_of_memory: Whether the kernel killed the worker because memory ran out.
     """
     if life.dismissed:
         return ExitCause.REFUSED
@@ -148,7 +148,7 @@ class SlotHistory:
 
 
 def pause_s(in_a_row: int) -> float:
-    """Returns the pause after the n-th failure in a row: none, then 0.25 s, 0.5 s, up to 30 s."""
+    """Returns the pause after the n-th consecutive failure: none, then 0.25 s, 0.5 s, up to 30 s."""
     return 0.0 if in_a_row < 2 else min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(in_a_row - 2, 30))
 
 

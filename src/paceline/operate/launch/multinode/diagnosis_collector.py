@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ControllerMiddleware:
-    """A controller that passes everything on to `inner`; subclasses handle some of the reports themselves."""
+    """A controller that forwards everything to `inner`; subclasses handle some of the reports themselves."""
 
     inner: JobController
     _serves: dict[str, bool] = field(default_factory=dict, kw_only=True)  # by node
@@ -94,9 +94,9 @@ class DashboardRelay(ControllerMiddleware):
         return orders
 
 
-PATIENCE_S = 4.0  # time for the other nodes' snapshots of a stall
+PATIENCE_S = 4.0  # the time for the other nodes' snapshots of a stall
 LAST_PATIENCE_S = 10.0  # the same if the cause may be on one of the missing nodes; lost nodes are not awaited
-FAILURE_PATIENCE_S = 0.3  # time for snapshots after a failure, which are taken at once
+FAILURE_PATIENCE_S = 0.3  # the time for snapshots after a failure, which are taken at once
 FAILURE_LAST_PATIENCE_S = 4.0
 
 
@@ -124,8 +124,8 @@ class SnapshotCollection:
 
     Attributes:
         missing: The nodes whose snapshots have not arrived.
-        deadline_s: The time at which to conclude from those that have.
-        last_s: The time at which to do so if they do not reveal the cause.
+        deadline_s: The time at which to conclude from the snapshots that have arrived.
+        last_s: The time at which to conclude if those snapshots do not reveal the cause.
         pictures: The snapshots by node.
     """
 
@@ -161,7 +161,7 @@ class DiagnosisCollector(ControllerMiddleware):
     word: str = "rank"
     _stall: SnapshotCollection | None = None
     _failure: SnapshotCollection | None = None  # one in each generation
-    _last: dict[str, ReceivedSnapshot] = field(default_factory=dict)  # of workers that have ended
+    _last: dict[str, ReceivedSnapshot] = field(default_factory=dict)  # the snapshots of ended workers
     _said: StallReporter = field(default_factory=StallReporter)
     _has_failed: bool = False  # whether a worker of this generation has failed
     _has_ended: bool = False
@@ -247,7 +247,7 @@ class DiagnosisCollector(ControllerMiddleware):
         return [] if verdict is None or not stalls else self._tell_verdict(verdict, min(stalls))
 
     def _conclude_failure(self, finished: SnapshotCollection, now_s: float) -> Orders:
-        """Explains a failure, or waits for the missing nodes, since one of them may have the cause."""
+        """Explains a failure, or waits for the missing nodes if one of them may have the cause."""
         verdict = self._verdict(finished.pictures, now_s)
         is_known = verdict is not None and verdict.is_failure and verdict.is_certain
         if not is_known and finished.goes_on():
@@ -299,7 +299,7 @@ class DiagnosisCollector(ControllerMiddleware):
             return explain_or_default(lambda: describe_slowdowns(pictures, self.word), [])
         seen = self._failure.pictures if self._failure is not None else {}
         verdict = self._verdict({**seen, **self._last}, now_s) if seen or (self._last and end.failures) else None
-        # Without a failure the job ends because a node was lost; a rank that failed before is reported all the same.
+        # Without a failure the job ends because a node was lost; a rank that failed before that is still reported.
         if verdict is None or not (verdict.is_failure or (verdict.is_fault and end.failures)):
             return []
         return [verdict.sentence]

@@ -75,7 +75,7 @@ def assign_ranks(
     return starts
 
 
-Orders = list[tuple[str, Order]]  # each with the node to which it is addressed
+Orders = list[tuple[str, Order]]  # orders, each with the node that it is addressed to
 
 
 class JobController(Protocol):
@@ -143,7 +143,7 @@ class MembershipPolicy:
 
 
 def pause_s(restarts: int) -> float:
-    """Returns the pause before the n-th restart in a row: 0.25 s, 0.5 s, 1 s, up to 30 s."""
+    """Returns the pause before the n-th consecutive restart: 0.25 s, 0.5 s, 1 s, up to 30 s."""
     return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(restarts - 1, 30))
 
 
@@ -379,7 +379,7 @@ class Membership:
 
 
 def incompatibility(join: JoinJob, is_elastic: bool) -> str | None:
-    """Returns the reason for which a node cannot take part in the job, or None."""
+    """Returns the reason why a node cannot take part in the job, or None."""
     if join.version != __version__:
         return (
             f"{join.host} (pid {join.pid}) runs Paceline {join.version or 'of a version before 0.1.0'}, and the "

@@ -45,7 +45,7 @@ class MeetingClient(Protocol):
         """Returns the estimated offset to the clock of the machine that serves the meeting."""
 
     def send(self, report: Report) -> None:
-        """Sends a report without blocking for long. If the meeting is lost, it does not fail; a JobEnded arrives."""
+        """Sends a report without blocking for long. If the meeting is lost, it does not raise; a JobEnded arrives."""
 
     def receive(self) -> list[Order]:
         """Returns the orders that have arrived."""
@@ -233,7 +233,7 @@ def _listener(options: RendezvousOptions, address: tuple[str, int], secret: byte
 def host_to_serve_on(name: str, serves: bool) -> str | None:
     """Returns the host to listen on, or None if the name belongs to another machine.
 
-    It is `name`, unless that resolves only to loopback, as in /etc/hosts of many systems; then it is this machine's
+    The host is `name`. If that resolves only to loopback, as with /etc/hosts of many systems, it is this machine's
     address. A name that does not resolve yet, such as a pod's own, counts as this machine's only if it `serves`.
     """
     if name == "localhost" or name.replace(".", "").isdecimal() or ":" in name:

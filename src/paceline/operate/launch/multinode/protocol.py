@@ -1,8 +1,8 @@
 """The reports of nodes, the orders to them, and their encoding: a length, followed by JSON.
 
-Each report and each order is one frozen msgspec struct, so the declarations below are also the check of everything that
-is received: a frame that does not fit them is a `MessageError`, and nothing that is received is executed. The orders of
-an elastic job's coordinator and the messages of its workers (`train/elastic/protocol.py`) travel as they are.
+Each report and each order is one frozen msgspec struct, so the declarations below also validate everything that is
+received: a frame that does not match them raises `MessageError`, and no received data is executed. The orders of an
+elastic job's coordinator and the messages of its workers (`train/elastic/protocol.py`) are sent unchanged.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class JoinJob(_NodeMessage, frozen=True, tag="Join"):
 
     Attributes:
         host: The node's host name.
-        pid: The process id of its launcher.
-        address: The address by which other nodes reach it.
+        pid: The process id of the node's launcher.
+        address: The address by which other nodes reach the node.
         port: The port of torch's store, which the node serves if rank 0 runs there.
-        workers: The number of its workers.
-        role: The role of its workers, as in torchelastic.
+        workers: The number of the node's workers.
+        role: The role of the node's workers, as in torchelastic.
         node_rank: The node's number in a static job, or None.
         serves: Whether the node serves the meeting.
         version: Paceline's version; versions before 0.1.0 do not send it.
         is_elastic: Whether the launcher was started with `--elastic`.
         listens: In an elastic job, the address at which other launchers reach this one if it coordinates.
-        number: The number of the machine if it takes part already, and a Follow comes next; otherwise -1.
+        number: The number of the machine if it already takes part, in which case a Follow is sent next; otherwise -1.
         store_port: The port of Paceline's store, which the node serves if rank 0 runs there.
         job: In an elastic job, the identity of the job that the node was ordered to join, or "".
     """
@@ -147,7 +147,7 @@ class Slots(_NodeMessage, frozen=True):
 
 
 class Follow(_NodeMessage, frozen=True):
-    """In an elastic job: a machine that takes part already follows this launcher from now on.
+    """In an elastic job: a machine that already takes part follows this launcher from now on.
 
     Attributes:
         report: The machine's report.
@@ -159,9 +159,9 @@ class Follow(_NodeMessage, frozen=True):
 
 
 class Running(_NodeMessage, frozen=True):
-    """In an elastic job: a notice to the launcher at the meeting's address that a job runs already.
+    """In an elastic job: a notice to the launcher at the meeting's address that a job is already running.
 
-    A launcher that takes part in that job replies with an Answered, any other launcher not at all.
+    A launcher that takes part in that job replies with an Answered; any other launcher does not reply.
 
     Attributes:
         job: The identity of the job.
@@ -212,17 +212,17 @@ class DashboardUpdate(_NodeMessage, frozen=True):
 
 
 class Heartbeat(_NodeMessage, frozen=True):
-    """A sign of life in either direction."""
+    """A keep-alive message, sent in both directions."""
 
 
 class AskTime(_NodeMessage, frozen=True):
-    """A request for the time where the meeting is served; `asked_ns` is the node's own CLOCK_MONOTONIC."""
+    """A request for the time on the machine that serves the meeting; `asked_ns` is the node's own CLOCK_MONOTONIC."""
 
     asked_ns: Int64
 
 
 class TellTime(_NodeMessage, frozen=True):
-    """The reply to `AskTime`; `told_ns` is CLOCK_MONOTONIC where the meeting is served."""
+    """The reply to `AskTime`; `told_ns` is CLOCK_MONOTONIC on the machine that serves the meeting."""
 
     asked_ns: Int64
     told_ns: Int64
@@ -300,7 +300,8 @@ class Remember(_NodeMessage, frozen=True):
 
 
 class FollowLauncher(_NodeMessage, frozen=True):
-    """In an elastic job: follow the launcher of machine `number` from now on, or stand if that is this machine."""
+    """In an elastic job: follow the launcher of machine `number` from now on; if it is this machine, become a
+    candidate."""
 
     number: Int64
     address: str
@@ -313,7 +314,8 @@ class Answered(_NodeMessage, frozen=True):
         is_welcome: Whether the launcher may follow this one.
         number: The number of the machine that this launcher follows or is, or -1 if it follows none.
         address: The address of that machine's launcher.
-        is_stranger: Whether this launcher takes no part in the job, so that the one that was there has ended.
+        is_stranger: Whether this launcher does not take part in the job, which means that the previous one there has
+            ended.
     """
 
     is_welcome: bool
@@ -323,7 +325,7 @@ class Answered(_NodeMessage, frozen=True):
 
 
 class Moved(_NodeMessage, frozen=True):
-    """In an elastic job: this job gives way to another one that runs already; join that one at `address`."""
+    """In an elastic job: this job gives way to another one that is already running; join that one at `address`."""
 
     job: str
     address: str
@@ -365,7 +367,7 @@ class JobEnded(_NodeMessage, frozen=True, tag="End"):
     Attributes:
         code: The launcher's exit code.
         reason: A sentence for the user, or "".
-        failures: The failures that ended it.
+        failures: The failures that ended the job.
     """
 
     code: Int64
@@ -421,18 +423,18 @@ Order = (
 Message = Report | Order
 
 
-LARGEST = 1 << 22  # bytes of a message
+LARGEST = 1 << 22  # the size limit of a message in bytes
 _LENGTH = struct.Struct("<I")
 _message = msgspec.json.Decoder(Message)
 _foreign_join = msgspec.json.Decoder(_ForeignJoin)
 
 
 class MessageError(ValueError):
-    """The peer sent something that is not a message."""
+    """The peer sent data that is not a message."""
 
 
 def encode(message: Message) -> bytes:
-    """Returns the message after its length.
+    """Returns the message, preceded by its length.
 
     Raises:
         MessageError: The message is too long.

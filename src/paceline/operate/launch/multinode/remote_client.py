@@ -44,8 +44,8 @@ class DisconnectReason(Enum):
     """The way in which a connection ended."""
 
     ENDED = auto()  # the server closed it, and all its messages were read
-    RESET = auto()  # the server no longer has it, although it was active just before
-    SILENT = auto()  # no message arrived for too long, or since this process was stopped
+    RESET = auto()  # the server no longer has the connection, although it was active just before
+    SILENT = auto()  # no message arrived for too long, or the connection failed in another way
 
 
 class ServerConnection:
@@ -104,7 +104,7 @@ class ServerConnection:
             self._connection.sendall(encode(report))
 
     def close(self, *, lives_on: bool = False) -> None:
-        """Disconnects. Idempotent. With `lives_on`, the server does not take it for the end of this launcher."""
+        """Disconnects. Idempotent. With `lives_on`, the server does not treat this as the end of this launcher."""
         if self._closed.is_set():
             return
         self._closed.set()

@@ -1,8 +1,8 @@
 """`MeetingServer`: passes the nodes' reports to the controller and its orders to the nodes, and detects lost nodes.
 
-A launcher that only lacks a processor is distinguished from a lost one (`is_starved`): if all cores are busy, a machine
-may not run its launcher for seconds, but its kernel still acknowledges data, which that of a lost or disconnected
-machine does not.
+A launcher that is only starved of processor time is distinguished from a lost one (`is_starved`): if all cores are
+busy, a machine may not run its launcher for seconds, but its kernel still acknowledges data, which that of a lost or
+disconnected machine does not.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from paceline.operate.launch.multinode.protocol import (
     encode,
 )
 
-STARVATION_LIMIT_S = 30.0  # maximum silence of a launcher whose machine responds
+STARVATION_LIMIT_S = 30.0  # the maximum silence of a launcher whose machine responds
 
 _INFO = struct.Struct("=2xB53xI")  # within `struct tcp_info` of linux/tcp.h: tcpi_retransmits, tcpi_last_ack_recv
 _FEWEST_REPEATED = 2  # a single retransmission may cross with a late acknowledgement
 
 
 def is_starved(connection: Connection, silent_s: float, within_s: float) -> bool:
-    """Returns whether the other end may merely lack a processor.
+    """Returns whether the other end may merely be starved of processor time.
 
     Args:
         connection: The connection to the other launcher, to which data is sent several times within `within_s`.
@@ -61,7 +61,7 @@ def is_starved(connection: Connection, silent_s: float, within_s: float) -> bool
 CHANNEL = "node"
 HEARTBEAT_S = 0.5
 _SEND_S = 1.0
-_STALL_S = 1.0  # after a pause of this process of that length, silence of the others proves nothing
+_STALL_S = 1.0  # after a pause of this length in this process, the silence of the others proves nothing
 _LONGEST_TURN_S = 30.0  # a server that is busy for longer sends no more heartbeats
 _LARGEST_READ = 1 << 16
 
@@ -79,7 +79,7 @@ class _Node:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether the node is on another machine than the server."""
+        """Whether the node is on a different machine than the server."""
         try:
             return bool(self.connection.getpeername()[0] != self.connection.getsockname()[0])
         except OSError:  # it was reset
@@ -95,7 +95,7 @@ class _Node:
                     self.fault = str(error)
 
     def part(self) -> None:
-        """Closes the connection in a way that a living node does not take for the end of this launcher."""
+        """Closes the connection in a way that a running node does not mistake for the end of this launcher."""
         self.send(Dropped())
         self.close()
 
@@ -107,11 +107,11 @@ class _Node:
 
 
 def explain_silence(silent_s: float, elsewhere_s: Sequence[float], limit_s: float) -> str:
-    """Returns the reason for which a node is considered lost.
+    """Returns the reason why a node is considered lost.
 
     Args:
         silent_s: The time since the node's last message, in seconds.
-        elsewhere_s: The same for all nodes on other machines, including this one.
+        elsewhere_s: The times since the last messages of all nodes on other machines, including this one, in seconds.
         limit_s: The maximum time of silence, in seconds.
     """
     text = f"nothing was heard of it for {silent_s:.1f} s"
@@ -123,8 +123,8 @@ def explain_silence(silent_s: float, elsewhere_s: Sequence[float], limit_s: floa
 class MeetingServer:
     """Serves the meeting on separate threads until `close`.
 
-    One thread serves. Another one sends heartbeats, since explaining a failure may occupy the first one for seconds on
-    a busy machine, in which the nodes would consider the meeting lost.
+    One thread serves and another one sends heartbeats. On a busy machine, explaining a failure may occupy the first one
+    for seconds; without heartbeats, the nodes would then consider the meeting lost.
 
     Args:
         listener: The listener that accepts connections; ownership passes to this object.
@@ -155,7 +155,7 @@ class MeetingServer:
         self.address: tuple[str, int] = listener.getsockname()[:2]
         key = derive_key(secret, CHANNEL)
         self._doorkeeper = AuthenticatedListener(listener, key, CHANNEL, self._admit, secret=secret)
-        self._turned_s = time.monotonic()  # when the serving thread last began a turn
+        self._turned_s = time.monotonic()  # the time at which the serving thread last began a turn
         self._is_over = threading.Event()
         self._threads = [
             threading.Thread(target=target, name=f"paceline-meeting{suffix}", daemon=True)
@@ -177,7 +177,7 @@ class MeetingServer:
             os.close(self._waking)
 
     def wake(self) -> None:
-        """Calls the controller's `tick` soon, since an event has reached it from elsewhere."""
+        """Makes the serving thread call the controller's `tick` soon, after another thread has changed its state."""
         with contextlib.suppress(OSError):  # closed meanwhile
             os.write(self._waking, b".")
 
@@ -243,7 +243,7 @@ class MeetingServer:
                 self._report(node, message)
 
     def _report(self, node: _Node, report: Report) -> None:
-        """Passes a report on. A node whose report the controller cannot handle is dropped."""
+        """Forwards a report to the controller. A node whose report the controller cannot handle is dropped."""
         try:
             orders = self._controller.reported(node.name, report, node.heard_s)
         except Exception as error:  # the other nodes must not lose the meeting because of this one

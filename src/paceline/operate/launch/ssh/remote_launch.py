@@ -24,9 +24,9 @@ from paceline.operate.launch.ssh.protocol import (
 
 _SSH_FAILED = 255
 _NOT_FOUND = (126, 127)
-PATIENCE_S = 5.0  # time for launchers to end by themselves after one was lost
-OTHER_REASONS_S = 2.0  # time for further launchers to report why they do not start, after the first has
-MARGIN_S = 15.0  # beyond the shutdown timeout of workers
+PATIENCE_S = 5.0  # the time for launchers to end by themselves after one was lost
+OTHER_REASONS_S = 2.0  # the time for further launchers to report why they do not start, after the first report
+MARGIN_S = 15.0  # the time added to the shutdown timeout of workers
 WRONG_FLAGS = 2  # the exit code of a launcher that has started nothing
 
 
@@ -36,8 +36,8 @@ class LaunchAttempt:
 
     destination: str  # the argument of ssh
     python: str  # the interpreter there
-    version: str  # of Paceline on this machine
-    is_here: bool = False  # without ssh
+    version: str  # the version of Paceline on this machine
+    is_here: bool = False  # whether the launcher is started on this machine, without ssh
 
 
 class LauncherPhase(Enum):
@@ -131,7 +131,7 @@ class RemoteLaunch:
 
     @property
     def exit_code(self) -> int:
-        """The first code that was not 0; of an elastic job, that of the last launcher."""
+        """The first code that was not 0; for an elastic job, the code of the last launcher."""
         return self._code
 
     @property
@@ -233,7 +233,7 @@ class RemoteLaunch:
             self._end_by(now_s + PATIENCE_S)
 
     def _fail(self, reasons: Sequence[str], now_s: float) -> None:
-        """Ends the job after launchers did not start; others first have time to report their own failures."""
+        """Ends the job after launchers failed to start; others first have time to report their own failures."""
         if self._is_ending:
             return  # a consequence of the end of the job
         self._actions += [ShowText(reason) for reason in reasons]
@@ -244,7 +244,7 @@ class RemoteLaunch:
             self.signalled("SIGTERM", now_s)
 
     def _end_by(self, end_by_s: float) -> None:
-        """Sets the time until which the other launchers can end by themselves."""
+        """Sets the time by which the other launchers must have ended by themselves."""
         if not self._is_ending:
             self._end_by_s = end_by_s if self._end_by_s is None else min(self._end_by_s, end_by_s)
 
@@ -255,7 +255,7 @@ class RemoteLaunch:
 
 
 def explain_failed_launch(attempt: LaunchAttempt, code: int, errors: str) -> str:
-    """Returns a sentence for the user on a launcher that did not start.
+    """Returns a sentence for the user about a launcher that did not start.
 
     Args:
         attempt: The parameters of the start.
@@ -279,7 +279,7 @@ def explain_failed_launch(attempt: LaunchAttempt, code: int, errors: str) -> str
 
 
 def other_version(attempt: LaunchAttempt, version: str) -> str:
-    """Returns a sentence on a machine that runs another version of Paceline."""
+    """Returns a sentence about a machine that runs another version of Paceline."""
     install = f"{attempt.python} -m pip install paceline=={attempt.version}"
     command = install if attempt.is_here else f"ssh {attempt.destination} {install}"
     return (
@@ -289,7 +289,7 @@ def other_version(attempt: LaunchAttempt, version: str) -> str:
 
 
 def no_answer(attempt: LaunchAttempt, waited_s: float) -> str:
-    """Returns a sentence on a machine that did not answer in time."""
+    """Returns a sentence about a machine that did not answer in time."""
     return (
         f"{attempt.destination}: no launcher answered within {waited_s:.0f} s; try: ssh {attempt.destination} "
         f"{attempt.python} -m paceline --version"

@@ -66,7 +66,7 @@ def send_to_starter(message: FromLauncher) -> None:
 
 
 class _Control:
-    """The starter's messages, on a descriptor that the launcher and its workers, whose stdin is empty, do not have."""
+    """The starter's messages. The launcher and its workers do not have their descriptor, and read an empty stdin."""
 
     def __init__(self) -> None:
         self._fd = os.dup(0)

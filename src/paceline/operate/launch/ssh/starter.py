@@ -54,20 +54,20 @@ _NAME = re.compile(
 _COUNTS = ("slots", "cpu", "count")
 _USERS = ("user", "username")
 _IGNORED = ("max_slots", "max-slots", "ifname", "binding")  # limits and placement for other launchers
-# The current directory is removed from the path, since the directory in which ssh starts may shadow modules.
+# The current directory is removed from the path, since modules in the directory in which ssh starts may shadow others.
 FAR_END = (
     "import sys; sys.path[:] = filter(None, sys.path); "
     "from paceline.operate.launch.ssh.remote_launcher import main; sys.exit(main())"
 )
-# No prompts, since several machines would prompt at once; a separate connection, which ends with the launcher; and the
-# end of a connection whose network is silent for 15 s.
+# No prompts, since several machines would prompt at once; a separate connection, which ends with the launcher; and a
+# time-out after 15 s without a reply from the network.
 SSH_OPTIONS = (
     *("-T", "-a", "-x", "-S", "none", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15"),
     *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
 )
 _TAIL_BYTES = 1 << 13
 START_S = 120.0
-_POLL_S = 1.0  # between checks for ended processes whose pipes are still open
+_POLL_S = 1.0  # the time between checks for ended processes whose pipes are still open
 _FORWARDED = {
     *("OMP_NUM_THREADS", "PYTHONPATH", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
     *("PACELINE_SECURITY", "PACELINE_INSECURE", "PACELINE_PORT", "PACELINE_IFACE", "PACELINE_CONGESTION"),
@@ -288,8 +288,8 @@ class LauncherProcess:
     """The local process of a launcher: ssh, or the launcher itself.
 
     Args:
-        command: The command that starts it.
-        prefixes: The prefixes of its lines on stdout and stderr.
+        command: The command that starts the process.
+        prefixes: The prefixes of the process's lines on stdout and stderr.
         writes: The functions that write these lines.
 
     Raises:
@@ -297,7 +297,7 @@ class LauncherProcess:
     """
 
     def __init__(self, command: Sequence[str], prefixes: tuple[bytes, bytes], writes: tuple[Write, Write]) -> None:
-        # The starter forwards a Ctrl-C in the terminal, so that each launcher has a session of its own.
+        # Each launcher has a session of its own, since the starter forwards a Ctrl-C in the terminal.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )

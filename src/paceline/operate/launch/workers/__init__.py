@@ -2,7 +2,6 @@
 
 `bootstrap.py` runs first in each worker, and `cleanup.py` ensures that no process outlives the launcher.
 
-May use: `diagnosis` and below, and from `launch` the `Job`, its directory and options, and the messages of
-`multinode`. Start reading at `start_workers.py` and
-`worker_group.py`.
+May use: `diagnosis` and below, and from `launch` the `Job`, its directory and options, and the messages of `multinode`.
+Start reading at `start_workers.py` and `worker_group.py`.
 """

@@ -1,7 +1,7 @@
 """The program of each worker: `python bootstrap.py LAUNCHER_PID [-m|--path|--exec] SCRIPT ARGS...`.
 
 It makes the worker end with its launcher, announces an exception that leaves the script, and runs the script as
-`python SCRIPT` does. It imports nothing of the package, since each worker would pay for that.
+`python SCRIPT` does. It imports nothing from the package, since every worker would pay for the import.
 """
 
 from __future__ import annotations

@@ -7,11 +7,11 @@ four ways:
   session, parent and variables; `cgroup.kill` (Linux 5.14) kills exactly these. It requires version 2 and a cgroup that
   is delegated to the user: by a systemd user manager, in a container that may write to it, or as root.
 - The job's mark is in the environment of its processes.
-- The sessions that workers lead.
-- Orphans, which the launcher adopts; it kills them when it ends by itself.
+- The processes of a worker are in the session that it leads.
+- The launcher adopts orphans, and kills them when it ends by itself.
 
 Guards do this if the launcher is killed. They are processes that were forked early and hold the reading end of a pipe,
-which closes when the launcher dies. They kill nothing else, since a process tree may hold processes of other users.
+which closes when the launcher dies. They kill nothing else, since a process tree may contain processes of other users.
 There are several, since one may be killed just before the launcher.
 """
 

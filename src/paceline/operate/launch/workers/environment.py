@@ -1,6 +1,6 @@
 """Environment of a worker: ranks, ports and threads, `--compat`, and validation of the PACELINE_* variables.
 
-`--compat torch,horovod` works by variables alone, so that it also reaches subprocesses of a script, such as those of
+`--compat torch,horovod` only sets environment variables, so it also affects subprocesses of a script, such as those of
 mp.spawn. PACELINE_* variables are checked before any worker starts, since an invalid one would end every worker. The
 module that reads a variable also defines its valid values; it is imported only if the variable is set.
 """
@@ -123,7 +123,7 @@ def free_port(address: str = "127.0.0.1") -> int:
 
 
 def parse_libraries(text: str) -> tuple[str, ...]:
-    """`torch`, `horovod` or both, between commas."""
+    """Parses `torch`, `horovod` or both, separated by a comma."""
     chosen = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     for name in chosen:
         if name not in _LIBRARIES:

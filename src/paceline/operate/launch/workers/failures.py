@@ -1,8 +1,8 @@
 """Failures of workers: their record on disk, their order, and their description for the user.
 
 A worker announces an exception that leaves its script through a named pipe beside the workers' error files, since the
-process may take seconds to end. Workers therefore inherit nothing. Each writes its own error file before it writes to
-the pipe, so that the error files identify the sender.
+process may take seconds to end. The pipe has a name, so workers inherit no descriptor. Each writes its own error file
+before it writes to the pipe, so that the error files identify the sender.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CONSEQUENCE_TEXTS = re.compile(
 _PACKAGE = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3)) + os.sep
 _LONGEST_TEXT = 1 << 16
 _CRASHES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
-_MOST_SENT, _TAIL_CHARACTERS = 256, 1000  # of failures in one message, and of the text of each but the cause
+_MOST_SENT, _TAIL_CHARACTERS = 256, 1000  # limits of failures in a message, and of the text of each but the cause
 _LONGEST_SUMMARY = 200
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
 _OWN_FILES = (
@@ -62,7 +62,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A worker that failed; `exit_code` is as in subprocess, negative for a signal."""
+    """The failure of a worker; `exit_code` is as in subprocess, negative for a signal."""
 
     rank: Int64
     pid: Int64
@@ -71,7 +71,7 @@ class WorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     record: Record | None
     host: str = msgspec.field(default_factory=socket.gethostname)
     memory: str | None = None  # the kernel's figures, if it killed the worker for lack of memory
-    log: str | None = None  # the directory with its output
+    log: str | None = None  # the directory with the worker's output
     at_exit: bool = False  # its script had finished, and the interpreter was shutting down
 
     @property
@@ -87,7 +87,7 @@ class WorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def how(self) -> str:
-        """How the worker ended, in a few words."""
+        """The way in which the worker ended, in a few words."""
         if self.memory is not None:
             return "killed by the kernel, out of memory"
         return f"exit code {self.exit_code}" if self.exit_code >= 0 else f"killed by {signal_name(-self.exit_code)}"
@@ -105,7 +105,7 @@ class WorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def summary(self) -> str:
-        """The exception's line, shortened, or without an exception `how`."""
+        """The exception's line, shortened, or `how` if there is no exception."""
         return self.how if self.record is None else last_line(self.record.text)[:_LONGEST_SUMMARY]
 
     @property
@@ -166,8 +166,8 @@ def describe(failure: WorkerFailure, word: str = "rank", printed_by: int | None 
     Args:
         failure: The failure.
         word: The noun for the worker's number.
-        printed_by: The worker that printed the traceback, or one like it, where the user still sees it, so that its
-            last line suffices.
+        printed_by: The worker that printed this traceback or a similar one, if the user can still see it. The last line
+            of the traceback then suffices.
     """
     code = failure.exit_code
     log = f"; its output is in {failure.log}" if failure.log else ""
@@ -191,7 +191,7 @@ def describe(failure: WorkerFailure, word: str = "rank", printed_by: int | None 
 
 
 def report(failures: Sequence[WorkerFailure]) -> str:
-    """Returns one line for each secondary failure, and last, where the reader looks, the root cause."""
+    """Returns one line for each secondary failure, followed by the root cause at the end, where the reader looks."""
     return "\n".join(report_parts(failures))
 
 
@@ -201,14 +201,14 @@ def report_parts(
     word: str = "rank",
     is_in_view: Callable[[str, str], bool] = lambda _text, _name: False,
 ) -> list[str]:
-    """Returns the parts of `report`, and before the cause a line on those of `ranks` that did not fail.
+    """Returns the parts of `report`, with a line before the cause about those of `ranks` that did not fail.
 
     Args:
         failures: At least one failure.
         ranks: All ranks of the job.
         word: The noun for their numbers.
-        is_in_view: Returns whether the user still sees a text of the worker with a name such as "rank 0", so that the
-            text is not repeated.
+        is_in_view: A function that returns whether the user can still see a text of the worker with a name such as
+            "rank 0". Such a text is not repeated.
     """
     cause = first_failure(failures)
     likewise = [failure for failure in failures if failure is not cause and _are_alike(failure, cause)]
@@ -239,7 +239,8 @@ def _is_printed(failure: WorkerFailure, word: str, is_in_view: Callable[[str, st
 
 
 def _are_alike(one: WorkerFailure, other: WorkerFailure) -> bool:
-    """Returns whether two workers failed by the same exception at the same place, up to numbers such as their ranks."""
+    """Returns whether two workers failed with the same exception at the same place, up to numbers such as their
+    ranks."""
     if one.record is None or other.record is None:
         return False
     texts = [_without_numbers(record.text[-_TAIL_CHARACTERS:]) for record in (one.record, other.record)]
@@ -342,7 +343,7 @@ def _without_own(trace: TracebackType | None) -> TracebackType | None:
 class ExceptionNotice:
     """The launcher's end of the pipe in the directory of the error files.
 
-    Where no pipe can be created, exceptions are found when the workers end.
+    If no pipe can be created, exceptions are found when the workers end.
     """
 
     def __init__(self, directory: str) -> None:

@@ -90,12 +90,13 @@ class Keyboard:
         return self._before is not None
 
     def is_ours(self) -> bool:
-        """Returns whether typed input is for the launcher: stdin is no terminal, or has it in the foreground."""
+        """Returns whether typed input is for the launcher: stdin is not a terminal, or the launcher is in its
+        foreground."""
         if not self.is_terminal:
             return True
         try:
             return os.tcgetpgrp(0) == os.getpgrp()
-        except OSError:  # not the controlling terminal, so that no other job competes for it
+        except OSError:  # not the controlling terminal, so no other job competes for it
             return True
 
     def is_read_by(self, pid: int) -> bool:

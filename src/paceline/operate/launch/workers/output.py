@@ -33,8 +33,8 @@ _LINES_COMPARED = 6
 
 Write = Callable[[bytes], None]
 _NAMES = {Streams.OUT: "stdout", Streams.ERR: "stderr"}
-_UPDATES_S = 10.0  # between two states of a progress bar on a console that cannot redraw lines
-# A pager on a worker's terminal would wait for keys for ever.
+_UPDATES_S = 10.0  # the time between two states of a progress bar on a console that cannot redraw lines
+# A pager on a worker's terminal would wait for keys forever.
 WITHOUT_PAGERS = {"PAGER": "cat", "GIT_PAGER": "cat"}
 _PREFIX_COLUMNS = len("[rank 0] ")  # or "[slot 0] "
 
@@ -197,7 +197,7 @@ class TerminalSink:
 
 
 class OutputStream:
-    """One stream of one worker, to its file, to the console, and filtered to another file."""
+    """One stream of one worker, which is written to its file, to the console, and, filtered, to another file."""
 
     def __init__(self, file: LogFile | None, sinks: Sequence[OutputSink]) -> None:
         self._file = file
@@ -239,7 +239,7 @@ class Console:
     """The launcher's own stdout and stderr. A reader that has stopped reading cannot delay the end of a job.
 
     Args:
-        hurries: Returns whether the job is about to end, in which case output without a reader is dropped.
+        hurries: A function that returns whether the job is about to end. Output without a reader is then dropped.
     """
 
     def __init__(self, hurries: Callable[[], bool] = lambda: False) -> None:
@@ -278,7 +278,7 @@ class Console:
         return write
 
     def redraw(self) -> None:
-        """Repeats the workers' drawings, from the cursor's row on."""
+        """Repeats the workers' drawings, starting at the cursor's row."""
         for screen in set(self._screens.values()):
             screen.redraw()
 
@@ -294,7 +294,7 @@ class Console:
 
 
 def can_redraw(fd: int) -> bool:
-    """Returns whether `fd` is a terminal that understands control sequences."""
+    """Returns whether `fd` is a terminal that supports control sequences."""
     return os.isatty(fd) and os.environ.get("TERM", "dumb") != "dumb"
 
 
@@ -307,7 +307,8 @@ def open_standard_streams() -> None:
 
 @dataclass(frozen=True)
 class Destination:
-    """The destination of one stream of a worker: a file that the worker writes itself, or a stream that we feed.
+    """The destination of one stream of a worker: a file that the worker writes itself, or a stream that the launcher
+    feeds.
 
     `screen` is the terminal if the stream goes nowhere else, so that the worker, too, may write to a terminal.
     """
@@ -443,7 +444,7 @@ def _open_terminal() -> tuple[int, int]:
     ours, theirs = os.openpty()
     try:
         attributes = termios.tcgetattr(theirs)
-        attributes[1] &= ~termios.OPOST  # a newline arrives as one
+        attributes[1] &= ~termios.OPOST  # newlines arrive unchanged
         termios.tcsetattr(theirs, termios.TCSANOW, attributes)
         writing = os.open(f"/proc/self/fd/{theirs}", os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC)
     except (OSError, termios.error) as error:

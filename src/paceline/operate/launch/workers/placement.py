@@ -16,7 +16,7 @@ from pathlib import Path
 Cores = tuple[int, ...]
 
 _SYS = Path("/sys/devices/system")
-_NVIDIA_SMI_S = 20.0  # the driver may have to start first
+_NVIDIA_SMI_S = 20.0  # long, since the driver may have to start first
 
 
 def cores_of_workers(
@@ -166,7 +166,7 @@ def _count_amd_gpus(root: Path) -> int:
 
 
 def _count_wsl_gpus(environment: Mapping[str, str], root: Path) -> int:
-    """Counts the GPUs that Windows shows to its Linux subsystem, which has no device file for each of them."""
+    """Counts the GPUs that Windows exposes to its Linux subsystem, which has no device file for each of them."""
     path = os.pathsep.join([environment.get("PATH", ""), str(root / "usr/lib/wsl/lib")])  # not on every shell's path
     program = shutil.which("nvidia-smi", path=path)
     if program is None:

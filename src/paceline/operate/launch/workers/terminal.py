@@ -1,4 +1,4 @@
-"""A terminal that one worker draws on, while the lines of all others appear above its drawing.
+"""Terminal that one worker draws on, while the lines of all others appear above its drawing.
 
 `Rows` interprets the control sequences of progress bars. A row is live while the program returns to it, by a carriage
 return or by moving the cursor up, as `tqdm` does with nested bars and `rich` with live displays. Other rows are final.
@@ -22,7 +22,7 @@ _CONTROL = re.compile(rb"[\r\x1b]")
 _WITHIN_A_ROW = b"mCDPX@"  # colours, movements and changes within the text of a row
 _LONGEST_ROW = 1 << 16
 _REMEMBERED = 64  # final rows to which the cursor may still return
-_COLUMNS = 80  # assumed for a terminal of unknown size
+_COLUMNS = 80  # the width that is assumed for a terminal of unknown size
 
 
 class _Row:
@@ -32,7 +32,7 @@ class _Row:
 
 
 class Rows:
-    """The live rows, and the cursor's.
+    """The live rows, and the row of the cursor.
 
     Args:
         prefix: The text before every row on the terminal.
@@ -46,13 +46,13 @@ class Rows:
         self._rows = [_Row()]
         self._before: deque[_Row] = deque(maxlen=_REMEMBERED)
         self._at = 0  # the row of the cursor
-        self._is_at_start = True  # of that row, so that new text replaces the old
+        self._is_at_start = True  # whether the cursor is at the start of that row, where new text replaces the old
         self._is_overwritten = False  # whether the program has returned to the start of that row
         self._live = 0  # number of rows above the last one to which the program returns
-        self._newlines = 0  # at the bottom, since the program last returned
+        self._newlines = 0  # newlines at the bottom, since the program last returned
         self._rest = b""  # the beginning of a control sequence
         self.hides_cursor = False
-        self._may_return = False  # to all rows since the cursor was hidden, as live displays do before they return
+        self._may_return = False  # whether it may return to all rows since it hid the cursor, as live displays do
 
     @property
     def is_blank(self) -> bool:
@@ -250,7 +250,7 @@ class Screen:
             self._write(self._rows.erase(columns) + lines + self._rows.redraw(columns))
 
     def redraw(self) -> None:
-        """Repeats the drawing, from the cursor's row on."""
+        """Repeats the drawing, starting at the cursor's row."""
         self._write(b"\r" + self._rows.redraw(self.size()[0] or _COLUMNS))
 
     def leave(self, stream: object) -> None:

@@ -54,7 +54,7 @@ class WorkerProcess:
     local_rank: int
     pid: int
     error_file: str
-    pidfd: int  # of `watch_end`
+    pidfd: int  # the descriptor of `watch_end`
     log: str | None = None  # the directory of its output
     reads: bool = False  # whether it reads the launcher's stdin
     memory: RecordingMemory | None = None  # the memory into which it records
@@ -149,7 +149,7 @@ class OutputForwarder:
         self._selector = selector
         self._outputs = [output for output in outputs if output.stream is not None]
         self._open_pipes: dict[int, Callable[[], None]] = {}
-        self._prompt_s: float | None = None  # time (monotonic) at which to check for a prompt
+        self._prompt_s: float | None = None  # the time (monotonic) at which to check for a prompt
         for output in outputs:
             output.close_ours()
             if output.stream is not None:

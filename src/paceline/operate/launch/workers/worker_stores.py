@@ -1,10 +1,10 @@
-"""The stores, and the one-port multiplexer, that a launcher serves for its workers.
+"""Stores and the one-port multiplexer, which a launcher serves for its workers.
 
 The launcher serves the stores of each generation, so that they outlive rank 0. Workers reach Paceline's store at
 PACELINE_STORE with the job's secret; on one machine it is a Unix socket. torch.distributed has a separate store at
 MASTER_ADDR and MASTER_PORT, where its clients expect one of a launcher that sets TORCHELASTIC_USE_AGENT_STORE. Its
-protocol has no authentication. That store therefore holds separate keys, on one machine it listens on loopback only,
-and it listens only once a worker requests it: a job that uses only Paceline's groups opens no such port.
+protocol has no authentication. That store therefore holds separate keys, and on a single machine it listens on loopback
+only. It starts to listen when a worker requests it, so a job that uses only Paceline's groups opens no such port.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class WorkerStores:
     def reserve(self) -> tuple[int, int]:
         """Binds and returns the ports of torch's store and of Paceline's for the next generation.
 
-        The first is 0 with one port for everything, where the plug-in gives torch.distributed Paceline's store. The
+        The first is 0 in a job with one port, where torch.distributed uses Paceline's store through the plug-in. The
         second is 0 on a single machine.
         """
         job = self._job
@@ -189,8 +189,8 @@ def require_port(address: str, secret: bytes | None) -> None:
 def port_beside(one_port: int | None) -> int | None:
     """Returns the MASTER_PORT of the workers in a job with one port, or None for other jobs.
 
-    It is the next number. Where the plug-in does not replace the store of torch.distributed, that store listens there,
-    so that the number must be predictable for the user.
+    The port is the number after `one_port`. If the plug-in does not replace the store of torch.distributed, that store
+    listens there, so the user must be able to predict the number.
     """
     if one_port is None:
         return None
