@@ -44,8 +44,7 @@ def short_repr(value: object) -> str:
 
 
 class _Base(RuntimeError):
-    """A base of `PacelineError` alone; Python cannot change the bases of a class whose only base is a built-in
-    class."""
+    """A base for `PacelineError`, since Python cannot change the bases of a direct subclass of a built-in class."""
 
 
 class PacelineError(_Base):

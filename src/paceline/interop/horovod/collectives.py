@@ -348,8 +348,7 @@ def broadcast_async(
 def broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Returns the root's `tensor` on every rank. It is differentiable: the root gets the mean of the ranks'
-    gradients."""
+    """Returns the root's `tensor` on every rank. In backward, the root gets the mean of the gradients."""
     return applied(_Broadcast, tensor, root_rank, name, process_set)
 
 

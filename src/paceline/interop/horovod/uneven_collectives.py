@@ -287,8 +287,7 @@ def _scatter_request(
 
 
 def _share(whole: torch.Tensor, how: ScaledReduction, group: ProcessGroup) -> torch.Tensor:
-    """Returns this rank's rows of the reduction of `whole`, which is overwritten; the first ranks may get one more
-    row."""
+    """Returns this rank's rows of the reduction of `whole`, which is overwritten; the first ranks may get one more."""
     rows, more = divmod(len(whole), group.size())
     if more == 0:
         share = whole.new_empty((rows, *whole.shape[1:]))

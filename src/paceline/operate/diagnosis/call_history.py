@@ -18,8 +18,7 @@ _LOOKS_AHEAD = 16
 
 
 def match_calls(ranks: Sequence[RankState]) -> list[dict[int, RankCall]]:
-    """Returns the successful collectives that at least two ranks recorded, as calls by rank, in the order of their
-    ends."""
+    """Returns the successful collectives that at least two ranks recorded, as calls by rank, in order of completion."""
     calls: dict[tuple[str, int], dict[int, RankCall]] = defaultdict(dict)
     for rank in ranks:
         for call in rank.calls:
@@ -74,8 +73,7 @@ class CallMismatch:
 
 
 def predicted(past: Sequence[CallSignature], count: int = _LOOKS_AHEAD) -> list[CallSignature]:
-    """Predicts the next calls: those that followed the earlier point whose history matches the end of `past`
-    longest."""
+    """Predicts the next calls: those that followed the earlier point with the longest history in common with `past`."""
     best, best_length = 0, 0
     for end in range(len(past) - 1, 0, -1):
         length = 0

@@ -22,8 +22,7 @@ _TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrie
 
 @dataclass(frozen=True)
 class Offset:
-    """Nanoseconds to add to this machine's CLOCK_MONOTONIC for the other's; `error_ns` is the largest error at
-    `at_ns`."""
+    """Nanoseconds to add to this machine's CLOCK_MONOTONIC for the other's; `error_ns` bounds the error at `at_ns`."""
 
     offset_ns: int
     error_ns: int
@@ -96,8 +95,7 @@ def aligned(ranks: Sequence[RankState], clocks: Sequence[str]) -> list[RankState
 
 
 def _offset_s(reference: RankState, other: RankState) -> float:
-    """Returns the seconds to add to the other's times so that calls in which all ranks wait for each other end
-    together."""
+    """Returns the seconds to add to the other's times so that calls that end on all ranks at once coincide."""
     mine, theirs = _ends(reference.calls), _ends(other.calls)
     from statistics import median  # a slow import, which diagnoses need only here
 

@@ -110,8 +110,7 @@ def beginning(snapshot: JobSnapshot, ranks: Sequence[int]) -> str:
 
 
 def waiting(snapshot: JobSnapshot, wait: CallWait, of: str = "", without: int | None = None) -> str:
-    """Returns the waiting ranks, their call and their line as text: `ranks 0-2 wait in all_reduce(float32, 4096) call
-    7`.
+    """Returns the waiting ranks, their call and their line: `ranks 0-2 wait in all_reduce(float32, 4096) call 7`.
 
     Args:
         snapshot: the job.

@@ -49,8 +49,7 @@ class Clock:
     pairs: tuple[Pair, ...]
 
     def monotonic_ns(self, tick: int) -> int | None:
-        """Returns the time of a tick, interpolated between pairs; None for tick 0, which means that no time was
-        recorded."""
+        """Returns the time of a tick, interpolated between pairs; None for tick 0, which means no time."""
         if tick == 0 or not self.pairs:
             return None
         index = bisect.bisect(self._ticks, tick)
@@ -69,8 +68,8 @@ class Clock:
         return self.pairs[0].realtime_ns - self.pairs[0].monotonic_ns if self.pairs else 0
 
     def _slope(self, index: int) -> float:
-        """Returns the nanoseconds per tick between the pairs `index - 1` and `index`, or over all pairs at both
-        ends."""
+        """Returns the nanoseconds per tick between the pairs `index - 1` and `index`, or at the ends, over all
+        pairs."""
         first, last = self.pairs[0], self.pairs[-1]
         if 0 < index < len(self.pairs):
             first, last = self.pairs[index - 1], self.pairs[index]

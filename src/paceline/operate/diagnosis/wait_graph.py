@@ -145,8 +145,7 @@ def _shortest_cycle(start: int, edges: Mapping[int, Sequence[int]]) -> list[int]
 
 
 def roots(waits: Sequence[CallWait], is_blocked: Mapping[int, bool]) -> list[int]:
-    """Returns the ranks that others wait for and that do not wait themselves, those missing from the most calls
-    first."""
+    """Returns the ranks that others wait for and that do not wait; those missing from the most calls are first."""
     missed = Counter(rank for wait in waits for rank in wait.absent)
     held = {rank for wait in waits if not wait.is_complete for rank in wait.waiters if is_blocked.get(rank, True)}
     return [rank for rank in sorted(missed, key=lambda rank: (-missed[rank], rank)) if rank not in held]

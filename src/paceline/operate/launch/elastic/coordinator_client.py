@@ -104,8 +104,7 @@ _LOSSES = {
 
 
 class CoordinatorClient:
-    """A client of the meeting that survives the loss of its server. It records everything that the next coordinator
-    needs.
+    """A client of the meeting that survives the loss of its server, and records the data for the next coordinator.
 
     Args:
         connection: The connection to the launcher that serves the meeting now.
@@ -249,8 +248,7 @@ class CoordinatorClient:
             self._seek_after(loss, wire.peer, "it gave up" if self._was_dropped else why)
 
     def _turn_over(self, wire: ServerConnection, order: FollowLauncher) -> None:
-        """Follows the coordinator's successor before it ends; if that is this launcher, it first becomes a
-        candidate."""
+        """Follows the successor of a coordinator that ends; a successor itself first becomes a candidate."""
         if self._state.number == order.number:
             self._standby.stand(order.number, _TAKES_OVER_S)
         self._wire = None

@@ -16,8 +16,7 @@ RESIGN_S = 2.0  # the time without a quorum after which a coordinator resigns an
 
 
 class StandbyController:
-    """The controller of the server that this launcher runs for others: it coordinates, is a candidate, or redirects
-    them.
+    """The controller of this launcher's server for others: it coordinates, is a candidate, or redirects them.
 
     It is called by the serving thread, and by the thread that searches for a coordinator.
 

@@ -300,7 +300,7 @@ class Remember(_NodeMessage, frozen=True):
 
 
 class FollowLauncher(_NodeMessage, frozen=True):
-    """In an elastic job: follow the launcher of machine `number` from now on; if it is this machine, become a
+    """In an elastic job: follow the launcher of machine `number` from now on; if that is this one, become a
     candidate."""
 
     number: Int64

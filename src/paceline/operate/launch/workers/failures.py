@@ -239,8 +239,7 @@ def _is_printed(failure: WorkerFailure, word: str, is_in_view: Callable[[str, st
 
 
 def _are_alike(one: WorkerFailure, other: WorkerFailure) -> bool:
-    """Returns whether two workers failed with the same exception at the same place, up to numbers such as their
-    ranks."""
+    """Returns whether two workers failed with the same exception at the same place, except for numbers."""
     if one.record is None or other.record is None:
         return False
     texts = [_without_numbers(record.text[-_TAIL_CHARACTERS:]) for record in (one.record, other.record)]

@@ -307,8 +307,7 @@ def open_standard_streams() -> None:
 
 @dataclass(frozen=True)
 class Destination:
-    """The destination of one stream of a worker: a file that the worker writes itself, or a stream that the launcher
-    feeds.
+    """The destination of a worker's stream: a file that the worker writes, or a stream that the launcher feeds.
 
     `screen` is the terminal if the stream goes nowhere else, so that the worker, too, may write to a terminal.
     """
