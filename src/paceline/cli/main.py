@@ -50,8 +50,8 @@ def _add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     inspecting = commands.add_parser(
         "inspect",
         help="list the checkpoints in a directory, or the contents of one",
-        description="Lists the checkpoints in a directory, with the faults of damaged ones, or the tensors and values of "
-        "one checkpoint. It also reads files of torch.save and torch's distributed checkpoints.",
+        description="Lists the checkpoints in a directory, with the faults of damaged ones, or the tensors and values "
+        "of one checkpoint. It also reads files of torch.save and torch's distributed checkpoints.",
     )
     inspecting.add_argument("path", metavar="PATH", help="a directory of checkpoints, or a checkpoint")
     inspecting.add_argument("--json", action="store_true", help="print the same as JSON")

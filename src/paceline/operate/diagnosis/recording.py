@@ -68,8 +68,7 @@ class Clock:
         return self.pairs[0].realtime_ns - self.pairs[0].monotonic_ns if self.pairs else 0
 
     def _slope(self, index: int) -> float:
-        """Returns the nanoseconds per tick between the pairs `index - 1` and `index`, or at the ends, over all
-        pairs."""
+        """Returns the nanoseconds per tick between the pairs `index - 1` and `index`, or, at the ends, over all."""
         first, last = self.pairs[0], self.pairs[-1]
         if 0 < index < len(self.pairs):
             first, last = self.pairs[index - 1], self.pairs[index]

@@ -300,8 +300,7 @@ class Remember(_NodeMessage, frozen=True):
 
 
 class FollowLauncher(_NodeMessage, frozen=True):
-    """In an elastic job: follow the launcher of machine `number` from now on; if that is this one, become a
-    candidate."""
+    """In an elastic job: follow the launcher of machine `number` from now on; if it is this one, be a candidate."""
 
     number: Int64
     address: str

@@ -90,8 +90,7 @@ class Keyboard:
         return self._before is not None
 
     def is_ours(self) -> bool:
-        """Returns whether typed input is for the launcher: stdin is no terminal, or the launcher is in its
-        foreground."""
+        """Returns whether typed input is for the launcher: stdin is no terminal, or has it in the foreground."""
         if not self.is_terminal:
             return True
         try:
