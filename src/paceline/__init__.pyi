@@ -1,4 +1,4 @@
-"""The public face, spelt out for type checkers; see `__init__.py`."""
+"""The public names for type checkers; see `__init__.py`."""
 
 from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
 from torch._C._distributed_c10d import AllreduceCoalescedOptions as AllreduceCoalescedOptions

@@ -8,26 +8,26 @@ import torch
 from paceline.comm.engine.channel import CollectiveCall
 
 def usable_cores() -> int:
-    """Returns how many cores this process can keep busy, by its affinity and its cgroup's quota; at least 1."""
+    """Returns the number of cores that this process may use under its affinity and its cgroup's quota; at least 1."""
 
 def cpu_quota(root: str = "") -> tuple[float, int]:
-    """Returns how many cores' time this process's cgroup gets, 0 for no limit, and a number that tells cgroups apart.
+    """Returns the quota of this process's cgroup in cores (0 for no limit), and a number that identifies the cgroup.
 
-    `root` stands before /proc and /sys.
+    `root` is the prefix of /proc and /sys.
     """
 
 def cgroups(controller: str, root: str = "") -> tuple[list[str], bool]:
-    """Returns the directories of this process's cgroup that has the controller, and of those around it.
+    """Returns the directories of this process's cgroup for a controller and of its ancestors, innermost first.
 
-    They go from the inner to the outer one; without a name, they are those of version 2. The flag says whether the
-    table of mounts has them; otherwise they are where they usually are, and may be incomplete.
+    Without a controller, they are those of version 2. The flag is whether they come from the table of mounts; otherwise
+    the usual directories are returned, and may be incomplete.
     """
 
 def domain(root: str = "") -> tuple[int, int]:
-    """Returns the NUMA node and the cache of the third level that have all cores of this process, -1 for none."""
+    """Returns the NUMA node and the L3 cache that contain all cores of this process; -1 for none."""
 
 class Outcome:
-    """Why a collective call failed."""
+    """The reason why a collective call failed."""
 
     code: int
     missing: list[int]
@@ -55,26 +55,26 @@ class Work:
     def outcome(self) -> Outcome | None: ...
 
 def endings() -> int:
-    """Returns how many asynchronous calls of this process have ended, modulo 2^32."""
+    """Returns the number of asynchronous calls of this process that have ended, modulo 2^32."""
 
 def announce_ending() -> None:
     """Wakes the threads that wait in `await_ending`."""
 
 def await_ending(seen: int, timeout_ns: int) -> None:
-    """Sleeps without the interpreter lock while `endings` is `seen`; it may return early."""
+    """Sleeps without the interpreter lock while `endings()` equals `seen`; may return early."""
 
 def create_directory(size: int) -> int:
-    """Makes the memory by which a host's ranks find each other; returns its descriptor, which the caller closes."""
+    """Creates the memory through which a host's ranks find each other; returns a descriptor that the caller closes."""
 
 class Mesh:
-    """The ranks of this host. Its own ranks are numbered as the host directory numbers them."""
+    """The ranks of this host, numbered as in the host directory."""
 
     @staticmethod
     def join(rank: int, size: int, directory: int = -1, names: Sequence[int] = ()) -> Mesh:
-        """Takes over a host directory's descriptor, or creates one, and appears there; `names` are the ranks' names."""
+        """Enters this rank into the host directory of a descriptor, or a new one; `names` are the ranks' names."""
 
     def absent(self, timeout_s: float) -> list[int]:
-        """Waits until all ranks have appeared; returns those that have not appeared by then."""
+        """Waits up to `timeout_s` until all ranks have appeared; returns those that have not."""
 
     def lost(self) -> list[int]:
         """Returns the ranks that have died."""
@@ -86,15 +86,15 @@ def wire_levels() -> list[str]:
 
 def packed_size(wire: int, count: int) -> int: ...
 def pack(wire: int, level: str, dtype: int, tensor: int, residual: int, packed: int, count: int) -> None:
-    """Packs `count` elements at the address `tensor`; see native/wire/wire.hpp. A `residual` of 0 is none."""
+    """Packs `count` elements at the address `tensor`; see native/wire/wire.hpp. A `residual` of 0 means none."""
 
 def unpack(wire: int, level: str, dtype: int, packed: int, tensor: int, count: int) -> None: ...
 def add_packed(wire: int, level: str, dtype: int, packed: int, tensor: int, count: int, divisor: int) -> None: ...
 
 class PreparedCall:
-    """A collective call that was prepared once and is made many times, on the same memory.
+    """A collective call that is prepared once and made many times, on the same memory.
 
-    Both methods raise a ValueError if another thread is making this very call, or the group is closed.
+    Both methods raise a ValueError if another thread is making the same call, or the group is closed.
     """
 
     def run(self, timeout_ns: int, /) -> Outcome | None: ...
@@ -110,13 +110,13 @@ def read_tensors(
     reduce_op: type[object],
     count_writes: Callable[[tuple[torch.Tensor, ...]], None],
 ) -> None:
-    """Has the core read tensors of these classes itself, if PyTorch lets it; see native/bindings/tensors.hpp.
+    """Makes the core read tensors of these classes directly, if PyTorch permits it; see native/bindings/tensors.hpp.
 
-    `count_writes` is called with those that it writes to.
+    `count_writes` is called with the tensors that the core writes to.
     """
 
 class QuickCall:
-    """What a persistent call does each time that it is called; see native/bindings/quick_call.hpp."""
+    """The fast path of a persistent call; see native/bindings/quick_call.hpp."""
 
     is_started: bool
 
@@ -177,10 +177,10 @@ def sgd_options(
 ) -> UpdateOptions: ...
 
 class Update:
-    """What an optimizer does to runs of elements, from front to back; see native/update/update.hpp.
+    """The update of runs of elements by an optimizer, from front to back; see native/update/update.hpp.
 
-    A run has the addresses of its elements, of its two states and of its number of steps (0 for none), its number of
-    bytes, and the number of its group.
+    A run consists of the addresses of its elements, of its two states and of its number of steps (0 for none), its
+    number of bytes, and the number of its parameter group.
     """
 
     def __init__(self, dtype: int, runs: Sequence[tuple[int, int, int, int, int, int]]) -> None: ...
@@ -188,34 +188,34 @@ class Update:
     def apply(self, averages: int, nbytes: int) -> None: ...
 
 class SharedMemory:
-    """Memory that ranks of a host map; it lives until no rank has the object or one of its tensors."""
+    """Memory that ranks of a host map; it is freed when no rank has the object or one of its tensors."""
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Returns those bytes as a one-dimensional uint8 tensor with a storage of its own."""
+        """Returns `nbytes` bytes from `offset` on as a one-dimensional uint8 tensor with its own storage."""
 
 def share_memory(mesh: Mesh, nbytes: int) -> tuple[SharedMemory, int]:
-    """Creates memory of zeros for the ranks of the mesh; returns it and its id."""
+    """Creates zeroed memory for the ranks of the mesh; returns it and its id."""
 
 def find_memory(mesh: Mesh, owner: int, id: int, nbytes: int, timeout_s: float) -> SharedMemory | None:
-    """Returns the memory that mesh rank `owner` created, None if it did not come in time or its owner has gone."""
+    """Returns the memory that mesh rank `owner` created, or None on timeout or if its owner has left."""
 
 def withdraw_memory(mesh: Mesh, id: int) -> None:
-    """Ends the offer, once the others have found the memory."""
+    """Withdraws the memory from the mesh, once the others have found it."""
 
 def shared_tensor(nbytes: int) -> torch.Tensor: ...
 def simd_level() -> str: ...
 def reduce(out: int, sources: Sequence[int], count: int, dtype: int, reduce_op: int, divisor: int) -> None: ...
 def reduces(dtype: int, reduce_op: int, /) -> bool: ...
 def first_not_finite(pieces: Sequence[int], dtype: int, most_bytes: int) -> int:
-    """Returns the index of the first piece that has NaN or infinity among its first `most_bytes`, or -1."""
+    """Returns the index of the first piece with NaN or infinity among its first `most_bytes` bytes, or -1."""
 
 class TlsIdentity:
-    """The certificate of a job, made of 32 secret bytes."""
+    """The certificate of a job, derived from 32 secret bytes."""
 
     def __init__(self, seed: bytes) -> None: ...
 
 class TlsConnection:
-    """A connection that TLS encrypts, over a socket that Python closes until the core takes it over."""
+    """A TLS connection over a socket, which Python must close unless the core takes the connection over."""
 
     def __init__(self, identity: TlsIdentity, socket: int, accepts: bool) -> None: ...
     def shake_hands(self, timeout_s: float) -> str: ...
@@ -253,11 +253,11 @@ def simulate(
     piece_nbytes: float,
     records: bool,
 ) -> tuple[list[float], list[float], list[tuple[int, int, float, float, float]]]:
-    """Returns when each schedule ends, the bytes on each link, and each transfer: route, step, bytes, begin, end.
+    """Returns the end of each schedule, the bytes on each link, and each transfer: route, step, bytes, begin, end.
 
-    All `bytes` are of doubles. Each route is eight: the number of its source in `schedules`, the rank by which the
-    source knows its peer, the same of the target, latency, overhead, the most bytes a second, and the number of links
-    that it uses; then each of these and its weight.
+    All arguments of type `bytes` contain doubles. A route consists of eight: the number of its source in `schedules`,
+    the source's number for its peer, the same two for the target, the latency, the overhead, the limit in bytes per
+    second, and the number of links that it uses; each of these links follows, with its weight.
     """
 
 class Message:
@@ -301,7 +301,7 @@ def time_reduction(nbytes: int) -> float: ...
 RECORDING_NBYTES: int
 
 class RecordedCall:
-    """A call of an engine that is not in the core, from now until `end`."""
+    """The record of a call of an engine that is not in the core, from its creation until `end`."""
 
     def __init__(
         self,
@@ -322,11 +322,11 @@ class RecordedCall:
     ) -> None: ...
 
 def begin_recording(fd: int, worker: str, host: str, boot: str, time_namespace: int) -> bool:
-    """Begins to record into a file, or with -1 into memory; returns False if another process uses the file."""
+    """Begins to record into the file `fd`, or into memory for -1; returns False if another process uses the file."""
 
 def is_recording() -> bool: ...
 def pause_recording(is_paused: bool, /) -> None:
-    """Records nothing while it is paused, for benchmarks."""
+    """Pauses or resumes recording, for benchmarks."""
 
 def identify_recording(rank: int, world_size: int, /) -> None: ...
 def finish_recording() -> None: ...
@@ -335,13 +335,13 @@ def record_step(step: int, /) -> None: ...
 def record_group(name: str, engine: str, identity: int, rank: int, members: Sequence[int], /) -> int: ...
 def record_group_closed(serial: int, /) -> None: ...
 def record_begin(kind: int, name: int, first: int, second: int, /) -> int:
-    """Records the begin of an event; returns the stamp by which it is ended, 0 where nothing is recorded."""
+    """Records the beginning of an event; returns the stamp for `record_end`, or 0 if nothing is recorded."""
 
 def record_end(stamp: int, /) -> None: ...
 def record_begin_at(kind: int, name: int, first: int, second: int, tick: int, /) -> int: ...
 def record_end_at(stamp: int, tick: int, /) -> None: ...
 def record_tick_at(monotonic_ns: int, /) -> int:
-    """Returns the tick at a time of CLOCK_MONOTONIC, or 0 where nothing is recorded."""
+    """Returns the tick at a time of CLOCK_MONOTONIC, or 0 if nothing is recorded."""
 
 def record_end_with(stamp: int, first: int, second: int, /) -> None: ...
 def record_sent(stamp: int, /) -> None: ...
@@ -352,4 +352,4 @@ def record_span(kind: int, name: int, start: int, first: int, second: int, /) ->
 def record_value(name: int, value: float, /) -> None: ...
 def record_ticks() -> int: ...
 def snapshot_recording(fd: int, /) -> bytes:
-    """Returns a copy of a recording that is being written; empty if nobody has begun to record there."""
+    """Returns a copy of a recording that is being written; empty if no process has begun to record there."""

@@ -16,7 +16,7 @@ export function drawCurves(picture) {
   const { epoch, first, items } = picture.curves;
   if (!items.length) {
     forgetCurves();
-    fill(place, empty("Nothing is logged. ", element("code", {}, "paceline.log(loss=loss.item())"), " in the training loop draws a curve here."));
+    fill(place, empty("No values are logged. ", element("code", {}, "paceline.log(loss=loss.item())"), " in the training loop adds a curve here."));
     return;
   }
   if (curvesRead.epoch !== epoch || curvesRead.end > first + items.length) {

@@ -41,13 +41,13 @@ export function drawFigures({ figures }) {
   place.hidden = !figures;
   if (!figures) return;
   const [value, unit] = ms(figures.step).split(" ");
-  const cards = [[value, unit, "a step takes, median"]];
+  const cards = [[value, unit, "median step"]];
   if (typeof figures.predicted === "number") {
     const [expected, its] = ms(figures.predicted).split(" ");
-    cards.push([expected, its, "was predicted for a step"]);
+    cards.push([expected, its, "predicted step"]);
   }
   if (figures.samples_per_s) cards.push([count(figures.samples_per_s), "/s", "samples, all ranks"]);
-  cards.push([percent(figures.exposed_share).replace(" %", ""), "%", "of it waits for communication"]);
+  cards.push([percent(figures.exposed_share).replace(" %", ""), "%", "of it is spent waiting"]);
   if (figures.overlap !== null) cards.push([percent(figures.overlap).replace(" %", ""), "%", "of the communication is hidden"]);
   fill(place, ...cards.map(([number, its, text]) => element("div", { class: "figure" }, element("b", {}, number, " ", element("small", {}, its)), element("span", {}, text))));
 }

@@ -5,8 +5,8 @@ import { count, ms } from "./format.js";
 
 const LABELS = 46;
 const KINDS = {
-  compute: ["own time", "compared with the median of all ranks in the last steps; coloured from 5 % slower on"],
-  wait: ["waiting", "for communication, as a part of the step"],
+  compute: ["own time", "compared with the median of all ranks over the last steps; coloured if at least 5 % slower"],
+  wait: ["waiting", "for communication, as a share of the step"],
 };
 const FULL = { compute: 0.5, wait: 0.5 };
 const LEAST = { compute: 0.05, wait: 0 };
@@ -21,7 +21,7 @@ export function drawHeat(picture, view) {
   const steps = picture.steps.items;
   if (!steps.length) {
     heatCanvas = null;
-    fill(place, empty("Steps appear here one after another, from left to right."));
+    fill(place, empty("Steps appear here from left to right."));
     return;
   }
   if (!heatCanvas) buildHeat(place, view);

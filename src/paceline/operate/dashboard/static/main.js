@@ -16,7 +16,7 @@ function connect() {
   stream.addEventListener("change", take(false));
   stream.addEventListener("error", () => {
     const isOver = stream.readyState === EventSource.CLOSED;
-    setText(byId("connection"), isOver ? "not connected: open the address with its token again" : "the launcher does not answer; this is the last that it said");
+    setText(byId("connection"), isOver ? "not connected: open the address with its token again" : "the launcher does not answer; this is its last state");
   });
 }
 

@@ -16,7 +16,7 @@ export function drawStep(picture) {
   const steps = picture.steps.items.slice(-MOST_BARS);
   if (!steps.length || !picture.figures) {
     stepCanvas = null;
-    fill(place, empty("No step is finished yet. Steps are those of ", element("code", {}, "DistributedDataParallel"), ", ZeRO and elastic training, or what lies in ", element("code", {}, 'paceline.span("step")'), "."));
+    fill(place, empty("No step has completed yet. Steps are those of ", element("code", {}, "DistributedDataParallel"), ", ZeRO and elastic training, or spans of ", element("code", {}, 'paceline.span("step")'), "."));
     return;
   }
   if (!stepCanvas) {

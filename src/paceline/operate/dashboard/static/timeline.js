@@ -17,12 +17,12 @@ export function drawTimeline(picture, view) {
   const timeline = picture.timeline;
   if (!timeline) {
     laneCanvas = null;
-    fill(place, empty("The latest step of all ranks appears here, with the buckets of gradients and what waited for them."));
+    fill(place, empty("The latest step of all ranks appears here, with the buckets of gradients and the waits for them."));
     return;
   }
   if (!laneCanvas) buildTimeline(place, view);
   paintLanes(timeline, view);
-  setText(byId("timeline-hint"), `step ${count(timeline.step)}, ${ms(timeline.span)}; drag to zoom, double-click for all of it`);
+  setText(byId("timeline-hint"), `step ${count(timeline.step)}, ${ms(timeline.span)}; drag to zoom, double-click to reset`);
 }
 
 function buildTimeline(place, view) {
