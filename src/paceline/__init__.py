@@ -209,7 +209,7 @@ __all__ = sorted([*_MODULE_OF, *_MODULES])
 
 
 def __getattr__(name: str) -> object:
-    if name in _MODULES or name == "parallel":  # paceline.parallel.hooks is used without an import of its own
+    if name in _MODULES or name == "parallel":  # paceline.parallel.hooks is used without a separate import
         return import_module(f"paceline.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")

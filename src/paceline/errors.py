@@ -20,7 +20,7 @@ _MOST_SHOWN = 100  # characters
 
 
 def and_more(names: Sequence[object], most: int) -> str:
-    """Returns the first `most` of `names` as a list in words, with the number of the others.
+    """Returns the first `most` of `names` as text, with the number of the others.
 
     >>> and_more([0, 1, 2], most=2)
     '0, 1 and 1 more'
@@ -106,7 +106,7 @@ class CollectiveError(PacelineError):
 
 
 class CollectiveMismatchError(CollectiveError):
-    """The ranks of a group made calls that do not fit together; every rank of the group gets this error."""
+    """The ranks of a group made calls that do not match; every rank of the group raises this error."""
 
 
 class CollectiveTimeoutError(_TimedOut, CollectiveError, TimeoutError):

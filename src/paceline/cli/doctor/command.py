@@ -28,7 +28,7 @@ class Diagnostic:
     seen: str  # the facts
     reason: str = ""
     fix: str = ""
-    line: int | None = None  # of a script
+    line: int | None = None  # the line of a script
 
 
 def show(findings: Sequence[Diagnostic], as_json: bool, path: str | None = None) -> int:

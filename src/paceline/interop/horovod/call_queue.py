@@ -58,7 +58,7 @@ class CallRequest(Generic[Result]):
         kind: The kind of call.
         tensors: The tensors to send, whose types and shapes must match between ranks; some calls permit different
             numbers of rows.
-        run: Executes the call once all ranks are ready, and returns its result.
+        run: A function that executes the call once all ranks are ready, and returns its result.
         details: The other arguments that must match.
         name: The name that the program gave the call, or None.
         op: The reduction of an all-reduce.
@@ -75,7 +75,7 @@ class CallRequest(Generic[Result]):
     is_awaited: bool = False  # whether the program waits for the call
 
     def __post_init__(self) -> None:
-        # Each thread has a current stream of its own; the call must run on the program's.
+        # Each thread has its own current stream; the call must run on the program's.
         tensor = next((tensor for tensor in self.tensors if tensor.is_cuda), None)
         self.stream: AbstractContextManager[object] = nullcontext()
         if tensor is not None:
@@ -265,7 +265,7 @@ class CallQueue:
         request.number = self._submitted
 
     def _take_turn(self) -> bool:
-        """Reserves the turn for a call on the program's thread; returns False if another call comes first."""
+        """Reserves the turn for a call on the program's thread; returns False if another call precedes it."""
         if self._is_busy or self._waiting or self._barriers:
             return False
         self._is_busy = True

@@ -368,8 +368,8 @@ def join(device: int = -1) -> int:
     """Waits until all ranks have called it, and returns the rank that called it last, the same on every rank.
 
     This allows ranks to have different numbers of batches. A waiting rank contributes zeros to the others' all-reduces,
-    including those of `DistributedOptimizer`, and is counted in averages. Barriers of the others do not wait for it,
-    and their other calls, such as `allgather` and `broadcast`, raise a `CollectiveMismatchError` meanwhile.
+    including those of `DistributedOptimizer`, and is counted in averages. Barriers of the others do not wait for it.
+    While it waits, their other calls, such as `allgather` and `broadcast`, raise a `CollectiveMismatchError`.
 
     Args:
         device: The index of the CUDA device for the zeros, if tensors are on GPUs.

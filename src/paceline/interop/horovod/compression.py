@@ -12,7 +12,7 @@ class Compressor(Protocol):
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
-        """Returns the tensor to reduce in place of `tensor`, and the context for `decompress`."""
+        """Returns the tensor to reduce instead of `tensor`, and the context for `decompress`."""
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:

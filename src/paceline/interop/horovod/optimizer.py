@@ -38,7 +38,7 @@ class _Bucket:
 
     params: list[torch.Tensor]
     missing: int = 0  # number of parameters whose gradients are incomplete
-    dense: list[tuple[torch.Tensor, torch.dtype | None]] = field(default_factory=list)  # with the compression's context
+    dense: list[tuple[torch.Tensor, torch.dtype | None]] = field(default_factory=list)  # with the compression context
     dense_sums: CallHandle[list[torch.Tensor]] | None = None
     sparse: list[tuple[torch.Tensor, CallHandle[torch.Tensor]]] = field(default_factory=list)
 
@@ -282,7 +282,7 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         op: `Average` (the default) or another reduction.
         gradient_predivide_factor: The divisor of the gradients before the sum; the sum is multiplied by it.
         num_groups: Ignored, since gradients are always reduced in buckets.
-        groups: Checked and otherwise ignored.
+        groups: The groups of parameters or their number, which is checked and otherwise ignored.
         sparse_as_dense: Whether to reduce sparse gradients as dense ones.
         process_set: The ranks whose gradients are reduced; other ranks perform local steps.
 

@@ -1,8 +1,8 @@
 """Migration of Python files: the check whether a file needs it, the choice of the mode, and the rewriting.
 
 LibCST takes a third of a second for a file of a thousand lines, and Python's own parser a few milliseconds. Most files
-of a program import torch but need no migration, so they are checked with the latter. All files of a program have the
-same mode, because they share a process group. Imported names keep their local names where possible.
+of a program import torch but need no migration, so they are checked with Python's parser. All files of a program have
+the same mode, because they share a process group. Imported names keep their local names where possible.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _chain(node: ast.expr) -> tuple[str, str] | None:
 
 
 def choose_mode(readings: Mapping[str, PythonSource]) -> ModeChoice:
-    """Returns the mode for a program of these files, which are given by name.
+    """Returns the mode for a program that consists of these files, keyed by name.
 
     Features that are built on torch's groups (FSDP, DTensor, torch's checkpoints, other libraries) need torch's default
     group. The whole program then keeps torch.distributed and changes its backend.

@@ -33,7 +33,7 @@ class NameUse:
 
     node: cst.Name | cst.Attribute
     name: str  # fully qualified
-    written: str  # as in the file
+    written: str  # the expression as written in the file
     root: str | None  # the qualified name of the first word; None if `import a.b` binds it
     line: int
 

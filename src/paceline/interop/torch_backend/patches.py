@@ -5,8 +5,8 @@
   reports gloo, and so do profiles and DDP's logging.
 - `replace_store_factory`: the store that `paceline run` serves for torch outlives a process group and its keys. A
   program that creates its default group again would find addresses of ended processes there, so each rendezvous after
-  the first has a prefix of its own. Torch would also use the launcher's store for any other address; there, rank 0
-  serves a store, as it does without a launcher.
+  the first has its own prefix. Torch would also use the launcher's store for any other address; there, rank 0 serves a
+  store, as it does without a launcher.
 - `replace_shrink_group`: `shrink_group` wraps the smaller backend in a new process group, which accepts only instances
   of the C++ class `Backend`. A Paceline group is itself a process group, so the replacement returns it unchanged.
 """
@@ -41,7 +41,7 @@ _FIGURES = "_get_ddp_logging_data"
 
 @functools.cache
 def replace_gloo() -> None:
-    """Makes torch.distributed create Paceline groups for CPU tensors in place of gloo's; idempotent."""
+    """Makes torch.distributed create Paceline groups instead of gloo groups for CPU tensors; idempotent."""
     original = getattr(c10d, _GROUP_FACTORY)
     signature = inspect.signature(original)
 
@@ -57,7 +57,7 @@ def replace_gloo() -> None:
             return original(*args, **options)
         given.arguments["backend"] = c10d.Backend(ours)
         group, store = original(*given.args, **given.kwargs)
-        if group in c10d._world.pg_map:  # on members only
+        if group in c10d._world.pg_map:  # true on members only
             c10d._world.pg_map[group] = (asked, store)
             # `import torch` loads this module; the import of the backend is deferred until a group exists.
             from paceline.interop.torch_backend.device_backend import paceline_group_of

@@ -621,7 +621,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
     def reconfigure(self, opts: Any) -> TorchWork:
         """Replaces the group's ranks by those with the given handles; exactly these ranks call this.
 
-        Calls of the former group fail on all of its ranks. If this fails, the group has no ranks until a call with
+        Calls of the former group fail on all of its ranks. If the call fails, the group has no ranks until a call with
         another number succeeds.
 
         Args:

@@ -102,7 +102,7 @@ def application(
         actions: the functions that a POST to actions/NAME calls if `access.acts`; each returns a short report.
         passed: a function that is called with the peer's address for each request that has the token.
     """
-    known_files = assets()  # by name, so that no path is made from a request
+    known_files = assets()  # by name, so that no path is built from a request
     index = known_files["index.html"]
     if access.acts:
         index = index.replace(b"<html ", b'<html data-actions="1" ', 1)

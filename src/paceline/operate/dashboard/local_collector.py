@@ -45,7 +45,7 @@ class _Worker:
     ended: str | None = None  # the failure, or "" after a success
     total_steps: int | None = None
     ahead: int | None = None  # the number of steps that the other workers had made before this one counted its first
-    step: int | None = None  # in the others' count
+    step: int | None = None  # the current step in the others' count
     rates: LinkRates = field(default_factory=LinkRates)
     memory_nbytes: int = 0
     memory_read_s: float = float("-inf")

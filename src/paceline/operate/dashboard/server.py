@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 ADDRESS_FILE = "page.json"
 """The name of the file in a job's directory that contains the page's address and token."""
 
-_SUGGESTED_PORT = 8080  # on the user's own machine, for a page on a Unix socket
+_SUGGESTED_PORT = 8080  # the port on the user's own machine for a page on a Unix socket
 _STOP_S = 2.0
 _START_S = 20.0
 _LAST_S = 0.2  # the time for the last message to reach the viewers
@@ -228,7 +228,7 @@ class DashboardServer:
             await asyncio.wait([sampling, serving], return_when=asyncio.FIRST_COMPLETED)
         finally:
             if broadcaster.is_watched and not sampling.done():
-                broadcaster.sample()  # with the job's outcome
+                broadcaster.sample()  # the last sample, with the job's outcome
                 await asyncio.sleep(_LAST_S)
             server.should_exit = server.force_exit = True
             sampling.cancel()

@@ -53,7 +53,7 @@ class _TraceAxis:
     """Converter from one process's times to the trace's axis."""
 
     def __init__(self, pid: int, recording: ProcessRecording, day_ns: int) -> None:
-        self.pid = pid  # in the trace
+        self.pid = pid  # the process's number in the trace
         self.recording = recording
         self._day_ns = day_ns
         self._until_ns = recording.written_ns or recording.started_ns

@@ -155,9 +155,9 @@ def _where(snapshot: JobSnapshot, ranks: Sequence[int]) -> str:
 
 
 def _failed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | None:
-    """Blames the first rank that failed for a reason of its own.
+    """Blames the first rank whose failure no other rank caused.
 
-    A program may wrap an error that another rank caused into one of its own; such a rank is blamed last.
+    A program may wrap an error that another rank caused in an error of another class; such a rank is blamed last.
     """
     failed = [rank for rank in snapshot.ranks if rank.ending is not None and rank.ending.manner in _OWN_FAULTS]
     if not failed:

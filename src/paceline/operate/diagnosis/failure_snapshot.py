@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from paceline.operate.diagnosis.machine_snapshot import MachineSnapshot
     from paceline.operate.diagnosis.stall_detector import WatchedWorker
 
-_STACKS_S = 0.1  # for all stacks together, since some processes may be about to end
+_STACKS_S = 0.1  # the time for all stacks together; some processes may be about to end
 _MOST_STACKS = 8
 _FEW_CALLS = 128  # per rank: enough for the last actions of a failed rank and for the waits of the others
 

@@ -41,7 +41,7 @@ class Cause(Enum):
     SLOW_LINK = "a link is slower than the others"
 
 
-FAILURES = (Cause.EXCEPTION, Cause.KILLED, Cause.OUT_OF_MEMORY, Cause.EXITED)  # of one rank, by itself
+FAILURES = (Cause.EXCEPTION, Cause.KILLED, Cause.OUT_OF_MEMORY, Cause.EXITED)  # a rank fails by itself
 
 
 @dataclass(frozen=True)

@@ -226,7 +226,7 @@ class PeerTraffic:
 
 @dataclass(frozen=True)
 class RankState:
-    """State of one rank, as far as it is known.
+    """Known state of one rank.
 
     Attributes:
         rank: the rank's number in the job.
@@ -259,7 +259,7 @@ class RankState:
 
 @dataclass(frozen=True)
 class JobSnapshot:
-    """State of a job at `now_s`. A rank of which nothing is known may be missing; `word` is "rank" or "worker"."""
+    """State of a job at `now_s`. Ranks without any known state may be missing; `word` is "rank" or "worker"."""
 
     now_s: float
     ranks: tuple[RankState, ...]

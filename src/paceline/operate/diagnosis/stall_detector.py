@@ -1,4 +1,4 @@
-"""Detector of stalls: finds calls that last much longer than earlier ones of their kind. It has no clock of its own.
+"""Detector of stalls: finds calls that last much longer than earlier ones of their kind. It reads no clock.
 
 The launcher imports this module at its start, so it imports little. The rest of the folder is imported when a call is
 overdue. A diagnosis that fails does not end the job.

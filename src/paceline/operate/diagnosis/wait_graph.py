@@ -17,7 +17,7 @@ class CallWait:
         call: the call, as the first of the waiters made it.
         waiters: the ranks that are in the call, in order.
         absent: the ranks that have not arrived.
-        strangers: the absent members of which nothing is known, by their number in the group.
+        strangers: the numbers in the group of absent members without a known state.
         since_s: the time at which the first waiter arrived.
         last_s: the time at which the last rank arrived; for a call on a device, that at which the last device arrived.
         members: the size of the group.

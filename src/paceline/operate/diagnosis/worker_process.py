@@ -27,7 +27,7 @@ FILE = "paceline-stack"  # followed by the process id, since a fork inherits the
 
 _PAUSE_S = 0.005
 _MOST_THREADS = 16
-_THREAD_S = 0.1  # for the answer of one other thread; most of these have no Python frames
+_THREAD_S = 0.1  # the time for one other thread's answer; most of these have no Python frames
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?+) in (.*)$')
 _PACKAGE = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir, os.pardir)) + os.sep
@@ -75,7 +75,7 @@ def parse(text: str) -> tuple[Frame, ...]:
 
 
 def is_whole(text: str) -> bool:
-    """Returns whether the text ends like a whole stack: at the thread's first function, or cut after 100 frames."""
+    """Returns whether the text ends like a complete stack: at the thread's first function, or cut after 100 frames."""
     last = text.rstrip("\n").rpartition("\n")[2]
     return text.endswith("\n") and (last.endswith(tuple(f" in {name}" for name in _LAST_FUNCTIONS)) or last == "  ...")
 
@@ -120,7 +120,7 @@ def _is_in(frame: Frame, parts: Sequence[str]) -> bool:
 
 
 def _library_function(frame: Frame) -> str:
-    """Returns the name of a library's function, with its module, since its class is not known."""
+    """Returns the name of a library's function, with its module, since its class is unknown."""
     module = PurePath(frame.file).stem
     module = PurePath(frame.file).parent.name if module == "__init__" else module
     return f"{module}.{frame.function}"

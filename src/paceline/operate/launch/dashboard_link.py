@@ -41,8 +41,8 @@ class DashboardLink:
         connection: The connection to the meeting; the launcher that serves the meeting also serves the dashboard.
         is_secret: Whether the job has a secret.
         directory: The job's directory, or None.
-        say: Prints a line for the user.
-        workers: Returns the running workers of this machine.
+        say: A function that prints a line for the user.
+        workers: A function that returns the running workers of this machine.
 
     Attributes:
         local: The recorded activity of this machine, or None if no dashboard can exist.

@@ -43,7 +43,7 @@ class CommandKind(Enum):
 class Command:
     """The script, module or program that workers run."""
 
-    argv: tuple[str, ...]  # with its arguments
+    argv: tuple[str, ...]  # the script, module or program, and its arguments
     kind: CommandKind = CommandKind.SCRIPT
     passes_local_rank: bool = False  # whether it receives --local_rank=N before the arguments
 
@@ -58,7 +58,7 @@ class OutputOptions:
     shown: frozenset[int] = frozenset()  # empty: all
     stdout_words: tuple[str, ...] = ()
     stderr_words: tuple[str, ...] = ()
-    line_prefix: str = ""  # in place of "[rank N] "; ${rank} and ${local_rank} are replaced
+    line_prefix: str = ""  # replaces "[rank N] "; may contain ${rank} and ${local_rank}
 
     @property
     def needs_files(self) -> bool:
@@ -89,8 +89,8 @@ class RendezvousOptions:
 class DashboardOptions:
     """The address of the dashboard, and its permissions."""
 
-    port: int = 0  # on loopback; 0 chooses a free one
-    socket: str | None = None  # the path of a Unix socket in place of a port
+    port: int = 0  # the port on loopback; 0 chooses a free one
+    socket: str | None = None  # the path of a Unix socket instead of a port
     prefix: str = ""  # the path under which a proxy serves it
     hosts: tuple[str, ...] = ()  # the names under which a proxy serves it
     acts: bool = False  # whether it may act on the job, for example take stacks
@@ -266,7 +266,7 @@ def _rendezvous(options: argparse.Namespace, scheduler: Scheduler | None) -> Ren
 
 
 def _address(options: argparse.Namespace, scheduler: Scheduler | None) -> tuple[tuple[str, int], bool | None]:
-    """Returns the address of the meeting, and whether this machine serves it (None: not known yet)."""
+    """Returns the address of the meeting, and whether this machine serves it (None if still unknown)."""
     otherwise = options.port or _TORCHRUNS_PORT
     if options.rdzv_endpoint:
         return endpoint_of(options.rdzv_endpoint, otherwise), None

@@ -37,12 +37,12 @@ from paceline.operate.launch.job import Job
 from paceline.operate.launch.multinode.protocol import AskStacks, DashboardUpdate, DashboardWatched, UserMessage
 
 _SAMPLE_INTERVAL_S = 1.0
-_MOST_LINES = 500  # in one update
+_MOST_LINES = 500  # the limit of lines in one update
 _MOST_CHARACTERS = 1 << 18
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(RemoteSample).decode
-_POLL_INTERVAL_S = 0.5  # between two checks for started and ended workers
+_POLL_INTERVAL_S = 0.5  # the time between two checks for started and ended workers
 
 
 class JobDashboard:
@@ -52,8 +52,8 @@ class JobDashboard:
         job: The job, whose options give the address of the dashboard.
         security: The security level of the job's connections.
         directory: The job's directory, in which `paceline top` finds the dashboard's address, or None.
-        say: Prints a line for the user.
-        send: Sends a message to the launchers of all machines.
+        say: A function that prints a line for the user.
+        send: A function that sends a message to the launchers of all machines.
 
     Raises:
         AddressError: the dashboard cannot listen at the given address.
@@ -165,9 +165,10 @@ class RemoteDashboardFeed:
 
     Args:
         local: The activity that this launcher has recorded.
-        workers: Returns the running workers.
-        offset_s: Returns the offset from this machine's clock to that of the dashboard's machine, in seconds.
-        send: Sends an update.
+        workers: A function that returns the running workers.
+        offset_s: A function that returns the offset from this machine's clock to that of the dashboard's machine, in
+            seconds.
+        send: A function that sends an update.
     """
 
     def __init__(

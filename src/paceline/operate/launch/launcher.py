@@ -281,7 +281,7 @@ class Launcher(ABC):
 
 
 def pause(workers: Workers | None, keyboard: Keyboard, signals: Signals) -> None:
-    """Suspends the workers, which have sessions of their own, and this process; returns when the shell has resumed it.
+    """Suspends the workers, each in its own session, and this process; returns when the shell has resumed it.
 
     While a worker is waiting for typed input, the job resumes only in the foreground, like any program that reads.
     """

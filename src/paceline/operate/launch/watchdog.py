@@ -40,7 +40,7 @@ class Watchdog:
 
     Args:
         stall_after_s: The duration in seconds after which a call counts as stalled; 0 turns the watchdog off.
-        workers: Returns the running workers.
+        workers: A function that returns the running workers.
         report: A function that receives each snapshot as JSON, and whether it is of a failure. It receives "" when
             workers resume after a reported stall. `tick` and `collect` call it, in the launcher's thread.
     """

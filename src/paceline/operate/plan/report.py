@@ -29,7 +29,7 @@ PARTS = (
 """The parts of a step: for each, the colour's name in the page's style and the part's name."""
 
 RATES = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""The rates of the links between hosts on the map, as multiples of the known one."""
+"""The rates of the links between hosts on the heat map, as multiples of the calibrated rate."""
 
 _PREDICTED = (
     "nodes", "ranks", "step", "p5", "p95", "samples/s", "efficiency", "memory of a rank", "bottleneck", "algorithm",

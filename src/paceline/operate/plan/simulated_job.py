@@ -326,7 +326,7 @@ class SimulatedJob:
         self.left_s = times.step_s  # the rest of the current step
         self._began_s: float | None = None
         self._committed_s = 0.0
-        self._recent_failures = 0  # since the last step
+        self._recent_failures = 0  # the number of failures since the last step
         self._outcome = JobOutcome()
         self._has_ended = False
         for _ in range(machines):

@@ -33,7 +33,7 @@ from paceline.operate.launch.multinode.remote_client import connect, connect_in_
 from paceline.operate.launch.multinode.server import MeetingServer
 
 _PAUSE_S = 0.25
-_LONG_PAUSE_S = 10.0  # after a reply from something other than a launcher with the job's secret
+_LONG_PAUSE_S = 10.0  # the pause after a reply that is not from a launcher with the job's secret
 _DIAL_S = 0.5
 _ANSWER_S = 1.0
 

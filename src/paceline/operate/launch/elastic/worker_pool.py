@@ -413,7 +413,7 @@ class WorkerPool:
             return
         member.worker = worker
         member.following = OutputForwarder(worker, prepared.outputs, self._selector)
-        if self.members.get(member.slot) is not member:  # the job has ended meanwhile
+        if self.members.get(member.slot) is not member:  # the job has ended in the meantime
             worker.signal(signal.SIGKILL)
             worker.collect()
             self._forget(member)

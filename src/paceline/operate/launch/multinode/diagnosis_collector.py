@@ -1,7 +1,7 @@
 """Controllers that wrap another one: `DiagnosisCollector` and `DashboardRelay`.
 
-The former merges the nodes' snapshots into one diagnosis for the user; the latter passes the live page's data between
-nodes. Like the controllers they wrap, they are state machines without sockets or a clock.
+`DiagnosisCollector` merges the nodes' snapshots into one diagnosis for the user. `DashboardRelay` forwards the live
+page's data between nodes. Like the controllers they wrap, they are state machines without sockets or a clock.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class DiagnosisCollector(ControllerMiddleware):
 
     word: str = "rank"
     _stall: SnapshotCollection | None = None
-    _failure: SnapshotCollection | None = None  # one in each generation
+    _failure: SnapshotCollection | None = None  # at most one in each generation
     _last: dict[str, ReceivedSnapshot] = field(default_factory=dict)  # the snapshots of ended workers
     _said: StallReporter = field(default_factory=StallReporter)
     _has_failed: bool = False  # whether a worker of this generation has failed

@@ -86,8 +86,8 @@ Action = SendAssignment | ForwardSignal | Disconnect | ShowText
 class LaunchTimeouts:
     """Time limits in seconds."""
 
-    start_s: float  # for the start of all launchers
-    shutdown_s: float  # for the end of workers
+    start_s: float  # the limit for the start of all launchers
+    shutdown_s: float  # the limit for the end of the workers
 
 
 class RemoteLaunch:

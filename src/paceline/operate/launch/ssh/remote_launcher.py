@@ -144,7 +144,7 @@ def _launch(part: NodeAssignment) -> int:
 
     os.environ.update(part.environment)
     parser = Parser(prog="paceline run")
-    parser.add_argument("--use-env", "--use_env", action="store_true")  # of `python -m paceline.launch`
+    parser.add_argument("--use-env", "--use_env", action="store_true")  # a flag of `python -m paceline.launch`
     add_run_arguments(parser, os.environ)
     options = parser.parse_args(part.words)
     return run_command(options, lambda given: _take_part(given, part))

@@ -297,7 +297,7 @@ class LauncherProcess:
     """
 
     def __init__(self, command: Sequence[str], prefixes: tuple[bytes, bytes], writes: tuple[Write, Write]) -> None:
-        # Each launcher has a session of its own, since the starter forwards a Ctrl-C in the terminal.
+        # Each launcher has its own session, since the starter forwards a Ctrl-C in the terminal.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )

@@ -123,7 +123,7 @@ def _code_of(content: bytes, script: str) -> CodeType:
 
 
 def die_with_parent(parent: int) -> None:
-    """Does what `paceline.linux.die_with_parent` does, without its imports."""
+    """Equivalent of `paceline.linux.die_with_parent` without its imports."""
     import ctypes
 
     ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
@@ -173,7 +173,7 @@ def offer_stack() -> None:
 
 
 def _new_file(name: str) -> int:
-    """Does what `paceline.linux.memfd_create` does, without its imports."""
+    """Equivalent of `paceline.linux.memfd_create` without its imports."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name)
     import ctypes

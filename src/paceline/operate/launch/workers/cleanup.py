@@ -41,7 +41,7 @@ _REMOVAL_ROUNDS = 200  # pauses to wait until the killed processes of a cgroup h
 _KILL_ROUNDS = 20  # repetitions for processes that were started during the killing
 _PR_SET_CHILD_SUBREAPER = 36
 _NOT_FOR_GUARDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_LONGEST_PATH = 80  # of the 107 bytes of a Unix socket's path, less the names inside the directory
+_LONGEST_PATH = 80  # the 107 bytes of a Unix socket's path, less the names inside the directory
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def worker_environment(rank: int, world_size: int, port: int, run_id: str) -> di
 
 def inherited_variables(base: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that workers inherit from their launcher, and defaults for missing ones."""
-    defaults = {"PYTHONUNBUFFERED": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}  # the latter as torchrun does
+    defaults = {"PYTHONUNBUFFERED": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}  # the second is also set by torchrun
     return defaults | {name: value for name, value in base.items() if name not in _NOT_PASSED_ON}
 
 

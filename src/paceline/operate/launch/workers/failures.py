@@ -1,6 +1,6 @@
 """Failures of workers: their record on disk, their order, and their description for the user.
 
-A worker announces an exception that leaves its script through a named pipe beside the workers' error files, since the
+A worker announces an exception that leaves its script through a named pipe next to the workers' error files, since the
 process may take seconds to end. The pipe has a name, so workers inherit no descriptor. Each writes its own error file
 before it writes to the pipe, so that the error files identify the sender.
 """
@@ -251,7 +251,7 @@ def _without_numbers(text: str) -> str:
 
 
 def write_error_json(failure: WorkerFailure) -> None:
-    """Writes a failure to `error.json` beside the worker's output, if that is kept."""
+    """Writes a failure to `error.json` next to the worker's output, if that is kept."""
     if failure.log is not None:
         with contextlib.suppress(OSError):  # for example, the disk is full; the console also shows the failure
             Path(failure.log).mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from paceline import _core
 
 _GIB = 1 << 30
 _KILLED = re.compile(rb"[Kk]illed process (\d+) ")
-_NO_LIMIT = 1 << 60  # without a limit version 1 reports a number near 2^63
+_NO_LIMIT = 1 << 60  # version 1 reports a number near 2^63 if there is no limit
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class _KernelLog:
             try:
                 record = os.read(self._fd, 8192)
             except BrokenPipeError:
-                continue  # the record was overwritten meanwhile
+                continue  # the record has been overwritten
             except OSError:
                 break  # the end of the log
             self._killed.update(map(int, _KILLED.findall(record)))

@@ -123,7 +123,7 @@ class LogFile:
 
     Args:
         path: The file, to which output is appended; its directory is created.
-        say: Prints a line for the user.
+        say: A function that prints a line for the user.
 
     Raises:
         OSError: the file cannot be created.
@@ -309,7 +309,7 @@ def open_standard_streams() -> None:
 class Destination:
     """The destination of a worker's stream: a file that the worker writes, or a stream that the launcher feeds.
 
-    `screen` is the terminal if the stream goes nowhere else, so that the worker, too, may write to a terminal.
+    `screen` is the terminal if the stream goes nowhere else, so that the worker may write to a terminal, too.
     """
 
     file: LogFile | None = None
@@ -325,7 +325,7 @@ class Logs:
         directory: The job's directory, or None.
         console: The launcher's console.
         word: The noun for the numbers in front of the lines.
-        listener: Creates an additional sink for a stream (1 or 2) of a rank.
+        listener: A function that creates an additional sink for a stream (1 or 2) of a rank.
         hears_all: Whether the listener also receives output that only a file would.
     """
 

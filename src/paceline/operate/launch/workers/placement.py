@@ -41,7 +41,7 @@ def assign(
 
     Args:
         domains: The allowed cores of each NUMA node.
-        siblings: The groups of hardware threads of one core; a group goes to one worker if there are enough.
+        siblings: The groups of hardware threads of one core; each group is assigned to one worker if there are enough.
         workers: The number of workers, which are spread over the domains in order.
         preferred: The domain next to each worker's GPU, or None.
     """
@@ -167,7 +167,7 @@ def _count_amd_gpus(root: Path) -> int:
 
 def _count_wsl_gpus(environment: Mapping[str, str], root: Path) -> int:
     """Counts the GPUs that Windows exposes to its Linux subsystem, which has no device file for each of them."""
-    path = os.pathsep.join([environment.get("PATH", ""), str(root / "usr/lib/wsl/lib")])  # not on every shell's path
+    path = os.pathsep.join([environment.get("PATH", ""), str(root / "usr/lib/wsl/lib")])  # not always on the path
     program = shutil.which("nvidia-smi", path=path)
     if program is None:
         return 0

@@ -35,7 +35,7 @@ class WorkerStores:
         job: The job, with the chosen ports.
         address: The address of this machine for the others.
         secret: The job's secret, or None.
-        say: Prints a line for the user.
+        say: A function that prints a line for the user.
     """
 
     def __init__(self, job: Job, address: str, secret: bytes | None, say: Callable[[str], None]) -> None:
@@ -111,7 +111,7 @@ class WorkerStores:
             self._torch_socket.listen(BACKLOG)
             self._torch_server = _core.StoreServer(os.dup(self._torch_socket.fileno()))
         except OSError as error:
-            if error.errno != errno.EADDRINUSE:  # in use: the program serves a store of its own there
+            if error.errno != errno.EADDRINUSE:  # in use: the program serves its own store there
                 self._say(f"MASTER_PORT cannot be served, which the env:// of torch.distributed needs: {error}")
         self._torch_socket.close()
         self._torch_socket = None

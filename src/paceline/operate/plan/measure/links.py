@@ -19,8 +19,8 @@ from paceline.operate.plan.measure.step_watch import reduction_s_per_byte
 MOST_HOSTS = 32
 """The largest number of hosts of which all pairs are measured; with more, only the first two hosts are measured."""
 
-_BUDGET_S = 2.0  # for the short messages of a link, and again for its long ones
-_ALL_ROUNDS_S = 30.0  # for the messages of all rounds between hosts
+_BUDGET_S = 2.0  # the time for the short messages of a link, and again for its long ones
+_ALL_ROUNDS_S = 30.0  # the time for the messages of all rounds between hosts
 _SHORT_MESSAGES = 100
 _LONGEST_NBYTES = 64 << 20
 _LONG_S = 0.2  # the least duration of a message that measures a rate, unless it has the longest size

@@ -1,4 +1,4 @@
-"""A stand-in for Horovod: `horovod.torch` is `paceline.horovod`, and `horovod.run` is its `run`.
+"""A replacement for Horovod: `horovod.torch` is `paceline.horovod`, and `horovod.run` is its `run`.
 
 May use: `paceline.horovod`. Start reading at `torch/__init__.py`.
 """
