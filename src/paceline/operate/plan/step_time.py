@@ -312,8 +312,7 @@ def _averaging(
 
 
 def _zero(calibration: Calibration, strategy: Strategy, times: CallTimes, factor: float) -> tuple[float, float, str]:
-    """Returns the values of `_averaging` for ZeRO, which gathers parameters after a step, in stage 3 before each
-    use."""
+    """Returns the values of `_averaging` for ZeRO: parameters are gathered after a step, in stage 3 before each use."""
     operation = Operation.ALL_REDUCE if strategy.zero == 1 else Operation.REDUCE_SCATTER
     used_s, exposed_s, algorithm = _averaging(calibration, strategy, times, factor, operation)
     gather = times.call(Operation.ALL_GATHER, calibration.memory.parameter_nbytes, algorithm=strategy.algorithm).seconds
