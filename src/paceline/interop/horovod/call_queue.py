@@ -310,7 +310,8 @@ class CallQueue:
             request.future.set_exception(error)
 
     def _agree(self, request: CallRequest[Result]) -> None:
-        """Waits until each rank is ready for the same call, or waits in `join` and has received its contribution.
+        """Waits until each rank is ready for the same call, or waits in `join` and has received the layout of its
+        contribution.
 
         Raises:
             CollectiveMismatchError: the calls differ, or a rank waits in `join` and cannot contribute to this one.

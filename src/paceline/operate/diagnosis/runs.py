@@ -50,7 +50,8 @@ class JobRun:
         job: the job's name, the same on all machines.
         workers: the number of workers on this machine.
         state: the state of the job; `exit_code` is None while it runs.
-        clock: the offset to the clock of the machine at which the launchers met; None while the job runs.
+        clock: the offset to the clock of the machine at which the launchers met; None while the job runs, or if it is
+            unknown.
         pid: the launcher's process id.
         world_size: the number of ranks on all machines; 0 if unknown.
     """

@@ -65,7 +65,7 @@ class StandbyController:
             self._leader = (number, address)
 
     def stand(self, number: int, for_s: float) -> None:
-        """Becomes a candidate, on machine `number`, for `for_s` seconds, unless this launcher coordinates already."""
+        """Becomes a candidate, on machine `number`, for `for_s` seconds, unless it is one or coordinates already."""
         with self._changing:
             if self._controller is None and self._candidacy is None:
                 now_s = time.monotonic()
