@@ -22,13 +22,13 @@ _Open: TypeAlias = Callable[[Any], Iterator[object]]
 
 
 def running_backward() -> int:
-    """Returns the autograd engine's number of the backward that runs on this thread, or NO_BACKWARD."""
+    """Returns autograd's task id of the backward that is running on this thread, or NO_BACKWARD if there is none."""
     task: int = torch._C._current_graph_task_id()
     return task
 
 
 def in_backward() -> bool:
-    """Returns whether a backward runs on this thread, as when `torch.utils.checkpoint` recomputes outputs."""
+    """Returns whether a backward runs on this thread, for example when `torch.utils.checkpoint` recomputes outputs."""
     return running_backward() != NO_BACKWARD
 
 
@@ -60,7 +60,7 @@ def find_tensors(output: object) -> Iterator[torch.Tensor]:
 def find_first_tensors(inputs: object) -> Iterator[torch.Tensor | None]:
     """Yields the tensors among the first entries of a forward's inputs, and then None if there are more entries.
 
-    Inputs may have any number of entries that are no tensors, such as the words of a text.
+    Inputs may have many entries that are not tensors, such as the words of a text.
     """
     return _walk(inputs, _MOST_ENTRIES)
 
@@ -104,7 +104,7 @@ def _has_leaves_only(entries: object) -> bool:
 
 
 def _open_of(kind: type) -> _Open | None:
-    """Returns a function that iterates over the entries of a value of this type; None if such values have none."""
+    """Returns a function that iterates over the entries of a value of this type; None if the type has no entries."""
     if issubclass(kind, (torch.Tensor, list, tuple, set, frozenset)):
         return iter
     if issubclass(kind, Mapping):
@@ -149,7 +149,7 @@ class BackwardEnd:
         """Registers the running backward; hooks call this.
 
         Raises:
-            RuntimeError: another backward has begun and not ended.
+            RuntimeError: another backward has begun and has not ended.
         """
         task = running_backward()
         with self._lock:

@@ -24,7 +24,7 @@ Device = torch.device | str | int
 
 
 def to_device(device: Device) -> torch.device:
-    """Returns the device; a number means a GPU, or another accelerator on a machine that has one."""
+    """Returns the device; an integer is the index of a GPU, or of another accelerator on a machine that has one."""
     chosen = torch.device(_accelerator_type(), device) if isinstance(device, int) else torch.device(device)
     if chosen.type != "cpu" and chosen.index is None and torch.accelerator.is_available():
         return with_index(chosen)
@@ -43,15 +43,16 @@ def scatter(value: object, devices: Sequence[Device], dim: int = 0) -> list[obje
     device. A PackedSequence is moved to a single device as `PackedSequence.to` does.
 
     Args:
-        value: an object of any kind.
+        value: any object.
         devices: the devices, which may repeat.
         dim: the batch dimension; tensors with fewer dimensions are copied whole to every device.
 
     Returns:
-        A list with a value for each device; it is shorter, but not empty, if the batch is smaller than that.
+        A list with one value for each device. It is shorter, but never empty, if the batch has fewer samples than there
+        are devices.
 
     Raises:
-        TypeError: there is a PackedSequence, and there are several devices.
+        TypeError: `value` contains a PackedSequence, and there are several devices.
 
     >>> [part.tolist() for part in scatter(torch.arange(5), ["cpu", "cpu"])]
     [[0, 1, 2], [3, 4]]
@@ -79,13 +80,13 @@ def gather(outputs: Sequence[object], output_device: Device, dim: int = 0) -> ob
     Tensors without dimensions become a vector. Values other than tensors must be equal in all outputs.
 
     Raises:
-        TypeError: such values differ, or the outputs have different types.
+        TypeError: values other than tensors differ, or the outputs have different types.
     """
     return concatenate(outputs, to_device(output_device), dim)
 
 
 def concatenate(outputs: Sequence[object], device: torch.device | None, dim: int) -> object:
-    """Does what `gather` does; with None for the device, tensors stay on the device of the first of them."""
+    """Concatenates as `gather` does; if `device` is None, a result is on the device of the first of its tensors."""
     first = outputs[0]
     if isinstance(first, torch.Tensor):
         tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
@@ -141,7 +142,7 @@ def map_tensors(value: object, change: Callable[[torch.Tensor], torch.Tensor]) -
 
 
 def _chunks(size: int, count: int) -> int:
-    """Returns the number of parts that torch.chunk makes of `size` for a request of `count`."""
+    """Returns the number of chunks that torch.chunk makes of a dimension of length `size` for a request of `count`."""
     return -(-size // -(-size // count)) if size else 1
 
 
@@ -218,11 +219,12 @@ def parallel_apply(
         modules: the modules, one for each device.
         inputs: the inputs of each module: a tuple of arguments, or a single argument.
         kwargs_tup: the keyword arguments of each module.
-        devices: the modules' devices, for errors; an accelerator becomes the current device of its thread.
+        devices: the modules' devices, which error messages contain; an accelerator becomes the current device of its
+            thread.
 
     Raises:
         ValueError: the arguments have different lengths.
-        Exception: the error that a module raised; its message has the replica, its device, and the traceback.
+        Exception: the error that a module raised; its message contains the replica, its device, and the traceback.
     """
     keywords = [{}] * len(modules) if kwargs_tup is None else list(kwargs_tup)
     chosen: Sequence[Device] = ["cpu"] * len(modules) if devices is None else list(devices)
@@ -262,7 +264,7 @@ class _ThreadModes:
     """The grad mode, inference mode, autocast and streams of the thread that creates this object.
 
     Args:
-        devices: the devices whose current streams are meant.
+        devices: the devices whose current streams are recorded.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -277,7 +279,7 @@ class _ThreadModes:
     def entered(self, device: torch.device) -> Iterator[None]:
         """Applies these modes in another thread, whose current device becomes `device`."""
         with ExitStack() as stack:
-            # The parameters and inputs were copied on the caller's stream, and its later work follows on that one.
+            # The parameters and inputs were copied on the caller's stream, and its later work runs on that stream too.
             if device in self._streams:
                 stack.enter_context(activated(device))
                 stack.enter_context(on_stream(device, self._streams[device]))
@@ -293,8 +295,8 @@ def replicate(module: nn.Module, devices: Sequence[Device], detach: bool = False
     """Returns a replica of `module` for each device.
 
     The replicas have copies in place of parameters. Backward passes through these to the parameters of the module,
-    where the gradients of all replicas are added. The first replica has the module's own buffers, so that updates by
-    forward (as of BatchNorm) persist; the others have copies.
+    where the gradients of all replicas are added. The first replica has the module's own buffers, so updates that
+    forward makes (for example BatchNorm's) persist; the others have copies.
 
     Args:
         module: the module, with all parameters and buffers on the first device.
@@ -340,14 +342,14 @@ def _copy_of(param: torch.Tensor, device: torch.device) -> torch.Tensor:
 class DataParallel(nn.Module):
     """Splits the batch between devices, runs a replica of `module` on each in a thread, and concatenates the outputs.
 
-    The replicas exist for one forward, and the gradients of all replicas are added in the module. The threads share one
+    Replicas are created for each forward, and their gradients are added in the module. The threads share one Python
     interpreter, and the module is copied in every step: `DistributedDataParallel`, with a process for each device, is
     faster.
 
     Args:
         module: a module whose parameters are on the first device.
         device_ids: the devices, which may repeat, as in `["cpu", "cpu"]`; a number means a GPU. None means all GPUs, or
-            all of another accelerator; if there are none, the module is called directly.
+            all devices of another accelerator; if there are none, the module is called directly.
         output_device: the device of the concatenated outputs; the first device if None.
         dim: the batch dimension.
 
@@ -430,7 +432,7 @@ def require_on(module: nn.Module, device: torch.device) -> None:
     """Requires that the module is on `device`.
 
     Raises:
-        RuntimeError: a parameter or buffer is not on `device`; the message has its name.
+        RuntimeError: a parameter or buffer is not on `device`; the message contains its name.
     """
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.device != device:

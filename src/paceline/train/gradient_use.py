@@ -1,7 +1,7 @@
-"""Marks on gradients that optimizers have used; all others await a step, as between the backwards of an accumulation.
+"""Marks on gradients that optimizers have used. Other gradients await a step, for example during accumulation.
 
-After each step of an optimizer, an attribute of each gradient holds the version of it that was used. A later backward
-adds to the gradient, which changes its version, or creates another one.
+After each optimizer step, an attribute of each gradient holds the version that the optimizer used. A later backward
+either adds to the gradient, which changes its version, or creates a new gradient.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _USED = "_paceline_used"
 
 
 class GradientUse:
-    """A hook on all optimizers of this process that marks the gradients they use.
+    """A hook on all optimizers of this process, which marks the gradients that they use.
 
     Attributes:
         has_seen_step: whether an optimizer has made a step since the first call of `follow`.

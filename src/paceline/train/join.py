@@ -1,7 +1,7 @@
-"""Join: a context for training on uneven inputs, in which a rank that has run out keeps making the others' calls.
+"""Join: a context for training on uneven inputs, in which a rank without inputs keeps making the others' collectives.
 
-The protocol is that of `torch.distributed.algorithms.join`: everything that communicates in a training step is a
-`Joinable`, and has a `JoinHook` that makes the same calls, without effect, on a rank that has no step of its own.
+The protocol is that of `torch.distributed.algorithms.join`: each object that communicates in a training step is a
+`Joinable`. Its `JoinHook` makes the same calls, without effect, on a rank that has run out of inputs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FAR_BEHIND = 1000  # the number of steps without inputs after which a rank warn
 
 
 class JoinHook:
-    """The calls of a rank that has run out of inputs."""
+    """The collectives that a rank makes after it has run out of inputs."""
 
     def main_hook(self) -> None:
         """Makes the collectives of one training step; called repeatedly while any rank has inputs."""
@@ -44,7 +44,7 @@ class JoinConfig:
 
 
 class Joinable(ABC):
-    """An object that communicates in each training step, after a call of `Join.notify_join_context`."""
+    """An object that communicates in each training step, after calling `Join.notify_join_context`."""
 
     @abstractmethod
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Joinable(ABC):
     @property
     @abstractmethod
     def join_process_group(self) -> ProcessGroup:
-        """The ranks."""
+        """The process group of the collectives."""
 
 
 class Join:
@@ -155,7 +155,8 @@ class Join:
         """Announces a step of this rank; a joinable calls this before its own collectives of the step.
 
         Returns:
-            The work of the call that counts active ranks if `joinable` is the context's first, or None.
+            The work of the collective that counts active ranks if `joinable` is the context's first joinable, otherwise
+            None.
 
         Raises:
             RuntimeError: another rank has run out, with `throw_on_early_termination`.

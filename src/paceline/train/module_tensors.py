@@ -16,7 +16,7 @@ from paceline.comm.group.variable_size import as_memory
 
 
 def by_device(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Returns the tensors of each device, since a collective takes tensors of one device."""
+    """Groups the tensors by device, since the tensors of a collective must be on one device."""
     groups: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.device, []).append(tensor)
@@ -30,7 +30,7 @@ def accelerators_of(module: nn.Module) -> list[torch.device]:
 
 
 def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns new page-locked host memory with a tensor's dtype and layout, or ordinary memory if that is exhausted."""
+    """Returns a new page-locked host tensor with a tensor's dtype and layout, or an ordinary one if locking fails."""
     strides = torch.empty_like(tensor, device="meta").stride()
     try:
         return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="cpu", pin_memory=True)
@@ -39,7 +39,7 @@ def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def in_host_memory(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the values of tensors on the CPU, after one wait for each device; those on the CPU are not copied."""
+    """Returns the tensors' values on the CPU, with one wait for each device; tensors on the CPU are not copied."""
     copies = [
         tensor if tensor.is_cpu else pinned_like(tensor).copy_(tensor.detach(), non_blocking=True) for tensor in tensors
     ]
@@ -64,9 +64,9 @@ def broadcast_tensors(tensors: list[torch.Tensor], group: ProcessGroup, root: in
 
 
 def broadcast_bytes(views: list[torch.Tensor], group: ProcessGroup, root: int) -> None:
-    """Copies the root's values of `byte_views` on one device to all ranks.
+    """Copies the root's `byte_views`, which are on one device, to all ranks.
 
-    On a device they go through one flat tensor, since a call for each of them costs more than the copies.
+    On an accelerator they are packed into one flat tensor, since a call for each of them costs more than the copies.
     """
     if len(views) < 2 or views[0].is_cpu:
         group.broadcast(views, root)
@@ -92,7 +92,7 @@ def digest_of_text(text: str) -> int:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Returns the bytes of a tensor, or of a contiguous copy in host memory, without another copy."""
+    """Returns the bytes of a tensor: a view of its memory if that is contiguous and on the host, otherwise a copy."""
     flat = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
     kept = as_memory(flat)
     return kept if memory_layout(flat) == memory_layout(tensor) else memoryview(bytes(kept))
@@ -103,7 +103,7 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's DistributedDataParalle
 
 @dataclass(frozen=True)
 class TrackedTensors:
-    """The parameters and buffers of a module by name, without ignored ones.
+    """The parameters and buffers of a module by name, except for ignored ones.
 
     Attributes:
         trained: the parameters that require gradients.
@@ -120,13 +120,13 @@ class TrackedTensors:
     ignored: frozenset[str]
 
     def tensors(self, with_buffers: bool = True) -> list[torch.Tensor]:
-        """Returns all parameters and, by default, all buffers that have values, as those on the meta device do not."""
+        """Returns all parameters and, by default, all buffers except those on the meta device, which have no values."""
         buffers = [buffer for buffer in self.buffers.values() if not buffer.is_meta] if with_buffers else []
         return [*self.trained.values(), *self.frozen.values(), *buffers]
 
 
 def collect_tracked(module: nn.Module, also_ignored: Iterable[str] = ()) -> TrackedTensors:
-    """Returns the tensors of a module in order of registration; a tensor with several names has the first one.
+    """Returns the tensors of a module in order of registration; a tensor with several names is listed under the first.
 
     Args:
         module: the module; its class or `ignore_tensors` may name tensors to be ignored.

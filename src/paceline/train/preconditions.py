@@ -63,13 +63,13 @@ class RankFacts:
     """The facts that a rank reports to all ranks.
 
     Attributes:
-        overlaps: whether reduction overlaps with backward on this rank; None if the cores decide.
+        overlaps: whether reduction overlaps with backward on this rank; None if that depends on the number of cores.
         host: the name of the host.
         local_ranks: the number of ranks on the host, including those of other groups; 0 if unknown.
         cores: the cores that the rank may run on.
         quota: the limit of the cgroup's CPU time, in cores; 0 for no limit.
         cgroup: the number of the cgroup.
-        threads: the number of torch's threads.
+        threads: the number of threads that torch uses.
     """
 
     overlaps: bool | None
@@ -99,18 +99,18 @@ def require_same_module(
     problem: Exception | None,
     group: ProcessGroup,
 ) -> list[RankFacts]:
-    """Compares the model and the options of its wrapper over the ranks; returns the facts of every rank.
+    """Compares the model and the options of its wrapper across ranks; returns the facts of every rank.
 
     Args:
         tracked: the tensors of the module that this rank wraps.
         options: the arguments that must be equal on every rank.
         facts: the facts about this rank.
-        problem: the reason why this rank cannot wrap its module. It is raised here, after the other ranks have received
-            it.
+        problem: the reason why this rank cannot wrap its module, or None. It is raised here, after the other ranks have
+            received it.
 
     Raises:
-        CollectiveMismatchError: models or options differ; raised on every rank, with the first difference and the
-            ranks on each side of it.
+        CollectiveMismatchError: models or options differ; raised on every rank. The message contains the first
+            difference and the ranks on each side of it.
     """
     description = [] if problem is not None else describe_tensors(tracked)
     digest = hashlib.blake2b(json.dumps(description).encode(), digest_size=16).hexdigest()
@@ -184,7 +184,8 @@ def unsupported_reason(
         group: the ranks.
         device_ids: the devices of the wrapper; the module must be on the first one.
         output_device: the device of the outputs.
-        has_delayed: whether parameters other than the tracked ones are averaged, so that these may be empty.
+        has_delayed: whether parameters other than the tracked ones are averaged, in which case there may be no tracked
+            ones.
     """
     absent = absent_device_text(device_ids, output_device)
     if absent is not None:
@@ -237,7 +238,7 @@ def rank_facts(group: ProcessGroup, overlap: bool | None, on_cpu: bool = True) -
 
 
 def reduces_during_backward(everyones: Sequence[RankFacts]) -> bool:
-    """Returns whether every rank overlaps reduction by request, or has a core to spare for its progress thread."""
+    """Returns whether every rank requests that reduction overlaps with backward, or has a core to spare for it."""
     return all(
         _has_core_to_spare(facts, everyones) if facts.overlaps is None else facts.overlaps for facts in everyones
     )
@@ -249,14 +250,14 @@ def _has_core_to_spare(mine: RankFacts, everyones: Sequence[RankFacts]) -> bool:
     sharing = [facts for facts in on_host if facts.cgroup == mine.cgroup]
     if mine.quota and sum(facts.threads + 1 for facts in sharing) > mine.quota:
         return False
-    # Ranks of other groups compete as well, unless the ranks of this host have cores of their own.
+    # Ranks of other groups compete for the cores too, unless each rank of this host has cores of its own.
     absent = max(0, mine.local_ranks - len(on_host)) if len(beside) == len(on_host) else 0
     needed = sum(facts.threads + 1 for facts in beside) + absent * (mine.threads + 1)
     return len({core for facts in beside for core in facts.cores}) >= needed
 
 
 def warn_of_torchs_sync_batch_norm(module: nn.Module, group: ProcessGroup) -> None:
-    """Warns on one rank if the module has PyTorch's SyncBatchNorm, which only synchronises with torch.distributed."""
+    """Warns on one rank if the module has PyTorch's SyncBatchNorm, which only works with torch.distributed."""
     named = [name for name, layer in module.named_modules() if type(layer) is nn.SyncBatchNorm]
     if not named or group.size() == 1 or group.rank() != 0:
         return

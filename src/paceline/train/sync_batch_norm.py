@@ -19,9 +19,11 @@ from paceline.comm.group.queries import is_initialized
 
 @dataclass(frozen=True)
 class ChannelStatistics:
-    """The number of values (no dimensions), and for each channel their mean and the sum of squared distances from it.
+    """The number of values (a scalar tensor) and, for each channel, their mean and the sum of squared deviations from
+    it.
 
-    All are on the device of the values, so that the host does not wait for it, and in the dtype of `accumulator`.
+    All are on the device of the values, so the host does not wait for it, and have the dtype that `accumulator`
+    returns.
     """
 
     count: torch.Tensor
@@ -29,7 +31,7 @@ class ChannelStatistics:
     squares: torch.Tensor
 
     def pack(self) -> torch.Tensor:
-        """Returns all of these in one tensor."""
+        """Returns the statistics in one tensor."""
         return torch.cat([self.count.view(1), self.mean, self.squares])
 
     @staticmethod
@@ -42,7 +44,7 @@ class ChannelStatistics:
 def accumulator(values: torch.Tensor) -> torch.dtype:
     """Returns the dtype in which statistics are computed: float64 on the CPU, and at least float32 on other devices.
 
-    GPUs compute in float64 at a small fraction of their speed, and have accurate sums in float32.
+    GPUs are many times slower in float64, and their sums in float32 are accurate.
     """
     return torch.float64 if values.is_cpu else torch.promote_types(values.dtype, torch.float32)
 
@@ -95,7 +97,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     Args:
         num_features: the number of channels, the second dimension of the input.
         eps: the number added to the variance.
-        momentum: the weight of the newest batch in the running statistics; None for their cumulative average.
+        momentum: the weight of the newest batch in the running statistics; None for a cumulative average.
         affine: whether the layer has weight and bias.
         track_running_stats: whether the layer keeps running statistics, which evaluation uses.
         process_group: the ranks; None for the default group.
@@ -121,7 +123,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     @eager
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalises the input, of shape (N, C) or (N, C, ...)."""
+        """Normalizes the input, of shape (N, C) or (N, C, ...)."""
         group = self._group()
         if not self.training or group is None or group.size() == 1:
             plain: torch.Tensor = super().forward(input)
@@ -195,7 +197,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def convert_sync_batchnorm(module: M, process_group: ProcessGroup | None = None) -> M | SyncBatchNorm:
-    """Replaces every BatchNorm layer in `module` by a `SyncBatchNorm` with the same parameters and buffers.
+    """Replaces every BatchNorm layer in `module` with a `SyncBatchNorm` that has the same parameters and buffers.
 
     Args:
         module: the module, which is changed in place; convert it before wrapping it and before creating the optimizer.
@@ -248,7 +250,7 @@ class _Normalise(torch.autograd.Function):
         everyones = list(own.new_empty(group.size(), len(own)).unbind())
         group.all_gather(everyones, own)
         whole = combine([ChannelStatistics.unpack(theirs) for theirs in everyones])
-        if input.numel() <= input.shape[1] and whole.count <= 1:  # to read a device's number would wait for it
+        if input.numel() <= input.shape[1] and whole.count <= 1:  # reading a device's number would wait for it
             raise ValueError(
                 f"SyncBatchNorm got {int(whole.count)} value for each channel from all {group.size()} ranks, whose "
                 "variance is not defined; give it larger batches, or call eval() first"

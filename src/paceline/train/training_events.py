@@ -1,6 +1,7 @@
-"""Events of training in the recording: steps, backwards, buckets and optimizers.
+"""Training events in the recording: steps, backwards, buckets and optimizers.
 
-On a device, forwards, backwards and steps of optimizers are also recorded by the device's times (`EventKind.DEVICE`).
+On an accelerator, forwards, backwards and optimizer steps are also recorded with device timestamps
+(`EventKind.DEVICE`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class RecordedSteps:
     def __init__(self, name: str, device: torch.device) -> None:
         self._name = name
         self._phases = None if device.type == "cpu" else phases_of(device)
-        self._is_new = True  # there was no forward since the gradients were averaged
+        self._is_new = True  # no forward has run since the gradients were averaged
         self._backward = 0
         record_optimizers()
 
@@ -64,7 +65,7 @@ class RecordedSteps:
 
 
 class RecordedBuckets:
-    """The buckets of gradients that were not averaged yet, by number.
+    """The buckets of gradients that have not been averaged yet, by number.
 
     Args:
         name: the name of the wrapper, such as "ddp".
@@ -75,7 +76,7 @@ class RecordedBuckets:
         self._stamps: dict[int, int] = {}
 
     def ready(self, bucket: int, nbytes: int) -> None:
-        """Records that all gradients of a bucket are computed; idempotent."""
+        """Records that all gradients of a bucket have been computed; idempotent."""
         if bucket not in self._stamps:
             self._stamps[bucket] = begin_event(_BUCKET, self._name, bucket, nbytes)
 
@@ -88,7 +89,7 @@ class RecordedBuckets:
         _core.record_end(self._stamps.pop(bucket, 0))
 
     def forget(self) -> None:
-        """Ends the events that a failed backward has left open."""
+        """Ends the events that a failed backward left open."""
         for bucket in list(self._stamps):
             self.done(bucket)
 

@@ -1,4 +1,4 @@
-"""Arguments of DistributedDataParallel: their defaults, the meaning of torch's, and those that exclude each other."""
+"""Arguments of DistributedDataParallel: their defaults, their translation from torch's, and invalid combinations."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def choose_group(process_group: ProcessGroup | None, device_mesh: DeviceMesh | N
 
 
 def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
-    """Returns whether buffers are copied when the module is wrapped, and whether they are before each forward."""
+    """Returns whether buffers are copied at wrapping, and whether they are copied before each forward."""
     if forward_sync_buffers is None:
         both = broadcast_buffers is None or broadcast_buffers
         return both, both
@@ -80,7 +80,7 @@ def choose_reduce_dtype(mixed_precision: _MixedPrecision | None) -> torch.dtype 
     """Returns the dtype in which gradients are averaged; None for their own.
 
     Raises:
-        ValueError: the argument requests to cast parameters or buffers.
+        ValueError: the argument requests a cast of parameters or buffers.
     """
     if mixed_precision is None:
         return None

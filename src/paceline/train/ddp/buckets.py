@@ -1,6 +1,6 @@
 """Buckets: the division of a model's parameters into groups whose gradients are reduced together.
 
-It is pure, and does not import torch: `paceline plan` uses it too.
+This module does not import torch, because `paceline plan` uses it too.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def make_buckets(
         dtypes: the parameters' dtypes, or other values that must be equal in a bucket.
         caps_bytes: the largest size in bytes of each dtype's first bucket, second bucket and so on; the last one
             applies to all further buckets.
-        order: all indices, in the order in which a backward has computed the gradients.
-        may_exceed: whether a bucket is closed by the parameter that makes it reach its cap, as torch's are, and not
-            before that parameter.
+        order: all indices, in the order in which a backward computed the gradients.
+        may_exceed: whether the parameter that makes a bucket reach its cap still belongs to it, as in torch, even if
+            the bucket then exceeds the cap.
 
     >>> make_buckets([4, 4, 4], ["float32"] * 3, caps_bytes=[4, 8])
     [Bucket(params=(2,), nbytes=4), Bucket(params=(1, 0), nbytes=8)]

@@ -1,4 +1,4 @@
-"""CommHook: a communication hook, which is a user's function that averages a bucket, and the future that it returns."""
+"""CommHook: a user's function that averages a bucket of gradients, and the future that it returns."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class DeferredFuture(Generic[T]):
     the order in which the reducer waits, which is the same on every rank. Those of `Work.get_future` run in the order
     in which calls complete, which may differ between ranks.
 
-    It is not a `torch.futures.Future`, because torch waits for several of those in C++, where nothing would compute the
-    value. `torch.futures.collect_all` therefore refuses it; use `collect_all` of this module.
+    It is not a `torch.futures.Future`, because `torch.futures.collect_all` waits in C++, where nothing would compute
+    the value. That function therefore rejects it; use `collect_all` of this module.
     """
 
     def __init__(self, compute: Callable[[], T]) -> None:
@@ -39,7 +39,7 @@ class DeferredFuture(Generic[T]):
         return self._compute is None
 
     def wait(self) -> T:
-        """Returns the value, computed by the first call. If that fails, every call raises the error."""
+        """Returns the value, which the first call computes. If that fails, every call raises the error."""
         compute, self._compute = self._compute, None
         if compute is not None:
             try:
@@ -51,7 +51,7 @@ class DeferredFuture(Generic[T]):
         return self._value
 
     def value(self) -> T:
-        """Returns the value like `wait`, for callbacks that read the future that they were added to."""
+        """Returns the value, as `wait` does. Callbacks call it on the future that they were added to."""
         return self.wait()
 
     def then(self, callback: Callable[[DeferredFuture[T]], S]) -> DeferredFuture[S]:
@@ -197,5 +197,5 @@ class CommHook:
 
 
 def _flat_views(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns flat views of the tensors with elements in the order of memory, which is the same on every rank."""
+    """Returns flat views of the tensors, with elements in memory order, which is the same on every rank."""
     return [tensor.detach().as_strided((tensor.numel(),), (1,)) for tensor in tensors]

@@ -1,8 +1,8 @@
 """DistributedDataParallel: each rank has the whole model and a part of the batch, and backward averages the gradients.
 
-The class also has the attributes of torch's DistributedDataParallel that programs use although torch does not document
-them, the calls for elastic jobs (`average_by`, `weight`, `skip_batch`), and the hook that lets a rank without inputs
-take part in the steps of the others within `Join`.
+The class also has undocumented attributes of torch's DistributedDataParallel that programs use, the calls for elastic
+jobs (`average_by`, `weight`, `skip_batch`), and the hook with which a rank without inputs makes the others' collectives
+within `Join`.
 """
 
 from __future__ import annotations
@@ -90,25 +90,26 @@ class DistributedDataParallel(nn.Module, Joinable):
     Args:
         module: the model, the same on every rank, on the CPU or on GPUs for which the group has a backend. The
             parameters and buffers of rank 0 are copied to all ranks.
-        device_ids: the device of the module, to which forward moves its inputs; a number means a GPU. With several
-            devices, each gets a replica and a part of the batch; the CPU may be named several times. If None, the
-            module is called with its inputs as they are, wherever its layers are.
+        device_ids: the device of the module, to which forward moves its inputs; an integer is the index of a GPU. With
+            several devices, each gets a replica and a part of the batch; the CPU may be named several times. If None,
+            inputs are passed to the module as they are, whichever devices its layers are on.
         output_device: the device on which the outputs of several devices are concatenated; the first one if None.
         dim: the dimension along which the batch is split between the devices.
         broadcast_buffers: the older name of `forward_sync_buffers`. False also disables the copy of buffers when the
             module is wrapped.
-        init_sync: whether the models are compared and copied at the start; if False, they must be equal already.
+        init_sync: whether the ranks' models are compared, and rank 0's is copied, when the module is wrapped; if False,
+            they must already be equal.
         process_group: the ranks; the default group if None.
         bucket_cap_mb: the size of a bucket of gradients in MiB; 25 if None.
         find_unused_parameters: whether parameters may get no gradient. A gradient that no rank has stays None; one that
-            only other ranks have is zero on this rank. Nothing is reduced before backward ends.
+            only other ranks have counts as zero on this rank. Nothing is reduced before backward ends.
         check_reduction: has no effect, as in torch.
         gradient_as_bucket_view: has no effect. On the CPU gradients are reduced in place, without copies for buckets.
             On other devices they are views of the buckets after each backward.
-        static_graph: whether all backwards are alike. The first one determines which parameters get no gradient, and
-            which get several.
-        delay_all_reduce_named_params: pairs of a name and a parameter whose gradients are averaged apart from all
-            others, also within `no_sync`, at the end of each backward that reaches `param_to_hook_all_reduce`.
+        static_graph: whether the autograd graph is the same in every step. The first backward determines which
+            parameters get no gradient, and which get several.
+        delay_all_reduce_named_params: pairs of a name and a parameter whose gradients are averaged separately from all
+            others, even within `no_sync`, at the end of each backward that reaches `param_to_hook_all_reduce`.
         param_to_hook_all_reduce: a parameter that requires a gradient.
         mixed_precision: torch's `_MixedPrecision`. Gradients are averaged in its `reduce_dtype`; it must not cast
             parameters or buffers (use `torch.autocast`).
@@ -118,16 +119,16 @@ class DistributedDataParallel(nn.Module, Joinable):
         batched_grad_copy: has no effect: on devices, the gradients of a bucket are always copied together.
         forward_sync_buffers: whether rank 0's buffers are copied to all ranks before each forward in training mode, and
             at the end of `join`; True if None.
-        lazy_bucket_allocation: has no effect: buckets have no memory of their own on the CPU, and on other devices get
-            it in the first backward.
-        deterministic: whether training ends with the same bits on any number of ranks that is a power of two (see
+        lazy_bucket_allocation: has no effect: on the CPU buckets have no memory of their own, and on other devices it
+            is allocated in the first backward.
+        deterministic: whether training gives bitwise equal results on any number of ranks that is a power of two (see
             docs/reproducible.md).
-        logical_shards: with `deterministic`, the number of shards that each step's samples are divided into; a power
-            of two, at least the number of ranks. Each shard is computed alone, and runs with the same number of shards
-            end with the same bits.
+        logical_shards: with `deterministic`, the number of shards that each step's samples are divided into; a power of
+            two, at least the number of ranks. Each shard is computed separately, and runs with the same number of
+            shards give bitwise equal results.
         seed: with `deterministic`, the seed of the shards' random numbers.
-        overlap: whether gradients are reduced while backward computes others. If None, they are where each rank of this
-            host has a core to spare (see docs/data-parallel.md), and always on GPUs.
+        overlap: whether gradients are reduced while backward computes others. If None, they are if every rank has a
+            core to spare (see docs/data-parallel.md), and always on GPUs.
         checks: whether to warn when gradients are not finite or replicas differ (see docs/data-parallel.md); a number
             is the number of steps between comparisons of the replicas. If None, PACELINE_CHECKS decides.
         wire: the format that gradients are rounded to between hosts, with error feedback: "bf16", "int8" or "int4" (see
@@ -203,7 +204,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.bucket_cap_mb = DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
         self._bucket_caps = choose_bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
         self._delayed_pairs = require_delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
-        self._delay_trigger = (param_to_hook_all_reduce,)  # in a tuple, or it would be a parameter of the wrapper
+        self._delay_trigger = (param_to_hook_all_reduce,)  # a tuple keeps it from becoming a parameter of the wrapper
         self.require_backward_grad_sync = True
         self.overlap = self.asks_for_overlap = bool(overlap)
         self.checks = choose_checks(checks)
@@ -288,8 +289,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     def forward(self, *args: object, **kwargs: object) -> object:
         """Calls the module. The backward of its outputs averages the gradients, except within `no_sync`.
 
-        Inside a backward, where `torch.utils.checkpoint` calls a module again, no buffers are copied; the gradients are
-        averaged by that backward.
+        If `torch.utils.checkpoint` calls the module again inside a backward, no buffers are copied, and that backward
+        averages the gradients.
 
         Raises:
             RuntimeError: the last backward left gradients that were not averaged, or a module with `deterministic` is
@@ -357,7 +358,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Returns a context whose forwards have backwards that accumulate gradients without averaging them.
+        """Returns a context that disables averaging: backwards of its forwards only accumulate gradients.
 
         The backward of the first forward after the context averages the accumulated gradients.
         """
@@ -370,7 +371,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             self.require_backward_grad_sync = before
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Registers a hook that averages the gradients of each bucket in place of the engine.
+        """Registers a hook that averages the gradients of each bucket instead of the engine.
 
         The hook is called as `hook(state, bucket)` with a `GradBucket`. It returns a `torch.futures.Future` of the
         averaged flat buffer, or the `Work` of a collective on it that was called with `async_op=True`. Every rank must
@@ -399,7 +400,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._checks.allow_differences()  # the hook may average over a subset of the ranks
 
     def communication_wait_s(self) -> float:
-        """Returns the total time in seconds that backwards have spent reducing, and waiting for it, when they end."""
+        """Returns the total time in seconds that backwards have spent at their ends on reducing and waiting."""
         return self._reducer.wait_s
 
     def weight(self, weight: float) -> None:
@@ -448,7 +449,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return averager.gradients.params, self._watched.current_buffers if self.forward_sync_buffers else list
 
     def skip_batch(self) -> None:
-        """Takes part in the other ranks' average without a backward; see `ElasticState.skip_batch`."""
+        """Participates in the other ranks' average without a backward; see `ElasticState.skip_batch`."""
         assert self._averages is not None
         self._reducer.skip(self._averages.skip)
 
@@ -456,7 +457,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Requires that the gradients of the latest backward were averaged.
 
         Raises:
-            RuntimeError: they were not, since parameters have no gradient.
+            RuntimeError: they were not, because some parameters have no gradient.
         """
         self._reducer.require_averaged()
 
@@ -496,8 +497,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     ) -> Join:
         """Returns a context in which ranks may run out of inputs at different times.
 
-        A rank that has run out takes part in the others' steps with zeros. At the end all ranks receive the parameters
-        and buffers of one that trained longest. Every step must consist of one forward and one backward.
+        A rank that has run out contributes zeros to the others' steps. At the end all ranks receive the parameters and
+        buffers of a rank that trained longest. Every step must consist of one forward and one backward.
 
         Args:
             divide_by_initial_world_size: whether gradients are divided by the number of all ranks, which gives every
@@ -540,7 +541,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def join_process_group(self) -> ProcessGroup:
-        """Returns the ranks that take part."""
+        """Returns the process group that averages the gradients."""
         return self.process_group
 
     def _announce_step(self) -> int:
@@ -606,7 +607,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return list(self.named_module_buffers.values())
 
     def will_sync_module_buffers(self) -> bool:
-        """Returns whether a forward whose backward averages would copy buffers now, as it does in training mode."""
+        """Returns whether a forward would copy buffers now, as it does in training mode outside `no_sync`."""
         syncs = self.require_backward_grad_sync and self.forward_sync_buffers and self.training
         return syncs and bool(self._watched.current_buffers())
 
@@ -651,7 +652,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
     ) -> None:
-        """Excludes the tensors with these names from what later wrappers of `module` copy and average."""
+        """Excludes the named tensors from those that later wrappers of `module` copy and average."""
         ignore_tensors(module, params_and_buffers_to_ignore)
 
     # - Copies: a deep copy keeps the process group; an unpickled module gets the default group of its process
@@ -679,7 +680,7 @@ DistributedDataParallelCPU = DistributedDataParallel
 
 @dataclass(frozen=True)
 class _Step:
-    """Whether each rank has inputs in this step, averages gradients, and sends its buffers beforehand."""
+    """For each rank, whether it has inputs in this step, averages gradients, and sends its buffers beforehand."""
 
     is_active: list[bool]
     averages: list[bool]
@@ -687,7 +688,7 @@ class _Step:
 
 
 class UnevenSteps:
-    """Exchanges which ranks make the next step within `Join`, and sets the divisor of gradients.
+    """Determines which ranks make the next step within `Join`, and sets the divisor of gradients.
 
     Every step begins with one exchange over all ranks: those with inputs call it in forward, the others in their hook.
     """
@@ -743,7 +744,7 @@ class DdpJoinHook(JoinHook):
         self._own_gradients: list[torch.Tensor | None] | None = None
 
     def main_hook(self) -> None:
-        """Takes part in a step with zeros; this rank's optimizer steps with the average over the other ranks."""
+        """Contributes zeros to a step; this rank's optimizer steps with the average over the other ranks."""
         step = self._steps.follow()
         if not any(step.averages):
             return
@@ -754,7 +755,7 @@ class DdpJoinHook(JoinHook):
             self._own_gradients = before
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Copies the model from a rank that has trained longest, and restores this rank's own gradients."""
+        """Copies the model from a rank that trained longest, and restores this rank's own gradients."""
         root = self._steps.last_rank(is_last_joiner)
         tensors = self._watched.current_tensors(with_buffers=self._syncs_buffers)
         broadcast_tensors(tensors, self._averager.group, root)
@@ -776,7 +777,7 @@ def synchronize_replicas(
     Args:
         tracked: the module's tensors.
         compared: the wrapper's arguments that must be equal on every rank, by name.
-        overlap: whether this rank requests reduction during backward; None if the ranks' cores decide.
+        overlap: whether this rank requests reduction during backward; None if that depends on the number of cores.
         problem: the reason why this rank cannot wrap its module, or None.
         group: the ranks.
         with_buffers: whether buffers are copied too.
@@ -791,7 +792,7 @@ def synchronize_replicas(
     everyones = require_same_module(tracked, compared, facts, problem, group)
     warn_of_too_many_threads(everyones, group)
     # `data` does not increment the version counter: no backward needs that yet, and SharedModelOptimizer, which shares
-    # parameters between the ranks of a host, would take the write for one that a single rank has made.
+    # parameters between the ranks of a host, would mistake the write for one by a single rank.
     broadcast_tensors([tensor.data for tensor in tracked.tensors(with_buffers)], group)
     return reduces_during_backward(everyones)
 

@@ -1,10 +1,11 @@
 """FlatGradients: the gradients of a bucket on a device, as parts of one flat tensor, which one call reduces.
 
-Autograd computes each gradient in memory of its own. When the last one of a bucket is there, all are copied into the
-flat tensor, whose parts replace them. If the program keeps the gradients (`zero_grad(set_to_none=False)`, or an
-accumulation within `no_sync`), autograd adds the next ones to these parts, and nothing is copied. If it discards them,
-the flat tensor waits for the next backward, since to make its parts again costs the host more than all else. A gradient
-that the program has saved keeps its memory and its values: the next backward then gets another flat tensor.
+Autograd computes each gradient in memory of its own. When the last one of a bucket has been computed, all are copied
+into the flat tensor, whose parts replace them. If the program keeps the gradients (`zero_grad(set_to_none=False)`, or
+an accumulation within `no_sync`), autograd adds the next ones to these parts, and nothing is copied. If it discards
+them, the flat tensor is kept for the next backward, since creating its parts again would cost the host more than the
+rest of the work. A gradient that the program has saved keeps its memory and its values: the next backward then uses
+another flat tensor.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class FlatGradients:
         )
 
     def whole(self) -> torch.Tensor:
-        """Returns the flat tensor, which is there if `has` has returned True."""
+        """Returns the flat tensor, which exists if `has` returned True."""
         assert self._whole is not None
         return self._whole
 
@@ -66,7 +67,7 @@ class FlatGradients:
     def _allocate(self) -> None:
         self._whole = torch.empty(sum(self._numels), dtype=self._dtype, device=self._device)
         known = zip(self._whole.split(self._numels), self._shapes, self._layouts, self._are_plain, strict=True)
-        # `data` removes the marks of views, whose gradients do not allow `detach_`, which programs call.
+        # `data` returns tensors that are not marked as views: programs call `detach_`, which views do not allow.
         self._parts = [
             (part.view(shape) if is_plain else part.as_strided(shape, layout)).data
             for part, shape, layout, is_plain in known
@@ -75,9 +76,9 @@ class FlatGradients:
         self._strides = list(map(_stride, self._parts))
 
     def _count_references(self) -> list[int]:
-        """Returns the numbers of references to the parts and to their memory, which show whether others have any."""
+        """Returns the reference counts of the memory and of the parts, which reveal references by other objects."""
         assert self._whole is not None
         if _storage_use_count is None:
-            return [*self._references, 0]  # never twice the same: the memory is not used again
+            return [*self._references, 0]  # never equal to the last result, so the memory is not reused
         in_use = _storage_use_count(self._whole.untyped_storage()._cdata)
         return [in_use, *map(sys.getrefcount, self._parts)]

@@ -1,8 +1,8 @@
 """GradientAverager: averages the gradients of a module over the ranks, a bucket at a time.
 
 The file also has the collaborators of the averager: the wire formats that buckets are rounded to between hosts
-(`BucketWires`), the comparison of the ranks' batches (`SameBatches`), and the parameters that are averaged apart from
-all others (`DelayedParameters`).
+(`BucketWires`), the comparison of the ranks' batches (`SameBatches`), and the parameters that are averaged separately
+from all others (`DelayedParameters`).
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _MOST_BYTES = 1 << 16  # the part of each tensor that is hashed
 class GradientAverager:
     """Averages the gradients of a module over the ranks of `group`, in place.
 
-    Buckets start strictly in their order, in whatever order they become full: every rank must make the same calls in
-    the same order, and autograd's order may differ between ranks. Autograd has a thread for each device, so the caller
-    lets one thread at a time call the methods that run during a backward.
+    Buckets start strictly in order, regardless of the order in which they become full: every rank must make the same
+    calls in the same order, and autograd's order may differ between ranks. Autograd has a thread for each device, so
+    the caller must serialize calls of the methods that run during a backward.
 
     On a device, the buckets of the first backward are in the order of registration, as on the CPU, and those of all
-    later ones in the order in which rank 0's first backward has computed the gradients.
+    later ones are in the order in which rank 0's first backward computed the gradients.
 
     Args:
         tracked: the module's tensors.
@@ -63,11 +63,11 @@ class GradientAverager:
         checks: the checks of gradients and replicas.
         overlap: whether full buckets are reduced while backward continues; the same on every rank.
         find_unused: whether parameters may have no gradient after a backward.
-        static_graph: whether all backwards are alike, so that the first one shows how many gradients each parameter
-            gets, and which parameters get none. Overrides `find_unused`.
+        static_graph: whether the autograd graph is the same in every step, so that the first backward shows how many
+            gradients each parameter gets, and which parameters get none. Overrides `find_unused`.
         compares_batches: whether digests of the ranks' batches are sent along with the first gradients.
         wire: the format that gradients are rounded to between hosts, with error feedback; None for no rounding. Digests
-            of batches would not survive it, and are not sent then.
+            of batches are not sent with rounded gradients.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class GradientAverager:
         self.group = group
         self._checks = checks
         self.comm_hook: CommHook | None = None  # the hook that averages in place of the engine
-        self.scale = 1.0  # the factor of averages: within `join`, only some of the ranks may count
+        self.scale = 1.0  # a factor of the averages: within `join`, only some of the ranks may count
         on_cpu = all(param.is_cpu for param in self.gradients.params)
         self._same_batches = SameBatches(group, on_cpu=compares_batches and on_cpu and wire is None)
         self._wires = BucketWires(wire)
@@ -102,7 +102,7 @@ class GradientAverager:
         # - The counts of gradients, by parameter and by bucket
         self._expected_counts = [1] * len(self.gradients.params)  # the number of gradients that each parameter gets
         self._arrives = [True] * len(self.gradients.params)  # whether each parameter gets any, on this rank
-        self._arrivals: dict[int, None] | None = {}  # the parameters by their last gradient; None once it was used
+        self._arrivals: dict[int, None] | None = {}  # parameters in the order of their last gradients; None after use
         self._count_buckets()
 
         # - The calls of this backward
@@ -132,15 +132,15 @@ class GradientAverager:
     def counted_params(self) -> Iterator[int]:
         """Yields the index of each parameter whose gradients are counted with `count_and_start`.
 
-        They are those of the buckets that may start before backward ends, and on a device all others too, since the
-        first backward shows in which order gradients are computed.
+        These are the parameters of the buckets that may start before backward ends. On an accelerator all others are
+        counted too, since the first backward shows the order in which gradients are computed.
         """
         counted = len(self.gradients.buckets) if self._early and self.gradients.are_on_device else self._early
         for bucket in self.gradients.buckets[:counted]:
             yield from bucket.params
 
     def _count_buckets(self) -> None:
-        """Derives from the buckets how many of them may start early, and how many parameters each one waits for.
+        """Computes how many of the buckets may start early, and how many parameters each bucket waits for.
 
         With `find_unused` any parameter may be left out, so no bucket starts early.
         """
@@ -152,7 +152,7 @@ class GradientAverager:
 
     def reset_counts(self) -> None:
         """Resets the counts before a backward."""
-        self._next = 0  # the first bucket that was not started
+        self._next = 0  # the first bucket that has not been started
         self._counts = [0] * len(self._expected_counts)
         self._left = list(self._full_counts)  # the number of parameters that each bucket waits for
 
@@ -182,7 +182,7 @@ class GradientAverager:
         return True
 
     def _collect_ahead(self, bucket: int) -> None:
-        """Collects a full bucket on the streams of the thread that has computed it, since another thread starts it."""
+        """Collects a full bucket on the streams of the thread that computed it, since another thread will start it."""
         gradients = self.gradients.active[bucket]
         memory = None if gradients is None else gradients.collect(copy_shared=True)
         if memory is not None:
@@ -203,7 +203,7 @@ class GradientAverager:
                 else:
                     memory = gradients.collect(copy_shared=True)
                 if memory is None:
-                    return  # a hook of the user's has removed a gradient, which is an error when backward ends
+                    return  # a user's hook has removed a gradient; the end of backward raises the error
                 self._start(self._next, gradients, memory, async_op=True)
             self._next += 1
 
@@ -213,7 +213,7 @@ class GradientAverager:
         """Records the first backward of a static graph: how many gradients each parameter gets, and on which ranks.
 
         Returns:
-            False if the first backward is still to come: no rank has a gradient of the module's parameters.
+            False if this was not the first backward, because no rank has a gradient of the module's parameters.
         """
         if not self._is_recording:
             return True
@@ -245,9 +245,9 @@ class GradientAverager:
         return is_averaged
 
     def _settle_order(self) -> None:
-        """Reorders the buckets of a device after the first averages, which all ranks make.
+        """Reorders the buckets on an accelerator after the first averages; all ranks call this.
 
-        A communication hook may keep a state by the numbers of the buckets, which therefore stay as they are.
+        With a communication hook the buckets stay unchanged, since the hook may keep state for each bucket index.
         """
         arrivals, self._arrivals = list(self._arrivals or ()), None
         if not (self._early and self.gradients.are_on_device) or self.comm_hook is not None:
@@ -260,8 +260,8 @@ class GradientAverager:
     def average_again(self, copy_shared: bool) -> None:
         """Averages the gradients of a backward that follows one whose gradients were averaged.
 
-        If gradients are missing, those are averaged that any rank has. Without any gradient this rank makes no call: a
-        rank that computes the gradients of other tensors, with `torch.autograd.grad`, may do so alone.
+        If gradients are missing, only those that at least one rank has are averaged. A rank without any gradient makes
+        no call, since a single rank may compute the gradients of other tensors with `torch.autograd.grad`.
         """
         if self._find_unused or not self.gradients.are_incomplete():
             self.average_rest(copy_shared)
@@ -279,7 +279,8 @@ class GradientAverager:
             self._checks.forget()
             return False
         if have_aliases(memories):
-            # On another rank, with a batch of another size, they may not, and all ranks must reduce the same.
+            # On another rank, with a batch of another size, they may not overlap, and all ranks must reduce the same
+            # memory.
             memories = _collect(rest, copy_shared=True)
         if self.comm_hook is None and memories and not self._same_batches.is_over:
             self._same_batches.add_to(memories[-1], rest[-1][1].dtype)
@@ -382,7 +383,7 @@ class ExternalAverager(Protocol):
         ...
 
     def skip(self) -> None:
-        """Does the same on a rank whose own gradients do not count."""
+        """Participates in the mean on a rank whose own gradients do not count."""
         ...
 
     def set_weight(self, weight: float) -> None:
@@ -391,7 +392,7 @@ class ExternalAverager(Protocol):
 
 
 class DelegatingAverager(GradientAverager):
-    """Has an `ExternalAverager` average the gradients when backward ends; nothing is reduced before that.
+    """Lets an `ExternalAverager` average the gradients when backward ends; nothing is reduced before that.
 
     Args:
         tracked: the module's tensors.
@@ -416,7 +417,7 @@ class DelegatingAverager(GradientAverager):
         self._averages = averages
 
     def make_static(self) -> None:
-        """Lets backwards leave out parameters; nothing else depends on whether they are alike."""
+        """Allows backwards to leave out parameters; a static graph has no other effect here."""
         self._find_unused = True
 
     def before_forward(self, inputs: object) -> None:
@@ -434,7 +435,7 @@ class DelegatingAverager(GradientAverager):
     def average_again(self, copy_shared: bool) -> None:
         """Averages the gradients of a backward that follows one whose gradients were averaged.
 
-        A backward that has left no gradient has computed those of other tensors, which concerns this rank only.
+        A backward that left no gradient computed those of other tensors, and is not averaged.
         """
         if self.gradients.any_present():
             self._average()
@@ -459,7 +460,7 @@ class BucketWires:
     def of(self, bucket: int, names: Sequence[str]) -> Wire | None:
         """Returns the wire of a bucket, whose gradients are those of `names`.
 
-        A bucket gets a new wire when its gradients change, as when ranks leave some out.
+        A bucket gets a new wire when its gradients change, for example when ranks leave some out.
         """
         if self.kind is None:
             return None
@@ -475,7 +476,8 @@ def choose_wire(
     """Returns the format that gradients are rounded to between hosts, and an error if this module's cannot be rounded.
 
     Args:
-        wire: the argument of the wrapper. If it is None, the group's wire is used where all else allows it.
+        wire: the argument of the wrapper. If it is None, the group's wire is used if the other arguments and the
+            parameters allow it.
         group: the ranks.
         excluded: the arguments that exclude `wire`, and whether each of them was given.
         params: the trained parameters by name.
@@ -569,7 +571,7 @@ class SameBatches:
 
 
 def digest(inputs: object) -> int | None:
-    """Returns a digest of the tensors in `inputs`; None if all are constant, or one is not on the CPU."""
+    """Returns a digest of the tensors in `inputs`; None if each of them is constant, or one is not on the CPU."""
     hashed = hashlib.blake2b(digest_size=8)
     varies = False
     for tensor in find_first_tensors(inputs):
@@ -589,8 +591,8 @@ def digest(inputs: object) -> int | None:
 class DelayedParameters:
     """Averages the gradients of some parameters at the end of each backward that reaches `trigger`.
 
-    They are averaged in one call for each dtype, apart from the buckets of other parameters, also within `no_sync`. A
-    parameter without a gradient contributes zeros, as in torch (`delay_all_reduce_named_params`).
+    They are averaged in one call for each dtype, separately from the buckets of other parameters, even within
+    `no_sync`. A parameter without a gradient contributes zeros, as in torch (`delay_all_reduce_named_params`).
 
     Args:
         module: the module that has the parameters.

@@ -1,12 +1,12 @@
 """GradientBuckets: the gradients of a module in buckets, as memory that is reduced.
 
-On the CPU, a gradient is reduced where autograd has put it if it has its parameter's dtype and layout, as autograd's
-gradients do. All others are reduced in copies, which are written back when all reductions have completed. A gradient
-that shares its memory with other tensors is also reduced in a copy where that matters; the copy replaces it, and the
-other tensors keep their values. On other devices, where a call for each gradient costs more than a copy, the gradients
-of a bucket become views of one flat tensor (`FlatGradients`).
+On the CPU, a gradient is reduced in place if it has its parameter's dtype and layout, as gradients from autograd do.
+All others are reduced in copies, which are written back when all reductions have completed. A gradient that shares its
+memory with other tensors may also be reduced in a copy; the copy then replaces it, and the other tensors keep their
+values. On other devices, where a call for each gradient costs more than a copy, the gradients of a bucket become views
+of one flat tensor (`FlatGradients`).
 
-Sparse gradients hold some rows of a parameter, other ones on each rank, and are averaged one by one.
+Sparse gradients hold some rows of a parameter, which differ between ranks, and are averaged one by one.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _kind = attrgetter("dtype", "device", "layout")
 class GradientBuckets:
     """The gradients of the parameters that a module trains, and which of them are averaged.
 
-    Dense gradients are in buckets; sparse ones are averaged one by one after them. An index of a parameter is that in
-    `params`.
+    Dense gradients are in buckets; sparse ones are averaged one by one after them. The index of a parameter is its
+    position in `params`.
 
     Args:
         tracked: the module's tensors.
@@ -55,14 +55,15 @@ class GradientBuckets:
         sparse = [index for index, name in enumerate(self.names) if name in tracked.sparse]
         self.buckets = bucket_params(self.params, bucket_caps_bytes, left_out=sparse, may_exceed=self.are_on_device)
 
-        # - The gradients that every backward should compute, without those that `settle_present` has left out for good
+        # - The gradients that every backward should compute, except those that `settle_present` has excluded
+        #   permanently
         self._expected: list[BucketGradients | None] = [self._gradients_of(bucket.params) for bucket in self.buckets]
         self._expected_sparse = sparse
         self._settled: list[bool] | None = None  # for each parameter, whether `settle_present` has kept it
         # In a static graph, the parameters for which only other ranks have a gradient; this rank contributes zeros.
         self._absent: list[int] = []
 
-        # - The gradients that are averaged now, also without those that `take_present` has left out of this backward.
+        # - The gradients that are averaged now, which exclude those that `take_present` has left out of this backward.
         #   A bucket is None when no rank has any of its gradients.
         self.active = self._expected
         self._active_sparse = self._expected_sparse
@@ -79,7 +80,7 @@ class GradientBuckets:
         return [self.params[index] for index in self._active_sparse]
 
     def active_sparse_names(self) -> list[str]:
-        """Returns the names of these parameters."""
+        """Returns the names of the parameters whose sparse gradients are averaged now."""
         return [self.names[index] for index in self._active_sparse]
 
     def is_last(self, bucket: int) -> bool:
@@ -114,14 +115,14 @@ class GradientBuckets:
     # - Which of them are averaged
 
     def take_present(self, group: ProcessGroup) -> None:
-        """Leaves gradients that no rank has out of this backward, and sets those that only other ranks have to zero."""
+        """Excludes gradients that no rank has from this backward, and sets those that only other ranks have to zero."""
         anywhere = self._present_anywhere(group)
         self.active, self._active_sparse = self._restricted(anywhere)
         self._fill([index for index, is_present in enumerate(anywhere) if is_present])
 
     @contextmanager
     def only_present(self, group: ProcessGroup) -> Iterator[None]:
-        """Returns a context in which `take_present` leaves gradients out; after it, all are averaged again."""
+        """Returns a context with the effect of `take_present`; after it, all gradients are averaged again."""
         self.take_present(group)
         try:
             yield
@@ -129,9 +130,9 @@ class GradientBuckets:
             self.active, self._active_sparse = self._expected, self._expected_sparse
 
     def settle_present(self, group: ProcessGroup) -> list[bool]:
-        """Leaves gradients that no rank has now out of all backwards, and records those that only other ranks have.
+        """Excludes gradients that no rank has now from all backwards, and records those that only other ranks have.
 
-        If no rank has any gradient, it does neither: that was no backward of the module's parameters.
+        Does neither if no rank has any gradient: the backward did not reach the module's parameters.
 
         Returns:
             For each parameter, whether any rank has a gradient for it.
@@ -147,7 +148,7 @@ class GradientBuckets:
     # - Their order
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Divides the parameters into buckets by the order in which a backward has computed their gradients."""
+        """Divides the parameters into buckets in the order in which a backward computed their gradients."""
         sparse = [index for index in range(len(self.params)) if index not in order]
         self.buckets = bucket_params(self.params, self._caps_bytes, sparse, order=order, may_exceed=self.are_on_device)
         self._expected = [self._gradients_of(bucket.params) for bucket in self.buckets]
@@ -158,7 +159,7 @@ class GradientBuckets:
     # - Their values
 
     def fill_absent(self) -> None:
-        """Sets the gradients that, in a static graph, only other ranks have to zeros."""
+        """Sets to zero the gradients that only other ranks have in a static graph."""
         self._fill(self._absent)
 
     def fill_missing(self) -> None:
@@ -242,7 +243,7 @@ class BucketGradients:
 
     Args:
         params: the parameters.
-        names: their names, for errors.
+        names: the parameters' names, for error messages.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], names: Sequence[str]) -> None:
@@ -257,7 +258,7 @@ class BucketGradients:
         self._count = sum(self._numels)
         self._pieces = [0] * (2 * len(self.params))
         self._pieces[1::2] = [param.nbytes for param in self.params]
-        # A complex gradient may be a conjugate view, which only the flag of that gradient shows.
+        # A complex gradient may be a conjugate view, which only a flag of the gradient shows.
         self._plain = all(param.is_contiguous() for param in self.params) and not self.dtype.is_complex
         self._flat = None if self._device.type == "cpu" else FlatGradients(self.params, self._layouts)
 
@@ -304,7 +305,7 @@ class BucketGradients:
                 dense = torch.empty_strided(gradient.shape, layout, dtype=gradient.dtype, device=gradient.device).copy_(
                     dense
                 )
-                # Autograd makes no views: the user has made this one and reads its base, so it is written to.
+                # Autograd makes no views: the user made this one and may read its base, so the base is written to.
                 (memory.successors if shared and not gradient._is_view() else memory.copies).append((param, dense))
             memory.pieces += (dense.data_ptr(), dense.nbytes)
             memory.tensors.append(dense)
@@ -321,7 +322,8 @@ class BucketGradients:
         whole, views = flat.copy_of(gradients)
         memory = GradientMemory([whole.data_ptr(), whole.nbytes], [whole], self._count, views=views)
         for param, gradient, view in zip(self.params, gradients, views, strict=True):
-            # Autograd makes no views. A view is the user's, who reads its base; and a gradient with a graph keeps it.
+            # Autograd makes no views: the user made this one and may read its base. A gradient with a graph keeps its
+            # graph.
             if gradient._is_view() or gradient.requires_grad:
                 memory.copies.append((param, view))
             else:
@@ -354,7 +356,7 @@ class BucketGradients:
 
 
 def have_aliases(memories: Sequence[GradientMemory]) -> bool:
-    """Returns whether the memory of two gradients overlaps.
+    """Returns whether the memory of any two gradients overlaps.
 
     A gradient may be a part of another one: in `torch.cat([fixed, p]) + q`, the gradient of `p` is a view of that of
     `q`. Without an overlap, each piece ends before the next one starts.
@@ -388,7 +390,7 @@ def empty_gradient(param: nn.Parameter) -> torch.Tensor:
 def average_sparse(params: list[nn.Parameter], group: ProcessGroup, scale: float) -> None:
     """Averages sparse gradients over the ranks, and multiplies them by `scale`.
 
-    One call exchanges the numbers of rows, and one call for each parameter the rows.
+    One call exchanges the numbers of rows, and another call for each parameter exchanges the rows.
     """
     gradients = [_coalesced(param) for param in params]
     counts = torch.tensor([gradient._nnz() for gradient in gradients], device="cpu")
@@ -416,7 +418,7 @@ _ALONE = _references(torch.empty(1, device="cpu")) if _storage_use_count is not 
 
 
 def shares_memory(gradient: torch.Tensor) -> bool:
-    """Returns whether another tensor has the same storage; True if torch does not provide the number of references.
+    """Returns whether another tensor has the same storage; True if torch does not provide the reference count.
 
     A parameter's gradient may be a tensor that autograd still passes to other layers: in `x + p.unsqueeze(0)`, with one
     sample, the gradients of `x` and `p` are views of one tensor. If it were reduced in place, those layers would

@@ -1,7 +1,7 @@
 """Communication hooks for `DistributedDataParallel.register_comm_hook`.
 
-They send gradients as they are, in half precision, as 8-bit integers, or as factors of low rank (PowerSGD, Vogels et
-al. 2019). All divide by the number of ranks, and all leave the same bits on every rank.
+They send gradients uncompressed, in half precision, as 8-bit integers, or as low-rank factors (PowerSGD, Vogels et al.
+2019). All divide by the number of ranks, and their results are bitwise equal on all ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FutureHook = Callable[[object, GradBucket], "AnyFuture[Reduced]"]
 
 
 def average(tensors: torch.Tensor | list[torch.Tensor], group: ProcessGroup) -> DeferredFuture[list[torch.Tensor]]:
-    """Averages the tensors over the ranks in place; returns their future."""
+    """Averages the tensors over the ranks in place, and returns a future of them."""
     return future_of(group.all_reduce(tensors, ReduceOp.AVG, async_op=True))
 
 
@@ -41,7 +41,7 @@ def fp16_compress_hook(process_group: object, bucket: GradBucket) -> AnyFuture[R
 
 
 def bf16_compress_hook(process_group: object, bucket: GradBucket) -> AnyFuture[Reduced]:
-    """Averages the bucket in bfloat16, which has the range of float32 and fewer digits than float16."""
+    """Averages the bucket in bfloat16, which has the range of float32 and less precision than float16."""
     return bf16_compress_wrapper(allreduce_hook)(process_group, bucket)
 
 
@@ -118,8 +118,8 @@ def int8_hook(state: Int8State, bucket: GradBucket) -> AnyFuture[Reduced]:
 
     Each rank sends part r of its gradients to rank r, rounded to 8 bits block by block. Rank r averages the parts that
     it has received, rounds the average, and sends it to all ranks. The next step compensates for both roundings (error
-    feedback; Seide et al. 2014, on both sides as in Tang et al. 2021, 1-bit Adam). A block with infinity or NaN arrives
-    as NaN.
+    feedback; Seide et al. 2014, on both sides as in Tang et al. 2021, 1-bit Adam). A block that contains infinity or
+    NaN becomes NaN.
     """
     group = group_of(state.process_group)
     size, index = group.size(), bucket.index()
@@ -162,7 +162,7 @@ def _quantise(
     scales = blocks.abs().amax(1) / _LEVELS
     levels = blocks / torch.where(scales > 0, scales, 1).unsqueeze(1)
     quantised = levels.round().nan_to_num(_LEVELS, _LEVELS, -_LEVELS).to(torch.int8).view(-1)
-    # An infinite scale would come back as a finite zero where the integer is zero.
+    # With an infinite scale, some elements of the block would be infinite and others NaN.
     scales = torch.where(scales.isfinite(), scales, torch.nan)
     if state.use_error_feedback:
         lost[index] = (values - _restore(quantised, scales)).nan_to_num_(0, 0, 0)
@@ -184,8 +184,9 @@ class PowerSGDState:
 
     Args:
         process_group: the ranks; None for the default group.
-        matrix_approximation_rank: the rank r of the factors; a larger one is more exact and costs more.
-        start_powerSGD_iter: the number of steps that are averaged uncompressed first, while gradients change fast.
+        matrix_approximation_rank: the rank r of the factors; a higher rank is more accurate and more expensive.
+        start_powerSGD_iter: the number of initial steps, in which gradients change fast, that are averaged
+            uncompressed.
         min_compression_rate: the smallest ratio of n m to (n + m) r for which an n x m matrix is compressed.
         use_error_feedback: whether the approximation error of a step is added to the next gradient.
         warm_start: whether the power iteration starts from the result of the previous step.
@@ -228,21 +229,21 @@ class PowerSGDState:
         known, drawn = self.rights.get(index), self._drawn.get(index)
         if not self.warm_start or drawn is None or [q.shape for q in drawn] != shapes:
             generator = torch.Generator("cpu").manual_seed(self.random_seed + self.iter * 1009 + index)
-            # The same numbers on all devices.
+            # The CPU's generator draws the same numbers for all devices.
             drawn = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
             drawn = [q.to(matrix.device) for q, matrix in zip(drawn, matrices, strict=True)]
             self._drawn[index] = drawn
         if not self.warm_start or known is None or [q.shape for q in known] != shapes:
             return drawn
-        # Gradients that are not finite have left such factors. To ask for them would wait for a device.
+        # Non-finite gradients leave non-finite factors. A branch on them would wait for the device.
         return [torch.where(q.isfinite().all(), q, first.to(q)) for q, first in zip(known, drawn, strict=True)]
 
 
 def power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> AnyFuture[Reduced]:
     """Averages matrices M as P Qᵀ, with P and Q of r columns, and vectors uncompressed.
 
-    Each step makes one power iteration: P = M Q, averaged and orthonormalized; then Q = Mᵀ P, averaged. The difference
-    between this rank's gradient and P Qᵀ is added to its next gradient.
+    Each step performs one power iteration: P = M Q, averaged and orthonormalized; then Q = Mᵀ P, averaged. The
+    difference between this rank's gradient and P Qᵀ is added to its next gradient.
     """
     group = group_of(state.process_group)
     index = bucket.index()
@@ -258,7 +259,7 @@ def power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> AnyFuture[Reduce
     views = bucket.gradients()
     compressed = [number for number, view in enumerate(views) if state.is_worth_it(view)]
     plain = [view for number, view in enumerate(views) if number not in compressed]
-    wide = torch.promote_types(gradient.dtype, torch.float32)  # products are computed in float32 at least
+    wide = torch.promote_types(gradient.dtype, torch.float32)  # products are computed in at least float32
     matrices = [views[number].reshape(len(views[number]), -1).to(wide, copy=True) for number in compressed]
     rights = [q.to(m.dtype) for q, m in zip(state.first_right(index, matrices), matrices, strict=True)]
     rights = [_orthonormal(q, state.orthogonalization_epsilon) for q in rights]

@@ -14,10 +14,10 @@ from paceline.train.module_tensors import broadcast_bytes, broadcast_tensors, by
 
 
 class ModuleStructure:
-    """The parameters and submodules of a module at creation, or at the latest call of `accept`.
+    """The parameters and submodules of a module at construction, or at the latest call of `accept`.
 
-    Identities are compared by code in C, which takes about 0.1 ms for a module of 400 layers; iterating over
-    `parameters()` takes several times as long.
+    Comparing identities in C takes about 0.1 ms for a module of 400 layers; iterating over `parameters()` takes several
+    times as long.
 
     Args:
         module: the module.
@@ -33,7 +33,7 @@ class ModuleStructure:
         self.accept()
 
     def accept(self) -> None:
-        """Takes the module's present parameters and submodules as the unchanged state."""
+        """Accepts the module's current parameters and submodules as the unchanged state."""
         modules = list(self._module.modules())
         tables = [table for module in modules for table in (module._parameters, module._modules)]
         self._tables = [table for table in tables if table]
@@ -42,11 +42,11 @@ class ModuleStructure:
         self._members = self._list_members()
         self._ids = [id(member) for member in self._members]
         self._buffer_tables = [module._buffers for module in modules]
-        # A layer with a new name keeps the buffers that were ignored under the former one.
+        # A renamed layer keeps the buffers that were ignored under its former name.
         self._ignored += [
             (module, key)
             for prefix, module in self._module.named_modules(remove_duplicate=False)
-            for key, _ in module._buffers.items()  # a scripted module has no dict, but its items
+            for key, _ in module._buffers.items()  # a scripted module has no dict, only `items`
             if (f"{prefix}.{key}" if prefix else key) in self._ignored_names
         ]
         self._buffer_members.clear()
@@ -59,7 +59,7 @@ class ModuleStructure:
         return not any(self._empty) and self._ids == list(map(id, self._list_members()))
 
     def buffers(self) -> list[torch.Tensor]:
-        """Returns each of the module's present buffers once, except ignored ones, and those on the meta device."""
+        """Returns each of the module's current buffers once, except ignored ones and those on the meta device."""
         members = list(chain.from_iterable(table.values() for table in self._buffer_tables))
         if len(members) != len(self._buffer_members) or any(
             now is not before for now, before in zip(members, self._buffer_members, strict=True)
@@ -82,7 +82,7 @@ class ModuleMonitor:
         module: the module.
         group: the ranks.
         also_ignored: the names of tensors to be ignored besides those that the module names.
-        may_leave_out: whether parameters may get no gradient, and so may also be removed from the module.
+        may_leave_out: whether parameters may get no gradient, and therefore may also be removed from the module.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ModuleMonitor:
         self._buffer_bytes: list[list[torch.Tensor]] = []  # byte views, for each device
 
     def check_unchanged(self) -> None:
-        """Checks at every 16th call that the module still trains the same parameters; all else may change.
+        """Checks at every 16th call that the module still trains the same parameters; other changes are allowed.
 
         Raises:
             RuntimeError: parameters were replaced, added or removed, or a parameter was unfrozen.
@@ -119,7 +119,7 @@ class ModuleMonitor:
             self._accept_change()
 
     def _accept_change(self) -> None:
-        """Takes the module's present structure as the unchanged state if it trains the same parameters as before."""
+        """Accepts the module's current structure as the unchanged state if it trains the same parameters as before."""
         now = {id(param): name for name, param in self._module.named_parameters()}
         unknown = {
             name: param
@@ -140,7 +140,7 @@ class ModuleMonitor:
         self._structure.accept()
 
     def current_tensors(self, with_buffers: bool) -> list[torch.Tensor]:
-        """Returns the module's present parameters, and its buffers if requested; both may have been replaced."""
+        """Returns the module's current parameters, and its buffers if requested; both may have been replaced."""
         return collect_tracked(self._module, self.tracked.ignored).tensors(with_buffers)
 
     def current_buffers(self) -> list[torch.Tensor]:

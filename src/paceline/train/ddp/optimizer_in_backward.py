@@ -19,7 +19,7 @@ def apply_optimizer_in_backward(
     params: Iterable[nn.Parameter],
     optimizer_kwargs: Mapping[str, Any] | None = None,
 ) -> None:
-    """Gives each parameter its own optimizer, which steps inside backward and frees the gradient at once.
+    """Gives each parameter its own optimizer, which steps inside backward and frees the gradient immediately.
 
     If the module is wrapped in `DistributedDataParallel` afterwards, the optimizers step when backward ends, with the
     averaged gradients; backwards within `no_sync` only accumulate. Do not call `step` or `zero_grad`.

@@ -7,9 +7,9 @@ Note: the life of a backward
        is EXPECTING.
     3. `Reducer._begin` asks the autograd engine to call `Reducer._end` after this backward. The state is BACKWARD.
     4. Each parameter in a bucket that may be reduced early has a hook, which counts down its bucket
-       (`GradientAverager.count`). Full buckets are passed to the group's progress thread, strictly in their order,
-       since every rank must make the same calls in the same order. The hooks hold a lock: the threads that autograd
-       has for devices would otherwise start a bucket twice.
+       (`GradientAverager.count`). Full buckets are passed to the group's progress thread, strictly in order, since
+       every rank must make the same calls in the same order. The hooks hold a lock: autograd has a thread for each
+       device, and two of them could otherwise start the same bucket.
     5. `Reducer._end` reduces everything else on this thread, waits for the calls in flight, and writes averages that
        were computed in copies back to the gradients (`GradientAverager.average_rest`). The last bucket can only become
        full when backward is about to end, so it always waits for the end, and its parameters need no hooks. The state
@@ -83,7 +83,7 @@ class Reducer:
         self._stepped = take_over_steps(self._gradients.named())  # parameters whose optimizers step at backward's end
 
         # - The state of the latest backward. Hooks hold the lock, since autograd has a thread for each device. It is
-        #   reentrant since a hook of the user's, called for a bucket, may run another backward.
+        #   reentrant since a user's hook, called for a bucket, may run another backward.
         self._lock = threading.RLock()
         self._state = BackwardState.IDLE
         self._outputs = OutputHooks(self._lock)
@@ -131,7 +131,7 @@ class Reducer:
         """Requires that the latest backward averaged all gradients, and passes the inputs to the averager.
 
         Raises:
-            RuntimeError: parameters have no gradient; the message has their names and the fix.
+            RuntimeError: parameters have no gradient; the message contains their names and the fix.
         """
         if self._state in (BackwardState.BACKWARD, BackwardState.COMPLETING):
             raise RuntimeError(f"{self._me()}: {AFTER_AN_ERROR}")
@@ -142,7 +142,7 @@ class Reducer:
         """Requires that the latest backward left no parameter without a gradient.
 
         Raises:
-            RuntimeError: it did; the message has the parameters' names and the fix.
+            RuntimeError: some parameters have no gradient; the message contains their names and the fix.
         """
         if self._state is BackwardState.INCOMPLETE:
             self._raise_missing("the last backward")
@@ -176,16 +176,16 @@ class Reducer:
         return self._gradients.names_without(used_parameters(outputs))
 
     def leave_out(self, output: object) -> None:
-        """Makes a backward of `output` average nothing, although another forward may await its own backward.
+        """Prevents a backward of `output` from averaging, even if another forward awaits its backward.
 
-        Such a backward reaches the parameters too, and without this would be taken for the awaited one.
+        Such a backward reaches the parameters too, and would otherwise be mistaken for the awaited one.
         """
         self._outputs.mark_unwatched(_differentiable(output))
 
     def is_recomputing(self) -> bool:
         """Returns whether a backward calls forward again, to recompute outputs that `expect` has received.
 
-        With `use_reentrant=True` it has not received them, since the first forward computes no gradients.
+        With `use_reentrant=True`, `expect` has not received them, since the first forward computes no gradients.
         """
         if not in_backward() or self._state is BackwardState.IDLE:
             return False
@@ -206,7 +206,7 @@ class Reducer:
     # - Averages without a backward
 
     def contribute_zeros(self) -> list[torch.Tensor | None]:
-        """Takes part with zeros when other ranks average a backward's gradients, and keeps the averages.
+        """Contributes zeros when other ranks average a backward's gradients, and keeps the averages.
 
         Returns:
             The gradients that this rank had before.
@@ -217,7 +217,7 @@ class Reducer:
         return own
 
     def skip(self, take_part: Callable[[], None]) -> None:
-        """Sets the gradients to the other ranks' average by calling `take_part`, in place of a backward."""
+        """Sets the gradients to the other ranks' average by calling `take_part`, instead of running a backward."""
         started = time.perf_counter()
         self._state = BackwardState.IDLE
         take_part()
@@ -279,7 +279,7 @@ class Reducer:
             self.wait_s += time.perf_counter() - started
 
     def _average(self) -> None:
-        """Averages all gradients that were not averaged yet, and sets the state by whether gradients are missing."""
+        """Averages all gradients that were not averaged yet; the new state depends on whether gradients are missing."""
         is_awaited = self._state not in (BackwardState.IDLE, BackwardState.REPEATING)
         if not self._averager.record_static():
             # This was torch.autograd.grad of tensors other than parameters; the parameters' backward may follow.
@@ -297,7 +297,7 @@ class Reducer:
         self._state = BackwardState.INCOMPLETE if is_awaited else BackwardState.IDLE
 
     def _require_used(self) -> None:
-        """Raises if forward used no parameter without a gradient, so that no other backward computes the gradient."""
+        """Raises if forward used none of the parameters without a gradient: no other backward can compute these."""
         unused = self._unused_at_first
         if unused and self._outputs.unreached == 0:
             missing = self._gradients.missing()
@@ -312,7 +312,7 @@ class Reducer:
 
 
 class OutputHooks:
-    """Hooks on the outputs of forwards, which run when a backward reaches these.
+    """Hooks on the outputs of forwards, which run when a backward reaches the outputs.
 
     Args:
         lock: the lock that is held while a hook runs, for outputs on several devices.
@@ -320,7 +320,7 @@ class OutputHooks:
     Attributes:
         task: the autograd engine's number of the running backward; `on_begin` sets it.
         unreached: the number of outputs that no backward has reached yet, whose gradients may still be computed.
-        in_other: whether a backward runs that has reached an output passed to `mark_unwatched`.
+        in_other: whether the running backward has reached an output passed to `mark_unwatched`.
     """
 
     def __init__(self, lock: AbstractContextManager[object]) -> None:
@@ -347,7 +347,7 @@ class OutputHooks:
             tensor.register_hook(self._hook(on_begin, is_counted=True))
 
     def watch_recomputed(self, outputs: Iterable[torch.Tensor], on_begin: Callable[[int], None]) -> None:
-        """Registers the same hooks on recomputed outputs, which are counted already."""
+        """Registers the same hooks on recomputed outputs, which have already been counted."""
         for tensor in outputs:
             tensor.register_hook(self._hook(on_begin, is_counted=False))
 
