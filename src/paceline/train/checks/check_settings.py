@@ -1,6 +1,6 @@
 """Settings of the checks: an argument of the wrapper or, in its absence, an environment variable.
 
-It does not import torch, since the launcher reads it.
+This module does not import torch, since the launcher imports it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Values that checks compute on devices, such as norms and digests, and read when the device has computed them.
 
-Reading a number from a device makes the host wait for all work that it has given to the device before, and then leaves
-the device without work until the host has caught up. The checks therefore enqueue a copy to pinned host memory behind
-the computation, and read the numbers in a later step.
+Reading a number from a device makes the host wait for all work enqueued before, and then leaves the device idle until
+the host enqueues more. The checks therefore enqueue a copy to pinned host memory behind the computation, and read the
+numbers in a later step.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ class DeviceNorms:
             self._norms.setdefault(device, []).append(norms)
 
     def enqueue_copies(self) -> list[LabelledNorms]:
-        """Enqueues the copies to the host, one for each device, and forgets the tensors."""
+        """Enqueues the copies to the host, one for each device, and discards the tensors."""
         copies = [LabelledNorms(self._labels[at], HostCopy(torch.cat(norms))) for at, norms in self._norms.items()]
         self.clear()
         return copies
 
     def clear(self) -> None:
-        """Forgets all tensors."""
+        """Discards all tensors."""
         self._labels.clear()
         self._norms.clear()
         self.nbytes = 0
@@ -100,7 +100,7 @@ _SMALL_BYTES = 1 << 16  # tensors up to this size are hashed together
 
 @dataclass
 class _Digest:
-    """A digest to be completed: where it belongs, the text that it begins with, and the sums that it consists of."""
+    """An incomplete digest: its destination, the text that it begins with, and the sums that it consists of."""
 
     into: dict[str, int]
     name: str
@@ -109,12 +109,12 @@ class _Digest:
 
 
 class DeviceDigests:
-    """Digests of tensors that are computed on their devices, of which 8 bytes for each tensor reach the host.
+    """Digests of tensors, computed on the tensors' devices; only a few bytes for each tensor are copied to the host.
 
-    Digests are only comparable between ranks that add tensors of the same sizes in the same order, as replicas have
-    them. The memory of a tensor is read as words x of 64 bits. A word at position i becomes (x ^ (x >>> 32)) * w(i),
-    with an odd pseudorandom factor w(i), and the sum of these is a digest modulo 2^64. A change of one word always
-    changes the sum, since each step has an inverse.
+    Digests are only comparable between ranks that add tensors of the same sizes in the same order, as replicas do. The
+    memory of a tensor is read as words x of 64 bits. A word at position i becomes (x ^ (x >>> 32)) * w(i), with an odd
+    pseudorandom factor w(i), and the sum of these is a digest modulo 2^64. A change of one word always changes the sum,
+    since each step has an inverse.
     """
 
     def __init__(self) -> None:
@@ -126,14 +126,14 @@ class DeviceDigests:
         return bool(self._digests or self._copies)
 
     def add(self, into: dict[str, int], name: str, tensor: torch.Tensor) -> None:
-        """Adds a tensor, whose digest becomes `into[name]` when all are read; the entry exists from now on."""
+        """Adds a tensor, whose digest becomes `into[name]` when all are read; until then the entry is 0."""
         into[name] = 0
         text = f"{tensor.dtype}{list(tensor.shape)}"
         self._digests.setdefault(tensor.device, []).append(_Digest(into, name, text))
         self._tensors.setdefault(tensor.device, []).append(tensor.detach())
 
     def enqueue(self) -> None:
-        """Enqueues the computations, which read the present values, and the copies of their results."""
+        """Enqueues the computations, which read the current values, and the copies of their results."""
         for device, digests in self._digests.items():
             self._copies.append((digests, HostCopy(_sums_of(self._tensors[device], digests))))
         self._digests, self._tensors = {}, {}
@@ -208,7 +208,7 @@ def _batches(small: Sequence[tuple[_Digest, torch.Tensor]]) -> list[list[tuple[_
 
 
 def _sums_of_small(memories: Sequence[torch.Tensor], factors: torch.Tensor) -> torch.Tensor:
-    """Returns the sum of each memory, padded by zeros to whole words; a sum is a difference of cumulative ones."""
+    """Returns the sum of each memory, padded with zeros to whole words, as the difference of two cumulative sums."""
     device = memories[0].device
     zeros = torch.zeros(8, dtype=torch.uint8, device=device)
     padded = [part for memory in memories for part in (memory, zeros[: -memory.numel() % 8])]

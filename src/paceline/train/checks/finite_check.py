@@ -1,11 +1,11 @@
 """GradientCheck: detects NaN and infinity in a rank's own gradients, before they are averaged over the ranks.
 
 A NaN that arises in a forward or a backward spreads to the gradients of all earlier layers. In most steps it is
-therefore enough to read the first numbers of a few gradients, among them the one that is computed last; all of them
-are read now and then. The measured costs determine how often.
+therefore enough to read the first numbers of a few gradients, including the one that is computed last. All gradients
+are read at longer intervals, which depend on the measured costs.
 
-Gradients on a device are all examined there, now and then, and the host reads the result in a later step, so that it
-never waits for the device (`DeviceOutcome`).
+On a device, all gradients are examined at intervals, and the host reads the result in a later step, so it never waits
+for the device (`DeviceOutcome`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from paceline.train.checks.optimizer_steps import OPTIMIZER_STEPS, CheckInterval
 
 @dataclass(frozen=True)
 class NonFiniteTensor:
-    """A tensor that contains NaN or infinity; `position` is that in the order of the module.
+    """A tensor that contains NaN or infinity; `position` is its index in the order of the module.
 
-    The numbers of NaN and infinity are not counted on a device: of the one that was found it is 1, of the other 0.
+    On a device, NaN and infinity are not counted: one of `nans` and `infs` is 1 for what was found, and the other is 0.
     """
 
     position: int
@@ -127,9 +127,9 @@ class NonFiniteGradients:
 class NonFiniteHistory:
     """A state machine that decides which findings cause a warning: the first ones, on the rank where they arose.
 
-    There is no warning on a rank whose gradients are not finite because an average brought NaN from another rank, nor
-    while no optimizer applies the gradients, as when a GradScaler searches for its scale. After a warning there is no
-    other one until a backward was finite.
+    A rank does not warn if its gradients are not finite because it received NaN in an average from another rank, nor
+    while no optimizer applies the gradients, for example while a GradScaler searches for its scale. After a warning
+    there is no other one until a backward is finite.
     """
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ class NonFiniteHistory:
         self._has_warned = self._has_warned and not average_is_finite
 
     def not_finite(self, finding: NonFiniteGradients) -> NonFiniteGradients | None:
-        """Records a backward in which they were not, and returns the finding to warn of at once, if any."""
+        """Records a backward in which they were not finite, and returns the finding to warn of immediately, if any."""
         if self._has_warned or (self._is_received and finding.parameters):
             return None
         earlier, self.pending = self.pending, None
@@ -187,7 +187,8 @@ class _Pieces(NamedTuple):
 
 
 class DeviceOutcome:
-    """The norms of gradients, of their averages and of parameters in one step, which the device is yet to compute.
+    """The norms of gradients, of their averages and of parameters in one step, which the device may still have to
+    compute.
 
     Args:
         step: the number of the backward.
@@ -198,10 +199,10 @@ class DeviceOutcome:
         self.step = step
         self.is_applied = False  # an optimizer has made a step since
         self._copies = copies
-        self._found_infs: list[HostCopy] = []  # of steps that an optimizer leaves out if a number is not zero
+        self._found_infs: list[HostCopy] = []  # of steps that an optimizer skips if a number is not zero
 
     def note_step(self, found_inf: torch.Tensor | None) -> None:
-        """Records that an optimizer has made a step, unless `found_inf` says that it has left it out."""
+        """Records that an optimizer has made a step, unless `found_inf` shows that it skipped the step."""
         if found_inf is None:
             self.is_applied = True
         else:
@@ -290,7 +291,7 @@ class GradientCheck:
         self._cost_s += time.perf_counter() - started
 
     def look_at(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        """Checks gradients of any dtypes and layouts, also sparse ones, given in the order of the module."""
+        """Checks gradients of any dtypes and layouts, including sparse ones, given in the order of the module."""
         if self._bytes:
             started = time.perf_counter()
             on_cpu = [tensor for tensor in tensors if tensor.is_cpu]
@@ -308,7 +309,7 @@ class GradientCheck:
             self._seen_on_device += [tensor for tensor in tensors if not tensor.is_cpu]
 
     def _look_on_device(self, names: Sequence[str], tensors: Sequence[torch.Tensor], *, keep: bool = True) -> None:
-        """Enqueues the norms of gradients; with `keep`, those of their memory follow when they are averages."""
+        """Enqueues the norms of gradients; with `keep`, their memory is examined again when it holds averages."""
         if is_capturing(tensors[0].device):
             return
         values = [
@@ -395,7 +396,7 @@ class GradientCheck:
         self._outcomes.append(DeviceOutcome(step, self._norms.enqueue_copies()))
 
     def _judge_outcomes(self) -> None:
-        """Judges the steps of which the device has computed the norms, in their order."""
+        """Evaluates, in order, the steps whose norms the device has computed."""
         if self._outcomes and any(is_capturing(param.device) for param in self._params[:1]):
             return
         while self._outcomes and self._outcomes[0].is_complete():
@@ -429,7 +430,7 @@ class GradientCheck:
 
         Args:
             optimizer: the optimizer.
-            found_inf: a number on a device that is not zero if the optimizer has left the step out.
+            found_inf: a number on a device that is not zero if the optimizer skipped the step.
         """
         if any(id(param) in self._ids for group in optimizer.param_groups for param in group["params"]):
             for outcome in self._outcomes:
@@ -439,7 +440,7 @@ class GradientCheck:
             self._follow_steps()
 
     def warn_pending(self) -> None:
-        """Warns of gradients that no optimizer has applied; called at exit, for which they may be the reason."""
+        """Warns of gradients that no optimizer has applied; called at exit, which they may have caused."""
         with contextlib.suppress(RuntimeError):  # a device that has failed
             self._judge_outcomes()
         self._warn(self.history.applied(), applied=False)

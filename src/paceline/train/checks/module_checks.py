@@ -15,14 +15,14 @@ from paceline.train.module_tensors import TrackedTensors
 
 
 class ModuleChecks:
-    """Checks the gradients of each backward, and now and then the replicas.
+    """Checks the gradients of each backward and, at intervals, the replicas.
 
     Args:
         module: the wrapped module.
         tracked: the module's tensors.
         group: the ranks.
         checks: the user's settings.
-        with_buffers: whether buffers are equal on all ranks at the end of a backward, and so are compared too.
+        with_buffers: whether buffers are equal on all ranks at the end of a backward, and are therefore compared too.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class ModuleChecks:
             self._replicas.end(self._step)
 
     def make_fewer_steps(self) -> None:
-        """Excludes optimizers from comparisons, since this rank's makes fewer steps than those of other ranks."""
+        """Excludes optimizers from comparisons, since this rank's optimizers make fewer steps than other ranks'."""
         self.is_uneven = True
         if self._replicas is not None:
             self._replicas.compares_optimizers = False
 
     def allow_differences(self) -> None:
-        """Stops comparing the replicas, since the user's code averages gradients, maybe over a subset of the ranks."""
+        """Stops comparing the replicas, since the user's code may average gradients over a subset of the ranks."""
         self._replicas = None

@@ -1,4 +1,4 @@
-"""Steps of all optimizers of this process (by one of torch's global hooks), and the interval between two checks."""
+"""Steps of all optimizers of this process (from a global hook of torch), and the interval between two checks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-_GROWTH = 1.01  # the factor of the shortest duration in each step, so that it follows steps that become longer
+_GROWTH = 1.01  # the growth of the shortest duration in each step, which adapts it to steps that become longer
 
 
 class StepClock:
@@ -55,7 +55,7 @@ class CheckInterval:
             cost_s: the duration of that run.
             step_s: the duration of a step; infinite if it was not measured yet.
         """
-        self._cost_s = min(cost_s, 2 * self._cost_s)  # this time, the process may have waited for a core
+        self._cost_s = min(cost_s, 2 * self._cost_s)  # in this run, the process may have waited for a core
         interval = math.ceil(self._cost_s / (self._share * step_s)) if step_s > 0 else self._least
         self.next = step + (self._fixed or max(self._least, interval))
 
@@ -64,11 +64,11 @@ class StepListener(Protocol):
     """An object that `OptimizerSteps` calls after a step of an optimizer."""
 
     def after_step(self, optimizer: torch.optim.Optimizer, found_inf: torch.Tensor | None) -> None:
-        """Handles a step that has changed the parameters of `optimizer`, unless the device finds a nonzero number.
+        """Handles a step that has changed the parameters of `optimizer`, unless `found_inf` is nonzero.
 
         Args:
             optimizer: the optimizer.
-            found_inf: that number, if the optimizer looks at one on a device; None otherwise.
+            found_inf: a number on a device; the optimizer skips the step if it is not zero. None if the step was made.
         """
         ...
 
@@ -107,7 +107,7 @@ class OptimizerSteps:
             return
         # With a GradScaler, a fused optimizer checks this itself, and then leaves the parameters unchanged.
         found_inf = getattr(optimizer, "found_inf", None)
-        if not isinstance(found_inf, torch.Tensor) or found_inf.is_cpu:  # to read a device's would wait for it
+        if not isinstance(found_inf, torch.Tensor) or found_inf.is_cpu:  # reading a device's number would wait for it
             if found_inf is not None and float(found_inf) > 0:
                 return
             found_inf = None

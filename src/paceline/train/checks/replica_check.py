@@ -1,4 +1,5 @@
-"""ReplicaCheck: compares digests of the ranks' replicas, and reports which ranks differ, since which step and in what.
+"""ReplicaCheck: compares digests of the ranks' replicas, and reports which ranks differ, since which step and in which
+values.
 
 A replica consists of parameters, buffers, the state of optimizers, and random states.
 """
@@ -32,7 +33,7 @@ class RankDigests:
     """The digests of one part of the state on one rank.
 
     Attributes:
-        shape: a digest of the names; only ranks with equal ones are compared. 0 if there are none.
+        shape: a digest of the names, 0 if there are none; only ranks whose digests of names are equal are compared.
         total: a digest of the values.
     """
 
@@ -42,7 +43,7 @@ class RankDigests:
 
 @dataclass(frozen=True)
 class DisagreeingRanks:
-    """Ranks whose values differ, as sides with equal values: the largest side first."""
+    """Ranks whose values differ, grouped into sides with equal values, the largest side first."""
 
     sides: tuple[tuple[int, ...], ...]
 
@@ -53,7 +54,7 @@ class DisagreeingRanks:
 
     @property
     def odd(self) -> tuple[int, ...]:
-        """Returns the ranks outside of the majority, or all ranks without a majority."""
+        """Returns the ranks outside the majority, or all ranks if there is no majority."""
         sides = self.sides[1:] if self.has_majority else self.sides
         return tuple(sorted(rank for side in sides for rank in side))
 
@@ -134,7 +135,7 @@ _PLAIN = (bool, int, float, complex, str, type(None))
 class StateDigests:
     """A part of the state: the digest of each of its values by name, in the same order on every rank.
 
-    The functions that return these compute digests of CPU tensors at once. They add tensors on other devices to
+    The functions that return these compute digests of CPU tensors immediately. They add tensors on other devices to
     `DeviceDigests`, whose `read` completes `values`.
     """
 
@@ -162,8 +163,8 @@ def optimizers_part(
 ) -> StateDigests:
     """Returns the digests of the settings and states of the optimizers that have some of these parameters.
 
-    With ZeRO, each rank has an optimizer or states of some parameters only, and so names of its own. Ranks with
-    different names are not compared.
+    With ZeRO, each rank has an optimizer or states for only some of the parameters, and therefore different names.
+    Ranks with different names are not compared.
     """
     names = {id(param): name for name, param in params.items()}
     positions = {key: position for position, key in enumerate(names)}
@@ -206,7 +207,7 @@ def _add_optimizer(
 
 
 def _add(values: dict[str, int], name: str, value: object, on_devices: DeviceDigests) -> None:
-    """Adds the digest of a tensor or a plain value; the `repr` of other values may not depend on their contents."""
+    """Adds the digest of a tensor or a plain value, but of no other: its `repr` may not depend on its contents."""
     if isinstance(value, torch.Tensor):
         _add_tensor(values, name, value, on_devices)
     elif isinstance(value, _PLAIN) or (isinstance(value, Sequence) and all(isinstance(item, _PLAIN) for item in value)):
@@ -252,20 +253,20 @@ class _EnqueuedCheck:
 
 
 class ReplicaCheck:
-    """Compares the replicas of a module now and then at the end of a backward, and warns on rank 0.
+    """Compares the replicas of a module at the ends of some backwards, and warns on rank 0.
 
-    At that time every rank has applied the same steps and is in the same call, whatever forwards some have made alone.
-    Digests of tensors on devices are computed there, and compared at the end of the next backward, so that the host
-    does not wait for the device.
-    Parameters and the optimizers that have made steps are compared. Random states are not, since ranks may have their
-    own seeds, and run evaluations alone.
+    At that time every rank has applied the same steps and makes the same call, even if some ranks have made additional
+    forwards. Digests of tensors on devices are computed there, and compared at the end of the next backward, so that
+    the host does not wait for the device. Parameters and the optimizers that have made steps are compared. Random
+    states are not, since ranks may have different seeds and may run evaluations on their own.
 
     Args:
         module: the module.
         ignored: the names of tensors that may differ.
         group: the ranks.
         every: the number of steps between two checks; None if their cost determines it.
-        with_buffers: whether buffers are compared too, since they are equal on all ranks at the end of a backward.
+        with_buffers: whether buffers are compared too, which requires that all ranks' are equal at the end of a
+            backward.
     """
 
     def __init__(
@@ -362,7 +363,7 @@ def check_replicas(
     random_state: bool = False,
     raises: bool = True,
 ) -> list[ReplicaDifference]:
-    """Compares the parameters and buffers of `module`, and the state of its optimizer, over all ranks.
+    """Compares the parameters and buffers of `module`, and the state of its optimizer, across all ranks.
 
     Every rank must call it at the same point. Buffers are equal only right after they were copied, unless the forwards
     of all ranks change them in the same way: running statistics differ after a forward in training mode.

@@ -1,7 +1,7 @@
 """FusedUpdates: updates of slices in the C++ core, which applies them while the averages are in the first-level cache.
 
 The core supports torch's Adam, AdamW and SGD with `fused=True`, whose rounding torch leaves to the implementation.
-Torch keeps their state: it creates it in the first step, and saves and loads it.
+Torch owns their state: it creates the state in the first step, and saves and loads it.
 """
 
 from __future__ import annotations

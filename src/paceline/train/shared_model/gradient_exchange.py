@@ -33,7 +33,7 @@ class HostGroups:
         whole: the group of all ranks.
         host: the group of this host's ranks.
         across: the group of the ranks that own the same slices, one per host; None if there is only one host.
-        ranks: this host's ranks, as they share memory.
+        ranks: this host's ranks, which share memory.
         is_first: whether the whole group's first rank is on this host.
     """
 
@@ -100,7 +100,7 @@ class GradientExchange:
         self._groups = groups
         self._check = check
         self._by_round = by_round
-        self._averages = groups.across is None  # whether the sum within the host is divided at once
+        self._averages = groups.across is None  # whether the sum within the host is divided immediately
         self._applies_updates = shards.cuts and self._averages and applies_updates(groups.host)
         # - The ranks' agreement
         self._anywhere: list[bool] = []  # whether each parameter has a gradient on any rank
@@ -120,11 +120,11 @@ class GradientExchange:
         )  # in place of gradients that this rank does not have
 
     def agree(self, changed: str | None, has_inputs: bool, needs_averages: bool) -> bool:
-        """Waits until all ranks are in their step, so that no rank reads parameters any more.
+        """Waits until all ranks are in their step, so that no rank still reads parameters.
 
         Args:
             changed: the description of a forbidden change to the parameters, or None.
-            has_inputs: whether this rank has not run out of inputs.
+            has_inputs: whether this rank still has inputs.
             needs_averages: whether this rank's gradients have not been averaged yet.
 
         Returns:

@@ -32,8 +32,8 @@ from paceline.train.zero.partitioned_optimizer import (
 )
 from paceline.train.zero.shards import is_elementwise
 
-# The least size of the gradients that are averaged and applied together. Beside the work on so many bytes, the cost of
-# a round in Python and in waiting for other ranks is small.
+# The least size of the gradients that are averaged and applied together. The overhead of a round, in Python and in
+# waiting for other ranks, is small compared with the work on this many bytes.
 LEAST_ROUND_BYTES = 4 << 20
 
 
@@ -46,9 +46,9 @@ class SharedModelOptimizer(PartitionedOptimizer):
     the same parameters. A host of n ranks thus holds the parameters and the optimizer's state once instead of n times,
     and each rank does 1/n of the optimizer's work.
 
-    This is not an option of `ZeroRedundancyOptimizer`, because a rank no longer has parameters of its own: a write to
-    them is seen by all ranks, so only this optimizer may write to them (see `full_parameters`). It has no stages and
-    no overlap, since all communication happens in `step`.
+    This is not an option of `ZeroRedundancyOptimizer`, because a rank no longer has parameters of its own: all ranks
+    see every write to them, so only this optimizer may write to them (see `full_parameters`). It has no stages and no
+    overlap, since all communication happens in `step`.
 
     Each rank keeps its own gradients until `step`; they accumulate over several backwards without communication. Clip
     them with `clip_grad_norm_` and scale losses with `paceline.GradScaler`, which work on the averages.
@@ -68,7 +68,7 @@ class SharedModelOptimizer(PartitionedOptimizer):
         TypeError: the optimizer evaluates the loss several times in a step, or `process_group` is not a Paceline
             group.
         ValueError: the group's engine is not "paceline", hosts have different numbers of ranks, or a parameter cannot
-            be shared, as the message says.
+            be shared for the reason in the message.
 
     Example::
 
@@ -119,8 +119,8 @@ class SharedModelOptimizer(PartitionedOptimizer):
 
         Raises:
             TypeError: `torch.amp.GradScaler` steps this optimizer.
-            RuntimeError: a rank has written to the parameters since the last step, or a step has failed before;
-                raised on every rank.
+            RuntimeError: a rank has written to the parameters since the last step, or an earlier step failed; raised on
+                every rank.
         """
         self._require_own_scaler("with a SharedModelOptimizer")
         loss = None

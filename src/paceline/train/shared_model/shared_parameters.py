@@ -1,4 +1,4 @@
-"""SharedParameters: parameters in memory that all ranks of a host map, and guards against wrong writes and reads.
+"""SharedParameters: parameters in memory that all ranks of a host map, and guards against invalid writes and reads.
 
 Write to these parameters only inside `updating`, between the first collective of a step and the barrier at its end; at
 any other time other ranks may be reading them. All other writers, such as `load_state_dict`, write to a rank's own
@@ -26,7 +26,7 @@ from paceline.train.zero.shards import ALIGNMENT_BYTES, flat, is_dense
 
 
 class TornGuard:
-    """A hook of a module that raises an error while its parameters are updated only in part.
+    """A hook of a module that raises an error while its parameters are only partly updated.
 
     `reason` is the error's message, or None. A copy of the module, whose parameters are not shared, gets a new guard
     without a reason.
@@ -69,7 +69,7 @@ class SharedParameters:
 
     @classmethod
     def of(cls, module: nn.Module, group: ProcessGroup, ranks: HostRanks) -> SharedParameters:
-        """Returns the module's object, which several optimizers of different parameters may use."""
+        """Returns the module's SharedParameters, which several optimizers of different parameters may use."""
         known = _of_modules.get(module)
         if known is None or known._group is not group:
             known = _of_modules[module] = cls(group, ranks, module)
@@ -126,7 +126,7 @@ class SharedParameters:
         return None
 
     def require_whole(self) -> None:
-        """Raises RuntimeError if an update of the parameters has failed half way."""
+        """Raises RuntimeError if an update of the parameters has failed halfway."""
         self._torn()
 
     @contextmanager

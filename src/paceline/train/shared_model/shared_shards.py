@@ -1,8 +1,8 @@
 """SharedShards: the shards of a model that ranks share, and the rounds in which they are averaged and updated.
 
 Parameters of one type form one long row, which is cut into rounds, and each round into one slice per rank. In a round
-every rank reads the gradients of its slice from the others and updates the slice at once, while they are in the cache.
-`RoundLayout` holds the memory of a step's averages.
+every rank reads the gradients of its slice from the others and updates the slice immediately, while they are in the
+cache. `RoundLayout` holds the memory of a step's averages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MOST_ROUND_BYTES = 32 << 20
 
 
 class ElementRun(NamedTuple):
-    """The elements `[start, stop)` of the parameter number `param`."""
+    """The elements `[start, stop)` of parameter number `param`."""
 
     param: int
     start: int
@@ -151,7 +151,7 @@ class SharedShards(Shards):
 
     def _shard(self, param: torch.Tensor, part: OwnedBytes) -> Shard:
         shard = Shard(param, part, self.rank)
-        # Not the parameter itself: that has this rank's own gradient, and its version reveals foreign writes.
+        # Not the parameter itself: that has this rank's own gradient, and its version reveals writes by others.
         shard.updated = nn.Parameter(shard.run(param.data), param.requires_grad) if shard.is_mine else None
         return shard
 
@@ -173,7 +173,7 @@ class SliceReads:
 
         Args:
             addresses: the address of each parameter's gradient, or 0.
-            zeros: the address of zeros in place of missing gradients.
+            zeros: the address of the zeros that replace missing gradients.
         """
         pieces = [0] * (2 * len(self.params))
         pieces[0::2] = [

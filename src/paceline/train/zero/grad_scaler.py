@@ -25,7 +25,7 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: the number of steps without infinities after which the scale grows.
         enabled: whether to scale losses and gradients.
         group: the ranks that hold different parts of one model, such as those of a `Pipeline` or of
-            `parallelize_module`, which then agree with any optimizer. None if each rank has the whole model.
+            `parallelize_module`, which then agree whichever optimizer is used. None if each rank has the whole model.
 
     Example::
 
@@ -49,7 +49,7 @@ class GradScaler(torch.amp.GradScaler):
         self._group = None if group is None else resolve(group)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Unscales the gradients, unless `unscale_` did, and makes a step unless one is infinite or NaN on any rank."""
+        """Unscales the gradients, unless `unscale_` did, and makes a step if all gradients are finite on every rank."""
         if not isinstance(optimizer, PartitionedOptimizer):
             return super().step(optimizer, *args, **kwargs)
         optimizer.is_scaled_alike = True

@@ -1,9 +1,9 @@
 """ShardedGradientReducer: averages gradients on their owners during backward and frees them elsewhere (ZeRO stage 2).
 
 A bucket is reduced when its last gradient is ready. With `in_order` it also waits for the buckets before it, so that
-all ranks reduce in the same order whatever autograd does. Buckets that are incomplete when backward ends, because some
-ranks have no gradient, are reduced then. `ClippingWatch` warns about changes, such as by torch's clip_grad_norm_, to
-gradients that are not the averages of all ranks.
+all ranks reduce in the same order, regardless of autograd's order. Buckets that are incomplete when backward ends,
+because some ranks have no gradient, are reduced at that time. `ClippingWatch` warns if gradients that are not averages
+over all ranks are changed, for example by torch's clip_grad_norm_.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ClippingWatch:
         self._handles = []
 
     def check(self) -> None:
-        """Warns, the first time, if a recorded gradient was written to since; then discards the records."""
+        """Warns, once, if a recorded gradient has been written to since; then discards the records."""
         for name, version in self._versions.items():
             gradient = self._named[name].grad
             if gradient is not None and gradient._version > version and not self._has_warned:
@@ -197,7 +197,7 @@ class ShardedGradientReducer:
             self._count(index)
 
     def _count(self, index: int) -> None:
-        """Notes that a gradient is ready, and reduces the buckets that are now complete and due."""
+        """Records that a gradient is ready, and reduces the buckets that are now complete and due."""
         bucket = self._bucket_of[index]
         if index in self._arrived:
             raise RuntimeError(
@@ -283,7 +283,7 @@ class ShardedGradientReducer:
         self._finish_with(is_active=True)
 
     def contribute_zeros(self) -> None:
-        """Makes the calls of a backward of the other ranks, without gradients."""
+        """Makes the collectives of the other ranks' backward on a rank without gradients."""
         self.forget()
         self._finish_with(is_active=False)
 
@@ -337,7 +337,7 @@ def total_norm(
 
 
 def clip(gradients: Iterable[torch.Tensor], total: torch.Tensor, max_norm: float) -> None:
-    """Scales gradients of norm `total` to a norm of at most `max_norm`, as torch does, without a wait for a device."""
+    """Scales gradients of norm `total` to a norm of at most `max_norm`, as torch does, without waiting for a device."""
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     on_devices = {scale.device: scale}
     for gradient in gradients:

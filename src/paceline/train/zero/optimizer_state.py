@@ -26,10 +26,10 @@ _WHOLE_ONLY = ("params", "param_names")  # the keys of a group that the part of 
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Loads a `state_dict` into the optimizer; scalars keep the types that they have in it.
+    """Loads a `state_dict` into the optimizer; scalars keep the types that they have in the state.
 
-    Torch converts all scalars but the number of steps to the type of the parameter, which rounds the float32 scalars
-    of NAdam and ASGD where the parameter is bfloat16.
+    Torch converts all scalars except the number of steps to the parameter's type, which rounds the float32 scalars of
+    NAdam and ASGD if the parameter is bfloat16.
     """
     optimizer.load_state_dict(state)
     if "param_groups" not in state or not isinstance(state.get("state"), Mapping):
@@ -50,7 +50,7 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
 def gather_state(mine: Mapping[int, Mapping[str, object]], group: ProcessGroup, to: int) -> StateByIndex | None:
     """Gathers the states of all ranks' shards, by number, on group rank `to`; returns None on the others.
 
-    The tensors of the result are on the CPU: a device that holds one rank's part need not have room for all parts.
+    The tensors of the result are on the CPU: a device that holds one rank's part may lack memory for all parts.
 
     Raises:
         TypeError: a state has a value other than a tensor, a number, a string or None; raised on every rank.
@@ -203,7 +203,7 @@ def _require_same_groups(saved: Sequence[Mapping[str, Any]], groups: Sequence[Gr
 
 
 def join_parts(state: StateByIndex, shards: Sequence[Sequence[Shard]]) -> StateByIndex:
-    """Joins the states of shards to the states of parameters.
+    """Combines the states of shards into the states of parameters.
 
     Args:
         state: the states of shards, by their number.

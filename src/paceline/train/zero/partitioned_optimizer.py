@@ -121,7 +121,7 @@ def synchronize_parameters(
 def replica_check(module: nn.Module | None, params: Sequence[torch.Tensor], group: ProcessGroup) -> ReplicaCheck | None:
     """Returns the check that compares the ranks' copies of the optimizer's parameters, or None if checks are off.
 
-    The state of the optimizer is not compared, since each rank holds another part of it.
+    The state of the optimizer is not compared, since each rank holds a different part of it.
     """
     checks = choose_checks(None)
     if module is None or not checks.are_on or group.size() == 1:
@@ -149,11 +149,11 @@ class PartitionedJoinHook(JoinHook):
         divide_by_initial(by_initial)
 
     def main_hook(self) -> None:
-        """Makes the step."""
+        """Calls `step`."""
         self._step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Copies no parameters, since all ranks have the same ones after every step."""
+        """Restores the divisor; no parameters are copied, since all ranks have the same ones after every step."""
         self._divide_by_initial(True)
 
 
@@ -250,7 +250,8 @@ class PartitionedOptimizer(Optimizer, Joinable):
     def own_parts(self) -> Iterator[tuple[int, Shard, Mapping[str, object]]]:
         """Yields the number of the parameter, the shard and its state for each shard that this rank updates.
 
-        If several ranks update the same shard, as hosts with one copy of the model each do, one of them has its state.
+        If several ranks update the same shard, because each host has a copy of the model, only one of them has its
+        state.
         """
         states = self._own_state()
         number = 0
@@ -270,7 +271,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
         """Loads the options of the groups, and the states of the shards in the order of `own_parts`.
 
         Raises:
-            ValueError: the groups have other numbers of parameters.
+            ValueError: the groups have different numbers of parameters.
         """
         self._load(state_dict_of_parts(groups, states, self.param_groups, self._shards.by_param))
 

@@ -1,9 +1,9 @@
 """ShardedParameters: parameters that only their owners hold, except while a layer needs them (ZeRO stage 3).
 
 A layer's parameters are copied from their owners before its forward, and again before its backward, and freed after
-each. Autograd saves views of the parameters' storage for backward. The storage itself is therefore freed and filled
-again, and the views are valid again. In between, a parameter has no elements, so that code that reads it gets an error
-instead of freed memory.
+each. Autograd saves views of the parameters' storage for backward. The storage itself is therefore freed and refilled,
+which makes the views valid again. In between, a parameter has no elements, so code that reads it raises an error
+instead of accessing freed memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def find_units(module: nn.Module, params: Collection[torch.Tensor]) -> list[Unit
 
     These elements are the layers of a model, which run sequentially. The parameters of a nested unit do not belong to
     the outer unit. All other parameters, and those that several units share, belong to the unit of the whole module,
-    so they are present while any code runs that may read them.
+    so they are present whenever code that may read them runs.
 
     Args:
         module: the model.
@@ -121,7 +121,7 @@ class LayerOrder(Generic[Layer]):
 
 @dataclass(frozen=True)
 class _Flight:
-    """A unit that is being gathered: the number of the unit that other ranks send, by rank, and the calls in flight."""
+    """A unit that is being gathered: the number of the unit that each other rank sends, and the calls in flight."""
 
     sent_units: dict[int, torch.Tensor]
     works: list[Work]
@@ -135,7 +135,7 @@ class ShardedParameters:
         shards: the shards of each parameter, by its `id`.
         group: the ranks.
         ends: the object that reports the end of a backward.
-        ahead: whether to gather the unit that will probably run next on the group's progress thread meanwhile.
+        ahead: whether the group's progress thread gathers the unit that will probably run next while a unit runs.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class ShardedParameters:
             messages = {owner: [unit.view(torch.uint8), *parts[owner]] for owner, unit in sent_units.items()}
             works = []
         else:
-            # To read the number from a device would wait for everything that was started there before.
+            # Reading the number from a device would wait for all work that was enqueued there before.
             own = torch.tensor([number], device="cpu")
             sent_units = {rank: torch.empty_like(own) for rank in range(self._group.size())}
             messages = parts
@@ -285,7 +285,7 @@ class ShardedParameters:
     def _before_forward(self, number: int, module: nn.Module, inputs: object) -> None:
         self._gather(number)
         if torch.is_grad_enabled() and not self._is_trained(number):
-            # There are no parameter gradients that show when its backward has ended.
+            # No gradient of a parameter shows when this unit's backward has ended.
             for tensor in find_tensors(inputs):
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._after_backward, number))

@@ -14,7 +14,7 @@ from paceline.comm.group.process_group import ProcessGroup
 from paceline.train.lion import Lion
 from paceline.train.module_tensors import by_device, byte_views
 
-ALIGNMENT_BYTES = 256  # of cuts, so that they keep whole elements of every dtype, whole cache lines, and whole vectors
+ALIGNMENT_BYTES = 256  # of cuts; a multiple of the sizes of all dtypes, of a cache line and of a vector
 _UNEVEN = 0.02  # the fraction by which a rank may exceed an even share before a parameter is cut
 
 _ELEMENTWISE_IN_TORCH = (
@@ -42,8 +42,8 @@ def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:
 def assign_to_ranks(sizes: Sequence[int], may_cut: Sequence[bool], loads: list[int]) -> list[list[OwnedBytes]]:
     """Assigns each parameter, largest first, to the rank with the least load, and cuts those that exceed its share.
 
-    Largest first is at most 4/3 of the best partition into whole parameters (Graham 1969), and is what torch does. The
-    bytes of a parameter beyond an even share go to the next rank; that happens at most once for each rank.
+    The largest load is at most 4/3 of that in the best partition into whole parameters (Graham 1969); torch does the
+    same. The bytes of a parameter beyond an even share go to the next rank; that happens at most once for each rank.
 
     Args:
         sizes: the size of each parameter in bytes.
@@ -75,7 +75,7 @@ def assign_to_ranks(sizes: Sequence[int], may_cut: Sequence[bool], loads: list[i
 
 
 class Shard:
-    """The part of `param` that one rank updates: all of it, or a run of elements in the order of their memory.
+    """The part of `param` that one rank updates: all of it, or a run of elements in memory order.
 
     `updated` is the whole parameter. For a run it is, on the owner, a one-dimensional tensor that shares the
     parameter's memory, and None on other ranks. The inner optimizer updates `target`, which is either `updated` or its
@@ -112,7 +112,7 @@ class Shard:
 
     @property
     def elements(self) -> tuple[int, int]:
-        """The range `[first, stop)` of the shard's elements in the order of memory."""
+        """The range `[first, stop)` of the shard's elements in memory order."""
         return self._first, self._stop
 
     @property
@@ -161,8 +161,8 @@ class Shard:
     def beside_master(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the values of a tensor like `updated` on the device of the master copy.
 
-        They may be in `pinned` and on their way there, so the caller calls `wait_for_copies` before it reads them, and
-        reads them before the next call of this method.
+        The copy to `pinned` may be incomplete: call `wait_for_copies` before reading the values, and read them before
+        the next call of this method.
         """
         assert self.master is not None
         if self.pinned is None or tensor.is_cpu or tensor.dtype != self.pinned.dtype:
@@ -180,19 +180,19 @@ class Shard:
     def refresh_master(self, updated: torch.Tensor) -> None:
         """Updates the master copy where the parameter was changed since `round_master`, for example by loading it.
 
-        The copy keeps its digits in all other elements, which equal the rounded copy.
+        All other elements equal the rounded copy, and the master copy keeps their full precision.
 
         Args:
             updated: the values of `updated` from `beside_master`.
         """
         assert self.master is not None
         is_changed = self.master.to(updated.dtype).ne(updated)
-        if not self.master.is_cpu or is_changed.any():  # on a device, to look would wait for it
+        if not self.master.is_cpu or is_changed.any():  # on a device, checking would wait for it
             self.master.copy_(torch.where(is_changed, updated.to(self.master.dtype), self.master))
 
     @torch.no_grad()
     def round_master(self) -> None:
-        """Rounds the master copy to the parameter, and clears the copy's gradient."""
+        """Rounds the master copy into the parameter, and clears the copy's gradient."""
         if self.master is not None and self.updated is not None:
             if self.pinned is None:
                 self.updated.copy_(self.master)
@@ -278,7 +278,7 @@ class Shards:
                 param.grad = None
 
     def take_to_masters(self) -> None:
-        """Moves the gradients of the runs and parameters that have master copies to these."""
+        """Moves the gradients of runs and parameters that have master copies to these copies."""
         taken: list[tuple[Shard, torch.Tensor]] = []
         for shard in self.mine():
             if shard.master is not None and shard.updated is not None and shard.updated.grad is not None:
@@ -331,7 +331,7 @@ def wait_for_copies(shards: Iterable[Shard]) -> None:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the elements in the order of their memory."""
+    """Returns a one-dimensional view of the elements in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 

@@ -1,7 +1,7 @@
 """StateStorage: the type and the memory of a rank's optimizer state.
 
-An optimizer may update copies of the parameters in a type with more digits ("master weights", Micikevicius et al. 2018,
-"Mixed Precision Training"), from which the parameters are rounded. These copies and the state may be in the CPU's
+An optimizer may update copies of the parameters in a type of higher precision ("master weights", Micikevicius et al.
+2018, "Mixed Precision Training"), from which the parameters are rounded. These copies and the state may be in the CPU's
 memory while the parameters are on a GPU, or in a memory-mapped file (Ren et al. 2021, "ZeRO-Offload"; Rajbhandari et
 al. 2021, "ZeRO-Infinity").
 """
@@ -34,9 +34,10 @@ _ALIGNMENT_NBYTES = 64
 
 
 class FileMemory:
-    """Allocates tensors in a memory-mapped file without a name, which disappears however the process ends.
+    """Allocates tensors in an unnamed memory-mapped file, which the kernel frees when the process ends, even if it is
+    killed.
 
-    The disk's space is reserved before it is used, since a write to memory could not report that the disk is full.
+    Disk space is reserved before it is used, since a write to memory could not report that the disk is full.
 
     Args:
         directory: the directory of the file.
@@ -112,7 +113,7 @@ class StateStorage:
         me: this rank, for messages.
 
     Raises:
-        TypeError: `dtype` is not a type of floating-point numbers.
+        TypeError: `dtype` is not a floating-point type.
     """
 
     def __init__(self, dtype: torch.dtype | None, offload: str | os.PathLike[str] | None, me: str) -> None:
@@ -216,7 +217,7 @@ class StateStorage:
 
 
 class _AllocationIn(TorchFunctionMode):
-    """Allocates `zeros_like` of an optimizer's parameters, with which optimizers create their state, in a file."""
+    """Redirects `zeros_like` of an optimizer's parameters, with which optimizers create their state, to a file."""
 
     def __init__(self, memory: FileMemory, updated: Iterable[torch.Tensor]) -> None:
         super().__init__()
@@ -234,7 +235,7 @@ class _AllocationIn(TorchFunctionMode):
 
 
 def state_of_shard(shard: Shard, inner: Optimizer) -> dict[str, object]:
-    """Returns an optimizer's state for a shard, including the master copy if it has more digits than the parameter."""
+    """Returns an optimizer's state for a shard, including the master copy if its type is not the parameter's."""
     target = shard.target
     assert target is not None
     state = dict(inner.state.get(target, {}))
@@ -247,7 +248,7 @@ def state_of_shard(shard: Shard, inner: Optimizer) -> dict[str, object]:
 def load_masters(states: Mapping[int, dict[str, Any]], shards: Sequence[Shard]) -> None:
     """Moves the master copies from the states into the shards, which have the same order.
 
-    A shard without a copy in its state takes its parameter's value in the next step.
+    A master copy that is missing in the state takes its parameter's value in the next step.
     """
     for number, state in states.items():
         loaded = state.pop(MASTER, None)

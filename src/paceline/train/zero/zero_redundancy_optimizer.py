@@ -38,9 +38,9 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
     """Runs `optimizer_class` on every rank for a part of the parameters, so that each rank holds a part of the state.
 
     Every parameter has an owner, the rank that updates it (ZeRO, Rajbhandari et al. 2020). A parameter that exceeds a
-    rank's even share is cut if the optimizer is one of torch's that update each element independently. Stage 1 shards
-    the optimizer's state. Stage 2 also shards the gradients, which are averaged on their owners and freed elsewhere.
-    Stage 3 also shards the parameters, which other ranks hold only while a layer needs them.
+    rank's even share is cut if the optimizer is `paceline.Lion` or one of torch's elementwise optimizers. Stage 1
+    shards the optimizer's state. Stage 2 also shards the gradients, which are averaged on their owners and freed
+    elsewhere. Stage 3 also shards the parameters, which other ranks hold only while a layer needs them.
 
     Args:
         params: the module, plain or in a `DistributedDataParallel`; or parameters or parameter groups, as for any
@@ -52,10 +52,10 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         parameters_as_bucket_view: no effect; accepted for compatibility with torch.
         overlap: whether to average gradients on the group's progress thread during backward; in stage 3 also to
             gather the next layer's parameters there.
-        stage: 1, 2 or 3; 3 needs the module.
+        stage: the stage, 1, 2 or 3; stage 3 requires the module.
         module: the module, if `params` are groups of its parameters.
         bucket_cap_mb: the size in MiB of the buckets in which gradients are averaged.
-        master_dtype: the type, such as `torch.float32`, of master copies of parameters with fewer digits, such as
+        master_dtype: the type, such as `torch.float32`, of master copies of parameters with lower precision, such as
             bfloat16. The optimizer updates the copies, and the parameters are rounded from them. None to update the
             parameters themselves.
         offload: a directory for a memory-mapped file that holds the copies and the state; or `"cpu"` to keep them in
@@ -187,7 +187,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         return self._inner
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients and the leftovers of a failed backward."""
+        """Clears the gradients and the state that a failed backward left."""
         super().zero_grad(set_to_none)
         self._shards.forget_run_gradients(set_to_none)
         self._ends.forget()
