@@ -27,12 +27,12 @@ from paceline.train.zero.partitioned_optimizer import synchronize_parameters
 
 
 def choose_delay(every: int, fragments: int, delay: int | None) -> int:
-    """Returns the delay of results, by default half the inner steps between the beginnings of two exchanges."""
+    """Returns the delay of results in inner steps, by default half the interval between two exchanges."""
     return every // (2 * fragments) if delay is None and fragments > 0 else delay or 0
 
 
 def wrong_rhythm_text(rhythm: ExchangeInterval, mix: float, grace_s: float | None, params: int) -> str | None:
-    """Returns the message of the error in the frequency and delay of exchanges, or None.
+    """Returns the message of an error in the frequency or delay of exchanges, or None.
 
     Args:
         rhythm: the frequency of exchanges.
@@ -62,7 +62,7 @@ def wrong_rhythm_text(rhythm: ExchangeInterval, mix: float, grace_s: float | Non
 
 
 def wrong_optimizers_text(inner: Optimizer | None, outer: Optimizer, params: Sequence[nn.Parameter]) -> str | None:
-    """Returns the message of the error in the optimizers, or None."""
+    """Returns the message of an error in the optimizers, or None."""
     for name, given in (("inner", inner), ("outer", outer)):
         if given is not None and not isinstance(given, Optimizer):
             return (
@@ -97,11 +97,11 @@ def wrong_optimizers_text(inner: Optimizer | None, outer: Optimizer, params: Seq
 
 
 def wrong_parameters_text(named: Sequence[tuple[str, nn.Parameter]], wire: object) -> str | None:
-    """Returns the message of the error about a parameter that cannot be exchanged or about `wire`, or None.
+    """Returns the message of an error about a parameter that cannot be exchanged, or about `wire`, or None.
 
     Args:
         named: the trained parameters with their names.
-        wire: the rounding of outer gradients between hosts, or None.
+        wire: the format that outer gradients are rounded to between hosts, or None.
     """
     if wire is not None and wire not in get_args(WireKind):
         return f"wire is {wire!r}; it must be one of {', '.join(get_args(WireKind))}, or None to send what there is"
@@ -116,21 +116,21 @@ def wrong_parameters_text(named: Sequence[tuple[str, nn.Parameter]], wire: objec
 
 
 def replace_parameters(outer: Optimizer, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
-    """Replaces the parameters in the outer optimizer by their copies; its groups keep their options."""
+    """Replaces the parameters in the outer optimizer with their copies; its groups keep their options."""
     copies = {id(param): copy for param, copy in pairs}
     for group in outer.param_groups:
         group["params"] = [copies[id(param)] for param in group["params"] if id(param) in copies]
 
 
 class DiLoCo:
-    """Trains each rank independently, and averages over the ranks once in many steps, while training continues.
+    """Trains each rank independently, and averages over the ranks once in many steps while training continues.
 
-    Every rank trains the model with its `inner` optimizer, without communication. Once in `every` steps each part of
-    the parameters (a fragment) is exchanged. Its *outer gradient*, the outer parameters minus the rank's parameters, is
+    Every rank trains the model with its `inner` optimizer, without communication. Every `every` steps each part of the
+    parameters (a fragment) is exchanged. Its *outer gradient*, the outer parameters minus the rank's parameters, is
     averaged over the ranks. The `outer` optimizer updates the outer parameters with the mean, and the rank continues
     from these. This is DiLoCo (Douillard et al. 2023), or with several fragments Streaming DiLoCo (Douillard et al.
-    2025). It sends about `every` times less data than data parallel training, so that a slow network suffices. After
-    each exchange the outer parameters have equal bits on all ranks.
+    2025). It sends about `every` times less data than data parallel training, so a slow network suffices. After each
+    exchange the outer parameters are bitwise equal on all ranks.
 
     Call `step` after each inner step and `finish` at the end. Gradient accumulation, mixed precision with a GradScaler
     and learning rate schedulers of both optimizers work as with one process.
@@ -143,18 +143,18 @@ class DiLoCo:
         outer: a new optimizer of `model.parameters()`, such as
             `torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)`. The parameters in it are
             replaced by copies; its groups and its learning rate scheduler remain valid.
-        every: the number of inner steps in which each fragment is exchanged once.
-        fragments: the number of parts, of about equal size, which are exchanged sequentially.
-        wire: the rounding of outer gradients between hosts, "bf16", "int8" or "int4", with error feedback; None to
-            send them unrounded.
+        every: the number of inner steps between two exchanges of the same fragment.
+        fragments: the number of parts of the model, of about equal size, which are exchanged sequentially.
+        wire: the format that outer gradients are rounded to between hosts, with error feedback: "bf16", "int8" or
+            "int4"; None to send them unrounded.
         delay: the number of inner steps from the beginning of an exchange to the use of its result. Meanwhile the
             exchange overlaps with training, and the rank's progress is added to the result (Zhou et al. 2020, DaSGD).
             By default half the steps between two exchanges.
-        mix: the share of its own parameters from the beginning of the exchange that a rank keeps when it continues
-            from the outer ones.
-        grace_s: the seconds that an exchange waits for other ranks after the first has arrived. A late rank does not
-            take part, and its progress counts in the fragment's next exchange. If None, all ranks are waited for; so
-            they are in any case until each has called `step` for the first time.
+        mix: the weight, at least 0 and less than 1, of the rank's own parameters at the beginning of the exchange; the
+            rest is the weight of the outer parameters from which the rank continues.
+        grace_s: the seconds that an exchange waits for other ranks after the first has arrived. A late rank is left
+            out, and its progress counts in the fragment's next exchange. If None, an exchange waits for all ranks.
+            In any case, exchanges wait until every rank has called `step` for the first time.
         process_group: the ranks; the default group if None.
 
     Raises:
@@ -233,7 +233,7 @@ class DiLoCo:
 
     @property
     def steps(self) -> int:
-        """The number of completed inner steps. A late rank adopts the number of the others."""
+        """The number of completed inner steps. A late rank adopts the other ranks' number."""
         return self._timetable.steps
 
     def step(self) -> None:
@@ -251,9 +251,9 @@ class DiLoCo:
         self._proceed()
 
     def finish(self) -> None:
-        """Ends the training, or a part of it: all ranks end with the mean of their parameters, in equal bits.
+        """Ends the training, or a part of it, with the mean of all ranks' parameters, bitwise equal on every rank.
 
-        Every rank calls this, and waits for ranks that are at earlier exchanges. Buffers that were not averaged are
+        Every rank calls this, and waits for ranks whose exchanges are behind. Buffers that were not averaged are
         copied from the first rank. Training may continue afterwards.
         """
         self._proceed()
@@ -274,7 +274,7 @@ class DiLoCo:
     def outer_parameters(self) -> Iterator[nn.Module]:
         """Returns a context in which the model has the outer parameters, which are equal on all ranks.
 
-        Evaluate and save the model within it. Its end restores this rank's parameters. Buffers are not changed.
+        Evaluate and save the model within it. On exit, this rank's parameters are restored. Buffers are not changed.
         """
         pairs = self.outer_module.pairs()
         with torch.no_grad():
@@ -296,7 +296,7 @@ class DiLoCo:
         """Returns the outer parameters, the states of both optimizers, and the progress of the training.
 
         No communication is needed, and any number of ranks can load one rank's state. Save it together with
-        `model.state_dict()`, which has this rank's own parameters. Exchanges in flight begin again after loading.
+        `model.state_dict()`, which contains this rank's own parameters. Exchanges in flight begin again after loading.
         """
         copies = [copy.detach().clone() for _, copy in self.outer_module.pairs()]
         return {
@@ -317,7 +317,7 @@ class DiLoCo:
 
         Raises:
             RuntimeError: exchanges are in flight.
-            ValueError: the state is of a model with other parameters.
+            ValueError: the state belongs to a model with other parameters.
         """
         parameters = state["parameters"]
         if differ := sorted(set(parameters) ^ set(self._names)):
@@ -337,7 +337,7 @@ class DiLoCo:
         if self.inner is not None and state["inner"] is not None:
             load_optimizer(self.inner, state["inner"])
 
-    # - For elastic jobs, whose ranks change
+    # - For elastic jobs, in which ranks change
 
     def exchange_by(self, exchanges: Exchanges) -> None:
         """Makes all further exchanges with `exchanges`."""

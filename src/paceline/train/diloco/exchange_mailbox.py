@@ -20,8 +20,8 @@ class ExchangeResult:
 
     Attributes:
         exchange: the number of the exchange.
-        mean: the means over the ranks that took part.
-        took_part: whether this rank took part.
+        mean: the means over the participating ranks.
+        took_part: whether this rank participated.
     """
 
     exchange: int
@@ -109,13 +109,13 @@ class ExchangeMailbox:
         self.changed.wait(seconds)
 
     def latest_offer_from(self, number: int) -> int | None:
-        """Returns the latest exchange if the training has begun `number`, FINISHED, or None; caller holds `changed`."""
+        """Returns the latest exchange if `number` has begun, else FINISHED or None; the caller holds `changed`."""
         if number in self._offers:
             return self._latest
         return FINISHED if self._has_finished else None
 
     def take(self, number: int, takes_part: bool, blank: Callable[[], Tensors]) -> Tensors:
-        """Removes and returns this rank's tensors for an exchange that was decided, or zeros if it takes no part."""
+        """Removes and returns this rank's tensors for a decided exchange, or zeros if it does not participate."""
         with self.changed:
             self.decided = number + 1
             offer = self._offers.pop(number, None)

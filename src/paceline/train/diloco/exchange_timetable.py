@@ -1,13 +1,13 @@
 """Timing and participants of exchanges, as two state machines without communication or a clock.
 
 `ExchangeTimetable` schedules the beginning of each fragment's exchange and the use of its result. Exchanges count from
-0. Exchange k is of fragment k mod `fragments`, in round k // `fragments`. A round has `every` inner steps, over
-which its exchanges are spread evenly. A late rank adopts the step count of the others, so that it does not fall further
-behind in each round.
+0. Exchange k is of fragment k mod `fragments`, in round k // `fragments`. A round has `every` inner steps, over which
+its exchanges are spread evenly. A late rank adopts the step count of the others; otherwise it would fall further behind
+in each round.
 
-`ArrivalTracker` selects the participants where late ranks are not waited for; one rank runs it for all. An exchange is
-held when all ranks have arrived, or when the grace window since the first arrival has passed. The ranks that have
-arrived by then take part. Ranks that have finished their training are not waited for.
+`ArrivalTracker` selects the participants if exchanges do not wait for late ranks; one rank runs it for all. An exchange
+takes place when all ranks have arrived, or when the grace window after the first arrival has passed. The ranks that
+have arrived by then participate. Ranks that have finished their training are not expected.
 """
 
 from __future__ import annotations
@@ -97,10 +97,10 @@ class ExchangeTimetable:
         self.steps += 1
 
     def catch_up(self, decided: int) -> None:
-        """Adopts the step count of the other ranks if they have held exchanges that this rank has not begun.
+        """Adopts the step count of the other ranks if they have made exchanges that this rank has not begun.
 
         Args:
-            decided: the number of exchanges that have been held, with this rank or without it.
+            decided: the number of exchanges that have been made, with this rank or without it.
         """
         if decided > self.begun:
             self.steps = max(self.steps, self.rhythm.begins(decided - 1))
@@ -121,10 +121,10 @@ class ExchangeTimetable:
 
 @dataclass(frozen=True)
 class Participants:
-    """The ranks that take part in an exchange.
+    """The ranks that participate in an exchange.
 
     Attributes:
-        takes_part: whether each rank takes part.
+        takes_part: whether each rank participates.
         is_final: whether all ranks have finished, so that there are no further exchanges.
     """
 
@@ -149,7 +149,7 @@ class ArrivalTracker:
         self._first_s: dict[int, float] = {}  # the time of the first arrival at each exchange
 
     def arrived(self, rank: int, number: int, now_s: float) -> None:
-        """Records that a rank has arrived at an exchange, perhaps too late, or FINISHED its training."""
+        """Records that a rank has arrived at an exchange, possibly too late, or has FINISHED its training."""
         if number == FINISHED:
             self._has_finished[rank] = True
             return
@@ -158,12 +158,12 @@ class ArrivalTracker:
         self._offered[rank] = max(self._offered[rank], number)
 
     def due_s(self) -> float | None:
-        """Returns the time at which the current exchange is held at the latest, or None before the first arrival."""
+        """Returns the latest time at which the current exchange is made, or None before the first arrival."""
         first_s = self._first_s.get(self.number)
         return None if first_s is None else first_s + self._grace_s
 
     def decide(self, now_s: float) -> Participants | None:
-        """Returns the participants of the current exchange and advances to the next one, or None if it has to wait."""
+        """Returns the participants of the current exchange and advances to the next one; None if it has to wait."""
         has_arrived = tuple(offered >= self.number for offered in self._offered)
         if not any(has_arrived):
             return Participants(has_arrived, is_final=True) if all(self._has_finished) else None
@@ -177,7 +177,7 @@ class ArrivalTracker:
 
 
 def participants_after_waiting(numbers: Sequence[int]) -> Participants:
-    """Returns the participants where all ranks are waited for.
+    """Returns the participants of an exchange that waits for all ranks.
 
     Args:
         numbers: the exchange at which each rank has arrived, or FINISHED.

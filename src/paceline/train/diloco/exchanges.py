@@ -27,8 +27,8 @@ from paceline.train.module_tensors import broadcast_tensors
 
 _ARRIVALS, _DECISIONS = 1, 2  # tags
 _DECIDER = 0  # the rank that selects participants
-_NEVER = timedelta.max  # an exchange may take any time, and the death of a rank ends the wait
-_SLACK_S = 10.0  # by which the training waits longer than the thread, whose errors are more precise
+_NEVER = timedelta.max  # an exchange may take any amount of time, and the death of a rank ends the wait
+_SLACK_S = 10.0  # the time by which the training waits longer than the thread, whose errors are more precise
 
 
 class ParticipantPolicy(Protocol):
@@ -39,7 +39,7 @@ class ParticipantPolicy(Protocol):
         ...
 
     def is_certain(self, number: int) -> bool:
-        """Returns whether this rank takes part in an exchange whatever `participants` returns next."""
+        """Returns whether this rank participates in an exchange regardless of the next result of `participants`."""
         ...
 
     def participants(self, number: int) -> Participants:
@@ -51,7 +51,7 @@ class WaitForAll:
     """Waits for all ranks that have not finished.
 
     A rank that has arrived sends its tensors without waiting for the participants, which are gathered meanwhile in
-    `group`; that group has no other calls.
+    `group`; the group is used for nothing else.
     """
 
     def __init__(self, group: ProcessGroup, mailbox: ExchangeMailbox) -> None:
@@ -62,7 +62,7 @@ class WaitForAll:
         """Does nothing, since `participants` exchanges the arrivals."""
 
     def is_certain(self, number: int) -> bool:
-        """Waits until this rank has arrived, and returns True, or has finished, and returns False."""
+        """Waits until this rank has arrived (returns True) or has finished (returns False)."""
         mailbox = self._mailbox
         with mailbox.changed:
             while (latest := mailbox.latest_offer_from(number)) is None:
@@ -75,7 +75,7 @@ class WaitForAll:
 
         Raises:
             CollectiveMismatchError: the ranks have arrived at different exchanges.
-            CollectiveTimeoutError: a rank did not arrive within the group's time-out.
+            CollectiveTimeoutError: a rank did not arrive within the group's timeout.
         """
         numbers = torch.zeros(self._group.size(), dtype=torch.int64, device="cpu")
         self._group.all_gather(list(numbers.split(1)), torch.tensor([self._own_number], device="cpu"))
@@ -89,7 +89,7 @@ class WaitForAll:
 
 
 class GraceWindow:
-    """Does not wait for ranks that arrive later than the grace window after the first one; rank 0 decides.
+    """Excludes ranks that arrive after the grace window, which begins with the first arrival; rank 0 decides.
 
     The other ranks report their arrivals to rank 0, and wait for its decisions on their exchange threads.
     """
@@ -312,14 +312,14 @@ class BackgroundExchanges:
         self._averaging = averaging
         self._fragment_of, self._blank = fragment_of, blank
         self._mailbox = ExchangeMailbox(0)
-        self._policy: ParticipantPolicy | None = None  # None before the thread starts and after all ranks have left
+        self._policy: ParticipantPolicy | None = None  # None until the thread starts, and after all ranks have left
         self._next = 0
 
     def start(self, number: int) -> None:
         """Makes `number` the next exchange.
 
         Raises:
-            RuntimeError: exchanges have begun since the last time that all ranks left.
+            RuntimeError: exchanges have begun since all ranks last left.
         """
         if self._policy is not None:
             raise RuntimeError(
@@ -342,7 +342,7 @@ class BackgroundExchanges:
             policy.arrived(number)
 
     def outcome(self, number: int) -> ExchangeResult:
-        """Waits for the result of an exchange that has begun, here or elsewhere.
+        """Waits for the result of an exchange that has begun, on this rank or another.
 
         Raises:
             CollectiveError: the exchange failed.
@@ -352,7 +352,7 @@ class BackgroundExchanges:
         return found
 
     def leave(self, begun: range) -> Iterator[ExchangeResult]:
-        """Yields the results of this rank's exchanges, and then of other ranks' until they have left too."""
+        """Yields the results of this rank's exchanges, and then those of other ranks' until they have left too."""
         mailbox, policy = self._opened()
         mailbox.finish()
         policy.arrived(FINISHED)
@@ -368,7 +368,7 @@ class BackgroundExchanges:
         return offer
 
     def most(self, number: int) -> int:
-        """Returns the largest of the ranks' numbers."""
+        """Returns the maximum of the ranks' numbers."""
         largest = torch.tensor([number], device="cpu")
         self._group.all_reduce(largest, ReduceOp.MAX)
         return int(largest)

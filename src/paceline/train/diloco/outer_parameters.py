@@ -1,6 +1,7 @@
 """OuterParameters, and the tensors that ranks exchange.
 
-A fragment's exchange averages its outer gradient. That of the last fragment also averages buffers with fractions.
+A fragment's exchange averages its outer gradient. The exchange of the last fragment also averages floating-point
+buffers.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def _saved_buffers(module: nn.Module) -> list[torch.Tensor]:
 
 
 def flat_buffers(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the values of buffers in one flat tensor on the CPU, in single precision, or in double if any has it."""
+    """Returns the values of buffers in one flat CPU tensor, of float32, or of float64 if any buffer is."""
     widest = torch.float64 if any(buffer.dtype == torch.float64 for buffer in buffers) else torch.float32
     parts = [buffer.detach().to("cpu", widest).reshape(-1) for buffer in buffers]
     return torch.cat(parts) if parts else torch.zeros(0, device="cpu")
@@ -66,9 +67,9 @@ def cut(sizes: Sequence[int], fragments: int) -> list[range]:
 
 
 class OuterParameters(nn.Module):
-    """The outer parameters: copies of the parameters from their last exchange, with equal bits on all ranks.
+    """The outer parameters: copies of the parameters from their last exchange, bitwise equal on all ranks.
 
-    They are on the CPU, from where they are sent, and at least in single precision.
+    They are on the CPU, from where they are sent, and at least of single precision.
 
     Args:
         params: the parameters that the ranks train.
@@ -89,7 +90,7 @@ class OuterParameters(nn.Module):
         return self._pairs
 
     def is_covered_by(self, optimizer: Optimizer) -> bool:
-        """Returns whether the optimizer has all the copies."""
+        """Returns whether the optimizer contains all copies."""
         has = {id(param) for group in optimizer.param_groups for param in group["params"]}
         return all(id(copy) in has for copy in self.copies)
 
@@ -105,7 +106,8 @@ class OuterParameters(nn.Module):
 
     @torch.no_grad()
     def step(self, fragment: int, gradient: torch.Tensor, optimizer: Optimizer | None) -> None:
-        """Updates the outer parameters of a fragment with a mean of outer gradients, or subtracts it if no optimizer.
+        """Updates the outer parameters of a fragment with a mean of outer gradients, or subtracts it if `optimizer` is
+        None.
 
         The parameters of other fragments have no gradient, so that the optimizer does not change them.
         """

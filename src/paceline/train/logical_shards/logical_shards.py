@@ -1,4 +1,4 @@
-"""LogicalShards: training and evaluation whose results do not depend on the number of ranks, to the last bit."""
+"""LogicalShards: training and evaluation whose results are bitwise equal on any number of ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class EvaluationLoader(Protocol):
     """A loader that an evaluation can read, such as `ShardLoader`."""
 
     def whole_epoch(self) -> Iterator[StepBatches]:
-        """Yields all steps of an epoch, which is always the same one."""
+        """Yields all steps of an epoch, the same one in each call."""
         ...
 
 
@@ -64,25 +64,27 @@ class Sums(Protocol):
 
 
 class LogicalShards:
-    """Divides every step into `count` shards and adds their gradients in an order that does not depend on ranks.
+    """Divides every step into `count` shards, and adds their gradients in an order that is independent of the ranks.
 
-    Each shard has its own forward and backward, with its own random numbers (dropout) and with normalization over that
-    shard. Losses, gradients and changes of buffers (running statistics) are added in a pairwise tree over the shards.
-    Parameters therefore have the same bits after training on 1, 2 or 4 ranks, or any other number up to `count`. Powers
-    of two that divide `count` move no more bytes than an all-reduce. Other numbers of ranks move more bytes, and share
-    the work unevenly where they do not divide `count`.
+    Each shard has its own forward and backward, with its own random numbers (for example for dropout) and with
+    normalization over its own samples. Losses, gradients and changes of buffers (running statistics) are added in a
+    pairwise tree over the shards. Training on 1, 2 or 4 ranks, or any other number up to `count`, therefore gives
+    bitwise equal parameters. If the number of ranks is a power of two that divides `count`, no more bytes are sent than
+    by an all-reduce. Otherwise more bytes are sent, and the work is divided unevenly if the number does not divide
+    `count`.
 
-    The kind of CPU or GPU, the version of torch and its number of threads must be the same too; the constructor sets
-    the latter for this process. On a GPU, `torch.use_deterministic_algorithms(True)` is needed as well, since some of
-    its kernels add in any order. Every shard begins a stream of the GPU's generator, so dropout does not depend on the
-    number of ranks there either.
+    The model of the CPU or GPU, the version of torch and its number of threads must be the same too; the constructor
+    sets the number of threads for this process. On a GPU, `torch.use_deterministic_algorithms(True)` is needed as well,
+    since the order of additions varies in some of its kernels. Every shard also has a random stream of its own on a
+    GPU, so dropout does not depend on the number of ranks there either.
 
     Args:
         module: the unwrapped model, the same on every rank; rank 0's parameters and buffers are copied to all.
         count: the number of shards, at least the number of ranks.
         seed: the seed of all random streams; the same on every rank.
         process_group: the ranks; None for the default group.
-        threads: the number of torch's threads, the same in all runs; more than 1 suits few ranks with many cores.
+        threads: the number of threads that torch uses, the same in all runs; more than 1 suits few ranks with many
+            cores.
         checks: whether gradients and replicas are checked, as for `DistributedDataParallel`.
 
     Raises:
@@ -185,7 +187,7 @@ class LogicalShards:
     def evaluate(self, measure: Measure, loader: EvaluationLoader) -> torch.Tensor:
         """Returns the sum of `measure` over all batches of `loader`, in evaluation mode and without gradients.
 
-        Each sample counts once, and the result has the same bits on every rank and for every number of ranks.
+        Each sample counts once, and the result is bitwise equal on all ranks and for every number of ranks.
 
         Args:
             measure: a function from a batch's data to a sum over its samples, such as the number of correct answers: a
@@ -246,7 +248,7 @@ class LogicalShards:
 
 
 class GroupSums:
-    """The sum over `count` shards, of which each rank of `group` computes a run."""
+    """The sum over `count` shards, of which each rank of `group` computes a consecutive run."""
 
     def __init__(self, count: int, group: ProcessGroup) -> None:
         self._count, self._group = count, group
@@ -310,11 +312,11 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def _nothing() -> None:
-    """Does nothing, in place of a callback."""
+    """Does nothing; the default callback."""
 
 
 def _change(after: torch.Tensor, before: torch.Tensor, weight: float) -> torch.Tensor:
-    """Returns a shard's share in the mean change of a buffer; the change of entries that stay infinite is zero."""
+    """Returns a shard's share of the mean change of a buffer, which is zero for entries that stay infinite."""
     return torch.where(after == before, 0, after - before).mul_(weight)
 
 

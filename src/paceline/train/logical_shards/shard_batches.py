@@ -13,12 +13,12 @@ import torch
 
 from paceline.train.logical_shards.tree_sum import run_of_rank
 
-# The purposes of random streams: the second number of their keys, after the seed. Their values determine results.
+# The purposes of random streams, the second number of a stream's key after the seed. Results depend on these values.
 ORDER, READING, TRAINING, FORWARD, EVALUATION = range(5)
 
 
 class Batch(Protocol):
-    """A shard's batch, such as `ShardLoader` yields."""
+    """A shard's batch, such as those that `ShardLoader` yields."""
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -62,11 +62,11 @@ class StepBatches(list[ShardBatch]):
         self._read = read
 
     def without_data(self) -> StepBatches:
-        """Returns the same step without any batch; `of` reads them again."""
+        """Returns the same step without its batches; `of` reads them again."""
         return StepBatches([], self._read)
 
     def of(self, shard: int) -> ShardBatch | None:
-        """Returns the batch of a shard, reading it if it is another rank's; None if the shard has no samples."""
+        """Returns the batch of a shard, reading it if another rank has the shard; None if the shard has no samples."""
         return self._own[shard] if shard in self._own else self._read(shard)
 
 
@@ -76,7 +76,7 @@ def random_stream(*key: int, devices: Sequence[torch.device] = ()) -> Iterator[N
 
     Args:
         key: the numbers that identify the stream.
-        devices: the devices whose generators draw from the stream too, besides the CPU's.
+        devices: the devices, besides the CPU, whose generators draw from the stream.
     """
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     seed = int.from_bytes(digest, "little")
@@ -98,7 +98,7 @@ def random_stream(*key: int, devices: Sequence[torch.device] = ()) -> Iterator[N
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """The samples of an epoch in its order, and their division into steps and shards.
+    """The samples of an epoch in order, and their division into steps and shards.
 
     Attributes:
         epoch: the number of the epoch.

@@ -1,4 +1,4 @@
-"""ShardLoader: loads batches by logical shard, the same for every number of ranks."""
+"""ShardLoader: loads batches for logical shards, independently of the number of ranks."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Indexed(Protocol):
 class ShardLoader:
     """Yields a list of the batches of this rank's shards (`ShardBatch`) in each step.
 
-    The samples of a shard in a step depend on the number of shards, and not on the number of ranks. The last step of an
-    epoch divides the remaining samples among all shards; shards without a sample have no batch. Samples are read in the
-    random stream of their shard and step, so that augmentation does not depend on the number of ranks or workers
-    either. Each iteration is an epoch, or the rest of one.
+    The samples of a shard in a step depend on the number of shards, but not on the number of ranks. The last step of an
+    epoch divides the remaining samples among all shards; shards without a sample have no batch. Samples are read with
+    the random stream of their shard and step, so augmentation does not depend on the number of ranks or workers either.
+    Each iteration is an epoch, or the rest of one.
 
     Args:
         dataset: a dataset with a length that can be indexed.
@@ -86,7 +86,7 @@ class ShardLoader:
         """Yields all steps of epoch 0, for an evaluation, and then restores the position.
 
         Raises:
-            ValueError: an epoch has begun and not ended, or there are fewer samples than shards.
+            ValueError: an epoch has begun but not ended, or there are fewer samples than shards.
         """
         if self._next_step:
             raise ValueError(
@@ -107,7 +107,7 @@ class ShardLoader:
         return self._steps() - self._next_step
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the position after the steps that were yielded so far."""
+        """Returns the position after the steps that have been yielded so far."""
         return {"epoch": self.epoch, "step": self._next_step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -138,7 +138,7 @@ class ShardLoader:
 
     def _remaining(self, mine: range) -> Iterator[StepBatches]:
         plan, steps = self._plan_of(self.epoch), self._steps()
-        # This is lazy: an elastic job continues in a new view without waiting for the list of all batches.
+        # The generator is lazy: an elastic job continues in a new view without waiting for a list of all batches.
         self._upcoming.listed = plan.batches(range(self._next_step, steps), mine)
         # A rank without shards, such as a worker that catches up with others, starts no loader processes.
         batches = recorded_waits(iter(self._loader) if mine else iter(()), "ShardLoader")
@@ -164,8 +164,8 @@ class ShardLoader:
 class _Batches:
     """Yields each batch to the DataLoader as its key followed by its indices.
 
-    It has no reference to the loader: in a cycle, the garbage collector would end the loader's processes, which takes
-    five seconds for each.
+    It holds no reference to the loader: in a reference cycle, the garbage collector would end the loader's processes,
+    which takes five seconds for each.
     """
 
     def __init__(self) -> None:

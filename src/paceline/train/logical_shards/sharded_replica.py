@@ -1,9 +1,9 @@
-"""ShardedReplica: a rank's forward and backward in logical shards, for any data parallel training loop.
+"""ShardedReplica: divides a rank's forward and backward into logical shards, for any data parallel training loop.
 
-Rank r's batch has the samples r, r + n, r + 2n, ... of a step, as `DistributedSampler` distributes them to n ranks.
-Distributed to `count` shards in the same way, shard s has the same samples for every n, and rank r has the shards r,
-r + n, ... Their gradients are added in the tree that first splits the shards by the last bit of their number, so that
-the shards of a rank are a node of it.
+Rank r's batch has the samples r, r + n, r + 2n, ... of a step, as `DistributedSampler` distributes them to n ranks. If
+a step is distributed to `count` shards in the same way, shard s has the same samples for every n, and rank r has the
+shards r, r + n, ... Their gradients are added in a tree that first splits the shards by the last bit of their number,
+so the shards of a rank form a node of the tree.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ShardedReplica:
     Args:
         module: a module, the same on every rank.
         tracked: the module's tensors.
-        count: the number of shards; a power of two like the number of ranks, and at least as large.
+        count: the number of shards; a power of two, as is the number of ranks, and at least as large.
         seed: the seed of the shards' random streams.
         dim: the batch dimension of inputs and outputs.
         group: the ranks.
@@ -107,12 +107,13 @@ class ShardedReplica:
         Args:
             args: the module's positional arguments.
             kwargs: the module's keyword arguments.
-            reduces: whether the backward averages the gradients; otherwise they are kept for a backward that does.
+            reduces: whether the backward averages the gradients; otherwise they are kept until a backward averages
+                them.
             compiler: the compiler of the module, if any.
 
         Raises:
-            ValueError: the shards cannot have equally many samples of the batch.
-            RuntimeError: a backward runs.
+            ValueError: the batch cannot be divided evenly among the shards.
+            RuntimeError: a backward is running.
         """
         if in_backward():
             raise RuntimeError(
@@ -148,7 +149,7 @@ class ShardedReplica:
         return map_tensors(output, lambda tensor: self._watch(tensor, forward))
 
     def _deal_out(self, tensor: torch.Tensor, shard: int) -> torch.Tensor:
-        """Returns a shard's samples in memory of their own, since results of kernels may depend on the layout."""
+        """Returns a shard's samples in separate memory, since results of kernels may depend on the layout."""
         if tensor.dim() <= self._dim:
             return tensor
         samples = tensor.shape[self._dim]

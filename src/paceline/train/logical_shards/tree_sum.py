@@ -2,10 +2,10 @@
 
 The tree is pairwise over the shards' numbers, like the core's over ranks: ((0 1) (2 3)) ((4 5) ...). A node is the run
 of shards below it, and has the same value whichever rank computes it. If each rank has one node, and the tree over
-these nodes is the one over ranks, the core adds them in place, provided that it can follow that order (see
+these nodes is the pairwise tree over ranks, the core adds them in place, provided that it supports that order (see
 `ProcessGroup.sums_as_tree`). Otherwise each rank adds one slice of the values, and all ranks gather the slices. That
-moves as many bytes as an all-reduce, but in a defined order: most engines add over ranks in another order than a tree,
-and some round half-precision sums once for all ranks, which a tree over shards could not continue.
+sends as many bytes as an all-reduce, but the order is defined: most engines do not add over ranks in the order of a
+tree, and some round half-precision sums once for all ranks, which a tree over shards could not continue.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def run_of_rank(shards: int, num_ranks: int, rank: int) -> range:
 
 
 def nodes_within(run: range, node: Node) -> list[Node]:
-    """Returns the largest nodes at or below `node` within `run`, which a rank can add without other ranks.
+    """Returns the largest nodes at or below `node` within `run`, which a rank can add up on its own.
 
     There is only one node if the number of ranks is a power of two that divides the number of shards.
 
@@ -82,7 +82,7 @@ def is_tree_over_ranks(root: Node, nodes: Sequence[Sequence[Node]]) -> bool:
 def add_up(
     node: Node, add: Callable[[Value, Value], Value], leaf: Callable[[int], Value], known: Mapping[Node, Value]
 ) -> Value:
-    """Returns the value of `node`: a known one, that of a single shard, or the sum of its halves, the left one first.
+    """Returns the value of `node`: a known value, that of a single shard, or the sum of its halves, left one first.
 
     The sum is computed depth first, so that memory holds at most one value for each level of the tree.
     """
@@ -99,7 +99,7 @@ Flat = dict[tuple[torch.dtype, torch.device], torch.Tensor]
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> Flat:
-    """Returns the tensors of each dtype and device concatenated."""
+    """Concatenates the tensors of each dtype and device."""
     flat: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         flat.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach().reshape(-1))
@@ -133,7 +133,7 @@ def unpack(flat: Flat, like: Sequence[torch.Tensor]) -> Values:
 
 
 def gradient_or_zeros(param: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
-    """Returns a parameter's gradient itself, but zeros for None, and a copy if it shares its memory."""
+    """Returns a parameter's gradient, a copy of it if it shares its memory, or zeros if it is None."""
     if gradient is None:
         return torch.zeros_like(param, requires_grad=False)
     return gradient.detach().clone() if shares_memory(gradient) else gradient.detach()
@@ -154,7 +154,7 @@ def add(left: Values, right: Values) -> Values:
 
 
 def _indices_by_device(tensors: Values) -> list[list[int]]:
-    """Returns the indices of the tensors on each device, since one kernel takes tensors of one device."""
+    """Returns the indices of the tensors on each device, since all tensors of a kernel must be on one device."""
     found: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):
         found.setdefault(tensor.device, []).append(index)
@@ -169,7 +169,7 @@ def sum_over_ranks(
     *,
     in_place: bool = False,
 ) -> Values:
-    """Returns the sum over all shards, which has the same bits on every rank of any group.
+    """Returns the sum over all shards, which is bitwise equal on every rank of any group.
 
     Args:
         mine: the sums of this rank's nodes, with the same dtypes and shapes on all ranks. In a group of one rank, the
@@ -197,7 +197,7 @@ def _sum_in_core(own: Values, group: ProcessGroup, in_place: bool) -> Values:
 
 
 def _sum_in_slices(own: Sequence[Values], nodes: Sequence[Sequence[Node]], root: Node, group: ProcessGroup) -> Values:
-    # A rank without shards has neither the dtypes nor the shapes.
+    # A rank without shards does not have the dtypes and shapes.
     like = own[0] if all(nodes) else _announced(own, nodes, group)
     flat = [pack(values) for values in own]
     sums = {
@@ -220,7 +220,7 @@ def _added(left: Values, right: Values) -> Values:
 
 
 def _announced(own: Sequence[Values], nodes: Sequence[Sequence[Node]], group: ProcessGroup) -> Values:
-    """Returns meta tensors like the values, on ranks without a value too; such ranks add only values on the CPU."""
+    """Returns meta tensors like the values, even on ranks without a value; such ranks add only values on the CPU."""
     first = next(rank for rank, theirs in enumerate(nodes) if theirs)
     specs = [[(str(value.dtype).removeprefix("torch."), list(value.shape)) for value in own[0]] if own else []]
     broadcast_object_list(specs, group_src=first, group=group)

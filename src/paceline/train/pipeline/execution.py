@@ -1,4 +1,4 @@
-"""Execution: runs a rank's part of a program for one batch, and StageTransport, which exchanges its messages."""
+"""Execution, which runs a rank's part of a program for one batch, and StageTransport, which exchanges its messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.train.pipeline.stage import Stage, Value
 
 _MOST_TENSORS = 8
 _MOST_DIMENSIONS = 8
-_TENSOR_LENGTH = 3 + _MOST_DIMENSIONS  # the dtype, whether it needs a gradient, the number of dimensions, the shape
+_TENSOR_LENGTH = 3 + _MOST_DIMENSIONS  # the dtype, whether a gradient is needed, the number of dimensions, the shape
 _HEADER_LENGTH = 1 + _MOST_TENSORS * _TENSOR_LENGTH  # the number of tensors, and the tensors
 
 Ending = Callable[[Value], torch.Tensor]
@@ -59,11 +59,11 @@ class StageTransport:
         self._left: list[Work] = []
 
     def send(self, message: StageMessage, value: Value, forms: Forms) -> None:
-        """Starts to send the tensors of a message.
+        """Starts sending the tensors of a message.
 
         Raises:
             ValueError: there are too many tensors, or they have too many dimensions.
-            RuntimeError: their form differs from an earlier step with a batch of this size.
+            RuntimeError: their form differs from that in an earlier step with a batch of this size.
         """
         form = tuple(TensorForm(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in value)
         works: list[Work] = []
@@ -80,7 +80,7 @@ class StageTransport:
         self._sending.append(tuple(works))
 
     def post(self, message: StageMessage, forms: Forms) -> None:
-        """Starts to receive the tensors of a message, if their form is known."""
+        """Starts receiving the tensors of a message, if their form is known."""
         if forms.is_known:
             self._posted[message] = self._irecv(message, forms.of[message])
 
@@ -103,7 +103,7 @@ class StageTransport:
                 work.wait()
 
     def forget(self) -> None:
-        """Sets aside the calls of a failed step; to drop a `Work` would wait for the other rank."""
+        """Sets aside the calls of a failed step, since dropping a `Work` would wait for the other rank."""
         self._left += [work for works in self._sending for work in works]
         self._left += [work for _, works in self._posted.values() for work in works]
         self._sending.clear()
@@ -156,7 +156,7 @@ class Execution:
 
     Args:
         program: the program of the pipeline.
-        rank: this rank's number in the pipeline.
+        rank: the number of this rank in the pipeline.
         stages: the stages of this rank, by number.
         transport: the transport of messages.
         forms: the forms of the messages with a batch of this size.

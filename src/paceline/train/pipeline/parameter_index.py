@@ -13,7 +13,7 @@ _INDEX = "_paceline_place_in_whole"
 
 @dataclass(frozen=True)
 class ParameterIndex:
-    """The index of a parameter in the whole model's `parameters()`, and their number."""
+    """The index of a parameter in the whole model's `parameters()`, and the number of these parameters."""
 
     number: int
     of: int

@@ -26,7 +26,7 @@ from paceline.train.pipeline.schedule import PipelineSchedule, forwards_only, ma
 from paceline.train.pipeline.stage import Stage, Value
 from paceline.train.training_events import RecordedSteps
 
-_NOT_NEEDED, _MISSING, _UNEVEN = -1, -2, -3  # instead of a number of rows
+_NOT_NEEDED, _MISSING, _UNEVEN = -1, -2, -3  # in place of a number of rows
 _STAGE_OF = {"inputs": "first", "targets": "last"}
 
 
@@ -91,8 +91,8 @@ def into_stages(layers: Sequence[nn.Module], stages: int, split: Sequence[int] |
     Args:
         layers: the layers of the model.
         stages: the number of stages.
-        split: the number of layers of each stage. None minimizes the parameters of the largest stage, where each layer
-            counts as one parameter more than it has.
+        split: the number of layers of each stage. None minimizes the parameters of the largest stage, counting one more
+            for each layer than it has.
 
     Raises:
         ValueError: there are fewer layers than stages, or `split` does not match them.
@@ -149,31 +149,31 @@ class LossFunction(Protocol):
 
 
 class Pipeline(nn.Module):
-    """A model whose layers are divided among the ranks of a group, and through which micro-batches pass.
+    """A model whose layers are divided among the ranks of a group, which pass micro-batches to one another.
 
-    Each rank keeps only the layers of its stages, with their names in the whole model, so that the `state_dict()`s of
-    the ranks are parts of the whole one. A step adds to `.grad`, as a backward does. Use optimizers, schedulers and
+    Each rank keeps only the layers of its stages, with their names in the whole model, so the ranks' `state_dict()`s
+    are parts of the whole model's. A step adds to `.grad`, as a backward does. Use optimizers, schedulers and
     `zero_grad` as usual, with `pipeline.parameters()`.
 
     Args:
         layers: the whole model, the same on every rank: an `nn.Sequential`, or a list of modules that are called
             sequentially. A tuple of tensors is passed on as several arguments. The sizes of tensors between stages
             may depend only on the sizes of the batch.
-        loss: a function of a micro-batch's output and target, called on the rank of the last stage; returns the mean
-            loss.
+        loss: a function that returns the mean loss for a micro-batch's output and target; it is called on the rank of
+            the last stage.
         micro_batches: the number of micro-batches of a batch. The bubble, in which ranks wait, is (p - 1) / (m + p - 1)
             of a step with m micro-batches, p ranks and one stage per rank.
         schedule: `1f1b`, `gpipe`, `interleaved` or `zero_bubble`; see docs/large-models.md.
-        stages_per_rank: the number of stages per rank; more than 1 with `interleaved` only.
+        stages_per_rank: the number of stages per rank; more than 1 only with `interleaved`.
         split: the number of layers of each stage; by default the parameters of the largest stage are minimized.
         group: the ranks of the pipeline, such as `mesh.get_group("pp")`; the default group if None.
         data_parallel_group: the ranks that have the same stages and train on other samples, such as
-            `mesh.get_group("dp")`. Gradients are averaged over them while other stages still compute.
+            `mesh.get_group("dp")`. Gradients are averaged over these ranks while other stages still compute.
         whole: the model from which the layers of a list were taken, if it has other names for them, such as
             `blocks.0` for layer 1. Checkpoints then use its names, and the order of its parameters.
 
     Raises:
-        ValueError: the schedule does not support the numbers, there are too few layers, two stages share a weight, or
+        ValueError: the schedule does not support these numbers, there are too few layers, two stages share a weight, or
             `whole` has other layers.
 
     Example::
@@ -327,7 +327,7 @@ class Pipeline(nn.Module):
         return [partial(ending, target, size) for target, size in zip(divided, map(_rows, divided), strict=True)]
 
     def _average(self, averages: list[Work], stage: Stage) -> None:
-        """Starts to average the gradients of a stage over the replicas."""
+        """Starts averaging the gradients of a stage over the replicas."""
         if self._replicas is None:
             return
         if grads := [parameter.grad for parameter in stage.parameters if parameter.grad is not None]:

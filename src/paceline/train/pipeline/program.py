@@ -103,9 +103,9 @@ def program_of(plan: PipelineSchedule, posted_ahead: int = 1) -> PipelineProgram
 
     Args:
         plan: the schedule.
-        posted_ahead: the number of messages that a rank posts before it needs them. With 1 a message arrives while the
-            rank computes the previous tasks. With 0 a rank posts a message only when it waits for it next. Such a
-            program completes even if the messages of a rank block one another.
+        posted_ahead: the number of messages whose receives a rank posts in advance. With 1, a message arrives while the
+            rank computes the previous tasks. With 0, a rank posts a receive only when it waits for that message next,
+            and the program completes even if the messages of a rank block one another.
     """
     return PipelineProgram(plan, tuple(_of_rank(order, plan, posted_ahead) for order in plan.orders))
 
@@ -148,8 +148,8 @@ def verify_program(program: PipelineProgram, blocks: bool = False) -> VerifiedPr
     Args:
         program: the program.
         blocks: whether messages block one another, as in some libraries but not in Paceline. Each rank then executes
-            its sends in order, and its receives in order, and a send completes only when it is received. A program
-            that completes under this rule posts no receive too early.
+            its sends in order, and its receives in order, and a send completes only when it is received. A program that
+            completes under these rules posts no receive too early.
 
     Raises:
         PipelineFaultError: a check fails. The message names the task or message, or for a hang the step at which each
@@ -220,7 +220,7 @@ class _Rank:
 
 
 def _run(program: PipelineProgram, blocks: bool) -> None:
-    """Advances all ranks as far as they can, in any order, since a possible step stays possible."""
+    """Advances all ranks as far as possible; the order does not matter, since a possible step stays possible."""
     plan, ranks = program.plan, [_Rank(steps) for steps in program.steps]
     computed: set[Task] = set()
     arrived: set[StageMessage] = set()
@@ -244,7 +244,7 @@ def _run(program: PipelineProgram, blocks: bool) -> None:
 
 
 def _deliver(ranks: list[_Rank], arrived: set[StageMessage], blocks: bool) -> bool:
-    """Delivers messages that are sent and posted; with `blocks`, only if they are the first on both ranks."""
+    """Delivers messages that are both sent and posted; with `blocks`, only if they are the first on both ranks."""
     before = len(arrived)
     for rank in ranks:
         for message in list(rank.sends)[: 1 if blocks else None]:
@@ -269,7 +269,7 @@ def _is_possible(step: Step, plan: PipelineSchedule, computed: set[Task], arrive
 
 
 def _before(task: Task, plan: PipelineSchedule) -> list[tuple[Task, ...]]:
-    """Returns the tasks that a task needs without a message, each with its alternatives."""
+    """Returns the tasks on the same rank that a task depends on, each with its alternatives."""
     stage, micro_batch = task.stage, task.micro_batch
     if task.phase is PipelinePhase.WEIGHT:
         return [(Task(stage, micro_batch, PipelinePhase.INPUT),)]
@@ -306,7 +306,7 @@ UNIT: Mapping[PipelinePhase, float] = {
     PipelinePhase.WEIGHT: 1.0,
     PipelinePhase.BACKWARD: 2.0,
 }
-"""Durations of the phases where a forward takes as long as each half of a backward, as about in linear layers."""
+"""Durations of the phases if a forward takes as long as each half of a backward, roughly as in linear layers."""
 
 
 @dataclass(frozen=True)
@@ -365,7 +365,7 @@ def simulate(
 
 
 def _ready(task: Task, plan: PipelineSchedule, ends: Mapping[Task, float], message_s: float) -> float | None:
-    """Returns the time at which a task's inputs are available, or None if it is not known yet."""
+    """Returns the time at which a task's inputs are available, or None if that time is not known yet."""
     message = message_needed_by(task, plan)
     travels = 0.0 if message is None else message_s
     if task.phase is PipelinePhase.WEIGHT:

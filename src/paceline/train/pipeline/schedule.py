@@ -24,9 +24,9 @@ class PipelinePhase(Enum):
     FORWARD = "F"
     BACKWARD = "B"
     INPUT = "I"
-    """The gradient of the stage's input, for which the previous stage waits."""
+    """The gradient of the stage's input; the previous stage waits for it."""
     WEIGHT = "W"
-    """The gradients of the stage's weights, for which no stage waits."""
+    """The gradients of the stage's weights; no stage waits for them."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -47,7 +47,7 @@ class PipelineSchedule:
 
     Attributes:
         name: the name of the schedule.
-        ranks_of_stages: the rank that has each stage.
+        ranks_of_stages: the rank of each stage.
         micro_batches: the number of micro-batches of a batch.
         orders: the tasks of each rank in the order of execution.
     """
@@ -121,9 +121,9 @@ def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> Pip
 
 
 def zero_bubble(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> PipelineSchedule:
-    """Returns 1F1B with weight gradients deferred into time that a rank would spend idle, and no more activations.
+    """Returns 1F1B with weight gradients deferred into idle time of a rank; no more activations are kept than in 1F1B.
 
-    The first rank defers no weight gradient, and each further rank one more.
+    The first rank defers no weight gradient, and each further rank defers one more than the one before.
     """
     _require_single(stages_per_rank, "zero_bubble")
     orders = []
@@ -144,7 +144,7 @@ def zero_bubble(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> Pip
 
 
 def forwards_only(plan: PipelineSchedule) -> PipelineSchedule:
-    """Returns the forwards of a plan, in its order."""
+    """Returns a schedule with only the forwards of a plan, in the plan's order."""
     orders = tuple(tuple(task for task in order if task.phase is PipelinePhase.FORWARD) for order in plan.orders)
     return PipelineSchedule(f"{plan.name}, forwards only", plan.ranks_of_stages, plan.micro_batches, orders)
 
@@ -161,7 +161,7 @@ def make_pipeline_schedule(name: str, ranks: int, micro_batches: int, stages_per
     """Returns the schedule named `name`.
 
     Raises:
-        ValueError: the name is unknown, or the schedule does not support the numbers.
+        ValueError: the name is unknown, or the schedule does not support these numbers.
     """
     if name not in SCHEDULES:
         raise ValueError(f"pipeline: there is no schedule {name!r}; there are {', '.join(SCHEDULES)}")
@@ -172,7 +172,7 @@ def make_pipeline_schedule(name: str, ranks: int, micro_batches: int, stages_per
 
 
 def _alternated(forwards: list[Task], backwards: list[Task], ahead: int) -> tuple[Task, ...]:
-    """Returns `ahead` forwards, then forwards and backwards in turns, then the remaining backwards."""
+    """Returns `ahead` forwards, then alternating forwards and backwards, then the remaining backwards."""
     later: Iterable[Task] = forwards[ahead:]
     turns = [task for pair in zip(later, backwards, strict=False) for task in pair]
     return (*forwards[:ahead], *turns, *backwards[len(forwards) - ahead :])

@@ -1,9 +1,10 @@
 """Stage: the computation of one stage, with forwards and backwards of micro-batches.
 
 `DelayedWeights` defers the gradients of linear layers' weights, so that a backward first computes the gradients for
-which other stages wait. In the backward of a linear layer y = x W' + b, the gradient of x is computed at once, and the
-operands of the gradients of W and b are kept for `finish`. Other layers' weights get their gradients at once, which is
-correct but defers less work. This follows the implementation of Qi et al. 2023, "Zero Bubble Pipeline Parallelism".
+which other stages wait. In the backward of a linear layer y = x W' + b, the gradient of x is computed immediately, and
+the operands of the gradients of W and b are kept for `finish`. The gradients of other layers' weights are computed
+immediately, which is correct but defers less work. This follows the implementation of Qi et al. 2023, "Zero Bubble
+Pipeline Parallelism".
 """
 
 from __future__ import annotations
@@ -164,6 +165,6 @@ class Stage:
         self._delayed.pop(micro_batch).finish()
 
     def forget(self) -> None:
-        """Discards the leftovers of a failed step."""
+        """Discards the state that a failed step left."""
         self._forwards.clear()
         self._delayed.clear()
