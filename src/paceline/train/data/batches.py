@@ -24,12 +24,12 @@ class IndexedBatches:
     def read(self, count: int, index_of: Callable[[int], int], sharding: BatchSharding) -> Iterator[tuple[Any, int]]:
         """Yields the batches of `count` places, each with the end of its step.
 
-        Nothing is computed in advance, so that a change of the ranks takes no time, however long the epoch is.
+        Nothing is computed in advance, so a change of the ranks takes the same time for epochs of any length.
 
         Args:
             count: the number of places.
-            index_of: a function that returns the index of the sample in a place. It must not refer to the owner of
-                this object, see `_Indices`.
+            index_of: a function that returns the index of the sample in a place. It must not refer to the owner of this
+                object; see `_Indices`.
             sharding: the division of a step.
         """
         self._indices.upcoming = (
@@ -82,8 +82,8 @@ class StepResponse(NamedTuple):
 class StreamBatches:
     """A rank's batches of a stream, requested step by step.
 
-    A DataLoader returns batches in the order of the requests, whichever worker serves them. The main process cannot
-    determine the end of the stream, so it sends requests until a worker reports that there is no batch.
+    A DataLoader returns batches in the order of the requests, regardless of which workers serve them. The main process
+    cannot determine the end of the stream, so it sends requests until a worker reports that there is no batch.
     """
 
     def __init__(self, dataset: IterableDataset[Any], keeps_states: bool, options: dict[str, Any]) -> None:
@@ -110,7 +110,7 @@ class StreamBatches:
             yield from self._read_again(first, RemainingSamples(position, position, tuple(sorted(returned))))
 
     def _read_again(self, first: StepRequest, rest: RemainingSamples) -> Iterator[ReadBatch]:
-        """Yields the batches of returned places, for which the stream is read again in their order."""
+        """Yields the batches of returned places, for which the stream is read again in the order of the places."""
         shards = list(step_shards(0, len(rest), first.sharding))
         picked = [tuple(rest.returned[place] for place in shard.places) for shard in shards]
         self._requests.upcoming = [
@@ -160,7 +160,7 @@ class _StepDataset(Dataset[StepResponse]):
 
 
 class _Collate:
-    """Collates the samples of a response in the process that has read them."""
+    """Collates the samples of a response in the process that read them."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate

@@ -1,7 +1,7 @@
-"""The order of an epoch, its division among ranks, and the samples that remain of it.
+"""The order of an epoch, its division among ranks, and its remaining samples.
 
-All of this is pure. Ranks agree without communication, since they compute the same; in an elastic job the ranks may
-change between two batches.
+All functions here are pure. Ranks agree without communication, since they compute the same results; in an elastic job
+the ranks may change between two batches.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class StreamPosition(NamedTuple):
 
 
 class StepShard(NamedTuple):
-    """The `places` that one rank takes in a step, in the order of the epoch; after the step all ranks are at `end`."""
+    """The `places` that one rank takes in a step, in epoch order; after the step all ranks are at `end`."""
 
     places: tuple[int, ...]
     end: int
@@ -33,8 +33,8 @@ class StepShard(NamedTuple):
 class BatchSharding(NamedTuple):
     """The division of a step's samples, for one rank.
 
-    In a step the ranks take `num_replicas * batch_size` consecutive samples, rank 0 the first ones. The last samples,
-    if they are too few for a step, are treated by `remainder`:
+    In a step the ranks take `num_replicas * batch_size` consecutive samples, rank 0 the first ones. `remainder`
+    determines the treatment of the last samples if they are too few for a step:
 
     - "share": They are divided as evenly as possible; if there are fewer than ranks, the last ranks have no such step.
     - "repeat": They are divided too, and ranks without one take a sample of another rank.
@@ -179,7 +179,7 @@ class ReadBatch(NamedTuple):
 
 
 class RankSlot(NamedTuple):
-    """One of the `ranks` among which a batch is divided; `rank` is None if it joined too late for the batch."""
+    """A slot of one of the `ranks` that share a batch; `rank` is None if the rank joined too late for the batch."""
 
     ranks: int
     rank: int | None
@@ -205,21 +205,21 @@ class EpochStep:
 
 
 def sharding_for(slot: RankSlot, batch_size: int, remainder: Remainder) -> BatchSharding:
-    """Returns the sharding with which a rank reads: it has a batch in every step, if only to repeat a sample."""
+    """Returns the sharding with which a rank reads: it has a batch in every step, even if it only repeats a sample."""
     return BatchSharding(batch_size, slot.ranks, slot.rank or 0, "drop" if remainder == "drop" else "repeat")
 
 
 class BatchAssigner(Protocol):
-    """Selects the ranks that share an epoch before each batch, where ranks change."""
+    """Selects, before each batch, the ranks that share an epoch, in a job whose ranks change."""
 
     def begin_batch(self) -> RankSlot:
         """Returns this rank's slot in the next batch."""
         ...
 
     def batch_delivered(self, *, counts: bool) -> None:
-        """Is called before the loop gets its batch; `counts` is False if its samples are another rank's."""
+        """Called before the loop receives its batch; `counts` is False if the samples belong to another rank."""
         ...
 
     def end_batch(self) -> None:
-        """Is called when the loop requests the next batch."""
+        """Called when the loop requests the next batch."""
         ...

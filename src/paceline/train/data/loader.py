@@ -57,47 +57,48 @@ def require_divisible(batch_size: int, remainder: str) -> None:
 
 
 class StatefulLoader(Generic[Sample]):
-    """Batches of this rank's part of `dataset`; an epoch can be resumed, even with a different number of ranks.
+    """Yields batches of this rank's part of `dataset`; an epoch can be resumed, even with a different number of ranks.
 
-    An iteration yields the rest of the epoch; the next iteration is the next epoch, in another order. A batch counts as
-    used once it was yielded; batches that the workers have read ahead do not count. In a step the ranks together take
-    the next `world_size * batch_size` samples of the epoch's order, so that a state, taken at the same step on every
-    rank, is a single position. Any number of ranks, with any batch size, can resume from there, and each sample is used
-    exactly once.
+    An iteration yields the rest of the epoch; the next iteration is the next epoch, in a different order. A batch
+    counts as used once it has been yielded; batches that the workers have read ahead do not count. In a step the ranks
+    together take the next `world_size * batch_size` samples of the epoch's order, so a state that is taken at the same
+    step on every rank is a single position. Any number of ranks, with any batch size, can resume from there, and each
+    sample is used exactly once.
 
     The samples of a stream (an `IterableDataset`) are divided in the stream's own order, by the same rules and without
     communication. Every rank, and every loader worker, reads the whole stream and keeps its own part, unless the stream
     supports one of these methods:
 
-    - `__iter__` returns an iterator with `advance(n)`, which moves past n samples without making them and returns their
-      number. Other ranks' samples then cost no more than that call.
-    - The dataset has `skip(n)`, which returns a dataset without the first n samples. It is called when an epoch is
+    - `__iter__` returns an iterator with `advance(n)`, which moves past n samples without producing them and returns
+    their number. Other ranks' samples then cost no more than that call. - The dataset has `skip(n)`, which returns a
+    dataset without the first n samples. It is called when an epoch is
       resumed; otherwise the samples before the position are read again, or advanced past.
-    - The dataset, or its iterator, has `state_dict` and `load_state_dict`, and `dataset_state` is true. To resume an
-      epoch, at most one step is read again.
-    - The dataset has `set_epoch`. It is called with the epoch before each reading, also in workers.
+    - The dataset, or its iterator, has `state_dict` and `load_state_dict`, and `dataset_state` is true. Resuming an
+    epoch then reads at most one step again. - The dataset has `set_epoch`. It is called with the epoch before each
+    reading, including in workers.
 
     In an epoch, a stream must yield the same samples in the same order to every rank and in every reading. While it is
-    read, `get_worker_info` returns None, also in workers, so that a dataset does not split itself.
+    read, `get_worker_info` returns None, even in workers, so that a dataset does not split itself.
 
     Args:
         dataset: a dataset with a length that can be indexed, or an `IterableDataset`.
         batch_size: the number of samples of each rank in a step.
         shuffle, seed: whether to permute the indices, seeded by `seed` plus the epoch; the same on every rank. By
             default indexable datasets are shuffled. A stream always keeps its own order.
-        num_replicas, rank: the number of parts and the part to take; None for the default group's at each iteration.
+        num_replicas, rank: the number of parts and the part to take; the default group's size and rank at each
+            iteration if None.
         remainder: the treatment of the samples at the end that do not fill a step. "share": divide them; if there are
             fewer than ranks, some ranks have one step less than others. "repeat": those ranks take a sample of another
             rank. "drop": leave them out.
         dataset_state: whether to save the state of the stream with each position and resume from it. The state must be
-            exact: loaded in any process after it was taken after n samples, it leads to sample n. It is sent from the
-            workers with each batch, so it should be small.
+            exact: a state that was taken after n samples leads to sample n in any process that loads it. Workers send
+            it with each batch, so it should be small.
         num_workers, collate_fn, pin_memory, timeout, worker_init_fn, multiprocessing_context, prefetch_factor,
-            persistent_workers: as for torch's DataLoader. `collate_fn` gets only this rank's samples, in the worker.
-            Do expensive work on the samples of a stream in it.
+        persistent_workers: the arguments of torch's DataLoader. `collate_fn` receives only this rank's samples, in the
+        worker. Use it for expensive work on the samples of a stream.
 
     Raises:
-        TypeError: the dataset is neither a stream nor has a length and an index.
+        TypeError: the dataset is not a stream, and does not have a length and an index.
         ValueError: `batch_size` is not positive, `shuffle` is true for a stream, `dataset_state` is true for another
             dataset, or the DataLoader rejects an argument.
 
@@ -189,7 +190,7 @@ class StatefulLoader(Generic[Sample]):
             self._iteration += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position in the epoch after the batches that were yielded so far, as a few numbers.
+        """Returns the position in the epoch after the batches yielded so far, as a few numbers.
 
         It is the same on every rank, except during a last step that some ranks do not have; rank 0 has all steps, so
         save rank 0's. With `dataset_state`, it includes the state of the stream.
@@ -211,7 +212,7 @@ class StatefulLoader(Generic[Sample]):
         """Resumes from the position and the seed of `state`.
 
         Raises:
-            ValueError: the state was taken with another length of the dataset, or another `shuffle`.
+            ValueError: the state was taken with a dataset of a different length, or with a different `shuffle`.
         """
         length = self._length()
         if state["length"] != length or state["shuffle"] != self.shuffle:
@@ -223,7 +224,7 @@ class StatefulLoader(Generic[Sample]):
         self._go_to(int(state["epoch"]), int(state["position"]))
         self._returned = tuple(state.get("returned", ()))
         if isinstance(self._batches, IndexedBatches) and length is not None:
-            self._order_of_epoch(length)  # now, not while the other ranks of an elastic job wait for the first batch
+            self._order_of_epoch(length)  # before the ranks of an elastic job wait for the first batch
         if self.dataset_state and "stream" in state:
             self._bookmark = StreamPosition(**state["stream"])
         self._iteration += 1
@@ -248,7 +249,7 @@ class StatefulLoader(Generic[Sample]):
                 self._returned += tuple(self._step.places_of(rank))
 
     def place(self) -> tuple[int, int, int]:
-        """Returns the epoch, the position in it, and the number of earlier samples that are to be read again."""
+        """Returns the epoch, the position in it, and the number of earlier samples that will be read again."""
         return self.epoch, self._position, len(self._returned)
 
     def _sharding(self) -> BatchSharding:

@@ -1,4 +1,4 @@
-"""DistributedSampler and DistributedEvalSampler: the indices of a rank's part of a dataset; and means over samples."""
+"""DistributedSampler and DistributedEvalSampler: the indices of a rank's part of a dataset. Also means over samples."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from paceline.train.data.epoch_order import epoch_order
 class DistributedSampler(Sampler[int]):
     """The indices of one rank's part of `dataset`; the same sequence as torch's DistributedSampler.
 
-    All ranks get the same number of samples: the first ones are repeated, or with `drop_last` the last ones are left
-    out. Call `set_epoch` before each epoch, or every epoch has the same order. A program that never calls it gets one
-    warning, when it has read more than half of the samples for the second time.
+    All ranks get the same number of samples: the first ones are repeated or, with `drop_last`, the last ones are left
+    out. Call `set_epoch` before each epoch; otherwise every epoch has the same order. A program that never calls it
+    gets one warning, after reading more than half of the samples for the second time.
 
     Args:
         dataset: an object with a length.
@@ -147,7 +147,7 @@ class DistributedEvalSampler(Sampler[int]):
     def gather(self, values: torch.Tensor, group: Group = None) -> torch.Tensor:
         """Gathers a value for each sample of the dataset, in the order of the dataset, on every rank.
 
-        A mean or a ranking of the result has the same bits for every number of ranks.
+        A mean or a ranking of the result is bitwise equal for every number of ranks.
 
         Args:
             values: a tensor of shape (len(self), ...) with this rank's values, in the order of iteration; the other
@@ -177,7 +177,7 @@ class DistributedEvalSampler(Sampler[int]):
 def mean_over_samples(total: torch.Tensor | float, count: int, group: Group = None) -> torch.Tensor:
     """Returns the mean over the samples of all ranks, with equal weights.
 
-    The mean of the ranks' means is wrong where ranks have different numbers of samples. This function divides the sum
+    The mean of the ranks' means is wrong if ranks have different numbers of samples. This function divides the sum
     of all totals by the sum of all counts, in float64.
 
     Args:

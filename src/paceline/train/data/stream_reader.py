@@ -15,14 +15,14 @@ from paceline.train.data.epoch_order import BatchSharding, StreamPosition
 class StreamReader:
     """Reads an epoch of `dataset` once, from `start` on.
 
-    It reads a copy of the dataset, so that changes of attributes by an iteration or a loaded state do not affect the
-    next epoch.
+    It reads a copy of the dataset, so that changes that an iteration or a loaded state makes to attributes do not
+    affect the next epoch.
 
     Args:
         dataset: the whole stream, which yields the same samples in every process.
         epoch: the argument for the dataset's `set_epoch`, if it has one.
-        start: the position at which to begin. The reader uses the first that exists of the state in `start`, the
-            dataset's `skip`, and the iterator's `advance`; otherwise it reads up to the position.
+        start: the position at which to begin. To reach it, the reader uses the state in `start`, the dataset's `skip`
+            or the iterator's `advance`, whichever exists first in this order; otherwise it reads up to the position.
         keeps_states: whether a bookmark includes the state of the stream.
 
     Raises:

@@ -1,4 +1,4 @@
-"""clip_grad_norm_: clips gradients by their norm where ranks hold different parts of a model."""
+"""clip_grad_norm_: clips gradients by their norm if ranks hold different parts of a model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def clip_grad_norm_(
     Args:
         parameters: this rank's parameters. The norms of those that `parallelize_module` divided are summed over the
             ranks with the other parts; the others count once.
-        max_norm: the largest norm that is not scaled.
+        max_norm: the largest norm that is left unscaled.
         norm_type: the order of the norm, 2.0 by default; `inf` is the largest absolute value.
         error_if_nonfinite: whether a norm that is NaN or infinite is an error.
         pipeline_group: the ranks with the other stages of a `Pipeline`, such as `mesh.get_group("pp")`.
@@ -62,7 +62,7 @@ def clip_grad_norm_(
 
 
 def _powers(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Returns the sum of the absolute values to the power of `norm_type`, or for infinity the largest of them."""
+    """Returns the sum of the absolute values to the power of `norm_type`, or the largest one for infinity."""
     norms = [
         torch.linalg.vector_norm(gradient, norm_type, dtype=torch.promote_types(gradient.dtype, torch.float32))
         .double()
@@ -76,7 +76,7 @@ def _powers(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
 
 
 def _over_ranks(amount: torch.Tensor, group: ProcessGroup | None, norm_type: float) -> torch.Tensor:
-    """Returns the sum, or for infinity the maximum, of the ranks' amounts."""
+    """Returns the sum of the ranks' amounts, or their maximum for infinity."""
     if group is not None:
         amount = amount.clone()
         group.all_reduce(amount, ReduceOp.MAX if norm_type == float("inf") else ReduceOp.SUM)

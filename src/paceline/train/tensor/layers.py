@@ -1,9 +1,9 @@
 """Linear layers and embeddings that are divided among ranks, and the collectives between them as autograd functions.
 
-Outside the divided layers all ranks of the group compute the same activations and the same loss, and therefore the same
-gradients. `paceline.comm.functional`, in contrast, adds up the losses of the ranks. Each collective has its adjoint
-under that rule (Shoeybi et al. 2019, "Megatron-LM"; for the sequence, Korthikanti et al. 2022, "Reducing Activation
-Recomputation in Large Transformer Models").
+Outside the divided layers, all ranks of the group compute the same activations and the same loss, and therefore the
+same gradients. In `paceline.comm.functional`, by contrast, the loss is the sum of the ranks' losses. Each collective
+has its adjoint under that rule (Shoeybi et al. 2019, "Megatron-LM"; for the sequence, Korthikanti et al. 2022,
+"Reducing Activation Recomputation in Large Transformer Models").
 
 | forward | backward |
 | --- | --- |
@@ -32,13 +32,13 @@ from paceline.train.tensor.weight_slice import bounds
 Gradients = tuple[torch.Tensor | None, ...]
 
 WHOLE = None
-"""The layout of an activation that every rank has whole; a number is the dimension along which it is divided."""
+"""The layout of an activation that is whole on every rank; a number is the dimension along which it is divided."""
 Layout = int | None
 
 
 @eager
 def copied(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """Returns `tensor`, for the ranks to use differently."""
+    """Returns `tensor`, which each rank may then use differently."""
     return _applied(_CopyToRanks, tensor, group)
 
 
@@ -56,13 +56,13 @@ def split(tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
 
 @eager
 def joined(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
-    """Joins the ranks' parts to one tensor of `length` in that dimension, which all ranks use in the same way."""
+    """Concatenates the ranks' parts to a tensor of `length` in dimension `dim`, which all ranks use in the same way."""
     return _applied(_Joined, tensor, dim % tensor.ndim, length, group)
 
 
 @eager
 def joined_for_parts(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
-    """Joins the ranks' parts to one tensor of `length` in that dimension, as the input of a divided layer."""
+    """Concatenates the ranks' parts to a tensor of `length` in dimension `dim`, the input of a divided layer."""
     return _applied(_JoinedForParts, tensor, dim % tensor.ndim, length, group)
 
 
@@ -211,7 +211,7 @@ class RowwiseLinear(nn.Linear):
     output_layout: Layout
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Returns the sum over the ranks, plus the bias, which every rank has whole."""
+        """Returns the sum over the ranks, plus the bias, which is whole on every rank."""
         own = split(input, -1, self.group) if self.input_layout is WHOLE else input
         result = sum_of_parts(functional.linear(own, self.weight), self.output_layout, self.group)
         return result if self.bias is None else result + self.bias

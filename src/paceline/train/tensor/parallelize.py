@@ -1,8 +1,8 @@
 """parallelize_module: divides modules of a model among the ranks of a group by parallel styles.
 
-The styles have the names and the arguments of those in `torch.distributed.tensor.parallel`, so that a plan for torch's
-`parallelize_module` works unchanged. Activations are always plain tensors: `Replicate()` is one that every rank has
-whole, and `Shard(dim)` one that is divided along `dim`.
+The styles have the names and the arguments of those in `torch.distributed.tensor.parallel`, so a plan for torch's
+`parallelize_module` works unchanged. Activations are always plain tensors: `Replicate()` denotes a tensor that is whole
+on every rank, and `Shard(dim)` one that is divided along `dim`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ColwiseParallel(ParallelStyle):
     Args:
         input_layouts: the layout of the input: `Replicate()` (the default), or `Shard(dim)`, such as the sequence after
             a `SequenceParallel` layer, which is then gathered.
-        output_layouts: the layout of the output: `Shard(-1)` (the default), so that each rank has its own features, or
+        output_layouts: the layout of the output: `Shard(-1)` (the default), which leaves the features divided, or
             `Replicate()` to gather them.
         use_local_output: no effect; accepted for compatibility with torch.
 
@@ -167,9 +167,9 @@ class PrepareModuleInput(ParallelStyle):
     """Changes the layouts of a module's inputs.
 
     Args:
-        input_layouts: the present layout of each positional argument, or None for arguments not to change.
+        input_layouts: the current layout of each positional argument, or None for arguments that stay unchanged.
         desired_input_layouts: the layouts that the module requires. From `Shard(dim)` to `Replicate()` the parts are
-            gathered for a module that uses them differently on each rank, such as an attention with divided heads.
+            gathered for a module that uses them differently on each rank, such as attention with divided heads.
         use_local_output: no effect; accepted for compatibility with torch.
     """
 
@@ -202,7 +202,7 @@ class PrepareModuleOutput(ParallelStyle):
     """Changes the layouts of a module's outputs.
 
     Args:
-        output_layouts: the present layout of each output, or None for outputs not to change.
+        output_layouts: the current layout of each output, or None for outputs that stay unchanged.
         desired_output_layouts: the required layouts. From `Shard(dim)` to `Replicate()` the parts are gathered, and all
             ranks must use them in the same way, for example in the loss.
         use_local_output: no effect; accepted for compatibility with torch.

@@ -19,7 +19,7 @@ class WeightSlice:
         group: the ranks among which the tensor is divided.
         dim: the dimension along which it is divided.
         start: the first index of this rank's part in that dimension.
-        stop: the index after the last one.
+        stop: the index after the last one of this rank's part.
         shape: the shape of the undivided tensor.
     """
 
@@ -31,7 +31,7 @@ class WeightSlice:
 
 
 def bounds(length: int, parts: int, part: int) -> tuple[int, int]:
-    """Returns the range of a part if `length` is divided as evenly as possible; the first parts are the longer ones."""
+    """Returns the range of a part if `length` is divided as evenly as possible; longer parts come first."""
     least, longer = divmod(length, parts)
     start = part * least + min(part, longer)
     return start, start + least + (part < longer)
