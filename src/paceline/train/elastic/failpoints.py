@@ -1,6 +1,7 @@
-"""Named points at which a test kills, stops or delays a chosen worker. Without orders, `failpoint` does nothing.
+"""Failpoints: named points in the code at which a test kills, stops or delays a chosen worker. Without orders,
+`failpoint` does nothing.
 
-`PACELINE_FAILPOINTS` holds orders separated by commas, each `WORKER:POINT@COUNT=ACTION`: when the worker of that name
+`PACELINE_FAILPOINTS` holds orders separated by commas, each `WORKER:POINT@COUNT=ACTION`: when the worker named WORKER
 reaches the point for the COUNT-th time, it performs ACTION: "kill", "stop", "exit", "raise", "delay" or "lose" (its
 connections to the other workers fail).
 """
@@ -37,7 +38,7 @@ POINTS = (
 POINTS_OF_SENDERS = ("join.snapshot", "join.serving", "join.logged")
 POINTS_OF_CHILDREN = ("join.sending",)
 POINTS_OF_RECEIVERS = ("join.chunk", "join.restored", "join.replay", "join.near")
-# Points of the loop with DistributedDataParallel and StatefulLoader only.
+# Points only in loops with DistributedDataParallel and StatefulLoader.
 POINTS_OF_DDP_LOOPS = ("batch.dealt", "mean.weighed", "mean.applied")
 # Points before each operation on a disk that holds checkpoints, and after the last one of a save.
 POINTS_OF_CHECKPOINTS = (

@@ -1,9 +1,9 @@
-"""CPU priorities of elastic workers: those that join or send state yield to those that train on the same machine.
+"""CPU priorities of elastic workers: workers that join or send state yield to those that train on the same machine.
 
-A replacement runs the script from its top, which may occupy a core for a while. If all cores are busy, that would slow
-the training workers down. `LoweredPriorities` lowers the priority of such a process until it trains; raising it again
-requires CAP_SYS_NICE (usually root) or a limit RLIMIT_NICE, and without them nothing is changed. `run_at_low_priority`
-moves single tasks to a thread of lower priority, which needs no privilege.
+A replacement runs the script from the start, which may occupy a core for some time. If all cores are busy, that would
+slow the training workers down. `LoweredPriorities` lowers the priority of such a process until it trains; raising it
+again requires CAP_SYS_NICE (usually root) or a sufficient RLIMIT_NICE; without either, nothing is changed.
+`run_at_low_priority` moves single tasks to a thread of lower priority, which needs no privilege.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class LoweredPriorities:
 
 
 def _can_undo(own: int) -> bool:
-    """Returns whether a lowered priority can be restored, found by trying it on a separate thread."""
+    """Returns whether a lowered priority can be restored, by trying it on a separate thread."""
     results: list[bool] = []
 
     def attempt() -> None:

@@ -1,15 +1,13 @@
 """The protocol of an elastic job: messages between workers and launchers, replicated job state, and orders.
 
-A *view* is a numbered list of the workers that train together; its number is called a generation. A new view is
-*forced* after a worker was lost, and the survivors enter it at once; or it is *planned* because workers join or leave,
-and its members enter it together at the beginning of the next batch after all of them have formed its process group.
+A *view* is a numbered list of the workers that train together; its number is called a generation. A *forced* view
+follows the loss of a worker, and the survivors enter it immediately. A *planned* view adds or removes workers. Its
+members first form its process group, and enter the view together at the beginning of the next batch. A worker that
+joins while others train is a *receiver* until it has caught up with them: *senders* among the members take a snapshot
+of the state at the beginning of a batch, for a *transfer* that is numbered like the views (`state_transfer/`).
 
-A worker that joins while others train is a *receiver* until it has caught up with them: *senders* among the members
-take a snapshot of the state at the beginning of a batch, for a *transfer* that is numbered like the views
-(`state_transfer/`).
-
-A worker and its launcher exchange one JSON object in each datagram of a socket pair. Between launchers the same
-structs travel inside the frames of `operate/launch/multinode/protocol.py`.
+A worker and its launcher exchange one JSON object in each datagram of a socket pair. Between launchers the same structs
+are sent inside the frames of `operate/launch/multinode/protocol.py`.
 """
 
 from __future__ import annotations
@@ -21,22 +19,22 @@ import msgspec
 from paceline.comm.security.untrusted_peers import decode_untrusted
 
 LARGEST_DATAGRAM = 1 << 16  # bytes of a datagram
-LEFT_OUT, OUTVOTED = 75, 76  # exit codes of workers that a view left out, or whose result or state was wrong
-_NUMBERS = 1 << 16  # of machines in a job
-_MOST_TRANSFERS = 16  # that are remembered
+LEFT_OUT, OUTVOTED = 75, 76  # exit codes of workers that were left out of a view, or whose result or state was wrong
+_NUMBERS = 1 << 16  # the largest number of machines in a job
+_MOST_TRANSFERS = 16  # the number of transfers that are remembered
 
 
 class _WorkerMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """A message of a worker or to a worker."""
+    """A message from or to a worker."""
 
 
 class Ready(_WorkerMessage, frozen=True):
     """The worker has built its model and requests to join. It has no state that others may copy.
 
     Attributes:
-        fingerprint: A text that is equal in all workers whose results have the same bits.
-        learns: Whether it can catch up with the others while they train; otherwise they wait while it gets the state.
-        after: The last transfer that was offered to it; this one and all earlier ones have failed.
+        fingerprint: A text that is equal in all workers whose results are bitwise equal.
+        learns: Whether the worker can catch up while the others train; otherwise they wait while it receives the state.
+        after: The last transfer that was offered to the worker; that transfer and all earlier ones have failed.
     """
 
     fingerprint: str
@@ -45,7 +43,7 @@ class Ready(_WorkerMessage, frozen=True):
 
 
 class TransferReady(_WorkerMessage, frozen=True):
-    """The worker serves the state before the round `round` and the results since, or cannot if `address` is ""."""
+    """The worker serves the state before the round `round` and all later results; it cannot if `address` is ""."""
 
     transfer: int
     round: int
@@ -80,7 +78,7 @@ class Leaving(_WorkerMessage, frozen=True):
 
 
 class LoopFinished(_WorkerMessage, frozen=True):
-    """The worker's loop has completed; it does not need the others any more."""
+    """The worker's loop has completed; the worker no longer needs the others."""
 
     round: int
 
@@ -91,9 +89,9 @@ class View(_WorkerMessage, frozen=True):
     Attributes:
         generation: The number of the view, larger than that of any earlier view.
         members: The workers' names, by rank.
-        is_planned: Whether the members enter it at the beginning of a batch; otherwise they do at once.
+        is_planned: Whether the members enter the view at the beginning of a batch; otherwise they do so immediately.
         must_wait: Whether there are fewer workers than the job needs: they finish the batch in progress, and begin no
-            other in this view.
+            other batch in this view.
         store: The store in which the members meet, as in PACELINE_STORE, or "" for the previous one.
     """
 
@@ -185,8 +183,8 @@ class LauncherAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 class ReplicatedJobState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The facts about a job that every launcher holds, so that any of them can take over as coordinator.
 
-    They never become false, so those of several launchers can be merged. A launcher that holds a worker's death holds
-    all views that this worker's launcher ever passed on to it.
+    They never become false, so the facts of several launchers can be merged. A launcher that holds a worker's death
+    also holds all views that the worker's launcher passed on to the worker.
 
     Attributes:
         term: The largest known term of a coordinator.
@@ -194,7 +192,7 @@ class ReplicatedJobState(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         fingerprint: The fingerprint of the job's members.
         complete: The generation of the last view that all its members are known to have entered, or 0.
         views: That view, and all later ones.
-        dead: The workers in them whose end was confirmed.
+        dead: The workers in these views whose end was confirmed.
         ended: The machines whose launchers have ended, along with their workers.
         peers: The machines.
         transfers: The last transfer of each receiver that may not have caught up.
@@ -229,7 +227,7 @@ class ReplicatedJobState(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 class WorkerReport(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A running worker: its messages that still matter, and its launcher's reason to consider it stalled, if any."""
+    """A running worker: its messages that are still relevant, and why its launcher considers it stalled, if so."""
 
     uid: str
     messages: tuple[FromWorker, ...] = ()
@@ -237,17 +235,17 @@ class WorkerReport(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 class MachineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The report of a launcher to a coordinator that it follows from now on.
+    """The report of a launcher to the coordinator that it now follows.
 
     Attributes:
-        number: The number of its machine.
+        number: The number of the launcher's machine.
         host: The machine's host name.
-        slots: The number of workers that it keeps running.
-        first_slot: The number of its first slot in the job.
+        slots: The number of workers that the launcher keeps running.
+        first_slot: The number of the launcher's first slot in the job.
         knowledge: The job's state as the launcher holds it.
         workers: The running workers.
         ended: The names of the workers that have ended, the cause in words, and their exit codes.
-        is_leaving: Whether it ends as soon as its workers have.
+        is_leaving: Whether the launcher ends as soon as its workers have ended.
     """
 
     number: int
@@ -263,9 +261,9 @@ class MachineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def has_quorum(members: Collection[str], dead: Collection[str], reachable: Collection[str]) -> bool:
     """Returns whether the partition that reaches `reachable` may install a view after that of `members`.
 
-    Only deaths confirmed by the worker's own machine make a view smaller. A partition needs more than half of the
-    remaining members; of two halves, the one with the lowest name continues. A view whose members are all dead needs no
-    quorum, since no member can disagree.
+    Only deaths that the worker's own machine has confirmed make a view smaller. A partition needs more than half of the
+    remaining members; of two halves, the one with the lowest worker name continues. A view whose members are all dead
+    needs no quorum, since no member can disagree.
     """
     left = set(members) - set(dead)
     if not left:
@@ -285,7 +283,7 @@ def next_term(term: int, number: int) -> int:
 
 
 def merge_job_states(parts: Iterable[ReplicatedJobState]) -> ReplicatedJobState:
-    """Returns all facts that are known to any of several launchers."""
+    """Merges the facts of several launchers."""
     known = sorted(parts, key=lambda state: (state.term, state.coordinator))
     if not known:
         return ReplicatedJobState()
@@ -318,11 +316,11 @@ def _open_transfers(transfers: Iterable[StateTransfer], members: Iterable[str]) 
 
 
 class _Order(msgspec.Struct, frozen=True, tag_field="kind", tag=True, forbid_unknown_fields=True):
-    """An order of the coordinator. `machine`, if there is one, names the addressee."""
+    """An order of the coordinator. `machine`, if present, is the name of the addressee."""
 
 
 class SendOrder(_Order, frozen=True):
-    """Pass a message on to a worker. The messages to one worker must arrive in the order in which they were given."""
+    """Pass a message on to a worker. Messages to one worker must arrive in the order of their orders."""
 
     machine: str
     uid: str
@@ -330,9 +328,8 @@ class SendOrder(_Order, frozen=True):
 
 
 class ReplicateOrder(_Order, frozen=True):
-    """Keep the job's state, in case that this machine's launcher has to coordinate the job, and confirm it.
-
-    It must arrive before everything that is ordered after it, on every machine.
+    """Store the job's state, in case this machine's launcher has to coordinate the job, and confirm it. On every
+    machine, this order must arrive before all later ones.
     """
 
     machine: str
@@ -346,14 +343,14 @@ class StartOrder(_Order, frozen=True):
 
 
 class HandoverOrder(_Order, frozen=True):
-    """Follow machine `to` from now on. That machine stands, and the one that gives this order ends."""
+    """Follow machine `to` from now on. That machine stands, and the coordinator that gives this order ends."""
 
     machine: str
     to: int
 
 
 class FenceStalledOrder(_Order, frozen=True):
-    """Kill a stopped worker: others continue without it, and it must not wake up then."""
+    """Kill a stopped worker: the others continue without it, and it must not resume afterwards."""
 
     machine: str
     uid: str
@@ -374,7 +371,7 @@ class EndOrder(_Order, frozen=True):
 
 
 class NotifyOrder(_Order, frozen=True):
-    """Print a sentence for the user. It is given once for each change, however long that lasts."""
+    """Print a sentence for the user. The order is given once for each change, however long the change lasts."""
 
     text: str
 

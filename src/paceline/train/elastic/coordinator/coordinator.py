@@ -1,32 +1,31 @@
 """The coordinator of an elastic job: a state machine that receives events and returns orders.
 
 It has no socket, process or clock: events arrive as calls with a timestamp. They change facts (`elastic_job.py`,
-`worker_registry.py`, `views.py`); `_settle` derives the orders from the facts alone, so that the order in which reports
+`worker_registry.py`, `views.py`); `_settle` derives the orders from the facts alone, so the sequence in which reports
 of different workers arrive does not matter. The rules are in `membership_rules.py`, in the sequence in which they
 apply:
 
-1. Once a member has finished, all rounds are committed and every member has the final state. No worker joins any more,
-   no quorum is needed, and the job ends when all members have finished and ended.
-2. The first view is issued when all workers are ready, or some time after enough of them are.
-3. When a member is absent (it ended, stalled, or is on an unreachable machine), or when connections broke and no death
-   has explained it for `break_patience_s`, a forced view takes the other members of the base and the newcomers that
-   have the state. It requires a quorum. If no holder of the state is left: members that may return are awaited;
-   newcomers that may hold the state get time to report it (they do so when their connections break); if no round can
-   have been committed, the job begins again; otherwise its state is lost and the job ends. A stopped member is killed
-   once the others continue without it, so that it cannot wake up among them. The last holder of the state is never
-   killed, however long it is stopped.
+1. Once a member has finished, all rounds are committed and every member has the final state. No more workers join, no
+quorum is needed, and the job ends when all members have finished and ended. 2. The first view is issued when all
+workers are ready, or some time after enough workers are ready. 3. When a member is absent (it ended, stalled, or is on
+an unreachable machine), or when connections broke and no death explained that within `break_patience_s`, a forced view
+contains the other members of the base and the newcomers that have the state. It requires a quorum. If no holder of the
+state is left, the coordinator waits for members that may return, and gives newcomers that may hold the state time to
+report it, which they do when their connections break. If there are none, the job begins again if no round can have been
+committed; otherwise its state is lost and the job ends. A stopped member is killed once the others continue without it,
+so that it cannot resume among them. The last holder of the state is never killed, regardless of how long it is stopped.
 4. When all members have entered the latest view, a planned view adds the ready workers and removes the leaving ones.
    Workers that can catch up while the others train do so first.
 5. When the coordinator's own launcher is about to end, another one takes over (`handover.py`).
 
-Workers enter a forced view at once, even while they meet the members of another view. They enter a planned view at the
-beginning of a batch, by agreement, or when they wait there in a view that must wait. A worker whose connections broke
-does *not* enter a planned view, since the others may be in the middle of a batch, where newcomers cannot begin. A
-worker that waits between two batches does not report broken connections, since others may have entered the planned view
-before it. No member continues in a view before all its members have the state. In a view that must wait, a batch that
-any member has begun is finished by all, and no other begins. A worker that receives a view without itself has lost its
-state: it ends or requests to join again. If it was asked to end, it ends with code 0, at once, or at the agreed batch
-if the view is planned and its own connections work.
+Workers enter a forced view immediately, even while they form the group of another view. They enter a planned view at
+the beginning of a batch, by agreement, or while they wait there in a view that must wait. A worker whose connections
+broke does *not* enter a planned view, since the others may be in the middle of a batch, where newcomers cannot begin. A
+worker that waits between two batches does not report broken connections, since others may already have entered the
+planned view. No member continues in a view before all its members have the state. In a view that must wait, all members
+finish a batch that any of them has begun, and begin no other. A worker that receives a view that does not contain it
+has lost its state: it ends or requests to join again. If it was asked to end, it ends with code 0, either immediately
+or, if the view is planned and its own connections work, at the agreed batch.
 """
 
 from __future__ import annotations
@@ -83,8 +82,7 @@ from paceline.train.elastic.protocol import (
 
 
 class Coordinator:
-    """The coordinator of an elastic job. Its `tick` must be called at `deadline_s` if no other event occurs before.
-
+    """The coordinator of an elastic job. Its `tick` must be called at `deadline_s` if no other event occurs earlier.
     Every method returns the orders to carry out, in sequence. The names of machines and workers are never reused: a
     replacement worker has a new name, and so has a restarted launcher.
     """
@@ -118,7 +116,7 @@ class Coordinator:
         self._job.identity, self._job.quiet_until_s = identity, now_s + policy.quiet_s
         self._is_resuming = False
         self.retirement: CoordinatorHandover | None = None  # set when this coordinator's launcher is about to end
-        self.lacks_quorum_s: float | None = None  # the time since which it has lacked a quorum
+        self.lacks_quorum_s: float | None = None  # the time at which it began to lack a quorum
         self.deadline_s: float | None = now_s + policy.join_timeout_s
 
     def resume(
@@ -128,16 +126,14 @@ class Coordinator:
         addresses: Mapping[int, str] = {},
         stores: Mapping[int, str] = {},
     ) -> CoordinatorOrders:
-        """Continues a job of another coordinator, from the reports of the machines that follow this one.
-
-        The last messages of that coordinator are repeated to workers that may have missed them. Workers that it left
-        out stay out.
+        """Continues a job of another coordinator, from the reports of the machines that follow this one. Its last
+        messages are repeated to workers that may have missed them. Workers that it left out stay out.
 
         Args:
             reports: The machines' reports.
             now_s: The current time, in seconds.
-            addresses: The launchers' addresses by machine, where they have changed.
-            stores: The stores in which members of views meet, by the machine that coordinates.
+            addresses: The addresses of launchers that have changed, by machine.
+            stores: The stores in which members of views meet, by coordinating machine.
         """
         known = merge_reports(reports)
         resume(self._job, known, now_s)
@@ -151,7 +147,7 @@ class Coordinator:
     def machine_returned(
         self, report: MachineReport, now_s: float, address: str = "", store: str = ""
     ) -> CoordinatorOrders:
-        """Adds a machine that has started its workers, and was unreachable or followed another coordinator."""
+        """Adds a machine that has started its workers and was unreachable, or followed another coordinator."""
         machine = str(report.number)
         was_resuming, self._is_resuming = self._is_resuming, True
         self._raise_term(report.knowledge.term)
@@ -171,14 +167,14 @@ class Coordinator:
         return [self._job.over] if self._job.over is not None else self._settle(now_s)
 
     def hold_back(self, until_s: float) -> bool:
-        """Issues no first view before `until_s`, since another job may be running; returns False if one was issued
-        already.
+        """Delays the first view until `until_s`, since another job may be running; returns False if a view was already
+        issued.
         """
         self._job.quiet_until_s = max(self._job.quiet_until_s, until_s)
         return self._job.views.latest is None
 
     def machine_knows(self, machine: str, generation: int, now_s: float) -> CoordinatorOrders:
-        """Notes that the machine's launcher has confirmed the replicated state with views up to `generation`."""
+        """Records that the machine's launcher has confirmed the replicated state with views up to `generation`."""
         found = self._registry.machines.get(machine)
         if found is not None:
             found.known = max(found.known, generation)
@@ -200,7 +196,7 @@ class Coordinator:
         return []
 
     def machine_listed(self, machine: str, now_s: float) -> CoordinatorOrders:
-        """Marks the machine's workers as ended that it has not named since it joined."""
+        """Marks those of the machine's workers as ended that it has not reported since it joined."""
         found = self._registry.machines.get(machine)
         if found is None or found.listed is None:
             return []
@@ -212,7 +208,7 @@ class Coordinator:
         return self._settle(now_s)
 
     def machine_lost(self, machine: str, why: str, now_s: float, silent_s: float = 0.0) -> CoordinatorOrders:
-        """Notes that the machine is unreachable. Its workers may live, and may train with others.
+        """Records that the machine is unreachable. Its workers may still run, and may train with others.
 
         Args:
             machine: The machine's name.
@@ -229,7 +225,7 @@ class Coordinator:
         return self._settle(now_s)
 
     def machine_leaves(self, machine: str, now_s: float) -> CoordinatorOrders:
-        """Notes that the machine's launcher ends as soon as its workers have, which have been asked to end."""
+        """Records that the machine's launcher ends as soon as its workers, which have been asked to end, have ended."""
         if (found := self._registry.machines.get(machine)) is not None:
             found.is_leaving = True
         return self._settle(now_s)
@@ -251,7 +247,7 @@ class Coordinator:
         return self._settle(now_s)
 
     def slots_changed(self, machine: str, slots: int, now_s: float) -> CoordinatorOrders:
-        """Notes the number of workers that the machine keeps running after a slot failed repeatedly."""
+        """Records the number of workers that the machine keeps running after a slot has failed repeatedly."""
         found = self._registry.machines.get(machine)
         if found is None:
             return []
@@ -262,7 +258,7 @@ class Coordinator:
     def worker_started(
         self, uid: str, machine: str, now_s: float, messages: Sequence[FromWorker] = ()
     ) -> CoordinatorOrders:
-        """Notes that a worker runs, or that a known worker still does.
+        """Records that a worker runs, or that a known worker still runs.
 
         Args:
             uid: The worker's name.
@@ -287,10 +283,9 @@ class Coordinator:
         return self._settle(now_s)
 
     def worker_stalled(self, uid: str, why: str, now_s: float) -> CoordinatorOrders:
-        """Notes that a worker is unresponsive; all its earlier messages have been reported.
-
-        It is left out, and its launcher is ordered to kill it, if others can continue. When it responds again, its
-        launcher reports that it started.
+        """Records that a worker is unresponsive; all its earlier messages have been reported. If others can continue,
+        it is left out, and its launcher is ordered to kill it. When it responds again, its launcher reports that it
+        started.
         """
         worker = self._registry.workers.get(uid)
         if worker is None or not worker.lives:
@@ -301,7 +296,7 @@ class Coordinator:
         return self._settle(now_s)
 
     def worker_ended(self, uid: str, how: str, exit_code: int, now_s: float) -> CoordinatorOrders:
-        """Notes that a worker has ended; all its messages have been reported before."""
+        """Records that a worker has ended; all its messages have been reported."""
         worker = self._registry.workers.get(uid)
         if worker is None or not worker.lives:
             return []
@@ -345,7 +340,7 @@ class Coordinator:
         return orders if self._home is None else [*replication_orders(job, int(self._home)), *orders]
 
     def _step(self, job: ElasticJob, now_s: float) -> bool:
-        """Applies the first rule that has an effect; returns whether one had, so that the rules apply again."""
+        """Applies the first rule that has an effect; returns whether one had, and the rules must be applied again."""
         finish_job(job, now_s)
         if job.over is not None:
             return False
@@ -370,14 +365,14 @@ class Coordinator:
         return self.retirement
 
     def _give_way(self, retirement: CoordinatorHandover, now_s: float) -> CoordinatorOrders:
-        """Hands over to the successor. Later events are left to it, since the machines report them to it too."""
+        """Hands over to the successor, which handles later events, since the machines report them to it too."""
         self._job.orders = []
         orders = tell_others(self._job, retirement, now_s)
         self.lacks_quorum_s, self.deadline_s = None, None if retirement.is_over else deadline_s(retirement)
         return [] if orders is None else [*replication_orders(self._job, int(retirement.home.name)), *orders]
 
     def _raise_term(self, term: int) -> None:
-        """Raises the term, so that generations of later views exceed those of any coordinator that a machine has
+        """Raises the term, so that generations of later views exceed those of every coordinator that a machine has
         followed.
         """
         views = self._job.views
@@ -387,7 +382,7 @@ class Coordinator:
 
 
 def handle_message(job: ElasticJob, worker: WorkerRecord, message: FromWorker, now_s: float) -> None:
-    """Notes the content of a worker's message."""
+    """Records the content of a worker's message."""
     match message:
         case Ready():
             _asked(job, worker, message, now_s)
@@ -429,7 +424,7 @@ def _asked(job: ElasticJob, worker: WorkerRecord, message: Ready, now_s: float) 
 
 
 def _broke(job: ElasticJob, worker: WorkerRecord, message: Broken, now_s: float) -> None:
-    """Notes broken connections, unless the worker was sent a later view that replaces them."""
+    """Records broken connections, unless a later view, which replaces them, was sent to the worker."""
     views, breaks = job.views, job.breaks
     breaks.committed(message.round)
     generation = message.generation
@@ -451,7 +446,7 @@ def _broke(job: ElasticJob, worker: WorkerRecord, message: Broken, now_s: float)
 def replay_messages(
     job: ElasticJob, worker: WorkerRecord, messages: Sequence[FromWorker], is_known: bool, now_s: float
 ) -> None:
-    """Handles the messages that a worker sent while its machine was out of reach; some may be known already."""
+    """Handles the messages that a worker sent while its machine was unreachable; some may already be known."""
     is_in = any(isinstance(message, Installed) for message in messages)
     for message in messages:
         if isinstance(message, Ready) and is_known and is_in:

@@ -25,9 +25,9 @@ class CoordinatorPolicy:
 
     Attributes:
         min_workers: The number of members below which they finish their batch and wait.
-        max_machines: The number of machines that take part at once; further ones stand by.
+        max_machines: The largest number of machines that participate at the same time; further ones stand by.
         start_patience_s: The time for which the first view waits for all workers once `min_workers` are ready.
-        gather_s: The time for which a ready worker waits for others that may become ready with it.
+        gather_s: The time for which a ready worker waits for others that may become ready at about the same time.
         break_patience_s: The time for which a report of broken connections waits for the death that explains it.
         most_breaks: The number of consecutive breaks without a death or a committed round after which the job ends, if
             they occur within `breaks_within_s`.
@@ -37,7 +37,7 @@ class CoordinatorPolicy:
         join_timeout_s: The time for which the job waits for `min_workers`.
         return_patience_s: The time since the last contact after which workers of an unreachable machine are left out,
             unless workers report broken connections earlier.
-        quiet_s: The time for which the first view waits for news of another running job.
+        quiet_s: The time for which the first view waits for a report of another running job.
         follow_patience_s: The time for which a new coordinator waits for machines before it leaves their workers out.
     """
 
@@ -74,14 +74,14 @@ class ConnectionFailures:
     _forced_s: list[float] = field(default_factory=list)  # since a round was committed
 
     def committed(self, round_: int) -> None:
-        """Notes the number of rounds that a worker has committed."""
+        """Records the number of rounds that a worker has committed."""
         if round_ > self.round:
             self.round = round_
             self._forced_s.clear()
             self.reasons.clear()
 
     def reported(self, uid: str, what: ConnectionFailure, reason: str) -> None:
-        """Adds a report. A second report of the same worker does not restart the wait."""
+        """Adds a report. A second report by the same worker does not restart the wait."""
         self.reasons[uid] = reason
         due_s = min(what.due_s, self.waiting.get(uid, what).due_s)
         self.waiting[uid] = ConnectionFailure(what.generation, due_s)
@@ -91,7 +91,7 @@ class ConnectionFailures:
         self.waiting.clear()
 
     def are_too_many(self, policy: CoordinatorPolicy, now_s: float) -> bool:
-        """Counts one more view that was forced without a death; returns whether the job should give up."""
+        """Counts a view that was forced without a death; returns whether the job should give up."""
         self._forced_s = [forced_s for forced_s in self._forced_s if now_s - forced_s < policy.breaks_within_s] + [
             now_s
         ]
@@ -111,15 +111,16 @@ class ElasticJob:
         over: The order with which the job ended, or None.
         fingerprint: The fingerprint of all members, or None before the first view.
         finished: The workers whose training loop has completed.
-        ending_s: The time at which the first of them finished, or None.
+        ending_s: The time at which the first worker finished, or None.
         leaving_s: The time since which all members have been asked to leave, or None.
         few_s: The time since which there have been too few members, or None.
         held: The message that names the workers for which the job waits, or None.
-        held_s: The time at which that wait began.
+        held_s: The time at which the wait for these workers began.
         due_s: The times at which the facts must be evaluated again if no event arrives.
         orders: The orders under preparation.
         is_shared: Whether other launchers may have to take over as coordinator.
-        withheld: The recipients of the latest view, which is sent once enough launchers hold it, or None after that.
+        withheld: The recipients of the latest view until enough launchers hold the view for it to be sent; otherwise
+            None.
         lacks_quorum: Whether the job waits for members without which it must not continue.
         transfers: The transfers, by receiver, that another coordinator began and whose receivers have not reported yet.
         transfer_offers: The senders' replies, by transfer and sender.
@@ -214,7 +215,7 @@ class ElasticJob:
             self.tell(worker, offer)
 
     def open_transfers(self) -> list[StateTransfer]:
-        """Returns the transfers whose receivers have not caught up, as far as is known, oldest first."""
+        """Returns the transfers whose receivers are not known to have caught up, oldest first."""
         receivers = [worker for worker in self.registry.workers.values() if worker.lives and not worker.has_state]
         found = [receiver.transfer for receiver in receivers if receiver.transfer is not None]
         return sorted([*found, *self.transfers.values()], key=lambda transfer: transfer.number)

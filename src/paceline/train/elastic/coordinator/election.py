@@ -2,18 +2,18 @@
 
 There is no ballot. A launcher *follows* one coordinator at a time: it passes that coordinator's messages on to its
 workers and ignores all others. A launcher that has lost its coordinator tries the machines in the order of their
-numbers. When it reaches its own number it *stands* as a candidate for a while, so that others may follow it. A follower
-sends all it holds about the job (`MachineReport`). The candidate becomes the coordinator as soon as its followers are a
-quorum in every view that any of them holds. It gives up its candidacy if that takes too long, and its followers search
-on.
+numbers. When it reaches its own number, it *stands* as a candidate for some time, so that others can follow it. A
+follower sends all it holds about the job (`MachineReport`). The candidate becomes the coordinator as soon as its
+followers are a quorum in every view that any of them holds. It gives up its candidacy if that takes too long, and its
+followers continue their search.
 
-Why two coordinators never contradict each other. A view counts only if all its members enter it, and it is passed on to
-them only after launchers with a quorum of each earlier view hold it (`views.py`). A coordinator elsewhere, with a
-quorum of its own, has at least one of these launchers among its followers. Either that launcher has reported the view,
-so the coordinator needs a quorum of it too; or it followed the new coordinator before it received the view, which it
-then does not pass on, so the view cannot be completed. Dead workers do not count: whoever holds a death also holds the
-views that the dead worker could have entered, provided that a launcher's end counts only for those that were connected
-to it until then and have read all it sent.
+Two coordinators never contradict each other, for the following reason. A view counts only if all its members enter it,
+and it is passed on to them only after launchers with a quorum of each earlier view hold it (`views.py`). A coordinator
+elsewhere, with a quorum of its own, has at least one of these launchers among its followers. Either that launcher has
+reported the view, and then the coordinator needs a quorum of that view too; or it followed the new coordinator before
+it received the view. It then does not pass the view on, so the view cannot be completed. Dead workers do not count: a
+launcher that holds a death also holds the views that the dead worker could have entered. This requires that a
+launcher's end counts only for launchers that were connected to it until then and have read all that it sent.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from enum import Enum, auto
 
 from paceline.train.elastic.protocol import Installed, MachineReport, ReplicatedJobState, merge_job_states
 
-GATHER_S = 0.4  # time for which a candidate with enough followers waits for further ones
+GATHER_S = 0.4  # time for which a candidate with enough followers waits for more
 _STAND_S = 0.6  # minimum time of a candidacy; the maximum, chosen at random, is twice that
 _PAUSE_S = 0.1
 ALONE_S = 2.0  # time after which a launcher considers all others ended
-_PATIENCE_S = 1.0  # time for lower-numbered machines that have not noticed the loss yet
+_PATIENCE_S = 1.0  # time for lower-numbered machines to notice the loss
 
 
 class ContactResult(Enum):
     """The result of an attempt to follow a machine's launcher."""
 
-    FOLLOWED = auto()  # it coordinates or stands, and this launcher follows it now
+    FOLLOWED = auto()  # it coordinates or stands, and this launcher now follows it
     ELSEWHERE = auto()  # it follows another coordinator
     SEEKING = auto()  # it searches for a coordinator itself
     ENDED = auto()  # the machine responds, but its launcher's port is closed
@@ -47,7 +47,7 @@ class ConnectionLoss(Enum):
     ENDED = auto()  # the other launcher has ended, and all its messages were read
     RESET = auto()  # the peer no longer has the connection, although it was active just before
     DROPPED = auto()  # the other launcher has announced that it continues without this one
-    SILENT = auto()  # no message arrived for too long, or since this process was stopped
+    SILENT = auto()  # no message arrived for too long, or while this process was stopped
 
 
 _GONE = {
@@ -60,7 +60,7 @@ _GONE = {
 
 @dataclass(frozen=True)
 class TryMachine:
-    """Connect to that machine; if it is this one, stand as a candidate for `stand_s` seconds first."""
+    """Connect to machine `number`; if it is this machine, first stand as a candidate for `stand_s` seconds."""
 
     number: int
     stand_s: float = 0.0
@@ -80,7 +80,7 @@ class GiveUp:
 
 @dataclass(frozen=True)
 class JobDeserted:
-    """The job has ended: all its launchers have, or this machine's part in it is complete."""
+    """The job has ended: all its launchers have ended, or this machine's part of the job is complete."""
 
 
 SearchStep = TryMachine | Pause | GiveUp | JobDeserted
@@ -92,7 +92,7 @@ class CoordinatorSearch:
 
     Attributes:
         me: The number of the launcher's machine.
-        timeout_s: The time after which it gives up, in seconds.
+        timeout_s: The time after which the search gives up, in seconds.
         chance: A function that returns random numbers between 0 and 1.
         is_seeking: Whether the search is in progress.
         answers: The latest result of each machine.
@@ -103,34 +103,34 @@ class CoordinatorSearch:
     chance: Callable[[], float]
     is_seeking: bool = False
     answers: dict[int, ContactResult] = field(default_factory=dict)
-    _leader: int | None = None  # the lost coordinator, as long as it may be reached again
+    _leader: int | None = None  # the lost coordinator, while it may become reachable again
     _loss: ConnectionLoss = ConnectionLoss.SILENT
     _since_s: float = 0.0
     _waits_until_s: float = 0.0
     _order: list[int | None] = field(default_factory=list)  # None stands for a pause
-    _is_turning: bool = False  # the coordinator has named a successor, which has not been tried without success
-    _alone_s: float | None = None  # the time since which all others seem to have ended
+    _is_turning: bool = False  # the coordinator has named a successor, and no attempt to reach that has failed
+    _alone_s: float | None = None  # the time at which all others began to seem to have ended
 
     def lost(self, leader: int, loss: ConnectionLoss, now_s: float) -> None:
-        """Notes the loss of a coordinator or candidate. The timeout runs from the loss of the last coordinator."""
+        """Records the loss of a coordinator or candidate. The timeout counts from the loss of the last coordinator."""
         if not self.is_seeking:
             self.is_seeking, self._since_s = True, now_s
             self._leader, self._loss = leader, loss
             self._begin([], now_s)
 
     def handed_over(self, to: int, now_s: float) -> None:
-        """Notes that the coordinator ends in good order, and machine `to` takes over."""
+        """Records that the coordinator shuts down cleanly, and machine `to` takes over."""
         self.is_seeking, self._since_s, self._leader = True, now_s, None
         self._begin([to], now_s)
         self._is_turning = True
 
     def found(self) -> None:
-        """Notes that a coordinator was found."""
+        """Records that a coordinator was found."""
         self.is_seeking = self._is_turning = False
 
     @property
     def has_lost(self) -> bool:
-        """Whether this launcher knows of no coordinator to follow."""
+        """Whether this launcher has no coordinator to follow."""
         return self.is_seeking and not self._is_turning
 
     def next(self, peers: Sequence[int], now_s: float, *, is_done: bool = False) -> SearchStep:
@@ -139,7 +139,7 @@ class CoordinatorSearch:
         Args:
             peers: The numbers of the machines that may be alive.
             now_s: The current time, in seconds.
-            is_done: Whether this machine's workers have completed the training, so that the job is about to end.
+            is_done: Whether this machine's workers have completed the training, in which case the job is about to end.
         """
         if now_s >= self._since_s + self.timeout_s:
             return GiveUp()
@@ -162,12 +162,11 @@ class CoordinatorSearch:
         return TryMachine(self.me, _STAND_S * (1 + self.chance()))
 
     def tried(self, number: int, answer: ContactResult, elsewhere: int | None = None) -> bool:
-        """Notes the result of an attempt, and the machine that the other launcher follows.
+        """Records the result of an attempt, and the machine that the other launcher follows.
 
         Returns:
-            Whether this proves that the launcher of that machine ended after this one had read all it sent: its
-            connection was closed in good order and it is unreachable, or the connection was reset and its port is
-            closed.
+            Whether this proves that the launcher of that machine ended after this launcher had read all that it sent:
+            its connection was closed cleanly and it is unreachable, or the connection was reset and its port is closed.
         """
         self.answers[number] = answer
         is_new = elsewhere is not None and elsewhere not in (self.me, self._leader, number)
@@ -186,8 +185,8 @@ class CoordinatorSearch:
     def _is_alone(self, peers: Sequence[int], now_s: float, is_done: bool) -> bool:
         """Returns whether no other launcher is left.
 
-        A machine that responds with a closed launcher port has no launcher any more. If that holds for all machines for
-        a while, the job has ended or all launchers were killed; none will return in either case. A broken network path
+        A machine that responds with a closed launcher port no longer has a launcher. If that holds for all machines for
+        some time, the job has ended or all launchers were killed; in both cases none will return. A broken network path
         gives no response, and proves nothing.
         """
         others = [number for number in peers if number != self.me]
@@ -207,8 +206,8 @@ class Candidacy:
     """The candidacy of a launcher: its followers' reports, and whether they are enough.
 
     Attributes:
-        since_s: The time at which it began.
-        until_s: The time at which it ends without enough followers.
+        since_s: The time at which the candidacy began.
+        until_s: The time at which the candidacy ends if there are not enough followers.
         reports: The followers' reports, by machine.
     """
 
@@ -257,8 +256,8 @@ class Candidacy:
 def merge_reports(reports: Iterable[MachineReport]) -> ReplicatedJobState:
     """Returns the job state that follows from the reports of several machines.
 
-    A worker reports that it has entered a view only after all its members have met, so a single report proves that no
-    earlier view counts.
+    A worker reports that it has entered a view only after all members have formed the view's group, so a single report
+    proves that no earlier view counts.
     """
     known = list(reports)
     dead = ReplicatedJobState(dead=tuple(uid for report in known for uid, _, _ in report.ended))

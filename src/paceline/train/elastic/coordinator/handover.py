@@ -3,14 +3,15 @@
 1. The workers of its own machine leave by a planned view. The members of this view and of all later ones meet in the
    store of the successor's launcher. If no worker has to leave, a planned view with the same members only changes the
    store.
-2. When all members have entered it, the job's state is replicated to every machine, and the successor is ordered to
+2. When all members have entered that view, the job's state is replicated to every machine, and the successor is ordered
+to
    stand. From then on this coordinator makes no decisions.
 3. The successor stands as after a loss (`election.py`), and disconnects from this launcher. Then the others are ordered
    to follow it.
 
 The successor is the machine that would be elected anyway: the one with the lowest number. It needs the same quorum as
-any candidate, so correctness does not depend on the handover. If the successor fails meanwhile, the others search as
-usual.
+any candidate, so correctness does not depend on the handover. If the successor fails during the handover, the others
+search as usual.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from paceline.train.elastic.protocol import (
 )
 
 _STANDS_S = 1.0  # time for the successor to stand before the others are ordered to follow in any case
-_UNFIT_S = 10.0  # time for which a machine is passed over after members failed to reach its store
+_UNFIT_S = 10.0  # time for which a machine is not considered after members failed to reach its store
 _SETTLES_S = 5.0  # time for the members to settle after the last worker of this machine has ended
 
 
@@ -95,7 +96,7 @@ def resume(job: ElasticJob, known: ReplicatedJobState, now_s: float) -> None:
 
 
 def succession(known: ReplicatedJobState, home: int) -> str:
-    """Returns a sentence that names the coordinator and the fate of the previous one."""
+    """Returns a sentence that names the coordinator and the state of the previous one."""
     if known.coordinator == home:
         return f"machine {home} coordinates again"
     state = "is gone" if known.coordinator in known.ended else "cannot be reached"
@@ -114,10 +115,10 @@ class CoordinatorHandover:
         home: The coordinator's machine.
         store: The store in which the members of its views have met.
         successor: The next coordinator's machine, or None if there is no candidate.
-        unfit_s: The time until which each machine is passed over, since members could not reach its store.
-        empty_s: The time since which no worker has run on the coordinator's machine.
+        unfit_s: The time until which each machine is not considered, because members could not reach its store.
+        empty_s: The time at which the last worker on the coordinator's machine ended, or None.
         ordered_s: The time at which the successor was ordered to stand.
-        is_over: Whether the others have been ordered to follow it.
+        is_over: Whether the other machines have been ordered to follow the successor.
     """
 
     home: MachineRecord
@@ -183,7 +184,7 @@ def tell_successor(job: ElasticJob, retirement: CoordinatorHandover, now_s: floa
 
 
 def tell_others(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) -> CoordinatorOrders | None:
-    """Returns the orders that complete the handover once the successor stands, or None before."""
+    """Returns the orders that complete the handover once the successor stands; None before that."""
     successor = retirement.successor
     assert successor is not None
     stands = not successor.is_reachable or successor.has_left  # it disconnected in order to stand, or was lost
@@ -211,7 +212,7 @@ def _has_workers(job: ElasticJob, machine: MachineRecord) -> bool:
 
 
 def _has_settled(job: ElasticJob) -> bool:
-    """Returns whether another coordinator would have nothing to do at once."""
+    """Returns whether another coordinator would have nothing to do immediately."""
     views = job.views
     is_settled = views.is_complete and job.withheld is None and not job.breaks.waiting
     return is_settled and views.latest is not None and views.latest.store == views.store

@@ -6,7 +6,7 @@ Each rule is a function of the job's facts that adds orders; `Coordinator._step`
 A *transfer* gives the state to a worker that joins while the others train. It has senders, and a number larger than
 that of any earlier view. It is sent to all members; the senders among them take a snapshot at the beginning of the
 first batch after all members have received it, so that all snapshots are equal. The receiver reports when it has caught
-up, or asks again when all its senders have failed.
+up, or repeats its request when all its senders have failed.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _waits_for(job: ElasticJob, finished: list[WorkerRecord]) -> list[WorkerReco
 def _exit_of(finished: list[WorkerRecord]) -> EndOrder:
     """Returns the order that ends the job, after all finished workers have ended.
 
-    A worker may be killed after its loop without harm if another completed, since all have the same state.
+    A worker may safely be killed after its loop if another worker completed, since all have the same state.
     """
     for worker in finished:
         if worker.exit_code > 0:
@@ -85,7 +85,7 @@ def _exit_of(finished: list[WorkerRecord]) -> EndOrder:
 
 
 def has_closed(job: ElasticJob) -> bool:
-    """Returns whether all members were asked to leave and dismissed; ends the job after the last of them."""
+    """Returns whether all members were asked to leave and have been dismissed; ends the job after the last of them."""
     members = job.views.concerned
     if not members or any(worker.phase is not WorkerPhase.DISMISSED for worker in members):
         return False
@@ -109,8 +109,8 @@ def start_transfers(job: ElasticJob) -> None:
 def admissible_workers(job: ElasticJob) -> list[WorkerRecord]:
     """Returns the ready workers that may join by a planned view.
 
-    A receiver that has not caught up may join if training is paused anyway, since the members wait for more workers or
-    all of them leave.
+    A receiver that has not caught up may join if training is paused anyway, because the members wait for more workers
+    or because all of them leave.
     """
     views = job.views
     is_idle = views.latest is not None and views.latest.must_wait
@@ -119,7 +119,7 @@ def admissible_workers(job: ElasticJob) -> list[WorkerRecord]:
 
 
 def offer_transfer(job: ElasticJob, sender: WorkerRecord, message: TransferReady) -> None:
-    """Passes a sender's offer to the receiver. Without any offer, the others will wait while the receiver gets the
+    """Passes a sender's offer to the receiver. Without any offer, the others will wait while the receiver receives the
     state.
     """
     job.transfer_offers.setdefault(message.transfer, {})[sender.uid] = message
@@ -199,7 +199,7 @@ def _begin(job: ElasticJob, receiver: WorkerRecord) -> None:
 
 
 def change_membership(job: ElasticJob, now_s: float) -> bool:
-    """Adds and removes workers once all members have entered the latest view; returns whether it did.
+    """Adds and removes workers once all members have entered the latest view; returns whether the view changed.
 
     Workers that were asked to end stay until others hold the state.
     """
@@ -270,9 +270,8 @@ def begin_machines(job: ElasticJob) -> None:
 
 
 def give_first_view(job: ElasticJob, now_s: float) -> bool:
-    """Issues the first view once enough workers are ready; returns whether it had any effect.
-
-    If all workers that the machines keep running are ready, it waits for no others.
+    """Issues the first view once enough workers are ready; returns whether that had any effect. It does not wait if all
+    workers that the machines keep running are ready.
     """
     policy, ready = job.policy, job.registry.ready()
     if len(ready) >= policy.min_workers:
@@ -306,7 +305,7 @@ def _start(job: ElasticJob, ready: list[WorkerRecord]) -> None:
 
 
 def refuse_worker(job: ElasticJob, worker: WorkerRecord, expected: str) -> None:
-    """Dismisses a worker whose results would differ in bits, and stops replacements on its machine, which would too."""
+    """Dismisses a worker whose results would not be bitwise equal, and stops replacements on its machine."""
     host = worker.machine.host
     reason = f"worker {worker.uid} on {host} has {worker.fingerprint!r}, and the job's members have {expected!r}"
     reason = f"{reason}: their results would differ in bits"
@@ -344,7 +343,7 @@ def why_forced(job: ElasticJob, now_s: float) -> str | None:
 def _may_come_back(job: ElasticJob, worker: WorkerRecord, now_s: float) -> bool:
     """Returns whether a worker's machine has been unreachable only for a short time.
 
-    The worker may be training on. If it is not, the workers connected to it soon report that.
+    The worker may still be training. If it is not, the workers connected to it will soon report that.
     """
     if not worker.lives or worker.machine.is_reachable or job.breaks.waiting:
         return False
@@ -366,9 +365,8 @@ def lacks_quorum(job: ElasticJob, now_s: float) -> bool:
 
 
 def force_view(job: ElasticJob, why: str, now_s: float) -> bool:
-    """Issues a forced view, or reports what it waits for; returns whether it did more than wait.
-
-    After the last round no quorum is required, since nothing is committed any more.
+    """Issues a forced view, or reports the workers that it waits for; returns whether it did more than wait. After the
+    last round no quorum is required, since no more rounds are committed.
     """
     sources = job.views.sources()
     if not sources:
@@ -400,7 +398,7 @@ def fence(job: ElasticJob) -> None:
 
 
 def _nobody_left(job: ElasticJob, now_s: float) -> bool:
-    """Looks for a worker that holds, or may hold, the state; without one, the job restarts or ends.
+    """Searches for a worker that holds, or may hold, the state; without one, the job restarts or ends.
 
     A worker that is merely suspended still has its state, so the job waits until it resumes or exits.
     """

@@ -27,8 +27,8 @@ class Views:
     Attributes:
         registry: The records of machines and workers.
         term: The coordinator's term.
-        base: The base view, see above; `base_team` are its members.
-        latest: The latest view, see above; `team` are its members.
+        base: The base view (see above); `base_team` contains its members.
+        latest: The latest view (see above); `team` contains its members.
         is_complete: Whether all members of the latest view have entered it.
         has_begun: Whether any view was entered by all its members, so that rounds may have been committed.
         since_complete: The last view that all members have entered, and the views issued since.
@@ -52,7 +52,7 @@ class Views:
     must_meet: bool = False
     _count: int = 0
     _members_of: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    _missing_in: dict[int, set[str]] = field(default_factory=dict)  # members that have not entered, by generation
+    _missing_in: dict[int, set[str]] = field(default_factory=dict)  # members yet to enter the view, by generation
 
     def give(self, members: Iterable[WorkerRecord], *, is_planned: bool, must_wait: bool) -> View:
         """Issues the next view, and removes members of earlier views that it does not contain.
@@ -87,13 +87,13 @@ class Views:
         return (self.term << 32) + self._count
 
     def forget(self) -> None:
-        """Resets the views after all members ended before any round could be committed."""
+        """Resets the views after all members have ended before any round could be committed."""
         self.latest, self.team = None, []
         self._rest_on_latest()
         self.since_complete = []
 
     def entered(self, worker: WorkerRecord, generation: int) -> None:
-        """Notes that a worker has entered a view, which need not be the latest."""
+        """Records that a worker has entered a view, not necessarily the latest."""
         worker.installed = max(worker.installed, generation)
         missing = self._missing_in.get(generation)
         if missing is not None:
@@ -164,7 +164,7 @@ class Views:
         return base + [worker for worker in self.newcomers if worker.trains and has_arrived(worker)]
 
     def members_of(self, generation: int) -> tuple[str, ...]:
-        """Returns the names of the members of a view, or () for a view that is no longer remembered."""
+        """Returns the names of the members of a view, or () if the view is no longer remembered."""
         return self._members_of.get(generation, ())
 
     def is_explained(self, generation: int) -> bool:
@@ -186,7 +186,7 @@ class Views:
         """Returns whether launchers with a quorum of each earlier view hold the latest view.
 
         If so, any later coordinator holds it too, and it may be entered. The view is passed on to its members last, so
-        their launchers count in any case.
+        their launchers always count.
         """
         if self.latest is None:
             return True
@@ -200,7 +200,7 @@ class Views:
         return self.latest is not None and not self.is_complete and self.latest.store == store
 
     def undecided(self) -> list[WorkerRecord]:
-        """Returns the living members of the views since the last complete one, whose launchers form the quorum."""
+        """Returns the running members of the views since the last complete one, whose launchers form the quorum."""
         members = {uid for view in self.since_complete for uid in view.members}
         return [worker for worker in self.registry.workers.values() if worker.lives and worker.uid in members]
 
@@ -208,7 +208,7 @@ class Views:
         self.base, self.base_team, self.newcomers = self.latest, self.team, []
 
     def _leave_out(self, worker: WorkerRecord) -> None:
-        """Removes a member. If it holds no state yet it stays ready; otherwise it must request to join again."""
+        """Removes a member. A member that holds no state yet stays ready; others must request to join again."""
         if worker.phase is WorkerPhase.MEMBER and not worker.has_finished:
             worker.phase = WorkerPhase.OUTSIDE if worker.has_state else WorkerPhase.READY
             worker.has_state = False

@@ -11,7 +11,7 @@ from paceline.train.elastic.protocol import ReplicatedJobState, StateTransfer, T
 class WorkerPhase(Enum):
     """The phase of a worker's membership."""
 
-    OUTSIDE = auto()  # it runs but has not requested to join, or not since a view left it out
+    OUTSIDE = auto()  # it runs but has not requested to join, at least not since it was left out of a view
     READY = auto()  # it has requested to join
     MEMBER = auto()  # a valid view contains it
     DISMISSED = auto()  # it was ordered to end
@@ -27,14 +27,14 @@ class MachineRecord:
         slots: The number of workers that the launcher keeps running.
         has_begun: Whether the launcher has been ordered to start its workers.
         replaces: Whether the launcher replaces workers that end.
-        listed: The workers reported so far after the machine reconnected, or None outside of such a report.
+        listed: The workers reported so far after the machine reconnected; None if no such report is in progress.
         lost_s: The time of the last contact, if the machine is unreachable.
         address: The address of the launcher for other launchers.
         known: The generation of the latest view that the launcher has confirmed to hold.
         replicated: The job state that was last replicated to the launcher.
         has_left: Whether the launcher has ended.
-        has_announced_end: Whether the launcher announced its end, so that it is certain.
-        is_leaving: Whether the launcher ends as soon as its workers have.
+        has_announced_end: Whether the launcher has announced its end, which is therefore certain.
+        is_leaving: Whether the launcher ends as soon as its workers have ended.
         store: The store in which members of views meet if this launcher coordinates.
     """
 
@@ -62,22 +62,22 @@ class WorkerRecord:
     Attributes:
         uid: The worker's name, unique in the job.
         machine: The machine on which it runs.
-        fingerprint: A text that is equal in workers whose results are equal to the bit.
-        ready_s: The time at which it became ready.
-        learns: Whether it can catch up while others train (see `membership_rules.py`).
-        has_caught_up: Whether it has caught up.
-        transfer: Its state transfer, or None.
-        refusals: The senders that cannot serve that transfer.
-        offers: The offers of senders that were passed on to it.
-        since: The generation of the first view that contains it since it was last ready.
-        installed: The generation of the latest view that it has entered.
-        has_state: Whether it has entered a view that contains it, so that it holds the job's state.
-        leaving: The reason for which it was asked to end, or None.
-        has_finished: Whether its training loop has completed.
+        fingerprint: A text that is equal in workers whose results are bitwise equal.
+        ready_s: The time at which the worker became ready.
+        learns: Whether the worker can catch up while others train (see `membership_rules.py`).
+        has_caught_up: Whether the worker has caught up.
+        transfer: The state transfer to the worker, or None.
+        refusals: The senders that cannot serve the transfer.
+        offers: The offers of senders that were passed on to the worker.
+        since: The generation of the first view that contains the worker since it was last ready.
+        installed: The generation of the latest view that the worker has entered.
+        has_state: Whether the worker has entered a view that contains it, and therefore holds the job's state.
+        leaving: The reason why the worker was asked to end, or None.
+        has_finished: Whether the worker's training loop has completed.
         stalled: The launcher's reason to consider it unresponsive, or None.
         is_fenced: Whether its launcher was ordered to kill it because it is stalled.
-        ended: The cause of its end, or None.
-        was_drained: Whether all messages that it sent before its end have been received.
+        ended: The cause of the worker's end, or None.
+        was_drained: Whether all messages that the worker sent before its end have been received.
     """
 
     uid: str
@@ -103,7 +103,7 @@ class WorkerRecord:
 
     @property
     def lives(self) -> bool:
-        """Whether its end has not been reported."""
+        """Whether no end of the worker has been reported."""
         return self.ended is None
 
     @property
@@ -127,12 +127,12 @@ class WorkerRecord:
         return self.ended is None and self.machine.is_reachable and self.stalled is not None
 
     def runs(self) -> None:
-        """Notes that the worker is responsive."""
+        """Records that the worker is responsive."""
         self.stalled, self.is_fenced = None, False
 
     @property
     def has_left_well(self) -> bool:
-        """Whether it was asked to end and did so with exit code 0."""
+        """Whether the worker was asked to end and did so with exit code 0."""
         return self.ended is not None and self.leaving is not None and self.exit_code == 0
 
     @property
@@ -168,7 +168,7 @@ class WorkerRegistry:
         return sum(machine.slots for machine in self.machines.values() if machine.has_begun and machine.is_reachable)
 
     def can_grow(self) -> bool:
-        """Returns whether a worker lives outside of all views or may still be started."""
+        """Returns whether a worker is running outside all views or may still be started."""
         if any(machine.slots and machine.replaces and machine.is_reachable for machine in self.machines.values()):
             return True
         outside = (WorkerPhase.OUTSIDE, WorkerPhase.READY)
